@@ -1,0 +1,40 @@
+"""Settings from the environment. The only file that reads it; everything else takes values as arguments."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.base.errors import InvalidInput
+
+PREFILL_MODES = ("off", "on", "validate")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says: `HEADWAY_CACHE`, `HF_HUB_OFFLINE`, `HEADWAY_BATCHED_PREFILL`."""
+
+    cache: Path
+    hub_offline: bool
+    batched_prefill: str  # off | on | validate
+
+
+def settings() -> Settings:
+    """Read the environment now."""
+    env = os.environ
+    home = env.get("HEADWAY_CACHE")
+    xdg = env.get("XDG_CACHE_HOME")
+    cache = Path(home) if home else (Path(xdg) if xdg else Path.home() / ".cache") / "headway"
+    return Settings(
+        cache=cache,
+        hub_offline=env.get("HF_HUB_OFFLINE", "").strip().lower() in {"1", "true", "yes", "on"},
+        batched_prefill=_prefill_mode(env.get("HEADWAY_BATCHED_PREFILL", "on")),
+    )
+
+
+def _prefill_mode(text: str) -> str:
+    mode = {"0": "off", "1": "on", "": "on"}.get(text.strip().lower(), text.strip().lower())
+    if mode not in PREFILL_MODES:
+        raise InvalidInput(f"HEADWAY_BATCHED_PREFILL is {text!r}; it takes one of {', '.join(PREFILL_MODES)} (or 0, 1)")
+    return mode

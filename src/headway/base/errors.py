@@ -1,0 +1,103 @@
+"""Headway's exceptions: one tree, drawn here.
+
+    HeadwayError
+    ├── InvalidInput (ValueError)        a value that cannot be used: the message names it, the limit and the way out
+    │   ├── InvalidToken                 a token id outside the vocabulary
+    │   ├── ContextLengthExceeded        a position id past the model's context limit
+    │   ├── InvalidMask                  an attention or logit mask that does not fit
+    │   └── TemplateError                a chat template that fails or does not fit the messages
+    ├── OutOfRange (IndexError)          a row, layer or page that does not exist
+    ├── WrongType (TypeError)            a value of a type that has no obvious meaning here
+    ├── Unsupported                      something Headway or this model cannot do
+    │   └── UnsupportedModel             an architecture that is not in the list
+    ├── ModelError                       a model that cannot be used
+    │   ├── ModelNotFound                no such model, and what was tried
+    │   └── BadModelFile (ValueError)    a file that is truncated, lies about itself or does not fit its config
+    ├── ContextBusy                      the context has a pass in flight
+    ├── Closed                           the context, state, engine or pass is over
+    ├── OutOfPages                       the page pool cannot supply what was asked
+    ├── SnapshotError                    a saved context that cannot be opened
+    ├── ValidationFailed                 two ways of computing the same thing disagree
+    └── PassFailed                       the device failed while computing a pass
+
+A caller can catch `HeadwayError` for everything, or the plain Python class in brackets.
+On the command line each is one sentence and exit code 2.
+"""
+
+from __future__ import annotations
+
+
+class HeadwayError(Exception):
+    """The root of Headway's errors."""
+
+
+class InvalidInput(HeadwayError, ValueError):
+    """A value that cannot be used."""
+
+
+class InvalidToken(InvalidInput):
+    """A token id outside the vocabulary."""
+
+
+class ContextLengthExceeded(InvalidInput):
+    """A position id past the model's context limit."""
+
+
+class InvalidMask(InvalidInput):
+    """An attention or logit mask that does not fit what it is applied to."""
+
+
+class TemplateError(InvalidInput):
+    """A chat template that fails, or does not fit the messages."""
+
+
+class OutOfRange(HeadwayError, IndexError):
+    """A row, layer or page that does not exist."""
+
+
+class WrongType(HeadwayError, TypeError):
+    """A value of a type that has no obvious meaning here."""
+
+
+class Unsupported(HeadwayError):
+    """Something that Headway, this backend or this model cannot do."""
+
+
+class UnsupportedModel(Unsupported):
+    """An architecture that is not in the list of supported ones."""
+
+
+class ModelError(HeadwayError):
+    """A model that cannot be used."""
+
+
+class ModelNotFound(ModelError):
+    """No such model; the message says what was tried."""
+
+
+class BadModelFile(ModelError, ValueError):
+    """A model file that is truncated, lies about itself or does not fit its config."""
+
+
+class ContextBusy(HeadwayError):
+    """The context has a pass in flight and cannot be changed or forked now."""
+
+
+class Closed(HeadwayError):
+    """The context, state, engine or pass is over."""
+
+
+class OutOfPages(HeadwayError):
+    """The page pool cannot supply what was asked."""
+
+
+class SnapshotError(HeadwayError):
+    """A saved context that cannot be opened."""
+
+
+class ValidationFailed(HeadwayError):
+    """Two ways of computing the same thing disagree."""
+
+
+class PassFailed(HeadwayError):
+    """The device failed while computing a pass; the context is as it was."""
