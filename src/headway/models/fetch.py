@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 5.0  # a source that has not begun to answer by then is passed over
 STALL_SECONDS = 20.0  # a download that delivers nothing for this long has failed
-CHUNK = 1 << 20
+CHUNK = 1 << 18
 SCRATCH = ".pull-"
 PARTIAL = ".partial-"
 

@@ -1,0 +1,158 @@
+"""One answer: streamed from a context, timed, and shown as text, figures and tables or as JSON."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headway.cli.options import Decoding
+from headway.cli.render import quoted, show_table
+
+if TYPE_CHECKING:
+    import headway as hw
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What an answer took."""
+
+    model: str
+    dtype: str
+    device: str
+    prompt_tokens: int
+    tokens: int
+    first_token_seconds: float
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The pace after the first token, whose time is the prompt's; with one token, its own."""
+        if self.tokens > 1:
+            return (self.tokens - 1) / max(self.seconds - self.first_token_seconds, 1e-9)
+        return self.tokens / max(self.seconds, 1e-9)
+
+    def line(self) -> str:
+        """The figures in one line."""
+        parts = (
+            f"{self.model} · {self.dtype} · {self.device}",
+            f"{counted(self.prompt_tokens, 'prompt token')} · {counted(self.tokens, 'token')}",
+            f"first token {self.first_token_seconds:.2f} s · {self.tokens_per_second:.1f} tokens/s",
+        )
+        return " · ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "device": self.device,
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.tokens,
+            "first_token_seconds": round(self.first_token_seconds, 6),
+            "seconds": round(self.seconds, 6),
+            "tokens_per_second": round(self.tokens_per_second, 3),
+        }
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A token that could have come, and how likely the model held it."""
+
+    id: int
+    text: str
+    probability: float
+
+    @property
+    def logprob(self) -> float | None:
+        return math.log(self.probability) if self.probability > 0 else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"id": self.id, "text": self.text, "probability": self.probability, "logprob": self.logprob}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One generated token and the likeliest candidates for its place, likeliest first."""
+
+    id: int
+    text: str
+    candidates: tuple[Candidate, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"id": self.id, "text": self.text, "top": [candidate.to_json() for candidate in self.candidates]}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished answer."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str | None
+    choices: tuple[Choice, ...]
+    figures: Figures
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "tokens": list(self.tokens),
+            "finish_reason": self.finish_reason,
+            "logprobs": [choice.to_json() for choice in self.choices] or None,
+            "figures": self.figures.to_json(),
+        }
+
+
+async def stream(
+    engine: hw.Engine, ctx: hw.Context, name: str, decoding: Decoding, write: Callable[[str], None]
+) -> Answer:
+    """Generate from what `ctx` holds, handing each piece of text to `write` as it comes."""
+    import headway as hw
+
+    probe = hw.Distribution(k=decoding.logprobs) if decoding.logprobs else None
+    prompt_tokens, start, first = len(ctx.pending), time.perf_counter(), None
+    text, tokens, probes, finish = "", [], [], None
+    steps = ctx.generate(decoding.sampler(), max_tokens=decoding.max_tokens, stop=list(decoding.stop), probe=probe)
+    async for step in steps:
+        first = first or time.perf_counter() - start
+        tokens += step.tokens
+        probes += step.probes
+        finish = step.finish
+        text += step.text
+        write(step.text)
+    seconds = time.perf_counter() - start
+    info = engine.info
+    figures = Figures(name, info.dtype, info.device, prompt_tokens, len(tokens), first or seconds, seconds)
+    return Answer(text, tuple(tokens), finish, _choices(engine, tokens, probes), figures)
+
+
+def show_choices(choices: Sequence[Choice]) -> None:
+    """The candidates of every step, as tables."""
+    for number, choice in enumerate(choices, 1):
+        rows = [
+            (
+                str(rank),
+                quoted(c.text),
+                str(c.id),
+                f"{c.probability:.4f}",
+                "-inf" if c.logprob is None else f"{c.logprob:.3f}",
+            )
+            for rank, c in enumerate(choice.candidates, 1)
+        ]
+        headers = ("rank", "token", "id", "probability", "logprob")
+        show_table(headers, rows, title=f"step {number}: {quoted(choice.text)}", numbers=(0, 2, 3, 4))
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _choices(engine: hw.Engine, tokens: Sequence[int], probes: Sequence[Any]) -> tuple[Choice, ...]:
+    def spelled(token: int) -> str:
+        return engine.tokenizer.decode([token])
+
+    return tuple(
+        Choice(token, spelled(token), tuple(Candidate(int(i), spelled(int(i)), float(p)) for i, p in zip(*probe)))
+        for token, probe in zip(tokens, probes)
+    )

@@ -1,0 +1,171 @@
+"""`headway chat`: a conversation in one context, so that every turn computes only what is new."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from headway.base.errors import HeadwayError, InvalidInput
+from headway.cli import options
+from headway.cli.answer import Answer, counted, show_choices, stream
+from headway.cli.options import Decoding, EngineOptions, open_engine
+from headway.cli.render import emit_json, note, write_text
+from headway.models.registry import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    import headway as hw
+
+PROMPT = "> "
+HELP = """/help            this list
+/reset           forget the conversation, keep the system message
+/system [TEXT]   start over with TEXT as the system message; without TEXT, show it
+/tokens          how many tokens the conversation holds
+/exit            leave (so does ctrl-D); ctrl-C stops an answer"""
+
+
+def chat(
+    *,
+    model: options.Model = DEFAULT_MODEL,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    system: options.System = None,
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    logprobs: options.Logprobs = 0,
+    json: options.Json = False,
+) -> None:
+    """Talk to the model. In a pipe, every line is a turn; with --json every answer is a line of JSON."""
+    decoding = Decoding(
+        max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ()), logprobs
+    )
+    decoding.sampler()  # a bad value is refused before the model is loaded
+    with open_engine(EngineOptions(model, dtype, device, threads)) as engine:
+        if engine.chat_template is None:
+            raise InvalidInput(f"{model} has no chat template; `headway run --raw` continues text with it")
+        session = Session(engine, model, decoding, system, json)
+        if sys.stdin.isatty():
+            note(f"{model} · {engine.info.dtype} · {engine.info.device} · /help lists commands, ctrl-D ends")
+        try:
+            for line in _lines():
+                if not session.take(line.strip()):
+                    break
+        finally:
+            session.close()
+
+
+@dataclass(eq=False)
+class Session:
+    """One conversation: the context that holds it, and what every turn has in common."""
+
+    engine: hw.Engine
+    name: str
+    decoding: Decoding
+    system: str | None
+    as_json: bool
+    ctx: hw.Context = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ctx = self._fresh()
+
+    def take(self, line: str) -> bool:
+        """Do what one line says; False when it ends the session."""
+        command, _, rest = line.partition(" ")
+        match command:
+            case "":
+                pass
+            case "/exit" | "/quit":
+                return False
+            case "/help":
+                note(HELP)
+            case "/reset":
+                self.start_over(self.system)
+            case "/system" if rest.strip():
+                self.start_over(rest.strip())
+            case "/system":
+                note(self.system or "there is no system message")
+            case "/tokens":
+                note(counted(self.ctx.seq_len + len(self.ctx.pending), "token"))
+            case _ if command.startswith("/"):
+                self._refuse(InvalidInput(f"there is no command {command}; /help lists them"))
+            case _:
+                self.turn(line)
+        return True
+
+    def start_over(self, system: str | None) -> None:
+        """Forget the conversation; the next one has `system` as its system message."""
+        self.ctx.release()
+        self.system = system
+        self.ctx = self._fresh()
+
+    def turn(self, text: str) -> None:
+        """Answer one message. A turn that fails or is stopped leaves the conversation as it was before it."""
+        before = self.ctx.fork()
+        try:
+            answer = self.engine.run(reply, self, text)
+        except (HeadwayError, KeyboardInterrupt) as error:
+            self.ctx.release()
+            self.ctx = before
+            self._refuse(error)
+        else:
+            before.release()
+            self._show(answer)
+
+    def close(self) -> None:
+        self.ctx.release()
+
+    def _fresh(self) -> hw.Context:
+        ctx = self.engine.context()
+        if self.system is not None:
+            ctx.system(self.system)
+        return ctx
+
+    def _refuse(self, error: BaseException) -> None:
+        """Tell a person what went wrong and go on; in a pipe nobody reads, so it ends the session."""
+        if not sys.stdin.isatty():
+            raise error
+        if isinstance(error, KeyboardInterrupt):
+            write_text("\n")
+            note("stopped; that turn is forgotten")
+        else:
+            note(f"headway: {error}")
+
+    def _show(self, answer: Answer) -> None:
+        if self.as_json:
+            emit_json(answer.to_json(), indent=None)
+            return
+        if not answer.text.endswith("\n"):
+            write_text("\n")
+        show_choices(answer.choices)
+        note(answer.figures.line())
+
+
+async def reply(engine: hw.Engine, session: Session, text: str) -> Answer:
+    """The program of one turn: the message, the cue, the answer."""
+    session.ctx.user(text)
+    session.ctx.cue()
+    write = (lambda piece: None) if session.as_json else write_text
+    return await stream(engine, session.ctx, session.name, session.decoding, write)
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, with a prompt and line editing on a terminal."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    import readline  # noqa: F401  gives `input` editing and history
+
+    while True:
+        try:
+            yield input(PROMPT)
+        except EOFError:
+            write_text("\n")
+            return

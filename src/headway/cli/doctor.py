@@ -1,0 +1,302 @@
+"""`headway doctor`: what this machine is, what Headway makes of it, and whether a model fits."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headway.base.config import settings
+from headway.base.errors import InvalidInput
+from headway.cli.facts import (
+    PACKAGES,
+    Machine,
+    ModelFacts,
+    headway_version,
+    package_version,
+    read_machine,
+    read_model,
+    system_name,
+)
+from headway.cli.options import WHOLE, Device, Dtype, Json, Threads, check_threads
+from headway.cli.render import emit_json, show_pairs, size
+from headway.models import store
+
+BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+STEP_ROWS = 512  # rows of a long prompt that one step computes together
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One CUDA device."""
+
+    name: str
+    memory_total: int
+    memory_free: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The sum that says whether a model fits: weights + keys and values + work space, against free memory."""
+
+    model: ModelFacts
+    dtype: str
+    context: int
+    available: int
+
+    @property
+    def weights(self) -> int:
+        return self.model.parameters * BYTES_OF[self.dtype]
+
+    @property
+    def kv_per_token(self) -> int:
+        return self.model.kv_values_per_token * BYTES_OF[self.dtype]
+
+    @property
+    def work(self) -> int:
+        """One step of `STEP_ROWS` rows: the widest activations of a layer, and one row of logits, in float32."""
+        m = self.model
+        row = 4 * m.hidden_size + (m.heads + 2 * m.kv_heads) * m.head_dim + 3 * m.intermediate_size
+        return 4 * (STEP_ROWS * row + m.vocab_size)
+
+    @property
+    def needed(self) -> int:
+        return self.weights + self.kv_per_token * self.context + self.work
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.available
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens whose keys and values fit beside the weights; at most what the model can address."""
+        return max(0, min(self.model.max_positions, (self.available - self.weights - self.work) // self.kv_per_token))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "path": str(self.model.path),
+            "dtype": self.dtype,
+            "weights_bytes": self.weights,
+            "kv_bytes_per_token": self.kv_per_token,
+            "context": self.context,
+            "work_bytes": self.work,
+            "needed_bytes": self.needed,
+            "available_bytes": self.available,
+            "fits": self.fits,
+            "longest_context": self.longest_context,
+        }
+
+
+def doctor(
+    *,
+    check: Annotated[
+        str | None, typer.Option("--check", "--model", "-m", help="Say whether this model fits, without loading it.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option("--context", **WHOLE, help="Tokens to make room for; by default all the model can.")
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Show versions, device, memory, threads and cache, and what would make Headway faster."""
+    check_threads(threads)
+    path = store.resolve(check, download=False) if check is not None else None
+    machine, gpus = read_machine(), _gpus()
+    where = _device(device, gpus)
+    if path is not None:
+        available = _available(machine, gpus, where)
+        _check(path, device=where, available=available, dtype=dtype, context=context, as_json=json)
+        return
+    speed = _bandwidth(threads or machine.fair_threads)
+    report = _report(machine, gpus, where, speed, threads)
+    if json:
+        emit_json(report)
+    else:
+        _show(report)
+
+
+def hints(machine: Machine, gpus: list[Gpu], device: str, threads: int | None) -> list[str]:
+    """What would make Headway faster here; each follows from a fact."""
+    found, flags = [], machine.instructions
+    if device == "cpu" and gpus:
+        found.append(f"a CUDA device is there ({gpus[0].name}); --device cuda uses it")
+    if threads is not None and threads > machine.fair_threads:
+        limit = f"{machine.fair_threads} can run at once"
+        found.append(f"--threads {threads} is more than the {limit}: threads then wait for each other")
+    if machine.cpu_quota is not None and machine.cpu_quota < machine.usable_cores:
+        found.append(
+            f"the container may use {machine.cpu_quota:g} of {machine.usable_cores} cores; "
+            "a higher CPU limit adds threads"
+        )
+    if device == "cpu" and "AVX2" not in flags and "NEON" not in flags:
+        found.append("this CPU has no AVX2, which every fast CPU path of torch needs")
+    elif device == "cpu" and "AVX2" in flags and "AVX-512 VNNI" not in flags and "AVX-VNNI" not in flags:
+        found.append("this CPU has no VNNI, so integer products run at about half the pace of one that has it")
+    if device == "cpu" and "AVX2" in flags and not {"AVX-512 BF16", "AMX BF16"} & set(flags):
+        found.append("this CPU has no BF16 instructions: float32 is the fastest --dtype here")
+    if machine.memory_free < 1 << 30:
+        found.append(
+            f"only {size(machine.memory_free)} of memory is free; a model that does not fit is read from disk again"
+        )
+    return found
+
+
+def _report(machine: Machine, gpus: list[Gpu], device: str, speed: float, threads: int | None) -> dict[str, Any]:
+    config = settings()
+    models = [model for model in store.list_models() if model.installed]
+    return {
+        "versions": {
+            "headway": headway_version(),
+            "python": sys.version.split()[0],
+            **{name: package_version(name) for name in PACKAGES},
+        },
+        "system": system_name(),
+        "cpu": {
+            "model": machine.cpu,
+            "instructions": list(machine.instructions),
+            "cores": machine.cores,
+            "usable_cores": machine.usable_cores,
+            "container_limit": machine.cpu_quota,
+            "threads": threads or machine.fair_threads,
+        },
+        "memory": {
+            "total_bytes": machine.memory_total,
+            "available_bytes": machine.memory_available,
+            "container_limit_bytes": machine.memory_limit,
+            "free_bytes": machine.memory_free,
+            "bandwidth_bytes_per_second": round(speed),
+        },
+        "device": device,
+        "cuda": [vars(gpu) for gpu in gpus],
+        "cache": {"path": str(config.cache), "bytes": sum(model.bytes for model in models)},
+        "models": [model.name for model in models],
+        "hub_offline": config.hub_offline,
+        "hints": hints(machine, gpus, device, threads),
+    }
+
+
+def _show(report: dict[str, Any]) -> None:
+    cpu, memory = report["cpu"], report["memory"]
+    quota = "none" if cpu["container_limit"] is None else f"{cpu['container_limit']:g} cores"
+    limit = "none" if memory["container_limit_bytes"] is None else size(memory["container_limit_bytes"])
+    cuda = [f"{gpu['name']}, {size(gpu['memory_free'])} of {size(gpu['memory_total'])} free" for gpu in report["cuda"]]
+    show_pairs(((name, text or "not installed") for name, text in report["versions"].items()), title="Versions")
+    machine = [
+        ("system", report["system"]),
+        ("CPU", cpu["model"]),
+        ("instruction sets", ", ".join(cpu["instructions"]) or "none that Headway looks for"),
+        ("cores", f"{cpu['cores']}, {cpu['usable_cores']} usable; container limit: {quota}"),
+        ("threads", str(cpu["threads"])),
+        (
+            "memory",
+            f"{size(memory['available_bytes'])} of {size(memory['total_bytes'])} free; container limit: {limit}",
+        ),
+        ("memory bandwidth", f"{size(memory['bandwidth_bytes_per_second'])}/s measured"),
+        ("CUDA devices", "; ".join(cuda) or "none"),
+        ("device", report["device"]),
+    ]
+    show_pairs(machine, title="Machine")
+    cache = report["cache"]
+    kept = [
+        ("cache", f"{cache['path']}, {size(cache['bytes'])}"),
+        ("models", ", ".join(report["models"]) or "none installed; `headway models pull` fetches the default"),
+        ("hub", "offline (HF_HUB_OFFLINE is set)" if report["hub_offline"] else "asked when a model is missing"),
+    ]
+    show_pairs(kept, title="Models")
+    print("What would make it faster")
+    for hint in report["hints"] or ["nothing that this machine shows"]:
+        print(f"  {hint}")
+
+
+def _check(path: Path, *, device: str, available: int, dtype: str, context: int | None, as_json: bool) -> None:
+    facts = read_model(path)
+    if context is not None and not 1 <= context <= facts.max_positions:
+        raise InvalidInput(f"--context is {context}; this model takes 1 to {facts.max_positions} positions")
+    fit = Fit(facts, _dtype(dtype, device), context or facts.max_positions, available)
+    if as_json:
+        emit_json(fit.to_json())
+        return
+    memory = "memory" if device == "cpu" else "GPU memory"
+    pairs = [
+        ("weights", f"{facts.parameters:,} × {BYTES_OF[fit.dtype]} bytes ({fit.dtype}) = {size(fit.weights)}"),
+        (
+            "keys and values",
+            f"{fit.kv_per_token:,} bytes a token × {fit.context:,} = {size(fit.kv_per_token * fit.context)}",
+        ),
+        ("work space", f"{STEP_ROWS} rows of a step = {size(fit.work)}"),
+        ("needed", size(fit.needed)),
+        ("available", f"{size(fit.available)} of {memory} on {device}"),
+    ]
+    show_pairs(pairs, title=str(path))
+    print(_verdict(fit))
+
+
+def _verdict(fit: Fit) -> str:
+    if fit.fits:
+        return f"It fits, with {size(fit.available - fit.needed)} to spare."
+    if fit.longest_context > 0:
+        return f"It fits only with a context of up to {fit.longest_context:,} tokens (--context {fit.longest_context})."
+    smaller = " or a smaller --dtype" if fit.dtype == "float32" else ""
+    return f"It does not fit: {size(fit.needed - fit.available)} are missing. A smaller model{smaller} would."
+
+
+def _available(machine: Machine, gpus: list[Gpu], device: str) -> int:
+    if device == "cpu":
+        return machine.memory_free
+    _, _, index = device.partition(":")
+    return gpus[int(index or 0)].memory_free
+
+
+def _dtype(name: str, device: str) -> str:
+    if name == "auto":
+        return "float32" if device == "cpu" else "bfloat16"
+    if name not in BYTES_OF:
+        raise InvalidInput(f"--dtype {name!r} is not known; it takes auto, {', '.join(BYTES_OF)}")
+    return name
+
+
+def _device(name: str, gpus: list[Gpu]) -> str:
+    kind, _, index = name.partition(":")
+    if name == "auto":
+        return "cuda" if gpus else "cpu"
+    if name == "cpu":
+        return name
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise InvalidInput(f"--device {name!r} is not known; it takes auto, cpu, cuda or cuda:N")
+    if int(index or 0) >= len(gpus):
+        raise InvalidInput(f"--device {name!r} is not there; this machine shows {len(gpus)} CUDA devices")
+    return name
+
+
+def _gpus() -> list[Gpu]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(Gpu(torch.cuda.get_device_name(index), total, free))
+    return found
+
+
+def _bandwidth(threads: int) -> float:
+    """Bytes a second that `threads` threads read together, the best of three passes over 256 MB."""
+    import time
+    from concurrent.futures import ThreadPoolExecutor
+
+    import numpy as np
+
+    slices = np.array_split(np.ones(32 << 20), threads)
+    best = float("inf")
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(3):
+            start = time.perf_counter()
+            list(pool.map(np.sum, slices))
+            best = min(best, time.perf_counter() - start)
+    return sum(part.nbytes for part in slices) / best

@@ -1,0 +1,101 @@
+"""The `headway` command: its commands, and one place where every mistake becomes one sentence.
+
+Modules that load torch are imported inside commands, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from headway.base.errors import HeadwayError
+from headway.cli import chat, doctor, models, run
+from headway.cli.render import emit_json
+
+EXIT_MISTAKE = 2
+EXIT_INTERRUPT = 130
+EXIT_BROKEN_PIPE = 141
+
+# Typer's own class for wrong flags and values; its import path has changed between versions, its place has not.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="headway",
+    help="A programmable inference engine for transformer models: the forward pass is the API.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run")(run.run)
+app.command("chat")(chat.chat)
+app.add_typer(models.app, name="models")
+app.command("doctor")(doctor.doctor)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave the process with its exit code."""
+    code = dispatch(list(sys.argv[1:] if arguments is None else arguments))
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = _abandon_stdout()
+    sys.exit(code)
+
+
+def dispatch(arguments: list[str]) -> int:
+    """Run one command line; its exit code."""
+    if arguments in ([], ["models"]):
+        arguments = [*arguments, "--help"]
+    try:
+        return app(arguments, prog_name="headway", standalone_mode=False) or 0
+    except HeadwayError as error:
+        return _mistake(type(error).__name__, str(error), arguments)
+    except _UsageError as error:
+        return _mistake("UsageError", _usage_sentence(error), arguments)
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPT
+    except BrokenPipeError:
+        return _abandon_stdout()
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Options that stand before any command."""
+    if version:
+        from headway.cli.facts import headway_version
+
+        print(f"headway {headway_version()}")
+        raise typer.Exit
+
+
+def _mistake(kind: str, message: str, arguments: list[str]) -> int:
+    flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    sentence = " ".join(message.split())
+    if "--json" in flags:
+        emit_json({"error": {"type": kind, "message": sentence}})
+    else:
+        print(f"headway: {sentence}", file=sys.stderr)
+    return EXIT_MISTAKE
+
+
+def _usage_sentence(error: Exception) -> str:
+    message = getattr(error, "format_message", lambda: str(error))().rstrip(".")
+    context = getattr(error, "ctx", None)
+    command = getattr(context, "command_path", "headway")
+    return f"{message}; `{command} --help` lists what there is"
+
+
+def _abandon_stdout() -> int:
+    # Nobody reads any more: what is still buffered must not be flushed into the broken pipe when Python ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_BROKEN_PIPE
+
+
+if __name__ == "__main__":
+    main()

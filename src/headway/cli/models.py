@@ -1,0 +1,94 @@
+"""`headway models`: what is in the store, fetch it, look at it, delete it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from headway.base.errors import InvalidInput
+from headway.cli.options import Json
+from headway.cli.render import emit_json, fetching, note, show_pairs, show_table, size
+from headway.models import store
+from headway.models.registry import DEFAULT_MODEL, KNOWN
+
+app = typer.Typer(help="List, fetch, show and remove models.", pretty_exceptions_enable=False)
+
+Name = Annotated[str | None, typer.Argument(metavar="MODEL", help="A known name or a hub id org/name.")]
+Anything = Annotated[str | None, typer.Argument(metavar="MODEL", help="A known name, a path or a hub id org/name.")]
+Flag = Annotated[str | None, typer.Option("--model", "-m", help="The same, as a flag.")]
+
+
+@app.command("list")
+def list_(json: Json = False) -> None:
+    """List the models that have a name, and those that were pulled from the hub."""
+    models = store.list_models()
+    if json:
+        emit_json([asdict(model) | {"path": str(model.path)} for model in models])
+        return
+    rows = [(m.name, "yes" if m.installed else "no", size(m.bytes), m.source, str(m.path)) for m in models]
+    show_table(("name", "installed", "size", "source", "path"), rows, numbers=(2,))
+
+
+@app.command()
+def pull(name: Name = None, model: Flag = None, json: Json = False) -> None:
+    """Fetch a model into the cache, or check the one that is there."""
+    wanted = _one(name, model, default=DEFAULT_MODEL)
+    with fetching() as progress:
+        path = store.pull(wanted, progress=progress)
+    if json:
+        emit_json({"name": wanted, "path": str(path)})
+    else:
+        print(path)
+
+
+@app.command()
+def show(name: Anything = None, model: Flag = None, json: Json = False) -> None:
+    """Show what a model is: family, size, shape, types. Nothing is fetched or loaded."""
+    from headway.cli.facts import read_model
+
+    wanted = _one(name, model, default=DEFAULT_MODEL)
+    facts = read_model(store.resolve(wanted, download=False))
+    if json:
+        emit_json(
+            {"name": wanted} | asdict(facts) | {"path": str(facts.path), "stored_types": dict(facts.stored_types)}
+        )
+        return
+    pairs: list[tuple[str, Any]] = [
+        ("name", wanted),
+        *([("title", KNOWN[wanted].title)] if wanted in KNOWN else []),
+        ("path", facts.path),
+        ("format", facts.format),
+        ("family", facts.family),
+        ("parameters", f"{facts.parameters:,}"),
+        ("weights on disk", size(facts.file_bytes)),
+        ("stored as", ", ".join(f"{kind} ({count} tensors)" for kind, count in facts.stored_types)),
+        ("layers", facts.layers),
+        ("hidden size", facts.hidden_size),
+        ("heads", f"{facts.heads} queries, {facts.kv_heads} keys, {facts.head_dim} wide"),
+        ("feed-forward size", facts.intermediate_size),
+        ("vocabulary", f"{facts.vocab_size:,}"),
+        ("context", f"{facts.max_positions:,} positions"),
+    ]
+    show_pairs((key, str(value)) for key, value in pairs)
+
+
+@app.command()
+def rm(name: Name = None, model: Flag = None, json: Json = False) -> None:
+    """Delete a model from the cache."""
+    wanted = _one(name, model, default=None)
+    freed = store.remove(wanted)
+    if json:
+        emit_json({"name": wanted, "bytes_freed": freed})
+    else:
+        note(f"removed {wanted}, {size(freed)} freed")
+
+
+def _one(argument: str | None, flag: str | None, *, default: str | None) -> str:
+    if argument is not None and flag is not None and argument != flag:
+        raise InvalidInput(f"two models were named, {argument!r} and {flag!r}; leave one of them out")
+    name = argument if argument is not None else flag if flag is not None else default
+    if name is None:
+        raise InvalidInput("no model was named; `headway models list` shows what can be removed")
+    return name

@@ -1,0 +1,169 @@
+"""The flags that commands share, each written once, and the values they add up to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.base.errors import InvalidInput
+from headway.models.registry import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    import headway as hw
+
+ENGINE = "Model and device"
+SAMPLING = "Sampling"
+MOST_THREADS = 1024
+
+
+def whole_number(text: str | int) -> int:
+    """A flag's value as an integer."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def number(text: str | float) -> float:
+    """A flag's value as a finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{text!r} is not a number")
+    return value
+
+
+WHOLE: dict[str, Any] = {"parser": whole_number, "metavar": "N"}
+NUMBER: dict[str, Any] = {"parser": number, "metavar": "X"}
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", "-m", help="A known name, a folder, a .gguf file or a hub id org/name.", rich_help_panel=ENGINE
+    ),
+]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="Type to compute in: auto, float32, bfloat16, float16.", rich_help_panel=ENGINE)
+]
+Device = Annotated[
+    str, typer.Option("--device", help="Where to compute: auto, cpu, cuda, cuda:1 …", rich_help_panel=ENGINE)
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", **WHOLE, help="CPU threads; by default what this machine gives.", rich_help_panel=ENGINE),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, errors too.")]
+
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", "-n", **WHOLE, help="Tokens at most.", rich_help_panel=SAMPLING)
+]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        "--temperature", "-t", **NUMBER, help="0 takes the likeliest token each time.", rich_help_panel=SAMPLING
+    ),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option("--top-k", **WHOLE, help="Draw only from the k likeliest tokens.", rich_help_panel=SAMPLING),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p", **NUMBER, help="Draw from the fewest tokens that reach this probability.", rich_help_panel=SAMPLING
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option("--min-p", **NUMBER, help="Drop tokens below this share of the likeliest.", rich_help_panel=SAMPLING),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        "--repetition-penalty",
+        **NUMBER,
+        help="Above 1 makes tokens that were there less likely.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+Seed = Annotated[
+    int | None, typer.Option("--seed", **WHOLE, help="The same seed draws the same tokens.", rich_help_panel=SAMPLING)
+]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", help="Stop before this text. May be repeated.", rich_help_panel=SAMPLING)
+]
+Logprobs = Annotated[
+    int,
+    typer.Option("--logprobs", **WHOLE, help="Show the N likeliest tokens at every step.", rich_help_panel=SAMPLING),
+]
+System = Annotated[str | None, typer.Option("--system", help="A system message ahead of the conversation.")]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Which model, and how it is to run."""
+
+    model: str = DEFAULT_MODEL
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        check_threads(self.threads)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How tokens are chosen and when to stop. A knob that is None was not turned."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = field(default=())
+    logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise InvalidInput(f"--max-tokens is {self.max_tokens}; it must be at least 1")
+        if self.logprobs < 0:
+            raise InvalidInput(f"--logprobs is {self.logprobs}; it must be at least 1, or 0 for none")
+        if "" in self.stop:
+            raise InvalidInput("--stop is empty; it must have at least one character")
+
+    def sampler(self) -> hw.Sampling:
+        """The library's sampler for these knobs; it refuses values that make no sense."""
+        import headway as hw
+
+        knobs = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
+        turned = {name: getattr(self, name) for name in knobs if getattr(self, name) is not None}
+        return hw.Sampling(temperature=self.temperature, **turned)
+
+
+def check_threads(threads: int | None) -> None:
+    """Refuse a number of threads that cannot be."""
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise InvalidInput(f"--threads is {threads}; it must be between 1 and {MOST_THREADS}")
+
+
+@contextmanager
+def open_engine(options: EngineOptions) -> Iterator[hw.Engine]:
+    """The model, fetched if need be with a bar, loaded, and closed at the end."""
+    import headway as hw
+    from headway.cli.render import fetching
+    from headway.models import store
+
+    with fetching() as progress:
+        path = store.resolve(options.model, progress=progress)
+    with hw.Engine(path, dtype=options.dtype, device=options.device, threads=options.threads) as engine:
+        yield engine

@@ -1,0 +1,61 @@
+"""A profile on the command line: a table of phases, or a JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headway.base.errors import InvalidInput
+from headway.cli.render import show_table, size
+
+if TYPE_CHECKING:
+    import headway as hw
+
+
+def show_profile(profile: hw.Profile) -> None:
+    """The phases of a run: time, share, bytes, and bandwidth against what the memory was measured to give."""
+    total = sum(phase.seconds for phase in profile.phases) or 1.0
+    rows = []
+    for phase in profile.phases:
+        rate = phase.bytes / phase.seconds if phase.seconds else 0.0
+        share = f"{rate / profile.bandwidth_limit:.0%}" if profile.bandwidth_limit else "–"
+        rows.append(
+            (
+                phase.name,
+                str(phase.calls),
+                f"{phase.seconds * 1e3:.1f} ms",
+                f"{phase.seconds / total:.0%}",
+                f"{phase.seconds * 1e3 / max(profile.tokens, 1):.2f} ms",
+                size(phase.bytes),
+                f"{size(rate)}/s",
+                share,
+            )
+        )
+    headers = ("phase", "calls", "time", "share", "per token", "bytes", "bandwidth", "of limit")
+    title = f"{profile.tokens} tokens, {total:.2f} s in phases; measured memory limit {size(profile.bandwidth_limit)}/s"
+    show_table(headers, rows, title=title, numbers=range(1, len(headers)))
+
+
+def check_target(path: Path | None) -> None:
+    """Refuse a file that cannot be written before the work is done, not after."""
+    if path is None:
+        return
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        reason = "it is a folder" if path.is_dir() else f"{folder} is not a folder that can be written to"
+        raise InvalidInput(f"cannot write the profile to {str(path)!r}: {reason}")
+
+
+def write_profile(profile: hw.Profile, path: Path) -> None:
+    """Write the profile as JSON, whole or not at all."""
+    text = json.dumps(profile.to_json(), indent=2) + "\n"
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            file.write(text)
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise InvalidInput(f"cannot write the profile to {str(path)!r}: {error.strerror}") from error

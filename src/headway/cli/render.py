@@ -1,0 +1,138 @@
+"""What commands show: streams, bars, tables and JSON. On a terminal with rich, in a pipe as plain lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headway.models.fetch import Progress
+
+PLAIN_SECONDS = 5.0  # between two progress lines in a pipe
+
+
+def emit_json(value: Any, *, indent: int | None = 2) -> None:
+    """One JSON value on standard output."""
+    print(json.dumps(value, ensure_ascii=False, indent=indent), flush=True)
+
+
+def note(text: str) -> None:
+    """One line on standard error, for people."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        Console(stderr=True, highlight=False).print(text, style="dim", markup=False, soft_wrap=True)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+def write_text(text: str) -> None:
+    """Stream model text to standard output. A terminal never sees the control characters a model may write."""
+    sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def visible(text: str) -> str:
+    """`text` with control characters as pictures (ESC as ␛), but for newlines and tabs."""
+    return "".join(_picture(char) for char in text)
+
+
+def quoted(text: str) -> str:
+    """A token's text between quotes, so that blanks and newlines can be seen."""
+    return visible(json.dumps(text, ensure_ascii=False))
+
+
+def show_table(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", numbers: Iterable[int] = ()
+) -> None:
+    """A table on standard output: drawn on a terminal, tab-separated in a pipe. `numbers` are set to the right."""
+    if not sys.stdout.isatty():
+        lines = ([title] if title else []) + ["\t".join(cells) for cells in (headers, *rows)]
+        print("\n".join(lines), flush=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    right = set(numbers)
+    table = Table(title=Text(title) if title else None, title_justify="left")
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="right" if index in right else "left", overflow="fold")
+    for cells in rows:
+        table.add_row(*(Text(cell) for cell in cells))
+    Console().print(table)
+
+
+def show_pairs(pairs: Iterable[tuple[str, str]], *, title: str = "") -> None:
+    """Names and values, one a line."""
+    rows = list(pairs)
+    width = max((len(name) for name, _ in rows), default=0)
+    if title:
+        print(title)
+    for name, value in rows:
+        print(f"  {name:<{width}}  {value}")
+
+
+def size(count: float) -> str:
+    """Bytes as people read them: 98.4 MB, 1.6 GB."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+@contextmanager
+def fetching() -> Iterator[Progress]:
+    """A progress callback on standard error: a bar on a terminal, a line now and then in a pipe."""
+    if not sys.stderr.isatty():
+        yield PlainProgress()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def progress(received: int, total: int | None, label: str) -> None:
+            if label not in tasks:
+                for other in tasks.values():
+                    bars.update(other, visible=False)
+                tasks[label] = bars.add_task(label, total=total)
+            bars.update(tasks[label], completed=received, total=total)
+
+        yield progress
+
+
+class PlainProgress:
+    """Progress as lines: when something else begins, every few seconds, and at the end."""
+
+    def __init__(self) -> None:
+        self._label = ""
+        self._next = 0.0
+
+    def __call__(self, received: int, total: int | None, label: str) -> None:
+        now, done = time.monotonic(), total is not None and received >= total
+        if label == self._label and now < self._next and not done:
+            return
+        self._label, self._next = label, now + PLAIN_SECONDS
+        amount = f" {size(received)}" if received else ""
+        print(f"{label}{amount}{f' of {size(total)}' if total and received else ''}", file=sys.stderr, flush=True)
+
+
+def _picture(char: str) -> str:
+    code = ord(char)
+    if code < 0x20 and char not in "\n\t":
+        return chr(0x2400 + code)
+    return "␡" if code == 0x7F else "�" if 0x80 <= code < 0xA0 else char

@@ -1,0 +1,139 @@
+"""`headway run`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.base.errors import InvalidInput
+from headway.cli import options
+from headway.cli.answer import Answer, show_choices, stream
+from headway.cli.options import Decoding, EngineOptions, open_engine
+from headway.cli.profile import check_target, show_profile, write_profile
+from headway.cli.render import emit_json, note, write_text
+from headway.models.registry import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    import headway as hw
+
+PATIENCE_SECONDS = 3.0  # before saying that a pipe with nothing in it is being read
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to answer, and how."""
+
+    prompt: str
+    system: str | None
+    raw: bool
+    decoding: Decoding
+
+
+def run(
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="- or nothing reads a pipe.")] = None,
+    *,
+    model: options.Model = DEFAULT_MODEL,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    system: options.System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text instead of answering it.")] = False,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    logprobs: options.Logprobs = 0,
+    profile: Annotated[bool, typer.Option("--profile", help="Show where the time went.")] = False,
+    profile_json: Annotated[Path | None, typer.Option("--profile-json", help="Write the profile to a file.")] = None,
+    json: options.Json = False,
+) -> None:
+    """Answer PROMPT through the model's chat template, or continue it with --raw.
+
+    Piped input is the prompt, or is joined to it after a blank line.
+    """
+    decoding = Decoding(
+        max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ()), logprobs
+    )
+    decoding.sampler()  # a bad value is refused before the model is loaded
+    check_target(profile_json)
+    if raw and system is not None:
+        raise InvalidInput("--system needs the chat template, and --raw goes without it; leave one of them out")
+    request = Request(read_prompt(prompt), system, raw, decoding)
+    with open_engine(EngineOptions(model, dtype, device, threads)) as engine:
+        profiling = profile or profile_json is not None
+        if profiling:
+            engine.enable_profiling()
+        answer = engine.run(respond, request, model, _quiet if json else write_text)
+        data = engine.profile() if profiling else None
+        _show(answer, data if profile else None, as_json=json)
+        if data is not None and profile_json is not None:
+            write_profile(data, profile_json)
+
+
+async def respond(engine: hw.Engine, request: Request, name: str, write: Callable[[str], None]) -> Answer:
+    """The program: fill a context with the request, and stream the answer."""
+    async with engine.context() as ctx:
+        if request.raw or (engine.chat_template is None and request.system is None):
+            ctx.fill(request.prompt)
+        else:
+            if request.system is not None:
+                ctx.system(request.system)
+            ctx.user(request.prompt)
+            ctx.cue()
+        return await stream(engine, ctx, name, request.decoding, write)
+
+
+def read_prompt(argument: str | None) -> str:
+    """The prompt from the command line, from a pipe, or both, a blank line between them."""
+    given = "" if argument in (None, "-") else argument or ""
+    piped = _piped() if argument != "" else ""
+    prompt = "\n\n".join(part for part in (given, piped) if part)
+    if not prompt.strip():
+        raise InvalidInput("the prompt is empty; write one after `headway run`, or pipe text into it")
+    return prompt
+
+
+def _piped() -> str:
+    """What stands in a pipe or file on standard input; nothing on a terminal."""
+    if sys.stdin is None or sys.stdin.closed:
+        return ""
+    kind = os.fstat(sys.stdin.fileno()).st_mode
+    if not (stat.S_ISFIFO(kind) or stat.S_ISREG(kind) or stat.S_ISSOCK(kind)):
+        return ""
+    if not select.select([sys.stdin], [], [], PATIENCE_SECONDS)[0]:
+        note("headway: reading piped input; if there is none to come, start headway with </dev/null")
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode().rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(
+            f"the piped input is not UTF-8 text (byte {error.start} is {data[error.start]:#04x})"
+        ) from None
+
+
+def _show(answer: Answer, profile: Any, *, as_json: bool) -> None:
+    if as_json:
+        emit_json(answer.to_json() | ({"profile": profile.to_json()} if profile is not None else {}))
+        return
+    if not answer.text.endswith("\n"):
+        write_text("\n")
+    show_choices(answer.choices)
+    if profile is not None:
+        show_profile(profile)
+    note(answer.figures.line())
+
+
+def _quiet(text: str) -> None:
+    """Takes the stream of an answer that is printed whole at the end."""
