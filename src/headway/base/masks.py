@@ -1,0 +1,505 @@
+"""Masks as people write them: `Mask` for attention, `logit_mask` for tokens.
+
+A `Mask` is an immutable description: symbolic (causal, window, sink, blocks), raw rows, or a combination by `&`, `|`,
+`~`. `bind` meets it with the rows of a pass and gives one `Brle` per row, 1 = ATTEND, cut by causality. Both outer
+polarities end here: raw attention runs say 0 = attend, logit runs say 1 = allowed. It never looks at pages or tokens.
+
+        slots   0 1 2 3 4 5 6 7
+    row at 5    · · · █ █ █         Mask.window(3)
+    row at 6    · · · · █ █ █
+    row at 7    █ · · · · █ █ █     Mask.window(3) | Mask.sink(1, 1)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from headway.base.brle import Brle, bool_array, integer, whole
+from headway.base.errors import InvalidInput, InvalidMask, InvalidToken, WrongType
+
+READ_RUNS = "runs, zeros first, 0 = attend, 1 = masked"
+READ_BOOL = "booleans, True = attend, False = masked"
+PICTURE_ROWS = 64
+PICTURE_SLOTS = 128
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Every slot up to the row's own."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The last `size` slots up to the row's own."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class Sink:
+    """The first `sink` slots and the last `window` up to the row's own."""
+
+    sink: int
+    window: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Consecutive blocks, an open one at the end; a row sees its own block and those its block is paired with."""
+
+    lengths: tuple[int, ...]
+    sees: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Raw:
+    """One row of attend bits per input row, and how they were read."""
+
+    rows: tuple[Brle, ...]
+    read: str
+    rectangular: bool
+
+
+@dataclass(frozen=True)
+class Not:
+    """The complement of a symbolic rule."""
+
+    rule: Causal | Window | Sink | Blocks
+
+
+@dataclass(frozen=True)
+class All:
+    """What every part sees."""
+
+    parts: tuple[Rule, ...]
+
+
+@dataclass(frozen=True)
+class Either:
+    """What any part sees."""
+
+    parts: tuple[Rule, ...]
+
+
+Rule: TypeAlias = Causal | Window | Sink | Blocks | Raw | Not | All | Either
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row stands: the `row`-th of `rows` from slot `first`, over `length` slots."""
+
+    row: int
+    rows: int
+    first: int
+    length: int
+    causal: bool
+
+    @property
+    def slot(self) -> int:
+        return self.first + self.row
+
+
+@dataclass(frozen=True, repr=False)
+class Mask:
+    """What each row of a pass may attend to. Combine with `&`, `|`, `~`; `picture()` shows it."""
+
+    rule: Rule
+
+    @classmethod
+    def causal(cls) -> Mask:
+        """Every slot up to the row's own: the same as no mask."""
+        return cls(Causal())
+
+    @classmethod
+    def window(cls, n: int) -> Mask:
+        """The last `n` slots, the row's own included."""
+        return cls(Window(whole(n, "window", low=1)))
+
+    @classmethod
+    def sink(cls, sink: int, window: int) -> Mask:
+        """The first `sink` slots and the last `window`, the row's own included."""
+        return cls(Sink(whole(sink, "sink"), whole(window, "window", low=1)))
+
+    @classmethod
+    def blocks(cls, lengths: Iterable[int], sees: Iterable[tuple[int, int]] = ()) -> Mask:
+        """Consecutive blocks of these lengths: a row sees its own block, and those that `sees` pairs it with.
+
+        A pair is `(viewer, seen)`, by block number. Slots past the last block form an open block, numbered
+        `len(lengths)`, that sees every block.
+        """
+        sizes = tuple(whole(length, f"lengths[{index}]") for index, length in enumerate(_listed(lengths, "lengths")))
+        pairs = {_pair(pair, len(sizes) + 1) for pair in _listed(sees, "sees")}
+        return cls(Blocks(sizes, tuple(sorted(pairs))))
+
+    @classmethod
+    def from_bool(cls, attend: Any) -> Mask:
+        """Rows of booleans, True = attend: an array `[rows, slots]`, one row `[slots]`, or a list of unequal rows.
+
+        Rows are as long as `from_runs` says; a rectangle may also cover every slot up to the end of the pass.
+        """
+        rows = list(attend) if isinstance(attend, (list, tuple)) else attend
+        if isinstance(rows, list) and rows and not np.isscalar(rows[0]):
+            rows = [bool_array(row, f"attend row {index}") for index, row in enumerate(rows)]
+            if len({row.shape for row in rows}) > 1:
+                return cls(Raw(tuple(map(Brle.from_bool, rows)), READ_BOOL, rectangular=False))
+        array = bool_array(rows, "attend")
+        if array.ndim not in (1, 2):
+            raise InvalidMask(f"attend has shape {array.shape}; expected [rows, slots], or [slots] for one row")
+        return cls(Raw(tuple(map(Brle.from_bool, np.atleast_2d(array))), READ_BOOL, rectangular=True))
+
+    @classmethod
+    def from_runs(cls, rows: Iterable[Iterable[int] | Brle]) -> Mask:
+        """Raw runs, one list per input row: alternating, zeros first, 0 = attend, 1 = masked.
+
+        A row covers the slots before its token, or those and itself; left out, the token sees itself, also after `~`.
+        """
+        masked = [_raw_row(row, index) for index, row in enumerate(_listed(rows, "rows"))]
+        return cls(Raw(tuple(~row for row in masked), READ_RUNS, rectangular=False))
+
+    def __and__(self, other: Mask) -> Mask:
+        return Mask(_joined(All, self, other))
+
+    def __or__(self, other: Mask) -> Mask:
+        return Mask(_joined(Either, self, other))
+
+    def __invert__(self) -> Mask:
+        return Mask(_complement(self.rule))
+
+    def __bool__(self) -> bool:
+        raise WrongType("a Mask has no truth value; combine masks with & | ~, and compare with None by 'is'")
+
+    @property
+    def rows(self) -> int | None:
+        """How many input rows it has rows for; None for a symbolic mask, which has one for any row."""
+        raw = next(_raw_rules(self.rule), None)
+        return None if raw is None else len(raw.rows)
+
+    @property
+    def covers_pending(self) -> bool:
+        """Whether it binds the pending tokens of a pass too: symbolic masks do, raw rows do not."""
+        return self.rows is None
+
+    @property
+    def polarity(self) -> str:
+        """How its raw rows were read, for messages."""
+        read = dict.fromkeys(raw.read for raw in _raw_rules(self.rule))
+        return " and ".join(read) or "symbolic"
+
+    def bind(self, first_slot: int, rows: int, *, causal: bool = True, total: int | None = None) -> tuple[Brle, ...]:
+        """The effective rows, 1 = ATTEND, of `rows` consecutive tokens from slot `first_slot`.
+
+        Each is as long as the slots up to and with its own, or, with `causal=False`, `total` slots (by default all up
+        to the last row). A row may come out empty: `check_rows` refuses that.
+        """
+        first_slot, rows = whole(first_slot, "first_slot"), whole(rows, "rows")
+        if causal and total is not None:
+            raise InvalidInput(
+                f"total is {total}, but a causal row ends at its own slot; leave it out or pass causal=False"
+            )
+        end = whole(first_slot + rows if total is None else total, "total", low=first_slot + rows)
+        if self.rows not in (None, rows):
+            raise InvalidMask(
+                f"the attention mask has {self.rows} rows for {rows} input rows; give one row per input row"
+            )
+        places = (Place(i, rows, first_slot, first_slot + i + 1 if causal else end, causal) for i in range(rows))
+        return tuple(_attend(self.rule, place) for place in places)
+
+    def to_bool(self, first_slot: int, rows: int, *, causal: bool = True) -> np.ndarray:
+        """What the rows attend to, as an array `[rows, first_slot + rows]`, True = attend."""
+        bound = self.bind(first_slot, rows, causal=causal)
+        attend = np.zeros((len(bound), first_slot + rows), dtype=np.bool_)
+        for line, row in zip(attend, bound):
+            line[: len(row)] = row.to_bool()
+        return attend
+
+    def to_runs(self, first_slot: int, rows: int, *, causal: bool = True) -> list[list[int]]:
+        """The rows as raw runs, zeros first, 0 = attend, 1 = masked, each with its own slot."""
+        return [list((~row).runs) for row in self.bind(first_slot, rows, causal=causal)]
+
+    def picture(self, first_slot: int | None = None, rows: int | None = None, *, causal: bool = True) -> str:
+        """A drawing, one line per row: █ attends, · does not; cut to the first rows and last slots if large."""
+        first, bound, left_out = self._view(first_slot, rows, causal)
+        skip = max(0, max((len(row) for row in bound), default=0) - PICTURE_SLOTS)
+        lines = []
+        for index, row in enumerate(bound):
+            bits = "".join("█" if bit else "·" for bit in row[skip:].to_bool())
+            lines.append(f"{first + index:>6} {'…' if skip else ''}{bits}")
+        if left_out:
+            lines.append(f"     … {left_out} more rows")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return _text(self.rule)
+
+    def _repr_html_(self) -> str:
+        """The picture for a notebook."""
+        title = f"<code>{escape(_clipped(repr(self)))}</code>"
+        try:
+            first, bound, left_out = self._view(None, None, True)
+        except InvalidInput as error:
+            return f"<div>{title}<br><small>{escape(str(error))}</small></div>"
+        note = f"rows at slots {first} … {first + len(bound) - 1}" + (f", {left_out} more left out" if left_out else "")
+        return f"<div>{title}<br>{_svg(bound)}<br><small>{note}</small></div>"
+
+    def _view(self, first_slot: int | None, rows: int | None, causal: bool) -> tuple[int, tuple[Brle, ...], int]:
+        """(first slot, bound rows, how many rows are left out) of a picture."""
+        raw = next(_raw_rules(self.rule), None)
+        rows = (16 if raw is None else len(raw.rows)) if rows is None else rows
+        first = (0 if raw is None else _guess_first(raw)) if first_slot is None else first_slot
+        bound = self.bind(first, rows, causal=causal)
+        return first, bound[:PICTURE_ROWS], max(0, rows - PICTURE_ROWS)
+
+
+def check_rows(rows: Sequence[Brle], *, where: str = "attention mask", read: str = "") -> None:
+    """Raises if a bound row attends to nothing. `read` says how the rows were read (`Mask.polarity`)."""
+    for index, row in enumerate(rows):
+        if not row.any():
+            how = f"; the mask was read as {read}" if read else ""
+            raise InvalidMask(f"{where}: row {index} attends to none of its {len(row)} slots, it needs at least 1{how}")
+
+
+def logit_mask(vocab: int, runs: Any = None, allow: Any = None, forbid: Any = None) -> np.ndarray:
+    """Which of `vocab` tokens may be chosen, as an array of booleans; several forms AND.
+
+    `runs` is a list of runs that sum to `vocab`, zeros first, 1 = allowed; or an array of `vocab` booleans; or a packed
+    uint32 bitmask (token i is bit i % 32 of word i // 32). `allow` and `forbid` are token ids.
+    """
+    vocab = whole(vocab, "vocab", low=1)
+    if runs is None and allow is None and forbid is None:
+        raise InvalidInput("a logit mask needs runs, allow=ids or forbid=ids")
+    allowed = np.ones(vocab, dtype=np.bool_) if runs is None else _logit_bits(runs, vocab)
+    if allow is not None:
+        chosen = np.zeros(vocab, dtype=np.bool_)
+        chosen[_token_ids(allow, vocab, "allow")] = True
+        allowed = allowed & chosen
+    if forbid is not None:
+        allowed = allowed.copy()
+        allowed[_token_ids(forbid, vocab, "forbid")] = False
+    if not allowed.any():
+        raise InvalidMask(f"the logit mask allows none of {vocab} tokens (1 = allowed); allow at least one")
+    return allowed
+
+
+def _attend(rule: Rule, place: Place) -> Brle:
+    """The slots that `rule` lets the row at `place` see."""
+    match rule:
+        case Causal():
+            return _span(place, 0)
+        case Window(size):
+            return _span(place, place.slot + 1 - size)
+        case Sink(sink, window):
+            return Brle.from_intervals(place.length, [(0, min(sink, place.length))]) | _span(
+                place, place.slot + 1 - window
+            )
+        case Blocks():
+            return Brle.from_intervals(place.length, _seen_blocks(rule, place))
+        case Raw():
+            return _fit(rule, place)
+        case Not(inner):
+            return ~_attend(inner, place)
+        case All(parts):
+            first, *rest = (_attend(part, place) for part in parts)
+            for row in rest:
+                first = first & row
+            return first
+        case Either(parts):
+            first, *rest = (_attend(part, place) for part in parts)
+            for row in rest:
+                first = first | row
+            return first
+
+
+def _span(place: Place, start: int) -> Brle:
+    """Ones from `start` up to and with the row's own slot."""
+    return Brle.span(place.length, max(0, start), place.slot + 1)
+
+
+def _seen_blocks(rule: Blocks, place: Place) -> list[tuple[int, int]]:
+    ends = list(accumulate(rule.lengths))
+    own = bisect_right(ends, place.slot)
+    if own == len(ends):
+        return [(0, place.length)]
+    starts, stops = [0, *ends], [*ends, place.length]
+    seen = {own} | {block for viewer, block in rule.sees if viewer == own}
+    return [(starts[b], min(stops[b], place.length)) for b in seen if starts[b] < place.length]
+
+
+def _fit(raw: Raw, place: Place) -> Brle:
+    """A raw row over the slots of its place, or an error that says how long it should be."""
+    row, slot = raw.rows[place.row], place.slot
+    if len(row) == place.length:
+        return row
+    if place.causal and len(row) == slot:
+        return row.concat(Brle.ones(1))
+    if place.causal and raw.rectangular and len(row) == place.first + place.rows:
+        return row[: slot + 1]
+    expected = (
+        f"{slot} (those before its token) or {slot + 1} (those and itself)" if place.causal else f"{place.length}"
+    )
+    raise InvalidMask(
+        f"row {place.row} of the attention mask covers {len(row)} slots; expected {expected}. It was read as {raw.read}"
+    )
+
+
+def _complement(rule: Rule) -> Rule:
+    """De Morgan down to the leaves, so that a raw row that leaves its own slot out never hides it."""
+    match rule:
+        case Raw(rows, read, rectangular):
+            return Raw(tuple(~row for row in rows), read, rectangular)
+        case Not(inner):
+            return inner
+        case All(parts):
+            return Either(tuple(map(_complement, parts)))
+        case Either(parts):
+            return All(tuple(map(_complement, parts)))
+        case leaf:
+            return Not(leaf)
+
+
+def _joined(kind: type[All] | type[Either], left: Mask, right: Mask) -> All | Either:
+    if not isinstance(right, Mask):
+        raise WrongType(f"a Mask combines with another Mask, not with {type(right).__name__}; see Mask.from_bool")
+    if left.rows is not None and right.rows is not None and left.rows != right.rows:
+        raise InvalidMask(
+            f"raw masks of {left.rows} and {right.rows} rows cannot be combined; they must have equally many"
+        )
+    sides = (side.rule for side in (left, right))
+    return kind(tuple(part for rule in sides for part in (rule.parts if isinstance(rule, kind) else (rule,))))
+
+
+def _raw_rules(rule: Rule) -> Iterator[Raw]:
+    match rule:
+        case Raw():
+            yield rule
+        case All(parts) | Either(parts):
+            for part in parts:
+                yield from _raw_rules(part)
+
+
+def _raw_row(row: Any, index: int) -> Brle:
+    if not hasattr(row, "__iter__") and not isinstance(row, Brle):
+        raise WrongType(
+            f"row {index} of the attention mask is {row!r}; expected one list of runs per row, as in [[3, 2]]"
+        )
+    return Brle.from_runs(row, where=f"row {index} of the attention mask ({READ_RUNS})")
+
+
+def _listed(values: Any, name: str) -> list[Any]:
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        raise WrongType(f"{name} is {values!r} of type {type(values).__name__}; expected a list")
+    return list(values)
+
+
+def _pair(pair: Any, blocks: int) -> tuple[int, int]:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise WrongType(f"sees has {pair!r}; expected pairs of block numbers (viewer, seen)")
+    viewer, seen = (whole(block, f"block number in {tuple(pair)}", below=blocks) for block in pair)
+    return viewer, seen
+
+
+def _guess_first(raw: Raw) -> int:
+    """The slot of the first row, for a picture: the last column is the last row's own slot."""
+    lengths = [len(row) for row in raw.rows]
+    if raw.rectangular and lengths and lengths[0] >= len(lengths):
+        return lengths[0] - len(lengths)
+    return max([1, *(length - index for index, length in enumerate(lengths))]) - 1
+
+
+def _text(rule: Rule) -> str:
+    match rule:
+        case Causal():
+            return "Mask.causal()"
+        case Window(size):
+            return f"Mask.window({size})"
+        case Sink(sink, window):
+            return f"Mask.sink({sink}, {window})"
+        case Blocks(lengths, sees):
+            return f"Mask.blocks({list(lengths)}" + (f", sees={list(sees)})" if sees else ")")
+        case Raw(rows, read):
+            return f"Mask.{'from_runs' if read == READ_RUNS else 'from_bool'}(<{len(rows)} rows>)"
+        case Not(inner):
+            return f"~{_text(inner)}"
+        case All(parts):
+            return " & ".join(f"({_text(part)})" if isinstance(part, Either) else _text(part) for part in parts)
+        case Either(parts):
+            return " | ".join(map(_text, parts))
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+def _svg(rows: tuple[Brle, ...]) -> str:
+    """A drawing of at most PICTURE_ROWS × PICTURE_SLOTS cells, one rectangle per run."""
+    slots = max((len(row) for row in rows), default=0)
+    skip = max(0, slots - PICTURE_SLOTS)
+    shapes = [f'<rect width="{slots - skip}" height="{len(rows)}" fill="#e8e8ec"/>']
+    for index, row in enumerate(rows):
+        for start, stop in row[skip:].intervals():
+            shapes.append(f'<rect x="{start}" y="{index}" width="{stop - start}" height="1" fill="#3b6ea5"/>')
+    size = f'width="{min(512, 12 * (slots - skip))}" viewBox="0 0 {slots - skip} {len(rows)}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} shape-rendering="crispEdges">{"".join(shapes)}</svg>'
+
+
+def _logit_bits(runs: Any, vocab: int) -> np.ndarray:
+    """The allowed tokens of any form that needs no name: runs, booleans or a packed bitmask."""
+    if isinstance(runs, Brle):
+        return _logit_runs(runs, vocab)
+    values = _logit_values(runs)
+    if isinstance(values, np.ndarray) and values.dtype == np.uint32:
+        return _unpacked(values, vocab)
+    if not isinstance(values, np.ndarray) or values.dtype != np.bool_:
+        return _logit_runs(Brle.from_runs(values, where="the logit mask (runs, zeros first, 1 = allowed)"), vocab)
+    if values.size != vocab:
+        raise InvalidMask(
+            f"the logit mask has {values.size} booleans; expected one per token, {vocab} (True = allowed)"
+        )
+    return values.copy()
+
+
+def _logit_values(runs: Any) -> np.ndarray | list[Any]:
+    """An array stays one; a list becomes one only if it holds booleans, for a list of integers is always runs."""
+    if not hasattr(runs, "dtype"):
+        values = _listed(runs, "the logit mask")
+        return bool_array(values, "the logit mask") if values and isinstance(values[0], (bool, np.bool_)) else values
+    try:
+        array = np.asarray(runs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise WrongType(f"the logit mask cannot be read as a numpy array: {error}") from None
+    if array.ndim != 1:
+        raise InvalidMask(f"the logit mask has shape {array.shape}; expected one dimension")
+    return array
+
+
+def _logit_runs(bits: Brle, vocab: int) -> np.ndarray:
+    if len(bits) != vocab:
+        raise InvalidMask(
+            f"the logit mask's runs sum to {len(bits)}; expected {vocab}. It was read as runs, zeros first, 1 = allowed"
+            " (for token ids use allow=ids, for a packed bitmask a uint32 array)"
+        )
+    return bits.to_bool()
+
+
+def _unpacked(words: np.ndarray, vocab: int) -> np.ndarray:
+    expected = -(-vocab // 32)
+    if words.size != expected:
+        raise InvalidMask(f"the packed logit mask has {words.size} words; expected {expected} for {vocab} tokens")
+    octets = np.ascontiguousarray(words.astype("<u4")).view(np.uint8)
+    return np.unpackbits(octets, bitorder="little")[:vocab].astype(np.bool_)
+
+
+def _token_ids(ids: Any, vocab: int, name: str) -> list[int]:
+    out = []
+    for value in _listed(ids, name):
+        token = value if type(value) is int else integer(value, f"a token id in {name}")
+        if not 0 <= token < vocab:
+            raise InvalidToken(f"token id {token} in {name} is outside the vocabulary; ids are 0 … {vocab - 1}")
+        out.append(token)
+    return out

@@ -1,0 +1,133 @@
+"""What people ask about a row without choosing a token: probe values, checked when they are made.
+
+Token ids and layers are checked against the model where the probe meets it; here only what is wrong for any model is
+refused. A probe sees the model's own logits unless it says `masked=True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from headway.base.brle import whole
+from headway.base.errors import InvalidInput, WrongType
+from headway.base.samplers import real, token_id
+
+REDUCTIONS = (None, "mean", "max")
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The row's V logits, float32."""
+
+    masked: bool = False
+
+    def __post_init__(self) -> None:
+        _settle(self, masked=_flag(self.masked))
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """The `k` likeliest tokens and their probabilities at this temperature; `k=0` is the whole vocabulary."""
+
+    temperature: float = 1.0
+    k: int = 0
+    masked: bool = False
+
+    def __post_init__(self) -> None:
+        if (temperature := real(self.temperature, "temperature")) <= 0:
+            raise InvalidInput(
+                f"temperature is {temperature}; a distribution needs one above 0 (Argmax() reads the top token)"
+            )
+        _settle(self, temperature=temperature, k=whole(self.k, "k"), masked=_flag(self.masked))
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The log-probability (nats) of one token."""
+
+    id: int
+    masked: bool = False
+
+    def __post_init__(self) -> None:
+        _settle(self, id=token_id(self.id, "id"), masked=_flag(self.masked))
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """The log-probabilities (nats) of several tokens, in the order given."""
+
+    ids: Iterable[int]
+    masked: bool = False
+
+    def __post_init__(self) -> None:
+        _settle(self, ids=_listed(self.ids, "ids", token_id), masked=_flag(self.masked))
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """The entropy of the row's distribution, in nats."""
+
+    masked: bool = False
+
+    def __post_init__(self) -> None:
+        _settle(self, masked=_flag(self.masked))
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """The hidden state that enters layer `layer`: 0 is the embedding, the last is after the final norm."""
+
+    layer: int
+
+    def __post_init__(self) -> None:
+        _settle(self, layer=whole(self.layer, "layer"))
+
+
+@dataclass(frozen=True)
+class AttentionScores:
+    """How much the row attends to each slot in a layer: one line per head, or their `reduce`d one."""
+
+    layer: int
+    reduce: Literal["mean", "max"] | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.reduce is None or isinstance(self.reduce, str)):
+            raise WrongType(f"reduce is {self.reduce!r}; expected None, 'mean' or 'max'")
+        if self.reduce not in REDUCTIONS:
+            raise InvalidInput(f"reduce is {self.reduce!r}; it must be None, 'mean' or 'max'")
+        _settle(self, layer=whole(self.layer, "layer"))
+
+
+@dataclass(frozen=True)
+class LogitLens:
+    """Per layer, the `k` likeliest tokens if the model ended there; `k=0` is the whole vocabulary."""
+
+    layers: Iterable[int]
+    k: int
+
+    def __post_init__(self) -> None:
+        _settle(self, layers=_listed(self.layers, "layers", whole), k=whole(self.k, "k"))
+
+
+Probe: TypeAlias = Logits | Distribution | Logprob | Logprobs | Entropy | Hidden | AttentionScores | LogitLens
+
+
+def _settle(probe: Any, **fields: Any) -> None:
+    for name, value in fields.items():
+        object.__setattr__(probe, name, value)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise WrongType(f"masked is {value!r}; expected True or False")
+    return bool(value)
+
+
+def _listed(values: Any, name: str, check: Callable[[Any, str], int]) -> tuple[int, ...]:
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        raise WrongType(f"{name} is {values!r}; expected a list of integers")
+    return tuple(check(value, f"{name}[{index}]") for index, value in enumerate(values))

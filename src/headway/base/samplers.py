@@ -1,0 +1,250 @@
+"""What people say about choosing a token: sampler values, checked when they are made.
+
+`Argmax`, `Multinomial`, `TopK`, `TopP`, `MinP`, `TopKTopP` and `Typical` are short names for common cases; `Sampling`
+has every knob, and `resolve` turns any of them into it. Nothing here draws: that is `kernels/sampling`.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from headway.base.brle import integer, whole
+from headway.base.errors import InvalidInput, InvalidToken, WrongType
+
+SEEDS = 1 << 64
+
+
+@dataclass(frozen=True)
+class Argmax:
+    """The likeliest token; the lowest id among equals."""
+
+
+@dataclass(frozen=True)
+class Multinomial:
+    """Any token, with its probability at this temperature."""
+
+    temperature: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _settle(self)
+
+
+@dataclass(frozen=True)
+class TopK:
+    """One of the `k` likeliest tokens."""
+
+    k: int
+    temperature: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _settle(self, k=_count(self.k))
+
+
+@dataclass(frozen=True)
+class TopP:
+    """One of the fewest tokens whose probabilities reach `p`."""
+
+    p: float
+    temperature: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _settle(self, p=_share(self.p, "p"))
+
+
+@dataclass(frozen=True)
+class MinP:
+    """One of the tokens at least `p` times as likely as the likeliest."""
+
+    p: float
+    temperature: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _settle(self, p=_ratio(self.p, "p"))
+
+
+@dataclass(frozen=True)
+class TopKTopP:
+    """Of the `k` likeliest tokens, one of the fewest that reach `p` of their probability."""
+
+    k: int
+    p: float
+    temperature: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _settle(self, k=_count(self.k), p=_share(self.p, "p"))
+
+
+@dataclass(frozen=True)
+class Typical:
+    """One of the tokens whose surprise is nearest the entropy, the fewest that reach `p`."""
+
+    p: float
+    temperature: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _settle(self, p=_share(self.p, "p"))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Every knob at once. The defaults leave each one off; `temperature=0` is argmax.
+
+    They apply in the order: logit mask, `logit_bias`, penalties (repetition, then presence and frequency), temperature,
+    `top_k`, `top_p`, `min_p`, `typical_p`; each filter works on the renormalised rest.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _settle(
+            self,
+            top_k=_off_or_count(self.top_k),
+            top_p=_share(self.top_p, "top_p"),
+            min_p=_ratio(self.min_p, "min_p"),
+            typical_p=_share(self.typical_p, "typical_p"),
+            repetition_penalty=_positive(self.repetition_penalty, "repetition_penalty"),
+            presence_penalty=real(self.presence_penalty, "presence_penalty"),
+            frequency_penalty=real(self.frequency_penalty, "frequency_penalty"),
+            logit_bias=_bias(self.logit_bias),
+        )
+
+    @property
+    def bias(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept: (id, bias) pairs in id order."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
+
+    @property
+    def penalises(self) -> bool:
+        """Whether any penalty is on, so that the tokens seen so far matter."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+Sampler: TypeAlias = Argmax | Multinomial | TopK | TopP | MinP | TopKTopP | Typical | Sampling
+
+
+def resolve(sampler: Sampler) -> Sampling:
+    """The same choice in the one form that has every knob."""
+    match sampler:
+        case Sampling():
+            return sampler
+        case Argmax():
+            return Sampling(temperature=0.0)
+        case Multinomial(temperature, seed):
+            return Sampling(temperature, seed=seed)
+        case TopK(k, temperature, seed):
+            return Sampling(temperature, top_k=k, seed=seed)
+        case TopP(p, temperature, seed):
+            return Sampling(temperature, top_p=p, seed=seed)
+        case MinP(p, temperature, seed):
+            return Sampling(temperature, min_p=p, seed=seed)
+        case TopKTopP(k, p, temperature, seed):
+            return Sampling(temperature, top_k=k, top_p=p, seed=seed)
+        case Typical(p, temperature, seed):
+            return Sampling(temperature, typical_p=p, seed=seed)
+    name = sampler.__name__ if isinstance(sampler, type) else None
+    hint = f"{name}() with its values in the brackets" if name else "one of Argmax(), TopP(0.9), Sampling(...)"
+    raise WrongType(f"{sampler!r} is not a sampler; expected {hint}")
+
+
+def real(value: Any, name: str) -> float:
+    """`value` as a finite Python float; booleans, text and NaN are refused."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise WrongType(f"{name} is {value!r} of type {type(value).__name__}; expected a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise InvalidInput(f"{name} is {value}; it must be a finite number")
+    return number
+
+
+def token_id(value: Any, name: str) -> int:
+    """`value` as a token id that some vocabulary may have."""
+    if (number := integer(value, name)) < 0:
+        raise InvalidToken(f"{name} is {number}; token ids are at least 0")
+    return number
+
+
+def _settle(sampler: Any, **fields: Any) -> None:
+    """Writes the checked values, and temperature and seed, into a frozen sampler."""
+    fields["temperature"] = _temperature(sampler.temperature)
+    fields["seed"] = None if sampler.seed is None else whole(sampler.seed, "seed", below=SEEDS)
+    for name, value in fields.items():
+        object.__setattr__(sampler, name, value)
+
+
+def _temperature(value: Any) -> float:
+    number = real(value, "temperature")
+    if number < 0:
+        raise InvalidInput(f"temperature is {number}; it must be at least 0 (0 is argmax, 1 leaves the model as it is)")
+    return number
+
+
+def _count(value: Any) -> int:
+    if (number := integer(value, "k")) < 1:
+        raise InvalidInput(f"k is {number}; it must be at least 1 (Multinomial() keeps every token)")
+    return number
+
+
+def _off_or_count(value: Any) -> int:
+    if (number := integer(value, "top_k")) < 0:
+        raise InvalidInput(f"top_k is {number}; it must be at least 0 (0 turns it off)")
+    return number
+
+
+def _share(value: Any, name: str) -> float:
+    if not 0 < (number := real(value, name)) <= 1:
+        raise InvalidInput(f"{name} is {number}; it must be above 0 and at most 1 (1 keeps every token)")
+    return number
+
+
+def _ratio(value: Any, name: str) -> float:
+    if not 0 <= (number := real(value, name)) <= 1:
+        raise InvalidInput(f"{name} is {number}; it must be in 0 … 1 (0 keeps every token)")
+    return number
+
+
+def _positive(value: Any, name: str) -> float:
+    if (number := real(value, name)) <= 0:
+        raise InvalidInput(f"{name} is {number}; it must be above 0 (1 turns it off, more discourages repeats)")
+    return number
+
+
+def _bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """(id, bias) pairs in id order, from a mapping, pairs or None."""
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
+        raise WrongType(f"logit_bias is {value!r}; expected a mapping from token id to a number")
+    pairs = {}
+    for pair in value.items() if isinstance(value, Mapping) else value:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise WrongType(
+                f"logit_bias has {pair!r}; expected a mapping from token id to a number, or (id, number) pairs"
+            )
+        token = token_id(pair[0], "a token id in logit_bias")
+        if token in pairs:
+            raise InvalidInput(f"logit_bias names token {token} twice; give each token one number")
+        pairs[token] = real(pair[1], f"logit_bias of token {token}")
+    return tuple(sorted(pairs.items()))
