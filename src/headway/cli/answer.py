@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headway.base.probes import Distribution
 from headway.cli.options import Decoding
 from headway.cli.render import quoted, show_table
 
@@ -108,9 +109,7 @@ async def stream(
     engine: hw.Engine, ctx: hw.Context, name: str, decoding: Decoding, write: Callable[[str], None]
 ) -> Answer:
     """Generate from what `ctx` holds, handing each piece of text to `write` as it comes."""
-    import headway as hw
-
-    probe = hw.Distribution(k=decoding.logprobs) if decoding.logprobs else None
+    probe = Distribution(k=decoding.logprobs) if decoding.logprobs else None
     prompt_tokens, start, first = len(ctx.pending), time.perf_counter(), None
     text, tokens, probes, finish = "", [], [], None
     steps = ctx.generate(decoding.sampler(), max_tokens=decoding.max_tokens, stop=list(decoding.stop), probe=probe)
@@ -150,7 +149,7 @@ def counted(count: int, noun: str) -> str:
 
 def _choices(engine: hw.Engine, tokens: Sequence[int], probes: Sequence[Any]) -> tuple[Choice, ...]:
     def spelled(token: int) -> str:
-        return engine.tokenizer.decode([token])
+        return engine.tokenizer.token_bytes(token).decode(errors="replace")
 
     return tuple(
         Choice(token, spelled(token), tuple(Candidate(int(i), spelled(int(i)), float(p)) for i, p in zip(*probe)))

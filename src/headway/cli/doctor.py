@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,11 +21,13 @@ from headway.cli.facts import (
     read_model,
     system_name,
 )
-from headway.cli.options import WHOLE, Device, Dtype, Json, Threads, check_threads
+from headway.cli.options import WHOLE, Device, Dtype, Json, Threads
 from headway.cli.render import emit_json, show_pairs, size
 from headway.models import store
 
-BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+if TYPE_CHECKING:
+    import torch
+
 STEP_ROWS = 512  # rows of a long prompt that one step computes together
 
 
@@ -44,16 +46,17 @@ class Fit:
 
     model: ModelFacts
     dtype: str
+    item: int  # bytes of one number of that type
     context: int
     available: int
 
     @property
     def weights(self) -> int:
-        return self.model.parameters * BYTES_OF[self.dtype]
+        return self.model.parameters * self.item
 
     @property
     def kv_per_token(self) -> int:
-        return self.model.kv_values_per_token * BYTES_OF[self.dtype]
+        return self.model.kv_values_per_token * self.item
 
     @property
     def work(self) -> int:
@@ -104,30 +107,32 @@ def doctor(
     json: Json = False,
 ) -> None:
     """Show versions, device, memory, threads and cache, and what would make Headway faster."""
-    check_threads(threads)
-    path = store.resolve(check, download=False) if check is not None else None
-    machine, gpus = read_machine(), _gpus()
-    where = _device(device, gpus)
-    if path is not None:
-        available = _available(machine, gpus, where)
-        _check(path, device=where, available=available, dtype=dtype, context=context, as_json=json)
+    from headway.runtime.device import pick_device, pick_threads
+    from headway.runtime.profile import measure_bandwidth
+
+    where, count, machine = pick_device(device), pick_threads(threads), read_machine()
+    if check is not None:
+        fit = _fit(store.resolve(check, download=False), where, machine, dtype, context)
+        emit_json(fit.to_json()) if json else _show_fit(fit, str(where))
         return
-    speed = _bandwidth(threads or machine.fair_threads)
-    report = _report(machine, gpus, where, speed, threads)
+    if context is not None:
+        raise InvalidInput("--context is for --check; name a model with it")
+    report = _report(machine, _gpus(), str(where), measure_bandwidth(str(where)), count)
     if json:
         emit_json(report)
     else:
         _show(report)
 
 
-def hints(machine: Machine, gpus: list[Gpu], device: str, threads: int | None) -> list[str]:
+def hints(machine: Machine, gpus: list[Gpu], device: str, threads: int) -> list[str]:
     """What would make Headway faster here; each follows from a fact."""
     found, flags = [], machine.instructions
     if device == "cpu" and gpus:
         found.append(f"a CUDA device is there ({gpus[0].name}); --device cuda uses it")
-    if threads is not None and threads > machine.fair_threads:
-        limit = f"{machine.fair_threads} can run at once"
-        found.append(f"--threads {threads} is more than the {limit}: threads then wait for each other")
+    if threads > machine.fair_threads:
+        found.append(
+            f"{threads} threads are more than the {machine.fair_threads} that can run at once: they would wait"
+        )
     if machine.cpu_quota is not None and machine.cpu_quota < machine.usable_cores:
         found.append(
             f"the container may use {machine.cpu_quota:g} of {machine.usable_cores} cores; "
@@ -146,7 +151,7 @@ def hints(machine: Machine, gpus: list[Gpu], device: str, threads: int | None) -
     return found
 
 
-def _report(machine: Machine, gpus: list[Gpu], device: str, speed: float, threads: int | None) -> dict[str, Any]:
+def _report(machine: Machine, gpus: list[Gpu], device: str, speed: float, threads: int) -> dict[str, Any]:
     config = settings()
     models = [model for model in store.list_models() if model.installed]
     return {
@@ -162,7 +167,7 @@ def _report(machine: Machine, gpus: list[Gpu], device: str, speed: float, thread
             "cores": machine.cores,
             "usable_cores": machine.usable_cores,
             "container_limit": machine.cpu_quota,
-            "threads": threads or machine.fair_threads,
+            "threads": threads,
         },
         "memory": {
             "total_bytes": machine.memory_total,
@@ -213,26 +218,28 @@ def _show(report: dict[str, Any]) -> None:
         print(f"  {hint}")
 
 
-def _check(path: Path, *, device: str, available: int, dtype: str, context: int | None, as_json: bool) -> None:
-    facts = read_model(path)
+def _fit(path: Path, device: torch.device, machine: Machine, dtype: str, context: int | None) -> Fit:
+    from headway.runtime.device import available_memory, pick_dtype
+
+    facts, kind = read_model(path), pick_dtype(dtype, device)
     if context is not None and not 1 <= context <= facts.max_positions:
         raise InvalidInput(f"--context is {context}; this model takes 1 to {facts.max_positions} positions")
-    fit = Fit(facts, _dtype(dtype, device), context or facts.max_positions, available)
-    if as_json:
-        emit_json(fit.to_json())
-        return
-    memory = "memory" if device == "cpu" else "GPU memory"
+    free = available_memory(device)
+    if device.type == "cpu":
+        free = min(free, machine.memory_free)
+    return Fit(facts, str(kind).removeprefix("torch."), kind.itemsize, context or facts.max_positions, free)
+
+
+def _show_fit(fit: Fit, device: str) -> None:
+    kv = f"{fit.kv_per_token:,} bytes a token × {fit.context:,} = {size(fit.kv_per_token * fit.context)}"
     pairs = [
-        ("weights", f"{facts.parameters:,} × {BYTES_OF[fit.dtype]} bytes ({fit.dtype}) = {size(fit.weights)}"),
-        (
-            "keys and values",
-            f"{fit.kv_per_token:,} bytes a token × {fit.context:,} = {size(fit.kv_per_token * fit.context)}",
-        ),
+        ("weights", f"{fit.model.parameters:,} × {fit.item} bytes ({fit.dtype}) = {size(fit.weights)}"),
+        ("keys and values", kv),
         ("work space", f"{STEP_ROWS} rows of a step = {size(fit.work)}"),
         ("needed", size(fit.needed)),
-        ("available", f"{size(fit.available)} of {memory} on {device}"),
+        ("available", f"{size(fit.available)} on {device}"),
     ]
-    show_pairs(pairs, title=str(path))
+    show_pairs(pairs, title=str(fit.model.path))
     print(_verdict(fit))
 
 
@@ -245,34 +252,6 @@ def _verdict(fit: Fit) -> str:
     return f"It does not fit: {size(fit.needed - fit.available)} are missing. A smaller model{smaller} would."
 
 
-def _available(machine: Machine, gpus: list[Gpu], device: str) -> int:
-    if device == "cpu":
-        return machine.memory_free
-    _, _, index = device.partition(":")
-    return gpus[int(index or 0)].memory_free
-
-
-def _dtype(name: str, device: str) -> str:
-    if name == "auto":
-        return "float32" if device == "cpu" else "bfloat16"
-    if name not in BYTES_OF:
-        raise InvalidInput(f"--dtype {name!r} is not known; it takes auto, {', '.join(BYTES_OF)}")
-    return name
-
-
-def _device(name: str, gpus: list[Gpu]) -> str:
-    kind, _, index = name.partition(":")
-    if name == "auto":
-        return "cuda" if gpus else "cpu"
-    if name == "cpu":
-        return name
-    if kind != "cuda" or (index and not index.isdigit()):
-        raise InvalidInput(f"--device {name!r} is not known; it takes auto, cpu, cuda or cuda:N")
-    if int(index or 0) >= len(gpus):
-        raise InvalidInput(f"--device {name!r} is not there; this machine shows {len(gpus)} CUDA devices")
-    return name
-
-
 def _gpus() -> list[Gpu]:
     import torch
 
@@ -283,20 +262,3 @@ def _gpus() -> list[Gpu]:
         free, total = torch.cuda.mem_get_info(index)
         found.append(Gpu(torch.cuda.get_device_name(index), total, free))
     return found
-
-
-def _bandwidth(threads: int) -> float:
-    """Bytes a second that `threads` threads read together, the best of three passes over 256 MB."""
-    import time
-    from concurrent.futures import ThreadPoolExecutor
-
-    import numpy as np
-
-    slices = np.array_split(np.ones(32 << 20), threads)
-    best = float("inf")
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(3):
-            start = time.perf_counter()
-            list(pool.map(np.sum, slices))
-            best = min(best, time.perf_counter() - start)
-    return sum(part.nbytes for part in slices) / best

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.base.errors import InvalidInput
+from headway.base.samplers import Sampling
 from headway.models.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 ENGINE = "Model and device"
 SAMPLING = "Sampling"
-MOST_THREADS = 1024
 
 
 def whole_number(text: str | int) -> int:
@@ -115,9 +115,6 @@ class EngineOptions:
     device: str = "auto"
     threads: int | None = None
 
-    def __post_init__(self) -> None:
-        check_threads(self.threads)
-
 
 @dataclass(frozen=True)
 class Decoding:
@@ -141,19 +138,11 @@ class Decoding:
         if "" in self.stop:
             raise InvalidInput("--stop is empty; it must have at least one character")
 
-    def sampler(self) -> hw.Sampling:
+    def sampler(self) -> Sampling:
         """The library's sampler for these knobs; it refuses values that make no sense."""
-        import headway as hw
-
         knobs = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
         turned = {name: getattr(self, name) for name in knobs if getattr(self, name) is not None}
-        return hw.Sampling(temperature=self.temperature, **turned)
-
-
-def check_threads(threads: int | None) -> None:
-    """Refuse a number of threads that cannot be."""
-    if threads is not None and not 1 <= threads <= MOST_THREADS:
-        raise InvalidInput(f"--threads is {threads}; it must be between 1 and {MOST_THREADS}")
+        return Sampling(temperature=self.temperature, **turned)
 
 
 @contextmanager

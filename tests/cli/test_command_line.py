@@ -1,0 +1,184 @@
+"""Help, version, mistakes and the models commands: what is printed where, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from headway.models import store
+
+Run = Callable[..., CompletedProcess[str]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ("run", "chat", "models", "doctor", "--version")),
+        (("--help",), ("run", "chat", "models", "doctor", "--version")),
+        (("run", "--help"), ("--model", "--dtype", "--device", "--threads", "--json", "--raw", "--logprobs", "--stop")),
+        (("chat", "--help"), ("--model", "--system", "--temperature", "--seed", "--json")),
+        (("models",), ("list", "pull", "show", "rm")),
+        (("doctor", "-h"), ("--check", "--context", "--json")),
+    ],
+)
+def test_help_names_what_there_is(headway: Run, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    done = headway(*arguments, env={"COLUMNS": "120"})
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert [word for word in words if word not in done.stdout] == []
+
+
+def test_help_loads_no_torch_and_is_quick(headway: Run) -> None:
+    start = time.monotonic()
+    headway("--help")
+    assert time.monotonic() - start < 2
+    code = "import sys, headway.cli.main; print({'torch', 'huggingface_hub', 'tokenizers'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+def test_version(headway: Run) -> None:
+    assert re.fullmatch(r"headway \S+.*\n", headway("--version").stdout)
+
+
+MISTAKES = [
+    (("frobnicate",), "No such command 'frobnicate'"),
+    (("run", "--frobnicate", "hi"), "No such option: --frobnicate"),
+    (("run", "hi", "--max-tokens"), "Option '--max-tokens' requires an argument"),
+    (("run", "hi", "--max-tokens", "many"), "'many' is not a whole number"),
+    (("run", "hi", "--max-tokens", "0"), "--max-tokens is 0; it must be at least 1"),
+    (("run", "hi", "--temperature", "nan"), "'nan' is not a number"),
+    (("run", "hi", "--logprobs", "-1"), "--logprobs is -1"),
+    (("run", "hi", "--stop", ""), "--stop is empty"),
+    (("run", "one", "two"), "Got unexpected extra argument"),
+    (("run", ""), "the prompt is empty"),
+    (("run", "  \n "), "the prompt is empty"),
+    (("run",), "the prompt is empty"),
+    (("run", "-"), "the prompt is empty"),
+    (("run", "hi", "--raw", "--system", "be kind"), "--system needs the chat template"),
+    (("run", "hi", "--profile-json", "/no/such/folder/p.json"), "cannot write the profile to '/no/such/folder/p.json'"),
+    (("run", "hi", "--model", "smolm2"), "there is no model 'smolm2'"),
+    (("chat", "--model", "org/nothing"), "HF_HUB_OFFLINE is set"),
+    (("models", "show", "smollm2"), "`headway models pull smollm2` fetches it"),
+    (("models", "show", "nothing"), "there is no model 'nothing'"),
+    (
+        (
+            "models",
+            "rm",
+        ),
+        "no model was named",
+    ),
+    (("models", "rm", "smollm2"), "smollm2 is not installed"),
+    (("models", "pull", "one", "--model", "two"), "two models were named, 'one' and 'two'"),
+    (("doctor", "--check", "nothing"), "there is no model 'nothing'"),
+    (("doctor", "--device", "tpu"), "device 'tpu'"),
+    (("doctor", "--threads", "0"), "threads is 0"),
+    (("doctor", "--context", "5"), "--context is for --check"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), MISTAKES, ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else ""
+)
+def test_a_mistake_is_one_sentence(
+    headway: Run, empty_cache: dict[str, str], arguments: tuple[str, ...], words: str
+) -> None:
+    done = headway(*arguments, env=empty_cache)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("headway: ")
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (("run", "--json", "--frobnicate"), "UsageError"),
+        (("run", "hi", "--json", "--max-tokens", "0"), "InvalidInput"),
+        (("models", "show", "nothing", "--json"), "ModelNotFound"),
+    ],
+)
+def test_a_mistake_is_json_when_json_was_asked(
+    headway: Run, empty_cache: dict[str, str], arguments: tuple[str, ...], kind: str
+) -> None:
+    done = headway(*arguments, env=empty_cache)
+    assert done.returncode == 2
+    assert done.stderr == ""
+    error = json.loads(done.stdout)["error"]
+    assert error["type"] == kind
+    assert error["message"]
+
+
+def test_json_as_a_prompt_is_not_the_flag(headway: Run, empty_cache: dict[str, str]) -> None:
+    done = headway("run", "--model", "nothing", "--", "--json", env=empty_cache)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize("value", ["-1", "1e9999"])
+def test_sampling_values_that_make_no_sense_are_refused_before_loading(
+    headway: Run, empty_cache: dict[str, str], value: str
+) -> None:
+    done = headway("run", "hi", "--temperature", value, env=empty_cache)
+    assert done.returncode == 2
+    assert "temperature" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_piped_input_that_is_not_text_is_refused(empty_cache: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "headway.cli.main", "run"]
+    done = subprocess.run(command, input=b"abc\xff", capture_output=True, env=os.environ | empty_cache, check=False)
+    assert done.returncode == 2
+    assert b"not UTF-8 text (byte 3 is 0xff)" in done.stderr
+
+
+class TestModels:
+    def test_list_before_anything_is_pulled(self, headway: Run, empty_cache: dict[str, str]) -> None:
+        lines = headway("models", "list", env=empty_cache).stdout.splitlines()
+        assert lines[0].split("\t") == ["name", "installed", "size", "source", "path"]
+        assert lines[1].split("\t")[:3] == ["smollm2", "no", "98.4 MB"]
+
+    def test_list_as_json(self, headway: Run, empty_cache: dict[str, str]) -> None:
+        [model] = json.loads(headway("models", "list", "--json", env=empty_cache).stdout)
+        assert (model["name"], model["installed"], model["bytes"]) == ("smollm2", False, 98_362_432)
+
+    def test_pull_prints_the_path_and_checks_what_is_there(self, headway: Run) -> None:
+        path = store.resolve("smollm2")
+        done = headway("models", "pull", "smollm2")
+        assert (done.returncode, done.stdout.strip()) == (0, str(path))
+        assert "checking smollm2" in done.stderr
+
+    def test_show(self, headway: Run) -> None:
+        store.resolve("smollm2")
+        facts = json.loads(headway("models", "show", "smollm2", "--json").stdout)
+        assert (facts["family"], facts["layers"], facts["parameters"]) == ("llama", 30, 134_515_008)
+        assert facts["stored_types"] == {"Q4_1": 210, "F32": 61, "Q8_0": 1}
+        text = headway("models", "show").stdout
+        assert "SmolLM2-135M-Instruct" in text
+        assert "9 queries, 3 keys, 64 wide" in text
+
+    def test_show_refuses_a_file_that_is_no_model(self, headway: Run, tmp_path: Path) -> None:
+        file = tmp_path / "bad.gguf"
+        file.write_bytes(b"GGUF\x03\x00")
+        done = headway("models", "show", str(file))
+        assert done.returncode == 2
+        assert str(file) in done.stderr
+        assert "Traceback" not in done.stderr
+
+    def test_a_table_on_a_terminal_is_drawn_and_plain_without_colour(
+        self, on_terminal: Callable[..., tuple[int, str]], empty_cache: dict[str, str]
+    ) -> None:
+        code, shown = on_terminal("models", "list", env=empty_cache)
+        assert code == 0
+        assert "┃" in shown
+        code, shown = on_terminal("models", "list", env=empty_cache | {"NO_COLOR": "1"})
+        assert code == 0
+        assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", shown)

@@ -1,0 +1,157 @@
+"""The doctor: facts read from a machine's files, hints that follow from them, and the sum that says what fits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from headway.cli.doctor import Fit, Gpu, hints
+from headway.cli.facts import Machine, ModelFacts, read_machine
+from headway.models import store
+
+GIB = 1 << 30
+Run = Callable[..., CompletedProcess[str]]
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+BARE = {
+    "proc/cpuinfo": "model name\t: Fast CPU\nflags\t\t: sse avx2 fma avx512f avx512_vnni\n",
+    "proc/meminfo": "MemTotal:       8388608 kB\nMemAvailable:   4194304 kB\n",
+}
+
+
+def test_a_machine_without_limits(tmp_path: Path) -> None:
+    machine = read_machine(write(tmp_path, BARE))
+    assert machine.cpu == "Fast CPU"
+    assert machine.instructions == ("AVX2", "FMA", "AVX-512", "AVX-512 VNNI")
+    assert (machine.memory_total, machine.memory_free) == (8 * GIB, 4 * GIB)
+    assert machine.cpu_quota is None
+    assert machine.memory_limit is None
+    assert machine.fair_threads == machine.usable_cores
+
+
+def test_limits_of_version_2_groups_are_the_tightest_on_the_way_up(tmp_path: Path) -> None:
+    groups = "sys/fs/cgroup"
+    files = {
+        "proc/self/cgroup": "0::/a/b\n",
+        f"{groups}/a/cpu.max": "150000 100000\n",
+        f"{groups}/a/b/cpu.max": "max 100000\n",
+        f"{groups}/a/memory.max": f"{2 * GIB}\n",
+        f"{groups}/a/memory.current": f"{GIB}\n",
+        f"{groups}/a/memory.stat": f"anon 5\ninactive_file {GIB // 2}\n",
+        f"{groups}/a/b/memory.max": "max\n",
+    }
+    machine = read_machine(write(tmp_path, BARE | files))
+    assert machine.cpu_quota == 1.5
+    assert machine.fair_threads == 1
+    assert machine.memory_limit == 2 * GIB
+    assert machine.memory_free == 2 * GIB - GIB // 2
+
+
+def test_limits_of_version_1_groups(tmp_path: Path) -> None:
+    groups = "sys/fs/cgroup"
+    files = {
+        "proc/self/cgroup": "4:memory:/box\n3:cpu,cpuacct:/box\n",
+        f"{groups}/cpu/box/cpu.cfs_quota_us": "50000\n",
+        f"{groups}/cpu/box/cpu.cfs_period_us": "100000\n",
+        f"{groups}/memory/box/memory.limit_in_bytes": f"{GIB}\n",
+        f"{groups}/memory/box/memory.usage_in_bytes": f"{GIB // 4}\n",
+        f"{groups}/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+    machine = read_machine(write(tmp_path, BARE | files))
+    assert machine.cpu_quota == 0.5
+    assert machine.fair_threads == 1
+    assert (machine.memory_limit, machine.memory_free) == (GIB, GIB - GIB // 4)
+
+
+FAST = Machine("CPU", ("AVX2", "AVX-512", "AVX-512 VNNI", "AVX-512 BF16"), 8, 8, None, 16 * GIB, 8 * GIB, None, None)
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus", "threads", "words"),
+    [
+        (FAST, [Gpu("Big GPU", GIB, GIB)], 8, "Big GPU"),
+        (FAST, [], 9, "9 threads are more than the 8"),
+        (replace(FAST, cpu_quota=2.0), [], 2, "2 of 8 cores"),
+        (replace(FAST, instructions=("AVX2", "AVX-512 BF16")), [], 8, "no VNNI"),
+        (replace(FAST, instructions=()), [], 8, "no AVX2"),
+        (replace(FAST, instructions=("AVX2", "AVX-512 VNNI")), [], 8, "no BF16"),
+        (replace(FAST, memory_available=GIB // 2), [], 8, "536.9 MB of memory is free"),
+    ],
+)
+def test_each_hint_follows_from_a_fact(machine: Machine, gpus: list[Gpu], threads: int, words: str) -> None:
+    found = hints(machine, gpus, "cpu", threads)
+    assert len(found) == 1
+    assert words in found[0]
+
+
+def test_a_machine_that_has_everything_gets_no_hint() -> None:
+    assert hints(FAST, [], "cpu", 8) == []
+
+
+def tiny_model() -> ModelFacts:
+    shape = {"layers": 2, "hidden_size": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "intermediate_size": 16}
+    return ModelFacts(Path("m"), "GGUF", "llama", 1000, 500, (), vocab_size=32, max_positions=100, **shape)
+
+
+def test_the_sum_of_a_fit() -> None:
+    fit = Fit(tiny_model(), "float32", 4, 10, 10**6)
+    assert (fit.weights, fit.kv_per_token) == (4000, 2 * 2 * 1 * 4 * 4)
+    assert fit.needed == 4000 + 64 * 10 + fit.work
+    assert fit.fits
+
+
+def test_what_does_not_fit_says_how_much_context_would() -> None:
+    whole = Fit(tiny_model(), "float32", 4, 100, 0)
+    tight = replace(whole, available=whole.weights + whole.work + 64 * 7 + 63)
+    assert not tight.fits
+    assert tight.longest_context == 7
+    assert replace(tight, context=7).fits
+    assert not replace(tight, context=8).fits
+    assert whole.longest_context == 0
+
+
+def test_the_report(headway: Run, empty_cache: dict[str, str]) -> None:
+    done = headway("doctor", "--json", "--threads", "1", env=empty_cache)
+    assert done.returncode == 0
+    report = json.loads(done.stdout)
+    assert report["versions"]["torch"]
+    assert report["cpu"]["threads"] == 1
+    assert report["memory"]["bandwidth_bytes_per_second"] > 1e8
+    assert report["cache"] == {"path": empty_cache["HEADWAY_CACHE"], "bytes": 0}
+    assert (report["models"], report["hub_offline"]) == ([], True)
+    assert not Path(empty_cache["HEADWAY_CACHE"]).exists()
+
+
+def test_the_report_for_people(headway: Run, empty_cache: dict[str, str]) -> None:
+    text = headway("doctor", env=empty_cache).stdout
+    for words in ("Versions", "instruction sets", "container limit", "memory bandwidth", "What would make it faster"):
+        assert words in text
+
+
+def test_check_shows_the_arithmetic(headway: Run) -> None:
+    store.resolve("smollm2")
+    text = headway("doctor", "--check", "smollm2", "--device", "cpu", "--dtype", "float32", "--context", "1000").stdout
+    assert "134,515,008 × 4 bytes (float32) = 538.1 MB" in text
+    assert "46,080 bytes a token × 1,000 = 46.1 MB" in text
+    fit = json.loads(headway("doctor", "--check", "smollm2", "--device", "cpu", "--dtype", "bfloat16", "--json").stdout)
+    assert (fit["weights_bytes"], fit["kv_bytes_per_token"], fit["context"]) == (269_030_016, 23_040, 8192)
+    assert fit["fits"] is (fit["needed_bytes"] <= fit["available_bytes"])
+
+
+def test_check_refuses_a_context_the_model_does_not_have(headway: Run) -> None:
+    store.resolve("smollm2")
+    done = headway("doctor", "--check", "smollm2", "--context", "8193")
+    assert done.returncode == 2
+    assert "--context is 8193; this model takes 1 to 8192 positions" in done.stderr

@@ -1,0 +1,241 @@
+"""`headway run` and `headway chat` on the default model: streams, figures, tables, JSON, pipes, interrupts."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from headway.cli.render import visible
+from headway.models import store
+
+Run = Callable[..., CompletedProcess[str]]
+PODS = "Kubernetes pods are scheduled by the"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model() -> Path:
+    """The default model, pulled once."""
+    return store.resolve("smollm2")
+
+
+def test_answers_with_figures_on_standard_error(headway: Run) -> None:
+    done = headway("run", "What is the capital of France?", "--max-tokens", "16")
+    assert done.returncode == 0
+    assert "Paris" in done.stdout
+    assert done.stdout.endswith("\n")
+    assert re.fullmatch(
+        r"smollm2 · float32 · cpu · \d+ prompt tokens · \d+ tokens? · first token [\d.]+ s · [\d.]+ tokens/s\n",
+        done.stderr,
+    )
+
+
+def test_raw_continues_and_shows_the_likeliest_tokens(headway: Run) -> None:
+    done = headway("run", "--raw", "--logprobs", "8", "--max-tokens", "1", PODS)
+    assert done.returncode == 0
+    answer, title, header, *rows = done.stdout.splitlines()
+    cells = [row.split("\t") for row in rows]
+    assert header.split("\t") == ["rank", "token", "id", "probability", "logprob"]
+    assert [row[0] for row in cells] == [str(rank) for rank in range(1, 9)]
+    probabilities = [float(row[3]) for row in cells]
+    assert probabilities == sorted(probabilities, reverse=True)
+    assert 0 < sum(probabilities) <= 1.001
+    assert title == f"step 1: {cells[0][1]}"
+    assert json.loads(cells[0][1]) == answer
+
+
+def test_json_is_one_object(headway: Run) -> None:
+    done = headway("run", "--raw", "--json", "--logprobs", "3", "--max-tokens", "4", PODS)
+    assert (done.returncode, done.stderr) == (0, "")
+    answer = json.loads(done.stdout)
+    assert len(answer["tokens"]) == 4
+    assert answer["finish_reason"] == "length"
+    assert [step["id"] for step in answer["logprobs"]] == answer["tokens"]
+    assert all(step["top"][0]["id"] == step["id"] for step in answer["logprobs"])  # greedy takes the likeliest
+    assert [len(step["top"]) for step in answer["logprobs"]] == [3] * 4
+    figures = answer["figures"]
+    assert (figures["model"], figures["tokens"]) == ("smollm2", 4)
+    assert 0 < figures["first_token_seconds"] <= figures["seconds"]
+
+
+def answer_of(headway: Run, *arguments: str, input: str = "") -> dict:
+    done = headway("run", "--json", "--max-tokens", "8", *arguments, input=input)
+    assert done.returncode == 0, done.stdout
+    return json.loads(done.stdout)
+
+
+def test_a_prompt_and_a_pipe_are_joined_by_a_blank_line(headway: Run) -> None:
+    joined = answer_of(headway, "--raw", "One two", input="three four\n")
+    written = answer_of(headway, "--raw", "One two\n\nthree four")
+    assert joined["tokens"] == written["tokens"]
+    assert joined["figures"]["prompt_tokens"] == written["figures"]["prompt_tokens"]
+
+
+def test_a_pipe_alone_is_the_prompt(headway: Run) -> None:
+    written = answer_of(headway, "--raw", PODS)
+    assert answer_of(headway, "--raw", input=PODS)["tokens"] == written["tokens"]
+    assert answer_of(headway, "--raw", "-", input=PODS + "\n")["tokens"] == written["tokens"]
+
+
+def test_the_template_and_the_system_message_are_used(headway: Run) -> None:
+    raw = answer_of(headway, "--raw", "Hello")["figures"]["prompt_tokens"]
+    chat = answer_of(headway, "Hello")["figures"]["prompt_tokens"]
+    system = answer_of(headway, "--system", "You answer in one short word and nothing more than that, always.", "Hello")
+    assert raw < chat
+    assert system["figures"]["prompt_tokens"] != chat
+
+
+def test_the_same_seed_draws_the_same_tokens(headway: Run) -> None:
+    drawn = [answer_of(headway, "--temperature", "1.5", "--seed", seed, "Tell a story")["tokens"] for seed in "778"]
+    assert drawn[0] == drawn[1]
+    assert drawn[0] != drawn[2]
+
+
+def test_stops_before_the_text(headway: Run) -> None:
+    plain = answer_of(headway, "--raw", "1, 2, 3, 4, 5,")
+    assert ", 7" in plain["text"]
+    stopped = answer_of(headway, "--raw", "1, 2, 3, 4, 5,", "--stop", "zebra", "--stop", ", 7")
+    assert stopped["text"] == plain["text"][: plain["text"].index(", 7")]
+    assert stopped["finish_reason"] == "stop"
+
+
+def test_profile_as_a_table_and_as_a_file(headway: Run, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    done = headway("run", "--raw", PODS, "--max-tokens", "3", "--profile", "--profile-json", str(file))
+    assert done.returncode == 0
+    for phase in ("embed", "norm", "qkv", "rope", "kv write", "attention", "feed-forward", "head", "sample"):
+        assert re.search(rf"^{phase}\t", done.stdout, re.MULTILINE), phase
+    profile = json.loads(file.read_text())
+    assert profile["bandwidth_limit"] > 0
+    assert {phase["name"] for phase in profile["phases"]} >= {"attention", "feed-forward"}
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_a_prompt_longer_than_the_context_is_refused(headway: Run) -> None:
+    done = headway("run", "--raw", "--max-tokens", "1", input="word " * 9000)
+    assert done.returncode == 2
+    assert "8192" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--dtype", "int7"),
+        ("--device", "tpu"),
+        ("--threads", "0"),
+        ("--top-p", "1.5"),
+        ("--top-k", "-2"),
+        ("--min-p", "-1"),
+    ],
+)
+def test_values_that_make_no_sense(headway: Run, flag: str, value: str) -> None:
+    done = headway("run", "hi", flag, value)
+    assert done.returncode == 2
+    assert value in done.stderr
+    assert done.stderr.startswith("headway: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_interrupt_ends_cleanly() -> None:
+    command = [sys.executable, "-m", "headway.cli.main", "run", "--raw", "Count:", "--max-tokens", "4000"]
+    process = subprocess.Popen(
+        command, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in out + err
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "headway.cli.main", "run", "--raw", "Count:", "--max-tokens", "40"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert b"Traceback" not in process.stderr.read()
+    assert process.wait(timeout=60) != 0
+
+
+class TestChat:
+    def test_every_piped_line_is_a_turn_in_one_context(self, headway: Run) -> None:
+        done = headway("chat", "--json", "--max-tokens", "24", input="My name is Ada.\n\nWhat is my name?\n")
+        assert done.returncode == 0, done.stderr
+        first, second = [json.loads(line) for line in done.stdout.splitlines()]
+        assert "Ada" in second["text"]
+        # The second turn computes its own message only, not the conversation again.
+        assert second["figures"]["prompt_tokens"] < first["figures"]["prompt_tokens"] + len(first["tokens"])
+
+    def test_reset_forgets(self, headway: Run) -> None:
+        lines = "Say hi.\n/reset\nSay hi.\n"
+        done = headway("chat", "--json", "--max-tokens", "8", input=lines)
+        first, second = [json.loads(line) for line in done.stdout.splitlines()]
+        assert first["tokens"] == second["tokens"]
+        assert first["figures"]["prompt_tokens"] == second["figures"]["prompt_tokens"]
+
+    def test_commands_and_mistakes(self, headway: Run) -> None:
+        done = headway("chat", input="/help\n/system\n/system Be brief.\n/system\n/tokens\n/exit\nnever read\n")
+        assert (done.returncode, done.stdout) == (0, "")
+        assert "/reset" in done.stderr
+        assert "there is no system message" in done.stderr
+        assert "Be brief." in done.stderr
+        assert re.search(r"^\d+ tokens$", done.stderr, re.MULTILINE)
+        done = headway("chat", input="/frobnicate\n")
+        assert done.returncode == 2
+        assert "there is no command /frobnicate" in done.stderr
+
+    def test_on_a_terminal_an_interrupt_stops_the_answer_and_the_end_of_input_ends(self) -> None:
+        ours, theirs = pty.openpty()
+        command = [sys.executable, "-m", "headway.cli.main", "chat", "--max-tokens", "2000"]
+        process = subprocess.Popen(
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            preexec_fn=_own_terminal,  # noqa: PLW1509  ctrl-C reaches only the owner of a terminal
+            env=os.environ | {"TERM": "xterm"},
+        )
+        os.close(theirs)
+        _until(ours, b"> ")
+        os.write(ours, b"Write a very long story about the sea, in great detail.\n")
+        _until(ours, b"\n")
+        time.sleep(2)
+        os.write(ours, b"\x03")
+        _until(ours, b"that turn is forgotten")
+        _until(ours, b"> ")
+        os.write(ours, b"\x04")
+        assert process.wait(timeout=30) == 0
+        os.close(ours)
+
+
+def test_control_characters_of_a_model_never_reach_a_terminal() -> None:
+    assert visible("a\x1b[2Jb\x07\n\tc\x7f\x9bd") == "a␛[2Jb␇\n\tc␡�d"
+
+
+def _own_terminal() -> None:
+    import fcntl
+    import termios
+
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def _until(handle: int, words: bytes) -> bytes:
+    seen, deadline = b"", time.monotonic() + 60
+    while words not in seen:
+        assert time.monotonic() < deadline, seen
+        seen += os.read(handle, 4096)
+    return seen
