@@ -1,0 +1,5 @@
+"""The step: passes are scheduled, packed into a batch, run on the device and read out."""
+
+from headway.runtime.passes import Pass, PassResult, PassStats, Readout
+
+__all__ = ["Pass", "PassResult", "PassStats", "Readout"]

@@ -1,0 +1,145 @@
+"""Headway: a programmable inference engine for transformer models. The forward pass is the API.
+
+    import headway as hw
+
+    async def program(engine):
+        async with engine.context() as ctx:
+            ctx.user("Name three uses of a brick.")
+            return await ctx.generate(hw.Argmax(), max_tokens=64).text()
+
+    print(hw.Engine("smollm2").run(program))
+
+torch is loaded when the first engine is made, not by this import.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from headway.base.errors import (
+    BadModelFile,
+    Closed,
+    ContextBusy,
+    ContextLengthExceeded,
+    HeadwayError,
+    InvalidInput,
+    InvalidMask,
+    InvalidToken,
+    ModelError,
+    ModelNotFound,
+    OutOfPages,
+    OutOfRange,
+    PassFailed,
+    SnapshotError,
+    TemplateError,
+    Unsupported,
+    UnsupportedModel,
+    ValidationFailed,
+    WrongType,
+)
+
+if TYPE_CHECKING:
+    from headway.base.brle import Brle as Brle
+    from headway.base.masks import Mask as Mask
+    from headway.base.probes import AttentionScores as AttentionScores
+    from headway.base.probes import Distribution as Distribution
+    from headway.base.probes import Entropy as Entropy
+    from headway.base.probes import Hidden as Hidden
+    from headway.base.probes import LogitLens as LogitLens
+    from headway.base.probes import Logits as Logits
+    from headway.base.probes import Logprob as Logprob
+    from headway.base.probes import Logprobs as Logprobs
+    from headway.base.probes import Probe as Probe
+    from headway.base.samplers import Argmax as Argmax
+    from headway.base.samplers import MinP as MinP
+    from headway.base.samplers import Multinomial as Multinomial
+    from headway.base.samplers import Sampler as Sampler
+    from headway.base.samplers import Sampling as Sampling
+    from headway.base.samplers import TopK as TopK
+    from headway.base.samplers import TopKTopP as TopKTopP
+    from headway.base.samplers import TopP as TopP
+    from headway.base.samplers import Typical as Typical
+    from headway.program.context import Context as Context
+    from headway.program.engine import Engine as Engine
+    from headway.program.forward import Forward as Forward
+    from headway.program.generator import Generation as Generation
+    from headway.program.generator import Step as Step
+    from headway.program.output import Output as Output
+    from headway.program.output import ProbeHandle as ProbeHandle
+    from headway.program.output import SampleHandle as SampleHandle
+    from headway.program.sync import DecodeState as DecodeState
+    from headway.program.sync import InferenceEngine as InferenceEngine
+    from headway.program.sync import SamplingParams as SamplingParams
+    from headway.program.sync import generate as generate
+
+__version__ = "0.1.0"
+
+# Where each public name lives; a module is imported when one of its names is first used.
+_HOMES = {
+    "base.brle": ("Brle",),
+    "base.masks": ("Mask",),
+    "base.probes": (
+        "AttentionScores",
+        "Distribution",
+        "Entropy",
+        "Hidden",
+        "LogitLens",
+        "Logits",
+        "Logprob",
+        "Logprobs",
+        "Probe",
+    ),
+    "base.samplers": (
+        "Argmax",
+        "MinP",
+        "Multinomial",
+        "Sampler",
+        "Sampling",
+        "TopK",
+        "TopKTopP",
+        "TopP",
+        "Typical",
+    ),
+    "program.context": ("Context",),
+    "program.engine": ("Engine",),
+    "program.forward": ("Forward",),
+    "program.generator": ("Generation", "Step"),
+    "program.output": ("Output", "ProbeHandle", "SampleHandle"),
+    "program.sync": ("DecodeState", "InferenceEngine", "SamplingParams", "generate"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [  # noqa: PLE0604 - the lazy names follow from the table above
+    "BadModelFile",
+    "Closed",
+    "ContextBusy",
+    "ContextLengthExceeded",
+    "HeadwayError",
+    "InvalidInput",
+    "InvalidMask",
+    "InvalidToken",
+    "ModelError",
+    "ModelNotFound",
+    "OutOfPages",
+    "OutOfRange",
+    "PassFailed",
+    "SnapshotError",
+    "TemplateError",
+    "Unsupported",
+    "UnsupportedModel",
+    "ValidationFailed",
+    "WrongType",
+    *_HOME_OF,
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'headway' has no attribute {name!r}")
+    return getattr(import_module(f"headway.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

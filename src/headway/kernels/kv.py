@@ -1,0 +1,20 @@
+"""Writing, copying and clearing page contents."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def write(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """rows [W, Hkv, D] into pages [P, page, Hkv, D] at physical slots [W]."""
+    pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, rows.to(pages.dtype))
+
+
+def copy(pool: Tensor, source: int, target: int, slots: int) -> None:
+    """The first `slots` slots of one page of pool [L, 2, P, page, Hkv, D] into another, in every layer."""
+    pool[:, :, target, :slots] = pool[:, :, source, :slots]
+
+
+def clear(pool: Tensor, pages: Tensor) -> None:
+    """Zero whole pages, so that a new owner can never meet an old owner's infinities behind a mask."""
+    pool.index_fill_(2, pages, 0.0)

@@ -1,0 +1,43 @@
+"""The tensor behind the pages. Only the worker thread touches it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from headway.kernels import kv
+from headway.kv.allocator import Clear, Edit
+
+
+class Pool:
+    """Keys and values of every page: [L, 2, P + 1, page, Hkv, D]; page 0 stays zero."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.kv = torch.zeros(layers, 2, pages + 1, page_size, kv_heads, head_dim, dtype=dtype, device=device)
+
+    def apply(self, edits: Sequence[Edit]) -> None:
+        """Do noted edits in order; neighbouring clears go in one call."""
+        run: list[int] = []
+        for edit in edits:
+            if isinstance(edit, Clear):
+                run.append(edit.page)
+                continue
+            self._clear(run)
+            run = []
+            kv.copy(self.kv, edit.source, edit.target, edit.slots)
+        self._clear(run)
+
+    def _clear(self, pages: list[int]) -> None:
+        if pages:
+            kv.clear(self.kv, torch.tensor(pages, device=self.kv.device))

@@ -1,0 +1,5 @@
+"""Mistral: Llama with a sliding window on every layer. Its GGUF files call themselves llama."""
+
+from headway.models.families.family import Family
+
+FAMILY = Family(name="mistral", architectures=("MistralForCausalLM",), gguf=None, window="all", kv_heads=8)

@@ -1,0 +1,5 @@
+"""Qwen2 and Qwen2.5: biases on q, k and v, and a sliding window on the layers that the config names."""
+
+from headway.models.families.family import Family
+
+FAMILY = Family(name="qwen2", architectures=("Qwen2ForCausalLM",), gguf="qwen2", qkv_bias=True, window="layers")

@@ -1,0 +1,14 @@
+"""Qwen3: every query and key head is normalised before it is rotated."""
+
+from headway.models.families.family import Family
+
+FAMILY = Family(
+    name="qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    gguf="qwen3",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    window="layers",
+    head_dim=128,
+)

@@ -1,0 +1,173 @@
+"""From weight files to a Decoder: names, shapes, layout. A weight that is missing, extra or misshapen is named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headway.base.errors import BadModelFile
+from headway.kernels.rope import frequencies
+from headway.models.config import ModelConfig, read_config
+from headway.models.decoder import Decoder
+from headway.models.layers import Layer, Linear, fused
+from headway.models.weights import Weights, open_weights
+
+Progress = Callable[[int, int], None]  # layers done, layers in all
+
+HF_NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "output": "lm_head.weight",
+    "layer": "model.layers.{}.",
+    "input_norm": "input_layernorm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+GGUF_NAMES = {
+    "embedding": "token_embd.weight",
+    "final_norm": "output_norm.weight",
+    "output": "output.weight",
+    "layer": "blk.{}.",
+    "input_norm": "attn_norm.weight",
+    "mlp_norm": "ffn_norm.weight",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "o": "attn_output",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+}
+# Tensors that carry nothing the config does not say.
+HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|lm_head\.weight")
+
+
+def load_model(
+    path: Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+) -> Decoder:
+    """The decoder in a Hugging Face folder or a GGUF file, its weights in one dtype on one device."""
+    config = read_config(path)
+    weights = open_weights(path)
+    try:
+        return build(config, weights, GGUF_NAMES if path.is_file() else HF_NAMES, dtype, device, progress)
+    finally:
+        weights.close()
+
+
+def build(
+    config: ModelConfig,
+    weights: Weights,
+    names: dict[str, str],
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> Decoder:
+    """The decoder that these weights make under this config."""
+    reader = _Reader(config, weights, names, dtype, device, set())
+    v, e = config.vocab_size, config.hidden_size
+    embedding = reader.tensor(names["embedding"], (v, e))
+    layers = []
+    for i in range(config.layers):
+        layers.append(reader.layer(i))
+        if progress is not None:
+            progress(i + 1, config.layers)
+    decoder = Decoder(
+        config=config,
+        embedding=embedding,
+        layers=tuple(layers),
+        final_norm=reader.tensor(names["final_norm"], (e,)),
+        output=embedding if config.tied else reader.tensor(names["output"], (v, e)),
+        inv_freq=reader.frequencies(),
+    )
+    extra = sorted(n for n in weights.names() if n not in reader.used and not HARMLESS.fullmatch(n))
+    if extra:
+        raise BadModelFile(
+            f"{len(extra)} weights do not belong to this {config.family} config, such as {extra[0]!r}; "
+            "the config and the weights are of different models"
+        )
+    return decoder
+
+
+@dataclass(frozen=True, eq=False)
+class _Reader:
+    config: ModelConfig
+    weights: Weights
+    names: dict[str, str]
+    dtype: torch.dtype
+    device: torch.device
+    used: set[str]
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self.weights.names():
+            raise BadModelFile(f"the weight {name!r} is missing; this config needs it with shape {list(shape)}")
+        found = tuple(self.weights.shape(name))
+        if found != shape:
+            raise BadModelFile(f"the weight {name!r} has shape {list(found)}; this config needs {list(shape)}")
+        self.used.add(name)
+        return self.weights.load(name, dtype=self.dtype, device=self.device)
+
+    def layer(self, i: int) -> Layer:
+        c, n = self.config, self.names
+        at = n["layer"].format(i)
+        e, f, d, q, kv = c.hidden_size, c.intermediate_size, c.head_dim, c.heads * c.head_dim, c.kv_heads * c.head_dim
+        return Layer(
+            input_norm=self.tensor(at + n["input_norm"], (e,)),
+            qkv=self.linear(at, (("q", q), ("k", kv), ("v", kv)), e, c.qkv_bias),
+            q_norm=self.tensor(at + n["q_norm"], (d,)) if c.qk_norm else None,
+            k_norm=self.tensor(at + n["k_norm"], (d,)) if c.qk_norm else None,
+            out=self.linear(at, (("o", e),), q, c.o_bias),
+            mlp_norm=self.tensor(at + n["mlp_norm"], (e,)),
+            gate_up=self.linear(at, (("gate", f), ("up", f)), e, c.mlp_bias),
+            down=self.linear(at, (("down", e),), f, c.mlp_bias),
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            head_dim=d,
+            eps=c.norm_eps,
+        )
+
+    def linear(self, at: str, parts: tuple[tuple[str, int], ...], width: int, bias: bool) -> Linear:
+        """Matrices stacked into one [sum of rows, width], with their biases."""
+        weight = fused([self.part(f"{at}{self.names[p]}.weight", p, (rows, width)) for p, rows in parts])
+        if not bias:
+            return Linear(weight)
+        return Linear(weight, fused([self.part(f"{at}{self.names[p]}.bias", p, (rows,)) for p, rows in parts]))
+
+    def part(self, name: str, role: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self.tensor(name, shape)
+        if role in ("q", "k") and self.config.interleaved_weights:
+            return _half_split(tensor, self.config.head_dim)
+        return tensor
+
+    def frequencies(self) -> Tensor:
+        """Rotation frequencies; a GGUF file may carry a divisor for each (`rope_freqs`)."""
+        inv_freq = frequencies(self.config.rope).to(self.device)
+        if self.names is GGUF_NAMES and "rope_freqs.weight" in self.weights.names():
+            self.used.add("rope_freqs.weight")
+            if self.weights.shape("rope_freqs.weight") != tuple(inv_freq.shape):
+                raise BadModelFile(
+                    f"the weight 'rope_freqs.weight' has shape {list(self.weights.shape('rope_freqs.weight'))}; "
+                    f"this config needs {list(inv_freq.shape)}"
+                )
+            inv_freq = inv_freq / self.weights.load("rope_freqs.weight", dtype=torch.float32, device=self.device)
+        return inv_freq
+
+
+def _half_split(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows stored for rotation of neighbouring pairs, reordered for rotation of halves."""
+    heads = rows.unflatten(0, (-1, head_dim // 2, 2))
+    return heads.transpose(1, 2).flatten(0, 2).contiguous()

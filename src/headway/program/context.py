@@ -1,0 +1,264 @@
+"""A context: one sequence, the tokens waiting to be computed, and the verbs that change it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from headway.base.errors import Closed, ContextBusy, InvalidInput, OutOfPages, Unsupported
+from headway.base.masks import Mask
+from headway.base.probes import Probe
+from headway.base.samplers import Sampler
+from headway.kv.table import PageTable
+from headway.program.conversation import Conversation
+from headway.program.forward import Forward
+from headway.program.generator import Generation
+from headway.program.ids import integers, token_ids
+from headway.program.pages import RawPages
+from headway.runtime.passes import Pass
+from headway.runtime.scheduler import Job
+
+if TYPE_CHECKING:
+    from headway.program.engine import Engine
+
+
+class Context:
+    """One sequence's state. Verbs are synchronous; only passes are awaited. One pass is in flight at a time."""
+
+    def __init__(self, engine: Engine, table: PageTable, seed: int | None = None) -> None:
+        self.engine, self.table, self.seed = engine, table, seed
+        self._pending: list[int] = []
+        self._talk = Conversation()
+        self._written = 0  # tokens in the context when the cue ended, to tell what was said behind it
+        self._finalizer = weakref.finalize(self, engine.loop.release_later, table)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    @property
+    def seq_len(self) -> int:
+        """How many slots are computed, discarded ones included."""
+        return self.table.length
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Tokens that are not computed yet."""
+        return tuple(self._pending)
+
+    @property
+    def pending_ids(self) -> list[int]:
+        return self._pending
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Every token of the sequence, pending ones last."""
+        with self.engine.lock:
+            return (*self.table.tokens, *self._pending)
+
+    @property
+    def page_size(self) -> int:
+        return self.table.page_size
+
+    def room(self) -> int:
+        """How many more tokens the model's context limit allows at the positions that follow."""
+        return self.engine.config.max_positions - self.table.next_position - len(self._pending)
+
+    @property
+    def messages(self) -> tuple[Mapping[str, Any], ...]:
+        """The chat so far."""
+        return self._talk.messages
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def fill(self, text_or_ids: str | Iterable[int], *, special: bool = False) -> Self:
+        """Append text or token ids to the pending buffer; nothing is computed yet.
+
+        Text that opens an empty context gets the tokenizer's begin token if the model wants one. Names of special
+        tokens inside text are plain text unless `special=True`.
+        """
+        with self.changing():
+            if isinstance(text_or_ids, str):
+                tokenizer = self.engine.tokenizer
+                ids = tokenizer.encode(text_or_ids, special=special)
+                opens = self.table.length == 0 and not self._pending
+                if opens and tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+                    ids = [tokenizer.bos_id, *ids]
+                self._pending += token_ids(ids, self.engine.vocab_size, "encoded text")
+            else:
+                self._pending += token_ids(text_or_ids, self.engine.vocab_size)
+        return self
+
+    def system(self, text: str) -> Self:
+        """Append a system message through the model's chat template."""
+        return self._say({"role": "system", "content": text})
+
+    def user(self, text: str) -> Self:
+        """Append a user message."""
+        return self._say({"role": "user", "content": text})
+
+    def assistant(self, text: str) -> Self:
+        """Append an assistant message, closed."""
+        return self._say({"role": "assistant", "content": text})
+
+    def cue(self) -> Self:
+        """Append the generation prompt; twice in a row adds one."""
+        with self.changing():
+            self._talk, ids = self.engine.chat.cue(self._talk)
+            if ids:
+                self._pending += ids
+            self._written = self._total()
+        return self
+
+    def seal(self) -> Self:
+        """Append what the template puts after an assistant text: the text behind the cue becomes a message."""
+        with self.changing():
+            said = [*self.table.tokens, *self._pending][self._written :]
+            text = self.engine.tokenizer.decode(said, skip_special=True)
+            self._talk, ids = self.engine.chat.seal(self._talk, text)
+            self._pending += ids
+        return self
+
+    def _say(self, message: Mapping[str, Any]) -> Self:
+        with self.changing():
+            if self._talk.cued and self._total() > self._written:
+                self.seal()
+            self._talk, ids = self.engine.chat.add(self._talk, message)
+            self._pending += ids
+        return self
+
+    def _total(self) -> int:
+        return self.table.length + len(self._pending)
+
+    # -- computing -------------------------------------------------------------------------------------------------
+
+    def forward(self) -> Forward:
+        """A new pass over this context."""
+        self._check_open()
+        return Forward(self)
+
+    async def flush(self, attention_mask: Mask | Sequence[Sequence[int]] | None = None, adapter: object = None) -> None:
+        """Compute the pending tokens. Raw mask rows bind the pending tokens, one row each."""
+        if adapter is not None:
+            self.forward().adapter(adapter)
+        if not self._pending:
+            if attention_mask is not None:
+                raise InvalidInput("flush was given an attention mask and there are no pending tokens for it to bind")
+            return
+        await self._flush(attention_mask)
+
+    async def _flush(self, attention_mask: Mask | Sequence[Sequence[int]] | None) -> None:
+        with self.changing():
+            waiting = self._pending
+            forward = self.forward()
+            if attention_mask is not None:
+                forward.attention_mask(attention_mask)
+            forward.flushing(len(waiting))
+            execution = forward.execute()
+        await execution
+
+    def generate(
+        self,
+        sampler: Sampler,
+        *,
+        max_tokens: int = 256,
+        stop: str | Iterable[str | int] = (),
+        probe: Probe | None = None,
+    ) -> Generation:
+        """Many passes: an async iterator of steps; `await gen.text()` collects. Adds the cue after a chat verb."""
+        if self._talk.messages and not self._talk.cued:
+            self.cue()
+        return Generation(self, sampler, max_tokens=max_tokens, stop=stop, probe=probe)
+
+    # -- changing --------------------------------------------------------------------------------------------------
+
+    def fork(self) -> Context:
+        """A second context that shares every committed page and has copies of the rest, pending tokens included."""
+        with self.changing():
+            twin = Context(self.engine, self.table.fork(), self.seed)
+            twin._pending = list(self._pending)
+            twin._talk, twin._written = self._talk, self._written
+            return twin
+
+    def truncate(self, n: int) -> Self:
+        """Drop the last n tokens, pending ones first."""
+        (n,) = integers([n], "n")
+        with self.changing():
+            total = self._total()
+            if not 0 <= n <= total:
+                raise InvalidInput(f"truncate({n}): the context has {total} tokens; give a number from 0 to {total}")
+            waiting = min(n, len(self._pending))
+            self.table.truncate(n - waiting)
+            del self._pending[len(self._pending) - waiting :]
+        return self
+
+    def inner(self) -> RawPages:
+        """The raw page operations."""
+        self._check_open()
+        return RawPages(self)
+
+    def release(self) -> None:
+        """Give the pages back; the context is over."""
+        with self.engine.lock:
+            self._finalizer.detach()
+            self.engine.loop.release_later(self.table)
+            self.engine.loop.drain()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    # -- for the builder and the page operations -------------------------------------------------------------------
+
+    @contextmanager
+    def changing(self) -> Iterator[Context]:
+        """The engine's lock, with this context open and idle."""
+        with self.engine.lock:
+            self._check_open()
+            if self.engine.loop.busy(self.table):
+                raise ContextBusy("this context has a pass in flight; await it before changing or forking the context")
+            self.engine.loop.drain()
+            yield self
+
+    def submit(self, work: Pass) -> Job:
+        """Queue a pass over this context. The pending tokens it starts with leave the buffer when it succeeds."""
+        waiting = self._pending[: work.pending]
+
+        def success() -> None:
+            del self._pending[: work.pending]
+
+        def undo() -> None:
+            self._pending[:0] = waiting
+
+        return self.engine.loop.submit(self.table, work, success, undo)
+
+    def check_reread(self) -> None:
+        """Raise unless the last token can be read: its state is kept, or all it attended to is still there."""
+        table = self.table
+        if table.state is not None or not table.has_discards:
+            return
+        live = table.live(table.length)
+        mask = table.masks[-1]
+        if (mask & ~live).any() if mask is not None else not live.all():
+            raise Unsupported(
+                "the last token cannot be computed again: slots it attended to were discarded; "
+                "read it in the pass that computes it, or give the pass an input"
+            )
+
+    def _check_open(self) -> None:
+        self.engine.loop.check_open()
+        if self.table.closed:
+            raise Closed("this context was released; create a new one with engine.context()")

@@ -1,0 +1,329 @@
+"""The engine: one loaded model, its pages, its loop. What programs are given."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+
+import numpy as np
+import torch
+
+from headway.base.brle import Brle
+from headway.base.errors import InvalidInput, InvalidMask, Unsupported
+from headway.base.rng import LIMIT
+from headway.kv.allocator import Allocator
+from headway.kv.pool import Pool
+from headway.kv.table import PageTable
+from headway.models.config import ModelConfig
+from headway.models.decoder import Decoder
+from headway.models.load import load_model
+from headway.models.store import resolve
+from headway.program.context import Context
+from headway.program.conversation import Chat
+from headway.runtime.device import pick_device, pick_dtype, pick_pages, pick_threads
+from headway.runtime.loop import Loop
+from headway.runtime.profile import Profile, Profiler
+from headway.runtime.runner import TorchRunner
+
+if TYPE_CHECKING:
+    from headway.text.chat import ChatTemplate
+    from headway.text.stream import TextStream
+    from headway.text.tokenizer import Tokenizer
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+STEP_TOKENS = 512  # rows of one step unless max_batch_tokens says otherwise
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What was loaded, where and how."""
+
+    name: str
+    path: str | None
+    dtype: str
+    device: str
+    threads: int
+    parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine holds and has done."""
+
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_held: int
+    pages_trimmed: int
+    steps: int
+    passes: int
+    tokens: int
+    batch_size_mean: float
+
+
+class Engine:
+    """One model, ready to compute. Create it, `run` programs, `close` it (or use it in a `with`)."""
+
+    def __init__(
+        self,
+        model: str | Path | Decoder,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int | None = None,
+        page_size: int = 16,
+        pages: int | None = None,
+        max_batch_tokens: int | None = None,
+        quantize: str | None = None,
+        deterministic: bool = False,
+        trim: bool = True,
+    ) -> None:
+        if quantize is not None:
+            raise Unsupported(f"quantize={quantize!r} is not supported yet; weights are computed in the dtype given")
+        where = pick_device(device)
+        count = pick_threads(threads)
+        page_size = _positive("page_size", page_size, 1024)
+        budget = STEP_TOKENS if max_batch_tokens is None else _positive("max_batch_tokens", max_batch_tokens, 1 << 20)
+        self._path = None if isinstance(model, Decoder) else resolve(model)
+        torch.set_num_threads(count)
+        if isinstance(model, Decoder):
+            decoder = model
+        else:
+            assert self._path is not None
+            decoder = load_model(self._path, dtype=pick_dtype(dtype, where), device=where)
+        self.config: ModelConfig = decoder.config
+        total = pick_pages(pages, self.config, page_size, decoder.dtype, decoder.device)
+        self._page_size, self._decoder, self._threads = page_size, decoder, count
+        self._name = str(model) if not isinstance(model, Decoder) else f"{self.config.family} in memory"
+        self._allocator = Allocator(total)
+        pool = Pool(
+            layers=self.config.layers,
+            pages=total,
+            page_size=page_size,
+            kv_heads=self.config.kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=decoder.dtype,
+            device=decoder.device,
+        )
+        self._profiler = Profiler(_synchronizer(decoder.device), str(decoder.device))
+        runner = TorchRunner(decoder, pool, page_size, deterministic=deterministic, profiler=self._profiler)
+        self.loop = Loop(
+            runner,
+            self._allocator,
+            budget=budget,
+            trim=trim,
+            on_start=lambda: torch.set_num_threads(count),
+        )
+
+    # -- programs --------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        program: Callable[..., Awaitable[Result]],
+        *args: Any,
+    ) -> Result:
+        """Run `program(engine, *args)` to its end and return its value; works where an event loop runs already."""
+
+        async def main() -> Result:
+            return await program(self, *args)
+
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(main())
+        return _in_a_thread(main)
+
+    def context(self, *, seed: int | None = None) -> Context:
+        """An empty context. `seed` is for samplers that have none of their own."""
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < LIMIT):
+            raise InvalidInput(f"seed is {seed!r}; it takes a whole number from 0 to {LIMIT - 1}")
+        with self.lock:
+            self.loop.check_open()
+            return Context(self, PageTable(self._allocator, self._page_size), seed)
+
+    # -- the model -------------------------------------------------------------------------------------------------
+
+    @property
+    def vocab_size(self) -> int:
+        """V: the width of the logits."""
+        return self.config.vocab_size
+
+    @cached_property
+    def _text(self) -> tuple[Tokenizer | None, ChatTemplate | None]:
+        return _load_text(self._path)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._text[0] is not None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; raises when its folder has none."""
+        tokenizer = self._text[0]
+        if tokenizer is None:
+            raise Unsupported(f"the model {self._name!r} has no tokenizer; give token ids instead of text")
+        return tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's chat template, or None."""
+        return self._text[1]
+
+    @cached_property
+    def chat(self) -> Chat:
+        return Chat(self.chat_template, self.tokenizer)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text; none when the model has no tokenizer."""
+        tokenizer = self._text[0]
+        return () if tokenizer is None else tokenizer.eos_ids
+
+    def stream(self) -> TextStream:
+        """A decoder of tokens that come one by one."""
+        from headway.text.stream import TextStream
+
+        return TextStream(self.tokenizer)
+
+    @property
+    def info(self) -> EngineInfo:
+        """Name, dtype, device, sizes."""
+        decoder = self._decoder
+        weights = sum(decoder.nbytes().values()) + (0 if self.config.tied else decoder.embedding.nbytes)
+        return EngineInfo(
+            name=self._name,
+            path=None if self._path is None else str(self._path),
+            dtype=str(decoder.dtype).removeprefix("torch."),
+            device=str(decoder.device),
+            threads=self._threads,
+            parameters=self.config.parameters,
+            weight_bytes=weights,
+            kv_bytes_per_token=self.config.kv_values_per_token * decoder.dtype.itemsize,
+        )
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """What this backend can do, by name."""
+        return frozenset({"masks", "probes", "trim", "fork", "discard", "attention-scores", "logit-lens"})
+
+    # -- figures ---------------------------------------------------------------------------------------------------
+
+    @property
+    def lock(self) -> threading.RLock:
+        return self.loop.lock  # type: ignore[return-value]
+
+    def stats(self) -> EngineStats:
+        """Pages, steps, tokens so far."""
+        with self.lock:
+            self.loop.drain()
+            done = self.loop.counters
+            return EngineStats(
+                pages_total=self._allocator.total,
+                pages_free=self._allocator.free,
+                pages_cached=0,
+                pages_held=self._allocator.held,
+                pages_trimmed=done.pages_trimmed,
+                steps=done.steps,
+                passes=done.passes,
+                tokens=done.tokens,
+                batch_size_mean=done.batch_passes / done.steps if done.steps else 0.0,
+            )
+
+    def enable_profiling(self, *, automatic: bool = True) -> None:
+        """Measure every step from now on; `profile()` has the figures."""
+        with self.lock:
+            self._profiler.enabled, self._profiler.automatic = True, automatic
+
+    @property
+    def profiler(self) -> Profiler:
+        return self._profiler
+
+    def profile(self) -> Profile:
+        """What was measured so far."""
+        return self._profiler.profile()
+
+    # -- ending ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Cancel what waits, let the running step end, stop the worker."""
+        self.loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- for the builder -------------------------------------------------------------------------------------------
+
+    def check_windows(self, masks: Sequence[Brle | None], positions: Iterable[int], base: int) -> None:
+        """Raise when a mask leaves a row nothing inside a model's own sliding window."""
+        windows = {w for w in self.config.windows if w is not None}
+        known = np.fromiter(positions, np.int64) if windows else np.empty(0, np.int64)
+        for window in windows:
+            for i, mask in enumerate(masks):
+                if mask is None:
+                    continue
+                near = known[base + i] - known[: len(mask)] < window
+                if not (mask.to_bool() & near).any():
+                    raise InvalidMask(
+                        f"row {i} attends to nothing inside this model's own window of {window} positions; "
+                        "let it attend to itself"
+                    )
+
+
+def _positive(name: str, value: int, limit: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+        raise InvalidInput(f"{name} is {value!r}; it takes a whole number from 1 to {limit}")
+    return value
+
+
+def _synchronizer(device: torch.device) -> Callable[[], None]:
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+
+def _load_text(path: Path | None) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """The tokenizer and chat template beside the weights."""
+    if path is None:
+        return None, None
+    from headway.text.chat import ChatTemplate
+    from headway.text.tokenizer import Tokenizer
+
+    if path.is_dir():
+        tokenizer = Tokenizer.from_folder(path)
+        return tokenizer, None if tokenizer is None else ChatTemplate.from_folder(path, tokenizer)
+    from headway.models.gguf import GgufFile
+
+    with GgufFile.open(path) as file:
+        metadata = dict(file.metadata)
+    tokenizer = Tokenizer.from_gguf(metadata)
+    return tokenizer, None if tokenizer is None else ChatTemplate.from_gguf(metadata, tokenizer)
+
+
+def _in_a_thread(main: Callable[[], Awaitable[Result]]) -> Result:
+    """Run a coroutine function on a loop of its own, beside the one that runs in this thread."""
+    box: list[Any] = []
+
+    def work() -> None:
+        try:
+            box.extend((True, asyncio.run(main())))  # type: ignore[arg-type]
+        except BaseException as e:
+            box.extend((False, e))
+
+    thread = threading.Thread(target=work, name="headway-program")
+    thread.start()
+    thread.join()
+    if not box[0]:
+        raise box[1]
+    return box[1]

@@ -1,0 +1,323 @@
+"""The forward pass: a builder that ends in a frozen Pass, and the execution that brings its output back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from headway.base.brle import Brle
+from headway.base.errors import Closed, InvalidInput, InvalidMask, InvalidToken, OutOfRange, Unsupported, WrongType
+from headway.base.masks import Mask, check_rows, logit_mask
+from headway.base.probes import AttentionScores, Hidden, LogitLens, Logprob, Logprobs, Probe
+from headway.base.rng import fresh_seed
+from headway.base.samplers import Sampler, Sampling, resolve
+from headway.program.ids import check_position, integers, position_ids, token_ids
+from headway.program.output import Output, ProbeHandle, SampleHandle
+from headway.runtime.passes import BEFORE, Pass, PassResult, Readout
+from headway.runtime.scheduler import Job
+
+if TYPE_CHECKING:
+    from headway.program.context import Context
+
+P = TypeVar("P", bound=Probe)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ask:
+    """A sampler or probe at a row of the builder, before rows are counted."""
+
+    row: int
+    what: Sampling | Probe
+    history: tuple[int, ...] | None
+    generated: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, eq=False)
+class _LogitMask:
+    allowed: np.ndarray
+    rows: tuple[int, ...] | None
+
+
+class Forward:
+    """One pass over a context: say what goes in and what is read, then `await execute()`, once."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._tokens: list[int] = []
+        self._positions: list[int | None] = []  # None: the next one
+        self._asks: list[_Ask] = []
+        self._mask: Mask | None = None
+        self._causal = True
+        self._logit_masks: list[_LogitMask] = []
+        self._commit = True
+        self._executed = False
+        self._raw_pending = 0  # pending tokens that raw mask rows bind, in a flush
+
+    # -- input -----------------------------------------------------------------------------------------------------
+
+    def input(self, tokens: Iterable[int]) -> Forward:
+        """Append tokens at the positions that follow."""
+        ids = token_ids(tokens, self._context.engine.vocab_size)
+        self._tokens += ids
+        self._positions += [None] * len(ids)
+        return self
+
+    def input_at(self, tokens: Iterable[int], positions: Iterable[int]) -> Forward:
+        """Append tokens at explicit position ids: gaps, repeats and reorders are allowed."""
+        ids = token_ids(tokens, self._context.engine.vocab_size)
+        at = position_ids(positions, self._context.engine.config.max_positions)
+        if len(ids) != len(at):
+            raise InvalidInput(f"input_at has {len(ids)} tokens and {len(at)} positions; there must be one for each")
+        self._tokens += ids
+        self._positions += at
+        return self
+
+    # -- modifiers -------------------------------------------------------------------------------------------------
+
+    def attention_mask(self, mask: Mask | Sequence[Sequence[int]], *, causal: bool = True) -> Forward:
+        """What each row attends to: a `Mask`, or raw runs, one list a row (zeros first, 0 = attend, 1 = masked)."""
+        if self._mask is not None:
+            raise InvalidMask("attention_mask was called twice; combine masks with & and | and give them once")
+        self._mask = mask if isinstance(mask, Mask) else Mask.from_runs(mask)
+        self._causal = causal
+        return self
+
+    def mask(self, runs: Any = None, *, allow: Any = None, forbid: Any = None, rows: Any = None) -> Forward:
+        """Which tokens samplers may choose (1 = allowed): runs, ids, a bool array or a packed bitmask. Calls AND."""
+        allowed = logit_mask(self._context.engine.vocab_size, runs, allow=allow, forbid=forbid)
+        chosen = None if rows is None else tuple(integers(rows, "rows"))
+        self._logit_masks.append(_LogitMask(allowed, chosen))
+        return self
+
+    def adapter(self, adapter: object, scale: float = 1.0) -> Forward:
+        """LoRA adapters are not supported yet."""
+        raise Unsupported("adapters are not supported yet; load a model with the adapter merged into its weights")
+
+    def defer_commit(self) -> Forward:
+        """Leave full pages working after the pass; commit them with `ctx.inner().commit_working_pages`."""
+        self._commit = False
+        return self
+
+    # -- readouts --------------------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        indices: Iterable[int],
+        sampler: Sampler,
+        *,
+        history: Iterable[int] | None = None,
+        generated: Iterable[int] | None = None,
+    ) -> SampleHandle:
+        """Draw one token at each row. Penalties count `history`, by default the context's tokens up to the row;
+        presence and frequency count only `generated` when it is given."""
+        rows = integers(indices, "indices")
+        if not rows:
+            raise InvalidInput("sample was given no rows; -1 is the last")
+        vocab = self._context.engine.vocab_size
+        what = _sampling(sampler, vocab)
+        past = None if history is None else tuple(token_ids(history, vocab, "history"))
+        new = None if generated is None else tuple(token_ids(generated, vocab, "generated"))
+        handle = SampleHandle(self, len(self._asks), len(rows))
+        self._asks += [_Ask(row, what, past, new) for row in rows]
+        return handle
+
+    def probe(self, index: int, probe: P) -> ProbeHandle[P]:
+        """Read something at a row without choosing a token."""
+        (row,) = integers([index], "index")
+        self._check_probe(probe)
+        handle = ProbeHandle(self, len(self._asks), probe)
+        self._asks.append(_Ask(row, probe, None, None))
+        return handle
+
+    def _check_probe(self, probe: Probe) -> None:
+        engine = self._context.engine
+        layers = engine.config.layers
+        match probe:
+            case Hidden(layer) if layer > layers:
+                raise OutOfRange(f"Hidden({layer}): this model has hidden states 0 to {layers}")
+            case AttentionScores(layer) if layer >= layers:
+                raise OutOfRange(f"AttentionScores({layer}): this model has layers 0 to {layers - 1}")
+            case LogitLens(layers=wanted) if any(l > layers for l in wanted):
+                raise OutOfRange(f"LogitLens({list(wanted)}): this model has hidden states 0 to {layers}")
+            case Logprob(id=token):
+                token_ids([token], engine.vocab_size, "Logprob id")
+            case Logprobs(ids=ids):
+                token_ids(ids, engine.vocab_size, "Logprobs ids")
+            case _ if not isinstance(probe, Probe):
+                raise WrongType(f"{probe!r} is no probe; give Logits(), Distribution(...), Entropy() or another one")
+
+    def flushing(self, tokens: int) -> Forward:
+        """This pass only computes pending tokens, and raw mask rows bind them."""
+        self._raw_pending = tokens
+        return self
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    def execute(self) -> Execution:
+        """Submit the pass now; await what comes back for its `Output`. On any error the context is as it was."""
+        if self._executed:
+            raise Closed("this pass was executed before; build a new one with ctx.forward()")
+        with self._context.changing() as context:
+            work = self._build(context)
+            job = context.submit(work)
+        self._executed = True
+        return Execution(job, context, lambda result: Output(self, result))
+
+    def _build(self, context: Context) -> Pass:
+        """The frozen pass: pending tokens first, then rows. The caller holds the lock."""
+        table, pending = context.table, context.pending_ids
+        tokens = [*pending, *self._tokens]
+        if not tokens and not self._asks:
+            raise InvalidInput("this pass has no input and reads nothing; give it tokens, a sampler or a probe")
+        positions = self._place(table.next_position, len(pending))
+        masks = self._bind(context, len(pending))
+        return Pass(
+            tokens=tuple(tokens),
+            positions=tuple(positions),
+            masks=masks,
+            readouts=self._readouts(context, tokens, len(pending)),
+            pending=len(pending),
+            causal=self._causal,
+            commit=self._commit,
+        )
+
+    def _place(self, first: int, pending: int) -> list[int]:
+        limit = self._context.engine.config.max_positions
+        positions, following = [], first
+        for given in [*([None] * pending), *self._positions]:
+            position = following if given is None else given
+            check_position(position, limit)
+            following = max(following, position + 1)
+            positions.append(position)
+        return positions
+
+    def _bind(self, context: Context, pending: int) -> tuple[Brle | None, ...] | None:
+        """Effective attend runs for every token of the pass, or None for plain causal attention over live slots."""
+        table, rows = context.table, len(self._tokens)
+        base, total = table.length, table.length + pending + rows
+        plain = [table.live(base + i + 1) if table.has_discards else None for i in range(pending + rows)]
+        if self._mask is None:
+            return tuple(plain) if table.has_discards else None
+        live = table.live(total) if table.has_discards else None
+        masks: list[Brle | None] = [*plain[:pending]]
+        if self._mask.covers_pending or self._raw_pending:
+            masks = [*self._over_live(self._mask.bind(base, pending), live)]
+        if not self._raw_pending:
+            bound = self._mask.bind(base + pending, rows, causal=self._causal, total=None if self._causal else total)
+            masks += self._over_live(bound, live)
+        check_rows([m for m in masks if m is not None], where="attention mask", read=self._mask.polarity)
+        context.engine.check_windows(masks, [*table.positions, *self._place(table.next_position, pending)], base)
+        if self._causal and live is None:
+            masks = [None if m is not None and m.all() else m for m in masks]  # an explicit causal mask equals none
+        return None if all(m is None for m in masks) else tuple(masks)
+
+    def _over_live(self, rows: Sequence[Brle], live: Brle | None) -> Sequence[Brle]:
+        """The rows without discarded slots; a raw row that attends to one raises."""
+        assert self._mask is not None
+        if live is None:
+            return rows
+        for i, row in enumerate(rows):
+            if self._mask.rows is not None and (row & ~live[0 : len(row)]).any():
+                raise InvalidMask(f"row {i} of the attention mask attends to a slot that was discarded; mask it (1)")
+        return [row & live[0 : len(row)] for row in rows]
+
+    def _readouts(self, context: Context, tokens: list[int], pending: int) -> tuple[Readout, ...]:
+        draws: Counter[int] = Counter()
+        seed = None
+        found = []
+        for ask in self._asks:
+            row = self._row(ask.row, context, pending)
+            if not isinstance(ask.what, Sampling):
+                found.append(Readout(row, ask.what, allowed=self._allowed(row - pending)))
+                continue
+            own = ask.what.seed if ask.what.seed is not None else context.seed
+            if own is None:
+                own = seed = seed if seed is not None else fresh_seed()
+            seen, counts = self._history(ask, context, tokens, row)
+            found.append(Readout(row, ask.what, self._allowed(row - pending), own, draws[row], seen, counts))
+            draws[row] += 1
+        return tuple(found)
+
+    def _row(self, index: int, context: Context, pending: int) -> int:
+        """The pass's token behind an index of the builder; -(n+1) is the token just before the rows."""
+        n = len(self._tokens)
+        before = context.table.length + pending > 0
+        low = -(n + 1) if before else -n
+        if not low <= index < n:
+            span = f"{low} to {n - 1}" if low <= n - 1 else "none: the context is empty and the pass has no input"
+            raise OutOfRange(f"row {index} is out of range; this pass has {n} rows, indices {span}")
+        row = pending + (index if index >= 0 else n + index)
+        if row == BEFORE:
+            context.check_reread()
+        return row
+
+    def _history(
+        self, ask: _Ask, context: Context, tokens: list[int], row: int
+    ) -> tuple[tuple[int, ...], dict[int, int]]:
+        assert isinstance(ask.what, Sampling)
+        if not ask.what.penalises:
+            return (), {}
+        past = ask.history
+        if past is None:
+            past = (*context.table.tokens, *tokens[: row + 1])
+        counted = past if ask.generated is None else ask.generated
+        return tuple(sorted({*past, *counted})), dict(Counter(counted))
+
+    def _allowed(self, row: int) -> np.ndarray | None:
+        """The logit masks that bind a row, ANDed."""
+        n = len(self._tokens)
+        allowed = None
+        for mask in self._logit_masks:
+            rows = None if mask.rows is None else {r if r >= 0 else n + r for r in mask.rows}
+            if rows is None or row in rows:
+                allowed = mask.allowed if allowed is None else allowed & mask.allowed
+        if allowed is not None and not allowed.any():
+            raise InvalidMask("the logit masks together allow no token; relax one of them (1 = allowed)")
+        return allowed
+
+
+class Execution:
+    """A submitted pass: await it for its output, or call `result()` from a thread without an event loop."""
+
+    def __init__(self, job: Job, context: Context, finish: Callable[[PassResult], Output]) -> None:
+        self._job, self._context, self._finish = job, context, finish
+
+    def __await__(self) -> Generator[Any, None, Output]:
+        try:
+            result = yield from asyncio.wrap_future(self._job.future).__await__()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self._delivered(result)
+
+    def result(self, timeout: float | None = None) -> Output:
+        """Wait in this thread."""
+        try:
+            return self._delivered(self._job.future.result(timeout))
+        except BaseException:
+            if not self._job.future.done():
+                self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Undo the pass."""
+        self._context.engine.loop.abandon(self._job)
+
+    def _delivered(self, result: PassResult) -> Output:
+        self._job.before = None
+        return self._finish(result)
+
+
+def _sampling(sampler: Sampler, vocab: int) -> Sampling:
+    if not isinstance(sampler, Sampler):
+        raise WrongType(f"{sampler!r} is no sampler; give Argmax(), Multinomial(...), Sampling(...) or another one")
+    what = resolve(sampler)
+    for token, _ in what.bias:
+        if token >= vocab:
+            raise InvalidToken(f"logit_bias names token {token}; this model's token ids are 0 to {vocab - 1}")
+    return what

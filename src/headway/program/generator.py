@@ -1,0 +1,176 @@
+"""The generator: many passes in a loop, written only with what a user also has."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from headway.base.errors import InvalidInput, WrongType
+from headway.base.probes import Probe
+from headway.base.rng import fresh_seed
+from headway.base.samplers import Sampler, resolve
+from headway.program.ids import integers, token_ids
+from headway.program.output import Output, ProbeHandle
+
+if TYPE_CHECKING:
+    from headway.program.context import Context
+
+STOPS = 1024  # stop strings at most
+
+
+@dataclass(frozen=True)
+class Step:
+    """One turn: the tokens it added, the text that became certain, its probe's values, and why it ended, if it did."""
+
+    tokens: tuple[int, ...]
+    text: str
+    probes: tuple[Any, ...] = ()
+    finish: str | None = None
+
+
+class Generation:
+    """An async iterator of steps. Stops leave the context: tokens that hold any part of one are taken back."""
+
+    def __init__(
+        self,
+        context: Context,
+        sampler: Sampler,
+        *,
+        max_tokens: int,
+        stop: str | Iterable[str | int],
+        probe: Probe | None,
+    ) -> None:
+        (self._left,) = integers([max_tokens], "max_tokens")
+        if self._left < 1:
+            raise InvalidInput(f"max_tokens is {max_tokens}; it takes a whole number from 1")
+        what = resolve(sampler)
+        seed = what.seed if what.seed is not None else context.seed
+        self.seed = fresh_seed() if seed is None else seed
+        self._sampler = replace(what, seed=self.seed)
+        self._context, self._probe = context, probe
+        self._strings, self._ids = _stops(stop, context)
+        self._generated: list[int] = []
+        self._text = _StopText(context, self._strings)
+        self.finish: str | None = None
+
+    def __aiter__(self) -> AsyncIterator[Step]:
+        return self
+
+    async def __anext__(self) -> Step:
+        if self.finish is not None:
+            raise StopAsyncIteration
+        context = self._context
+        if self._left == 0 or context.room() < 1:
+            return self._end("length")
+        forward = context.forward()
+        handle = forward.sample([-1], self._sampler, generated=self._generated)
+        looking = None if self._probe is None else forward.probe(-1, self._probe)
+        out = await forward.execute()
+        token = out.token(handle)
+        if token in self._ids:
+            return self._end("eos" if token in context.engine.eos_ids else "stop")
+        context.fill([token])
+        self._generated.append(token)
+        self._left -= 1
+        probes = () if looking is None else (_value(out, looking),)
+        text = self._text.push(token)
+        if self._text.stopped:
+            return self._stop(token, text, probes)
+        if self._left == 0:
+            return self._end("length", (token,), text, probes)
+        return Step((token,), text, probes)
+
+    def _stop(self, token: int, text: str, probes: tuple[Any, ...]) -> Step:
+        """A stop string is complete: the tokens that hold any part of it leave the context."""
+        surplus = self._text.surplus()
+        self._context.truncate(surplus)
+        kept = len(self._generated) - surplus
+        del self._generated[kept:]
+        self.finish = "stop"
+        return Step(() if surplus else (token,), text, probes, "stop")
+
+    def _end(self, why: str, tokens: tuple[int, ...] = (), text: str = "", probes: tuple[Any, ...] = ()) -> Step:
+        self.finish = why
+        return Step(tokens, text + self._text.flush(), probes, why)
+
+    async def tokens(self) -> list[int]:
+        """Run to the end; the tokens that stayed."""
+        async for _ in self:
+            pass
+        return list(self._generated)
+
+    async def text(self) -> str:
+        """Run to the end; the text."""
+        return "".join([step.text async for step in self])
+
+
+class _StopText:
+    """Text as it becomes certain: no half characters, nothing that may be the beginning of a stop string."""
+
+    def __init__(self, context: Context, stops: tuple[str, ...]) -> None:
+        self._stream = context.engine.stream() if context.engine.has_tokenizer else None
+        if stops and self._stream is None:
+            context.engine.tokenizer  # noqa: B018 - raises: stop strings need one
+        self._stops = stops
+        self._held = ""  # text that is not certain yet
+        self._ends: list[int] = []  # characters known after each token
+        self._known = 0  # characters decoded so far
+        self._cut: int | None = None  # where the stop string starts
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        if self._stream is None:
+            return ""
+        text = self._stream.push([token])
+        self._known += len(text)
+        self._ends.append(self._known)
+        return self._certain(self._held + text)
+
+    def flush(self) -> str:
+        """What is left when generation ends for another reason."""
+        rest, self._held = self._held, ""
+        return rest if self._stream is None or self.stopped else rest + self._stream.flush()
+
+    def surplus(self) -> int:
+        """How many trailing tokens hold any part of the stop string."""
+        assert self._cut is not None
+        return sum(end > self._cut for end in self._ends)
+
+    def _certain(self, text: str) -> str:
+        begins = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if begins:
+            first = min(begins)
+            self._cut = self._known - len(text) + first
+            self.stopped, self._held = True, ""
+            return text[:first]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :] if keep else ""
+        return text[: len(text) - keep] if keep else text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The longest end of text that begins a stop string."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _stops(stop: str | Iterable[str | int], context: Context) -> tuple[tuple[str, ...], frozenset[int]]:
+    given = [stop] if isinstance(stop, str) else list(stop)
+    if len(given) > STOPS:
+        raise InvalidInput(f"{len(given)} stops were given; at most {STOPS} are allowed")
+    strings = tuple(s for s in given if isinstance(s, str))
+    if "" in strings:
+        raise InvalidInput("a stop string is empty; it would stop before the first token")
+    others = [s for s in given if not isinstance(s, str)]
+    if any(isinstance(s, bool) for s in others):
+        raise WrongType("a stop is True or False; give strings and token ids")
+    ids = token_ids(others, context.engine.vocab_size, "stop")
+    return strings, frozenset(ids) | frozenset(context.engine.eos_ids)
+
+
+def _value(out: Output, handle: ProbeHandle[Any]) -> Any:
+    for reader in (out.distribution, out.logits, out.logprobs, out.entropy, out.hidden, out.attention, out.lens):
+        value = reader(handle)
+        if value is not None:
+            return value
+    raise AssertionError(handle)

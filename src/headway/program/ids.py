@@ -1,0 +1,76 @@
+"""Token ids, positions and row numbers as people pass them: lists, numpy, torch, generators. Checked once, here."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from headway.base.errors import ContextLengthExceeded, InvalidInput, InvalidToken, WrongType
+
+SHOWN = 40  # characters of a bad value in a message
+
+
+def token_ids(values: Any, vocab: int, what: str = "tokens") -> list[int]:
+    """A list of ids inside the vocabulary, from anything that has the obvious meaning."""
+    ids = integers(values, what)
+    for i, token in enumerate(ids):
+        if not 0 <= token < vocab:
+            raise InvalidToken(f"{what}[{i}] is {token}; this model's token ids are 0 to {vocab - 1}")
+    return ids
+
+
+def position_ids(values: Any, limit: int, what: str = "positions") -> list[int]:
+    """A list of position ids below the model's context limit."""
+    positions = integers(values, what)
+    for i, position in enumerate(positions):
+        check_position(position, limit, f"{what}[{i}]")
+    return positions
+
+
+def check_position(position: int, limit: int, what: str = "position") -> None:
+    """Raise unless a position id is one the model knows."""
+    if position < 0:
+        raise InvalidInput(f"{what} is {position}; position ids start at 0")
+    if position >= limit:
+        raise ContextLengthExceeded(
+            f"{what} is {position}; this model's context limit is {limit}, so position ids end at {limit - 1}; "
+            "shorten the sequence, or give positions with input_at"
+        )
+
+
+def integers(values: Any, what: str) -> list[int]:
+    """A list of plain ints; floats, bools, strings and nested lists are refused."""
+    if isinstance(values, str | bytes):
+        raise WrongType(f"{what} is text; a list of whole numbers is needed (ctx.fill takes text)")
+    if hasattr(values, "detach"):  # a torch tensor
+        values = values.detach().cpu().numpy()
+    if isinstance(values, np.ndarray):
+        return _from_array(values, what)
+    if isinstance(values, bool) or not isinstance(values, Iterable):
+        raise WrongType(f"{what} is {_shown(values)}; a list of whole numbers is needed")
+    return [_integer(v, f"{what}[{i}]") for i, v in enumerate(values)]
+
+
+def _from_array(values: np.ndarray, what: str) -> list[int]:
+    if values.ndim != 1:
+        raise WrongType(f"{what} has {values.ndim} dimensions; a flat list of whole numbers is needed")
+    if values.size and values.dtype.kind not in "iu":
+        raise WrongType(f"{what} has dtype {values.dtype}; whole numbers are needed")
+    return [int(v) for v in values]
+
+
+def _integer(value: Any, what: str) -> int:
+    if isinstance(value, bool | np.bool_):
+        raise WrongType(f"{what} is {value}; a whole number is needed")
+    try:
+        return operator.index(value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value)
+    except TypeError:
+        raise WrongType(f"{what} is {_shown(value)}; a whole number is needed") from None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "…"

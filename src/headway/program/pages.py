@@ -1,0 +1,58 @@
+"""The raw page operations of a context."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headway.program.context import Context
+
+
+class RawPages:
+    """Pages by hand: reserve, commit, release, roll back, discard. Misuse raises and changes nothing."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    @property
+    def page_size(self) -> int:
+        return self._context.page_size
+
+    @property
+    def committed_page_count(self) -> int:
+        """Full, immutable pages, discarded ones included."""
+        return self._context.table.committed
+
+    @property
+    def working_page_count(self) -> int:
+        return self._context.table.working
+
+    @property
+    def working_page_token_count(self) -> int:
+        """Tokens in working pages."""
+        return self._context.table.working_tokens
+
+    def reserve_working_pages(self, n: int) -> None:
+        """Add n empty working pages, or raise when the pool cannot supply them now."""
+        with self._context.changing():
+            self._context.table.reserve(n)
+
+    def commit_working_pages(self, k: int) -> None:
+        """Make the first k working pages immutable and shared by forks; each must be full."""
+        with self._context.changing():
+            self._context.table.commit(k)
+
+    def release_working_pages(self, n: int) -> None:
+        """Free the last n working pages, and drop the tokens in them."""
+        with self._context.changing():
+            self._context.table.release(n)
+
+    def truncate_working_page_tokens(self, n: int) -> None:
+        """Drop the last n computed tokens, which must lie in working pages."""
+        with self._context.changing():
+            self._context.table.truncate_working(n)
+
+    def discard_pages(self, start: int, n: int) -> None:
+        """Free n full pages from page number `start` on, leading or middle; no later row can attend to them."""
+        with self._context.changing():
+            self._context.table.discard(start, n)

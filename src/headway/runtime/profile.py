@@ -1,0 +1,148 @@
+"""Where the time of a step goes, as data: seconds and bytes per phase, per token and summed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+PHASES = (
+    "embed",
+    "norm",
+    "qkv",
+    "rope",
+    "kv write",
+    "attention",
+    "output projection",
+    "feed-forward",
+    "head",
+    "sample",
+)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase, summed: seconds, the bytes it had to move, and how often it ran."""
+
+    name: str
+    seconds: float
+    bytes: int
+    calls: int
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second."""
+        return self.bytes / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One step: how many tokens it computed, and its phases."""
+
+    tokens: int
+    seconds: float
+    phases: tuple[Phase, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All recorded samples, their sum by phase, and the memory limit they can be held against (bytes per second)."""
+
+    samples: tuple[Sample, ...]
+    phases: tuple[Phase, ...]
+    bandwidth_limit: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(s.tokens for s in self.samples)
+
+    @property
+    def seconds(self) -> float:
+        return sum(s.seconds for s in self.samples)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for a file."""
+        phases = [
+            {**asdict(p), "bandwidth": p.bandwidth, "of_limit": p.bandwidth / self.bandwidth_limit} for p in self.phases
+        ]
+        return {
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "bandwidth_limit": self.bandwidth_limit,
+            "phases": phases,
+            "samples": [asdict(s) for s in self.samples],
+        }
+
+
+class Profiler:
+    """Collects marks while a step runs; off until enabled. Owned by the worker thread, read under the engine's lock."""
+
+    def __init__(self, synchronize: Callable[[], None], device: str) -> None:
+        self.enabled = False
+        self.automatic = True  # every step becomes a sample; otherwise `record` says when
+        self._synchronize = synchronize
+        self._device = device
+        self._last = 0.0
+        self._current: dict[str, list[float]] = {}
+        self._tokens = 0
+        self._samples: list[Sample] = []
+
+    def begin(self, tokens: int) -> None:
+        if self.enabled:
+            self._tokens += tokens
+            self._synchronize()
+            self._last = time.perf_counter()
+
+    def mark(self, name: str) -> None:
+        """The time since the last mark belongs to this phase."""
+        if self.enabled:
+            self._synchronize()
+            now = time.perf_counter()
+            entry = self._current.setdefault(name, [0.0, 0, 0])
+            entry[0] += now - self._last
+            entry[2] += 1
+            self._last = now
+
+    def end(self, sizes: Mapping[str, int]) -> None:
+        """The step is over; sizes says how many bytes each phase had to move."""
+        if self.enabled:
+            for name, size in sizes.items():
+                if name in self._current:
+                    self._current[name][1] += size
+            if self.automatic:
+                self.record()
+
+    def record(self) -> None:
+        """Fold what was measured since the last record into the profile, as one sample."""
+        if self._current:
+            phases = tuple(Phase(n, self._current[n][0], int(self._current[n][1]), int(self._current[n][2]))
+                           for n in PHASES if n in self._current)
+            self._samples.append(Sample(self._tokens, sum(p.seconds for p in phases), phases))
+        self._current, self._tokens = {}, 0
+
+    def profile(self) -> Profile:
+        """Everything recorded so far."""
+        phases = []
+        for name in PHASES:
+            found = [p for s in self._samples for p in s.phases if p.name == name]
+            if found:
+                phases.append(
+                    Phase(name, sum(p.seconds for p in found), sum(p.bytes for p in found), sum(p.calls for p in found))
+                )
+        return Profile(tuple(self._samples), tuple(phases), measure_bandwidth(self._device))
+
+
+@lru_cache(maxsize=8)
+def measure_bandwidth(device: str = "cpu", megabytes: int = 512) -> float:
+    """Bytes per second that a plain sum reads from this device's memory: the best of five, measured once."""
+    import torch
+
+    data = torch.ones(megabytes << 18, dtype=torch.float32, device=device)
+    best = float("inf")
+    for _ in range(6):
+        start = time.perf_counter()
+        data.sum().item()
+        best = min(best, time.perf_counter() - start)
+    return data.nbytes / best

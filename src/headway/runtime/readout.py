@@ -1,0 +1,220 @@
+"""Reading a step: only the rows that were asked for are normed, go through the head and leave the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.base.errors import HeadwayError, PassFailed
+from headway.base.probes import (
+    AttentionScores,
+    Distribution,
+    Entropy,
+    Hidden,
+    LogitLens,
+    Logits,
+    Logprob,
+    Logprobs,
+)
+from headway.base.rng import uniform
+from headway.base.samplers import Sampling
+from headway.kernels import sampling
+from headway.models.decoder import Decoder, Taps
+from headway.runtime.batch import Batch, Segment
+from headway.runtime.passes import BEFORE, Readout
+from headway.runtime.plan import score_group
+
+SLAB = 64  # rows of logits held at once
+
+
+@dataclass(frozen=True, eq=False)
+class Ask:
+    """One readout of one segment, at a row of the batch (or the kept state of the token before)."""
+
+    segment: int
+    index: int
+    row: int
+    what: Readout
+
+
+def asks(batch: Batch) -> list[Ask]:
+    """Every readout of the batch."""
+    return [Ask(s, i, row, what) for s, segment in enumerate(batch.segments) for i, row, what in segment.readouts]
+
+
+def make_taps(batch: Batch, decoder: Decoder, page_size: int) -> Taps:
+    """What the forward must look at on its way for these readouts."""
+    hidden: dict[int, set[int]] = {}
+    scores: dict[int, list[Any]] = {}
+    for ask in asks(batch):
+        match ask.what.what:
+            case Hidden(layer):
+                hidden.setdefault(layer, set()).add(ask.row)
+            case LogitLens(layers=layers):
+                for layer in layers:
+                    hidden.setdefault(layer, set()).add(ask.row)
+            case AttentionScores(layer):
+                group = score_group(
+                    batch.segments[ask.segment], ask.row, decoder.config.windows[layer], page_size, decoder.device
+                )
+                scores.setdefault(layer, []).append(group)
+    rows = {l: torch.tensor(sorted(r), device=decoder.device) for l, r in hidden.items()}
+    return Taps(hidden=rows, scores=scores)
+
+
+class Reader:
+    """Turns the residual rows of one step into values, one per readout, or an error where a row is not finite."""
+
+    def __init__(self, decoder: Decoder, tile: int | None) -> None:
+        self.decoder, self.tile = decoder, tile
+
+    @torch.inference_mode()
+    def read(self, batch: Batch, x: Tensor | None, taps: Taps, mark: Any) -> dict[tuple[int, int], object]:
+        """Values by (segment, readout index). x [T, E] is the residual before the final norm; None when T is 0."""
+        values: dict[tuple[int, int], object] = {}
+        heads, others = [], []
+        for ask in asks(batch):
+            (others if isinstance(ask.what.what, Hidden | AttentionScores | LogitLens) else heads).append(ask)
+        for ask in others:
+            values[ask.segment, ask.index] = self._look(ask, batch, taps)
+        places = sorted({self._place(a) for a in heads})
+        for start in range(0, len(places), SLAB):
+            part = places[start : start + SLAB]
+            logits = self._logits([self._residual(p, batch, x) for p in part])
+            mark("head")
+            inside = {p: i for i, p in enumerate(part)}
+            chosen = [a for a in heads if self._place(a) in inside]
+            values.update(self._answers(chosen, [inside[self._place(a)] for a in chosen], logits, batch))
+            mark("sample")
+        return values
+
+    @staticmethod
+    def _place(ask: Ask) -> tuple[int, int]:
+        """Where a readout's residual is: a batch row, or a segment's kept state."""
+        return (ask.row, 0) if ask.row != BEFORE else (BEFORE, ask.segment)
+
+    @staticmethod
+    def _residual(place: tuple[int, int], batch: Batch, x: Tensor | None) -> Tensor:
+        row, segment = place
+        if row == BEFORE:
+            kept = batch.segments[segment].kept
+            assert isinstance(kept, Tensor)
+            return kept
+        assert x is not None
+        return x[row]
+
+    def _logits(self, rows: Sequence[Tensor]) -> Tensor:
+        return self.decoder.head(self.decoder.finish(torch.stack(list(rows)), self.tile), self.tile)
+
+    def _answers(
+        self, chosen: list[Ask], at: list[int], logits: Tensor, batch: Batch
+    ) -> dict[tuple[int, int], object]:
+        values: dict[tuple[int, int], object] = {}
+        bad = logits.isnan().any(1).tolist()
+        draws, owners, rows = [], [], []
+        for ask, i in zip(chosen, at, strict=True):
+            key = (ask.segment, ask.index)
+            if not isinstance(ask.what.what, Sampling):
+                values[key] = _probe(ask.what, logits[i])
+            elif bad[i]:
+                values[key] = PassFailed("the model's logits are not a number at a sampled row; no token can be drawn")
+            else:
+                draws.append(self._draw(ask, batch))
+                owners.append(key)
+                rows.append(i)
+        if draws:
+            tokens = sampling.choose(logits[rows] if rows != list(range(len(logits))) else logits, draws)
+            values.update(zip(owners, tokens.tolist(), strict=True))
+        return values
+
+    def _draw(self, ask: Ask, batch: Batch) -> sampling.Draw:
+        what = ask.what
+        assert isinstance(what.what, Sampling)
+        device = self.decoder.device
+        position = _position(batch, ask)
+        greedy = what.what.temperature == 0
+        seen = generated = None
+        if what.what.penalises:
+            seen = torch.tensor(sorted(what.seen), dtype=torch.int64, device=device)
+            ids = torch.tensor(list(what.generated), dtype=torch.int64, device=device)
+            generated = (ids, torch.tensor(list(what.generated.values()), dtype=torch.int64, device=device))
+        return sampling.Draw(
+            sampling=what.what,
+            uniform=0.0 if greedy else uniform(what.seed, position, what.ordinal),
+            allowed=None if what.allowed is None else torch.from_numpy(what.allowed).to(device),
+            seen=seen,
+            generated=generated,
+        )
+
+    def _look(self, ask: Ask, batch: Batch, taps: Taps) -> object:
+        match ask.what.what:
+            case Hidden(layer):
+                state = self._tapped(taps, layer, ask.row)
+                if layer == self.decoder.config.layers:
+                    state = self.decoder.finish(state[None], self.tile)[0]
+                return state.float().cpu().numpy()
+            case LogitLens(layers=layers, k=k):
+                rows = [self._tapped(taps, layer, ask.row) for layer in layers]
+                return [_numpy(sampling.distribution(row, 1.0, k)) for row in self._logits(rows)] if rows else []
+            case AttentionScores(layer, reduce):
+                return self._scores(ask, batch, taps, layer, reduce)
+        raise AssertionError(ask.what.what)
+
+    @staticmethod
+    def _tapped(taps: Taps, layer: int, row: int) -> Tensor:
+        return taps.hidden_found[layer][taps.hidden[layer].tolist().index(row)]
+
+    @staticmethod
+    def _scores(ask: Ask, batch: Batch, taps: Taps, layer: int, reduce: str | None) -> np.ndarray:
+        group = next(i for i, g in enumerate(taps.scores[layer]) if int(g.rows[0, 0]) == ask.row)
+        heads = taps.scores_found[layer][group][0]  # [H, S]
+        segment = batch.segments[ask.segment]
+        slots = max(len(segment.masks[ask.row - segment.rows.start] or ()), _slot(segment, ask.row) + 1)
+        heads = torch.nn.functional.pad(heads, (0, max(0, slots - heads.shape[1])))[:, :slots]
+        if reduce == "mean":
+            heads = heads.mean(0)
+        elif reduce == "max":
+            heads = heads.amax(0)
+        return heads.cpu().numpy()
+
+
+def _slot(segment: Segment, row: int) -> int:
+    return int(segment.slots[row - segment.rows.start])
+
+
+def _position(batch: Batch, ask: Ask) -> int:
+    """The position id of the row that is read."""
+    segment = batch.segments[ask.segment]
+    return int(batch.positions[ask.row]) if ask.row != BEFORE else int(segment.before_position)
+
+
+def _probe(readout: Readout, logits: Tensor) -> object:
+    what = readout.what
+    if readout.allowed is not None and getattr(what, "masked", False):
+        logits = logits.masked_fill(~torch.from_numpy(readout.allowed).to(logits.device), float("-inf"))
+    match what:
+        case Logits():
+            return logits.cpu().numpy().copy()
+        case Distribution(temperature, k):
+            return _numpy(sampling.distribution(logits, temperature, k))
+        case Logprob(id=token):
+            return sampling.logprobs(logits, torch.tensor([token], device=logits.device)).cpu().numpy()
+        case Logprobs(ids=ids):
+            return sampling.logprobs(logits, torch.tensor(list(ids), device=logits.device)).cpu().numpy()
+        case Entropy():
+            return float(sampling.entropy(logits))
+    raise AssertionError(what)
+
+
+def _numpy(pair: tuple[Tensor, Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    return pair[0].cpu().numpy(), pair[1].cpu().numpy()
+
+
+def failure(values: Sequence[object]) -> HeadwayError | None:
+    """The first error among values."""
+    return next((v for v in values if isinstance(v, HeadwayError)), None)

@@ -1,0 +1,110 @@
+"""The Runner: a frozen batch in, values out. The one seam between bookkeeping and the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from headway.kv.pool import Pool
+from headway.models.decoder import Decoder, Step, Taps
+from headway.runtime.batch import Batch
+from headway.runtime.plan import plan
+from headway.runtime.profile import Profiler
+from headway.runtime.readout import Reader, make_taps
+
+TILE = 16  # rows of every product in deterministic mode
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentResult:
+    """The values of a segment's readouts by their index in the pass, and its last row's residual if that was wanted."""
+
+    values: Mapping[int, object]
+    state: object
+
+
+class Runner(Protocol):
+    """Computes batches, one at a time, in the order they come."""
+
+    def execute(self, batch: Batch) -> list[SegmentResult]: ...
+
+
+class TorchRunner:
+    """The reference: the decoder and torch kernels, on any device torch has."""
+
+    def __init__(self, decoder: Decoder, pool: Pool, page_size: int, *, deterministic: bool, profiler: Profiler) -> None:
+        self.decoder, self.pool, self.page_size, self.profiler = decoder, pool, page_size, profiler
+        self.tile = TILE if deterministic else None
+        if deterministic and not rows_are_alike(decoder, TILE):
+            self.tile = 1  # this machine's products treat rows of one tile differently: take them one by one
+        self.reader = Reader(decoder, self.tile)
+        self.windows = set(decoder.config.windows)
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> list[SegmentResult]:
+        """Apply the edits, run the model over the rows, read what was asked."""
+        self.profiler.begin(len(batch.write_rows))
+        self.pool.apply(batch.edits)
+        taps = make_taps(batch, self.decoder, self.page_size)
+        x = self._forward(batch, taps) if len(batch.tokens) else None
+        values = self.reader.read(batch, x, taps, self.profiler.mark)
+        self.profiler.end(self._sizes(batch))
+        results = []
+        for i, segment in enumerate(batch.segments):
+            state = x[segment.rows[-1]].clone() if x is not None and segment.keep_last else None
+            results.append(SegmentResult({index: values[i, index] for index, _, _ in segment.readouts}, state))
+        return results
+
+    def _forward(self, batch: Batch, taps: Taps) -> torch.Tensor:
+        device = self.decoder.device
+        whole = len(batch.write_rows) == len(batch.tokens)
+        step = Step(
+            tokens=torch.from_numpy(batch.tokens).to(device),
+            positions=torch.from_numpy(batch.positions).to(device),
+            write_rows=None if whole else torch.from_numpy(batch.write_rows).to(device),
+            write_slots=torch.from_numpy(batch.write_slots).to(device),
+            groups=plan(batch, self.windows, self.page_size, device),
+        )
+        return self.decoder.forward(step, self.pool.kv, taps, self.profiler.mark, self.tile)
+
+    def _sizes(self, batch: Batch) -> dict[str, int]:
+        """Bytes each phase of this step had to move, by arithmetic."""
+        config, width = self.decoder.config, self.decoder.embedding.element_size()
+        slot = config.kv_values_per_token * width
+        rows = len(batch.tokens)
+        pages = sum(len(s.pages) for s in batch.segments if len(s.rows))
+        asked = len({row for s in batch.segments for _, row, _ in s.readouts})
+        sizes = dict(self.decoder.nbytes()) if rows else {"head": self.decoder.output.nbytes}
+        return sizes | {
+            "embed": rows * config.hidden_size * width,
+            "kv write": len(batch.write_rows) * slot,
+            "attention": pages * self.page_size * slot,
+            "rope": rows * config.layers * (config.heads + config.kv_heads) * config.head_dim * width * 2,
+            "sample": asked * config.vocab_size * 4,
+        }
+
+
+@torch.inference_mode()
+def rows_are_alike(decoder: Decoder, tile: int) -> bool:
+    """Whether a row's bits are the same at every place of a tile, whatever its neighbours: tried on real weights."""
+    generator = torch.Generator().manual_seed(0)
+    layer, e = decoder.layers[0], decoder.config.hidden_size
+    x = torch.randn(tile, e, generator=generator).to(decoder.device, decoder.dtype)
+    order = torch.randperm(tile, generator=generator).to(decoder.device)
+
+    def through(rows: torch.Tensor) -> list[torch.Tensor]:
+        q, k, v = layer.project(rows)
+        (mlp,) = layer.feed_forward(rows, rows, exact=True)
+        return [*layer.norm_in(rows), q, k, v, *layer.project_out(rows, q), mlp, decoder.head(rows, None)]
+
+    straight, shuffled = through(x), through(x[order].contiguous())
+    mixed = torch.randn(tile, e, generator=generator).to(decoder.device, decoder.dtype)
+    mixed[order[0]] = x[0]
+    among = through(mixed)
+    return all(
+        torch.equal(a[order], b) and torch.equal(a[0], c[order[0]])
+        for a, b, c in zip(straight, shuffled, among, strict=True)
+    )
