@@ -1,0 +1,246 @@
+"""Chat templates: messages → the text the model was trained on.
+
+A template is Jinja source from a model file. It is not trusted: it runs in `text/sandbox.py`, bounded in time, memory
+and output (see there how, and `TemplateLimits` for how much), and sees only plain values. Nothing is compiled before
+the first rendering, so a model with a broken template can still be used without one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.base.errors import BadModelFile, TemplateError, WrongType
+
+if TYPE_CHECKING:
+    import jinja2
+
+    from headway.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+"""One message: a mapping with a `role`, usually a `content` (text or parts), and what else the template reads."""
+
+MAX_DEPTH = 64
+
+
+@dataclass(frozen=True)
+class TemplateLimits:
+    """What one rendering may take."""
+
+    source_chars: int = 1 << 18
+    messages: int = 1 << 14
+    input_chars: int = 1 << 22  # messages, tools and variables together, each number or bracket counted as one
+    output_chars: int = 1 << 23
+    work: int = 1 << 26  # characters and elements produced on the way
+    seconds: float = 1.0  # of processor time
+
+
+class ChatTemplate:
+    """One model's chat template and the special tokens it may name."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        tool_source: str | None = None,
+        limits: TemplateLimits | None = None,
+    ) -> None:
+        if not isinstance(source, str):
+            raise WrongType(f"the template is a {type(source).__name__}; it should be Jinja source as a str")
+        named = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
+        self.source = source
+        self.tool_source = tool_source  # a second template, for conversations with tools
+        self.special_tokens = {name: text for name, text in named.items() if text is not None}
+        self.limits = limits or TemplateLimits()
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    @classmethod
+    def from_folder(cls, path: str | Path, tokenizer: Tokenizer | None = None) -> ChatTemplate | None:
+        """The template of a Hugging Face folder; None when it has none."""
+        return cls._from_sources(template_sources(Path(path)), tokenizer)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, object], tokenizer: Tokenizer | None = None) -> ChatTemplate | None:
+        """The template in GGUF metadata; None when it has none."""
+        return cls._from_sources(gguf_template_sources(metadata), tokenizer)
+
+    @classmethod
+    def _from_sources(cls, sources: Mapping[str, str], tokenizer: Tokenizer | None) -> ChatTemplate | None:
+        if not sources:
+            return None
+        special = dict(tokenizer.special_tokens) if tokenizer is not None else {}
+        bos, eos = special.pop("bos_token", None), special.pop("eos_token", None)
+        source = sources.get("default", next(iter(sources.values())))
+        return cls(source, bos_token=bos, eos_token=eos, special_tokens=special, tool_source=sources.get("tool_use"))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text of the conversation. `variables` are passed on to the template, which may ignore them."""
+        given = _Plain(self.limits)
+        chat = given.messages(messages)
+        values = {
+            **self.special_tokens,
+            "documents": None,
+            **given.value(variables, "variables", 0),
+            "messages": chat,
+            "tools": given.tools(tools),
+            "add_generation_prompt": bool(add_generation_prompt),
+        }
+        source = self.tool_source if tools and self.tool_source is not None else self.source
+        return self._run(source, values)
+
+    def _run(self, source: str, values: dict[str, Any]) -> str:
+        import jinja2
+
+        from headway.text import sandbox
+
+        limits = self.limits
+        meter = sandbox.Meter(seconds=limits.seconds, work=limits.work, size=limits.output_chars)
+        try:
+            return sandbox.render(self._compile(source), values, meter, limits.output_chars)
+        except sandbox.RaisedByTemplate as error:
+            raise TemplateError(f"the chat template refuses these messages: {error}") from error
+        except sandbox.Exceeded as error:
+            raise TemplateError(f"the chat template was stopped: {error}") from error
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"the chat template does not parse, line {error.lineno}: {error.message}") from error
+        except RecursionError as error:
+            raise TemplateError("the chat template was stopped: it is nested too deeply or calls itself") from error
+        except TemplateError:
+            raise
+        except Exception as error:  # whatever an expression of the template ran into
+            raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error
+
+    def _compile(self, source: str) -> jinja2.Template:
+        from headway.text import sandbox
+
+        if len(source) > self.limits.source_chars:
+            raise TemplateError(
+                f"the chat template has {len(source):,} characters; at most {self.limits.source_chars:,} are read"
+            )
+        if source not in self._compiled:
+            self._compiled[source] = sandbox.compile_template(source)
+        return self._compiled[source]
+
+
+class _Plain:
+    """Rebuilds what a caller gives from plain types, so that a template can reach nothing else, and counts it."""
+
+    def __init__(self, limits: TemplateLimits) -> None:
+        self._limits = limits
+        self._left = limits.input_chars
+
+    def messages(self, messages: object) -> list[dict[str, Any]]:
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+            raise WrongType(f"messages is a {type(messages).__name__}; it should be a list of dicts with a role")
+        listed = list(messages)
+        if len(listed) > self._limits.messages:
+            raise TemplateError(f"there are {len(listed)} messages; at most {self._limits.messages} can be rendered")
+        for i, message in enumerate(listed):
+            if not isinstance(message, Mapping):
+                raise WrongType(f"messages[{i}] is a {type(message).__name__}; it should be a dict with a role")
+            if not isinstance(message.get("role"), str):
+                raise TemplateError(f"messages[{i}] has the role {message.get('role')!r}; it should be a str")
+        return [self.value(message, f"messages[{i}]", 0) for i, message in enumerate(listed)]
+
+    def tools(self, tools: object) -> list[dict[str, Any]] | None:
+        if tools is None:
+            return None
+        if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise WrongType(f"tools is {tools!r:.80}; it should be a list of JSON schemas as dicts")
+        return self.value(list(tools), "tools", 0)
+
+    def value(self, value: object, where: str, depth: int) -> Any:
+        self._count(len(value) if isinstance(value, str) else 1, where, depth)
+        if value is None or type(value) in (bool, str, int, float):
+            return value
+        if isinstance(value, str):  # a subclass may have methods of its own
+            return str.__str__(value)
+        if isinstance(value, int):
+            return int.__int__(value)
+        if isinstance(value, float):
+            return float.__float__(value)
+        if isinstance(value, Mapping):
+            return {self._key(k, where): self.value(v, f"{where}[{k!r}]", depth + 1) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.value(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+        raise WrongType(f"{where} is a {type(value).__name__}; a template takes str, numbers, lists and dicts")
+
+    def _key(self, key: object, where: str) -> str:
+        if not isinstance(key, str):
+            raise WrongType(f"{where} has the key {key!r}; keys should be str")
+        self._count(len(key), where, 0)
+        return str.__str__(key)
+
+    def _count(self, size: int, where: str, depth: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise TemplateError(f"the messages have more than {self._limits.input_chars:,} characters, up to {where}")
+        if depth > MAX_DEPTH:
+            raise TemplateError(f"{where} is nested deeper than {MAX_DEPTH} levels")
+
+
+def template_sources(folder: Path) -> dict[str, str]:
+    """The chat templates of a Hugging Face folder by name; `default` is the main one."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return {"default": file.read_text(encoding="utf-8")}
+        except UnicodeDecodeError as error:
+            raise BadModelFile(f"{file} is not UTF-8 text: {error}") from error
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        found = read_json(folder / name).get("chat_template")
+        if found is not None:
+            return _named(found, f"chat_template in {folder / name}")
+    return {}
+
+
+def gguf_template_sources(metadata: Mapping[str, object]) -> dict[str, str]:
+    """The chat templates in GGUF metadata by name; `default` is the main one."""
+    key = "tokenizer.chat_template"
+    found = {
+        name: metadata[full] for name, full in (("default", key), ("tool_use", key + ".tool_use")) if full in metadata
+    }
+    for name, source in found.items():
+        if not isinstance(source, str):
+            raise BadModelFile(f"the {name} chat template in {key} is a {type(source).__name__}; it should be text")
+    return {name: str(source) for name, source in found.items()}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BadModelFile(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadModelFile(f"{file} holds a {type(value).__name__}; it should hold an object")
+    return value
+
+
+def _named(found: object, where: str) -> dict[str, str]:
+    if isinstance(found, str):
+        return {"default": found}
+    pairs = found if isinstance(found, list) else [found]
+    named = {}
+    for entry in pairs:
+        match entry:
+            case {"name": str(name), "template": str(source)}:
+                named[name] = source
+            case _:
+                raise BadModelFile(f"{where} has the entry {entry!r:.80}; it should have a name and a template")
+    return named

@@ -1,0 +1,352 @@
+"""A `tokenizers.Tokenizer` from the metadata of a GGUF file.
+
+A GGUF file has no tokenizer.json: it lists tokens, merges or scores, and names its way of cutting text into words.
+Two models are known: `gpt2` (byte-level BPE, cut as `tokenizer.ggml.pre` says) and `llama` (SentencePiece BPE).
+What is built here is the tokenizer the model was trained with, so the steps follow the original tokenizer.json of each
+family, its Unicode normalisation included. A name that is not in the table is refused, never guessed.
+
+Byte-level vocabularies may lack a byte (SmolLM2 has no 0x04): such bytes have no id and encode to nothing, as in the
+model's own tokenizer. `add_space_prefix` has a meaning for `llama` only, as in the programs that write these files.
+
+The metadata is not trusted: a wrong type, a length that differs or an id out of range raises `BadModelFile`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headway.base.errors import BadModelFile, Unsupported
+
+if TYPE_CHECKING:
+    import tokenizers
+
+KEY = "tokenizer.ggml."
+MODELS = ("gpt2", "llama")
+MAX_TOKEN_CHARS = 4096  # the longest real tokens are runs of a few hundred spaces or dashes
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+SPACE = "▁"
+
+
+@dataclass(frozen=True)
+class GgufVocab:
+    """What the metadata says: the backend, the ids with a role, and whether text starts with the begin token."""
+
+    backend: tokenizers.Tokenizer
+    tokens: tuple[str, ...]
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    add_bos: bool
+    special_tokens: dict[str, str]  # bos_token, eos_token, unk_token, pad_token → their text
+
+
+@dataclass(frozen=True)
+class Pre:
+    """How one family cuts text into words: regexes in order, or a named step."""
+
+    steps: tuple[str, ...]
+    nfc: bool = False
+    ignore_merges: bool = False  # a word that is a token is that token, whatever the merges say
+    add_bos: bool = False
+
+
+DIGITS, FALCON = "<digits>", "<falcon>"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _TAIL
+_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _TAIL
+_QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _TAIL
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LEAD = r"[^\r\n\p{L}\p{N}]?"
+_TEKKEN = (
+    f"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*"
+    + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT4O = (
+    f"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Letters with case, as DeepSeek lists them. By number: many have a twin that looks the same.
+_DEEPSEEK_LETTERS = "".join(
+    f"\\x{{{low:x}}}-\\x{{{high:x}}}"
+    for low, high in (
+        *((0x41, 0x5A), (0x61, 0x7A), (0xB5, 0xB5), (0xC0, 0xD6), (0xD8, 0xF6), (0xF8, 0x1BA), (0x1BC, 0x1BF)),
+        *((0x1C4, 0x293), (0x295, 0x2AF), (0x370, 0x373), (0x376, 0x377), (0x37B, 0x37D), (0x37F, 0x37F)),
+        *((0x386, 0x386), (0x388, 0x38A), (0x38C, 0x38C), (0x38E, 0x3A1), (0x3A3, 0x3F5), (0x3F7, 0x481)),
+        *((0x48A, 0x52F), (0x531, 0x556), (0x10A0, 0x10C5), (0x13A0, 0x13F5), (0x13F8, 0x13FD), (0x1C90, 0x1CBA)),
+        *((0x1CBD, 0x1CBF), (0x1D00, 0x1D2B), (0x1D6B, 0x1D77), (0x1D79, 0x1D9A), (0x1E00, 0x1F15)),
+        *((0x1F18, 0x1F1D), (0x1F20, 0x1F45), (0x1F48, 0x1F4D), (0x1F50, 0x1F57), (0x1F59, 0x1F59)),
+        *((0x1F5B, 0x1F5B), (0x1F5D, 0x1F5D), (0x1F5F, 0x1F7D), (0x1F80, 0x1FB4), (0x1FB6, 0x1FBC)),
+        *((0x1FBE, 0x1FBE), (0x1FC2, 0x1FC4), (0x1FC6, 0x1FCC), (0x1FD0, 0x1FD3), (0x1FD6, 0x1FDB)),
+        *((0x1FE0, 0x1FEC), (0x1FF2, 0x1FF4), (0x1FF6, 0x1FFC), (0x2102, 0x2102), (0x2107, 0x2107)),
+        *((0x210A, 0x2113), (0x2115, 0x2115), (0x2119, 0x211D), (0x2124, 0x2124), (0x2126, 0x2126)),
+        *((0x2128, 0x2128), (0x212A, 0x212D), (0x212F, 0x2134), (0x2139, 0x2139), (0x213C, 0x213F)),
+        *((0x2145, 0x2149), (0x214E, 0x214E), (0x2183, 0x2184), (0x2C00, 0x2C7B), (0x2C7E, 0x2CE4)),
+        *((0x2CEB, 0x2CEE), (0x2CF2, 0x2CF3), (0xA640, 0xA66D), (0xA680, 0xA69B), (0xA722, 0xA76F)),
+        *((0xA771, 0xA787), (0xA78B, 0xA78E), (0xAB70, 0xABBF), (0xFB00, 0xFB06), (0xFB13, 0xFB17)),
+        *((0xFF21, 0xFF3A), (0xFF41, 0xFF5A), (0x10400, 0x1044F), (0x104B0, 0x104D3), (0x104D8, 0x104FB)),
+        *((0x10C80, 0x10CB2), (0x10CC0, 0x10CF2), (0x118A0, 0x118DF), (0x1E900, 0x1E943)),
+    )
+)
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    r"\s?[" + _DEEPSEEK_LETTERS + r"]+",
+    "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+    r"\s+$",
+    "[一-龥ࠀ-一가-\ud7ff]+",
+    r"\p{N}+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+
+PRES: dict[str, Pre] = {
+    "default": Pre(_DEFAULT),
+    **dict.fromkeys(("gpt-2", "phi-2"), Pre((_GPT2,))),
+    **dict.fromkeys(("olmo", "mpt"), Pre((_GPT2,), nfc=True)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), Pre((DIGITS, _GPT2))),
+    "command-r": Pre((DIGITS, _GPT2), nfc=True),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"),
+        Pre((_LLAMA3,), ignore_merges=True, add_bos=True),
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), Pre((_LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Pre((_QWEN2,), nfc=True)),
+    "qwen35": Pre((_QWEN35,), nfc=True),
+    "tekken": Pre((_TEKKEN,), ignore_merges=True, add_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), Pre((_GPT4O,))),
+    "deepseek-llm": Pre(_DEEPSEEK_LLM),
+    "deepseek-coder": Pre(_DEEPSEEK_CODER),
+    "deepseek-v3": Pre(_DEEPSEEK_V3),
+    "falcon": Pre((FALCON,)),
+}
+
+
+def read_vocab(metadata: Mapping[str, object]) -> GgufVocab | None:
+    """The tokenizer that the metadata describes, or None when it has none."""
+    model = metadata.get(KEY + "model")
+    if model in (None, "no_vocab", "none") and KEY + "tokens" not in metadata:
+        return None
+    if not isinstance(model, str):
+        raise BadModelFile(f"{KEY}model is {model!r}; it should name a tokenizer model ({', '.join(MODELS)})")
+    if model not in MODELS:
+        raise Unsupported(f"the GGUF tokenizer model {model!r} is not supported; supported are {', '.join(MODELS)}")
+    tokens = _tokens(metadata)
+    types = _types(metadata, len(tokens))
+    if model == "gpt2":
+        pre = _pre(metadata)
+        backend, add_bos = _byte_level(metadata, tokens, pre), pre.add_bos
+    else:
+        backend, add_bos = _sentencepiece(metadata, tokens, types), True
+    return _with_roles(metadata, backend, tokens, types, add_bos=add_bos)
+
+
+# --- the two models
+
+
+def _byte_level(metadata: Mapping[str, object], tokens: list[str], pre: Pre) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    vocab = {token: id for id, token in enumerate(tokens)}
+    merges = _merges(metadata)
+    if merges is None:
+        raise BadModelFile(f"{KEY}merges is missing; a byte-level vocabulary (gpt2) needs it")
+    backend = Tokenizer(_made(lambda: models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges)))
+    backend.pre_tokenizer = _pre_tokenizer(pre)
+    backend.decoder = decoders.ByteLevel()
+    if pre.nfc:
+        backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def _sentencepiece(metadata: Mapping[str, object], tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
+    """BPE over the whole text with ▁ for spaces, one in front, and bytes for characters that have no token."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    vocab = {token: id for id, token in enumerate(tokens)}
+    merges = _merges(metadata)
+    if merges is None:
+        merges = merges_from_scores(tokens, types, _scores(metadata, len(tokens)))
+    unknown = next((tokens[id] for id, kind in enumerate(types) if kind == UNKNOWN), None)
+    backend = Tokenizer(
+        _made(lambda: models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    )
+    prefix = _flag(metadata, "add_space_prefix", True)
+    replace = normalizers.Replace(" ", SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace] if prefix else [replace])
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return backend
+
+
+def merges_from_scores(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every way to put a normal token together from two others, best score first.
+
+    Only normal tokens take part: a control or byte token is never the outcome of plain text.
+    """
+    ids = {token: id for id, token in enumerate(tokens) if types[id] == NORMAL}
+    ranked = [
+        (-scores[id], -cut, cut - len(token), id, ids[token[:cut]], ids[token[cut:]])
+        for token, id in ids.items()
+        for cut in range(1, len(token))
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    return [(tokens[left], tokens[right]) for *_, left, right in sorted(ranked)]
+
+
+def _pre(metadata: Mapping[str, object]) -> Pre:
+    name = metadata.get(KEY + "pre", "default")
+    if not isinstance(name, str):
+        raise BadModelFile(f"{KEY}pre is {name!r}; it should be a name")
+    if name not in PRES:
+        raise Unsupported(f"the GGUF pre-tokenizer {name!r} is not supported; supported are {', '.join(sorted(PRES))}")
+    return PRES[name]
+
+
+def _pre_tokenizer(pre: Pre) -> tokenizers.pre_tokenizers.PreTokenizer:
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Punctuation, Sequence, Split
+
+    if pre.steps == (FALCON,):  # digits are found among the mapped bytes: that is how Falcon was trained
+        triples = Split(Regex("[0-9][0-9][0-9]"), "isolated")
+        return Sequence([Punctuation("contiguous"), ByteLevel(add_prefix_space=False), Digits(), triples])
+    cut: list[Any] = [Digits(individual_digits=True) if s == DIGITS else Split(Regex(s), "isolated") for s in pre.steps]
+    return Sequence([*cut, ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _made(build: Callable[[], Any]) -> Any:
+    try:
+        return build()
+    except Exception as error:  # tokenizers raises bare Exception, e.g. for a merge of unknown tokens
+        raise BadModelFile(f"{KEY}tokens and {KEY}merges do not make a tokenizer: {error}") from error
+
+
+# --- ids with a role
+
+
+def _with_roles(
+    metadata: Mapping[str, object], backend: tokenizers.Tokenizer, tokens: list[str], types: list[int], *, add_bos: bool
+) -> GgufVocab:
+    from tokenizers import AddedToken
+
+    bos, eos = _id(metadata, "bos_token_id", tokens), _id(metadata, "eos_token_id", tokens)
+    if metadata[KEY + "model"] == "llama":  # the ids every SentencePiece model of this kind has
+        bos = 1 if bos is None and tokens[1:2] == ["<s>"] else bos
+        eos = 2 if eos is None and tokens[2:3] == ["</s>"] else eos
+    ends = (eos, _id(metadata, "eot_token_id", tokens), _id(metadata, "eom_token_id", tokens))
+    eos_ids = tuple(dict.fromkeys(id for id in ends if id is not None))
+    roles = {id for id in (bos, *eos_ids) if id is not None}
+    special = [tokens[id] for id, kind in enumerate(types) if kind in (CONTROL, UNKNOWN) or id in roles]
+    plain = [tokens[id] for id, kind in enumerate(types) if kind == USER_DEFINED and id not in roles]
+    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
+    backend.add_tokens([AddedToken(text, normalized=False, special=False) for text in plain])
+    wants_bos = _flag(metadata, "add_bos_token", add_bos and bos is not None)
+    if wants_bos and bos is None:
+        raise BadModelFile(f"{KEY}add_bos_token is true and {KEY}bos_token_id is missing")
+    named = {
+        "bos_token": bos,
+        "eos_token": eos,
+        "unk_token": _id(metadata, "unknown_token_id", tokens),
+        "pad_token": _id(metadata, "padding_token_id", tokens),
+    }
+    texts = {name: tokens[id] for name, id in named.items() if id is not None}
+    return GgufVocab(backend, tuple(tokens), bos, eos_ids, wants_bos, texts)
+
+
+# --- reading values that may lie
+
+
+def _tokens(metadata: Mapping[str, object]) -> list[str]:
+    tokens = [_text(value, f"{KEY}tokens[{i}]") for i, value in enumerate(_array(metadata, "tokens"))]
+    if not tokens:
+        raise BadModelFile(f"{KEY}tokens is empty")
+    for id, token in enumerate(tokens):
+        if len(token) > MAX_TOKEN_CHARS:
+            raise BadModelFile(f"{KEY}tokens[{id}] has {len(token)} characters; at most {MAX_TOKEN_CHARS} are allowed")
+        if not token:
+            tokens[id] = f"[EMPTY_{id}]"  # a token without text cannot be matched, but keeps its id
+    seen: dict[str, int] = {}
+    for id, token in enumerate(tokens):
+        if seen.setdefault(token, id) != id:
+            raise BadModelFile(f"{KEY}tokens[{id}] is {token!r}, and so is {KEY}tokens[{seen[token]}]")
+    return tokens
+
+
+def _merges(metadata: Mapping[str, object]) -> list[tuple[str, str]] | None:
+    if KEY + "merges" not in metadata:
+        return None
+    pairs = []
+    for i, value in enumerate(_array(metadata, "merges")):
+        merge = _text(value, f"{KEY}merges[{i}]")
+        cut = merge.find(" ", 1)
+        if cut < 0 or cut == len(merge) - 1:
+            raise BadModelFile(f"{KEY}merges[{i}] is {merge!r}; a merge is two tokens with a space between")
+        pairs.append((merge[:cut], merge[cut + 1 :]))
+    return pairs
+
+
+def _types(metadata: Mapping[str, object], count: int) -> list[int]:
+    if KEY + "token_type" not in metadata:
+        return [NORMAL] * count
+    values = _array(metadata, "token_type", count)
+    for i, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise BadModelFile(f"{KEY}token_type[{i}] is {value!r}; it should be an integer")
+    return values
+
+
+def _scores(metadata: Mapping[str, object], count: int) -> list[float]:
+    values = _array(metadata, "scores", count)
+    for i, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise BadModelFile(f"{KEY}scores[{i}] is {value!r}; it should be a finite number")
+    return values
+
+
+def _array(metadata: Mapping[str, object], name: str, count: int | None = None) -> list[Any]:
+    value = metadata.get(KEY + name)
+    if value is None:
+        raise BadModelFile(f"{KEY}{name} is missing")
+    values = getattr(value, "tolist", lambda: value)()  # numpy arrays become plain values
+    if not isinstance(values, list | tuple):
+        raise BadModelFile(f"{KEY}{name} is a {type(value).__name__}; it should be an array")
+    if count is not None and len(values) != count:
+        raise BadModelFile(f"{KEY}{name} has {len(values)} entries and {KEY}tokens has {count}")
+    return list(values)
+
+
+def _text(value: object, where: str) -> str:
+    try:
+        text = value.decode("utf-8") if isinstance(value, bytes) else value
+        if isinstance(text, str):
+            text.encode("utf-8")  # a lone surrogate has no bytes
+            return text
+    except UnicodeError as error:
+        raise BadModelFile(f"{where} is {value!r}, which is not valid text: {error}") from error
+    raise BadModelFile(f"{where} is {value!r}; it should be a string")
+
+
+def _id(metadata: Mapping[str, object], name: str, tokens: Sequence[str]) -> int | None:
+    value = metadata.get(KEY + name)
+    if value is None:
+        return None
+    value = getattr(value, "item", lambda: value)()
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(tokens):
+        raise BadModelFile(f"{KEY}{name} is {value!r}; it should be an id from 0 to {len(tokens) - 1}")
+    return value
+
+
+def _flag(metadata: Mapping[str, object], name: str, default: bool) -> bool:
+    value = metadata.get(KEY + name, default)
+    value = getattr(value, "item", lambda: value)()
+    if not isinstance(value, bool):
+        raise BadModelFile(f"{KEY}{name} is {value!r}; it should be true or false")
+    return value

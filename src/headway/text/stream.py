@@ -1,0 +1,61 @@
+"""Ids in, text out, as it becomes certain: never half a character.
+
+The parts put together are exactly `tokenizer.decode` of all ids. Bytes that may still become a character are held back;
+those that cannot become U+FFFD at once. Each id is looked at once, so a push costs what its own ids cost.
+
+A decoder that looks at neighbouring tokens (WordPiece and such: `pieces.kind == "opaque"`) cannot be split: its whole
+text comes with `flush`.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+
+from headway.base.errors import Closed
+from headway.text.tokenizer import Tokenizer, strip_front
+
+
+class TextStream:
+    """The text of a growing sequence of ids."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self.tokenizer = tokenizer
+        self.skip_special = skip_special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = tokenizer.pieces.strip  # leading spaces still to be cut
+        self._opaque: list[int] | None = [] if tokenizer.pieces.kind == "opaque" else None
+        self._done = False
+
+    def push(self, ids: int | Iterable[int]) -> str:
+        """The text that `ids` complete. An id outside the vocabulary raises and changes nothing."""
+        if self._done:
+            raise Closed("the text stream was flushed; make a new one for another sequence")
+        checked = self.tokenizer.check_ids([ids] if isinstance(ids, int) else ids)
+        if self.skip_special:
+            checked = [id for id in checked if id not in self.tokenizer.special_ids]
+        if self._opaque is not None:
+            self._opaque += checked
+            return ""
+        return self._cut(self._utf8.decode(b"".join(map(self.tokenizer.token_bytes, checked))))
+
+    def flush(self) -> str:
+        """The rest: a character that never got all its bytes is U+FFFD. Ends the stream."""
+        if self._done:
+            return ""
+        self._done = True
+        if self._opaque is not None:
+            return self.tokenizer.decode(self._opaque)
+        return self._cut(self._utf8.decode(b"", final=True))
+
+    def copy(self) -> TextStream:
+        """A stream at the same point; neither sees what the other is given later."""
+        twin = TextStream(self.tokenizer, self.skip_special)
+        twin._utf8.setstate(self._utf8.getstate())
+        twin._strip, twin._done = self._strip, self._done
+        twin._opaque = None if self._opaque is None else list(self._opaque)
+        return twin
+
+    def _cut(self, text: str) -> str:
+        text, self._strip = strip_front(text, self._strip)
+        return text

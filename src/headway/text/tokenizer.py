@@ -1,0 +1,336 @@
+"""The tokenizer of one model: str → ids, ids → str, the bytes of one token, and the ids with a role.
+
+Built from a Hugging Face folder (tokenizer.json and its neighbours) or from GGUF metadata; the work is done by a
+`tokenizers.Tokenizer`. It never adds a begin or end token by itself and never truncates.
+
+Decoding is by bytes: the bytes of all tokens are joined and read as UTF-8, and what is not valid becomes U+FFFD (one
+for each maximal part, as Python and Rust do). It never "cleans up" spaces. `TextStream` gives the same text in parts.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.base.errors import BadModelFile, InvalidInput, InvalidToken, Unsupported, WrongType
+from headway.text.chat import gguf_template_sources, read_json, template_sources
+from headway.text.gguf_vocab import SPACE, read_vocab
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# Tokens that end a turn where the chat template uses them, whatever the configuration says about eos.
+END_MARKERS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<|eot|>",
+    "<|return|>",
+    "<|call|>",
+    "<|END_OF_TURN_TOKEN|>",
+)
+ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How a token's text becomes bytes: `bytes` (byte-level alphabet), `spaces` (▁ and <0xNN>), or `opaque`.
+
+    An opaque decoder (WordPiece, …) looks at neighbours, so only whole sequences can be decoded.
+    """
+
+    kind: str
+    byte_fallback: bool = False
+    strip: int = 0  # spaces cut from the front of a decoded sequence
+
+
+class Tokenizer:
+    """Text to ids and back for one model. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_id: int | None = None,
+        eos_ids: tuple[int, ...] = (),
+        add_bos: bool = False,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = False
+        self.backend = backend
+        self.bos_id, self.eos_ids, self.add_bos = bos_id, eos_ids, add_bos
+        self.special_tokens = dict(special_tokens or {})
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self.pieces = _pieces(backend)
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._added = {id: token.content for id, token in added.items()}
+        self._bytes: dict[int, bytes] = {}
+        self._plain: tokenizers.Tokenizer | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer | None:
+        """The tokenizer of a Hugging Face folder; None when it has no tokenizer.json."""
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            return None
+        backend = _load(file)
+        config = read_json(folder / "tokenizer_config.json")
+        names = _role_names(folder, config, backend)
+        bos = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
+        bos, add_bos = _begin(backend, bos, config.get("add_bos_token"), folder)
+        eos = [backend.token_to_id(names["eos_token"])] if "eos_token" in names else []
+        ends = [*_generation_eos(folder), *eos, *_end_markers(backend, template_sources(folder))]
+        return cls(backend, bos_id=bos, eos_ids=tuple(dict.fromkeys(ends)), add_bos=add_bos, special_tokens=names)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer | None:
+        """The tokenizer that GGUF metadata describes; None when it has none."""
+        vocab = read_vocab(metadata)
+        if vocab is None:
+            return None
+        ends = [*vocab.eos_ids, *_end_markers(vocab.backend, gguf_template_sources(metadata))]
+        return cls(
+            vocab.backend,
+            bos_id=vocab.bos_id,
+            eos_ids=tuple(dict.fromkeys(ends)),
+            add_bos=vocab.add_bos,
+            special_tokens=vocab.special_tokens,
+        )
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """The ids of `text`, without begin or end token. Names of special tokens are plain text unless `special`."""
+        if not isinstance(text, str):
+            raise WrongType(f"text is a {type(text).__name__}; encode takes a str")
+        if not text.isascii():
+            _check_unicode(text)
+        backend = self.backend if special else self._plain_backend()
+        return backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
+        """The text of `ids`; with `skip_special`, special tokens leave no trace."""
+        kept = self.check_ids(ids)
+        if skip_special:
+            kept = [id for id in kept if id not in self.special_ids]
+        if self.pieces.kind == "opaque":
+            return self.backend.decode(kept, skip_special_tokens=False)
+        text = b"".join(map(self._token_bytes, kept)).decode("utf-8", "replace")
+        return strip_front(text, self.pieces.strip)[0]
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes that token `id` adds to a text; for a special token, its name."""
+        return self._token_bytes(self.check_ids((id,))[0])
+
+    def token_text(self, id: int) -> str:
+        """Token `id` for a table: printable, with escapes (`\\n`, `\\xf0`) for what is not."""
+        text = self.token_bytes(id).decode("utf-8", "backslashreplace")
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+    def check_ids(self, ids: Iterable[int]) -> list[int]:
+        """`ids` as a list of plain ints, all of them tokens of this vocabulary."""
+        try:
+            checked = [operator.index(id) for id in ids]
+        except TypeError as error:
+            raise WrongType(f"ids is {ids!r:.80}; token ids are integers") from error
+        for id in checked:
+            if not 0 <= id < self.vocab_size or self._name(id) is None:
+                raise InvalidToken(f"token id {id} is not in the vocabulary of {self.vocab_size} tokens")
+        return checked
+
+    def _name(self, id: int) -> str | None:
+        return self._added.get(id) or self.backend.id_to_token(id)
+
+    def _token_bytes(self, id: int) -> bytes:
+        found = self._bytes.get(id)
+        if found is None:
+            found = self._bytes[id] = self._read_bytes(id)
+        return found
+
+    def _read_bytes(self, id: int) -> bytes:
+        name = self._name(id)
+        assert name is not None, "ids are checked before"
+        if id in self.special_ids or (id in self._added and self.pieces.kind == "bytes"):
+            return name.encode()
+        if self.pieces.kind == "bytes":
+            table = byte_of_character()
+            return bytes(table[c] for c in name) if all(c in table for c in name) else name.encode()
+        if self.pieces.kind == "spaces":
+            byte = _byte_token(name) if self.pieces.byte_fallback else None
+            return name.replace(SPACE, " ").encode() if byte is None else byte
+        return self.backend.decode([id], skip_special_tokens=False).encode()
+
+    def _plain_backend(self) -> tokenizers.Tokenizer:
+        """A second backend that takes the names of special tokens for plain text: the flag is state of the backend."""
+        with self._lock:
+            if self._plain is None:
+                self._plain = _plain_copy(self.backend, {self._added[id] for id in self.special_ids})
+            return self._plain
+
+
+def strip_front(text: str, spaces: int) -> tuple[str, int]:
+    """`text` without up to `spaces` leading spaces, and how many may still be cut from what follows."""
+    while spaces and text.startswith(" "):
+        text, spaces = text[1:], spaces - 1
+    return text, 0 if text else spaces
+
+
+@lru_cache(maxsize=1)
+def byte_of_character() -> dict[str, int]:
+    """The byte-level alphabet: printable Latin-1 stands for itself, the other 68 bytes for U+0100 and up."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in set(visible)]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+def _byte_token(name: str) -> bytes | None:
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        try:
+            return bytes([int(name[3:5], 16)])
+        except ValueError:
+            return None
+    return None
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidInput(
+            f"the text has a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; "
+            "it is not valid Unicode: decode its source with errors='replace'"
+        ) from error
+
+
+def _pieces(backend: tokenizers.Tokenizer) -> Pieces:
+    decoder = backend.decoder
+    if decoder is None:
+        return Pieces("opaque")
+    state = json.loads(decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return Pieces("bytes")
+    tail = [k for k in kinds if k != "ByteFallback"]
+    if tail[:2] != ["Replace", "Fuse"] or tail[2:] not in ([], ["Strip"]) or kinds[0] != "Replace":
+        return Pieces("opaque")
+    if steps[0].get("pattern") != {"String": SPACE} or steps[0].get("content") != " ":
+        return Pieces("opaque")
+    strip = steps[-1] if tail[2:] else {"content": " ", "start": 0, "stop": 0}
+    if strip["content"] != " " or strip["stop"]:
+        return Pieces("opaque")
+    return Pieces("spaces", "ByteFallback" in kinds, strip["start"])
+
+
+def _plain_copy(backend: tokenizers.Tokenizer, special: set[str]) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    saved = backend.to_str()
+    state = json.loads(saved)
+    plain = Backend.from_str(json.dumps(state, ensure_ascii=False) if _unlearn(state, special) else saved)
+    plain.encode_special_tokens = True
+    return plain
+
+
+def _unlearn(state: dict[str, Any], special: set[str]) -> bool:
+    """Take away the ways in which plain text alone would become a special token; False when there are none."""
+    model = state["model"]
+    if model["type"] == "BPE":
+        merges = model["merges"]
+        model["merges"] = [
+            m for m in merges if ("".join(m) if isinstance(m, list) else m.replace(" ", "")) not in special
+        ]
+        return len(model["merges"]) < len(merges)
+    if model["type"] == "Unigram":
+        for id, entry in enumerate(model["vocab"]):
+            if entry[0] in special and id != model.get("unk_id"):
+                entry[0] = f"\0{id}"  # keeps its id, but no text has it
+        state["added_tokens"] = [token for token in state["added_tokens"] if not token["special"]]
+        return True
+    return False
+
+
+# --- a Hugging Face folder
+
+
+def _load(file: Path) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        return Backend.from_str(file.read_text(encoding="utf-8"))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic inside tokenizers is no Exception
+        raise BadModelFile(f"{file} is not a usable tokenizer.json: {error}") from error
+
+
+def _role_names(folder: Path, config: Mapping[str, Any], backend: tokenizers.Tokenizer) -> dict[str, str]:
+    """The text of each token with a role that the vocabulary has; begin, end and extra ones become special."""
+    from tokenizers import AddedToken
+
+    both = {**read_json(folder / "special_tokens_map.json"), **{k: v for k, v in config.items() if v is not None}}
+    names = {role: text for role in ROLES if (text := _content(both.get(role), folder, role)) is not None}
+    names = {role: text for role, text in names.items() if backend.token_to_id(text) is not None}
+    extra = both.get("additional_special_tokens") or []
+    if not isinstance(extra, list):
+        raise BadModelFile(f"additional_special_tokens in {folder} is {extra!r:.80}; it should be a list")
+    special = {names.get("bos_token"), names.get("eos_token"), *(_content(t, folder, "special token") for t in extra)}
+    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    missing = sorted(t for t in special - known if t and backend.token_to_id(t) is not None)
+    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
+    return names
+
+
+def _content(value: object, folder: Path, role: str) -> str | None:
+    text = value.get("content") if isinstance(value, dict) else value
+    if text is not None and not isinstance(text, str):
+        raise BadModelFile(f"{role} in {folder} is {value!r:.80}; it should be a string")
+    return text
+
+
+def _begin(backend: tokenizers.Tokenizer, bos: int | None, configured: object, folder: Path) -> tuple[int | None, bool]:
+    """The begin token, and whether the model wants it: the configuration decides, else the post-processor."""
+    if configured is not None and not isinstance(configured, bool):
+        raise BadModelFile(f"add_bos_token in {folder} is {configured!r}; it should be true or false")
+    bare, whole = (backend.encode("a", add_special_tokens=add).ids for add in (False, True))
+    start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+    front = whole[:start]
+    if configured is False or (configured is None and not front):
+        return bos, False
+    if configured is None and (len(front) > 1 or (bos is not None and front != [bos])):
+        names = ", ".join(repr(backend.id_to_token(id)) for id in front)
+        raise Unsupported(f"the tokenizer in {folder} puts {names} before a text; only its begin token is supported")
+    if bos is None and not front:
+        raise BadModelFile(f"add_bos_token in {folder} is true and bos_token is not in the vocabulary")
+    return (bos if bos is not None else front[0]), True
+
+
+def _generation_eos(folder: Path) -> list[int]:
+    value = read_json(folder / "generation_config.json").get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for id in ids:
+        if isinstance(id, bool) or not isinstance(id, int) or id < 0:
+            raise BadModelFile(
+                f"eos_token_id in {folder / 'generation_config.json'} is {value!r:.80}; it should be ids"
+            )
+    return ids
+
+
+def _end_markers(backend: tokenizers.Tokenizer, templates: Mapping[str, str]) -> list[int]:
+    text = "".join(templates.values())
+    # Where a turn ends with <|return|> or <|call|>, <|end|> only ends one message of it.
+    skip = {"<|end|>"} if "<|return|>" in text else set()
+    found = (backend.token_to_id(marker) for marker in END_MARKERS if marker in text and marker not in skip)
+    return [id for id in found if id is not None]
