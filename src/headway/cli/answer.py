@@ -111,16 +111,16 @@ async def stream(
     """Generate from what `ctx` holds, handing each piece of text to `write` as it comes."""
     probe = Distribution(k=decoding.logprobs) if decoding.logprobs else None
     prompt_tokens, start, first = len(ctx.pending), time.perf_counter(), None
-    text, tokens, probes, finish = "", [], [], None
+    text, probes, finish = "", [], None
     steps = ctx.generate(decoding.sampler(), max_tokens=decoding.max_tokens, stop=list(decoding.stop), probe=probe)
     async for step in steps:
         first = first or time.perf_counter() - start
-        tokens += step.tokens
         probes += step.probes
         finish = step.finish
         text += step.text
         write(step.text)
     seconds = time.perf_counter() - start
+    tokens = await steps.tokens()  # those that stayed: a stop takes back the tokens that spell it
     info = engine.info
     figures = Figures(name, info.dtype, info.device, prompt_tokens, len(tokens), first or seconds, seconds)
     return Answer(text, tuple(tokens), finish, _choices(engine, tokens, probes), figures)

@@ -77,7 +77,9 @@ def read_machine(root: Path = Path("/")) -> Machine:
 
 
 def headway_version() -> str:
-    return package_version("headway") or "unknown (not installed)"
+    import headway
+
+    return headway.__version__
 
 
 def package_version(name: str) -> str | None:

@@ -12,10 +12,10 @@ from headway.base.errors import InvalidInput
 from headway.cli.render import show_table, size
 
 if TYPE_CHECKING:
-    import headway as hw
+    from headway.runtime.profile import Profile
 
 
-def show_profile(profile: hw.Profile) -> None:
+def show_profile(profile: Profile) -> None:
     """The phases of a run: time, share, bytes, and bandwidth against what the memory was measured to give."""
     total = sum(phase.seconds for phase in profile.phases) or 1.0
     rows = []
@@ -49,7 +49,7 @@ def check_target(path: Path | None) -> None:
         raise InvalidInput(f"cannot write the profile to {str(path)!r}: {reason}")
 
 
-def write_profile(profile: hw.Profile, path: Path) -> None:
+def write_profile(profile: Profile, path: Path) -> None:
     """Write the profile as JSON, whole or not at all."""
     text = json.dumps(profile.to_json(), indent=2) + "\n"
     try:

@@ -53,7 +53,7 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[Group], scale
     """As `attend`, with bits that do not depend on other rows, on trimmed pages or on how rows were grouped."""
     out = torch.empty_like(q)
     for group in groups:
-        n, m = group.rows.shape
+        n = len(group.rows)
         heads, dim = k.shape[2], k.shape[3]
         cost = SPLIT * q.shape[1] * dim
         keys, values, seen = _aligned(k, v, group)  # [N, B, SPLIT, Hkv, D] twice, [N, M, B, SPLIT]

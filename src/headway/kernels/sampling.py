@@ -203,9 +203,9 @@ def _prefix(scores: Tensor, weights: Tensor, share: float) -> Tensor:
     for size in (*GUESSES, scores.numel()):
         ranked = _best(scores, size)
         short = int((_running(weights[ranked]) < goal).sum())
-        if short < ranked.numel():
+        if short < ranked.numel() or size >= scores.numel():
             return ranked[: short + 1]
-    return ranked
+    raise AssertionError("the last size ranks all")
 
 
 def _take(index: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:

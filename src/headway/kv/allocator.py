@@ -96,4 +96,6 @@ class Allocator:
         assert counts == self._holders, "page holders differ from what the tables hold"
         free = set(self._free)
         assert len(free) == len(self._free), "a page is free twice"
-        assert free == {p for p in range(1, self.total + 1) if counts[p] == 0}, "free pages are not those without holder"
+        assert free == {p for p in range(1, self.total + 1) if counts[p] == 0}, (
+            "free pages are not those without holder"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from headway.kernels import kv
@@ -24,7 +25,8 @@ class Pool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.kv = torch.zeros(layers, 2, pages + 1, page_size, kv_heads, head_dim, dtype=dtype, device=device)
+        shape = (layers, 2, pages + 1, page_size, kv_heads, head_dim)
+        self.kv = _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Do noted edits in order; neighbouring clears go in one call."""
@@ -41,3 +43,9 @@ class Pool:
     def _clear(self, pages: list[int]) -> None:
         if pages:
             kv.clear(self.kv, torch.tensor(pages, device=self.kv.device))
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros whose memory is only taken when it is first written; torch.zeros would touch all of it at once."""
+    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)

@@ -137,7 +137,8 @@ class PageTable:
         full = self.length // self.page_size - self.committed
         if k > full:
             raise InvalidInput(
-                f"commit_working_pages({k}): {max(full, 0)} of {self.working} working pages are full; only full pages commit"
+                f"commit_working_pages({k}): {max(full, 0)} of {self.working} working pages are full; "
+                "only full pages commit"
             )
         self.committed += k
 

@@ -289,7 +289,9 @@ def _rope(keys: _Keys, kind: str, dim: int, theta: float, positions: int) -> Rop
                 mscale_all_dim=keys.get("mscale_all_dim") and keys.float("mscale_all_dim"),
                 truncate=keys.bool("truncate", True),
             )
-    raise Unsupported(f"{keys.source}: rope type {kind!r} is not supported; supported are default, linear, llama3, yarn")
+    raise Unsupported(
+        f"{keys.source}: rope type {kind!r} is not supported; supported are default, linear, llama3, yarn"
+    )
 
 
 def _positive(keys: _Keys, key: str, default: float | None = None) -> float:

@@ -51,9 +51,7 @@ class Layer:
     def project(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """h [R, E] → q [R, H, D], k and v [R, Hkv, D], before rotation."""
         q, k, v = (
-            self.qkv(h)
-            .unflatten(-1, (-1, self.head_dim))
-            .split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+            self.qkv(h).unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)

@@ -57,14 +57,14 @@ GGUF_NAMES = {
 HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|lm_head\.weight")
 
 
-def load_model(
-    path: Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
-) -> Decoder:
+def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None) -> Decoder:
     """The decoder in a Hugging Face folder or a GGUF file, its weights in one dtype on one device."""
     config = read_config(path)
     weights = open_weights(path)
     try:
-        return build(config, weights, GGUF_NAMES if path.is_file() else HF_NAMES, dtype, device, progress)
+        return build(
+            config, weights, GGUF_NAMES if path.is_file() else HF_NAMES, dtype=dtype, device=device, progress=progress
+        )
     finally:
         weights.close()
 
@@ -73,6 +73,7 @@ def build(
     config: ModelConfig,
     weights: Weights,
     names: dict[str, str],
+    *,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,

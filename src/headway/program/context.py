@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from headway.base.errors import Closed, ContextBusy, InvalidInput, OutOfPages, Unsupported
+import numpy as np
+
+from headway.base.errors import Closed, ContextBusy, InvalidInput, Unsupported
 from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampler
@@ -244,6 +246,12 @@ class Context:
             self._pending[:0] = waiting
 
         return self.engine.loop.submit(self.table, work, success, undo)
+
+    def last_residual(self) -> np.ndarray:
+        """The last layer's output at the last token, before the final norm [E]."""
+        state = self.table.state
+        assert state is not None
+        return state.float().cpu().numpy()  # type: ignore[attr-defined]
 
     def check_reread(self) -> None:
         """Raise unless the last token can be read: its state is kept, or all it attended to is still there."""

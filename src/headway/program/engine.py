@@ -211,6 +211,11 @@ class Engine:
         )
 
     @property
+    def decoder(self) -> Decoder:
+        """The loaded model."""
+        return self._decoder
+
+    @property
     def capabilities(self) -> frozenset[str]:
         """What this backend can do, by name."""
         return frozenset({"masks", "probes", "trim", "fork", "discard", "attention-scores", "logit-lens"})

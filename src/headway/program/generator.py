@@ -112,6 +112,7 @@ class _StopText:
         self._stream = context.engine.stream() if context.engine.has_tokenizer else None
         if stops and self._stream is None:
             context.engine.tokenizer  # noqa: B018 - raises: stop strings need one
+        self._words = context.engine.tokenizer.vocab_size if self._stream is not None else 0
         self._stops = stops
         self._held = ""  # text that is not certain yet
         self._ends: list[int] = []  # characters known after each token
@@ -122,7 +123,7 @@ class _StopText:
     def push(self, token: int) -> str:
         if self._stream is None:
             return ""
-        text = self._stream.push([token])
+        text = self._stream.push([token]) if token < self._words else ""  # ids the tokenizer lacks have no text
         self._known += len(text)
         self._ends.append(self._known)
         return self._certain(self._held + text)

@@ -1,4 +1,4 @@
-"""The Batch: chunks of passes packed for one step, as flat arrays. Made under the lock, frozen, handed to the runner."""
+"""The Batch: chunks of passes packed for one step, as flat arrays. Made under the lock, frozen, run by the worker."""
 
 from __future__ import annotations
 

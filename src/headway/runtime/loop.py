@@ -1,7 +1,7 @@
 """The loop: programs submit passes from any thread, one worker thread steps the device, futures come back.
 
-One lock guards all bookkeeping (tables, allocator, queue) and is held only for pure work. The worker owns the device and
-sees frozen batches.
+One lock guards all bookkeeping (tables, allocator, queue) and is held only for pure work. The worker owns the device
+and sees frozen batches.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Loop:
             need = -(-(table.length + len(work.tokens)) // table.page_size) - sum(p is None for p in table.pages)
             if need > self._allocator.total:
                 raise OutOfPages(
-                    f"this pass needs {need} pages of {table.page_size} slots and the pool has {self._allocator.total}; "
+                    f"this pass needs {need} pages of {table.page_size} slots; the pool has {self._allocator.total}; "
                     "shorten it, or create the engine with a larger pages="
                 )
             job = Job(work, table, time.perf_counter(), on_success=on_success, on_undo=on_undo)
@@ -203,9 +203,7 @@ class Loop:
                 job.started = True
             job.running = True
             pages = [*job.table.pages, *job.pages]
-            chunk = Chunk(
-                job.work, job.table, pages, job.table.length, job.done, job.done + tokens, job.kept_pages
-            )
+            chunk = Chunk(job.work, job.table, pages, job.table.length, job.done, job.done + tokens, job.kept_pages)
             turn.append((job, chunk))
         return turn
 
@@ -217,7 +215,7 @@ class Loop:
             if len(turn) <= 1:
                 return [_as_error(e) for _ in turn]
         results: list[SegmentResult | HeadwayError] = []
-        for job, chunk in turn:
+        for _, chunk in turn:
             with self.lock:
                 alone = pack([chunk], ())
             try:
@@ -313,7 +311,9 @@ class Loop:
 
 
 def _as_error(error: Exception) -> HeadwayError:
-    return error if isinstance(error, HeadwayError) else PassFailed(f"the device failed while computing a pass: {error}")
+    return (
+        error if isinstance(error, HeadwayError) else PassFailed(f"the device failed while computing a pass: {error}")
+    )
 
 
 def _failing(job: Job, error: BaseException) -> Callable[[], None]:

@@ -49,9 +49,7 @@ def segment_slots(segment: Segment, page_size: int) -> np.ndarray:
     return (segment.numbers[:, None] * page_size + np.arange(page_size)).ravel()
 
 
-def _groups(
-    segments: Sequence[Segment], masks: list[np.ndarray], page_size: int, device: torch.device
-) -> list[Group]:
+def _groups(segments: Sequence[Segment], masks: list[np.ndarray], page_size: int, device: torch.device) -> list[Group]:
     """Single rows share a call with others of about their length; longer segments have their own."""
     groups, singles = [], {}
     for segment, mask in zip(segments, masks, strict=True):

@@ -117,8 +117,11 @@ class Profiler:
     def record(self) -> None:
         """Fold what was measured since the last record into the profile, as one sample."""
         if self._current:
-            phases = tuple(Phase(n, self._current[n][0], int(self._current[n][1]), int(self._current[n][2]))
-                           for n in PHASES if n in self._current)
+            phases = tuple(
+                Phase(n, self._current[n][0], int(self._current[n][1]), int(self._current[n][2]))
+                for n in PHASES
+                if n in self._current
+            )
             self._samples.append(Sample(self._tokens, sum(p.seconds for p in phases), phases))
         self._current, self._tokens = {}, 0
 

@@ -111,9 +111,7 @@ class Reader:
     def _logits(self, rows: Sequence[Tensor]) -> Tensor:
         return self.decoder.head(self.decoder.finish(torch.stack(list(rows)), self.tile), self.tile)
 
-    def _answers(
-        self, chosen: list[Ask], at: list[int], logits: Tensor, batch: Batch
-    ) -> dict[tuple[int, int], object]:
+    def _answers(self, chosen: list[Ask], at: list[int], logits: Tensor, batch: Batch) -> dict[tuple[int, int], object]:
         values: dict[tuple[int, int], object] = {}
         bad = logits.isnan().any(1).tolist()
         draws, owners, rows = [], [], []

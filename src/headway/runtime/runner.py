@@ -35,7 +35,9 @@ class Runner(Protocol):
 class TorchRunner:
     """The reference: the decoder and torch kernels, on any device torch has."""
 
-    def __init__(self, decoder: Decoder, pool: Pool, page_size: int, *, deterministic: bool, profiler: Profiler) -> None:
+    def __init__(
+        self, decoder: Decoder, pool: Pool, page_size: int, *, deterministic: bool, profiler: Profiler
+    ) -> None:
         self.decoder, self.pool, self.page_size, self.profiler = decoder, pool, page_size, profiler
         self.tile = TILE if deterministic else None
         if deterministic and not rows_are_alike(decoder, TILE):
