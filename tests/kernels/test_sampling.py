@@ -406,7 +406,7 @@ def test_frequencies_fit_the_exact_distribution(sampler, masked):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("sampler", COMBINATIONS, ids=named)
 def test_frequencies_fit_the_exact_distribution_over_many_draws(sampler, masked):
-    check_frequencies(sampler, 60_000, masked)
+    check_frequencies(sampler, 20_000, masked)
 
 
 @pytest.mark.slow
