@@ -178,7 +178,7 @@ class TestModels:
     ) -> None:
         code, shown = on_terminal("models", "list", env=empty_cache)
         assert code == 0
-        assert "┃" in shown
+        assert "───" in shown
         code, shown = on_terminal("models", "list", env=empty_cache | {"NO_COLOR": "1"})
         assert code == 0
         assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", shown)

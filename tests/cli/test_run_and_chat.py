@@ -16,11 +16,23 @@ from subprocess import CompletedProcess
 
 import pytest
 
+import headway as hw
 from headway.cli.render import visible
 from headway.models import store
 
 Run = Callable[..., CompletedProcess[str]]
 PODS = "Kubernetes pods are scheduled by the"
+
+
+@pytest.fixture
+def headway(headway: Run) -> Run:
+    """The command with one thread: a thread more than there are free cores makes every one of them wait."""
+
+    def run(command: str, *arguments: str, **given: str) -> CompletedProcess[str]:
+        threads = () if "--threads" in arguments else ("--threads", "1")
+        return headway(command, *threads, *arguments, **given)
+
+    return run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -148,7 +160,18 @@ def test_values_that_make_no_sense(headway: Run, flag: str, value: str) -> None:
 
 
 def test_an_interrupt_ends_cleanly() -> None:
-    command = [sys.executable, "-m", "headway.cli.main", "run", "--raw", "Count:", "--max-tokens", "4000"]
+    command = [
+        sys.executable,
+        "-m",
+        "headway.cli.main",
+        "run",
+        "--threads",
+        "1",
+        "--raw",
+        "Count:",
+        "--max-tokens",
+        "4000",
+    ]
     process = subprocess.Popen(
         command, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -161,7 +184,18 @@ def test_an_interrupt_ends_cleanly() -> None:
 
 
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
-    command = [sys.executable, "-m", "headway.cli.main", "run", "--raw", "Count:", "--max-tokens", "40"]
+    command = [
+        sys.executable,
+        "-m",
+        "headway.cli.main",
+        "run",
+        "--threads",
+        "1",
+        "--raw",
+        "Count:",
+        "--max-tokens",
+        "40",
+    ]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -175,7 +209,14 @@ class TestChat:
         done = headway("chat", "--json", "--max-tokens", "24", input="My name is Ada.\n\nWhat is my name?\n")
         assert done.returncode == 0, done.stderr
         first, second = [json.loads(line) for line in done.stdout.splitlines()]
-        assert "Ada" in second["text"]
+
+        async def at_once(engine: hw.Engine) -> list[int]:
+            async with engine.context() as ctx:
+                ctx.user("My name is Ada.").assistant(first["text"]).user("What is my name?")
+                return await ctx.generate(hw.Argmax(), max_tokens=24).tokens()
+
+        with hw.Engine("smollm2", threads=1) as engine:
+            assert second["tokens"] == engine.run(at_once)
         # The second turn computes its own message only, not the conversation again.
         assert second["figures"]["prompt_tokens"] < first["figures"]["prompt_tokens"] + len(first["tokens"])
 
@@ -199,7 +240,7 @@ class TestChat:
 
     def test_on_a_terminal_an_interrupt_stops_the_answer_and_the_end_of_input_ends(self) -> None:
         ours, theirs = pty.openpty()
-        command = [sys.executable, "-m", "headway.cli.main", "chat", "--max-tokens", "2000"]
+        command = [sys.executable, "-m", "headway.cli.main", "chat", "--threads", "1", "--max-tokens", "2000"]
         process = subprocess.Popen(
             command,
             stdin=theirs,

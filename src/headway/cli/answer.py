@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headway.base.errors import ContextLengthExceeded
 from headway.base.probes import Distribution
 from headway.cli.options import Decoding
 from headway.cli.render import quoted, show_table
@@ -109,6 +110,7 @@ async def stream(
     engine: hw.Engine, ctx: hw.Context, name: str, decoding: Decoding, write: Callable[[str], None]
 ) -> Answer:
     """Generate from what `ctx` holds, handing each piece of text to `write` as it comes."""
+    _check_room(engine, ctx)
     probe = Distribution(k=decoding.logprobs) if decoding.logprobs else None
     prompt_tokens, start, first = len(ctx.pending), time.perf_counter(), None
     text, probes, finish = "", [], None
@@ -130,13 +132,7 @@ def show_choices(choices: Sequence[Choice]) -> None:
     """The candidates of every step, as tables."""
     for number, choice in enumerate(choices, 1):
         rows = [
-            (
-                str(rank),
-                quoted(c.text),
-                str(c.id),
-                f"{c.probability:.4f}",
-                "-inf" if c.logprob is None else f"{c.logprob:.3f}",
-            )
+            (str(rank), quoted(c.text), str(c.id), _probability(c.probability), _logprob(c.logprob))
             for rank, c in enumerate(choice.candidates, 1)
         ]
         headers = ("rank", "token", "id", "probability", "logprob")
@@ -145,6 +141,22 @@ def show_choices(choices: Sequence[Choice]) -> None:
 
 def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _probability(value: float) -> str:
+    return f"{value:.4f}" if value >= 1e-4 else f"{value:.1e}"
+
+
+def _logprob(value: float | None) -> str:
+    return "-inf" if value is None else f"{round(value, 3) + 0.0:.3f}"  # + 0.0 makes -0.0 plain
+
+
+def _check_room(engine: hw.Engine, ctx: hw.Context) -> None:
+    used, limit = ctx.seq_len + len(ctx.pending), engine.config.max_positions
+    if used >= limit:
+        raise ContextLengthExceeded(
+            f"the prompt takes {used} tokens and the context holds {limit}, the answer included; shorten the prompt"
+        )
 
 
 def _choices(engine: hw.Engine, tokens: Sequence[int], probes: Sequence[Any]) -> tuple[Choice, ...]:

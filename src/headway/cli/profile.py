@@ -26,15 +26,15 @@ def show_profile(profile: Profile) -> None:
             (
                 phase.name,
                 str(phase.calls),
-                f"{phase.seconds * 1e3:.1f} ms",
+                f"{phase.seconds * 1e3:.1f}",
                 f"{phase.seconds / total:.0%}",
-                f"{phase.seconds * 1e3 / max(profile.tokens, 1):.2f} ms",
-                size(phase.bytes),
-                f"{size(rate)}/s",
+                f"{phase.seconds * 1e3 / max(profile.tokens, 1):.2f}",
+                f"{phase.bytes / 1e6:.1f}",
+                f"{rate / 1e9:.2f}",
                 share,
             )
         )
-    headers = ("phase", "calls", "time", "share", "per token", "bytes", "bandwidth", "of limit")
+    headers = ("phase", "calls", "ms", "share", "ms/token", "MB", "GB/s", "of limit")
     title = f"{profile.tokens} tokens, {total:.2f} s in phases; measured memory limit {size(profile.bandwidth_limit)}/s"
     show_table(headers, rows, title=title, numbers=range(1, len(headers)))
 

@@ -54,12 +54,13 @@ def show_table(
         lines = ([title] if title else []) + ["\t".join(cells) for cells in (headers, *rows)]
         print("\n".join(lines), flush=True)
         return
+    from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     right = set(numbers)
-    table = Table(title=Text(title) if title else None, title_justify="left")
+    table = Table(title=Text(title) if title else None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for index, header in enumerate(headers):
         table.add_column(header, justify="right" if index in right else "left", overflow="fold")
     for cells in rows:
@@ -102,17 +103,22 @@ def fetching() -> Iterator[Progress]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, Any] = {}
+    bars, tasks = Bars(*columns, console=Console(stderr=True), transient=True), dict[str, Any]()
 
-        def progress(received: int, total: int | None, label: str) -> None:
-            if label not in tasks:
-                for other in tasks.values():
-                    bars.update(other, visible=False)
-                tasks[label] = bars.add_task(label, total=total)
-            bars.update(tasks[label], completed=received, total=total)
+    def progress(received: int, total: int | None, label: str) -> None:
+        if not tasks:
+            bars.start()
+        if label not in tasks:
+            for other in tasks.values():
+                bars.update(other, visible=False)
+            tasks[label] = bars.add_task(label, total=total)
+        bars.update(tasks[label], completed=received, total=total)
 
+    try:
         yield progress
+    finally:
+        if tasks:
+            bars.stop()
 
 
 class PlainProgress:
