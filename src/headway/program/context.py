@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from headway.base.errors import Closed, ContextBusy, InvalidInput, Unsupported
-from headway.base.masks import Mask
+from headway.base.errors import Closed, ContextBusy, InvalidInput, InvalidMask, OutOfRange, Unsupported
+from headway.base.masks import Mask, check_rows, logit_mask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampler
 from headway.kv.table import PageTable
 from headway.program.conversation import Conversation
-from headway.program.forward import Forward
+from headway.program.forward import Execution, Forward, View
 from headway.program.generator import Generation
-from headway.program.ids import integers, token_ids
+from headway.program.ids import integers, position_ids, token_ids
 from headway.program.pages import RawPages
-from headway.runtime.passes import Pass
+from headway.runtime.passes import BEFORE, Pass, PassResult
 from headway.runtime.scheduler import Job
 
 if TYPE_CHECKING:
@@ -226,16 +226,36 @@ class Context:
     # -- for the builder and the page operations -------------------------------------------------------------------
 
     @contextmanager
-    def changing(self) -> Iterator[Context]:
-        """The engine's lock, with this context open and idle."""
+    def changing(self, after: Job | None = None) -> Iterator[tuple[Context, Job | None]]:
+        """The engine's lock, with this context open and idle, or with just the pass `after` in flight.
+
+        Yields the context and that pass, None when it has ended.
+        """
         with self.engine.lock:
             self._check_open()
-            if self.engine.loop.busy(self.table):
-                raise ContextBusy("this context has a pass in flight; await it before changing or forking the context")
             self.engine.loop.drain()
-            yield self
+            running = self.engine.loop.last_job(self.table)
+            if running is not None and running is not after:
+                raise ContextBusy("this context has a pass in flight; await it before changing or forking the context")
+            yield self, running
 
-    def submit(self, work: Pass) -> Job:
+    def view(self, ahead: Job | None) -> View:
+        """The context as it is, or as it will be when the pass in flight has succeeded. The caller holds the lock."""
+        table = self.table
+        live = table.live if table.has_discards else None
+        if ahead is None:
+            return View(table.length, table.tokens, table.positions, table.next_position, self._pending, live)
+        work = ahead.work
+        return View(
+            length=ahead.base + len(work.tokens),
+            tokens=[*table.tokens, *work.tokens],
+            positions=[*table.positions, *work.positions],
+            next_position=max(table.next_position, max(work.positions, default=-1) + 1),
+            pending=(),
+            live=live,
+        )
+
+    def submit(self, work: Pass, after: Job | None = None) -> Job:
         """Queue a pass over this context. The pending tokens it starts with leave the buffer when it succeeds."""
         waiting = self._pending[: work.pending]
 
@@ -245,7 +265,45 @@ class Context:
         def undo() -> None:
             self._pending[:0] = waiting
 
-        return self.engine.loop.submit(self.table, work, success, undo)
+        return self.engine.loop.submit(self.table, work, after, success, undo)
+
+    def execute(self, work: Pass) -> Execution[PassResult]:
+        """Submit a pass built by hand; it may take the pending tokens as its first ones (`pending=`)."""
+        with self.changing():
+            self._check_pass(work)
+            return Execution(self.submit(work), self, lambda result: result)
+
+    def _check_pass(self, work: Pass) -> None:
+        """Raise unless a hand-made pass fits this context: what the builder would have seen to."""
+        engine, base, end = self.engine, self.table.length, self.table.length + len(work.tokens)
+        token_ids(work.tokens, engine.vocab_size)
+        position_ids(work.positions, engine.config.max_positions)
+        if list(work.tokens[: work.pending]) != self._pending:
+            raise InvalidInput(
+                f"the context has {len(self._pending)} pending tokens; a pass must start with all of them and say so "
+                "with pending=, or the context be flushed first"
+            )
+        if work.feeds:
+            raise InvalidInput("a pass built by hand cannot feed handles; use ctx.forward().input(handle)")
+        rows = [(i, m) for i, m in enumerate(work.masks or ()) if m is not None]
+        for i, mask in rows:
+            wanted = {base + i + 1} if work.causal else {base + i + 1, end}
+            if len(mask) not in wanted:
+                raise InvalidMask(f"mask {i} covers {len(mask)} slots; {sorted(wanted)} are possible")
+            if self.table.has_discards and (mask & ~self.table.live(len(mask))).any():
+                raise InvalidMask(f"mask {i} attends to a slot that was discarded")
+        check_rows([m for _, m in rows])
+        engine.check_windows(work.masks or (), [*self.table.positions, *work.positions], base)
+        for readout in work.readouts:
+            if not (BEFORE if base else 0) <= readout.row < len(work.tokens):
+                raise OutOfRange(f"a readout names row {readout.row}; this pass has rows 0 to {len(work.tokens) - 1}")
+            engine.check_readout(readout.what)
+            if readout.row == BEFORE:
+                self.check_reread()
+            if readout.allowed is not None:
+                logit_mask(engine.vocab_size, readout.allowed)
+            token_ids(readout.seen, engine.vocab_size, "seen")
+            token_ids(readout.generated, engine.vocab_size, "generated")
 
     def last_residual(self) -> np.ndarray:
         """The last layer's output at the last token, before the final norm [E]."""

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 from headway.base.brle import Brle
-from headway.base.errors import InvalidInput, InvalidMask, Unsupported
+from headway.base.errors import InvalidInput, InvalidMask, OutOfRange, Unsupported
+from headway.base.probes import AttentionScores, Hidden, LogitLens, Logprob, Logprobs, Probe
 from headway.base.rng import LIMIT
+from headway.base.samplers import Sampling
 from headway.kv.allocator import Allocator
 from headway.kv.pool import Pool
 from headway.kv.table import PageTable
@@ -26,6 +28,7 @@ from headway.models.load import load_model
 from headway.models.store import resolve
 from headway.program.context import Context
 from headway.program.conversation import Chat
+from headway.program.ids import token_ids
 from headway.runtime.device import pick_device, pick_dtype, pick_pages, pick_threads
 from headway.runtime.loop import Loop
 from headway.runtime.profile import Profile, Profiler
@@ -271,6 +274,23 @@ class Engine:
         self.close()
 
     # -- for the builder -------------------------------------------------------------------------------------------
+
+    def check_readout(self, what: Sampling | Probe) -> None:
+        """Raise unless this model has the tokens and layers that a sampler or probe names."""
+        layers, vocab = self.config.layers, self.vocab_size
+        match what:
+            case Sampling():
+                token_ids([token for token, _ in what.bias], vocab, "logit_bias ids")
+            case Hidden(layer) if layer > layers:
+                raise OutOfRange(f"Hidden({layer}): this model has hidden states 0 to {layers}")
+            case AttentionScores(layer) if layer >= layers:
+                raise OutOfRange(f"AttentionScores({layer}): this model has layers 0 to {layers - 1}")
+            case LogitLens(layers=wanted) if any(l > layers for l in wanted):
+                raise OutOfRange(f"LogitLens({list(wanted)}): this model has hidden states 0 to {layers}")
+            case Logprob(id=token):
+                token_ids([token], vocab, "Logprob id")
+            case Logprobs(ids=ids):
+                token_ids(ids, vocab, "Logprobs ids")
 
     def check_windows(self, masks: Sequence[Brle | None], positions: Iterable[int], base: int) -> None:
         """Raise when a mask leaves a row nothing inside a model's own sliding window."""

@@ -6,25 +6,26 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from headway.base.brle import Brle
-from headway.base.errors import Closed, InvalidInput, InvalidMask, InvalidToken, OutOfRange, Unsupported, WrongType
+from headway.base.errors import Closed, InvalidInput, InvalidMask, OutOfRange, Unsupported, WrongType
 from headway.base.masks import Mask, check_rows, logit_mask
-from headway.base.probes import AttentionScores, Hidden, LogitLens, Logprob, Logprobs, Probe
+from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, Sampling, resolve
 from headway.program.ids import check_position, integers, position_ids, token_ids
 from headway.program.output import Output, ProbeHandle, SampleHandle
-from headway.runtime.passes import BEFORE, Pass, PassResult, Readout
+from headway.runtime.passes import BEFORE, Feed, Pass, PassResult, Readout
 from headway.runtime.scheduler import Job
 
 if TYPE_CHECKING:
     from headway.program.context import Context
 
 P = TypeVar("P", bound=Probe)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +36,18 @@ class _Ask:
     what: Sampling | Probe
     history: tuple[int, ...] | None
     generated: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A context as a new pass finds it: behind the pass in flight, when it takes that one's token."""
+
+    length: int
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    next_position: int
+    pending: Sequence[int]
+    live: Callable[[int], Brle] | None  # which slots were not discarded; None when all are there
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +69,20 @@ class Forward:
         self._logit_masks: list[_LogitMask] = []
         self._commit = True
         self._executed = False
+        self._feeds: list[tuple[int, SampleHandle, int]] = []  # (row, whose token, which)
+        self._job: Job | None = None
         self._raw_pending = 0  # pending tokens that raw mask rows bind, in a flush
 
     # -- input -----------------------------------------------------------------------------------------------------
 
-    def input(self, tokens: Iterable[int]) -> Forward:
-        """Append tokens at the positions that follow."""
+    def input(self, tokens: Iterable[int] | SampleHandle) -> Forward:
+        """Append tokens at the positions that follow.
+
+        A handle feeds what an earlier pass over this context samples, without waiting for it: execute that pass, then
+        this one, then await both.
+        """
+        if isinstance(tokens, SampleHandle):
+            return self._feed(tokens)
         ids = token_ids(tokens, self._context.engine.vocab_size)
         self._tokens += ids
         self._positions += [None] * len(ids)
@@ -75,6 +96,19 @@ class Forward:
             raise InvalidInput(f"input_at has {len(ids)} tokens and {len(at)} positions; there must be one for each")
         self._tokens += ids
         self._positions += at
+        return self
+
+    def _feed(self, handle: SampleHandle) -> Forward:
+        source = handle.owner
+        assert isinstance(source, Forward)
+        if source._context is not self._context:
+            raise InvalidInput("this handle belongs to a pass over another context; feed its token after reading it")
+        if source._job is None:
+            raise InvalidInput("this handle's pass was not executed yet; call execute() on it first")
+        for i in range(handle.count):
+            self._feeds.append((len(self._tokens), handle, i))
+            self._tokens.append(0)
+            self._positions.append(None)
         return self
 
     # -- modifiers -------------------------------------------------------------------------------------------------
@@ -119,7 +153,10 @@ class Forward:
         if not rows:
             raise InvalidInput("sample was given no rows; -1 is the last")
         vocab = self._context.engine.vocab_size
-        what = _sampling(sampler, vocab)
+        if not isinstance(sampler, Sampler):
+            raise WrongType(f"{sampler!r} is no sampler; give Argmax(), Multinomial(...), Sampling(...) or another one")
+        what = resolve(sampler)
+        self._context.engine.check_readout(what)
         past = None if history is None else tuple(token_ids(history, vocab, "history"))
         new = None if generated is None else tuple(token_ids(generated, vocab, "generated"))
         handle = SampleHandle(self, len(self._asks), len(rows))
@@ -129,27 +166,12 @@ class Forward:
     def probe(self, index: int, probe: P) -> ProbeHandle[P]:
         """Read something at a row without choosing a token."""
         (row,) = integers([index], "index")
-        self._check_probe(probe)
+        if not isinstance(probe, Probe):
+            raise WrongType(f"{probe!r} is no probe; give Logits(), Distribution(...), Entropy() or another one")
+        self._context.engine.check_readout(probe)
         handle = ProbeHandle(self, len(self._asks), probe)
         self._asks.append(_Ask(row, probe, None, None))
         return handle
-
-    def _check_probe(self, probe: Probe) -> None:
-        engine = self._context.engine
-        layers = engine.config.layers
-        match probe:
-            case Hidden(layer) if layer > layers:
-                raise OutOfRange(f"Hidden({layer}): this model has hidden states 0 to {layers}")
-            case AttentionScores(layer) if layer >= layers:
-                raise OutOfRange(f"AttentionScores({layer}): this model has layers 0 to {layers - 1}")
-            case LogitLens(layers=wanted) if any(l > layers for l in wanted):
-                raise OutOfRange(f"LogitLens({list(wanted)}): this model has hidden states 0 to {layers}")
-            case Logprob(id=token):
-                token_ids([token], engine.vocab_size, "Logprob id")
-            case Logprobs(ids=ids):
-                token_ids(ids, engine.vocab_size, "Logprobs ids")
-            case _ if not isinstance(probe, Probe):
-                raise WrongType(f"{probe!r} is no probe; give Logits(), Distribution(...), Entropy() or another one")
 
     def flushing(self, tokens: int) -> Forward:
         """This pass only computes pending tokens, and raw mask rows bind them."""
@@ -158,32 +180,40 @@ class Forward:
 
     # -- running ---------------------------------------------------------------------------------------------------
 
-    def execute(self) -> Execution:
+    def execute(self) -> Execution[Output]:
         """Submit the pass now; await what comes back for its `Output`. On any error the context is as it was."""
         if self._executed:
             raise Closed("this pass was executed before; build a new one with ctx.forward()")
-        with self._context.changing() as context:
-            work = self._build(context)
-            job = context.submit(work)
+        sources = {id(h.owner): h.owner for _, h, _ in self._feeds}
+        if len(sources) > 1:
+            raise InvalidInput(
+                "the handles fed to this pass belong to several passes; only the one before it can feed it"
+            )
+        source = next((s._job for s in sources.values() if isinstance(s, Forward)), None)
+        with self._context.changing(after=source) as (context, ahead):
+            work = self._build(context, context.view(ahead))
+            if source is not None and ahead is None:  # it has ended: its tokens are known
+                work = work.fed(source.values)
+            job = self._job = context.submit(work, ahead)
         self._executed = True
         return Execution(job, context, lambda result: Output(self, result))
 
-    def _build(self, context: Context) -> Pass:
+    def _build(self, context: Context, view: View) -> Pass:
         """The frozen pass: pending tokens first, then rows. The caller holds the lock."""
-        table, pending = context.table, context.pending_ids
-        tokens = [*pending, *self._tokens]
+        pending = len(view.pending)
+        tokens = [*view.pending, *self._tokens]
         if not tokens and not self._asks:
             raise InvalidInput("this pass has no input and reads nothing; give it tokens, a sampler or a probe")
-        positions = self._place(table.next_position, len(pending))
-        masks = self._bind(context, len(pending))
+        positions = self._place(view.next_position, pending)
         return Pass(
             tokens=tuple(tokens),
             positions=tuple(positions),
-            masks=masks,
-            readouts=self._readouts(context, tokens, len(pending)),
-            pending=len(pending),
+            masks=self._bind(view, positions),
+            readouts=self._readouts(context, view, tokens),
+            pending=pending,
             causal=self._causal,
             commit=self._commit,
+            feeds=tuple(Feed(pending + row, handle.first + i) for row, handle, i in self._feeds),
         )
 
     def _place(self, first: int, pending: int) -> list[int]:
@@ -196,14 +226,14 @@ class Forward:
             positions.append(position)
         return positions
 
-    def _bind(self, context: Context, pending: int) -> tuple[Brle | None, ...] | None:
+    def _bind(self, view: View, positions: list[int]) -> tuple[Brle | None, ...] | None:
         """Effective attend runs for every token of the pass, or None for plain causal attention over live slots."""
-        table, rows = context.table, len(self._tokens)
-        base, total = table.length, table.length + pending + rows
-        plain = [table.live(base + i + 1) if table.has_discards else None for i in range(pending + rows)]
+        pending, rows = len(view.pending), len(self._tokens)
+        base, total = view.length, view.length + pending + rows
+        plain = [None if view.live is None else view.live(base + i + 1) for i in range(pending + rows)]
         if self._mask is None:
-            return tuple(plain) if table.has_discards else None
-        live = table.live(total) if table.has_discards else None
+            return None if view.live is None else tuple(plain)
+        live = None if view.live is None else view.live(total)
         masks: list[Brle | None] = [*plain[:pending]]
         if self._mask.covers_pending or self._raw_pending:
             masks = [*self._over_live(self._mask.bind(base, pending), live)]
@@ -211,7 +241,7 @@ class Forward:
             bound = self._mask.bind(base + pending, rows, causal=self._causal, total=None if self._causal else total)
             masks += self._over_live(bound, live)
         check_rows([m for m in masks if m is not None], where="attention mask", read=self._mask.polarity)
-        context.engine.check_windows(masks, [*table.positions, *self._place(table.next_position, pending)], base)
+        self._context.engine.check_windows(masks, [*view.positions, *positions], base)
         if self._causal and live is None:
             masks = [None if m is not None and m.all() else m for m in masks]  # an explicit causal mask equals none
         return None if all(m is None for m in masks) else tuple(masks)
@@ -226,27 +256,29 @@ class Forward:
                 raise InvalidMask(f"row {i} of the attention mask attends to a slot that was discarded; mask it (1)")
         return [row & live[0 : len(row)] for row in rows]
 
-    def _readouts(self, context: Context, tokens: list[int], pending: int) -> tuple[Readout, ...]:
+    def _readouts(self, context: Context, view: View, tokens: list[int]) -> tuple[Readout, ...]:
         draws: Counter[int] = Counter()
         seed = None
         found = []
         for ask in self._asks:
-            row = self._row(ask.row, context, pending)
+            row = self._row(ask.row, context, view)
+            allowed = self._allowed(row - len(view.pending))
             if not isinstance(ask.what, Sampling):
-                found.append(Readout(row, ask.what, allowed=self._allowed(row - pending)))
+                found.append(Readout(row, ask.what, allowed=allowed))
                 continue
             own = ask.what.seed if ask.what.seed is not None else context.seed
             if own is None:
                 own = seed = seed if seed is not None else fresh_seed()
-            seen, counts = self._history(ask, context, tokens, row)
-            found.append(Readout(row, ask.what, self._allowed(row - pending), own, draws[row], seen, counts))
+            seen, counts = self._history(ask, view, tokens, row)
+            by_rows = ask.what.penalises and ask.history is None and ask.generated is None
+            found.append(Readout(row, ask.what, allowed, own, draws[row], seen, counts, by_rows))
             draws[row] += 1
         return tuple(found)
 
-    def _row(self, index: int, context: Context, pending: int) -> int:
+    def _row(self, index: int, context: Context, view: View) -> int:
         """The pass's token behind an index of the builder; -(n+1) is the token just before the rows."""
-        n = len(self._tokens)
-        before = context.table.length + pending > 0
+        n, pending = len(self._tokens), len(view.pending)
+        before = view.length + pending > 0
         low = -(n + 1) if before else -n
         if not low <= index < n:
             span = f"{low} to {n - 1}" if low <= n - 1 else "none: the context is empty and the pass has no input"
@@ -256,15 +288,15 @@ class Forward:
             context.check_reread()
         return row
 
-    def _history(
-        self, ask: _Ask, context: Context, tokens: list[int], row: int
-    ) -> tuple[tuple[int, ...], dict[int, int]]:
+    def _history(self, ask: _Ask, view: View, tokens: list[int], row: int) -> tuple[tuple[int, ...], dict[int, int]]:
+        """The ids a penalty counts: what was given, or the context's tokens up to the row."""
         assert isinstance(ask.what, Sampling)
         if not ask.what.penalises:
             return (), {}
         past = ask.history
         if past is None:
-            past = (*context.table.tokens, *tokens[: row + 1])
+            fed = {len(view.pending) + r for r, _, _ in self._feeds}  # their tokens are counted when they are known
+            past = (*view.tokens, *(t for i, t in enumerate(tokens[: row + 1]) if i not in fed))
         counted = past if ask.generated is None else ask.generated
         return tuple(sorted({*past, *counted})), dict(Counter(counted))
 
@@ -281,13 +313,13 @@ class Forward:
         return allowed
 
 
-class Execution:
+class Execution(Generic[Result]):
     """A submitted pass: await it for its output, or call `result()` from a thread without an event loop."""
 
-    def __init__(self, job: Job, context: Context, finish: Callable[[PassResult], Output]) -> None:
+    def __init__(self, job: Job, context: Context, finish: Callable[[PassResult], Result]) -> None:
         self._job, self._context, self._finish = job, context, finish
 
-    def __await__(self) -> Generator[Any, None, Output]:
+    def __await__(self) -> Generator[Any, None, Result]:
         try:
             result = yield from asyncio.wrap_future(self._job.future).__await__()
         except asyncio.CancelledError:
@@ -295,8 +327,8 @@ class Execution:
             raise
         return self._delivered(result)
 
-    def result(self, timeout: float | None = None) -> Output:
-        """Wait in this thread."""
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait in this thread; a pass that does not end in time is undone."""
         try:
             return self._delivered(self._job.future.result(timeout))
         except BaseException:
@@ -308,16 +340,6 @@ class Execution:
         """Undo the pass."""
         self._context.engine.loop.abandon(self._job)
 
-    def _delivered(self, result: PassResult) -> Output:
+    def _delivered(self, result: PassResult) -> Result:
         self._job.before = None
         return self._finish(result)
-
-
-def _sampling(sampler: Sampler, vocab: int) -> Sampling:
-    if not isinstance(sampler, Sampler):
-        raise WrongType(f"{sampler!r} is no sampler; give Argmax(), Multinomial(...), Sampling(...) or another one")
-    what = resolve(sampler)
-    for token, _ in what.bias:
-        if token >= vocab:
-            raise InvalidToken(f"logit_bias names token {token}; this model's token ids are 0 to {vocab - 1}")
-    return what

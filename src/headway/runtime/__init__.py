@@ -1,5 +1,5 @@
 """The step: passes are scheduled, packed into a batch, run on the device and read out."""
 
-from headway.runtime.passes import Pass, PassResult, PassStats, Readout
+from headway.runtime.passes import Feed, Pass, PassResult, PassStats, Readout
 
-__all__ = ["Pass", "PassResult", "PassStats", "Readout"]
+__all__ = ["Feed", "Pass", "PassResult", "PassStats", "Readout"]

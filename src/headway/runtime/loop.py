@@ -67,6 +67,7 @@ class Loop:
         self,
         table: PageTable,
         work: Pass,
+        after: Job | None = None,
         on_success: Callable[[], None] = lambda: None,
         on_undo: Callable[[], None] = lambda: None,
     ) -> Job:
@@ -74,15 +75,16 @@ class Loop:
         with self.lock:
             self.check_open()
             self.drain()
-            need = -(-(table.length + len(work.tokens)) // table.page_size) - sum(p is None for p in table.pages)
+            base = table.length if after is None else after.base + len(after.work.tokens)
+            need = -(-(base + len(work.tokens)) // table.page_size) - sum(p is None for p in table.pages)
             if need > self._allocator.total:
                 raise OutOfPages(
                     f"this pass needs {need} pages of {table.page_size} slots; the pool has {self._allocator.total}; "
                     "shorten it, or create the engine with a larger pages="
                 )
-            job = Job(work, table, time.perf_counter(), on_success=on_success, on_undo=on_undo)
+            job = Job(work, table, base, time.perf_counter(), after, on_success=on_success, on_undo=on_undo)
             if self._trim:
-                job.kept_pages = needed_pages(work, table.length, table.page_size)
+                job.kept_pages = needed_pages(work, base, table.page_size)
             self._queue.append(job)
             self._changed.notify_all()
         job.future.add_done_callback(lambda future: self.abandon(job) if future.cancelled() else None)
@@ -91,6 +93,8 @@ class Loop:
     def abandon(self, job: Job) -> None:
         """Nobody wants this pass any more: it leaves the queue now, and what it did is undone."""
         with self.lock:
+            for later in [j for j in self._queue if j.after is job]:
+                self.abandon(later)
             if job in self._queue:
                 self._queue.remove(job)
                 job.abandoned = True
@@ -103,9 +107,13 @@ class Loop:
                 job.on_undo()
         job.future.cancel()
 
+    def last_job(self, table: PageTable) -> Job | None:
+        """The latest pass of this table that is queued or running."""
+        return next((job for job in reversed(self._queue) if job.table is table), None)
+
     def busy(self, table: PageTable) -> bool:
         """Whether a pass of this table is queued or running."""
-        return any(job.table is table for job in self._queue)
+        return self.last_job(table) is not None
 
     def release_later(self, table: PageTable) -> None:
         """Give a table's pages back soon; safe in a finalizer."""
@@ -197,13 +205,14 @@ class Loop:
                 try:
                     job.pages = self._allocator.take(job.table.pages_for(len(job.work.tokens)))
                 except OutOfPages as e:
-                    self._queue.remove(job)
-                    _fail(job, e)
+                    for resolve in self._failed(job, e):
+                        resolve()
                     continue
                 job.started = True
             job.running = True
             pages = [*job.table.pages, *job.pages]
-            chunk = Chunk(job.work, job.table, pages, job.table.length, job.done, job.done + tokens, job.kept_pages)
+            assert job.base == job.table.length
+            chunk = Chunk(job.work, job.table, pages, job.base, job.done, job.done + tokens, job.kept_pages)
             turn.append((job, chunk))
         return turn
 
@@ -244,9 +253,7 @@ class Loop:
                 continue
             error = result if isinstance(result, HeadwayError) else failure(list(result.values.values()))
             if error is not None:
-                self._queue.remove(job)
-                self._give_back(job)
-                resolutions.append(_failing(job, error))
+                resolutions += self._failed(job, error)
                 continue
             assert isinstance(result, SegmentResult)
             job.values.update(result.values)
@@ -255,6 +262,15 @@ class Loop:
             if job.remaining == 0:
                 self._queue.remove(job)
                 resolutions.append(self._finish(job, result))
+        return resolutions
+
+    def _failed(self, job: Job, error: HeadwayError) -> list[Callable[[], None]]:
+        """A pass failed: it is undone, and with it the passes that wait for its tokens."""
+        self._queue.remove(job)
+        self._give_back(job)
+        resolutions = [_failing(job, error)]
+        for later in [j for j in self._queue if j.after is job]:
+            resolutions += self._failed(later, PassFailed(f"the pass whose token this one takes failed: {error}"))
         return resolutions
 
     def _finish(self, job: Job, result: SegmentResult) -> Callable[[], None]:
@@ -269,6 +285,9 @@ class Loop:
             table.state = result.state
         job.pages = []
         job.on_success()
+        for later in self._queue:
+            if later.after is job:
+                later.after, later.work = None, later.work.fed(job.values)
         self.counters.passes += 1
         self.counters.pages_trimmed += stats.pages_trimmed
         answer = PassResult(tuple(job.values[i] for i in range(len(work.readouts))), stats)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -29,6 +29,15 @@ class Readout:
     ordinal: int = 0
     seen: Sequence[int] = ()
     generated: Mapping[int, int] = field(default_factory=dict)
+    counts_rows: bool = False  # its history goes up to its row, so tokens fed to the pass belong to it
+
+
+@dataclass(frozen=True)
+class Feed:
+    """A token of a pass that an earlier pass samples: `row` is where it goes, `readout` which value it is."""
+
+    row: int
+    readout: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +56,7 @@ class Pass:
     pending: int = 0
     causal: bool = True
     commit: bool = True
+    feeds: tuple[Feed, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.positions)
@@ -55,6 +65,16 @@ class Pass:
     @property
     def rows(self) -> int:
         return len(self.tokens) - self.pending
+
+    def fed(self, values: Mapping[int, object]) -> Pass:
+        """The pass with the tokens that an earlier pass has sampled meanwhile."""
+        tokens = list(self.tokens)
+        for feed in self.feeds:
+            token = values[feed.readout]
+            assert isinstance(token, int)
+            tokens[feed.row] = token
+        readouts = tuple(_counting(r, [tokens[f.row] for f in self.feeds if f.row <= r.row]) for r in self.readouts)
+        return replace(self, tokens=tuple(tokens), readouts=readouts, feeds=())
 
     def mask(self, i: int) -> Brle | None:
         return None if self.masks is None else self.masks[i]
@@ -80,3 +100,13 @@ class PassResult:
 
     values: tuple[object, ...]
     stats: PassStats
+
+
+def _counting(readout: Readout, tokens: Sequence[int]) -> Readout:
+    """The readout with more tokens in its history, if that goes by rows."""
+    if not readout.counts_rows or not tokens:
+        return readout
+    counts = dict(readout.generated)
+    for token in tokens:
+        counts[token] = counts.get(token, 0) + 1
+    return replace(readout, seen=tuple(sorted({*readout.seen, *tokens})), generated=counts)

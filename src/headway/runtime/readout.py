@@ -25,7 +25,7 @@ from headway.base.rng import uniform
 from headway.base.samplers import Sampling
 from headway.kernels import sampling
 from headway.models.decoder import Decoder, Taps
-from headway.runtime.batch import Batch, Segment
+from headway.runtime.batch import Batch
 from headway.runtime.passes import BEFORE, Readout
 from headway.runtime.plan import score_group
 
@@ -172,17 +172,14 @@ class Reader:
         group = next(i for i, g in enumerate(taps.scores[layer]) if int(g.rows[0, 0]) == ask.row)
         heads = taps.scores_found[layer][group][0]  # [H, S]
         segment = batch.segments[ask.segment]
-        slots = max(len(segment.masks[ask.row - segment.rows.start] or ()), _slot(segment, ask.row) + 1)
+        mask = segment.masks[ask.row - segment.rows.start]
+        slots = int(segment.slots[ask.row - segment.rows.start]) + 1 if mask is None else len(mask)
         heads = torch.nn.functional.pad(heads, (0, max(0, slots - heads.shape[1])))[:, :slots]
         if reduce == "mean":
             heads = heads.mean(0)
         elif reduce == "max":
             heads = heads.amax(0)
         return heads.cpu().numpy()
-
-
-def _slot(segment: Segment, row: int) -> int:
-    return int(segment.slots[row - segment.rows.start])
 
 
 def _position(batch: Batch, ask: Ask) -> int:

@@ -20,7 +20,9 @@ class Job:
 
     work: Pass
     table: PageTable
+    base: int  # the table's length when its first token comes
     arrived: float
+    after: Job | None = None  # the pass of the same context that must end before it
     future: Future[PassResult] = field(default_factory=Future)
     done: int = 0  # tokens computed
     started: bool = False
@@ -45,7 +47,7 @@ def choose(jobs: Iterable[Job], budget: int) -> list[tuple[Job, int]]:
 
     A pass that is not causal runs whole, and so may exceed the budget, alone if it must.
     """
-    ready = list(jobs)
+    ready = [j for j in jobs if j.after is None]
     short = [j for j in ready if j.remaining <= 1]
     long = [j for j in ready if j.remaining > 1]
     chosen, left = [], budget
