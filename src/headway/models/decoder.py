@@ -120,7 +120,7 @@ class Decoder:
         size = {"norm": self.final_norm.nbytes, "qkv": 0, "output projection": 0, "feed-forward": 0}
         for layer in self.layers:
             size["norm"] += layer.input_norm.nbytes + layer.mlp_norm.nbytes
-            size["qkv"] += layer.qkv.nbytes
+            size["qkv"] += layer.qkv.nbytes + sum(n.nbytes for n in (layer.q_norm, layer.k_norm) if n is not None)
             size["output projection"] += layer.out.nbytes
             size["feed-forward"] += layer.gate_up.nbytes + layer.down.nbytes
         return {**size, "head": self.output.nbytes}

@@ -1,0 +1,29 @@
+"""The real model, once for the whole run: SmolLM2 from Headway's cache, fetched on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import headway as hw
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The default model's GGUF file."""
+    from headway.models.store import resolve
+
+    return resolve("smollm2")
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: Path) -> Iterator[hw.Engine]:
+    """An engine on the default model, shared by every test that only adds contexts of its own."""
+    import headway as hw
+
+    with hw.Engine("smollm2", pages=1024, threads=2) as engine:
+        yield engine
