@@ -1,0 +1,82 @@
+# Headway's commands; `make` alone lists them. Everything is installed into .venv, nothing outside this folder.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+VENV ?= .venv
+PROMPT ?= Give me three tips for a good night's sleep.
+ARGS ?=
+
+# Passed by the environment and unexpanded, so that quotes and dollars in a prompt mean nothing to make or the shell.
+run: export HEADWAY_PROMPT := $(value PROMPT)
+
+# A stamp's name holds what an installation depends on: another version, pin or folder is another stamp.
+KEY := $(shell { pwd; cat pyproject.toml constraints.txt; } | sha256sum | cut -c1-16)
+RUN_STAMP := $(VENV)/.headway-run-$(KEY)
+TEST_STAMP := $(VENV)/.headway-test-$(KEY)
+DOCS_STAMP := $(VENV)/.headway-docs-$(KEY)
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+
+.PHONY: help run test test-all lint format docs clean clean-all
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+run: $(RUN_STAMP) ## answer a prompt with the default model (PROMPT="…", ARGS="--max-tokens 64")
+	@$(PY) -m headway.cli.main run $(ARGS) -- "$$HEADWAY_PROMPT" </dev/null
+
+test: $(TEST_STAMP) ## run the tests (ARGS="tests/kv -x" narrows them)
+	@$(PY) -m headway.cli.main models pull >/dev/null || echo "Tests that need the default model will fail."
+	@$(PY) -m pytest $(ARGS)
+
+test-all: $(TEST_STAMP) ## run the slow tests too, and keep the log in benchmarks/results
+	@mkdir -p benchmarks/results
+	@$(PY) -m pytest -m "not gpu" --color=no $(ARGS) 2>&1 | tee benchmarks/results/test-all.log
+
+lint: $(TEST_STAMP) ## check style, types and the order of layers
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m pyright
+	@$(VENV)/bin/lint-imports
+
+format: $(TEST_STAMP) ## format the code and mend what can be mended
+	@$(PY) -m ruff format .
+	@$(PY) -m ruff check --fix .
+
+docs: $(DOCS_STAMP) ## build the documentation into site/
+	@$(VENV)/bin/zensical build --clean
+
+clean: ## remove caches and built files
+	@rm -rf build dist site .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-all: clean ## remove .venv too
+	@rm -rf $(VENV)
+
+# The packages of `make test` include those of `make run`.
+$(RUN_STAMP):
+	@$(call install,.,run)
+
+$(TEST_STAMP):
+	@$(call install,.[test],run test)
+
+$(DOCS_STAMP):
+	@$(call install,.[docs],run docs)
+
+# $(call install,what,stamps): a virtual environment, the packages, and the stamps when all of it worked.
+define install
+$(PY) -m pip --version >/dev/null 2>&1 || { $(new_venv); }; \
+$(PIP) install -c constraints.txt -e '$(1)'; \
+for stamp in $(2); do rm -f $(VENV)/.headway-$$stamp-*; touch $(VENV)/.headway-$$stamp-$(KEY); done
+endef
+
+define new_venv
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	echo "Headway needs Python 3.11 or later; '$(PYTHON)' is not. Name another with PYTHON=python3.12." >&2; exit 2; }; \
+$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	echo "'$(PYTHON)' cannot make a virtual environment. On Debian: sudo apt install python3-venv" >&2; exit 2; }; \
+$(PYTHON) -m venv $(VENV)
+endef
