@@ -30,6 +30,7 @@ class Log:
     tokens: Sequence[int]
     positions: Sequence[int]
     masks: Sequence[Brle | None]
+    ahead: int = 0  # how many of the last tokens attended to later ones
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,8 @@ class PageTable:
         self.positions = array("q")
         self.peaks = array("q")  # the largest position so far, at each slot
         self.masks: list[Brle | None] = []
+        self.spans: list[tuple[int, int]] = []  # slots computed by passes that were not causal
+        self.repeatable = True  # whether the log still says how every slot came to be
         self.state: object = None  # the last token's final residual, while the device keeps it
         self.closed = False
 
@@ -110,8 +113,17 @@ class PageTable:
         self.peaks.extend(islice(accumulate(log.positions, max, initial=self.next_position - 1), 1, None))
         self.masks.extend(log.masks)
         self.length += len(log.tokens)
+        if log.ahead:
+            self.spans.append((self.length - log.ahead, self.length))
         if commit:
             self.committed = max(self.committed, self.length // self.page_size)
+
+    def restore(
+        self, tokens: Sequence[int], positions: Sequence[int], masks: list[Brle | None], committed: int
+    ) -> None:
+        """Take over a log that was written elsewhere, for pages that are here already."""
+        self.advance(Log(tokens, positions, masks), (), commit=False)
+        self.committed = committed
 
     def mark(self) -> Mark:
         """Where the sequence stands now."""
@@ -212,7 +224,7 @@ class PageTable:
         child.pages = [*self.pages[: self.committed], *(fresh.get(i) for i in range(self.committed, used))]
         child.committed, child.length, child.state = self.committed, self.length, self.state
         child.tokens, child.positions, child.peaks = self.tokens[:], self.positions[:], self.peaks[:]
-        child.masks = self.masks[:]
+        child.masks, child.spans, child.repeatable = self.masks[:], self.spans[:], self.repeatable
         return child
 
     def close(self) -> None:
@@ -247,6 +259,9 @@ class PageTable:
     def _cut_log(self, keep: int) -> None:
         if keep < self.length:
             self.state = None
+            # A slot that attended to one that is now gone cannot be computed again from the log.
+            self.repeatable &= not any(start < keep < stop for start, stop in self.spans)
+            self.spans = [span for span in self.spans if span[0] < keep]
         del self.tokens[keep:], self.positions[keep:], self.peaks[keep:], self.masks[keep:]
         self.length = keep
 

@@ -195,6 +195,13 @@ class Context:
             del self._pending[len(self._pending) - waiting :]
         return self
 
+    def save(self, name: str, *, durable: bool = False) -> None:
+        """Keep this context under a name, pending tokens included; `engine.open(name)` gives forks of it.
+
+        With durable=True it is written to disk, with a fingerprint of the weights, and survives the process.
+        """
+        self.engine.snapshots.save(name, self, durable=durable)
+
     def inner(self) -> RawPages:
         """The raw page operations."""
         self._check_open()
@@ -304,6 +311,18 @@ class Context:
                 logit_mask(engine.vocab_size, readout.allowed)
             token_ids(readout.seen, engine.vocab_size, "seen")
             token_ids(readout.generated, engine.vocab_size, "generated")
+
+    @property
+    def talk(self) -> Conversation:
+        return self._talk
+
+    @property
+    def written(self) -> int:
+        return self._written
+
+    def resume(self, pending: list[int], talk: Conversation, written: int) -> None:
+        """Take over what a snapshot kept beside the pages."""
+        self._pending, self._talk, self._written = pending, talk, written
 
     def last_residual(self) -> np.ndarray:
         """The last layer's output at the last token, before the final norm [E]."""

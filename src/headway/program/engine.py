@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from headway.base.brle import Brle
+from headway.base.config import settings
 from headway.base.errors import InvalidInput, InvalidMask, OutOfRange, Unsupported
 from headway.base.probes import AttentionScores, Hidden, LogitLens, Logprob, Logprobs, Probe
 from headway.base.rng import LIMIT
@@ -24,11 +25,13 @@ from headway.kv.pool import Pool
 from headway.kv.table import PageTable
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
+from headway.models.fingerprint import fingerprint
 from headway.models.load import load_model
 from headway.models.store import resolve
 from headway.program.context import Context
 from headway.program.conversation import Chat
 from headway.program.ids import token_ids
+from headway.program.snapshots import Snapshots
 from headway.runtime.device import pick_device, pick_dtype, pick_pages, pick_threads
 from headway.runtime.loop import Loop
 from headway.runtime.profile import Profile, Profiler
@@ -99,7 +102,7 @@ class Engine:
         self._path = None if isinstance(model, Decoder) else resolve(model)
         torch.set_num_threads(count)
         if isinstance(model, Decoder):
-            decoder = model
+            decoder = _as_asked(model, dtype, device)
         else:
             assert self._path is not None
             decoder = load_model(self._path, dtype=pick_dtype(dtype, where), device=where)
@@ -108,7 +111,7 @@ class Engine:
         self._page_size, self._decoder, self._threads = page_size, decoder, count
         self._name = str(model) if not isinstance(model, Decoder) else f"{self.config.family} in memory"
         self._allocator = Allocator(total)
-        pool = Pool(
+        self.pool = pool = Pool(
             layers=self.config.layers,
             pages=total,
             page_size=page_size,
@@ -126,6 +129,7 @@ class Engine:
             trim=trim,
             on_start=lambda: torch.set_num_threads(count),
         )
+        self.snapshots = Snapshots(self, settings().cache / "snapshots")
 
     # -- programs --------------------------------------------------------------------------------------------------
 
@@ -152,6 +156,18 @@ class Engine:
         with self.lock:
             self.loop.check_open()
             return Context(self, PageTable(self._allocator, self._page_size), seed)
+
+    def open(self, name: str) -> Context | None:
+        """A fork of the context saved under a name, or None."""
+        return self.snapshots.open(name)
+
+    def take(self, name: str) -> Context | None:
+        """The context saved under a name, which then is saved no more; or None."""
+        return self.snapshots.take(name)
+
+    def delete(self, name: str) -> bool:
+        """Forget the context saved under a name; False when there was none."""
+        return self.snapshots.delete(name)
 
     # -- the model -------------------------------------------------------------------------------------------------
 
@@ -212,6 +228,15 @@ class Engine:
             weight_bytes=weights,
             kv_bytes_per_token=self.config.kv_values_per_token * decoder.dtype.itemsize,
         )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A strong hash of the weights."""
+        return fingerprint(self._path, self._decoder)
+
+    @property
+    def allocator(self) -> Allocator:
+        return self._allocator
 
     @property
     def decoder(self) -> Decoder:
@@ -306,6 +331,17 @@ class Engine:
                         f"row {i} attends to nothing inside this model's own window of {window} positions; "
                         "let it attend to itself"
                     )
+
+
+def _as_asked(decoder: Decoder, dtype: str, device: str) -> Decoder:
+    """A decoder in memory, which is used as it is: another dtype or device than it has is refused."""
+    where = decoder.device if device == "auto" else pick_device(device)
+    if where.type != decoder.device.type or where.index not in (None, decoder.device.index):
+        raise InvalidInput(f"device {device!r} was asked for and this decoder is on {decoder.device}; move it first")
+    if dtype != "auto" and pick_dtype(dtype, where) != decoder.dtype:
+        has = str(decoder.dtype).removeprefix("torch.")
+        raise InvalidInput(f"dtype {dtype!r} was asked for and this decoder is in {has}; convert it first")
+    return decoder
 
 
 def _positive(name: str, value: int, limit: int) -> int:

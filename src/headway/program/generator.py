@@ -61,7 +61,7 @@ class Generation:
         if self.finish is not None:
             raise StopAsyncIteration
         context = self._context
-        if self._left == 0 or context.room() < 1:
+        if self._generated and context.room() < 0:  # the last token stands at the limit and cannot be computed
             return self._end("length")
         forward = context.forward()
         handle = forward.sample([-1], self._sampler, generated=self._generated)

@@ -27,7 +27,7 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
+        device = torch.device(name if isinstance(name, str) else "")
     except RuntimeError:
         raise InvalidInput(f"device {name!r} is not known; it takes auto, cpu, cuda, cuda:N or mps") from None
     match device.type:
@@ -47,7 +47,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype weights and activations have. auto is float32 on a CPU and bfloat16 elsewhere."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise InvalidInput(f"dtype {name!r} is not known; it takes auto, float32, bfloat16 or float16")
     return DTYPES[name]
 

@@ -278,9 +278,13 @@ class Loop:
         work, table = job.work, job.table
         job.before = table.mark()
         stats = self._stats(job)
-        table.advance(
-            Log(work.tokens, work.positions, work.masks or [None] * len(work.tokens)), job.pages, commit=work.commit
+        log = Log(
+            work.tokens,
+            work.positions,
+            work.masks or [None] * len(work.tokens),
+            ahead=0 if work.causal else work.rows,
         )
+        table.advance(log, job.pages, commit=work.commit)
         if result.state is not None:
             table.state = result.state
         job.pages = []

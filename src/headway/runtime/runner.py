@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from headway.kv.pool import Pool
-from headway.models.decoder import Decoder, Step, Taps
+from headway.models.decoder import Decoder, Step
 from headway.runtime.batch import Batch
 from headway.runtime.plan import plan
 from headway.runtime.profile import Profiler
@@ -48,10 +48,13 @@ class TorchRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[SegmentResult]:
         """Apply the edits, run the model over the rows, read what was asked."""
-        self.profiler.begin(len(batch.write_rows))
         self.pool.apply(batch.edits)
         taps = make_taps(batch, self.decoder, self.page_size)
-        x = self._forward(batch, taps) if len(batch.tokens) else None
+        step = self._step(batch) if len(batch.tokens) else None
+        self.profiler.begin(len(batch.write_rows))
+        x = None
+        if step is not None:
+            x = self.decoder.forward(step, self.pool.kv, taps, self.profiler.mark, self.tile)
         values = self.reader.read(batch, x, taps, self.profiler.mark)
         self.profiler.end(self._sizes(batch))
         results = []
@@ -60,17 +63,17 @@ class TorchRunner:
             results.append(SegmentResult({index: values[i, index] for index, _, _ in segment.readouts}, state))
         return results
 
-    def _forward(self, batch: Batch, taps: Taps) -> torch.Tensor:
+    def _step(self, batch: Batch) -> Step:
+        """The batch's arrays on the device."""
         device = self.decoder.device
         whole = len(batch.write_rows) == len(batch.tokens)
-        step = Step(
+        return Step(
             tokens=torch.from_numpy(batch.tokens).to(device),
             positions=torch.from_numpy(batch.positions).to(device),
             write_rows=None if whole else torch.from_numpy(batch.write_rows).to(device),
             write_slots=torch.from_numpy(batch.write_slots).to(device),
             groups=plan(batch, self.windows, self.page_size, device),
         )
-        return self.decoder.forward(step, self.pool.kv, taps, self.profiler.mark, self.tile)
 
     def _sizes(self, batch: Batch) -> dict[str, int]:
         """Bytes each phase of this step had to move, by arithmetic."""

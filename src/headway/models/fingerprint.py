@@ -1,0 +1,44 @@
+"""A strong hash of a model's weights: two models with the same fingerprint compute the same."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from headway.models.decoder import Decoder
+
+CHUNK = 1 << 22
+
+
+def fingerprint(path: Path | None, decoder: Decoder) -> str:
+    """SHA-256 over the weight files and their config, or over the tensors of a model made in memory."""
+    digest = hashlib.sha256()
+    if path is None:
+        _hash_tensors(digest, decoder)
+    elif path.is_file():
+        _hash_file(digest, path)
+    else:
+        for file in sorted([path / "config.json", *path.glob("*.safetensors")]):
+            digest.update(file.name.encode())
+            _hash_file(digest, file)
+    return digest.hexdigest()
+
+
+def _hash_file(digest: hashlib._Hash, path: Path) -> None:
+    with path.open("rb") as file:
+        while part := file.read(CHUNK):
+            digest.update(part)
+
+
+def _hash_tensors(digest: hashlib._Hash, decoder: Decoder) -> None:
+    digest.update(repr(decoder.config).encode())
+    tensors = [decoder.embedding, decoder.final_norm, decoder.output, decoder.inv_freq]
+    for layer in decoder.layers:
+        tensors += [layer.input_norm, layer.mlp_norm]
+        tensors += [t for t in (layer.q_norm, layer.k_norm) if t is not None]
+        for part in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            tensors += [part.weight] if part.bias is None else [part.weight, part.bias]
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)

@@ -1,0 +1,208 @@
+"""Saved contexts: by name in memory, or as files that survive the process."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from headway.base.errors import InvalidInput, SnapshotError
+from headway.kv import snapshot as files
+from headway.kv.snapshot import Snapshot
+from headway.kv.table import PageTable
+from headway.program.context import Context
+from headway.program.conversation import Conversation
+from headway.program.ids import position_ids, token_ids
+from headway.runtime.passes import Pass
+
+if TYPE_CHECKING:
+    from headway.program.engine import Engine
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class Snapshots:
+    """The saved contexts of one engine. A name stands for one snapshot, in memory or on disk."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self._engine, self._folder = engine, folder
+        self._kept: dict[str, Context] = {}
+
+    def save(self, name: str, context: Context, *, durable: bool) -> None:
+        """Keep a fork of the context under a name; what had the name before is gone."""
+        path = self._path(name)
+        copy = context.fork()
+        if durable:
+            try:
+                files.write(path, self._pack(copy))
+            finally:
+                copy.release()
+            self._forget(name)
+            return
+        with self._engine.lock:
+            self._forget(name)
+            self._kept[name] = copy
+        path.unlink(missing_ok=True)
+
+    def open(self, name: str) -> Context | None:
+        """A fork of what was saved, or None."""
+        path = self._path(name)
+        with self._engine.lock:
+            if name in self._kept:
+                return self._kept[name].fork()
+        return self._load(path) if path.exists() else None
+
+    def take(self, name: str) -> Context | None:
+        """What was saved, which then is saved no more; or None."""
+        path = self._path(name)
+        with self._engine.lock:
+            kept = self._kept.pop(name, None)
+        if kept is not None:
+            return kept
+        context = self._load(path) if path.exists() else None
+        path.unlink(missing_ok=True)
+        return context
+
+    def delete(self, name: str) -> bool:
+        """Forget what was saved; False when there was nothing."""
+        path = self._path(name)
+        found = self._forget(name) or path.exists()
+        path.unlink(missing_ok=True)
+        return found
+
+    def _forget(self, name: str) -> bool:
+        with self._engine.lock:
+            kept = self._kept.pop(name, None)
+            if kept is not None:
+                kept.release()
+            return kept is not None
+
+    def _path(self, name: str) -> Path:
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise InvalidInput(
+                f"the snapshot name {str(name)[:140]!r} cannot be used; names have 1 to 128 of A–Z a–z 0–9 . _ -"
+            )
+        return self._folder / f"{name}.safetensors"
+
+    # -- to disk ---------------------------------------------------------------------------------------------------
+
+    def _pack(self, context: Context) -> Snapshot:
+        table, engine = context.table, self._engine
+        found: list[np.ndarray] = []
+
+        def read() -> None:
+            pages = torch.tensor(table.held(), dtype=torch.int64, device=engine.pool.kv.device)
+            kv = engine.pool.kv.index_select(2, pages).movedim(2, 0).contiguous().cpu()
+            found.append(_bytes(kv).reshape(len(pages), -1))
+            state = table.state
+            found.append(_bytes(state.cpu()) if isinstance(state, torch.Tensor) else np.empty(0, np.uint8))
+
+        engine.loop.call(read)
+        return Snapshot(
+            fingerprint=engine.fingerprint,
+            page_size=table.page_size,
+            dtype=engine.info.dtype,
+            committed=table.committed,
+            tokens=np.array(table.tokens, dtype=np.int64),
+            positions=np.array(table.positions, dtype=np.int64),
+            masks=tuple(table.masks),
+            discarded=tuple(i for i, p in enumerate(table.pages) if p is None),
+            spans=tuple(table.spans),
+            repeatable=table.repeatable,
+            kv=found[0],
+            state=found[1],
+            program=_program_data(context),
+        )
+
+    # -- from disk -------------------------------------------------------------------------------------------------
+
+    def _load(self, path: Path) -> Context:
+        saved = files.read(path)
+        engine = self._engine
+        if saved.fingerprint != engine.fingerprint:
+            raise SnapshotError(
+                f"the snapshot {path.stem!r} was made by other weights (fingerprint {saved.fingerprint[:12]}…, "
+                f"this model has {engine.fingerprint[:12]}…); open it with the model that made it, or delete it"
+            )
+        token_ids(saved.tokens, engine.vocab_size, "saved tokens")
+        position_ids(saved.positions, engine.config.max_positions, "saved positions")
+        context = engine.context(seed=saved.program.get("seed"))
+        try:
+            same = saved.page_size == context.page_size and saved.dtype == engine.info.dtype
+            if same:
+                self._restore(context.table, saved)
+            else:
+                self._recompute(context, saved, path.stem)
+            _restore_program(context, saved.program, engine.vocab_size)
+        except BaseException:
+            context.release()
+            raise
+        return context
+
+    def _restore(self, table: PageTable, saved: Snapshot) -> None:
+        """Pages as they were."""
+        engine = self._engine
+        shape = (len(saved.kv), *engine.pool.kv.shape[:2], *engine.pool.kv.shape[3:])
+        if saved.kv.nbytes != int(np.prod(shape)) * engine.pool.kv.element_size():
+            raise SnapshotError("the snapshot's pages do not have this model's shape; delete it and save it again")
+        with engine.lock:
+            fresh = iter(engine.allocator.take(len(saved.kv)))
+            pages = -(-len(saved.tokens) // saved.page_size)
+            table.pages = [None if i in saved.discarded else next(fresh) for i in range(pages)]
+            table.restore(saved.tokens.tolist(), saved.positions.tolist(), list(saved.masks), saved.committed)
+            table.spans, table.repeatable = list(saved.spans), saved.repeatable
+
+        def fill() -> None:
+            kv = engine.pool.kv
+            data = torch.from_numpy(np.ascontiguousarray(saved.kv)).view(kv.dtype).view(shape).movedim(0, 2)
+            if table.held():
+                kv.index_copy_(2, torch.tensor(table.held(), device=kv.device), data.to(kv.device))
+            if saved.state.size:
+                table.state = torch.from_numpy(saved.state.copy()).view(kv.dtype).to(kv.device)
+
+        engine.loop.call(fill)
+
+    @staticmethod
+    def _recompute(context: Context, saved: Snapshot, name: str) -> None:
+        """The log played again, under another page size or dtype."""
+        if saved.discarded or not saved.repeatable:
+            raise SnapshotError(
+                f"the snapshot {name!r} was made with page size {saved.page_size} and {saved.dtype}; it has discarded "
+                "or cut-off slots and cannot be recomputed under others: open it with the same settings"
+            )
+        cuts = sorted({0, len(saved.tokens), *(c for span in saved.spans for c in span)})
+        for start, stop in pairwise(cuts):
+            masks = saved.masks[start:stop]
+            work = Pass(
+                tokens=tuple(saved.tokens[start:stop].tolist()),
+                positions=tuple(saved.positions[start:stop].tolist()),
+                masks=None if all(m is None for m in masks) else tuple(masks),
+                causal=(start, stop) not in saved.spans,
+            )
+            context.execute(work).result()
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.contiguous().view(torch.uint8).flatten().numpy()
+
+
+def _program_data(context: Context) -> dict[str, Any]:
+    talk = context.talk
+    return {
+        "pending": list(context.pending),
+        "messages": [dict(m) for m in talk.messages],
+        "rendered": talk.rendered,
+        "cued": talk.cued,
+        "written": context.written,
+        "seed": context.seed,
+    }
+
+
+def _restore_program(context: Context, data: dict[str, Any] | Any, vocab: int) -> None:
+    pending = token_ids(data["pending"], vocab, "saved pending tokens")
+    talk = Conversation(tuple(data["messages"]), str(data["rendered"]), bool(data["cued"]))
+    context.resume(pending, talk, int(data["written"]))
