@@ -10,8 +10,9 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from headway.base.machine import Machine, read_machine
 from headway.cli.doctor import Fit, Gpu, hints
-from headway.cli.facts import Machine, ModelFacts, read_machine
+from headway.cli.facts import ModelFacts
 from headway.models import store
 
 GIB = 1 << 30

@@ -11,13 +11,12 @@ import typer
 
 from headway.base.config import settings
 from headway.base.errors import InvalidInput
+from headway.base.machine import Machine, read_machine
 from headway.cli.facts import (
     PACKAGES,
-    Machine,
     ModelFacts,
     headway_version,
     package_version,
-    read_machine,
     read_model,
     system_name,
 )

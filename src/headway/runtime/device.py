@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
 
 from headway.base.errors import InvalidInput, OutOfPages, Unsupported
+from headway.base.machine import read_machine
 from headway.models.config import ModelConfig
 
 DTYPES = {
@@ -55,28 +53,17 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def pick_threads(threads: int | None) -> int:
     """The number of threads: as asked, or what the CPU limit of this process allows."""
     if threads is None:
-        return available_cpus()
+        return read_machine().fair_threads
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 1024:
         raise InvalidInput(f"threads is {threads!r}; it takes a whole number from 1 to 1024")
     return threads
-
-
-def available_cpus() -> int:
-    """Cores this process may use: its affinity, less if a container limits it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cpu_quota()
-    return max(1, min(cores, int(quota))) if quota else cores
 
 
 def available_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = next(
-        (int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:")), 8 << 30
-    )
-    limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
-    return free if limit is None or used is None else max(0, min(free, limit - used))
+    return read_machine().memory_free
 
 
 def pick_pages(pages: int | None, config: ModelConfig, page_size: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -97,23 +84,3 @@ def pick_pages(pages: int | None, config: ModelConfig, page_size: int, dtype: to
     if fitting < 1:
         raise OutOfPages(f"a page takes {size} bytes and only {free >> 20} MiB of memory are free")
     return min(full, fitting)
-
-
-def _cpu_quota() -> float | None:
-    text = " ".join(_lines("/sys/fs/cgroup/cpu.max")).split()
-    if len(text) == 2 and text[0] != "max":
-        return int(text[0]) / int(text[1])
-    quota, period = _number("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), _number("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
-    return quota / period if quota and period and quota > 0 else None
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _number(path: str) -> int | None:
-    text = "".join(_lines(path)).strip()
-    return int(text) if text.lstrip("-").isdigit() else None
