@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,28 @@ from headway.kernels.rope import Rope
 from headway.models.families import by_architecture, by_gguf
 from headway.models.families.family import Family
 
+FINITE = sys.float_info.max
+WHOLE = 1 << 63
 LARGEST = 1 << 24  # no dimension of a real model is larger
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "layers",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_positions",
+)
 JSON_LIMIT = 64 << 20  # bytes of a config file
+# GGUF keys that would change the rotation in ways this decoder does not have, and the values that change nothing.
+GGUF_ROPE_EXTRAS = {
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+    "rope.scaling.alpha": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +62,7 @@ class ModelConfig:
     interleaved_weights: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "intermediate_size"):
+        for name in SIZES:
             value = getattr(self, name)
             if not 1 <= value <= LARGEST:
                 raise BadModelFile(f"the model's {name} is {value}; it must be between 1 and {LARGEST}")
@@ -50,6 +70,13 @@ class ModelConfig:
             raise BadModelFile(f"{self.heads} heads cannot share {self.kv_heads} key heads evenly")
         if self.head_dim % 2:
             raise BadModelFile(f"the head size is {self.head_dim}; rotary positions need an even number")
+        if self.rope.dim > self.head_dim:
+            raise BadModelFile(f"{self.rope.dim} dimensions are rotated; a head has {self.head_dim}")
+        if not 0 <= self.norm_eps < 1:
+            raise BadModelFile(f"the norm's epsilon is {self.norm_eps}; it must be from 0 to below 1")
+        for window in self.windows:
+            if window is not None and window < 1:
+                raise BadModelFile(f"a layer's sliding window is {window}; it must be at least 1")
 
     @property
     def kv_values_per_token(self) -> int:
@@ -104,7 +131,7 @@ class _Keys:
         value = self.get(key)
         if value is None:
             value = self._default(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, int) or not -WHOLE <= value < WHOLE:
             raise BadModelFile(f"{self.source}: {self.prefix}{key} is {value!r}; a whole number is needed")
         return value
 
@@ -112,9 +139,12 @@ class _Keys:
         value = self.get(key)
         if value is None:
             value = self._default(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= FINITE:
             raise BadModelFile(f"{self.source}: {self.prefix}{key} is {value!r}; a finite number is needed")
         return float(value)
+
+    def optional(self, key: str) -> float | None:
+        return None if self.get(key) is None else self.float(key)
 
     def bool(self, key: str, default: bool) -> bool:
         value = self.get(key)
@@ -154,7 +184,7 @@ def from_hf(data: Mapping[str, Any]) -> ModelConfig:
         hidden_size=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=keys.int("num_key_value_heads", family.kv_heads or heads),
+        kv_heads=_hf_kv_heads(keys, family, heads),
         head_dim=head_dim,
         intermediate_size=keys.int("intermediate_size"),
         max_positions=positions,
@@ -214,6 +244,12 @@ def _layers(keys: _Keys, key: str) -> int:
     return layers
 
 
+def _hf_kv_heads(keys: _Keys, family: Family, heads: int) -> int:
+    """As many as heads when the config says null, the family's own number when it says nothing."""
+    silent = "num_key_value_heads" not in keys.data
+    return keys.int("num_key_value_heads", family.kv_heads if silent and family.kv_heads else heads)
+
+
 def _flag(keys: _Keys, flag: bool | str) -> bool:
     return keys.bool(flag, False) if isinstance(flag, str) else flag
 
@@ -223,8 +259,6 @@ def _hf_windows(keys: _Keys, family: Family, layers: int) -> tuple[int | None, .
     if family.window == "none" or ("sliding_window" in keys.data and keys.get("sliding_window") is None):
         return (None,) * layers
     window = keys.int("sliding_window", 4096)
-    if window < 1:
-        raise BadModelFile(f"config.json: sliding_window is {window}; at least 1 is needed")
     if family.window == "all":
         return (window,) * layers
     if not keys.bool("use_sliding_window", False):
@@ -234,7 +268,7 @@ def _hf_windows(keys: _Keys, family: Family, layers: int) -> tuple[int | None, .
         first = keys.int("max_window_layers", 28)
         return tuple(window if i >= first else None for i in range(layers))
     known = {"sliding_attention": window, "full_attention": None}
-    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in list(known) for k in kinds):
         raise BadModelFile(
             f"config.json: layer_types must name one of {', '.join(known)} for each of {layers} layers, not {kinds!r}"
         )
@@ -248,6 +282,8 @@ def _hf_rope(data: Mapping[str, Any], head_dim: int, positions: int, theta: floa
     keys = _Keys(scaling, "config.json, rope parameters")
     theta = keys.float("rope_theta", _Keys(data, "config.json").float("rope_theta", theta))
     partial = keys.float("partial_rotary_factor", _Keys(data, "config.json").float("partial_rotary_factor", 1.0))
+    if not 0 < partial <= 1:
+        raise BadModelFile(f"config.json: partial_rotary_factor is {partial}; it must be above 0 and at most 1")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if data.get("original_max_position_embeddings") is not None:  # the top level wins, as in transformers
         keys.data = {**scaling, "original_max_position_embeddings": data["original_max_position_embeddings"]}
@@ -265,17 +301,20 @@ def _rope(keys: _Keys, kind: str, dim: int, theta: float, positions: int) -> Rop
         case "linear":
             return Rope(dim, theta, "linear", factor=_positive(keys, "factor"))
         case "llama3":
+            low, high = _positive(keys, "low_freq_factor"), _positive(keys, "high_freq_factor")
+            if low >= high:
+                raise BadModelFile(f"{keys.source}: low_freq_factor {low} must be below high_freq_factor {high}")
             return Rope(
                 dim,
                 theta,
                 "llama3",
                 factor=_positive(keys, "factor"),
-                low_freq_factor=_positive(keys, "low_freq_factor"),
-                high_freq_factor=_positive(keys, "high_freq_factor"),
-                original_positions=keys.int("original_max_position_embeddings"),
+                low_freq_factor=low,
+                high_freq_factor=high,
+                original_positions=_original(keys, None),
             )
         case "yarn":
-            original = keys.int("original_max_position_embeddings", positions)
+            original = _original(keys, positions)
             return Rope(
                 dim,
                 theta,
@@ -284,9 +323,9 @@ def _rope(keys: _Keys, kind: str, dim: int, theta: float, positions: int) -> Rop
                 original_positions=original,
                 beta_fast=_positive(keys, "beta_fast", 32.0),
                 beta_slow=_positive(keys, "beta_slow", 1.0),
-                attention_factor=keys.get("attention_factor") and keys.float("attention_factor"),
-                mscale=keys.get("mscale") and keys.float("mscale"),
-                mscale_all_dim=keys.get("mscale_all_dim") and keys.float("mscale_all_dim"),
+                attention_factor=keys.optional("attention_factor"),
+                mscale=keys.optional("mscale"),
+                mscale_all_dim=keys.optional("mscale_all_dim"),
                 truncate=keys.bool("truncate", True),
             )
     raise Unsupported(
@@ -294,22 +333,36 @@ def _rope(keys: _Keys, kind: str, dim: int, theta: float, positions: int) -> Rop
     )
 
 
+def _original(keys: _Keys, default: int | None) -> int:
+    key = "original_max_position_embeddings"
+    value = keys.int(key, default)
+    if not 1 <= value <= LARGEST:
+        raise BadModelFile(f"{keys.source}: {key} is {value}; it must be between 1 and {LARGEST}")
+    return value
+
+
 def _positive(keys: _Keys, key: str, default: float | None = None) -> float:
     value = keys.float(key, default)
-    if value <= 0:
-        raise BadModelFile(f"{keys.source}: {key} is {value}; it must be above 0")
+    if not 0 < value <= LARGEST:
+        raise BadModelFile(f"{keys.source}: {key} is {value}; it must be above 0 and at most {LARGEST}")
     return value
 
 
 def _gguf_rope(keys: _Keys, head_dim: int, family: Family) -> Rope:
     dim = keys.int("rope.dimension_count", head_dim)
     theta = keys.float("rope.freq_base", family.theta)
+    for key, plain in GGUF_ROPE_EXTRAS.items():
+        if (value := keys.get(key)) is not None and value != plain:
+            raise Unsupported(
+                f"GGUF: {keys.prefix}{key} is {value!r}; only files without it, or with {plain}, are read"
+            )
     kind = keys.get("rope.scaling.type") or "default"
     if kind in ("default", "none"):
         return _rope(keys, "default", dim, theta, 0)
     renamed = {
         "factor": keys.get("rope.scaling.factor"),
         "original_max_position_embeddings": keys.get("rope.scaling.original_context_length"),
-        "attention_factor": keys.get("rope.scaling.attn_factor"),
+        "beta_fast": keys.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
     }
     return _rope(_Keys(renamed, "GGUF, rope scaling"), kind, dim, theta, keys.int("context_length"))

@@ -2,4 +2,11 @@
 
 from headway.models.families.family import Family
 
-FAMILY = Family(name="qwen2", architectures=("Qwen2ForCausalLM",), gguf="qwen2", qkv_bias=True, window="layers")
+FAMILY = Family(
+    name="qwen2",
+    architectures=("Qwen2ForCausalLM",),
+    gguf="qwen2",
+    qkv_bias=True,
+    window="layers",
+    kv_heads=32,
+)

@@ -11,4 +11,5 @@ FAMILY = Family(
     qk_norm=True,
     window="layers",
     head_dim=128,
+    kv_heads=32,
 )
