@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1``` *$", re.MULTILINE | re.DOTALL)
+# A make above this test must not hand its own variables to the makes that are tested.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS")}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 # Runs a page's snippets in one namespace, as a reader would type them; prints what each of them printed, as JSON.
@@ -109,7 +111,14 @@ def test_commands_run(page: Path, command: str, smollm2_path: Path) -> None:
 
 def _run(*command: str) -> str:
     done = subprocess.run(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, text=True, capture_output=True, timeout=300, check=False
+        command,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        capture_output=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -176,7 +185,7 @@ class Made:
     def __call__(self, *arguments: str, python: str = "") -> subprocess.CompletedProcess[str]:
         stubs = [f"VENV={self.folder}", f"PYTHON={self._script('system', python)}", f"PY={self._script('venv')}"]
         command = ["make", *stubs, *arguments]
-        return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+        return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, check=False)
 
     @property
     def asked(self) -> list[str]:
