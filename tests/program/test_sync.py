@@ -466,7 +466,7 @@ def test_a_state_at_capacity_takes_no_more(own: hw.InferenceEngine) -> None:
             lambda: engine.prefill_batched(state, [1] * 4, validate=True),
         ]
         for call in calls:
-            with pytest.raises(hw.ContextLengthExceeded, match=r"4 more tokens after position 21 exceed .* limit of 24"):
+            with pytest.raises(hw.ContextLengthExceeded, match=r"4 more tokens after position 21 .* limit of 24"):
                 call()
             assert state.position == 21
         for token in (1, 2, 3):
