@@ -175,6 +175,8 @@ class PageTable:
 
     def truncate(self, n: int) -> None:
         """Drop the last n tokens across pages; a cut inside a committed page copies what is kept."""
+        if n == 0:
+            return  # reserved pages stay
         keep = self.length - n
         assert 0 <= keep <= self.length
         whole, part = divmod(keep, self.page_size)
@@ -195,12 +197,10 @@ class PageTable:
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
             raise InvalidInput(f"discard_pages: start is {start!r}; a page number from 0 is needed")
         full = self.length // self.page_size
-        last = (self.length - 1) // self.page_size  # the page of the last token stays
-        if start + n > min(full, last):
-            raise OutOfRange(
-                f"discard_pages({start}, {n}): pages 0 to {max(min(full, last), 0) - 1} are full and not the last; "
-                "others cannot be discarded"
-            )
+        limit = min(full, max(self.length - 1, 0) // self.page_size)  # the page of the last token stays
+        if start + n > limit:
+            can = f"pages 0 to {limit - 1} are" if limit else "no page is"
+            raise OutOfRange(f"discard_pages({start}, {n}): {can} full and not the last; others cannot be discarded")
         chosen = range(start, start + n)
         gone = [i for i in chosen if self.pages[i] is None]
         if gone:

@@ -13,13 +13,14 @@ import numpy as np
 from headway.base.errors import Closed, ContextBusy, InvalidInput, InvalidMask, OutOfRange, Unsupported
 from headway.base.masks import Mask, check_rows, logit_mask
 from headway.base.probes import Probe
-from headway.base.samplers import Sampler
+from headway.base.samplers import Sampler, Sampling
 from headway.kv.table import PageTable
 from headway.program.conversation import Conversation
 from headway.program.forward import Execution, Forward, View
 from headway.program.generator import Generation
 from headway.program.ids import integers, position_ids, token_ids
 from headway.program.pages import RawPages
+from headway.runtime.batch import reads_final_state
 from headway.runtime.passes import BEFORE, Pass, PassResult
 from headway.runtime.scheduler import Job
 
@@ -307,7 +308,7 @@ class Context:
                 raise OutOfRange(f"a readout names row {readout.row}; this pass has rows 0 to {len(work.tokens) - 1}")
             engine.check_readout(readout.what)
             if readout.row == BEFORE:
-                self.check_reread()
+                self.check_reread(readout.what)
             if readout.allowed is not None:
                 logit_mask(engine.vocab_size, readout.allowed)
             token_ids(readout.seen, engine.vocab_size, "seen")
@@ -331,16 +332,16 @@ class Context:
         assert state is not None
         return state.float().cpu().numpy()  # type: ignore[attr-defined]
 
-    def check_reread(self) -> None:
+    def check_reread(self, what: Sampling | Probe) -> None:
         """Raise unless the last token can be read: its state is kept, or all it attended to is still there."""
         table = self.table
-        if table.state is not None or not table.has_discards:
+        if table.state is not None and reads_final_state(what):
             return
-        live = table.live(table.length)
-        mask = table.masks[-1]
-        if (mask & ~live).any() if mask is not None else not live.all():
+        live, mask = table.live(table.length), table.masks[-1]
+        lost = not live.all() if mask is None else (mask[0 : table.length] & ~live).any() or mask.any(table.length)
+        if lost:
             raise Unsupported(
-                "the last token cannot be computed again: slots it attended to were discarded; "
+                "the last token cannot be computed again: slots it attended to were discarded or cut off; "
                 "read it in the pass that computes it, or give the pass an input"
             )
 

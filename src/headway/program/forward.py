@@ -261,7 +261,7 @@ class Forward:
         seed = None
         found = []
         for ask in self._asks:
-            row = self._row(ask.row, context, view)
+            row = self._row(ask, context, view)
             allowed = self._allowed(row - len(view.pending))
             if not isinstance(ask.what, Sampling):
                 found.append(Readout(row, ask.what, allowed=allowed))
@@ -275,17 +275,17 @@ class Forward:
             draws[row] += 1
         return tuple(found)
 
-    def _row(self, index: int, context: Context, view: View) -> int:
+    def _row(self, ask: _Ask, context: Context, view: View) -> int:
         """The pass's token behind an index of the builder; -(n+1) is the token just before the rows."""
-        n, pending = len(self._tokens), len(view.pending)
+        index, n, pending = ask.row, len(self._tokens), len(view.pending)
         before = view.length + pending > 0
         low = -(n + 1) if before else -n
         if not low <= index < n:
             span = f"{low} to {n - 1}" if low <= n - 1 else "none: the context is empty and the pass has no input"
             raise OutOfRange(f"row {index} is out of range; this pass has {n} rows, indices {span}")
         row = pending + (index if index >= 0 else n + index)
-        if row == BEFORE:
-            context.check_reread()
+        if row == BEFORE and view.length == context.seq_len:  # what a pass in flight computes is there when it ends
+            context.check_reread(ask.what)
         return row
 
     def _history(self, ask: _Ask, view: View, tokens: list[int], row: int) -> tuple[tuple[int, ...], dict[int, int]]:

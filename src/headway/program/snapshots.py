@@ -97,7 +97,7 @@ class Snapshots:
         def read() -> None:
             pages = torch.tensor(table.held(), dtype=torch.int64, device=engine.pool.kv.device)
             kv = engine.pool.kv.index_select(2, pages).movedim(2, 0).contiguous().cpu()
-            found.append(_bytes(kv).reshape(len(pages), -1))
+            found.append(_bytes(kv).reshape(len(pages), kv[:1].nbytes if len(pages) else 0))
             state = table.state
             found.append(_bytes(state.cpu()) if isinstance(state, torch.Tensor) else np.empty(0, np.uint8))
 
@@ -158,8 +158,8 @@ class Snapshots:
 
         def fill() -> None:
             kv = engine.pool.kv
-            data = torch.from_numpy(np.ascontiguousarray(saved.kv)).view(kv.dtype).view(shape).movedim(0, 2)
             if table.held():
+                data = torch.from_numpy(np.ascontiguousarray(saved.kv)).view(kv.dtype).view(shape).movedim(0, 2)
                 kv.index_copy_(2, torch.tensor(table.held(), device=kv.device), data.to(kv.device))
             if saved.state.size:
                 table.state = torch.from_numpy(saved.state.copy()).view(kv.dtype).to(kv.device)

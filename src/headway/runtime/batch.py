@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.base.brle import Brle
+from headway.base.probes import AttentionScores, Hidden, LogitLens, Probe
+from headway.base.samplers import Sampling
 from headway.kv.allocator import Edit
 from headway.kv.table import PageTable
 from headway.runtime.passes import BEFORE, Pass, Readout
@@ -111,14 +113,12 @@ def _rereads(chunk: Chunk) -> bool:
     if chunk.start > 0:
         return False
     wanted = [r for r in chunk.work.readouts if r.row == BEFORE]
-    return any(chunk.table.state is None or not reads_final_state(r) for r in wanted)
+    return any(chunk.table.state is None or not reads_final_state(r.what) for r in wanted)
 
 
-def reads_final_state(readout: Readout) -> bool:
-    """Whether the final residual of its row is all that a readout looks at."""
-    from headway.base.probes import AttentionScores, Hidden, LogitLens
-
-    return not isinstance(readout.what, AttentionScores | Hidden | LogitLens)
+def reads_final_state(what: Sampling | Probe) -> bool:
+    """Whether the final residual of its row is all that a sampler or probe looks at."""
+    return not isinstance(what, AttentionScores | Hidden | LogitLens)
 
 
 def _segment(chunk: Chunk, first: int, slots: np.ndarray, reread: bool) -> Segment:
