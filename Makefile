@@ -12,6 +12,9 @@ ARGS ?=
 # Passed by the environment and unexpanded, so that quotes and dollars in a prompt mean nothing to make or the shell.
 run: export HEADWAY_PROMPT := $(value PROMPT)
 
+# Threads that wait for work sleep: when the machine has other things to do, spinning makes every one of them slower.
+test test-all: export OMP_WAIT_POLICY ?= PASSIVE
+
 # A stamp's name holds what an installation depends on: another version, pin or folder is another stamp.
 KEY := $(shell { pwd; cat pyproject.toml constraints.txt; } | sha256sum | cut -c1-16)
 RUN_STAMP := $(VENV)/.headway-run-$(KEY)

@@ -284,13 +284,14 @@ class Context:
 
     def submit(self, work: Pass, after: Job | None = None) -> Job:
         """Queue a pass over this context. The pending tokens it starts with leave the buffer when it succeeds."""
-        waiting = self._pending[: work.pending]
+        buffer = self._pending  # not self: a job must not keep its context, and so its pages, alive
+        waiting = buffer[: work.pending]
 
         def success() -> None:
-            del self._pending[: work.pending]
+            del buffer[: work.pending]
 
         def undo() -> None:
-            self._pending[:0] = waiting
+            buffer[:0] = waiting
 
         return self.engine.loop.submit(self.table, work, after, success, undo)
 

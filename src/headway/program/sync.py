@@ -141,10 +141,10 @@ class InferenceEngine:
     def _step(self, state: DecodeState, ids: list[int], *, collect: bool = False) -> None:
         context = self._context(state)
         trace = self._run(context, ids, traced=collect or self._mirror is not None)
-        if collect and trace is not None:
-            state.layer_outputs = list(trace.layers)
         if self._mirror is not None and trace is not None:
             self._diagnose(state, ids, trace)
+        if collect and trace is not None:
+            state.layer_outputs = list(trace.layers)
         self._last = state
         if self._readback:
             state.logits = self._logits(context)
@@ -208,6 +208,8 @@ class InferenceEngine:
 
     def _stepped(self, state: DecodeState | None) -> DecodeState:
         state = state if state is not None else self._last
+        if state is not None:
+            self._context(state)
         if state is None or state.position == 0:
             raise InvalidInput("nothing was computed yet; prefill a prompt or decode a token before sampling")
         return state
@@ -219,8 +221,8 @@ class InferenceEngine:
         self._readback = True
 
     def enable_validation_diagnostics(self) -> None:
-        """Compute every step a second time on the exact reference path; differences go to `diagnostics`, large ones
-        raise."""
+        """Compute every step a second time on the exact reference path. Differences go to `diagnostics`; one past
+        tolerance raises ValidationFailed, and the state is as it was."""
         if self._mirror is None:
             config = self.engine.config
             pages = int(-(-config.max_positions // 16) * SCRATCH) + 1
@@ -243,13 +245,16 @@ class InferenceEngine:
         assert state.context is not None
         if state.mirror is None:
             state.mirror = self._mirror.context()
-            earlier = list(state.context.tokens)[: -len(ids)]
-            if earlier:
-                self._run(state.mirror, earlier, traced=False)
+        missed = list(state.context.tokens)[state.mirror.seq_len : -len(ids)]
+        if missed:
+            self._run(state.mirror, missed, traced=False)
         reference = self._run(state.mirror, ids, traced=True)
         assert reference is not None
         result = compare(state.position - 1, trace, reference, self.info.dtype)
         self.diagnostics.append(result)
+        if not result.passed:
+            for context in (state.context, state.mirror):
+                context.truncate(len(ids))
         result.check("this step", "the reference")
 
     @staticmethod

@@ -84,32 +84,37 @@ class Profiler:
         self.automatic = True  # every step becomes a sample; otherwise `record` says when
         self._synchronize = synchronize
         self._device = device
+        self._measuring = False  # whether this step is measured; one that runs while it is enabled is not
+        self._marked: set[str] = set()  # phases of this step
         self._last = 0.0
         self._current: dict[str, list[float]] = {}
         self._tokens = 0
         self._samples: list[Sample] = []
 
     def begin(self, tokens: int) -> None:
-        if self.enabled:
+        self._measuring = self.enabled
+        if self._measuring:
             self._tokens += tokens
+            self._marked.clear()
             self._synchronize()
             self._last = time.perf_counter()
 
     def mark(self, name: str) -> None:
         """The time since the last mark belongs to this phase."""
-        if self.enabled:
+        if self._measuring:
             self._synchronize()
             now = time.perf_counter()
             entry = self._current.setdefault(name, [0.0, 0, 0])
             entry[0] += now - self._last
             entry[2] += 1
+            self._marked.add(name)
             self._last = now
 
     def end(self, sizes: Mapping[str, int]) -> None:
         """The step is over; sizes says how many bytes each phase had to move."""
-        if self.enabled:
+        if self._measuring:
             for name, size in sizes.items():
-                if name in self._current:
+                if name in self._marked:
                     self._current[name][1] += size
             if self.automatic:
                 self.record()

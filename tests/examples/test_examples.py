@@ -1,0 +1,175 @@
+"""Every example runs on the default model, prints, and what it claims holds."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import headway as hw
+
+FOLDER = Path(__file__).parents[2] / "examples"
+CLOSE = 1e-3  # of a logit, for what is equal to float rounding
+
+
+def load(name: str) -> ModuleType:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(smollm2: hw.Engine, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run an example: what it returned and what it printed. It must leave no page behind."""
+
+    def go(name: str, *args: Any) -> tuple[Any, str]:
+        before = smollm2.stats().pages_held
+        value = smollm2.run(load(name).program, *args)
+        assert smollm2.stats().pages_held == before, "the example kept pages"
+        printed = capsys.readouterr().out
+        assert printed.strip()
+        return value, printed
+
+    return go
+
+
+def test_every_example_has_a_test_here() -> None:
+    here = Path(__file__).read_text()
+    assert {f.stem for f in FOLDER.glob("*.py")} <= set(re.findall(r'run\("(\w+)"', here))
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.stem)
+def test_an_example_is_short_and_can_be_started(file: Path) -> None:
+    text = file.read_text()
+    assert text.startswith('"""')
+    assert len(text.splitlines()) <= 75
+    assert 'if __name__ == "__main__":' in text
+
+
+def test_hello(run: Any) -> None:
+    run("hello")
+
+
+def test_next_token_table(run: Any) -> None:
+    favourites, printed = run("next_token")
+    assert favourites["The capital of France is"] == " Paris"
+    assert "' Paris'" in printed
+    assert "nats" in printed
+
+
+def test_scores_rank_the_right_candidate_first_and_compute_the_question_once(run: Any) -> None:
+    scores, printed = run("score_candidates")
+    assert max(scores, key=scores.__getitem__) == " Jupiter"
+    assert min(scores, key=scores.__getitem__) == " a very large onion"
+    computed, apart = map(int, re.findall(r"\d+", printed.splitlines()[-1]))
+    assert computed < apart
+
+
+def test_a_window_holds_a_bounded_number_of_pages(run: Any) -> None:
+    sizes, _ = run("windowed_attention")
+    module = load("windowed_attention")
+    most = module.SINK // 16 + module.WINDOW // 16 + 2  # the window may start inside a page, and end in a new one
+    assert max(held for _, held in sizes) <= most < -(-sizes[-1][0] // 16)
+
+
+def test_a_sink_rescues_the_window(run: Any) -> None:
+    found, printed = run("attention_sink")
+    assert found["Mask.causal()"] < found["Mask.sink(4, 20)"] < found["Mask.window(48)"] < found["Mask.window(24)"]
+    assert found["Mask.sink(4, 44)"] < 1.1 * found["Mask.causal()"]
+    assert "██····████" in printed
+
+
+def test_the_best_pages_answer_and_the_ends_alone_do_not(run: Any) -> None:
+    found, _ = run("sparse_attention")
+    assert {name: "marigold" in text for name, (text, _) in found.items()} == {"all": True, "best": True, "ends": False}
+    assert found["all"][1] == 0
+    assert found["best"][1] >= 5
+
+
+def test_sections_apart_do_not_move_each_other(run: Any) -> None:
+    found, _ = run("hierarchical_attention")
+    assert found["plain causal"][0] > 0.01
+    assert found["hierarchical"][0] < 1e-4
+
+
+def test_documents_in_their_own_positions_have_no_order(run: Any) -> None:
+    spread, printed = run("own_positions")
+    assert spread["one after the other"] > 0.1
+    assert spread["position spaces of their own"] < CLOSE
+    assert printed.count(" blue") >= 3
+
+
+def test_shared_and_spread_position_ids_cost_quality(run: Any) -> None:
+    found, printed = run("position_interpolation")
+    trained, half, quarter, double, fourfold = found.values()
+    assert trained < half < quarter
+    assert trained < double < fourfold
+    assert "16384" in printed
+
+
+def test_drafts_at_one_position_are_judged_as_if_alone(run: Any) -> None:
+    (oven, bath), apart = run("competing_drafts")[0]
+    assert oven > bath
+    assert apart < CLOSE
+
+
+def test_trim_lands_on_whole_pages_and_changes_nothing(run: Any) -> None:
+    (trimmed, apart), _ = run("page_trim", 320)
+    assert trimmed == {
+        ("whole pages", "on"): 18,
+        ("scattered", "on"): 0,
+        ("whole pages", "off"): 0,
+        ("scattered", "off"): 0,
+    }
+    assert apart < CLOSE
+
+
+def test_a_tree_of_forks_shares_its_pages(run: Any) -> None:
+    (held, alone), printed = run("prefix_tree")
+    assert held < alone / 2
+    assert "reading room" in printed
+
+
+def test_parallel_forks_share_steps_and_draw_the_same(run: Any) -> None:
+    (apart, together, batch), _ = run("parallel_forks")
+    assert apart == together
+    assert len(set(together)) > 1
+    assert batch > 1.5
+
+
+def test_the_lens_ends_with_the_models_answer(run: Any) -> None:
+    favourites, _ = run("logit_lens")
+    assert favourites[0] == " of"  # the embedding knows only its own token
+    assert favourites[-1] == " Paris"
+
+
+def test_a_conversation_goes_on_in_another_process(run: Any, smollm2: hw.Engine) -> None:
+    name = f"test-{uuid.uuid4().hex}"
+    again = "import sys, headway as hw, conversation as c; print(hw.Engine('smollm2').run(c.program, sys.argv[1]))"
+    try:
+        (asked, _, answer), _ = run("conversation", name)
+        assert (asked, "Rome" in answer) == (1, True)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER), *filter(None, sys.path)])}
+        command = [sys.executable, "-c", again, name]
+        shown = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=300, check=True).stdout
+        assert "opened" in shown
+        assert answer in shown, "the second process has the first one's messages"
+        assert "Paris" in shown.splitlines()[-1], "the question means nothing without the first one"
+        (asked, _, _), printed = run("conversation", name)
+        assert asked == 3
+        assert "Paris" in printed
+        assert smollm2.open(name) is None
+    finally:
+        smollm2.delete(name)

@@ -1,0 +1,73 @@
+"""Importing headway is quick and light: torch comes with the first engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import headway
+
+LIMIT = 0.3  # seconds
+HEAVY = (
+    "torch",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "huggingface_hub",
+    "gguf",
+    "jinja2",
+    "safetensors",
+    "llguidance",
+)
+
+
+def python(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_takes_less_than_a_third_of_a_second() -> None:
+    timed = "import time; start = time.perf_counter(); import headway; print(time.perf_counter() - start)"
+    assert min(float(python(timed)) for _ in range(3)) < LIMIT
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    loaded = python("import sys, headway; print(*sys.modules)").split()
+    assert [name for name in HEAVY if name in loaded] == []
+
+
+def test_errors_and_specs_need_no_torch() -> None:
+    program = """
+import sys, headway as hw
+hw.Argmax(), hw.TopKTopP(5, 0.9), hw.Sampling(temperature=0.5), hw.Logits(), hw.Hidden(3), hw.Mask.causal()
+try:
+    hw.TopK(-1)
+except hw.HeadwayError as error:
+    assert isinstance(error, ValueError)
+else:
+    raise SystemExit("TopK(-1) was taken")
+print("torch" in sys.modules)
+"""
+    assert python(program).strip() == "False"
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    assert len(set(headway.__all__)) == len(headway.__all__)
+    for name in headway.__all__:
+        thing = getattr(headway, name)
+        assert thing.__doc__ or name in ("Sampler", "Probe"), name
+    assert set(headway.__all__) <= set(dir(headway))
+
+
+def test_an_unknown_name_is_an_ordinary_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="Enigne"):
+        headway.Enigne  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    from importlib.metadata import version
+
+    assert headway.__version__ == version("headway")

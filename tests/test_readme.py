@@ -1,0 +1,240 @@
+"""What the pages say is true: their snippets print what they show, their commands run, their links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import tomllib
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1``` *$", re.MULTILINE | re.DOTALL)
+# A make above this test must not hand its own variables to the makes that are tested.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS")}
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+# Runs a page's snippets in one namespace, as a reader would type them; prints what each of them printed, as JSON.
+RUNNER = """
+import contextlib, io, json, sys
+names, printed = {"__name__": "__main__"}, []
+for line, code in json.load(sys.stdin):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile("\\n" * line + code, sys.argv[1], "exec"), names)
+    printed.append(out.getvalue())
+json.dump(printed, sys.stdout)
+"""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """A code block: its language, its text, and how many lines of the page stand before it."""
+
+    language: str
+    text: str
+    line: int
+
+
+def fences(page: Path) -> list[Fence]:
+    text = page.read_text()
+    return [
+        Fence(m[2], textwrap.dedent(m[3]), text.count("\n", 0, m.start(3)))  # the block's first line
+        for m in FENCE.finditer(text)
+    ]
+
+
+def with_output(page: Path) -> list[tuple[Fence, str | None]]:
+    """The page's python blocks, each with the `text` block that follows it, if one does."""
+    blocks = [*fences(page), Fence("", "", 0)]
+    return [
+        (block, after.text if after.language == "text" else None)
+        for block, after in pairwise(blocks)
+        if block.language == "python"
+    ]
+
+
+def commands(page: Path) -> list[str]:
+    """Every shell command on the page, without comments."""
+    lines = [line for block in fences(page) if block.language == "sh" for line in block.text.splitlines()]
+    return [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if with_output(p)], ids=name)
+def test_snippets_print_what_the_page_shows(page: Path, smollm2_path: Path) -> None:
+    blocks = with_output(page)
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER, str(page)],
+        input=json.dumps([(block.line, block.text) for block, _ in blocks]),
+        text=True,
+        capture_output=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for (block, shown), printed in zip(blocks, json.loads(done.stdout), strict=True):
+        if shown is not None:
+            assert printed == shown, f"{name(page)}, line {block.line}"
+
+
+@pytest.mark.parametrize(
+    ("page", "command"), [pytest.param(p, c, id=f"{name(p)}: {c}") for p in PAGES for c in dict.fromkeys(commands(p))]
+)
+def test_commands_run(page: Path, command: str, smollm2_path: Path) -> None:
+    match shlex.split(command):
+        case ["make", *arguments]:
+            _run("make", "-n", *arguments)
+        case ["headway", *arguments]:
+            _run(sys.executable, "-m", "headway.cli.main", *arguments)
+        case ["pip" | ".venv/bin/pip", "install", *arguments]:
+            _check_install(arguments)
+        case [".venv/bin/pre-commit", "install"]:
+            assert (ROOT / ".pre-commit-config.yaml").is_file()
+        case ["python", script] if script.startswith("examples/"):
+            assert (ROOT / script).is_file()
+        case _:
+            pytest.fail(f"{name(page)} has a command that nothing here checks: {command}")
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _check_install(arguments: list[str]) -> None:
+    """The files and extras that a pip line names are there."""
+    assert arguments[0] == "-c"
+    assert (ROOT / arguments[1]).is_file()
+    extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", arguments[-1])
+    assert extras is not None
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set((extras[1] or "").split(",")) - {""} <= set(known)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = FENCE.sub("", page.read_text())
+    local = [link for link in LINK.findall(prose) if not re.match(r"https?:|#", link)]
+    assert [link for link in local if not (page.parent / link.split("#")[0]).exists()] == []
+
+
+def test_the_readme_is_short_and_starts_with_two_commands() -> None:
+    assert len(README.read_text().splitlines()) <= 150
+    assert commands(README)[:2] == ["make run", "make test"]
+    assert len(with_output(README)[0][0].text.splitlines()) == 12
+
+
+def test_the_readme_shows_the_files_that_are_there() -> None:
+    tree = next(block.text for block in fences(README) if "src/headway/base/" in block.text)
+    shown = [line.split()[0] for line in tree.splitlines()]
+    assert [path for path in shown if not (ROOT / path).exists()] == []
+    packages = {f"src/headway/{p.parent.name}/" for p in (ROOT / "src/headway").glob("*/__init__.py")}
+    assert packages <= set(shown)
+
+
+def test_the_first_example_is_the_program_of_the_readme(smollm2_path: Path) -> None:
+    assert _run(sys.executable, "examples/hello.py") == with_output(README)[0][1]
+
+
+def test_the_guide_shows_a_family_as_it_is() -> None:
+    shown = [block.text for block, _ in with_output(ROOT / "CONTRIBUTING.md")]
+    assert (ROOT / "src/headway/models/families/qwen3.py").read_text() in shown
+
+
+def test_layers_import_only_layers_below_them() -> None:
+    _run(str(Path(sys.executable).parent / "lint-imports"))
+
+
+# -- make --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    return Made(tmp_path)
+
+
+@dataclass(frozen=True)
+class Made:
+    """make with a Python that only notes what it is asked to do."""
+
+    folder: Path
+
+    def __call__(self, *arguments: str, python: str = "") -> subprocess.CompletedProcess[str]:
+        stubs = [f"VENV={self.folder}", f"PYTHON={self._script('system', python)}", f"PY={self._script('venv')}"]
+        command = ["make", *stubs, *arguments]
+        return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, check=False)
+
+    @property
+    def asked(self) -> list[str]:
+        log = self.folder / "asked"
+        return log.read_text().splitlines() if log.exists() else []
+
+    def _script(self, kind: str, body: str = "") -> Path:
+        path = self.folder / kind
+        path.write_text(f'#!/bin/bash\n{body}\nprintf "%s|" "$@" >>{self.folder}/asked\necho >>{self.folder}/asked\n')
+        path.chmod(0o755)
+        return path
+
+
+def test_make_run_installs_once_and_passes_the_prompt_as_it_is(made: Made) -> None:
+    prompt = """What's "$HOME" `and` $(shell echo) -- 5 < 6; ?"""
+    assert made("run", f"PROMPT={prompt}").returncode == 0
+    assert [line for line in made.asked if "|install|" in line] == [
+        "-m|pip|--disable-pip-version-check|install|-c|constraints.txt|-e|.|"
+    ]
+    assert made.asked[-1] == f"-m|headway.cli.main|run|--|{prompt}|"
+    before = len(made.asked)
+    assert made("run").returncode == 0
+    assert len(made.asked) == before + 1  # the answer, and no installation
+
+
+def test_make_test_installs_the_test_extra_and_runs_the_suite(made: Made) -> None:
+    assert made("test").returncode == 0
+    assert any(line.endswith("install|-c|constraints.txt|-e|.[test]|") for line in made.asked)
+    assert made.asked[-1] == "-m|pytest|"
+
+
+def test_a_python_that_cannot_make_environments_is_named(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "venv-broken").write_text("#!/bin/bash\nexit 1\n")
+    (tmp_path / "venv-broken").chmod(0o755)
+    done = made("run", f"PY={tmp_path}/venv-broken", python='[[ "$2" != *ensurepip* ]] || exit 1')
+    assert done.returncode != 0
+    assert "apt install python3-venv" in done.stderr
+    old = made("run", f"PY={tmp_path}/venv-broken", python='[[ "$2" != *version_info* ]] || exit 1')
+    assert old.returncode != 0
+    assert "needs Python 3.11 or later" in old.stderr
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_ci_makes_the_tests_and_fails_with_them(status: int, tmp_path: Path) -> None:
+    make = tmp_path / "make"
+    make.write_text(f'#!/bin/bash\necho "$@"\nexit {status}\n')
+    make.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [ROOT / ".ci/run"], cwd=tmp_path, env=environment, text=True, capture_output=True, check=False
+    )
+    assert (done.stdout, done.returncode) == ("test\n", status)
