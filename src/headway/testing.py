@@ -1,6 +1,7 @@
-"""Small models for users' tests: real decoders with random weights, made in memory from a config and a seed.
+"""For users' tests: small random models, and a runner that needs no weights at all.
 
-    engine = hw.Engine(random_model("qwen3", layers=3))
+    engine = hw.Engine(random_model("qwen3", layers=3))   # a real decoder
+    engine = scripted_engine(pages=64)                     # a stand-in that still checks every page and mask
 
 Needs torch and numpy only: no model files, no tokenizer, no network.
 """
@@ -11,16 +12,26 @@ import math
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from headway.base.errors import InvalidInput
+from headway.base.errors import InvalidInput, Unsupported
+from headway.base.probes import Logits
+from headway.base.rng import uniform
+from headway.base.samplers import Sampling
 from headway.kernels.rope import Rope, frequencies
+from headway.kv.allocator import Clear, Copy, Edit, Export, Import
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.families import FAMILIES
 from headway.models.layers import Layer, Linear
+from headway.program.engine import Engine
+from headway.runtime.batch import Batch, Segment
 from headway.runtime.device import pick_device, pick_dtype
+from headway.runtime.passes import BEFORE, Readout
+from headway.runtime.plan import dense_mask, segment_slots
+from headway.runtime.runner import SegmentResult
 
 WINDOW = 8  # what a family with sliding windows gets, unless `windows` says otherwise
 
@@ -120,3 +131,112 @@ def _layer(c: ModelConfig, draw: _Draw) -> Layer:
         head_dim=d,
         eps=c.norm_eps,
     )
+
+
+def scripted_engine(*, vocab_size: int = 97, max_positions: int = 1 << 20, **options: Any) -> Engine:
+    """An engine whose passes cost next to nothing; options are those of `Engine`."""
+    config: dict[str, Any] = {"layers": 1, "hidden_size": 2, "heads": 1, "kv_heads": 1, "head_dim": 2}
+    model = random_model(vocab_size=vocab_size, max_positions=max_positions, intermediate_size=1, **config)
+    options.setdefault("threads", 1)
+    runner = ScriptedRunner(vocab_size, options.setdefault("page_size", 16))
+    return Engine(model, runner=runner, **options)
+
+
+class ScriptedRunner:
+    """A model in two lines of arithmetic, over real pages.
+
+    A slot holds two numbers: one made of its token and position, one made of that and of the first numbers of all
+    slots it attends to. A row's result is made of the second numbers it sees. So a wrong page, slot, position or mask
+    anywhere gives another token, as with a real model, and `scripted_result` says what is right.
+    """
+
+    def __init__(self, vocab_size: int, page_size: int) -> None:
+        self.vocab_size, self.page_size = vocab_size, page_size
+        self._pages: dict[int, np.ndarray] = {}  # page → [2, page_size]
+
+    def execute(self, batch: Batch) -> list[SegmentResult]:
+        """As a runner must."""
+        for edit in batch.edits:
+            self._edit(edit)
+        written = dict(zip(batch.write_rows.tolist(), batch.write_slots.tolist(), strict=True))
+        return [self._segment(batch, segment, written) for segment in batch.segments]
+
+    def _segment(self, batch: Batch, segment: Segment, written: dict[int, int]) -> SegmentResult:
+        rows = segment.rows
+        if len(rows) == 0:
+            return SegmentResult(self._values(segment, batch, {}), None)
+        mask, slots = dense_mask(segment, self.page_size), segment_slots(segment, self.page_size)
+        first = [_mix(int(batch.tokens[r]) * 3 + 1, int(batch.positions[r])) for r in rows]
+        self._write(0, rows, first, written)
+        seen = self._read(0, segment)
+        second = [_mix(a, _sum(seen, slots, m)) for a, m in zip(first, mask, strict=True)]
+        self._write(1, rows, second, written)
+        seen = self._read(1, segment)
+        results = {r: _mix(b, _sum(seen, slots, m)) for r, b, m in zip(rows, second, mask, strict=True)}
+        return SegmentResult(self._values(segment, batch, results), results[rows[-1]] if segment.keep_last else None)
+
+    def _values(self, segment: Segment, batch: Batch, results: dict[int, int]) -> dict[int, object]:
+        values = {}
+        for index, row, readout in segment.readouts:
+            if row == BEFORE:
+                assert isinstance(segment.kept, int)
+                values[index] = self._value(readout, segment.kept, segment.before_position)
+            else:
+                values[index] = self._value(readout, results[row], int(batch.positions[row]))
+        return values
+
+    def _value(self, readout: Readout, result: int, position: int) -> object:
+        match readout.what:
+            case Sampling(temperature=temperature):
+                if temperature > 0:
+                    result = _mix(result, int(uniform(readout.seed, position, readout.ordinal) * (1 << 53)))
+                allowed = np.arange(self.vocab_size) if readout.allowed is None else np.flatnonzero(readout.allowed)
+                return int(allowed[result % len(allowed)])
+            case Logits():
+                return np.random.default_rng(result).standard_normal(self.vocab_size).astype(np.float32)
+        raise Unsupported(f"the scripted runner has no {type(readout.what).__name__}; it knows samplers and Logits")
+
+    def _page(self, page: int) -> np.ndarray:
+        return self._pages.setdefault(page, np.zeros((2, self.page_size), np.uint64))
+
+    def _write(self, part: int, rows: range, numbers: list[int], written: dict[int, int]) -> None:
+        for row, number in zip(rows, numbers, strict=True):
+            if row in written:
+                page, offset = divmod(written[row], self.page_size)
+                self._page(page)[part, offset] = number
+
+    def _read(self, part: int, segment: Segment) -> np.ndarray:
+        return np.concatenate([self._page(int(p))[part] for p in segment.pages])
+
+    def _edit(self, edit: Edit) -> None:
+        match edit:
+            case Clear(page):
+                self._page(page)[:] = 0
+            case Copy(source, target, slots):
+                self._page(target)[:, :slots] = self._page(source)[:, :slots]
+            case Export(pages, target):
+                target.data = [self._page(p).copy() for p in pages]
+            case Import(source, places, pages):
+                assert isinstance(source.data, list)
+                for place, page in zip(places, pages, strict=True):
+                    self._page(page)[:] = source.data[place]
+
+
+def scripted_result(tokens: Any, positions: Any, attend: np.ndarray, row: int) -> int:
+    """What the scripted model makes of a row of a whole sequence: attend [n, n] says who sees whom."""
+    slots = np.arange(len(tokens))
+    first = np.array([_mix(int(t) * 3 + 1, int(p)) for t, p in zip(tokens, positions, strict=True)], np.uint64)
+    second = np.array([_mix(int(a), _sum(first, slots, m)) for a, m in zip(first, attend, strict=True)], np.uint64)
+    return _mix(int(second[row]), _sum(second, slots, attend[row]))
+
+
+def _sum(numbers: np.ndarray, slots: np.ndarray, seen: np.ndarray) -> int:
+    weights = slots[seen].astype(np.uint64) * np.uint64(2) + np.uint64(1)
+    return int((numbers[seen] * weights).sum(dtype=np.uint64))
+
+
+def _mix(a: int, b: int) -> int:
+    """Two numbers well stirred into one below 2**63."""
+    x = (a * 0x9E3779B97F4A7C15 + b * 0xC2B2AE3D27D4EB4F + 0x165667B19E3779F9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 31)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    return (x ^ (x >> 29)) >> 1

@@ -16,6 +16,8 @@
     ├── ContextBusy                      the context has a pass in flight
     ├── Closed                           the context, state, engine or pass is over
     ├── OutOfPages                       the page pool cannot supply what was asked
+    ├── TokenBudgetExceeded              a context has computed as many tokens as it may
+    ├── DeadlineExceeded (TimeoutError)  a context's time is over
     ├── SnapshotError                    a saved context that cannot be opened
     ├── ValidationFailed                 two ways of computing the same thing disagree
     └── PassFailed                       the device failed while computing a pass
@@ -89,6 +91,14 @@ class Closed(HeadwayError):
 
 class OutOfPages(HeadwayError):
     """The page pool cannot supply what was asked."""
+
+
+class TokenBudgetExceeded(HeadwayError):
+    """A context has computed as many tokens as it may."""
+
+
+class DeadlineExceeded(HeadwayError, TimeoutError):
+    """A context's time is over; the pass was not computed, or its result came too late."""
 
 
 class SnapshotError(HeadwayError):

@@ -1,13 +1,20 @@
-"""Which pages are free and how often each is held. Pure bookkeeping; the engine's lock guards it.
+"""Which pages are free, held or cached. Pure bookkeeping; the engine's lock guards it.
 
-Page 0 is never handed out: it stays zero, and stands for "no page" wherever a tensor needs a number. Handing a page
-out or copying one also needs work on the device; it is noted as an edit, in order, and done before the next step.
+        free ──take──▶ held ──drop──▶ free                        (a page without a key)
+                        │ ▲
+                        └─┼─drop──▶ cached ──evicted──▶ free      (a page with a key: its contents can be found again)
+                          └──share────┘
+
+A page has any number of holders. Page 0 is never handed out: it stays zero, and stands for "no page" wherever a tensor
+needs a number. Handing a page out or copying one also needs work on the device; it is noted as an edit, in order, and
+done before the next step.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headway.base.errors import OutOfPages
 
@@ -28,16 +35,47 @@ class Copy:
     slots: int
 
 
-Edit = Clear | Copy
+@dataclass(eq=False)
+class HostPages:
+    """Pages of a context that was set aside, in host memory, by their numbers in the sequence.
+
+    The device's owner fills and reads `data`.
+    """
+
+    numbers: tuple[int, ...]
+    data: object = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Export:
+    """Copy pages to host memory."""
+
+    pages: tuple[int, ...]
+    target: HostPages
+
+
+@dataclass(frozen=True, eq=False)
+class Import:
+    """Copy pages back from host memory: entries `places` of it go to `pages`."""
+
+    source: HostPages
+    places: tuple[int, ...]
+    pages: tuple[int, ...]
+
+
+Edit = Clear | Copy | Export | Import
 
 
 class Allocator:
-    """Pages 1 … total with a count of holders each."""
+    """Pages 1 … total; see the file's picture."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self._free = list(range(total, 0, -1))
         self._holders = [0] * (total + 1)
+        self._key_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._edits: list[Edit] = []
 
     @property
@@ -45,16 +83,29 @@ class Allocator:
         return len(self._free)
 
     @property
+    def cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Pages that can be taken now: free ones and cached ones that nobody holds."""
+        return len(self._free) + len(self._cached)
+
+    @property
     def held(self) -> int:
-        return self.total - len(self._free)
+        return self.total - self.available
+
+    # -- holding ---------------------------------------------------------------------------------------------------
 
     def take(self, n: int) -> list[int]:
-        """n clean pages with one holder each, or OutOfPages and nothing changed."""
-        if n > len(self._free):
+        """n clean pages with one holder each, or OutOfPages and nothing changed. Cached pages go when they must."""
+        if n > self.available:
             raise OutOfPages(
-                f"{n} pages are needed and {len(self._free)} of {self.total} are free; release contexts, "
+                f"{n} pages are needed and {self.available} of {self.total} are free; release contexts, "
                 "or create the engine with a larger pages="
             )
+        while len(self._free) < n:
+            self.forget(next(iter(self._cached)))
         pages = [self._free.pop() for _ in range(n)]
         for page in pages:
             self._holders[page] = 1
@@ -62,25 +113,63 @@ class Allocator:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more holder for each page."""
+        """One more holder for each page, held or cached."""
         for page in pages:
-            assert self._holders[page] > 0
+            assert self._holders[page] > 0 or page in self._cached
+            self._cached.pop(page, None)
             self._holders[page] += 1
 
     def drop(self, pages: Iterable[int]) -> None:
-        """One holder less for each page; a page without holders is free."""
-        for page in pages:
+        """One holder less for each page; a page without holders is cached if it has a key, else free."""
+        for page in reversed(list(pages)):  # so that the first page of a prefix is evicted last
             assert self._holders[page] > 0
             self._holders[page] -= 1
             if self._holders[page] == 0:
-                self._free.append(page)
+                if page in self._key_of:
+                    self._cached[page] = None
+                else:
+                    self._free.append(page)
 
     def holders(self, page: int) -> int:
         return self._holders[page]
 
-    def copy(self, source: int, target: int, slots: int) -> None:
-        """Note a copy for the device."""
-        self._edits.append(Copy(source, target, slots))
+    # -- the cache -------------------------------------------------------------------------------------------------
+
+    def register(self, page: int, key: bytes) -> None:
+        """A held page is full and will not change: others may find it by its key. The first page with a key stays."""
+        assert self._holders[page] > 0
+        if key not in self._page_of and page not in self._key_of:
+            self._page_of[key] = page
+            self._key_of[page] = key
+
+    def find(self, key: bytes) -> int | None:
+        """The page with this key, if there is one."""
+        return self._page_of.get(key)
+
+    def is_keyed(self, page: int) -> bool:
+        return page in self._key_of
+
+    def forget(self, page: int) -> None:
+        """Take a page's key away; without holders it is free."""
+        key = self._key_of.pop(page, None)
+        if key is not None:
+            del self._page_of[key]
+        if page in self._cached:
+            del self._cached[page]
+            self._free.append(page)
+
+    def clear_cache(self) -> int:
+        """Forget every key; returns how many pages became free."""
+        before = len(self._free)
+        for page in list(self._key_of):
+            self.forget(page)
+        return len(self._free) - before
+
+    # -- the device's share ----------------------------------------------------------------------------------------
+
+    def edit(self, edit: Edit) -> None:
+        """Note work for the device."""
+        self._edits.append(edit)
 
     def take_edits(self) -> tuple[Edit, ...]:
         """The noted device work, in order; the caller has it done before anything else."""
@@ -88,14 +177,16 @@ class Allocator:
         return edits
 
     def check(self, tables: Iterable[Iterable[int]]) -> None:
-        """Assert that free + held pages are all pages, and that every count equals the tables' holdings."""
+        """Assert that free + cached + held pages are all pages, and that every count equals the tables' holdings."""
         counts = [0] * (self.total + 1)
         for pages in tables:
             for page in pages:
                 counts[page] += 1
         assert counts == self._holders, "page holders differ from what the tables hold"
-        free = set(self._free)
+        free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a page is free twice"
-        assert free == {p for p in range(1, self.total + 1) if counts[p] == 0}, (
-            "free pages are not those without holder"
-        )
+        assert not free & cached, "a page is free and cached"
+        idle = {p for p in range(1, self.total + 1) if counts[p] == 0}
+        assert free | cached == idle, "free and cached pages are not those without holder"
+        assert cached == idle & set(self._key_of), "cached pages are not those with a key and no holder"
+        assert {self._page_of[k] for k in self._page_of} == set(self._key_of), "keys and pages do not match"

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from headway.kernels import kv
-from headway.kv.allocator import Clear, Edit
+from headway.kv.allocator import Clear, Copy, Edit, Export, Import
 
 
 class Pool:
@@ -37,12 +37,23 @@ class Pool:
                 continue
             self._clear(run)
             run = []
-            kv.copy(self.kv, edit.source, edit.target, edit.slots)
+            match edit:
+                case Copy(source, target, slots):
+                    kv.copy(self.kv, source, target, slots)
+                case Export(pages, target):
+                    target.data = self.kv.index_select(2, self._index(pages)).cpu()
+                case Import(source, places, pages):
+                    data = source.data
+                    assert isinstance(data, torch.Tensor)
+                    self.kv.index_copy_(2, self._index(pages), data[:, :, list(places)].to(self.kv.device))
         self._clear(run)
+
+    def _index(self, pages: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(pages, dtype=torch.int64, device=self.kv.device)
 
     def _clear(self, pages: list[int]) -> None:
         if pages:
-            kv.clear(self.kv, torch.tensor(pages, device=self.kv.device))
+            kv.clear(self.kv, self._index(pages))
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -7,20 +7,29 @@
 
 `pages` has an entry for every page of the sequence, None where one was discarded; `committed` counts leading pages,
 discarded ones included, so page and slot numbers never move. The log says how each slot came to be (token, position,
-the mask it attended under), which is what it takes to compute it again.
+the mask it attended under), which is what it takes to compute it again. A table that was set aside keeps its log and
+gives up its pages: their entries are ABSENT until they are computed again or copied back (`host`).
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
+from typing import TypeGuard
 
 from headway.base.brle import Brle
 from headway.base.errors import InvalidInput, OutOfPages, OutOfRange
-from headway.kv.allocator import Allocator
+from headway.kv.allocator import Allocator, Copy, Export, HostPages, Import
+from headway.kv.prefix import page_key, root
+
+_births = itertools.count()
+
+ABSENT = 0  # a page that was set aside
+LOST = -1  # a page that was set aside and discarded since: needed for computing others again, then discarded
 
 
 @dataclass(frozen=True)
@@ -46,9 +55,17 @@ class Mark:
 class PageTable:
     """The pages of one sequence; see the file's picture."""
 
-    def __init__(self, allocator: Allocator, page_size: int) -> None:
+    def __init__(self, allocator: Allocator, page_size: int, salt: str = "") -> None:
         self.allocator = allocator
         self.page_size = page_size
+        self.salt = salt
+        self.bid = 0.0
+        self.born = next(_births)  # the youngest has the largest
+        self.deadline = math.inf  # on time.monotonic's clock
+        self.token_budget: int | None = None  # tokens that may still be computed
+        self.idle_first = False  # a saved context: the first to be set aside
+        self.host: HostPages | None = None  # where its pages are, when they cannot be computed again
+        self.keys: list[bytes | None] = []  # of committed pages; None from where the chain is broken
         self.pages: list[int | None] = []
         self.committed = 0
         self.length = 0
@@ -77,33 +94,33 @@ class PageTable:
 
     def held(self) -> list[int]:
         """The physical pages this table holds."""
-        return [p for p in self.pages if p is not None]
+        return [p for p in self.pages if _is_there(p)]
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether pages of it must be brought back before it can be computed on."""
+        return ABSENT in self.pages or LOST in self.pages
+
+    @property
+    def last_key(self) -> bytes | None:
+        """The key that the next page's key follows; None when its pages cannot be cached."""
+        return self.keys[-1] if self.keys else root(self.salt)
 
     def live(self, slots: int) -> Brle:
         """Which of the first `slots` slots were not discarded."""
         size = self.page_size
-        gone = [(i * size, min((i + 1) * size, slots)) for i, p in enumerate(self.pages) if p is None]
+        gone = [(i * size, min((i + 1) * size, slots)) for i, p in enumerate(self.pages) if p in (None, LOST)]
         return ~Brle.from_intervals(slots, [(a, b) for a, b in gone if a < slots])
 
     @property
     def has_discards(self) -> bool:
-        return None in self.pages
+        return None in self.pages or LOST in self.pages
 
     # -- a pass ----------------------------------------------------------------------------------------------------
 
     def pages_for(self, tokens: int) -> int:
         """How many pages must be added before this many more tokens fit."""
         return max(0, -(-(self.length + tokens) // self.page_size) - len(self.pages))
-
-    @contextmanager
-    def adding(self, pages: int) -> Iterator[list[int]]:
-        """Pages that are given back if the body raises; the body keeps them by putting them in the table."""
-        taken = self.allocator.take(pages)
-        try:
-            yield taken
-        except BaseException:
-            self.allocator.drop(taken)
-            raise
 
     def advance(self, log: Log, pages: Sequence[int], *, commit: bool) -> None:
         """A pass has succeeded: its pages and tokens are part of the sequence."""
@@ -116,14 +133,29 @@ class PageTable:
         if log.ahead:
             self.spans.append((self.length - log.ahead, self.length))
         if commit:
-            self.committed = max(self.committed, self.length // self.page_size)
+            self._commit(max(self.committed, self.length // self.page_size))
+
+    def _commit(self, pages: int) -> None:
+        """The first `pages` pages are immutable now, and found by their keys."""
+        size = self.page_size
+        for i in range(self.committed, pages):
+            slots, before = slice(i * size, (i + 1) * size), self.last_key
+            if before is None or any(start < (i + 1) * size for start, _ in self.spans) or not self.repeatable:
+                self.keys.append(None)
+                continue
+            key = page_key(before, self.tokens[slots], self.positions[slots], self.masks[slots])
+            self.keys.append(key)
+            page = self.pages[i]
+            if _is_there(page):
+                self.allocator.register(page, key)
+        self.committed = max(self.committed, pages)
 
     def restore(
         self, tokens: Sequence[int], positions: Sequence[int], masks: list[Brle | None], committed: int
     ) -> None:
         """Take over a log that was written elsewhere, for pages that are here already."""
         self.advance(Log(tokens, positions, masks), (), commit=False)
-        self.committed = committed
+        self._commit(committed)
 
     def mark(self) -> Mark:
         """Where the sequence stands now."""
@@ -131,8 +163,15 @@ class PageTable:
 
     def rewind(self, mark: Mark) -> None:
         """Undo a pass that nobody built on."""
+        partial = mark.length // self.page_size  # may have been filled and committed by the pass
+        if partial < min(mark.pages, self.committed) and _is_there(page := self.pages[partial]):
+            if self.allocator.holders(page) > 1:
+                self._thaw(partial, mark.length % self.page_size)
+            else:
+                self.allocator.forget(page)
         self._cut_pages(mark.pages)
         self.committed = mark.committed
+        del self.keys[mark.committed :]
         self._cut_log(mark.length)
         self.state = mark.state
 
@@ -152,7 +191,7 @@ class PageTable:
                 f"commit_working_pages({k}): {max(full, 0)} of {self.working} working pages are full; "
                 "only full pages commit"
             )
-        self.committed += k
+        self._commit(self.committed + k)
 
     def release(self, n: int) -> None:
         """Free the last n working pages, and with them the tokens they hold."""
@@ -180,7 +219,7 @@ class PageTable:
         keep = self.length - n
         assert 0 <= keep <= self.length
         whole, part = divmod(keep, self.page_size)
-        if part and self.pages[whole] is None:
+        if part and self.pages[whole] in (None, LOST):
             raise InvalidInput(
                 f"truncate would cut inside page {whole}, which was discarded; cut at a multiple of {self.page_size}, "
                 "or to a slot after it"
@@ -188,6 +227,7 @@ class PageTable:
         if part and whole < self.committed:
             self._thaw(whole, part)
         self.committed = min(self.committed, whole)
+        del self.keys[self.committed :]
         self._cut_pages(whole + (1 if part else 0))
         self._cut_log(keep)
 
@@ -202,26 +242,30 @@ class PageTable:
             can = f"pages 0 to {limit - 1} are" if limit else "no page is"
             raise OutOfRange(f"discard_pages({start}, {n}): {can} full and not the last; others cannot be discarded")
         chosen = range(start, start + n)
-        gone = [i for i in chosen if self.pages[i] is None]
+        gone = [i for i in chosen if self.pages[i] in (None, LOST)]
         if gone:
             raise InvalidInput(f"discard_pages({start}, {n}): page {gone[0]} was discarded before")
-        self.allocator.drop([p for i in chosen if (p := self.pages[i]) is not None])
+        self.allocator.drop([p for i in chosen if _is_there(p := self.pages[i])])
         for i in chosen:
-            self.pages[i] = None
+            self.pages[i] = LOST if self.pages[i] == ABSENT else None
 
     def fork(self) -> PageTable:
         """A table that shares the committed pages and has copies of the working pages that hold tokens."""
-        child = PageTable(self.allocator, self.page_size)
+        child = PageTable(self.allocator, self.page_size, self.salt)
         used = -(-self.length // self.page_size)
-        copies = [i for i in range(self.committed, used) if self.pages[i] is not None]
+        copies = [i for i in range(self.committed, used) if _is_there(self.pages[i])]
         fresh = dict(zip(copies, self.allocator.take(len(copies)), strict=True))
-        shared = [p for p in self.pages[: self.committed] if p is not None]
-        self.allocator.share(shared)
+        self.allocator.share([p for p in self.pages[: self.committed] if _is_there(p)])
         for i, target in fresh.items():
             source = self.pages[i]
-            assert source is not None
-            self.allocator.copy(source, target, min(self.page_size, self.length - i * self.page_size))
-        child.pages = [*self.pages[: self.committed], *(fresh.get(i) for i in range(self.committed, used))]
+            assert _is_there(source)
+            self.allocator.edit(Copy(source, target, min(self.page_size, self.length - i * self.page_size)))
+        child.pages = [
+            *self.pages[: self.committed],
+            *(fresh.get(i, self.pages[i]) for i in range(self.committed, used)),
+        ]
+        child.keys, child.host = self.keys[:], self.host
+        child.bid, child.deadline, child.token_budget = self.bid, self.deadline, self.token_budget
         child.committed, child.length, child.state = self.committed, self.length, self.state
         child.tokens, child.positions, child.peaks = self.tokens[:], self.positions[:], self.peaks[:]
         child.masks, child.spans, child.repeatable = self.masks[:], self.spans[:], self.repeatable
@@ -234,26 +278,73 @@ class PageTable:
             self._cut_pages(0)
             self.committed, self.length, self.state = 0, 0, None
 
+    # -- setting aside ---------------------------------------------------------------------------------------------
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether every slot can be computed again from the log, page for page."""
+        deferred = self.length // self.page_size > self.committed
+        return self.repeatable and not self.spans and not self.has_discards and not deferred
+
+    @property
+    def freeable(self) -> int:
+        """Pages that setting this table aside would give to others."""
+        return sum(self.allocator.holders(p) == 1 for p in self.held())
+
+    def set_aside(self) -> None:
+        """Give every page up: to be computed again from the log, or with a copy in host memory where that cannot be."""
+        held = [(i, p) for i, p in enumerate(self.pages) if _is_there(p)]
+        if not self.can_replay and not self.is_aside:
+            self.host = HostPages(tuple(i for i, _ in held))
+            self.allocator.edit(Export(tuple(p for _, p in held), self.host))
+        self.allocator.drop([p for _, p in held])
+        self.pages = [ABSENT if _is_there(p) else p for p in self.pages]
+
+    def absent(self) -> list[int]:
+        """The numbers of the pages that must come back before anything can be computed."""
+        gone = (ABSENT,) if self.host is not None else (ABSENT, LOST)
+        return [i for i, p in enumerate(self.pages) if p in gone]
+
+    def bring_back(self, pages: Sequence[int]) -> None:
+        """Pages for every absent one, in order, with their contents; those discarded meanwhile are given back."""
+        numbers = self.absent()
+        if self.host is not None:
+            place = {n: i for i, n in enumerate(self.host.numbers)}
+            known = [(place[n], p) for n, p in zip(numbers, pages, strict=True) if n in place]
+            self.allocator.edit(Import(self.host, tuple(i for i, _ in known), tuple(p for _, p in known)))
+        self.host = None
+        for number, page in zip(numbers, pages, strict=True):
+            if self.pages[number] == LOST:
+                self.allocator.drop([page])
+                self.pages[number] = None
+                continue
+            self.pages[number] = page
+            if number < len(self.keys) and (key := self.keys[number]) is not None:
+                self.allocator.register(page, key)
+        self.pages = [None if p == LOST else p for p in self.pages]
+
     # -- cutting ---------------------------------------------------------------------------------------------------
 
     def _thaw(self, number: int, slots: int) -> None:
         """Replace a committed page by a working copy of its first slots."""
         page = self.pages[number]
-        assert page is not None
-        if self.allocator.free == 0 and self.allocator.holders(page) == 1:
-            return  # nobody else sees it, so it may become a working page itself
-        if self.allocator.free == 0:
+        if not _is_there(page):
+            return  # it was set aside: what is kept of it comes back as a working page
+        if self.allocator.holders(page) == 1 and (self.allocator.available == 0 or not self.allocator.is_keyed(page)):
+            self.allocator.forget(page)  # nobody else sees it, so it may become a working page itself
+            return
+        if self.allocator.available == 0:
             raise OutOfPages(
                 f"truncate keeps {slots} slots of a shared page and needs one free page for the copy; "
                 f"0 of {self.allocator.total} are free"
             )
         (fresh,) = self.allocator.take(1)
-        self.allocator.copy(page, fresh, slots)
+        self.allocator.edit(Copy(page, fresh, slots))
         self.pages[number] = fresh
         self.allocator.drop([page])
 
     def _cut_pages(self, keep: int) -> None:
-        self.allocator.drop([p for p in self.pages[keep:] if p is not None])
+        self.allocator.drop([p for p in self.pages[keep:] if _is_there(p)])
         del self.pages[keep:]
 
     def _cut_log(self, keep: int) -> None:
@@ -264,6 +355,11 @@ class PageTable:
             self.spans = [span for span in self.spans if span[0] < keep]
         del self.tokens[keep:], self.positions[keep:], self.peaks[keep:], self.masks[keep:]
         self.length = keep
+
+
+def _is_there(page: int | None) -> TypeGuard[int]:
+    """Whether an entry of `pages` is a physical page."""
+    return page is not None and page > 0
 
 
 def _count(what: str, n: int) -> None:

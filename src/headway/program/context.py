@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -22,7 +22,7 @@ from headway.program.ids import integers, position_ids, token_ids
 from headway.program.pages import RawPages
 from headway.runtime.batch import reads_final_state
 from headway.runtime.passes import BEFORE, Pass, PassResult
-from headway.runtime.scheduler import Job
+from headway.runtime.scheduler import BID_LIMIT, Job
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
@@ -32,9 +32,10 @@ class Context:
     """One sequence's state. Verbs are synchronous; only passes are awaited. One pass is in flight at a time."""
 
     def __init__(self, engine: Engine, table: PageTable, seed: int | None = None) -> None:
-        self.engine, self.table, self.seed = engine, table, seed
+        self.engine, self.table, self.seed = engine, engine.loop.adopt(table), seed
         self._pending: list[int] = []
         self._talk = Conversation()
+        self.retract: Callable[[], None] | None = None  # takes back a pass that a generator runs ahead
         self._written = 0  # tokens in the context when the cue ended, to tell what was said behind it
         self._finalizer = weakref.finalize(self, engine.loop.release_later, table)
 
@@ -43,11 +44,13 @@ class Context:
     @property
     def seq_len(self) -> int:
         """How many slots are computed, discarded ones included."""
+        self._come_back()
         return self.table.length
 
     @property
     def pending(self) -> tuple[int, ...]:
         """Tokens that are not computed yet."""
+        self._come_back()
         return tuple(self._pending)
 
     @property
@@ -58,6 +61,7 @@ class Context:
     def tokens(self) -> tuple[int, ...]:
         """Every token of the sequence, pending ones last."""
         with self.engine.lock:
+            self._come_back()
             return (*self.table.tokens, *self._pending)
 
     @property
@@ -133,6 +137,13 @@ class Context:
 
     def _total(self) -> int:
         return self.table.length + len(self._pending)
+
+    def set_bid(self, bid: float) -> Self:
+        """The priority of this context's passes, from -1000 to 1000; waiting one step counts as much as 1."""
+        with self.engine.lock:
+            self._check_open()
+            self.table.bid = checked_bid(bid)
+        return self
 
     # -- computing -------------------------------------------------------------------------------------------------
 
@@ -242,10 +253,19 @@ class Context:
         with self.engine.lock:
             self._check_open()
             self.engine.loop.drain()
+            if after is None:
+                self._come_back()
             running = self.engine.loop.last_job(self.table)
             if running is not None and running is not after:
                 raise ContextBusy("this context has a pass in flight; await it before changing or forking the context")
             yield self, running
+
+    def _come_back(self) -> None:
+        """Take back a pass that a generator runs ahead: whoever looks at a context finds it between two steps."""
+        with self.engine.lock:
+            retract, self.retract = self.retract, None
+            if retract is not None:
+                retract()
 
     def view(self, ahead: Job | None) -> View:
         """The context as it is, or as it will be when the pass in flight has succeeded. The caller holds the lock."""
@@ -287,7 +307,7 @@ class Context:
         engine, base, end = self.engine, self.table.length, self.table.length + len(work.tokens)
         token_ids(work.tokens, engine.vocab_size)
         position_ids(work.positions, engine.config.max_positions)
-        if list(work.tokens[: work.pending]) != self._pending:
+        if work.tokens and list(work.tokens[: work.pending]) != self._pending:
             raise InvalidInput(
                 f"the context has {len(self._pending)} pending tokens; a pass must start with all of them and say so "
                 "with pending=, or the context be flushed first"
@@ -313,6 +333,11 @@ class Context:
                 logit_mask(engine.vocab_size, readout.allowed)
             token_ids(readout.seen, engine.vocab_size, "seen")
             token_ids(readout.generated, engine.vocab_size, "generated")
+
+    def settle(self) -> None:
+        """Have the pages here, if the context was set aside."""
+        if self.table.is_aside:
+            self.execute(Pass((), ())).result()
 
     @property
     def talk(self) -> Conversation:
@@ -349,3 +374,10 @@ class Context:
         self.engine.loop.check_open()
         if self.table.closed:
             raise Closed("this context was released; create a new one with engine.context()")
+
+
+def checked_bid(bid: float) -> float:
+    """A bid inside its limits."""
+    if isinstance(bid, bool) or not isinstance(bid, int | float) or not -BID_LIMIT <= bid <= BID_LIMIT:
+        raise InvalidInput(f"the bid is {bid!r}; it takes a number from {-BID_LIMIT:g} to {BID_LIMIT:g}")
+    return float(bid)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +19,7 @@ import torch
 
 from headway.base.brle import Brle
 from headway.base.config import settings
-from headway.base.errors import InvalidInput, InvalidMask, OutOfRange, Unsupported
+from headway.base.errors import InvalidInput, InvalidMask, OutOfRange, Unsupported, WrongType
 from headway.base.probes import AttentionScores, Hidden, LogitLens, Logprob, Logprobs, Probe
 from headway.base.rng import LIMIT
 from headway.base.samplers import Sampling
@@ -28,14 +31,16 @@ from headway.models.decoder import Decoder
 from headway.models.fingerprint import fingerprint
 from headway.models.load import load_model
 from headway.models.store import resolve
-from headway.program.context import Context
+from headway.program.cache import Cache
+from headway.program.context import Context, checked_bid
 from headway.program.conversation import Chat
+from headway.program.events import EventStream
 from headway.program.ids import token_ids
 from headway.program.snapshots import Snapshots
 from headway.runtime.device import pick_device, pick_dtype, pick_pages, pick_threads
 from headway.runtime.loop import Loop
 from headway.runtime.profile import Profile, Profiler
-from headway.runtime.runner import TorchRunner
+from headway.runtime.runner import Runner, TorchRunner
 
 if TYPE_CHECKING:
     from headway.text.chat import ChatTemplate
@@ -74,6 +79,9 @@ class EngineStats:
     passes: int
     tokens: int
     batch_size_mean: float
+    queued: int
+    cache_hits: int
+    set_asides: int
 
 
 class Engine:
@@ -92,7 +100,14 @@ class Engine:
         quantize: str | None = None,
         deterministic: bool = False,
         trim: bool = True,
+        runner: Runner | None = None,
     ) -> None:
+        """Load a model: a name, a folder, a .gguf file or a hub id, or a decoder that is in memory already.
+
+        `pages` of `page_size` slots hold keys and values (by default a share of the free memory); a step computes at
+        most `max_batch_tokens` rows. With `deterministic` a row's bits depend on nothing but the row. `trim=False`
+        keeps masked pages in the attention call. `runner` computes batches in place of the model (headway.testing).
+        """
         if quantize is not None:
             raise Unsupported(f"quantize={quantize!r} is not supported yet; weights are computed in the dtype given")
         where = pick_device(device)
@@ -121,14 +136,15 @@ class Engine:
             device=decoder.device,
         )
         self._profiler = Profiler(_synchronizer(decoder.device), str(decoder.device))
-        runner = TorchRunner(decoder, pool, page_size, deterministic=deterministic, profiler=self._profiler)
+        torch_runner = TorchRunner(decoder, pool, page_size, deterministic=deterministic, profiler=self._profiler)
         self.loop = Loop(
-            runner,
+            torch_runner if runner is None else runner,
             self._allocator,
             budget=budget,
             trim=trim,
             on_start=lambda: torch.set_num_threads(count),
         )
+        weakref.finalize(self, self.loop.close)  # an engine that is lost, or open when Python ends, stops its worker
         self.snapshots = Snapshots(self, settings().cache / "snapshots")
 
     # -- programs --------------------------------------------------------------------------------------------------
@@ -149,13 +165,48 @@ class Engine:
             return asyncio.run(main())
         return _in_a_thread(main)
 
-    def context(self, *, seed: int | None = None) -> Context:
-        """An empty context. `seed` is for samplers that have none of their own."""
+    def context(
+        self,
+        *,
+        seed: int | None = None,
+        priority: float = 0.0,
+        salt: str = "",
+        token_budget: int | None = None,
+        deadline: float | None = None,
+    ) -> Context:
+        """An empty context.
+
+        `seed` is for samplers that have none of their own; `priority` is its bid for the queue; contexts of different
+        `salt` never share cached pages; `token_budget` bounds the tokens it may compute, `deadline` its life (seconds).
+        """
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < LIMIT):
             raise InvalidInput(f"seed is {seed!r}; it takes a whole number from 0 to {LIMIT - 1}")
+        if not isinstance(salt, str):
+            raise WrongType(f"salt is {salt!r}; it takes text")
+        if deadline is not None and not (isinstance(deadline, int | float) and 0 < deadline < math.inf):
+            raise InvalidInput(f"deadline is {deadline!r}; it takes a number of seconds above 0")
         with self.lock:
             self.loop.check_open()
-            return Context(self, PageTable(self._allocator, self._page_size), seed)
+            table = PageTable(self._allocator, self._page_size, salt)
+            table.bid = checked_bid(priority)
+            if token_budget is not None:
+                table.token_budget = _positive("token_budget", token_budget, 1 << 40)
+            if deadline is not None:
+                table.deadline = time.monotonic() + deadline
+            return Context(self, table, seed)
+
+    @cached_property
+    def cache(self) -> Cache:
+        """The prefix cache: counts, pins, clearing."""
+        return Cache(self)
+
+    @property
+    def page_size(self) -> int:
+        return self._page_size
+
+    def events(self, limit: int = 1024) -> EventStream:
+        """What happens from now on: iterate, in a thread or with `async for`; one event a step."""
+        return EventStream(self.loop, limit)
 
     def open(self, name: str) -> Context | None:
         """A fork of the context saved under a name, or None."""
@@ -262,13 +313,16 @@ class Engine:
             return EngineStats(
                 pages_total=self._allocator.total,
                 pages_free=self._allocator.free,
-                pages_cached=0,
+                pages_cached=self._allocator.cached,
                 pages_held=self._allocator.held,
                 pages_trimmed=done.pages_trimmed,
                 steps=done.steps,
                 passes=done.passes,
                 tokens=done.tokens,
                 batch_size_mean=done.batch_passes / done.steps if done.steps else 0.0,
+                queued=self.loop.queued,
+                cache_hits=self.loop.supply.hits,
+                set_asides=self.loop.supply.set_asides,
             )
 
     def enable_profiling(self, *, automatic: bool = True) -> None:

@@ -320,12 +320,18 @@ class Execution(Generic[Result]):
         self._job, self._context, self._finish = job, context, finish
 
     def __await__(self) -> Generator[Any, None, Result]:
+        job, loop = self._job, asyncio.get_running_loop()
+        waiter = loop.create_future()
+        job.waiters.append((loop, waiter))  # before looking: the worker resolves first and wakes waiters after
         try:
-            result = yield from asyncio.wrap_future(self._job.future).__await__()
+            if not job.future.done():
+                yield from waiter
         except asyncio.CancelledError:
             self.cancel()
             raise
-        return self._delivered(result)
+        if job.future.cancelled():
+            raise asyncio.CancelledError
+        return self._delivered(job.future.result())
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait in this thread; a pass that does not end in time is undone."""

@@ -10,8 +10,9 @@ from headway.base.errors import InvalidInput, WrongType
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, resolve
+from headway.program.forward import Execution
 from headway.program.ids import integers, token_ids
-from headway.program.output import Output, ProbeHandle
+from headway.program.output import Output, ProbeHandle, SampleHandle
 
 if TYPE_CHECKING:
     from headway.program.context import Context
@@ -29,8 +30,19 @@ class Step:
     finish: str | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class _Turn:
+    execution: Execution[Output]
+    token: SampleHandle
+    probe: ProbeHandle[Any] | None
+
+
 class Generation:
-    """An async iterator of steps. Stops leave the context: tokens that hold any part of one are taken back."""
+    """An async iterator of steps. Stops leave the context: tokens that hold any part of one are taken back.
+
+    It stays one pass ahead of the program. Whoever changes the context between two steps finds it idle all the same:
+    the pass ahead is taken back then, and its token waits in the pending buffer.
+    """
 
     def __init__(
         self,
@@ -52,6 +64,7 @@ class Generation:
         self._strings, self._ids = _stops(stop, context)
         self._generated: list[int] = []
         self._text = _StopText(context, self._strings)
+        self._next: _Turn | None = None  # the pass that is one ahead of the program
         self.finish: str | None = None
 
     def __aiter__(self) -> AsyncIterator[Step]:
@@ -60,26 +73,58 @@ class Generation:
     async def __anext__(self) -> Step:
         if self.finish is not None:
             raise StopAsyncIteration
-        context = self._context
-        if self._generated and context.room() < 0:  # the last token stands at the limit and cannot be computed
+        if self._generated and self._context.room() < 0:  # the last token stands at the limit: it cannot be computed
             return self._end("length")
-        forward = context.forward()
-        handle = forward.sample([-1], self._sampler, generated=self._generated)
-        looking = None if self._probe is None else forward.probe(-1, self._probe)
-        out = await forward.execute()
-        token = out.token(handle)
+        turn, self._next = self._next or self._begin(None), None
+        self._context.retract = None
+        if self._left > 1 and not self._sampler.penalises and self._context.room() > 1:
+            self._run_ahead(turn)
+        out = await self._outcome(turn)
+        token = out.token(turn.token)
         if token in self._ids:
-            return self._end("eos" if token in context.engine.eos_ids else "stop")
-        context.fill([token])
+            self._retract(None)
+            return self._end("eos" if token in self._context.engine.eos_ids else "stop")
         self._generated.append(token)
         self._left -= 1
-        probes = () if looking is None else (_value(out, looking),)
+        probes = () if turn.probe is None else (_value(out, turn.probe),)
         text = self._text.push(token)
+        if self._text.stopped or self._next is None:
+            self._retract(token)
         if self._text.stopped:
             return self._stop(token, text, probes)
         if self._left == 0:
             return self._end("length", (token,), text, probes)
         return Step((token,), text, probes)
+
+    def _begin(self, fed: SampleHandle | None) -> _Turn:
+        """Submit a pass that draws one token, behind the context's last or behind one that is being drawn."""
+        forward = self._context.forward()
+        if fed is not None:
+            forward.input(fed)
+        counted = self._generated if self._sampler.penalises else None
+        handle = forward.sample([-1], self._sampler, generated=counted)
+        looking = None if self._probe is None else forward.probe(-1, self._probe)
+        return _Turn(forward.execute(), handle, looking)
+
+    def _run_ahead(self, turn: _Turn) -> None:
+        """Queue the next pass with the token that this one draws, so that the device never waits for the program."""
+        self._next = self._begin(turn.token)
+        self._context.retract = lambda: self._retract(self._generated[-1])
+
+    async def _outcome(self, turn: _Turn) -> Output:
+        try:
+            return await turn.execution
+        except BaseException:
+            self._next = self._context.retract = None  # the pass ahead went with this one
+            raise
+
+    def _retract(self, token: int | None) -> None:
+        """Take the pass ahead back; its token waits in the pending buffer instead."""
+        ahead, self._next, self._context.retract = self._next, None, None
+        if ahead is not None:
+            ahead.execution.cancel()
+        if token is not None:
+            self._context.fill([token])
 
     def _stop(self, token: int, text: str, probes: tuple[Any, ...]) -> Step:
         """A stop string is complete: the tokens that hold any part of it leave the context."""

@@ -45,6 +45,7 @@ class Snapshots:
             return
         with self._engine.lock:
             self._forget(name)
+            copy.table.idle_first = True
             self._kept[name] = copy
         path.unlink(missing_ok=True)
 
@@ -62,6 +63,7 @@ class Snapshots:
         with self._engine.lock:
             kept = self._kept.pop(name, None)
         if kept is not None:
+            kept.table.idle_first = False
             return kept
         context = self._load(path) if path.exists() else None
         path.unlink(missing_ok=True)
@@ -73,6 +75,12 @@ class Snapshots:
         found = self._forget(name) or path.exists()
         path.unlink(missing_ok=True)
         return found
+
+    def table(self, name: str) -> PageTable | None:
+        """The table of what was saved in memory under a name."""
+        self._path(name)
+        kept = self._kept.get(name)
+        return None if kept is None else kept.table
 
     def _forget(self, name: str) -> bool:
         with self._engine.lock:
@@ -92,6 +100,7 @@ class Snapshots:
 
     def _pack(self, context: Context) -> Snapshot:
         table, engine = context.table, self._engine
+        context.settle()
         found: list[np.ndarray] = []
 
         def read() -> None:

@@ -148,7 +148,7 @@ def _segment(chunk: Chunk, first: int, slots: np.ndarray, reread: bool) -> Segme
         masks=tuple(masks),
         slot_positions=positions,
         readouts=tuple(readouts),
-        keep_last=chunk.stop == len(work.tokens) and chunk.stop > 0,
+        keep_last=chunk.stop == len(work.tokens) and chunk.stop > chunk.start,
         kept=chunk.table.state,
         before_position=chunk.table.positions[-1] if chunk.table.length else -1,
     )

@@ -6,6 +6,9 @@ and sees frozen batches.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import queue
 import threading
 import time
 from collections import deque
@@ -14,7 +17,8 @@ from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 
-from headway.base.errors import Closed, HeadwayError, OutOfPages, PassFailed
+from headway.base.errors import Closed, DeadlineExceeded, HeadwayError, OutOfPages, PassFailed, TokenBudgetExceeded
+from headway.base.events import StepEvent
 from headway.base.samplers import Sampling
 from headway.kv.allocator import Allocator
 from headway.kv.table import Log, PageTable
@@ -22,7 +26,11 @@ from headway.runtime.batch import Batch, Chunk, needed_pages, pack
 from headway.runtime.passes import Pass, PassResult, PassStats
 from headway.runtime.readout import failure
 from headway.runtime.runner import Runner, SegmentResult
-from headway.runtime.scheduler import Job, choose
+from headway.runtime.scheduler import Job, ordered
+from headway.runtime.supply import Start, Supply
+
+GATHER = 0.02  # seconds at most to wait for programs to come back after a step
+GATHER_SHARE = 0.1  # of the step's own time
 
 
 @dataclass
@@ -46,22 +54,36 @@ class Loop:
         *,
         budget: int,
         trim: bool,
-        on_start: Callable[[], None],
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.lock = threading.RLock()
         self.counters = Counters()
+        self.supply = Supply(allocator)
+        self.listeners: list[Callable[[StepEvent], None]] = []
         self._changed = threading.Condition(self.lock)
         self._runner, self._allocator, self._budget, self._trim = runner, allocator, budget, trim
         self._queue: list[Job] = []
+        self._orders = itertools.count()
         self._released: deque[PageTable] = deque()  # a finalizer only appends here
         self._calls: deque[Callable[[], None]] = deque()  # work for the device that is no pass
+        self._outbox: list[tuple[Job, PassResult | HeadwayError]] = []  # the worker's own
+        self._window, self._returning = 0.0, 0
         self._closing = False
         self._died: BaseException | None = None
         self._on_start = on_start
+        # Waking an event loop hands the interpreter over to it, so a second thread does it while the device computes.
+        self._notes: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="headway-worker", daemon=True)
+        self._notifier = threading.Thread(target=self._notify, name="headway-notify", daemon=True)
         self._thread.start()
+        self._notifier.start()
 
     # -- from any thread -------------------------------------------------------------------------------------------
+
+    def adopt(self, table: PageTable) -> PageTable:
+        """Know a table, so that it can be set aside."""
+        self.supply.tables.add(table)
+        return table
 
     def submit(
         self,
@@ -76,19 +98,31 @@ class Loop:
             self.check_open()
             self.drain()
             base = table.length if after is None else after.base + len(after.work.tokens)
-            need = -(-(base + len(work.tokens)) // table.page_size) - sum(p is None for p in table.pages)
-            if need > self._allocator.total:
-                raise OutOfPages(
-                    f"this pass needs {need} pages of {table.page_size} slots; the pool has {self._allocator.total}; "
-                    "shorten it, or create the engine with a larger pages="
-                )
-            job = Job(work, table, base, time.perf_counter(), after, on_success=on_success, on_undo=on_undo)
+            self._check_size(table, base, len(work.tokens))
+            job = Job(work, table, base, next(self._orders), time.perf_counter(), after)
+            job.on_success, job.on_undo = on_success, on_undo
             if self._trim:
                 job.kept_pages = needed_pages(work, base, table.page_size)
             self._queue.append(job)
             self._changed.notify_all()
         job.future.add_done_callback(lambda future: self.abandon(job) if future.cancelled() else None)
         return job
+
+    def _check_size(self, table: PageTable, base: int, tokens: int) -> None:
+        gone = sum(p is None for p in table.pages)
+        need = max(len(table.pages), -(-(base + tokens) // table.page_size)) - gone
+        if need > self._allocator.total:
+            raise OutOfPages(
+                f"this pass needs {need} pages of {table.page_size} slots; the pool has {self._allocator.total}; "
+                "shorten it, or create the engine with a larger pages="
+            )
+        if table.token_budget is not None and tokens > table.token_budget:
+            raise TokenBudgetExceeded(
+                f"this pass has {tokens} tokens and the context may compute {table.token_budget} more; "
+                "give it a larger token_budget="
+            )
+        if time.monotonic() > table.deadline:
+            raise _late()
 
     def abandon(self, job: Job) -> None:
         """Nobody wants this pass any more: it leaves the queue now, and what it did is undone."""
@@ -99,13 +133,14 @@ class Loop:
                 self._queue.remove(job)
                 job.abandoned = True
                 if not job.running:
-                    self._give_back(job)
+                    self.supply.give_back(job)
             elif job.before is not None and not self.busy(job.table) and not job.table.closed:
                 # It succeeded a moment before it was cancelled, and nobody has built on it.
                 job.table.rewind(job.before)
                 job.before = None
                 job.on_undo()
-        job.future.cancel()
+        if job.future.cancel():
+            _wake_all([job])
 
     def last_job(self, table: PageTable) -> Job | None:
         """The latest pass of this table that is queued or running."""
@@ -114,6 +149,10 @@ class Loop:
     def busy(self, table: PageTable) -> bool:
         """Whether a pass of this table is queued or running."""
         return self.last_job(table) is not None
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
 
     def release_later(self, table: PageTable) -> None:
         """Give a table's pages back soon; safe in a finalizer."""
@@ -126,6 +165,8 @@ class Loop:
             for job in [j for j in self._queue if j.table is table]:
                 self.abandon(job)
             table.close()
+        if self.supply.pins:
+            self.supply.expire_pins(time.monotonic())
 
     def call(self, fn: Callable[[], None]) -> None:
         """Run fn on the worker thread, after all edits noted so far, and wait for it."""
@@ -160,8 +201,9 @@ class Loop:
             for job in list(self._queue):
                 self.abandon(job)
             self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        for thread in (self._thread, self._notifier):
+            if threading.current_thread() is not thread:
+                thread.join()
 
     # -- the worker ------------------------------------------------------------------------------------------------
 
@@ -172,49 +214,148 @@ class Loop:
                 pass
         except BaseException as e:  # a fault of ours: nobody may be left waiting
             self._die(e)
+        finally:
+            self._notes.put(None)
+
+    def _notify(self) -> None:
+        while (jobs := self._notes.get()) is not None:
+            _wake_all(jobs)
 
     def _step(self) -> bool:
-        """One turn: wait for work, form a batch, run it, apply the results. False when the loop is to end."""
+        """One turn: wait for work, form a batch, tell the programs of the last one, run it. False when it is to end.
+
+        The results of a step are handed out only when the next batch is formed: passes that were queued ahead keep the
+        device busy while programs think.
+        """
         with self.lock:
-            while not (self._queue or self._calls or self._closing):
-                self._changed.wait(timeout=1.0)
-                self.drain()
-            self.drain()
+            if not self._ready():
+                self._hand_out()
+                self._wait()
             if self._closing and not self._calls:
+                self._hand_out()
                 return False
             calls = list(self._calls)
             self._calls.clear()
             turn = self._form()
             batch = pack([chunk for _, chunk in turn], self._allocator.take_edits())
+        self._hand_out()
         start = time.perf_counter()
         results = self._execute(batch, turn) if turn or batch.edits else []
         for call in calls:
             call()
         seconds = time.perf_counter() - start
         with self.lock:
-            resolutions = self._apply(turn, results, batch, seconds)
-        for resolve in resolutions:
-            resolve()
+            self._apply(turn, results, batch)
+            self._window = start + seconds + min(GATHER, seconds * GATHER_SHARE)
+            self._returning = len(self._outbox)
+            if self.listeners and turn:
+                event = self._event(turn, batch, seconds)
+                for listener in self.listeners:
+                    listener(event)
         return True
 
+    def _ready(self) -> bool:
+        """Whether a batch can be formed without the programs that still have to hear of their results."""
+        self.drain()
+        queued = sum(job.after is None for job in self._queue)
+        return bool(self._calls or self._closing) or (queued > 0 and queued >= self._returning)
+
+    def _wait(self) -> None:
+        """Wait for work, and a moment for programs that have just got a result to come back with their next pass.
+
+        That moment is a small share of the last step's own time.
+        """
+        while not (self._queue or self._calls or self._closing):
+            self._changed.wait(timeout=1.0)
+            self.drain()
+        while len(self._queue) < self._returning and not (self._closing or self._calls):
+            left = self._window - time.perf_counter()
+            if left <= 0 or not self._changed.wait(left):
+                break
+        self.drain()
+        self._returning = 0
+
+    def _hand_out(self) -> None:
+        """Resolve what waits in the outbox."""
+        box, self._outbox = self._outbox, []
+        for job, answer in box:
+            with suppress(InvalidStateError):  # cancelled meanwhile
+                if isinstance(answer, BaseException):
+                    job.future.set_exception(answer)
+                else:
+                    job.future.set_result(answer)
+        if box:
+            self._notes.put([job for job, _ in box])
+
     def _form(self) -> list[tuple[Job, Chunk]]:
-        """Chunks for the next step, with pages for every pass that starts. A pass that finds no pages fails."""
-        turn = []
-        for job, tokens in choose(self._queue, self._budget):
-            if not job.started:
-                try:
-                    job.pages = self._allocator.take(job.table.pages_for(len(job.work.tokens)))
-                except OutOfPages as e:
-                    for resolve in self._failed(job, e):
-                        resolve()
-                    continue
-                job.started = True
-            job.running = True
-            pages = [*job.table.pages, *job.pages]
-            assert job.base == job.table.length
-            chunk = Chunk(job.work, job.table, pages, job.base, job.done, job.done + tokens, job.kept_pages)
-            turn.append((job, chunk))
+        """Chunks for the next step, under the token budget, with pages for every pass that starts.
+
+        Passes that are too late, or blocked with nobody left to make room, are refused.
+        """
+        self._expire()
+        turn: list[tuple[Job, Chunk]] = []
+        blocked: list[Job] = []
+        left = self._budget
+        for job in ordered(self._queue):
+            if left <= 0 and job.remaining > 0:
+                job.waited += 1
+                continue
+            outcome = Start.READY if job.started else self.supply.start(job, self._queue)
+            if outcome is Start.BLOCKED:
+                blocked.append(job)
+            tokens = self._share(job, left, alone=not turn) if outcome is Start.READY else None
+            if tokens is None:
+                job.waited += 1
+                continue
+            job.running, job.waited = True, 0
+            left -= tokens
+            turn.append((job, self._chunk(job, tokens)))
+        if not turn and blocked:
+            first = max(blocked, key=lambda job: job.claim)
+            if self.supply.start(first, self._queue, force=True) is Start.READY:
+                return self._form_alone(first)
+            self._failed(first, self._no_room(first))
         return turn
+
+    def _form_alone(self, job: Job) -> list[tuple[Job, Chunk]]:
+        tokens = self._share(job, self._budget, alone=True)
+        assert tokens is not None
+        job.running, job.waited = True, 0
+        return [(job, self._chunk(job, tokens))]
+
+    def _share(self, job: Job, left: int, *, alone: bool) -> int | None:
+        """How many tokens of a job fit; a pass that is not causal runs whole, alone if it must."""
+        if job.replay is not None:
+            return min(len(job.replay.tokens) - job.replayed, left)
+        rest = len(job.work.tokens) - job.done
+        if not job.work.causal:
+            return rest if rest <= left or alone else None
+        return min(rest, left)
+
+    def _chunk(self, job: Job, tokens: int) -> Chunk:
+        table = job.table
+        if job.replay is not None:
+            back = iter(job.back)
+            pages = [p if p is None or p > 0 else next(back) for p in table.pages]
+            return Chunk(job.replay, table, pages, 0, job.replayed, job.replayed + tokens, None)
+        assert job.base == table.length
+        return Chunk(job.work, table, [*table.pages, *job.pages], job.base, job.done, job.done + tokens, job.kept_pages)
+
+    def _expire(self) -> None:
+        """Refuse passes whose context's time is over."""
+        now = time.monotonic()
+        for job in [j for j in self._queue if j.table.deadline < now]:
+            if job in self._queue:
+                self._failed(job, _late())
+
+    def _no_room(self, job: Job) -> OutOfPages:
+        table, pool = job.table, self._allocator
+        need = -(-(job.base + len(job.work.tokens)) // table.page_size)
+        return OutOfPages(
+            f"this pass needs {need} pages for its context; of {pool.total} pages {pool.available} are free and "
+            f"{pool.held} are held by pinned prefixes or by contexts that share them; "
+            "unpin or release some, or create the engine with a larger pages="
+        )
 
     def _execute(self, batch: Batch, turn: list[tuple[Job, Chunk]]) -> list[SegmentResult | HeadwayError]:
         """The batch's results; when the device fails, each pass alone, so that only the guilty one fails."""
@@ -233,47 +374,52 @@ class Loop:
                 results.append(_as_error(e))
         return results
 
-    def _apply(
-        self,
-        turn: list[tuple[Job, Chunk]],
-        results: list[SegmentResult | HeadwayError],
-        batch: Batch,
-        seconds: float,
-    ) -> list[Callable[[], None]]:
-        """Fold results into jobs and tables; returns what resolves the futures, to be called without the lock."""
+    def _apply(self, turn: list[tuple[Job, Chunk]], results: list[SegmentResult | HeadwayError], batch: Batch) -> None:
+        """Fold results into jobs and tables; answers go to the outbox."""
         if turn:
             self.counters.steps += 1
             self.counters.batch_passes += len(turn)
             self.counters.tokens += len(batch.write_rows)
-        resolutions = []
         for (job, chunk), result in zip(turn, results, strict=True):
             job.running = False
             if job.abandoned:
-                self._give_back(job)
+                self.supply.give_back(job)
                 continue
             error = result if isinstance(result, HeadwayError) else failure(list(result.values.values()))
             if error is not None:
-                resolutions += self._failed(job, error)
+                self._failed(job, error)
                 continue
             assert isinstance(result, SegmentResult)
+            job.steps, job.batch_size = job.steps + 1, max(job.batch_size, len(turn))
+            if chunk.work is job.replay:
+                self._replayed(job, chunk, result)
+                continue
             job.values.update(result.values)
-            job.done, job.steps = chunk.stop, job.steps + 1
-            job.batch_size = max(job.batch_size, len(turn))
-            if job.remaining == 0:
+            job.done = chunk.stop
+            self.supply.computed(job)
+            if job.done == len(job.work.tokens):
                 self._queue.remove(job)
-                resolutions.append(self._finish(job, result))
-        return resolutions
+                self._finish(job, result)
 
-    def _failed(self, job: Job, error: HeadwayError) -> list[Callable[[], None]]:
+    def _replayed(self, job: Job, chunk: Chunk, result: SegmentResult) -> None:
+        """Old slots are back; when all are, the job's own tokens are next."""
+        job.replayed = chunk.stop
+        if job.replayed == len(chunk.work.tokens):
+            if job.table.state is None:
+                job.table.state = result.state
+            self.supply.brought_back(job)
+
+    def _failed(self, job: Job, error: HeadwayError) -> None:
         """A pass failed: it is undone, and with it the passes that wait for its tokens."""
         self._queue.remove(job)
-        self._give_back(job)
-        resolutions = [_failing(job, error)]
+        job.abandoned = job.running  # its step is running: what it holds is given back when that ends
+        if not job.running:
+            self.supply.give_back(job)
+        self._outbox.append((job, error))
         for later in [j for j in self._queue if j.after is job]:
-            resolutions += self._failed(later, PassFailed(f"the pass whose token this one takes failed: {error}"))
-        return resolutions
+            self._failed(later, PassFailed(f"the pass whose token this one takes failed: {error}"))
 
-    def _finish(self, job: Job, result: SegmentResult) -> Callable[[], None]:
+    def _finish(self, job: Job, result: SegmentResult) -> None:
         """The pass succeeded: the table advances."""
         work, table = job.work, job.table
         job.before = table.mark()
@@ -285,8 +431,11 @@ class Loop:
             ahead=0 if work.causal else work.rows,
         )
         table.advance(log, job.pages, commit=work.commit)
-        if result.state is not None:
+        if work.tokens:
             table.state = result.state
+        if table.token_budget is not None:
+            table.token_budget -= len(work.tokens)
+        self.supply.finished(job)
         job.pages = []
         job.on_success()
         for later in self._queue:
@@ -294,13 +443,7 @@ class Loop:
                 later.after, later.work = None, later.work.fed(job.values)
         self.counters.passes += 1
         self.counters.pages_trimmed += stats.pages_trimmed
-        answer = PassResult(tuple(job.values[i] for i in range(len(work.readouts))), stats)
-
-        def resolve() -> None:
-            with suppress(InvalidStateError):  # cancelled meanwhile
-                job.future.set_result(answer)
-
-        return resolve
+        self._outbox.append((job, PassResult(tuple(job.values[i] for i in range(len(work.readouts))), stats)))
 
     def _stats(self, job: Job) -> PassStats:
         work, table = job.work, job.table
@@ -311,38 +454,65 @@ class Loop:
             rows=work.rows,
             pages=len(used),
             pages_trimmed=len(pages) - len(used),
-            cache_hits=0,
+            cache_hits=job.hits,
             batch_size=job.batch_size,
             steps=job.steps,
             seconds=time.perf_counter() - job.arrived,
             seeds=tuple(r.seed for r in work.readouts if isinstance(r.what, Sampling)),
         )
 
-    def _give_back(self, job: Job) -> None:
-        self._allocator.drop(job.pages)
-        job.pages = []
+    def _event(self, turn: list[tuple[Job, Chunk]], batch: Batch, seconds: float) -> StepEvent:
+        return StepEvent(
+            step=self.counters.steps,
+            seconds=seconds,
+            passes=len(turn),
+            rows=len(batch.tokens),
+            queued=len(self._queue),
+            pages_free=self._allocator.free,
+            pages_cached=self._allocator.cached,
+            pages_held=self._allocator.held,
+            cache_hits=self.supply.hits,
+            pages_trimmed=self.counters.pages_trimmed,
+            set_asides=self.supply.set_asides,
+            tokens=self.counters.tokens,
+        )
 
     def _die(self, error: BaseException) -> None:
         with self.lock:
             self._died = error
             waiting, self._queue = self._queue, []
             calls = list(self._calls)
-        for job in waiting:
-            _fail(job, Closed(f"the engine's worker stopped after an internal error: {error!r}"))
+        stopped = Closed(f"the engine's worker stopped after an internal error: {error!r}")
+        self._outbox += [(job, stopped) for job in waiting]
+        self._hand_out()
         for call in calls:
             call()
+
+
+def _wake_all(jobs: list[Job]) -> None:
+    """Everyone who awaits one of these jobs goes on, with one wake-up for each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Job]] = {}
+    for job in jobs:
+        for loop in {loop for loop, _ in job.waiters}:
+            by_loop.setdefault(loop, []).append(job)
+    for loop, there in by_loop.items():
+        with suppress(RuntimeError):  # that loop was closed, and nobody waits there any more
+            loop.call_soon_threadsafe(_wake, loop, there)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, jobs: list[Job]) -> None:
+    """In the loop's own thread: everyone who waits there for these jobs goes on."""
+    for job in jobs:
+        for owner, waiter in job.waiters:
+            if owner is loop and not waiter.done():
+                waiter.set_result(None)
+
+
+def _late() -> DeadlineExceeded:
+    return DeadlineExceeded("the context's deadline has passed; give it more time with deadline=, or create a new one")
 
 
 def _as_error(error: Exception) -> HeadwayError:
     return (
         error if isinstance(error, HeadwayError) else PassFailed(f"the device failed while computing a pass: {error}")
     )
-
-
-def _failing(job: Job, error: BaseException) -> Callable[[], None]:
-    return lambda: _fail(job, error)
-
-
-def _fail(job: Job, error: BaseException) -> None:
-    with suppress(InvalidStateError):  # cancelled meanwhile
-        job.future.set_exception(error)

@@ -1,13 +1,24 @@
-"""What runs next. Pure: jobs and a budget in, chunks out."""
+"""What runs next. Pure: jobs and their ranks in, an order out.
+
+Fairness, for the rows of a step: a pass that has waited n steps ranks as if its context's bid were n higher. So a newer
+pass with a higher bid overtakes it for at most as many steps as the bids differ; bids lie between -1000 and 1000.
+For pages, which are dear to move, it takes PATIENCE steps to rank one higher, and among equals the older context wins:
+contexts that fit run on, the youngest wait, and none waits for ever.
+"""
 
 from __future__ import annotations
 
+from asyncio import AbstractEventLoop
+from asyncio import Future as AsyncFuture
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from headway.kv.table import Mark, PageTable
 from headway.runtime.passes import Pass, PassResult
+
+BID_LIMIT = 1000.0
+PATIENCE = 64  # steps after which a waiting pass gains on others: a prompt on decodes, any on those that hold pages
 
 
 def _nothing() -> None:
@@ -16,47 +27,59 @@ def _nothing() -> None:
 
 @dataclass(eq=False)
 class Job:
-    """A submitted pass on its way: how far it is, what it holds."""
+    """A submitted pass on its way: how far it is, what it holds.
+
+    `pages` were taken for it and are not yet the table's. When its table was set aside, `replay` is the pass that
+    computes the old slots again into `back`, before the job's own.
+    """
 
     work: Pass
     table: PageTable
     base: int  # the table's length when its first token comes
+    order: int  # of arrival
     arrived: float
     after: Job | None = None  # the pass of the same context that must end before it
     future: Future[PassResult] = field(default_factory=Future)
-    done: int = 0  # tokens computed
-    started: bool = False
-    pages: list[int] = field(default_factory=list)  # taken for it, not yet the table's
-    kept_pages: frozenset[int] | None = None
-    values: dict[int, object] = field(default_factory=dict)
+    waiters: list[tuple[AbstractEventLoop, AsyncFuture[None]]] = field(default_factory=list)
     on_success: Callable[[], None] = _nothing  # called under the lock when the table advances
     on_undo: Callable[[], None] = _nothing  # called under the lock when a pass that succeeded is taken back
+    done: int = 0  # tokens computed or found in the cache
+    started: bool = False
+    pages: list[int] = field(default_factory=list)
+    replay: Pass | None = None
+    back: list[int] = field(default_factory=list)
+    replayed: int = 0
+    keys: list[bytes] = field(default_factory=list)  # of the pass's whole pages, when they can be cached
+    hits: int = 0  # pages found in the cache
+    kept_pages: frozenset[int] | None = None
+    values: dict[int, object] = field(default_factory=dict)
     before: Mark | None = None  # what the table was, once it has advanced
     running: bool = False
     abandoned: bool = False
+    waited: int = 0  # steps since it arrived in which it was not chosen
     steps: int = 0
     batch_size: int = 0
 
     @property
     def remaining(self) -> int:
-        return len(self.work.tokens) - self.done
+        """Tokens to compute, old slots that must come back included."""
+        old = 0 if self.replay is None else len(self.replay.tokens) - self.replayed
+        return old + len(self.work.tokens) - self.done
+
+    @property
+    def claim(self) -> tuple[float, int]:
+        """Its claim on pages: the larger one may set the other's context aside."""
+        return self.table.bid + self.waited // PATIENCE, -self.table.born
+
+    def reset(self) -> None:
+        """Back to the start; what it held is the caller's to give back."""
+        self.done = self.replayed = self.hits = 0
+        self.started, self.replay = False, None
+        self.pages, self.back, self.keys = [], [], []
+        self.values.clear()
 
 
-def choose(jobs: Iterable[Job], budget: int) -> list[tuple[Job, int]]:
-    """The jobs of the next step and how many tokens of each: short ones first, then chunks of prompts in order.
-
-    A pass that is not causal runs whole, and so may exceed the budget, alone if it must.
-    """
-    ready = [j for j in jobs if j.after is None]
-    short = [j for j in ready if j.remaining <= 1]
-    long = [j for j in ready if j.remaining > 1]
-    chosen, left = [], budget
-    for job in short + long:
-        tokens = job.remaining if not job.work.causal else min(job.remaining, left)
-        if chosen and tokens > left:
-            continue
-        if tokens < job.remaining and tokens < 1:
-            continue
-        chosen.append((job, tokens))
-        left -= tokens
-    return chosen
+def ordered(jobs: Iterable[Job]) -> list[Job]:
+    """Jobs that may run, in the order they are given tokens: decodes and the impatient first, then prompts."""
+    ready = [job for job in jobs if job.after is None]
+    return sorted(ready, key=lambda j: (j.remaining > 1 and j.waited < PATIENCE, -j.table.bid - j.waited, j.order))

@@ -1,0 +1,23 @@
+"""What happened, as data: one event a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """One step of the loop, and where the engine stood after it. Hits, trims, set-asides and tokens are totals."""
+
+    step: int
+    seconds: float
+    passes: int
+    rows: int
+    queued: int
+    pages_free: int
+    pages_cached: int
+    pages_held: int
+    cache_hits: int
+    pages_trimmed: int
+    set_asides: int
+    tokens: int

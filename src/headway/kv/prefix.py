@@ -1,0 +1,42 @@
+"""Keys of the prefix cache: a page's key says everything its contents depend on, chained from the first page on.
+
+Two pages with one key hold the same keys and values: the hash covers the salt, and for every slot up to the page's end
+its token, its position id and what it attended to. Weights do not enter: a cache belongs to one engine.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from headway.base.brle import Brle
+
+
+def root(salt: str) -> bytes:
+    """The key before the first page."""
+    return blake2b(salt.encode(), digest_size=32, person=b"headway-salt").digest()
+
+
+def page_key(before: bytes, tokens: Sequence[int], positions: Sequence[int], masks: Sequence[Brle | None]) -> bytes:
+    """The key of a page whose predecessor has the key `before`."""
+    digest = blake2b(before, digest_size=32, person=b"headway-page")
+    digest.update(array("q", tokens).tobytes())
+    digest.update(array("q", positions).tobytes())
+    if any(mask is not None for mask in masks):
+        for mask in masks:  # an explicit causal mask was turned into None before it came here
+            runs = () if mask is None else mask.runs
+            digest.update(array("q", (-1 if mask is None else len(runs), *runs)).tobytes())
+    return digest.digest()
+
+
+def chain(
+    before: bytes, tokens: Sequence[int], positions: Sequence[int], masks: Sequence[Brle | None] | None, size: int
+) -> list[bytes]:
+    """The keys of all whole pages of a run of slots that starts at a page's border."""
+    keys = []
+    for start in range(0, len(tokens) - size + 1, size):
+        part = slice(start, start + size)
+        before = page_key(before, tokens[part], positions[part], () if masks is None else masks[part])
+        keys.append(before)
+    return keys

@@ -1,0 +1,63 @@
+"""The prefix cache, as programs see it: counts, pins, clearing. Matching happens by itself."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from headway.base.errors import InvalidInput
+from headway.program.ids import token_ids
+
+if TYPE_CHECKING:
+    from headway.program.engine import Engine
+
+
+class Cache:
+    """Pages that nobody holds but whose contents can be found again by what they depend on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def pages(self) -> int:
+        """Pages that are cached now."""
+        return self._engine.stats().pages_cached
+
+    @property
+    def hits(self) -> int:
+        """Pages that did not have to be computed, so far."""
+        return self._engine.stats().cache_hits
+
+    def pin(self, name_or_ids: str | Iterable[int], *, ttl: float | None = None, salt: str = "") -> int:
+        """Keep the pages of a saved context, or of a prompt's token ids, until `unpin` or for ttl seconds.
+
+        Returns how many pages are held: those that are there now.
+        """
+        if ttl is not None and not (isinstance(ttl, int | float) and 0 < ttl < math.inf):
+            raise InvalidInput(f"ttl is {ttl!r}; it takes a number of seconds above 0")
+        until = math.inf if ttl is None else time.monotonic() + ttl
+        engine = self._engine
+        with engine.lock:
+            if isinstance(name_or_ids, str):
+                table = engine.snapshots.table(name_or_ids)
+                if table is None:
+                    raise InvalidInput(f"no context is saved in memory as {name_or_ids!r}; save it, or give token ids")
+                name, pages = name_or_ids, table.held()
+            else:
+                ids = token_ids(name_or_ids, engine.vocab_size)
+                name, pages = (salt, *ids), engine.loop.supply.cached_prefix(salt, ids, engine.page_size)
+            engine.loop.supply.pin(name, pages, until)
+        return len(pages)
+
+    def unpin(self, name_or_ids: str | Iterable[int], *, salt: str = "") -> bool:
+        """Let pinned pages go; False when they were not pinned."""
+        name = name_or_ids if isinstance(name_or_ids, str) else (salt, *token_ids(name_or_ids, self._engine.vocab_size))
+        with self._engine.lock:
+            return self._engine.loop.supply.unpin(name)
+
+    def clear(self) -> int:
+        """Forget every cached page; returns how many became free. Pages in use stay, and are found no more."""
+        with self._engine.lock:
+            return self._engine.allocator.clear_cache()

@@ -1,0 +1,68 @@
+"""The engine's events, for those who watch."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Iterator
+from types import TracebackType
+from typing import Self
+
+from headway.base.errors import InvalidInput
+from headway.base.events import StepEvent
+from headway.runtime.loop import Loop
+
+POLL = 0.25  # seconds between looks at whether the stream was closed
+
+
+class EventStream:
+    """Step events as they happen; a reader that lags behind `limit` events loses the oldest (`lost` counts them)."""
+
+    def __init__(self, loop: Loop, limit: int) -> None:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise InvalidInput(f"limit is {limit!r}; it takes a whole number from 1")
+        self._events: queue.Queue[StepEvent] = queue.Queue(limit)
+        self._loop, self._closed = loop, False
+        self.lost = 0
+        with loop.lock:
+            loop.listeners.append(self._hear)
+
+    def _hear(self, event: StepEvent) -> None:
+        """Called by the worker, which is the only one that puts."""
+        if self._events.full() and self.poll() is not None:
+            self.lost += 1
+        self._events.put_nowait(event)
+
+    def poll(self, timeout: float = 0.0) -> StepEvent | None:
+        """The next event, or None when none comes in time."""
+        try:
+            return self._events.get(timeout=timeout) if timeout else self._events.get_nowait()
+        except queue.Empty:
+            return None
+
+    def __iter__(self) -> Iterator[StepEvent]:
+        while not self._closed:
+            event = self.poll(POLL)
+            if event is not None:
+                yield event
+
+    async def __aiter__(self) -> AsyncIterator[StepEvent]:
+        while not self._closed:
+            event = await asyncio.to_thread(self.poll, POLL)
+            if event is not None:
+                yield event
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._closed = True
+        with self._loop.lock:
+            if self._hear in self._loop.listeners:
+                self._loop.listeners.remove(self._hear)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,216 @@
+"""Pages for passes: cache hits first, then free pages, then cached ones, then those of contexts set aside.
+
+Everything here is bookkeeping under the engine's lock.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from headway.kv.allocator import Allocator
+from headway.kv.prefix import chain, root
+from headway.kv.table import PageTable
+from headway.runtime.passes import Pass
+from headway.runtime.scheduler import Job
+
+
+class Start(Enum):
+    """What came of starting a job."""
+
+    READY = "ready"
+    WAITS = "waits for another pass that computes the same pages"
+    BLOCKED = "finds no pages"
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Cached pages that are held until a time on time.monotonic's clock."""
+
+    pages: tuple[int, ...]
+    until: float
+
+
+@dataclass(eq=False)
+class Supply:
+    """Who holds pages, who computes which page, and who must make room."""
+
+    allocator: Allocator
+    caching: bool = True
+    tables: weakref.WeakSet[PageTable] = field(default_factory=weakref.WeakSet)
+    computing: dict[bytes, Job] = field(default_factory=dict)
+    hits: int = 0
+    set_asides: int = 0
+    restored: int = 0
+    pins: dict[object, Pin] = field(default_factory=dict)
+
+    def start(self, job: Job, queue: Sequence[Job], *, force: bool = False) -> Start:
+        """Give a job every page it needs, or nothing. With force, any context without a pass makes room for it."""
+        table, size = job.table, job.table.page_size
+        keys = self._keys(job)
+        found = self._found(keys, _readable(job) // size)
+        if len(found) < _readable(job) // size and self._in_progress(keys, len(found), job):
+            return Start.WAITS
+        old = self._old_pages(table)
+        self.allocator.share([*old, *found])
+        fresh = max(0, -(-(job.base + len(job.work.tokens)) // size) - len(table.pages)) - len(found)
+        back = len(table.absent()) - len(old)
+        if not self._make_room(fresh + back, job, queue, force):
+            self.allocator.drop([*old, *found])
+            return Start.BLOCKED
+        job.started = True
+        job.keys, job.hits, job.done = keys, len(found), len(found) * size
+        job.pages = [*found, *self.allocator.take(fresh)]
+        self.hits += len(found)
+        for key in keys[len(found) :]:
+            self.computing.setdefault(key, job)
+        if table.is_aside:
+            job.back = [*old, *self.allocator.take(back)]
+            self._replay(job, len(old))
+        return Start.READY
+
+    def _replay(self, job: Job, known: int) -> None:
+        """Bring an aside table back: from host memory at once, or by a pass over its log."""
+        table = job.table
+        self.restored += 1
+        if table.host is not None or table.length <= known * table.page_size:
+            self.brought_back(job)
+            return
+        masks = table.masks
+        job.replay = Pass(
+            tokens=tuple(table.tokens),
+            positions=tuple(table.positions),
+            masks=None if all(m is None for m in masks) else tuple(masks),
+        )
+        job.replayed = known * table.page_size
+
+    def brought_back(self, job: Job) -> None:
+        """The old slots are there again."""
+        job.table.bring_back(job.back)
+        job.replay, job.back, job.replayed = None, [], 0
+
+    def computed(self, job: Job) -> None:
+        """A chunk is done: its whole pages can be found by others already."""
+        size = job.table.page_size
+        for i in range(job.hits, min(len(job.keys), job.done // size)):
+            self.allocator.register(job.pages[i], job.keys[i])
+            self._stop_computing(job, job.keys[i])
+
+    def give_back(self, job: Job) -> None:
+        """A job ends without success, or starts over."""
+        for key in job.keys:
+            self._stop_computing(job, key)
+        self.allocator.drop([*job.pages, *job.back])
+        job.reset()
+
+    def finished(self, job: Job) -> None:
+        """A job's pages are its table's now."""
+        for key in job.keys:
+            self._stop_computing(job, key)
+
+    def _stop_computing(self, job: Job, key: bytes) -> None:
+        if self.computing.get(key) is job:
+            del self.computing[key]
+
+    # -- the cache -------------------------------------------------------------------------------------------------
+
+    def _keys(self, job: Job) -> list[bytes]:
+        """Keys of the pass's whole pages; none where they cannot be cached or would not stand in pages of their own."""
+        table, work, size = job.table, job.work, job.table.page_size
+        plain = self.caching and work.causal and work.commit and not work.feeds
+        aligned = job.base % size == 0 and len(table.pages) == job.base // size == table.committed
+        if not (plain and aligned) or table.last_key is None or table.spans or not table.repeatable:
+            return []
+        return chain(table.last_key, work.tokens, work.positions, work.masks, size)
+
+    def _found(self, keys: list[bytes], limit: int) -> list[int]:
+        """The leading pages that are there already, at most `limit`."""
+        pages = []
+        for key in keys[:limit]:
+            page = self.allocator.find(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def _in_progress(self, keys: list[bytes], at: int, job: Job) -> bool:
+        return at < len(keys) and self.computing.get(keys[at], job) is not job
+
+    def _old_pages(self, table: PageTable) -> list[int]:
+        """Leading pages of an aside table that are still in the cache."""
+        if table.host is not None:
+            return []
+        pages = []
+        for number, key in zip(table.absent(), table.keys):
+            page = None if key is None or number != len(pages) else self.allocator.find(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def pin(self, name: object, pages: Sequence[int], until: float) -> None:
+        """Hold pages under a name, in place of what it held before."""
+        self.allocator.share(pages)
+        self.unpin(name)
+        self.pins[name] = Pin(tuple(pages), until)
+
+    def unpin(self, name: object) -> bool:
+        """Let the pages of a name go; False when it held none."""
+        pin = self.pins.pop(name, None)
+        if pin is not None:
+            self.allocator.drop(pin.pages)
+        return pin is not None
+
+    def expire_pins(self, now: float) -> None:
+        """Let pins go whose time is over."""
+        for name in [n for n, pin in self.pins.items() if pin.until < now]:
+            self.unpin(name)
+
+    def cached_prefix(self, salt: str, tokens: Sequence[int], size: int) -> list[int]:
+        """The pages that hold the beginning of a plain sequence, as far as they are there."""
+        keys = chain(root(salt), tokens, range(len(tokens)), None, size)
+        return self._found(keys, len(keys))
+
+    # -- making room -----------------------------------------------------------------------------------------------
+
+    def _make_room(self, pages: int, job: Job, queue: Sequence[Job], force: bool) -> bool:
+        """Whether this many pages can be taken now, after setting aside as few contexts as it takes."""
+        while self.allocator.available < pages:
+            victim = self._victim(job, queue, force)
+            if victim is None:
+                return False
+            self.set_aside(victim, queue)
+        return True
+
+    def set_aside(self, table: PageTable, queue: Sequence[Job]) -> None:
+        """A context gives up its pages; a pass of it that had begun starts over."""
+        for job in queue:
+            if job.table is table and job.started:
+                self.give_back(job)
+        table.set_aside()
+        self.set_asides += 1
+
+    def _victim(self, job: Job, queue: Sequence[Job], force: bool) -> PageTable | None:
+        """Saved contexts first, then the lowest bid, then the youngest; never one with a larger claim than the job."""
+        waiting = {j.table: j for j in queue if j.after is None}
+
+        def may_go(table: PageTable) -> bool:
+            if table is job.table or table.closed:
+                return False
+            own = waiting.get(table)
+            if own is None:
+                mine = table.idle_first or force or (table.bid, -table.born) < job.claim
+            else:
+                mine = not own.running and own.claim < job.claim
+            return mine and (table.freeable > 0 or (own is not None and bool(own.pages or own.back)))
+
+        candidates = [t for t in self.tables if may_go(t)]
+        return min(candidates, key=lambda t: (not t.idle_first, t.bid, -t.born), default=None)
+
+
+def _readable(job: Job) -> int:
+    """How many leading tokens need not be computed: those before the first that is read."""
+    rows = [r.row for r in job.work.readouts if r.row >= 0]
+    return min([*rows, len(job.work.tokens)])
