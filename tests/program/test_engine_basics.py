@@ -149,9 +149,9 @@ def test_pages_come_back(engine: hw.Engine) -> None:
     context = engine.context()
     context.forward().input(random_tokens(V, 40)).execute().result()
     held = engine.stats()
-    assert (held.pages_total, held.pages_held, held.pages_free) == (64, 3, 61)
+    assert (held.pages_total, held.pages_held, held.pages_free + held.pages_cached) == (64, 3, 61)
     context.release()
-    assert engine.stats().pages_free == 64
+    assert engine.stats().pages_held == 0
     assert held.tokens >= 40
     assert held.batch_size_mean >= 1.0
 

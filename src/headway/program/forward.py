@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -193,8 +193,10 @@ class Forward:
         with self._context.changing(after=source) as (context, ahead):
             work = self._build(context, context.view(ahead))
             if source is not None and ahead is None:  # it has ended: its tokens are known
-                work = work.fed(source.values)
+                work = work.fed(_values(source), context.table.tokens)
             job = self._job = context.submit(work, ahead)
+            if source is not None:
+                source.then = job
         self._executed = True
         return Execution(job, context, lambda result: Output(self, result))
 
@@ -270,8 +272,9 @@ class Forward:
             if own is None:
                 own = seed = seed if seed is not None else fresh_seed()
             seen, counts = self._history(ask, view, tokens, row)
-            by_rows = ask.what.penalises and ask.history is None and ask.generated is None
-            found.append(Readout(row, ask.what, allowed, own, draws[row], seen, counts, by_rows))
+            by_rows = ask.what.penalises and ask.history is None
+            own_count = by_rows and ask.generated is None
+            found.append(Readout(row, ask.what, allowed, own, draws[row], seen, counts, by_rows, own_count))
             draws[row] += 1
         return tuple(found)
 
@@ -284,7 +287,9 @@ class Forward:
             span = f"{low} to {n - 1}" if low <= n - 1 else "none: the context is empty and the pass has no input"
             raise OutOfRange(f"row {index} is out of range; this pass has {n} rows, indices {span}")
         row = pending + (index if index >= 0 else n + index)
-        if row == BEFORE and view.length == context.seq_len:  # what a pass in flight computes is there when it ends
+        if (
+            row == BEFORE and view.length == context.table.length
+        ):  # what a pass in flight computes is there when it ends
             context.check_reread(ask.what)
         return row
 
@@ -295,8 +300,7 @@ class Forward:
             return (), {}
         past = ask.history
         if past is None:
-            fed = {len(view.pending) + r for r, _, _ in self._feeds}  # their tokens are counted when they are known
-            past = (*view.tokens, *(t for i, t in enumerate(tokens[: row + 1]) if i not in fed))
+            past = (*view.tokens, *tokens[: row + 1])  # counted again when tokens that are fed are known
         counted = past if ask.generated is None else ask.generated
         return tuple(sorted({*past, *counted})), dict(Counter(counted))
 
@@ -347,5 +351,14 @@ class Execution(Generic[Result]):
         self._context.engine.loop.abandon(self._job)
 
     def _delivered(self, result: PassResult) -> Result:
-        self._job.before = None
+        if self._job.abandoned:
+            raise Closed("this pass was undone, because the one whose token it takes was cancelled")
+        self._job.settle()
         return self._finish(result)
+
+
+def _values(source: Job) -> Mapping[int, object]:
+    """What a pass that has ended sampled."""
+    if source.abandoned:
+        raise InvalidInput("the pass whose token is fed failed or was cancelled, so there is no token")
+    return source.values

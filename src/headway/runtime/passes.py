@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from headway.base.brle import Brle
+from headway.base.errors import InvalidInput, InvalidMask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampling
 
@@ -29,7 +31,8 @@ class Readout:
     ordinal: int = 0
     seen: Sequence[int] = ()
     generated: Mapping[int, int] = field(default_factory=dict)
-    counts_rows: bool = False  # its history goes up to its row, so tokens fed to the pass belong to it
+    seen_by_rows: bool = False  # `seen` is the sequence up to its row, tokens fed to the pass among them
+    generated_by_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,21 +62,25 @@ class Pass:
     feeds: tuple[Feed, ...] = ()
 
     def __post_init__(self) -> None:
-        assert len(self.tokens) == len(self.positions)
-        assert self.masks is None or len(self.masks) == len(self.tokens)
+        if len(self.tokens) != len(self.positions):
+            raise InvalidInput(f"a pass has {len(self.tokens)} tokens and {len(self.positions)} positions; give one each")
+        if self.masks is not None and len(self.masks) != len(self.tokens):
+            raise InvalidMask(f"a pass has {len(self.tokens)} tokens and {len(self.masks)} masks; give one each, or None")
+        if not 0 <= self.pending <= len(self.tokens):
+            raise InvalidInput(f"pending is {self.pending}; it counts leading tokens, 0 to {len(self.tokens)}")
 
     @property
     def rows(self) -> int:
         return len(self.tokens) - self.pending
 
-    def fed(self, values: Mapping[int, object]) -> Pass:
-        """The pass with the tokens that an earlier pass has sampled meanwhile."""
+    def fed(self, values: Mapping[int, object], before: Sequence[int]) -> Pass:
+        """The pass with the tokens that an earlier pass has sampled meanwhile; `before` are the context's tokens."""
         tokens = list(self.tokens)
         for feed in self.feeds:
             token = values[feed.readout]
             assert isinstance(token, int)
             tokens[feed.row] = token
-        readouts = tuple(_counting(r, [tokens[f.row] for f in self.feeds if f.row <= r.row]) for r in self.readouts)
+        readouts = tuple(_counted(r, before, tokens) for r in self.readouts)
         return replace(self, tokens=tuple(tokens), readouts=readouts, feeds=())
 
     def mask(self, i: int) -> Brle | None:
@@ -102,11 +109,10 @@ class PassResult:
     stats: PassStats
 
 
-def _counting(readout: Readout, tokens: Sequence[int]) -> Readout:
-    """The readout with more tokens in its history, if that goes by rows."""
-    if not readout.counts_rows or not tokens:
+def _counted(readout: Readout, before: Sequence[int], tokens: Sequence[int]) -> Readout:
+    """The readout with its history counted again, now that every token is known."""
+    if not readout.seen_by_rows:
         return readout
-    counts = dict(readout.generated)
-    for token in tokens:
-        counts[token] = counts.get(token, 0) + 1
-    return replace(readout, seen=tuple(sorted({*readout.seen, *tokens})), generated=counts)
+    past = (*before, *tokens[: readout.row + 1])
+    counts = Counter(past) if readout.generated_by_rows else readout.generated
+    return replace(readout, seen=tuple(sorted({*past, *counts})), generated=dict(counts))

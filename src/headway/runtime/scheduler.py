@@ -54,11 +54,18 @@ class Job:
     kept_pages: frozenset[int] | None = None
     values: dict[int, object] = field(default_factory=dict)
     before: Mark | None = None  # what the table was, once it has advanced
+    left: object = None  # the table's stamp when it had advanced
+    then: Job | None = None  # the pass that takes its tokens
     running: bool = False
-    abandoned: bool = False
+    abandoned: bool = False  # it failed, or nobody wants it: there is no result
     waited: int = 0  # steps since it arrived in which it was not chosen
     steps: int = 0
     batch_size: int = 0
+
+    def settle(self) -> None:
+        """Its result was delivered: it can no longer be undone, and holds on to nothing."""
+        self.before = self.then = None
+        self.on_success = self.on_undo = _nothing
 
     @property
     def remaining(self) -> int:
