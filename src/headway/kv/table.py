@@ -50,6 +50,7 @@ class Mark:
     committed: int
     length: int
     state: object
+    stamp: object
 
 
 class PageTable:
@@ -77,6 +78,7 @@ class PageTable:
         self.repeatable = True  # whether the log still says how every slot came to be
         self.state: object = None  # the last token's final residual, while the device keeps it
         self.closed = False
+        self.stamp = object()  # another one after every change to the sequence
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -134,6 +136,7 @@ class PageTable:
             self.spans.append((self.length - log.ahead, self.length))
         if commit:
             self._commit(max(self.committed, self.length // self.page_size))
+        self.stamp = object()
 
     def _commit(self, pages: int) -> None:
         """The first `pages` pages are immutable now, and found by their keys."""
@@ -159,7 +162,7 @@ class PageTable:
 
     def mark(self) -> Mark:
         """Where the sequence stands now."""
-        return Mark(len(self.pages), self.committed, self.length, self.state)
+        return Mark(len(self.pages), self.committed, self.length, self.state, self.stamp)
 
     def rewind(self, mark: Mark) -> None:
         """Undo a pass that nobody built on."""
@@ -173,7 +176,7 @@ class PageTable:
         self.committed = mark.committed
         del self.keys[mark.committed :]
         self._cut_log(mark.length)
-        self.state = mark.state
+        self.state, self.stamp = mark.state, mark.stamp
 
     # -- page operations -------------------------------------------------------------------------------------------
 
@@ -181,6 +184,7 @@ class PageTable:
         """Add n empty working pages."""
         _count("reserve_working_pages", n)
         self.pages.extend(self.allocator.take(n))
+        self.stamp = object()
 
     def commit(self, k: int) -> None:
         """Make the first k working pages immutable; each must be full."""
@@ -192,6 +196,7 @@ class PageTable:
                 "only full pages commit"
             )
         self._commit(self.committed + k)
+        self.stamp = object()
 
     def release(self, n: int) -> None:
         """Free the last n working pages, and with them the tokens they hold."""
@@ -248,6 +253,7 @@ class PageTable:
         self.allocator.drop([p for i in chosen if _is_there(p := self.pages[i])])
         for i in chosen:
             self.pages[i] = LOST if self.pages[i] == ABSENT else None
+        self.stamp = object()
 
     def fork(self) -> PageTable:
         """A table that shares the committed pages and has copies of the working pages that hold tokens."""
@@ -354,7 +360,7 @@ class PageTable:
             self.repeatable &= not any(start < keep < stop for start, stop in self.spans)
             self.spans = [span for span in self.spans if span[0] < keep]
         del self.tokens[keep:], self.positions[keep:], self.peaks[keep:], self.masks[keep:]
-        self.length = keep
+        self.length, self.stamp = keep, object()
 
 
 def _is_there(page: int | None) -> TypeGuard[int]:

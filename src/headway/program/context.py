@@ -273,15 +273,11 @@ class Context:
         live = table.live if table.has_discards else None
         if ahead is None:
             return View(table.length, table.tokens, table.positions, table.next_position, self._pending, live)
-        work = ahead.work
-        return View(
-            length=ahead.base + len(work.tokens),
-            tokens=[*table.tokens, *work.tokens],
-            positions=[*table.positions, *work.positions],
-            next_position=max(table.next_position, max(work.positions, default=-1) + 1),
-            pending=(),
-            live=live,
-        )
+        tokens, positions = list(table.tokens), list(table.positions)
+        for job in _line(ahead):
+            tokens += job.work.tokens
+            positions += job.work.positions
+        return View(len(tokens), tokens, positions, max(positions, default=-1) + 1, (), live)
 
     def submit(self, work: Pass, after: Job | None = None) -> Job:
         """Queue a pass over this context. The pending tokens it starts with leave the buffer when it succeeds."""
@@ -381,3 +377,8 @@ def checked_bid(bid: float) -> float:
     if isinstance(bid, bool) or not isinstance(bid, int | float) or not -BID_LIMIT <= bid <= BID_LIMIT:
         raise InvalidInput(f"the bid is {bid!r}; it takes a number from {-BID_LIMIT:g} to {BID_LIMIT:g}")
     return float(bid)
+
+
+def _line(job: Job) -> list[Job]:
+    """The passes in flight up to this one, in the order they run."""
+    return [*(_line(job.after) if job.after is not None else []), job]

@@ -259,6 +259,8 @@ class Forward:
         return [row & live[0 : len(row)] for row in rows]
 
     def _readouts(self, context: Context, view: View, tokens: list[int]) -> tuple[Readout, ...]:
+        for row in {r for mask in self._logit_masks for r in mask.rows or ()}:
+            self._check_row(row, view)
         draws: Counter[int] = Counter()
         seed = None
         found = []
@@ -281,17 +283,18 @@ class Forward:
     def _row(self, ask: _Ask, context: Context, view: View) -> int:
         """The pass's token behind an index of the builder; -(n+1) is the token just before the rows."""
         index, n, pending = ask.row, len(self._tokens), len(view.pending)
-        before = view.length + pending > 0
-        low = -(n + 1) if before else -n
+        self._check_row(index, view)
+        row = pending + (index if index >= 0 else n + index)
+        if row == BEFORE and view.length == context.table.length:  # else a pass in flight leaves it
+            context.check_reread(ask.what)
+        return row
+
+    def _check_row(self, index: int, view: View) -> None:
+        n = len(self._tokens)
+        low = -(n + 1) if view.length + len(view.pending) > 0 else -n
         if not low <= index < n:
             span = f"{low} to {n - 1}" if low <= n - 1 else "none: the context is empty and the pass has no input"
             raise OutOfRange(f"row {index} is out of range; this pass has {n} rows, indices {span}")
-        row = pending + (index if index >= 0 else n + index)
-        if (
-            row == BEFORE and view.length == context.table.length
-        ):  # what a pass in flight computes is there when it ends
-            context.check_reread(ask.what)
-        return row
 
     def _history(self, ask: _Ask, view: View, tokens: list[int], row: int) -> tuple[tuple[int, ...], dict[int, int]]:
         """The ids a penalty counts: what was given, or the context's tokens up to the row."""
@@ -309,8 +312,7 @@ class Forward:
         n = len(self._tokens)
         allowed = None
         for mask in self._logit_masks:
-            rows = None if mask.rows is None else {r if r >= 0 else n + r for r in mask.rows}
-            if rows is None or row in rows:
+            if mask.rows is None or row - n in mask.rows or (row >= 0 and row in mask.rows):
                 allowed = mask.allowed if allowed is None else allowed & mask.allowed
         if allowed is not None and not allowed.any():
             raise InvalidMask("the logit masks together allow no token; relax one of them (1 = allowed)")

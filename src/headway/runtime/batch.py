@@ -97,7 +97,7 @@ def pack(chunks: Sequence[Chunk], edits: tuple[Edit, ...]) -> Batch:
 
 def needed_pages(work: Pass, base: int, size: int) -> frozenset[int] | None:
     """The page numbers that some row of the pass attends to or writes; None when no row has a mask."""
-    if work.masks is None or any(m is None for m in work.masks):
+    if not work.masks or any(m is None for m in work.masks):
         return None
     end = base + len(work.tokens)
     needed = set(range(base // size, -(-end // size)))

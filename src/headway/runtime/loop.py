@@ -124,23 +124,31 @@ class Loop:
         if time.monotonic() > table.deadline:
             raise _late()
 
-    def abandon(self, job: Job) -> None:
-        """Nobody wants this pass any more: it leaves the queue now, and what it did is undone."""
+    def abandon(self, job: Job, error: HeadwayError | None = None) -> None:
+        """Nobody wants this pass any more: it leaves the queue now, and what it did is undone.
+
+        Whoever still waits for it gets the error; without one it counts as cancelled.
+        """
         with self.lock:
-            for later in [j for j in self._queue if j.after is job]:
-                self.abandon(later)
+            if job.then is not None and (job in self._queue or job.before is not None):
+                self.abandon(job.then, error)
             if job in self._queue:
                 self._queue.remove(job)
                 job.abandoned = True
                 if not job.running:
                     self.supply.give_back(job)
-            elif job.before is not None and not self.busy(job.table) and not job.table.closed:
+            elif job.before is not None and not self.busy(job.table) and job.left is job.table.stamp:
                 # It succeeded a moment before it was cancelled, and nobody has built on it.
                 job.table.rewind(job.before)
-                job.before = None
+                job.abandoned = True
                 job.on_undo()
-        if job.future.cancel():
-            _wake_all([job])
+                job.settle()
+        if error is None:
+            job.future.cancel()
+        else:
+            with suppress(InvalidStateError):  # it has an answer already
+                job.future.set_exception(error)
+        _wake_all([job])
 
     def last_job(self, table: PageTable) -> Job | None:
         """The latest pass of this table that is queued or running."""
@@ -163,7 +171,7 @@ class Loop:
         while self._released:
             table = self._released.popleft()
             for job in [j for j in self._queue if j.table is table]:
-                self.abandon(job)
+                self.abandon(job, Closed("the context was released while this pass was in flight"))
             table.close()
         if self.supply.pins:
             self.supply.expire_pins(time.monotonic())
@@ -199,7 +207,7 @@ class Loop:
         with self.lock:
             self._closing = True
             for job in list(self._queue):
-                self.abandon(job)
+                self.abandon(job, Closed("the engine was closed while this pass was in flight"))
             self._changed.notify_all()
         for thread in (self._thread, self._notifier):
             if threading.current_thread() is not thread:
@@ -237,10 +245,12 @@ class Loop:
             calls = list(self._calls)
             self._calls.clear()
             turn = self._form()
-            batch = pack([chunk for _, chunk in turn], self._allocator.take_edits())
+            edits, batch = self._allocator.take_edits(), pack([chunk for _, chunk in turn], ())
         self._hand_out()
         start = time.perf_counter()
-        results = self._execute(batch, turn) if turn or batch.edits else []
+        if edits:  # by themselves: a pass that fails must not take other contexts' pages with it
+            self._runner.execute(pack([], edits))
+        results = self._execute(batch, turn) if turn else []
         for call in calls:
             call()
         seconds = time.perf_counter() - start
@@ -362,17 +372,22 @@ class Loop:
         try:
             return list(self._runner.execute(batch))
         except Exception as e:
-            if len(turn) <= 1:
-                return [_as_error(e) for _ in turn]
-        results: list[SegmentResult | HeadwayError] = []
-        for _, chunk in turn:
-            with self.lock:
-                alone = pack([chunk], ())
-            try:
-                results += self._runner.execute(alone)
-            except Exception as e:
-                results.append(_as_error(e))
-        return results
+            error = _as_error(e)
+        if len(turn) == 1:
+            return [error]
+        return [self._alone(job, chunk, error) for job, chunk in turn]
+
+    def _alone(self, job: Job, chunk: Chunk, error: HeadwayError) -> SegmentResult | HeadwayError:
+        """One pass of a batch that failed, by itself."""
+        with self.lock:
+            if job.abandoned:  # its table may have changed meanwhile
+                return error
+            batch = pack([chunk], ())
+        try:
+            (result,) = self._runner.execute(batch)
+            return result
+        except Exception as e:
+            return _as_error(e)
 
     def _apply(self, turn: list[tuple[Job, Chunk]], results: list[SegmentResult | HeadwayError], batch: Batch) -> None:
         """Fold results into jobs and tables; answers go to the outbox."""
@@ -412,8 +427,8 @@ class Loop:
     def _failed(self, job: Job, error: HeadwayError) -> None:
         """A pass failed: it is undone, and with it the passes that wait for its tokens."""
         self._queue.remove(job)
-        job.abandoned = job.running  # its step is running: what it holds is given back when that ends
-        if not job.running:
+        job.abandoned = True
+        if not job.running:  # else what it holds is given back when its step ends
             self.supply.give_back(job)
         self._outbox.append((job, error))
         for later in [j for j in self._queue if j.after is job]:
@@ -436,11 +451,11 @@ class Loop:
         if table.token_budget is not None:
             table.token_budget -= len(work.tokens)
         self.supply.finished(job)
-        job.pages = []
+        job.pages, job.left = [], table.stamp
         job.on_success()
         for later in self._queue:
             if later.after is job:
-                later.after, later.work = None, later.work.fed(job.values)
+                later.after, later.work = None, later.work.fed(job.values, table.tokens)
         self.counters.passes += 1
         self.counters.pages_trimmed += stats.pages_trimmed
         self._outbox.append((job, PassResult(tuple(job.values[i] for i in range(len(work.readouts))), stats)))

@@ -63,9 +63,13 @@ class Pass:
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.positions):
-            raise InvalidInput(f"a pass has {len(self.tokens)} tokens and {len(self.positions)} positions; give one each")
+            raise InvalidInput(
+                f"a pass has {len(self.tokens)} tokens and {len(self.positions)} positions; give one each"
+            )
         if self.masks is not None and len(self.masks) != len(self.tokens):
-            raise InvalidMask(f"a pass has {len(self.tokens)} tokens and {len(self.masks)} masks; give one each, or None")
+            raise InvalidMask(
+                f"a pass has {len(self.tokens)} tokens and {len(self.masks)} masks; give one each, or None"
+            )
         if not 0 <= self.pending <= len(self.tokens):
             raise InvalidInput(f"pending is {self.pending}; it counts leading tokens, 0 to {len(self.tokens)}")
 
