@@ -50,6 +50,13 @@ def test_every_example_has_a_test_here() -> None:
     assert {f.stem for f in FOLDER.glob("*.py")} <= set(re.findall(r'run\("(\w+)"', here))
 
 
+def test_the_gallery_shows_every_example() -> None:
+    page = (FOLDER.parent / "docs/gallery.md").read_text()
+    assert {f.name for f in FOLDER.glob("*.py")} - {"hello.py"} == set(
+        re.findall(r"^\| `(\w+\.py)`", page, re.MULTILINE)
+    )
+
+
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.stem)
 def test_an_example_is_short_and_can_be_started(file: Path) -> None:
     text = file.read_text()
@@ -89,6 +96,9 @@ def test_a_sink_rescues_the_window(run: Any) -> None:
     assert found["Mask.causal()"] < found["Mask.sink(4, 20)"] < found["Mask.window(48)"] < found["Mask.window(24)"]
     assert found["Mask.sink(4, 44)"] < 1.1 * found["Mask.causal()"]
     assert "██····████" in printed
+    page = (FOLDER.parent / "docs/gallery.md").read_text()
+    shown = dict(re.findall(r"│ (Mask\.[^│]*?) +│ ([\d.]+)", page))
+    assert {name: float(value) for name, value in shown.items()} == pytest.approx(found, abs=0.06)
 
 
 def test_the_best_pages_answer_and_the_ends_alone_do_not(run: Any) -> None:
