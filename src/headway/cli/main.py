@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from headway.base.errors import HeadwayError
-from headway.cli import chat, doctor, models, run
+from headway.cli import bench, chat, doctor, models, run, top
 from headway.cli.render import emit_json
 
 EXIT_MISTAKE = 2
@@ -34,6 +34,9 @@ app.command("run")(run.run)
 app.command("chat")(chat.chat)
 app.add_typer(models.app, name="models")
 app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")
+# What stands behind the script's name is the script's own, options too.
+app.command("top", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(top.top)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def dispatch(arguments: list[str]) -> int:
     """Run one command line; its exit code."""
-    if arguments in ([], ["models"]):
+    if arguments in ([], ["models"], ["bench"]):
         arguments = [*arguments, "--help"]
     try:
         return app(arguments, prog_name="headway", standalone_mode=False) or 0

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 STEP_TOKENS = 512  # rows of one step unless max_batch_tokens says otherwise
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # for those who watch
+_engines_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,8 @@ class Engine:
         )
         weakref.finalize(self, self.loop.close)  # an engine that is lost, or open when Python ends, stops its worker
         self.snapshots = Snapshots(self, settings().cache / "snapshots")
+        with _engines_lock:
+            _engines.add(self)
 
     # -- programs --------------------------------------------------------------------------------------------------
 
@@ -320,7 +324,7 @@ class Engine:
                 passes=done.passes,
                 tokens=done.tokens,
                 batch_size_mean=done.batch_passes / done.steps if done.steps else 0.0,
-                queued=self.loop.queued,
+                queued=len(self.loop.jobs()),
                 cache_hits=self.loop.supply.hits,
                 set_asides=self.loop.supply.set_asides,
             )
@@ -385,6 +389,12 @@ class Engine:
                         f"row {i} attends to nothing inside this model's own window of {window} positions; "
                         "let it attend to itself"
                     )
+
+
+def engines() -> list[Engine]:
+    """The engines of this process, in no order; a closed one too, as long as somebody has it."""
+    with _engines_lock:
+        return list(_engines)
 
 
 def _as_asked(decoder: Decoder, dtype: str, device: str) -> Decoder:

@@ -1,0 +1,249 @@
+"""`headway top`: run a script and watch its engines, live on a terminal, one line a second in a pipe."""
+
+from __future__ import annotations
+
+import runpy
+import statistics
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.base.errors import Closed, InvalidInput
+
+if TYPE_CHECKING:
+    from headway.program.engine import Engine, EngineStats
+
+LOOKS = 8  # a second
+LINE_SECONDS = 1.0  # between two lines in a pipe
+RATE_SECONDS = 2.0  # over which tokens a second are counted
+STEPS = 32  # whose times are shown
+BAR = 48  # characters
+HEIGHTS = "▁▂▃▄▅▆▇█"
+
+
+def top(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="A Python file that makes an engine.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="The script's own.")] = None,
+) -> None:
+    """Run a script and show what its engines do: queue, batches, tokens a second, pages, hits, times of steps.
+
+    On a terminal the view stays below what the script prints. In a pipe it is one line a second for each engine, on
+    standard error. Watching a server comes later.
+    """
+    if not script.is_file():
+        raise InvalidInput(f"there is no script {str(script)!r}; give a Python file that makes an engine")
+    code = 0
+    try:
+        with _showing(View()):
+            names = run_script(script, arguments or [])  # kept until the last look: an engine in it is still there
+        del names
+    except SystemExit as end:
+        code = _exit_code(end)
+    except (KeyboardInterrupt, BrokenPipeError):
+        raise
+    except BaseException as error:  # the script's own: shown as Python shows it
+        _show_error(error, script)
+        code = 1
+    raise typer.Exit(code)
+
+
+def run_script(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run a file as `python SCRIPT.py ARGS` would, in this thread; the names it left."""
+    before = sys.argv, sys.path[:]
+    sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
+    try:
+        return runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+class Watch:
+    """One engine, looked at again and again. It keeps no engine alive."""
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        info = engine.info
+        self.name = f"{number}  {info.name} · {info.dtype} · {info.device}"
+        self.engine = weakref.ref(engine)
+        self.stats: EngineStats = engine.stats()
+        self.over = False
+        self.seconds: deque[float] = deque(maxlen=STEPS)  # of the last steps
+        self.batch = 0  # passes of the last step
+        self._events = engine.events()
+        self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), self.stats.tokens)])
+
+    def look(self) -> None:
+        """Take in what has happened since the last look."""
+        if self.over:
+            return
+        engine = self.engine()
+        while (event := self._events.poll()) is not None:
+            self.seconds.append(event.seconds)
+            self.batch = event.passes
+        if engine is not None:
+            self.stats = engine.stats()
+        self.over = engine is None or _is_closed(engine)
+        if self.over:
+            self._events.close()
+            del self._events  # it holds the engine's loop, and that the model
+        now = time.monotonic()
+        self._marks.append((now, self.stats.tokens))
+        while len(self._marks) > 2 and self._marks[0][0] < now - RATE_SECONDS:
+            self._marks.popleft()
+
+    @property
+    def tokens_per_second(self) -> float:
+        (began, first), (ended, last) = self._marks[0], self._marks[-1]
+        return 0.0 if self.over else (last - first) / max(ended - began, 1e-3)
+
+    @property
+    def step_times(self) -> str:
+        """The last step's time and the median of the last ones."""
+        if not self.seconds:
+            return "no step yet"
+        return f"last {self.seconds[-1] * 1e3:.1f} ms, median {statistics.median(self.seconds) * 1e3:.1f} ms"
+
+    def work(self) -> str:
+        s = self.stats
+        return (
+            f"queue {s.queued} · batch {self.batch} (mean {s.batch_size_mean:.1f}) · "
+            f"{self.tokens_per_second:.0f} tokens/s · {s.tokens} tokens in {s.steps} steps"
+        )
+
+    def pages(self) -> str:
+        s = self.stats
+        return f"{s.pages_held} held · {s.pages_cached} cached · {s.pages_free} free of {s.pages_total} pages"
+
+    def events(self) -> str:
+        s = self.stats
+        return f"{s.cache_hits} cache hits · {s.pages_trimmed} pages trimmed · {s.set_asides} set aside"
+
+    def line(self) -> str:
+        """Everything in one line."""
+        state = "closed · " if self.over else ""
+        return f"{self.name} · {state}{self.work()} · {self.pages()} · {self.events()} · {self.step_times}"
+
+
+class View:
+    """All engines of this process, as they come and go."""
+
+    def __init__(self) -> None:
+        self.watches: list[Watch] = []
+
+    def look(self) -> None:
+        from headway.program.engine import engines
+
+        known = [watch.engine() for watch in self.watches]
+        for engine in engines():
+            if not any(engine is other for other in known):
+                self.watches.append(Watch(engine, len(self.watches) + 1))
+        for watch in self.watches:
+            watch.look()
+
+    def render(self) -> Any:
+        """The engines for a terminal, after one more look."""
+        from rich.console import Group
+        from rich.text import Text
+
+        self.look()
+        if not self.watches:
+            return Text("no engine yet", style="dim")
+        return Group(*(_panel(watch) for watch in self.watches))
+
+
+def _panel(watch: Watch) -> Any:
+    from rich.panel import Panel
+    from rich.text import Text
+
+    text = Text(f"{watch.work()}\n")
+    for part, style, char in _bar(watch.stats):
+        text.append(char * part, style=style)
+    text.append(f"  {watch.pages()}\n{watch.events()}\n")
+    text.append(_heights(watch.seconds), style="cyan")
+    text.append(f"  steps: {watch.step_times}")
+    title = f"{watch.name}{' · closed' if watch.over else ''}"
+    return Panel(text, title=Text(title), title_align="left", border_style="dim", expand=False)
+
+
+def _bar(stats: EngineStats) -> Iterator[tuple[int, str, str]]:
+    """Lengths, styles and characters of the pages held, cached and free, BAR together."""
+    at = done = 0
+    counts = ((stats.pages_held, "green", "█"), (stats.pages_cached, "yellow", "▒"), (stats.pages_free, "dim", "·"))
+    for pages, style, char in counts:
+        at += pages
+        end = round(BAR * at / stats.pages_total)
+        yield end - done, style, char
+        done = end
+
+
+def _heights(values: Sequence[float]) -> str:
+    """A picture of numbers, each against the largest."""
+    largest = max(values, default=0.0) or 1.0
+    return "".join(HEIGHTS[min(int(len(HEIGHTS) * v / largest), len(HEIGHTS) - 1)] for v in values)
+
+
+@contextmanager
+def _showing(view: View) -> Iterator[None]:
+    """Show the view while the body runs, and once more at its end."""
+    view.look()  # what it takes is loaded here, not while the script runs
+    if sys.stdout.isatty():
+        from rich.live import Live
+
+        with Live(get_renderable=view.render, refresh_per_second=LOOKS):
+            yield
+        return
+    end = threading.Event()
+    thread = threading.Thread(target=_lines, args=(view, end), name="headway-top", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+        view.look()
+        _print_lines(view)
+
+
+def _lines(view: View, end: threading.Event) -> None:
+    shown = time.monotonic()
+    while not end.wait(1 / LOOKS):
+        view.look()
+        if time.monotonic() - shown >= LINE_SECONDS:
+            shown = time.monotonic()
+            _print_lines(view)
+
+
+def _print_lines(view: View) -> None:
+    for watch in view.watches:
+        print(watch.line(), file=sys.stderr, flush=True)
+
+
+def _is_closed(engine: Engine) -> bool:
+    try:
+        engine.loop.check_open()
+    except Closed:
+        return True
+    return False
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def _show_error(error: BaseException, script: Path) -> None:
+    """The traceback from the script's own first line on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace)

@@ -1,0 +1,169 @@
+"""`headway bench overhead` measures what it says; `headway top` runs a script as Python would and shows its engines."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import numpy as np
+import pytest
+
+from headway.cli import bench, top
+from headway.cli.bench import Overhead, StopWatch
+from headway.program.engine import engines
+from headway.runtime.batch import pack
+from headway.testing import ScriptedRunner, scripted_engine
+
+Run = Callable[..., CompletedProcess[str]]
+
+SCRIPT = """
+import asyncio, sys, time
+import headway as hw
+from headway.testing import scripted_engine
+
+async def program(engine):
+    end = time.monotonic() + 2.5
+    async with engine.context() as ctx:
+        await ctx.fill(range(40)).flush()
+        while time.monotonic() < end:
+            await asyncio.gather(*(ctx.fork().generate(hw.Argmax(), max_tokens=8).tokens() for _ in range(3)))
+
+print("arguments:", sys.argv[1:])
+with scripted_engine(pages=64) as engine:
+    engine.run(program)
+print("finished")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+# -- bench -------------------------------------------------------------------------------------------------------------
+
+
+def test_overhead_prints_a_line_for_every_number_of_rows(headway: Run) -> None:
+    done = headway("bench", "overhead", "--rows", "1,3")
+    assert done.returncode == 0, done.stderr
+    title, headers, *rows = [line.split("\t") for line in done.stdout.splitlines()]
+    assert "120 steps" in title[0]
+    assert headers == ["rows", "median µs", "p95 µs", "µs a row", "allowed µs", "within"]
+    assert [(row[0], row[4]) for row in rows] == [("1", "530"), ("3", "590")]
+    assert [row[5] == "yes" for row in rows] == [float(row[1]) <= float(row[4]) for row in rows]
+    assert done.stderr.splitlines() == ["1 rows, 1 of 2", "3 rows, 2 of 2"]
+
+
+def test_overhead_as_json_says_on_which_machine(headway: Run) -> None:
+    found = json.loads(headway("bench", "overhead", "--rows", "2", "--json").stdout)
+    (result,) = found["results"]
+    assert found["machine"]["cpu"]
+    assert (result["rows"], result["steps"], result["allowance_us"]) == (2, bench.STEPS, 560)
+    assert result["us_per_row"] == pytest.approx(result["median_us"] / 2, abs=0.1)
+    assert 0 < result["median_us"] <= result["p95_us"]
+
+
+@pytest.mark.parametrize(("rows", "why"), [("0", "--rows has 0"), ("1,900", "--rows has 900"), ("8,", "'' is not a")])
+def test_bad_numbers_of_rows_are_refused(headway: Run, rows: str, why: str) -> None:
+    done = headway("bench", "overhead", "--rows", rows)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert why in done.stderr
+
+
+def test_the_allowance_is_a_part_for_the_step_and_one_for_each_row() -> None:
+    assert Overhead(64, 100, median=2420.0, p95=9000.0).within
+    assert not Overhead(64, 100, median=2421.0, p95=9000.0).within
+
+
+def test_the_stop_watch_counts_what_lies_between_steps_and_not_the_edits() -> None:
+    class Slow(ScriptedRunner):
+        def execute(self, batch):  # type: ignore[no-untyped-def]
+            if not batch.segments:
+                time.sleep(0.05)
+            return []
+
+    empty = pack([], ())
+    step = type(empty)(np.zeros(1), np.zeros(1), np.zeros(0), np.zeros(0), (object(),), ())  # type: ignore[arg-type]
+    watch = StopWatch(Slow(97, 16), 1, 0.0, lambda step: None)
+    watch.execute(step)
+    time.sleep(0.02)
+    watch.execute(empty)
+    watch.execute(step)
+    (gap,) = watch.gaps
+    assert 0.02 <= gap < 0.05
+
+
+# -- top ---------------------------------------------------------------------------------------------------------------
+
+
+def test_in_a_pipe_top_writes_lines_beside_what_the_script_prints(headway: Run, script: Path) -> None:
+    done = headway("top", str(script), "--json", "-h", "x")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "arguments: ['--json', '-h', 'x']\nfinished\n"
+    *lines, last = done.stderr.splitlines()
+    assert 1 <= len(lines) <= 6
+    assert re.search(r"^1  llama in memory · float32 · cpu · queue \d+ · batch [1-4] ", lines[-1])
+    assert re.search(r" [1-9]\d* tokens/s · .* held · .* free of 64 pages · ", lines[-1])
+    assert re.search(r"last [\d.]+ ms, median [\d.]+ ms$", lines[-1])
+    assert "closed" in last
+    assert " 0 held " in last
+
+
+def test_on_a_terminal_top_stays_below_the_scripts_output(on_terminal: Callable, script: Path) -> None:
+    code, shown = on_terminal("top", str(script))
+    assert code == 0
+    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown)
+    assert "arguments: []" in plain
+    assert plain.rindex("finished") < plain.rindex("held")
+    assert re.search(r"[█▒·]{48}  \d+ held · \d+ cached · \d+ free of 64 pages", plain)
+    assert "llama in memory · float32 · cpu · closed" in plain
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import sys; sys.exit('no more')", 1, "no more\n"),
+        ("import headway as hw; hw.Engine(object, dtype='auto', page_size=0)", 1, "page_size is 0"),
+        ("1 /", 1, "SyntaxError"),
+    ],
+)
+def test_a_script_ends_as_it_would_by_itself(headway: Run, tmp_path: Path, line: str, code: int, says: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"{line}\n")
+    done = headway("top", str(script))
+    assert done.returncode == code
+    assert says in done.stderr
+    assert "runpy" not in done.stderr
+
+
+def test_a_script_that_is_not_there_is_named(headway: Run) -> None:
+    done = headway("top", "nothing.py")
+    assert done.returncode == 2
+    assert done.stderr.startswith("headway: there is no script 'nothing.py'")
+
+
+def test_help_says_that_servers_come_later(headway: Run) -> None:
+    assert "Watching a server comes later" in " ".join(headway("top", "--help").stdout.split())
+
+
+def test_a_watched_engine_is_not_kept_alive() -> None:
+    gc.collect()
+    before = len(engines())
+    view = top.View()
+    engine = scripted_engine(pages=8)
+    view.look()
+    watch = next(w for w in view.watches if w.engine() is engine)
+    del engine
+    gc.collect()
+    view.look()
+    assert watch.over
+    assert len(engines()) == before
+    assert "closed" in watch.line()
