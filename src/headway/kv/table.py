@@ -29,7 +29,6 @@ from headway.kv.prefix import page_key, root
 _births = itertools.count()
 
 ABSENT = 0  # a page that was set aside
-LOST = -1  # a page that was set aside and discarded since: needed for computing others again, then discarded
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class PageTable:
     @property
     def is_aside(self) -> bool:
         """Whether pages of it must be brought back before it can be computed on."""
-        return ABSENT in self.pages or LOST in self.pages
+        return ABSENT in self.pages
 
     @property
     def last_key(self) -> bytes | None:
@@ -111,12 +110,12 @@ class PageTable:
     def live(self, slots: int) -> Brle:
         """Which of the first `slots` slots were not discarded."""
         size = self.page_size
-        gone = [(i * size, min((i + 1) * size, slots)) for i, p in enumerate(self.pages) if p in (None, LOST)]
+        gone = [(i * size, min((i + 1) * size, slots)) for i, p in enumerate(self.pages) if p is None]
         return ~Brle.from_intervals(slots, [(a, b) for a, b in gone if a < slots])
 
     @property
     def has_discards(self) -> bool:
-        return None in self.pages or LOST in self.pages
+        return None in self.pages
 
     # -- a pass ----------------------------------------------------------------------------------------------------
 
@@ -224,7 +223,7 @@ class PageTable:
         keep = self.length - n
         assert 0 <= keep <= self.length
         whole, part = divmod(keep, self.page_size)
-        if part and self.pages[whole] in (None, LOST):
+        if part and self.pages[whole] is None:
             raise InvalidInput(
                 f"truncate would cut inside page {whole}, which was discarded; cut at a multiple of {self.page_size}, "
                 "or to a slot after it"
@@ -238,6 +237,7 @@ class PageTable:
 
     def discard(self, start: int, n: int) -> None:
         """Free n full pages from page number `start`; their slots stay counted and can never be attended again."""
+        assert not self.is_aside  # other slots may need these to be computed again
         _count("discard_pages", n)
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
             raise InvalidInput(f"discard_pages: start is {start!r}; a page number from 0 is needed")
@@ -247,12 +247,12 @@ class PageTable:
             can = f"pages 0 to {limit - 1} are" if limit else "no page is"
             raise OutOfRange(f"discard_pages({start}, {n}): {can} full and not the last; others cannot be discarded")
         chosen = range(start, start + n)
-        gone = [i for i in chosen if self.pages[i] in (None, LOST)]
+        gone = [i for i in chosen if self.pages[i] is None]
         if gone:
             raise InvalidInput(f"discard_pages({start}, {n}): page {gone[0]} was discarded before")
         self.allocator.drop([p for i in chosen if _is_there(p := self.pages[i])])
         for i in chosen:
-            self.pages[i] = LOST if self.pages[i] == ABSENT else None
+            self.pages[i] = None
         self.stamp = object()
 
     def fork(self) -> PageTable:
@@ -260,16 +260,16 @@ class PageTable:
         child = PageTable(self.allocator, self.page_size, self.salt)
         used = -(-self.length // self.page_size)
         copies = [i for i in range(self.committed, used) if _is_there(self.pages[i])]
+        if len(copies) > self.allocator.available and self.can_replay:
+            copies = []  # no room for copies: the fork computes these slots again when it needs them
         fresh = dict(zip(copies, self.allocator.take(len(copies)), strict=True))
         self.allocator.share([p for p in self.pages[: self.committed] if _is_there(p)])
         for i, target in fresh.items():
             source = self.pages[i]
             assert _is_there(source)
             self.allocator.edit(Copy(source, target, min(self.page_size, self.length - i * self.page_size)))
-        child.pages = [
-            *self.pages[: self.committed],
-            *(fresh.get(i, self.pages[i]) for i in range(self.committed, used)),
-        ]
+        tail = [fresh.get(i, None if self.pages[i] is None else ABSENT) for i in range(self.committed, used)]
+        child.pages = [*self.pages[: self.committed], *tail]
         child.keys, child.host = self.keys[:], self.host
         child.bid, child.deadline, child.token_budget = self.bid, self.deadline, self.token_budget
         child.committed, child.length, child.state = self.committed, self.length, self.state
@@ -308,11 +308,10 @@ class PageTable:
 
     def absent(self) -> list[int]:
         """The numbers of the pages that must come back before anything can be computed."""
-        gone = (ABSENT,) if self.host is not None else (ABSENT, LOST)
-        return [i for i, p in enumerate(self.pages) if p in gone]
+        return [i for i, p in enumerate(self.pages) if p == ABSENT]
 
     def bring_back(self, pages: Sequence[int]) -> None:
-        """Pages for every absent one, in order, with their contents; those discarded meanwhile are given back."""
+        """Pages for every absent one, in order, with their contents."""
         numbers = self.absent()
         if self.host is not None:
             place = {n: i for i, n in enumerate(self.host.numbers)}
@@ -320,14 +319,9 @@ class PageTable:
             self.allocator.edit(Import(self.host, tuple(i for i, _ in known), tuple(p for _, p in known)))
         self.host = None
         for number, page in zip(numbers, pages, strict=True):
-            if self.pages[number] == LOST:
-                self.allocator.drop([page])
-                self.pages[number] = None
-                continue
             self.pages[number] = page
             if number < len(self.keys) and (key := self.keys[number]) is not None:
                 self.allocator.register(page, key)
-        self.pages = [None if p == LOST else p for p in self.pages]
 
     # -- cutting ---------------------------------------------------------------------------------------------------
 
@@ -338,6 +332,10 @@ class PageTable:
             return  # it was set aside: what is kept of it comes back as a working page
         if self.allocator.holders(page) == 1 and (self.allocator.available == 0 or not self.allocator.is_keyed(page)):
             self.allocator.forget(page)  # nobody else sees it, so it may become a working page itself
+            return
+        if self.allocator.available == 0 and self.can_replay:
+            self.allocator.drop([page])
+            self.pages[number] = ABSENT  # computed again when it is needed
             return
         if self.allocator.available == 0:
             raise OutOfPages(

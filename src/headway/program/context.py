@@ -331,9 +331,11 @@ class Context:
             token_ids(readout.generated, engine.vocab_size, "generated")
 
     def settle(self) -> None:
-        """Have the pages here, if the context was set aside."""
-        if self.table.is_aside:
-            self.execute(Pass((), ())).result()
+        """Have the pages here, if the context was set aside: waits for them in this thread."""
+        with self.changing():
+            coming = self.execute(Pass((), ())) if self.table.is_aside else None
+        if coming is not None:
+            coming.result()
 
     @property
     def talk(self) -> Conversation:

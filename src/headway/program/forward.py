@@ -348,6 +348,10 @@ class Execution(Generic[Result]):
                 self.cancel()
             raise
 
+    def done(self) -> bool:
+        """Whether there is a result, or an error."""
+        return self._job.future.done()
+
     def cancel(self) -> None:
         """Undo the pass."""
         self._context.engine.loop.abandon(self._job)

@@ -54,5 +54,8 @@ class RawPages:
 
     def discard_pages(self, start: int, n: int) -> None:
         """Free n full pages from page number `start` on, leading or middle; no later row can attend to them."""
-        with self._context.changing():
-            self._context.table.discard(start, n)
+        while True:
+            self._context.settle()  # a context that was set aside comes back first
+            with self._context.changing():
+                if not self._context.table.is_aside:
+                    return self._context.table.discard(start, n)

@@ -12,9 +12,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from headway.base.errors import Closed, DeadlineExceeded, HeadwayError, OutOfPages, PassFailed, TokenBudgetExceeded
@@ -67,8 +67,9 @@ class Loop:
         self._released: deque[PageTable] = deque()  # a finalizer only appends here
         self._calls: deque[Callable[[], None]] = deque()  # work for the device that is no pass
         self._outbox: list[tuple[Job, PassResult | HeadwayError]] = []  # the worker's own
+        self._turn: list[Job] = []  # what the running step computes
         self._window, self._returning = 0.0, 0
-        self._closing = False
+        self._closing = self._paused = False
         self._died: BaseException | None = None
         self._on_start = on_start
         # Waking an event loop hands the interpreter over to it, so a second thread does it while the device computes.
@@ -158,9 +159,9 @@ class Loop:
         """Whether a pass of this table is queued or running."""
         return self.last_job(table) is not None
 
-    @property
-    def queued(self) -> int:
-        return len(self._queue)
+    def jobs(self) -> list[Job]:
+        """Passes that are queued or running. The caller holds the lock."""
+        return list(self._queue)
 
     def release_later(self, table: PageTable) -> None:
         """Give a table's pages back soon; safe in a finalizer."""
@@ -198,7 +199,7 @@ class Loop:
 
     def check_open(self) -> None:
         if self._died is not None:
-            raise Closed(f"the engine's worker stopped after an internal error: {self._died!r}")
+            raise Closed(f"the engine's worker stopped after an internal error: {self._died!r}") from self._died
         if self._closing:
             raise Closed("the engine is closed; create a new one")
 
@@ -219,11 +220,37 @@ class Loop:
         try:
             self._on_start()
             while self._step():
-                pass
+                self._rest()
         except BaseException as e:  # a fault of ours: nobody may be left waiting
             self._die(e)
         finally:
             self._notes.put(None)
+
+    def _rest(self) -> None:
+        with self.lock:
+            while self._paused and not self._closing:
+                self._changed.wait()
+
+    @contextmanager
+    def by_hand(self) -> Iterator[Callable[[], None]]:
+        """For tests: the worker rests, and each call of what this yields takes one step, if there is work."""
+
+        def step() -> None:
+            with self.lock:
+                idle = not (self._queue or self._calls)
+            if not idle:
+                self._step()
+            self._hand_out()
+
+        with self.lock:
+            self._paused = True
+        self.call(lambda: None)  # the worker is past whatever it was doing
+        try:
+            yield step
+        finally:
+            with self.lock:
+                self._paused = False
+                self._changed.notify_all()
 
     def _notify(self) -> None:
         while (jobs := self._notes.get()) is not None:
@@ -245,6 +272,7 @@ class Loop:
             calls = list(self._calls)
             self._calls.clear()
             turn = self._form()
+            self._turn = [job for job, _ in turn]
             edits, batch = self._allocator.take_edits(), pack([chunk for _, chunk in turn], ())
         self._hand_out()
         start = time.perf_counter()
@@ -495,7 +523,7 @@ class Loop:
     def _die(self, error: BaseException) -> None:
         with self.lock:
             self._died = error
-            waiting, self._queue = self._queue, []
+            waiting, self._queue = [*self._turn, *self._queue], []
             calls = list(self._calls)
         stopped = Closed(f"the engine's worker stopped after an internal error: {error!r}")
         self._outbox += [(job, stopped) for job in waiting]

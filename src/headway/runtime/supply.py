@@ -68,11 +68,11 @@ class Supply:
             self.computing.setdefault(key, job)
         if table.is_aside:
             job.back = [*old, *self.allocator.take(back)]
-            self._replay(job, len(old))
+            self._replay(job, table.absent()[0] + len(old))
         return Start.READY
 
     def _replay(self, job: Job, known: int) -> None:
-        """Bring an aside table back: from host memory at once, or by a pass over its log."""
+        """Bring a table back whose first `known` pages are there: from host memory, or by a pass over its log."""
         table = job.table
         self.restored += 1
         if table.host is not None or table.length <= known * table.page_size:
@@ -139,15 +139,15 @@ class Supply:
         return at < len(keys) and self.computing.get(keys[at], job) is not job
 
     def _old_pages(self, table: PageTable) -> list[int]:
-        """Leading pages of an aside table that are still in the cache."""
-        if table.host is not None:
-            return []
-        pages = []
-        for number, key in zip(table.absent(), table.keys):
-            page = None if key is None or number != len(pages) else self.allocator.find(key)
-            if page is None:
-                break
-            pages.append(page)
+        """The first absent pages of a table that are still in the cache."""
+        pages: list[int] = []
+        if table.host is None and table.is_aside:
+            for number in range(table.absent()[0], len(table.keys)):
+                key = table.keys[number]
+                page = None if key is None or table.pages[number] else self.allocator.find(key)
+                if page is None:
+                    break
+                pages.append(page)
         return pages
 
     def pin(self, name: object, pages: Sequence[int], until: float) -> None:
