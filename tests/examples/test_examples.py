@@ -159,6 +159,38 @@ def test_parallel_forks_share_steps_and_draw_the_same(run: Any) -> None:
     assert batch > 1.5
 
 
+def test_a_fan_out_of_forks_answers_the_same_from_fewer_pages(run: Any) -> None:
+    (texts, pages), printed = run("fan_out")
+    assert texts["forks"] == texts["apart"]
+    assert "six" in texts["forks"][-1]
+    assert pages["forks"] < pages["apart"] / 2
+    forks, apart = (int(n) for n in re.findall(r"│ (?:forks|apart) │ (\d+)", printed))
+    assert forks < apart / 4
+
+
+def test_a_map_reduce_shares_the_rules_that_every_part_opens_with(run: Any) -> None:
+    (summaries, whole, shared), printed = run("map_reduce")
+    assert "1821" in summaries[0]
+    assert whole
+    rules = 16  # pages: the rules fill four, and four of five contexts find them
+    assert shared >= rules
+    assert f"{shared} pages of 16 tokens were shared" in printed
+
+
+def test_tenants_share_nothing(run: Any) -> None:
+    (hits, (one, two, three, four)), printed = run("tenants")
+    assert hits == [0, one - 1, 0, one - 1]
+    assert (two - one, three - two, four - three) == (1, one, 1)
+    assert "between the tenants 0" in printed
+
+
+def test_bids_decide_who_is_done_first_and_ageing_bounds_the_wait(run: Any) -> None:
+    finished, longest, shared = run("priorities")[0]
+    assert finished == sorted(finished, reverse=True)
+    assert longest[0] <= 8 + len(finished)
+    assert shared > 0
+
+
 def test_the_lens_ends_with_the_models_answer(run: Any) -> None:
     favourites, _ = run("logit_lens")
     assert favourites[0] == " of"  # the embedding knows only its own token
