@@ -7,15 +7,18 @@ on nothing but its query and the slots it sees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.kernels.linear import by_rows
+
 SPLIT = 64  # slots per partial sum in attend_exact
 UNIT = 1 << 22  # elements of one intermediate in attend_exact
+UNITS = 64  # pairs of a row and a split that a GPU sums at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,19 +112,43 @@ def _weights(q: Tensor, keys: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     Products are elementwise and summed over one fixed-length dimension, then over splits in order: a masked slot adds
     an exact zero, so leaving pages out changes no bit.
     """
-    raw = (q[:, None, None] * keys[None, :, :, :, None]).sum(-1)
+    raw = _by_split(lambda a, k: (a[:, None] * k[:, :, :, None]).sum(-1), q, keys)
     raw = raw.masked_fill(~seen[..., None, None], float("-inf"))
     weight = torch.exp(raw - raw.amax((1, 2), keepdim=True))
-    total = weight[:, 0].sum(1)  # [r, Hkv, G]
-    for b in range(1, keys.shape[0]):
-        total = total + weight[:, b].sum(1)
-    return weight, total
+    return weight, _in_order(_by_split(lambda w: w.sum(1), weight))
 
 
 def _row_sums(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
     """The weighted values of q [r, Hkv, G, D] → [r, H, D]."""
     weight, total = _weights(q, keys, seen)
-    mixed = torch.zeros_like(q)
-    for b in range(keys.shape[0]):
-        mixed = mixed + (weight[:, b, ..., None] * values[b][None, :, :, None]).sum(1)  # [r, Hkv, G, D]
+    mixed = _in_order(_by_split(lambda w, v: (w[..., None] * v[:, :, :, None]).sum(1), weight, values))
     return (mixed / total[..., None]).flatten(1, 2)
+
+
+def _by_split(fn: Callable[..., Tensor], rows: Tensor, shared: Tensor | None = None) -> Tensor:
+    """fn for every pair of a row and a split: rows [r, …] or [r, B, SPLIT, …], shared [B, SPLIT, …] → [r, B, …].
+
+    A GPU's sums are ordered by the shape of the whole tensor, so there fn always sees UNITS pairs; on a CPU each sum
+    depends on its own length alone, and one split goes at a time.
+    """
+    splits = len(shared) if shared is not None else rows.shape[1]
+    whole = rows.ndim == 4  # one query for all splits
+    if not rows.is_cuda:
+        parts = [
+            fn(*([rows] if whole else [rows[:, b]]), *([] if shared is None else [shared[b : b + 1]]))
+            for b in range(splits)
+        ]
+        return torch.stack(parts, 1)
+    pairs = [(rows[:, None].expand(-1, splits, *rows.shape[1:]) if whole else rows).flatten(0, 1)]
+    if shared is not None:
+        pairs.append(shared[None].expand(len(rows), *shared.shape).flatten(0, 1))
+    (found,) = by_rows(UNITS, lambda *unit: (fn(*unit),), *pairs)
+    return found.unflatten(0, (len(rows), splits))
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """The sum over splits of parts [r, B, …], first to last."""
+    total = parts[:, 0]
+    for b in range(1, parts.shape[1]):
+        total = total + parts[:, b]
+    return total
