@@ -119,19 +119,8 @@ def choose(want: Want | None, base: int, count: int, size: int) -> Choice | None
     runs = []
     for i, line in enumerate(bits):
         stop = total if not want.causal else base + i + (not own[i] or rng.random() < 0.5)
-        runs.append(runs_of(~line[:stop]))
+        runs.append(w.runs_of(~line[:stop]))
     return Choice(runs, rows=bits, causal=want.causal)
-
-
-def runs_of(bits: np.ndarray) -> list[int]:
-    """Alternating runs, zeros first."""
-    found, value = [0], False
-    for bit in bits.tolist():
-        if bit != value:
-            found.append(0)
-            value = bit
-        found[-1] += 1
-    return found
 
 
 class Machine(RuleBasedStateMachine):
@@ -501,10 +490,10 @@ class Machine(RuleBasedStateMachine):
                 assert committed == {True} or self.engine.allocator.holders(page) == 1, "a working page is shared"
 
 
-def machine(name: str, size: int, pages: int, budget: int | None = None, trim: bool = True) -> type[Machine]:
+def machine(name: str, size: int, pages: int, budget: int | None = None, **options: Any) -> type[Machine]:
     """The machine on one model, with an engine of its own."""
     folder, judge = w.model(name)
-    made = hw.Engine(folder, threads=1, page_size=size, pages=pages, max_batch_tokens=budget, trim=trim)
+    made = hw.Engine(folder, threads=1, page_size=size, pages=pages, max_batch_tokens=budget, **options)
     return type(f"On_{name}", (Machine,), {"size": size, "engine": made, "judge": judge})
 
 
@@ -517,8 +506,10 @@ CASES = [
 ]
 
 
-def drive(case: tuple[str, int, int, int | None], examples: int, steps: int, *, long: bool = False) -> None:
-    kind = machine(*case)
+def drive(
+    case: tuple[str, int, int, int | None], examples: int, steps: int, *, long: bool = False, **options: Any
+) -> None:
+    kind = machine(*case, **options)
     limits = settings(
         max_examples=examples,
         stateful_step_count=steps,
