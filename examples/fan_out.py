@@ -18,7 +18,7 @@ DOCUMENT = """The ferry to Skarholm leaves from pier four. In summer it sails at
 only at noon. The crossing takes forty minutes. Tickets are sold on board and cost three crowns, for children one
 crown, and nothing for dogs. Bicycles travel on the lower deck and must be tied to the rail. There is no shop on the
 island, so bring food and water. The lighthouse is open on Sundays; its keeper, Mrs. Dahl, shows visitors the lamp
-room if they ask her. The last boat back leaves at six, and those who miss it may sleep in the old school for two crowns.\n"""
+room if they ask her. The last boat back leaves at six, and those who miss it may sleep in the old school.\n"""
 QUESTIONS = [
     "The ferry leaves from pier",
     "The crossing takes",
