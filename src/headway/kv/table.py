@@ -292,11 +292,6 @@ class PageTable:
         deferred = self.length // self.page_size > self.committed
         return self.repeatable and not self.spans and not self.has_discards and not deferred
 
-    @property
-    def freeable(self) -> int:
-        """Pages that setting this table aside would give to others."""
-        return sum(self.allocator.holders(p) == 1 for p in self.held())
-
     def set_aside(self) -> None:
         """Give every page up: to be computed again from the log, or with a copy in host memory where that cannot be."""
         held = [(i, p) for i, p in enumerate(self.pages) if _is_there(p)]

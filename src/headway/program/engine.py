@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
+LOOK = 0.1  # seconds between looks at whether somebody cancelled a program that this thread waits for
 STEP_TOKENS = 512  # rows of one step unless max_batch_tokens says otherwise
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # for those who watch
 _engines_lock = threading.Lock()
@@ -439,16 +441,40 @@ def _load_text(path: Path | None) -> tuple[Tokenizer | None, ChatTemplate | None
 def _in_a_thread(main: Callable[[], Awaitable[Result]]) -> Result:
     """Run a coroutine function on a loop of its own, beside the one that runs in this thread."""
     box: list[Any] = []
+    tasks: list[asyncio.Task[Any]] = []
+
+    async def known() -> Result:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.append(task)
+        return await main()
 
     def work() -> None:
         try:
-            box.extend((True, asyncio.run(main())))  # type: ignore[arg-type]
+            box.extend((True, asyncio.run(known())))
         except BaseException as e:
             box.extend((False, e))
 
     thread = threading.Thread(target=work, name="headway-program")
     thread.start()
-    thread.join()
+    try:
+        _join(thread)
+    except BaseException:  # ctrl-C, or a cancelled task: the program ends with it
+        for task in tasks:
+            with suppress(RuntimeError):  # it has ended
+                task.get_loop().call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise
     if not box[0]:
         raise box[1]
     return box[1]
+
+
+def _join(thread: threading.Thread) -> None:
+    """Wait for a thread; raises when the task that waits is cancelled, which it cannot learn by itself."""
+    own = asyncio.current_task()
+    before = 0 if own is None else own.cancelling()
+    while thread.is_alive():
+        thread.join(LOOK)
+        if own is not None and own.cancelling() > before:
+            raise asyncio.CancelledError

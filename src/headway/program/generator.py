@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from headway.base.errors import InvalidInput, WrongType
+from headway.base.errors import DeadlineExceeded, InvalidInput, OutOfPages, TokenBudgetExceeded, WrongType
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, resolve
@@ -108,8 +109,9 @@ class Generation:
 
     def _run_ahead(self, turn: _Turn) -> None:
         """Queue the next pass with the token that this one draws, so that the device never waits for the program."""
-        self._next = self._begin(turn.token)
-        self._context.retract = lambda: self._retract(self._generated[-1])
+        with suppress(OutOfPages, TokenBudgetExceeded, DeadlineExceeded):  # the next turn will say so
+            self._next = self._begin(turn.token)
+            self._context.retract = lambda: self._retract(self._generated[-1])
 
     async def _outcome(self, turn: _Turn) -> Output:
         try:

@@ -117,9 +117,10 @@ class Loop:
                 f"this pass needs {need} pages of {table.page_size} slots; the pool has {self._allocator.total}; "
                 "shorten it, or create the engine with a larger pages="
             )
-        if table.token_budget is not None and tokens > table.token_budget:
+        in_flight = base - table.length
+        if table.token_budget is not None and tokens > table.token_budget - in_flight:
             raise TokenBudgetExceeded(
-                f"this pass has {tokens} tokens and the context may compute {table.token_budget} more; "
+                f"this pass has {tokens} tokens and the context may compute {table.token_budget - in_flight} more; "
                 "give it a larger token_budget="
             )
         if time.monotonic() > table.deadline:
@@ -345,7 +346,7 @@ class Loop:
             if tokens is None:
                 job.waited += 1
                 continue
-            job.running, job.waited = True, 0
+            job.chosen()
             left -= tokens
             turn.append((job, self._chunk(job, tokens)))
         if not turn and blocked:
@@ -358,7 +359,7 @@ class Loop:
     def _form_alone(self, job: Job) -> list[tuple[Job, Chunk]]:
         tokens = self._share(job, self._budget, alone=True)
         assert tokens is not None
-        job.running, job.waited = True, 0
+        job.chosen()
         return [(job, self._chunk(job, tokens))]
 
     def _share(self, job: Job, left: int, *, alone: bool) -> int | None:
@@ -391,8 +392,8 @@ class Loop:
         need = -(-(job.base + len(job.work.tokens)) // table.page_size)
         return OutOfPages(
             f"this pass needs {need} pages for its context; of {pool.total} pages {pool.available} are free and "
-            f"{pool.held} are held by pinned prefixes or by contexts that share them; "
-            "unpin or release some, or create the engine with a larger pages="
+            f"{pool.held} are held, by pinned prefixes or by the context itself; "
+            "unpin some, or create the engine with a larger pages="
         )
 
     def _execute(self, batch: Batch, turn: list[tuple[Job, Chunk]]) -> list[SegmentResult | HeadwayError]:

@@ -3,7 +3,8 @@
 Fairness, for the rows of a step: a pass that has waited n steps ranks as if its context's bid were n higher. So a newer
 pass with a higher bid overtakes it for at most as many steps as the bids differ; bids lie between -1000 and 1000.
 For pages, which are dear to move, it takes PATIENCE steps to rank one higher, and among equals the older context wins:
-contexts that fit run on, the youngest wait, and none waits for ever.
+contexts that fit run on, the youngest wait, and none waits for ever. A pass that got pages by waiting keeps that rank
+to its end, so that it is not set aside again before it has computed anything of use.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Job:
     then: Job | None = None  # the pass that takes its tokens
     running: bool = False
     abandoned: bool = False  # it failed, or nobody wants it: there is no result
-    waited: int = 0  # steps since it arrived in which it was not chosen
+    waited: int = 0  # steps in which it was not chosen, since it last was
+    waited_before: int = 0  # the same until then: what it has waited for pages is not forgotten when it gets some
     steps: int = 0
     batch_size: int = 0
 
@@ -76,7 +78,12 @@ class Job:
     @property
     def claim(self) -> tuple[float, int]:
         """Its claim on pages: the larger one may set the other's context aside."""
-        return self.table.bid + self.waited // PATIENCE, -self.table.born
+        return self.table.bid + (self.waited_before + self.waited) // PATIENCE, -self.table.born
+
+    def chosen(self) -> None:
+        """It is part of the next step."""
+        self.running = True
+        self.waited_before, self.waited = self.waited_before + self.waited, 0
 
     def reset(self) -> None:
         """Back to the start; what it held is the caller's to give back."""

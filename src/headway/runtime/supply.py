@@ -6,6 +6,7 @@ Everything here is bookkeeping under the engine's lock.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -63,7 +64,6 @@ class Supply:
         job.started = True
         job.keys, job.hits, job.done = keys, len(found), len(found) * size
         job.pages = [*found, *self.allocator.take(fresh)]
-        self.hits += len(found)
         for key in keys[len(found) :]:
             self.computing.setdefault(key, job)
         if table.is_aside:
@@ -107,6 +107,7 @@ class Supply:
 
     def finished(self, job: Job) -> None:
         """A job's pages are its table's now."""
+        self.hits += job.hits
         for key in job.keys:
             self._stop_computing(job, key)
 
@@ -176,13 +177,14 @@ class Supply:
     # -- making room -----------------------------------------------------------------------------------------------
 
     def _make_room(self, pages: int, job: Job, queue: Sequence[Job], force: bool) -> bool:
-        """Whether this many pages can be taken now, after setting aside as few contexts as it takes."""
-        while self.allocator.available < pages:
-            victim = self._victim(job, queue, force)
-            if victim is None:
-                return False
-            self.set_aside(victim, queue)
-        return True
+        """Whether this many pages can be taken now. Contexts are set aside for it, as few as it takes, or none."""
+        short = pages - self.allocator.available
+        if short <= 0:
+            return True
+        victims = self._victims(short, job, queue, force)
+        for table in victims or ():
+            self.set_aside(table, queue)
+        return victims is not None
 
     def set_aside(self, table: PageTable, queue: Sequence[Job]) -> None:
         """A context gives up its pages; a pass of it that had begun starts over."""
@@ -192,8 +194,11 @@ class Supply:
         table.set_aside()
         self.set_asides += 1
 
-    def _victim(self, job: Job, queue: Sequence[Job], force: bool) -> PageTable | None:
-        """Saved contexts first, then the lowest bid, then the youngest; never one with a larger claim than the job."""
+    def _victims(self, pages: int, job: Job, queue: Sequence[Job], force: bool) -> list[PageTable] | None:
+        """Whom to set aside to get this many pages; None when all who may go do not have them.
+
+        Saved contexts first, then the lowest bid, then the youngest; never one with a larger claim than the job.
+        """
         waiting = {j.table: j for j in queue if j.after is None}
 
         def may_go(table: PageTable) -> bool:
@@ -201,16 +206,26 @@ class Supply:
                 return False
             own = waiting.get(table)
             if own is None:
-                mine = table.idle_first or force or (table.bid, -table.born) < job.claim
-            else:
-                mine = not own.running and own.claim < job.claim
-            return mine and (table.freeable > 0 or (own is not None and bool(own.pages or own.back)))
+                return table.idle_first or force or (table.bid, -table.born) < job.claim
+            return not own.running and own.claim < job.claim
 
-        candidates = [t for t in self.tables if may_go(t)]
-        return min(candidates, key=lambda t: (not t.idle_first, t.bid, -t.born), default=None)
+        def holdings(table: PageTable) -> list[int]:
+            own = waiting.get(table)
+            return table.held() if own is None else [*table.held(), *own.pages, *own.back]
+
+        left = Counter[int]()  # pages that some would leave, by how many
+        gained, chosen = 0, []
+        for table in sorted(filter(may_go, self.tables), key=lambda t: (not t.idle_first, t.bid, -t.born)):
+            pages_here = holdings(table)
+            left.update(pages_here)
+            gained += sum(left[p] == self.allocator.holders(p) for p in pages_here)
+            chosen.append((table, pages_here))
+            if gained >= pages:  # those whose pages others hold anyway may stay
+                return [t for t, here in chosen if any(left[p] == self.allocator.holders(p) for p in here)]
+        return None
 
 
 def _readable(job: Job) -> int:
-    """How many leading tokens need not be computed: those before the first that is read."""
-    rows = [r.row for r in job.work.readouts if r.row >= 0]
+    """How many leading tokens need not be computed: those before the first that is read; none if it is before them."""
+    rows = [max(0, r.row) for r in job.work.readouts]
     return min([*rows, len(job.work.tokens)])
