@@ -141,6 +141,11 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in local if not (page.parent / link.split("#")[0]).exists()] == []
 
 
+def test_the_site_lists_every_page() -> None:
+    listed = re.findall(r"^  - .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md"))
+
+
 def test_the_readme_is_short_and_starts_with_two_commands() -> None:
     assert len(README.read_text().splitlines()) <= 150
     assert commands(README)[:2] == ["make run", "make test"]
