@@ -206,9 +206,11 @@ class StreamParser:
         if self._index is not None and (delta := self._call.take()):
             self._write(delta)
 
-    def _start(self, name: str) -> None:
-        self._index, self._started = self._started, self._started + 1
-        self._out.append(ToolCallStart(self._index, name))
+    def _start(self, name: str) -> int:
+        index, self._started = self._started, self._started + 1
+        self._index = index
+        self._out.append(ToolCallStart(index, name))
+        return index
 
     def _complete(self, then: State) -> bool:
         """Ends the open call."""
