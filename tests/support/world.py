@@ -3,7 +3,8 @@
 A `Cell` is one computed token with the cells it attended to when it was computed. A `World` is one context's view: the
 cells in its slots, the pages that were discarded, the tokens still pending, and the counts its page operations report.
 A cell keeps what it saw, so a slot that was cut off lives on in those that attended to it, and forks need no copying:
-their lists name the same cells. Nothing here looks at the package under test.
+their lists name the same cells. None of this looks at the package under test; only `Twin`, which moves a context and
+its world together, calls it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import headway as hw
+from support.checks import assert_close
 from support.hf import save_hf, variant, weights_of
 from support.oracle import Oracle, Result
 
@@ -188,6 +191,55 @@ class Plan:
         return count
 
 
+class Twin:
+    """A context and its world, moved together: every pass is judged."""
+
+    def __init__(self, context: hw.Context, judge: Judge, world: World | None = None) -> None:
+        self.context, self.judge = context, judge
+        self.world = world or World(context.page_size, judge.oracle.shape.windows)
+
+    def fill(self, tokens: Sequence[int]) -> Twin:
+        self.context.fill(tokens)
+        self.world.pending += tokens
+        return self
+
+    def fork(self) -> Twin:
+        return Twin(self.context.fork(), self.judge, self.world.fork())
+
+    def plan(self, tokens: Sequence[int] = (), at: Sequence[int | None] = (), mask: Choice | None = None) -> Plan:
+        return self.world.plan(tokens, at or [None] * len(tokens), mask)
+
+    def build(self, tokens: Sequence[int] = (), at: Sequence[int] = (), mask: Choice | None = None) -> hw.Forward:
+        forward = self.context.forward()
+        if at:
+            forward.input_at(tokens, at)
+        elif tokens:
+            forward.input(tokens)
+        if mask is not None:
+            forward.attention_mask(mask.given, causal=mask.causal)  # type: ignore[arg-type]
+        return forward
+
+    def run(self, tokens: Sequence[int] = (), at: Sequence[int] = (), mask: Choice | None = None) -> hw.Output:
+        """One pass; the logits of every row, and of the token before them, equal the oracle's."""
+        plan, forward = self.plan(tokens, at, mask), self.build(tokens, at, mask)
+        assert not plan.refused, plan.refused
+        first = -len(tokens) - (1 if self.world.pending or (self.world.cells and self.world.readable) else 0)
+        handles = [forward.probe(i, hw.Logits()) for i in range(first, 0)]
+        out = forward.execute().result()
+        cells = [*self.world.cells, *plan.cells][first:]
+        assert_close(np.stack([out.logits(h) for h in handles]), self.judge.logits(cells))
+        self.world.advance(plan)
+        return out
+
+    def check(self) -> None:
+        """The counts are right."""
+        inner, world = self.context.inner(), self.world
+        assert (self.context.seq_len, list(self.context.pending)) == (len(world.cells), world.pending)
+        assert inner.committed_page_count == world.committed
+        assert inner.working_page_count == world.pages - world.committed
+        assert inner.working_page_token_count == max(0, world.working_tokens)
+
+
 # -- the judge -----------------------------------------------------------------------------------------------------
 
 
@@ -265,3 +317,14 @@ def either(one: Sees, other: Sees) -> Sees:
 
 def neither(one: Sees) -> Sees:
     return lambda slot, slots: ~one(slot, slots)
+
+
+def runs_of(bits: np.ndarray) -> list[int]:
+    """Alternating runs of bits, zeros first."""
+    found, value = [0], False
+    for bit in bits.tolist():
+        if bit != value:
+            found.append(0)
+            value = bit
+        found[-1] += 1
+    return found

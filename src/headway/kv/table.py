@@ -214,7 +214,14 @@ class PageTable:
                 f"truncate_working_page_tokens({n}): the working pages hold {self.working_tokens} tokens; "
                 "ctx.truncate also cuts into committed pages"
             )
-        self._cut_log(self.length - n)
+        keep = self.length - n
+        gone = [i for i in range(keep // self.page_size, len(self.pages)) if self.pages[i] is None]
+        if gone:
+            raise InvalidInput(
+                f"truncate_working_page_tokens({n}) would cut into page {gone[0]}, which was discarded; "
+                "ctx.truncate can cut at its border"
+            )
+        self._cut_log(keep)
 
     def truncate(self, n: int) -> None:
         """Drop the last n tokens across pages; a cut inside a committed page copies what is kept."""

@@ -333,7 +333,7 @@ class Context:
     def settle(self) -> None:
         """Have the pages here, if the context was set aside: waits for them in this thread."""
         with self.changing():
-            coming = self.execute(Pass((), ())) if self.table.is_aside else None
+            coming = self.execute(Pass((), (), commit=False)) if self.table.is_aside else None
         if coming is not None:
             coming.result()
 
