@@ -1,0 +1,377 @@
+"""Constraints: which tokens may come next. The compiled form of a `Grammar`, and the shape of any object that does it.
+
+A constraint follows one text, token by token; `rollback` and `copy` let it follow truncates, drafts and forks. It owns
+no text and knows nothing of passes. Grammars are compiled by llguidance, once per tokenizer, and kept in a small cache.
+
+What is bounded: the size of a grammar (headway.program.grammar), the compiler's own fuel, states and items (LIMITS),
+and the time a caller waits (DEADLINE). The compiler recurses, so it runs in a thread of its own with a deep stack.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from headway.base.errors import InvalidInput, InvalidToken, Unsupported, WrongType
+from headway.program.grammar import WHITESPACE, Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from headway.text.tokenizer import Tokenizer
+
+LIMITS: dict[str, Any] = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,  # 1 to 2 kB each
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+KEPT = 64  # compiled grammars per tokenizer
+STACK = 64 << 20  # bytes; only what is used is ever real memory
+DEADLINE = 20.0  # seconds; what the limits let through takes a tenth of this
+REHEARSAL = 12  # tokens tried before a grammar is handed out
+SHOWN = 200  # characters of the compiler's message
+
+
+class Constraint(Protocol):
+    """What `constrain=` takes. Only `mask`, `accept` and `rollback` are needed; the rest makes it end, fork and skip.
+
+    Custom objects without `copy` cannot be forked in the middle; without `forced` nothing is fed ahead; without
+    `may_end` and `finished` end tokens are allowed where the mask allows them.
+    """
+
+    def mask(self) -> np.ndarray | None:
+        """The tokens that may come next: packed uint32 words over V, bit i % 32 of word i // 32; None for all."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """One more token; raises and changes nothing when it is not allowed."""
+        ...
+
+    def rollback(self, n: int) -> None:
+        """Take the last n tokens back."""
+        ...
+
+    def copy(self) -> Constraint:
+        """A constraint in the same state that goes its own way."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Tokens of the only text that can follow, as the tokenizer would write it; [] when there is a choice."""
+        ...
+
+    @property
+    def may_end(self) -> bool:
+        """The text so far is complete: end tokens are allowed."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Nothing but the end can follow."""
+        ...
+
+
+def compile(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> Matched:
+    """A constraint at the beginning of its text, for logits of width `vocab_size`. Compiled once per tokenizer.
+
+    It may take up to about a second for the largest grammars that are allowed, without holding the interpreter's lock.
+    """
+    if not isinstance(grammar, Grammar):
+        raise WrongType(f"a Grammar is needed, not {type(grammar).__name__}; see Grammar.json_schema, .regex, .choices")
+    shelf = _shelf(tokenizer, min(vocab_size, tokenizer.vocab_size))
+    matcher = shelf.taken(grammar.key)
+    if matcher is None:
+        matcher = _with_deep_stack(lambda: _matcher(grammar, shelf.words), grammar)
+        _rehearse(grammar, Matched(matcher.deep_copy(), tokenizer, vocab_size, ()))
+        shelf.put(grammar.key, matcher.deep_copy())
+    return Matched(matcher, tokenizer, vocab_size, ())
+
+
+class Matched:
+    """A compiled grammar that follows one text. End tokens are ours: the compiler never sees them.
+
+    Where only one text can follow, the mask allows it as the tokenizer spells it, and `accept` takes every spelling.
+    """
+
+    def __init__(self, matcher: LLMatcher, tokenizer: Tokenizer, vocab_size: int, accepted: tuple[int, ...]) -> None:
+        self._matcher, self._tokenizer, self._vocab = matcher, tokenizer, vocab_size
+        self._known = min(vocab_size, tokenizer.vocab_size)
+        self._ends = tuple(id for id in tokenizer.eos_ids if id < vocab_size)
+        self._accepted = list(accepted)
+        self._mask: np.ndarray | None = None  # of the state as it is
+
+    @property
+    def may_end(self) -> bool:
+        return self._ended or self._matcher.is_accepting()
+
+    @property
+    def finished(self) -> bool:
+        return self._ended or not self._text_mask().any()
+
+    def mask(self) -> np.ndarray:
+        words = self._text_mask()
+        if self.may_end and self._ends:
+            words = words.copy()
+            for id in self._ends:
+                words[id // 32] |= np.uint32(1 << id % 32)
+        return words
+
+    def accept(self, token: int) -> None:
+        if not 0 <= token < self._vocab:
+            raise InvalidToken(f"token id {token} is outside the vocabulary; ids are 0 to {self._vocab - 1}")
+        if token in self._ends:
+            allowed = self.may_end
+        else:
+            allowed = not self._ended and token < self._known and self._matcher.validate_tokens([token]) == 1
+        if not allowed:
+            raise InvalidInput(f"token {token} is not allowed after the {len(self._accepted)} tokens so far")
+        if token not in self._ends:
+            self._matcher.consume_token(token)
+            self._check()
+            self._mask = None
+        self._accepted.append(token)
+
+    def rollback(self, n: int) -> None:
+        if not 0 <= n <= len(self._accepted):
+            raise InvalidInput(f"{n} tokens cannot be taken back; {len(self._accepted)} were accepted")
+        text = sum(token not in self._ends for token in self._accepted[len(self._accepted) - n :])
+        if text:
+            self._matcher.rollback(text)
+            self._check()
+            self._mask = None
+        del self._accepted[len(self._accepted) - n :]
+
+    def copy(self) -> Matched:
+        twin = Matched(self._matcher.deep_copy(), self._tokenizer, self._vocab, tuple(self._accepted))
+        twin._mask = self._mask
+        return twin
+
+    def forced(self) -> list[int]:
+        if self.may_end:
+            return []  # the end is another way on
+        tokens = self._matcher.compute_ff_tokens()
+        self._check()
+        return tokens[: self._matcher.validate_tokens(tokens)] if tokens else []
+
+    @property
+    def _ended(self) -> bool:
+        return bool(self._accepted) and self._accepted[-1] in self._ends
+
+    def _text_mask(self) -> np.ndarray:
+        """The mask without end tokens, computed once per state."""
+        if self._ended:
+            return np.zeros(-(-self._vocab // 32), np.uint32)
+        if self._mask is None:
+            self._mask = self._computed()
+        return self._mask
+
+    def _computed(self) -> np.ndarray:
+        out = np.zeros(-(-self._vocab // 32), np.uint32)
+        if not self._matcher.is_stopped():
+            words = np.zeros(-(-(self._known + 1) // 32), np.uint32)
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            words[self._known // 32] &= np.uint32((1 << self._known % 32) - 1)  # the compiler's own end token
+            out[: len(words)] = words[: len(out)]
+            for id in self._ends:
+                out[id // 32] &= ~np.uint32(1 << id % 32)
+        self._check()
+        if not out.any() and not self._matcher.is_accepting():
+            raise InvalidInput(
+                f"the grammar allows nothing after {len(self._accepted)} tokens and the text is not complete: "
+                "it has a dead end, or asks for an end token or a text that the vocabulary cannot write"
+            )
+        out.flags.writeable = False
+        return out
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            why = _brief(self._matcher.get_error())
+            raise InvalidInput(f"the grammar cannot be followed after {len(self._accepted)} tokens: {why}")
+
+
+# --- compiling
+
+
+def _matcher(grammar: Grammar, words: LLTokenizer) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
+    return LLMatcher(words, _source(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar in the compiler's own form."""
+    from llguidance import LLMatcher
+
+    match grammar.kind:
+        case "json":
+            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_json_options(grammar.compact))
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case "choices":
+            return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(_quoted(grammar.text)))
+        case "lark":
+            return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _json_options(compact: bool) -> Any:
+    # Without \u no name in a document can be another spelling of a property's.
+    escapes = {"json_allowed_escapes": 'nrbtf\\"', "json_allow_general_unicode_escapes": False}
+    if compact:
+        return {"whitespace_flexible": False, **escapes}
+    return {"whitespace_pattern": f"[ \\n\\r\\t]{{1,{WHITESPACE}}}", **escapes}
+
+
+def _quoted(choices: str) -> list[str]:
+    return [json.dumps(choice, ensure_ascii=False) for choice in json.loads(choices)]
+
+
+def _with_deep_stack(work: Callable[[], LLMatcher], grammar: Grammar) -> LLMatcher:
+    """Run the compiler where its recursion cannot reach the end of the stack; refuse what it refuses."""
+    done: list[LLMatcher | BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:  # a panic inside the compiler is no Exception
+            done.append(error)
+
+    thread = threading.Thread(target=run, name="headway-grammar", daemon=True)
+    with _starting:
+        before = threading.stack_size(STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join(DEADLINE)
+    if not done:
+        raise InvalidInput(f"{_named(grammar)} was not compiled in {DEADLINE:.0f} seconds; simplify it")
+    if isinstance(done[0], BaseException):
+        raise InvalidInput(f"{_named(grammar)} cannot be used: {_brief(str(done[0]))}") from done[0]
+    if done[0].is_error():
+        raise InvalidInput(f"{_named(grammar)} cannot be used: {_brief(done[0].get_error())}")
+    return done[0]
+
+
+_starting = threading.Lock()  # the stack size is one setting for the whole process
+
+
+def _rehearse(grammar: Grammar, trial: Matched) -> None:
+    """Try the first tokens: a grammar that allows nothing or explodes at once is refused before it is used."""
+    try:
+        for turn in range(REHEARSAL):
+            allowed = np.flatnonzero(np.unpackbits(trial._text_mask().view(np.uint8), bitorder="little"))
+            if not len(allowed):
+                return
+            trial.accept(int(allowed[(turn * 7919) % len(allowed)]))
+    except InvalidInput as error:
+        raise InvalidInput(f"{_named(grammar)} cannot be used: {error}") from None
+
+
+def _named(grammar: Grammar) -> str:
+    names = {
+        "json": "the JSON schema",
+        "regex": f"the regular expression {grammar.text!r:.60}",
+        "lark": "the Lark grammar",
+        "choices": "the list of choices",
+    }
+    return names[grammar.kind]
+
+
+def _brief(message: str) -> str:
+    """The compiler's message on one line, without state dumps, the grammar's text and advice about its own options."""
+    if message.startswith("NoExtension"):
+        return "no text satisfies it"
+    text = message.partition("<backtrace>")[0].partition(" Enable '")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not re.match(r"\s*(\d+ \||<|\^)", line)]
+    reasons = [line for line in lines if line.startswith("error: ")]
+    text = "; ".join(reasons or lines)
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+
+
+# --- what is kept per tokenizer
+
+
+class _Shelf:
+    """The compiler's view of one tokenizer, and the grammars compiled for it, least recently used first."""
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        self.words = _words(tokenizer, size)
+        self._kept: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def taken(self, key: bytes) -> LLMatcher | None:
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is None:
+                return None
+            self._kept.move_to_end(key)
+            return kept.deep_copy()
+
+    def put(self, key: bytes, matcher: LLMatcher) -> None:
+        with self._lock:
+            self._kept[key] = matcher
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+
+
+_shelves: weakref.WeakKeyDictionary[Tokenizer, dict[int, _Shelf]] = weakref.WeakKeyDictionary()
+_shelving = threading.Lock()
+
+
+def _shelf(tokenizer: Tokenizer, size: int) -> _Shelf:
+    """The shelf for the first `size` ids of a vocabulary: those that the model has."""
+    with _shelving:
+        shelves = _shelves.setdefault(tokenizer, {})
+        if size not in shelves:
+            shelves[size] = _Shelf(tokenizer, size)
+        return shelves[size]
+
+
+class _Wrapper:
+    """A tokenizer as llguidance asks for it. It holds ours weakly: the shelf must not keep its own key alive."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        self._tokenizer, self._size = weakref.ref(tokenizer), size
+        self.tokens = [*(_bytes(tokenizer, id) for id in range(size)), b"<end>"]
+        self.eos_token_id = size  # an end of its own, so that ours are never part of a grammar
+        self.special_token_ids = sorted(id for id in {*tokenizer.special_ids, *tokenizer.eos_ids, size} if id <= size)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """The ids of a forced text as the tokenizer writes it, or [] when they are not exactly that text."""
+        tokenizer = self._tokenizer()
+        wanted = text.encode() if isinstance(text, str) else bytes(text)
+        if tokenizer is None:
+            return []
+        ids = tokenizer.encode(wanted.decode("utf-8", "replace"))
+        exact = all(id < self._size for id in ids) and b"".join(map(tokenizer.token_bytes, ids)) == wanted
+        return ids if exact else []
+
+
+def _words(tokenizer: Tokenizer, size: int) -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    if tokenizer.pieces.kind == "opaque":
+        raise Unsupported("this tokenizer decodes only whole sequences, so its tokens have no bytes to constrain")
+    tokenizer.encode("a")  # what it builds on first use is built here, not in the first mask
+    wrapper: Any = _Wrapper(tokenizer, size)
+    return LLTokenizer(wrapper, n_vocab=size + 1, eos_token=[size])
+
+
+def _bytes(tokenizer: Tokenizer, id: int) -> bytes:
+    try:
+        return tokenizer.token_bytes(id)
+    except InvalidToken:
+        return b""  # a hole in the vocabulary
