@@ -29,8 +29,8 @@ from headway.runtime.runner import Runner, SegmentResult
 from headway.runtime.scheduler import Job, ordered
 from headway.runtime.supply import Start, Supply
 
-GATHER = 0.02  # seconds at most to wait for programs to come back after a step
-GATHER_SHARE = 0.1  # of the step's own time
+GATHER = 0.02  # seconds at most to wait for programs to come back after a step, and never longer than the step took
+GATHER_SHARE = 0.1  # of the step's own time: when nobody comes back for so long, the rest are busy with something else
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Loop:
         self._calls: deque[Callable[[], None]] = deque()  # work for the device that is no pass
         self._outbox: list[tuple[Job, PassResult | HeadwayError]] = []  # the worker's own
         self._turn: list[Job] = []  # what the running step computes
-        self._window, self._returning = 0.0, 0
+        self._window, self._gap, self._returning = 0.0, 0.0, 0
         self._closing = self._paused = False
         self._died: BaseException | None = None
         self._on_start = on_start
@@ -285,7 +285,7 @@ class Loop:
         seconds = time.perf_counter() - start
         with self.lock:
             self._apply(turn, results, batch)
-            self._window = start + seconds + min(GATHER, seconds * GATHER_SHARE)
+            self._window, self._gap = start + seconds + min(GATHER, seconds), min(GATHER, seconds * GATHER_SHARE)
             self._returning = len(self._outbox)
             if self.listeners and turn:
                 event = self._event(turn, batch, seconds)
@@ -302,14 +302,13 @@ class Loop:
     def _wait(self) -> None:
         """Wait for work, and a moment for programs that have just got a result to come back with their next pass.
 
-        That moment is a small share of the last step's own time.
+        They are many and take turns, so the moment lasts while they keep coming; see GATHER.
         """
         while not (self._queue or self._calls or self._closing):
             self._changed.wait(timeout=1.0)
             self.drain()
         while len(self._queue) < self._returning and not (self._closing or self._calls):
-            left = self._window - time.perf_counter()
-            if left <= 0 or not self._changed.wait(left):
+            if time.perf_counter() > self._window or not self._changed.wait(self._gap):
                 break
         self.drain()
         self._returning = 0
