@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from headway.base.brle import Brle
-from headway.base.errors import Closed, InvalidInput, InvalidMask, OutOfRange, Unsupported, WrongType
+from headway.base.errors import Closed, InvalidInput, InvalidMask, OutOfRange, PassFailed, Unsupported, WrongType
 from headway.base.masks import Mask, check_rows, logit_mask
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
@@ -366,5 +366,5 @@ class Execution(Generic[Result]):
 def _values(source: Job) -> Mapping[int, object]:
     """What a pass that has ended sampled."""
     if source.abandoned:
-        raise InvalidInput("the pass whose token is fed failed or was cancelled, so there is no token")
+        raise PassFailed("the pass whose token is fed failed or was cancelled, so there is no token")
     return source.values

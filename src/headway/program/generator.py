@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from headway.base.errors import DeadlineExceeded, InvalidInput, OutOfPages, TokenBudgetExceeded, WrongType
+from headway.base.errors import DeadlineExceeded, InvalidInput, OutOfPages, PassFailed, TokenBudgetExceeded, WrongType
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, resolve
@@ -109,7 +109,8 @@ class Generation:
 
     def _run_ahead(self, turn: _Turn) -> None:
         """Queue the next pass with the token that this one draws, so that the device never waits for the program."""
-        with suppress(OutOfPages, TokenBudgetExceeded, DeadlineExceeded):  # the next turn will say so
+        # What stands in its way will be said in its own turn, or by this turn's outcome if that has failed already.
+        with suppress(OutOfPages, TokenBudgetExceeded, DeadlineExceeded, PassFailed):
             self._next = self._begin(turn.token)
             self._context.retract = lambda: self._retract(self._generated[-1])
 
