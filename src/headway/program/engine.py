@@ -146,6 +146,7 @@ class Engine:
             self._allocator,
             budget=budget,
             trim=trim,
+            positions=any(window is not None for window in self.config.windows),
             on_start=lambda: torch.set_num_threads(count),
         )
         weakref.finalize(self, self.loop.close)  # an engine that is lost, or open when Python ends, stops its worker

@@ -21,8 +21,8 @@ class Segment:
 
     `rows` is where they stand in the batch, `slots` [R] their place in the sequence. `pages` [P] are the physical
     pages attention reads, `numbers` [P] their place in the sequence. `masks` has what each row attends to, None for
-    every live slot up to its own; `slot_positions` the position id of every slot. `kept` is the residual of the token
-    before the pass when a readout wants it and the device still has it.
+    every live slot up to its own; `slot_positions` the position id of every slot, if asked for. `kept` is the residual
+    of the token before the pass when a readout wants it and the device still has it.
     """
 
     rows: range
@@ -62,10 +62,10 @@ class Chunk:
     kept_pages: frozenset[int] | None  # page numbers attention needs; None for all
 
 
-def pack(chunks: Sequence[Chunk], edits: tuple[Edit, ...]) -> Batch:
-    """The chunks as one batch."""
+def pack(chunks: Sequence[Chunk], edits: tuple[Edit, ...], *, positions: bool = True) -> Batch:
+    """The chunks as one batch. Without `positions` its segments do not say at which position id a slot stands."""
     tokens: list[int] = []
-    positions: list[int] = []
+    at: list[int] = []
     write_rows: list[int] = []
     write_slots: list[int] = []
     segments = []
@@ -74,25 +74,30 @@ def pack(chunks: Sequence[Chunk], edits: tuple[Edit, ...]) -> Batch:
         reread = _rereads(chunk)
         if reread:
             tokens.append(chunk.table.tokens[-1])
-            positions.append(chunk.table.positions[-1])
-        tokens.extend(chunk.work.tokens[chunk.start : chunk.stop])
-        positions.extend(chunk.work.positions[chunk.start : chunk.stop])
-        size = chunk.table.page_size
-        slots = np.arange(chunk.base + chunk.start - (1 if reread else 0), chunk.base + chunk.stop)
-        for row, slot in enumerate(slots[1 if reread else 0 :], first + (1 if reread else 0)):
-            page = chunk.pages[slot // size]
-            assert page is not None
-            write_rows.append(row)
-            write_slots.append(page * size + slot % size)
-        segments.append(_segment(chunk, first, slots, reread))
+            at.append(chunk.table.positions[-1])
+        write_rows += range(len(tokens), len(tokens) + chunk.stop - chunk.start)
+        write_slots += _physical(chunk)
+        tokens += chunk.work.tokens[chunk.start : chunk.stop]
+        at += chunk.work.positions[chunk.start : chunk.stop]
+        segments.append(_segment(chunk, first, reread, positions))
     return Batch(
         tokens=np.array(tokens, dtype=np.int64),
-        positions=np.array(positions, dtype=np.int64),
+        positions=np.array(at, dtype=np.int64),
         write_rows=np.array(write_rows, dtype=np.int64),
         write_slots=np.array(write_slots, dtype=np.int64),
         segments=tuple(segments),
         edits=edits,
     )
+
+
+def _physical(chunk: Chunk) -> list[int]:
+    """The physical slots that the chunk's tokens are written to."""
+    size, pages, slots = chunk.table.page_size, chunk.pages, []
+    for slot in range(chunk.base + chunk.start, chunk.base + chunk.stop):
+        page = pages[slot // size]
+        assert page is not None
+        slots.append(page * size + slot % size)
+    return slots
 
 
 def needed_pages(work: Pass, base: int, size: int) -> frozenset[int] | None:
@@ -121,34 +126,34 @@ def reads_final_state(what: Sampling | Probe) -> bool:
     return not isinstance(what, AttentionScores | Hidden | LogitLens)
 
 
-def _segment(chunk: Chunk, first: int, slots: np.ndarray, reread: bool) -> Segment:
-    work, size = chunk.work, chunk.table.page_size
+def _segment(chunk: Chunk, first: int, reread: bool, positions: bool) -> Segment:
+    work, table, size = chunk.work, chunk.table, chunk.table.page_size
+    extra = 1 if reread else 0  # a row ahead of the chunk's own
+    slots = np.arange(chunk.base + chunk.start - extra, chunk.base + chunk.stop)
     end = chunk.base + (len(work.tokens) if not work.causal else chunk.stop)
-    wanted = range(-(-end // size))
-    if chunk.kept_pages is not None and not reread:
-        wanted = [n for n in wanted if n in chunk.kept_pages]
-    numbers = [n for n in wanted if chunk.pages[n] is not None]
-    masks: list[Brle | None] = [chunk.table.masks[-1]] if reread else []
-    masks += [work.mask(i) for i in range(chunk.start, chunk.stop)]
-    offset = first + (1 if reread else 0) - chunk.start  # pass row → batch row
+    pages: Sequence[int | None] = chunk.pages[: -(-end // size)]
+    numbers: Sequence[int] = range(len(pages))
+    if None in pages or (chunk.kept_pages is not None and not reread):
+        kept = numbers if chunk.kept_pages is None or reread else chunk.kept_pages
+        numbers = [n for n in numbers if n in kept and pages[n] is not None]
+        pages = [pages[n] for n in numbers]
+    masks = (None,) * (chunk.stop - chunk.start) if work.masks is None else work.masks[chunk.start : chunk.stop]
     readouts = []
     for index, readout in enumerate(work.readouts):
         if readout.row == BEFORE and chunk.start == 0:
             readouts.append((index, first if reread else BEFORE, readout))
         elif chunk.start <= readout.row < chunk.stop:
-            readouts.append((index, readout.row + offset, readout))
-    positions = np.concatenate(
-        [np.array(chunk.table.positions[: chunk.base], dtype=np.int64), np.array(work.positions, dtype=np.int64)]
-    )[:end]
+            readouts.append((index, readout.row - chunk.start + first + extra, readout))
+    known = np.array([*table.positions[: chunk.base], *work.positions][:end] if positions else [], dtype=np.int64)
     return Segment(
         rows=range(first, first + len(slots)),
         slots=slots,
-        pages=np.array([chunk.pages[n] for n in numbers], dtype=np.int64),
+        pages=np.array(pages, dtype=np.int64),
         numbers=np.array(numbers, dtype=np.int64),
-        masks=tuple(masks),
-        slot_positions=positions,
+        masks=(table.masks[-1], *masks) if reread else masks,
+        slot_positions=known,
         readouts=tuple(readouts),
         keep_last=chunk.stop == len(work.tokens) and chunk.stop > chunk.start,
-        kept=chunk.table.state,
-        before_position=chunk.table.positions[-1] if chunk.table.length else -1,
+        kept=table.state,
+        before_position=table.positions[-1] if table.length else -1,
     )

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from headway.base.errors import Closed, DeadlineExceeded, HeadwayError, OutOfPages, PassFailed, TokenBudgetExceeded
 from headway.base.events import StepEvent
 from headway.base.samplers import Sampling
-from headway.kv.allocator import Allocator
+from headway.kv.allocator import Allocator, Edit
 from headway.kv.table import Log, PageTable
 from headway.runtime.batch import Batch, Chunk, needed_pages, pack
 from headway.runtime.passes import Pass, PassResult, PassStats
@@ -54,6 +54,7 @@ class Loop:
         *,
         budget: int,
         trim: bool,
+        positions: bool = True,
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.lock = threading.RLock()
@@ -62,6 +63,7 @@ class Loop:
         self.listeners: list[Callable[[StepEvent], None]] = []
         self._changed = threading.Condition(self.lock)
         self._runner, self._allocator, self._budget, self._trim = runner, allocator, budget, trim
+        self._positions = positions  # whether the runner looks at the position ids of slots
         self._queue: list[Job] = []
         self._orders = itertools.count()
         self._released: deque[PageTable] = deque()  # a finalizer only appends here
@@ -102,6 +104,8 @@ class Loop:
             self._check_size(table, base, len(work.tokens))
             job = Job(work, table, base, next(self._orders), time.perf_counter(), after)
             job.on_success, job.on_undo = on_success, on_undo
+            if after is not None:
+                after.then = job
             if self._trim:
                 job.kept_pages = needed_pages(work, base, table.page_size)
             self._queue.append(job)
@@ -274,11 +278,11 @@ class Loop:
             self._calls.clear()
             turn = self._form()
             self._turn = [job for job, _ in turn]
-            edits, batch = self._allocator.take_edits(), pack([chunk for _, chunk in turn], ())
+            edits, batch = self._allocator.take_edits(), self._pack([chunk for _, chunk in turn])
         self._hand_out()
         start = time.perf_counter()
         if edits:  # by themselves: a pass that fails must not take other contexts' pages with it
-            self._runner.execute(pack([], edits))
+            self._runner.execute(self._pack([], edits))
         results = self._execute(batch, turn) if turn else []
         for call in calls:
             call()
@@ -292,6 +296,9 @@ class Loop:
                 for listener in self.listeners:
                     listener(event)
         return True
+
+    def _pack(self, chunks: list[Chunk], edits: tuple[Edit, ...] = ()) -> Batch:
+        return pack(chunks, edits, positions=self._positions)
 
     def _ready(self) -> bool:
         """Whether a batch can be formed without the programs that still have to hear of their results."""
@@ -410,7 +417,7 @@ class Loop:
         with self.lock:
             if job.abandoned:  # its table may have changed meanwhile
                 return error
-            batch = pack([chunk], ())
+            batch = self._pack([chunk])
         try:
             (result,) = self._runner.execute(batch)
             return result
@@ -481,22 +488,24 @@ class Loop:
         self.supply.finished(job)
         job.pages, job.left = [], table.stamp
         job.on_success()
-        for later in self._queue:
-            if later.after is job:
-                later.after, later.work = None, later.work.fed(job.values, table.tokens)
+        later = job.then
+        if later is not None and later.after is job:
+            later.after, later.work = None, later.work.fed(job.values, table.tokens)
         self.counters.passes += 1
         self.counters.pages_trimmed += stats.pages_trimmed
         self._outbox.append((job, PassResult(tuple(job.values[i] for i in range(len(work.readouts))), stats)))
 
     def _stats(self, job: Job) -> PassStats:
         work, table = job.work, job.table
-        pages = [*table.pages, *job.pages][: -(-(table.length + len(work.tokens)) // table.page_size)]
-        live = [n for n, page in enumerate(pages) if page is not None]
-        used = live if job.kept_pages is None else [n for n in live if n in job.kept_pages]
+        pages = -(-(table.length + len(work.tokens)) // table.page_size)
+        if job.kept_pages is None:
+            used = pages - table.pages.count(None)
+        else:
+            used = sum(table.pages[n : n + 1] != [None] for n in job.kept_pages if n < pages)
         return PassStats(
             rows=work.rows,
-            pages=len(used),
-            pages_trimmed=len(pages) - len(used),
+            pages=used,
+            pages_trimmed=pages - used,
             cache_hits=job.hits,
             batch_size=job.batch_size,
             steps=job.steps,

@@ -85,7 +85,7 @@ class Pass:
             assert isinstance(token, int)
             tokens[feed.row] = token
         readouts = tuple(_counted(r, before, tokens) for r in self.readouts)
-        return replace(self, tokens=tuple(tokens), readouts=readouts, feeds=())
+        return Pass(tuple(tokens), self.positions, self.masks, readouts, self.pending, self.causal, self.commit)
 
     def mask(self, i: int) -> Brle | None:
         return None if self.masks is None else self.masks[i]

@@ -50,14 +50,17 @@ class Supply:
     def start(self, job: Job, queue: Sequence[Job], *, force: bool = False) -> Start:
         """Give a job every page it needs, or nothing. With force, any context without a pass makes room for it."""
         table, size = job.table, job.table.page_size
-        keys = self._keys(job)
-        found = self._found(keys, _readable(job) // size)
-        if len(found) < _readable(job) // size and self._in_progress(keys, len(found), job):
+        fresh = max(0, -(-(job.base + len(job.work.tokens)) // size) - len(table.pages))
+        if fresh == 0 and not table.is_aside:  # most decodes: there is room in the last page
+            job.started = True
+            return Start.READY
+        keys, readable = self._keys(job), _readable(job) // size
+        found = self._found(keys, readable)
+        if len(found) < readable and self._in_progress(keys, len(found), job):
             return Start.WAITS
         old = self._old_pages(table)
         self.allocator.share([*old, *found])
-        fresh = max(0, -(-(job.base + len(job.work.tokens)) // size) - len(table.pages)) - len(found)
-        back = len(table.absent()) - len(old)
+        fresh, back = fresh - len(found), len(table.absent()) - len(old)
         if not self._make_room(fresh + back, job, queue, force):
             self.allocator.drop([*old, *found])
             return Start.BLOCKED
@@ -100,6 +103,8 @@ class Supply:
 
     def give_back(self, job: Job) -> None:
         """A job ends without success, or starts over."""
+        if job.started:
+            job.table.wipe()
         for key in job.keys:
             self._stop_computing(job, key)
         self.allocator.drop([*job.pages, *job.back])
