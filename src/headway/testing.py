@@ -210,8 +210,8 @@ class ScriptedRunner:
 
     def _edit(self, edit: Edit) -> None:
         match edit:
-            case Clear(page):
-                self._page(page)[:] = 0
+            case Clear(page, start):
+                self._page(page)[:, start:] = 0
             case Copy(source, target, slots):
                 self._page(target)[:, :slots] = self._page(source)[:, :slots]
             case Export(pages, target):

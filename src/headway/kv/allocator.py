@@ -21,9 +21,10 @@ from headway.base.errors import OutOfPages
 
 @dataclass(frozen=True)
 class Clear:
-    """Zero a page that got a new owner."""
+    """Zero a page that got a new owner, or what lies behind a sequence's end in its own."""
 
     page: int
+    start: int = 0
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,14 @@ class Pool:
         """Do noted edits in order; neighbouring clears go in one call."""
         run: list[int] = []
         for edit in edits:
-            if isinstance(edit, Clear):
+            if isinstance(edit, Clear) and edit.start == 0:
                 run.append(edit.page)
                 continue
             self._clear(run)
             run = []
             match edit:
+                case Clear(page, start):
+                    self.kv[:, :, page, start:] = 0
                 case Copy(source, target, slots):
                     kv.copy(self.kv, source, target, slots)
                 case Export(pages, target):

@@ -23,7 +23,7 @@ from typing import TypeGuard
 
 from headway.base.brle import Brle
 from headway.base.errors import InvalidInput, OutOfPages, OutOfRange
-from headway.kv.allocator import Allocator, Copy, Export, HostPages, Import
+from headway.kv.allocator import Allocator, Clear, Copy, Export, HostPages, Import
 from headway.kv.prefix import page_key, root
 
 _births = itertools.count()
@@ -360,7 +360,17 @@ class PageTable:
             self.repeatable &= not any(start < keep < stop for start, stop in self.spans)
             self.spans = [span for span in self.spans if span[0] < keep]
         del self.tokens[keep:], self.positions[keep:], self.peaks[keep:], self.masks[keep:]
-        self.length, self.stamp = keep, object()
+        shorter, self.length, self.stamp = keep < self.length, keep, object()
+        if shorter:
+            self.wipe()
+
+    def wipe(self) -> None:
+        """Zero what was written behind the last slot: an infinity there would show through every mask."""
+        whole, part = divmod(self.length, self.page_size)
+        for number in range(max(whole, self.committed), len(self.pages)):
+            page = self.pages[number]
+            if _is_there(page):
+                self.allocator.edit(Clear(page, part if number == whole else 0))
 
 
 def _is_there(page: int | None) -> TypeGuard[int]:
