@@ -105,8 +105,6 @@ class Supply:
         """A job ends without success, or starts over."""
         if job.started:
             job.table.wipe()
-        if job.started:
-            job.table.wipe()
         for key in job.keys:
             self._stop_computing(job, key)
         self.allocator.drop([*job.pages, *job.back])
