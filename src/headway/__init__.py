@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from headway.program.forward import Forward as Forward
     from headway.program.generator import Generation as Generation
     from headway.program.generator import Step as Step
+    from headway.program.grammar import Grammar as Grammar
     from headway.program.output import Output as Output
     from headway.program.output import ProbeHandle as ProbeHandle
     from headway.program.output import SampleHandle as SampleHandle
@@ -107,6 +108,7 @@ _HOMES = {
     "program.engine": ("Engine",),
     "program.forward": ("Forward",),
     "program.generator": ("Generation", "Step"),
+    "program.grammar": ("Grammar",),
     "program.output": ("Output", "ProbeHandle", "SampleHandle"),
     "program.sync": ("DecodeState", "InferenceEngine", "SamplingParams", "generate"),
 }
@@ -128,6 +130,7 @@ __all__ = [
     "Entropy",
     "Forward",
     "Generation",
+    "Grammar",
     "HeadwayError",
     "Hidden",
     "InferenceEngine",

@@ -15,9 +15,11 @@ from headway.base.masks import Mask, check_rows, logit_mask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampler, Sampling
 from headway.kv.table import PageTable
+from headway.program.constraints import Constraint
 from headway.program.conversation import Conversation
 from headway.program.forward import Execution, Forward, View
 from headway.program.generator import Generation
+from headway.program.grammar import Grammar
 from headway.program.ids import integers, position_ids, token_ids
 from headway.program.pages import RawPages
 from headway.runtime.batch import reads_final_state
@@ -177,13 +179,29 @@ class Context:
         sampler: Sampler,
         *,
         max_tokens: int = 256,
+        min_tokens: int = 0,
         stop: str | Iterable[str | int] = (),
+        stop_only: bool = False,
+        constrain: Grammar | Constraint | None = None,
         probe: Probe | None = None,
     ) -> Generation:
-        """Many passes: an async iterator of steps; `await gen.text()` collects. Adds the cue after a chat verb."""
+        """Many passes: an async iterator of steps; `await gen.text()` collects. Adds the cue after a chat verb.
+
+        Stops add to the model's own end tokens, unless `stop_only`; end tokens and stop ids cannot come before
+        `min_tokens`. `constrain` is a `Grammar` or an object with `mask`, `accept` and `rollback`.
+        """
         if self._talk.messages and not self._talk.cued:
             self.cue()
-        return Generation(self, sampler, max_tokens=max_tokens, stop=stop, probe=probe)
+        return Generation(
+            self,
+            sampler,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop=stop,
+            stop_only=stop_only,
+            constrain=constrain,
+            probe=probe,
+        )
 
     # -- changing --------------------------------------------------------------------------------------------------
 
