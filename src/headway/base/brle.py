@@ -156,7 +156,7 @@ def integer(value: Any, name: str) -> int:
     """`value` as a Python integer: numpy and tensor scalars are, booleans and fractions are refused."""
     boolean = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
     try:
-        if not boolean:
+        if not boolean and getattr(value, "ndim", 0) == 0:  # a tensor of one element is no number
             return operator.index(value)
     except TypeError:
         pass

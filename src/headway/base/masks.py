@@ -392,7 +392,7 @@ def _raw_row(row: Any, index: int) -> Brle:
 
 
 def _listed(values: Any, name: str) -> list[Any]:
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
         raise WrongType(f"{name} is {values!r} of type {type(values).__name__}; expected a list")
     return list(values)
 

@@ -128,6 +128,6 @@ def _flag(value: Any) -> bool:
 
 
 def _listed(values: Any, name: str, check: Callable[[Any, str], int]) -> tuple[int, ...]:
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
         raise WrongType(f"{name} is {values!r}; expected a list of integers")
     return tuple(check(value, f"{name}[{index}]") for index, value in enumerate(values))

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from headway.base.errors import Closed, ContextBusy, InvalidInput, InvalidMask, OutOfRange, Unsupported
+from headway.base.brle import Brle, whole
+from headway.base.errors import Closed, ContextBusy, InvalidInput, InvalidMask, OutOfRange, Unsupported, WrongType
 from headway.base.masks import Mask, check_rows, logit_mask
 from headway.base.probes import Probe
+from headway.base.rng import LIMIT
 from headway.base.samplers import Sampler, Sampling
 from headway.kv.table import PageTable
 from headway.program.constraints import Constraint
@@ -190,6 +192,7 @@ class Context:
         Stops add to the model's own end tokens, unless `stop_only`; end tokens and stop ids cannot come before
         `min_tokens`. `constrain` is a `Grammar` or an object with `mask`, `accept` and `rollback`.
         """
+        self._check_open()
         if self._talk.messages and not self._talk.cued:
             self.cue()
         return Generation(
@@ -330,6 +333,8 @@ class Context:
             raise InvalidInput("a pass built by hand cannot feed handles; use ctx.forward().input(handle)")
         rows = [(i, m) for i, m in enumerate(work.masks or ()) if m is not None]
         for i, mask in rows:
+            if not isinstance(mask, Brle):
+                raise WrongType(f"mask {i} is {mask!r}; a Brle (1 = attend) or None is needed")
             wanted = {base + i + 1} if work.causal else {base + i + 1, end}
             if len(mask) not in wanted:
                 raise InvalidMask(f"mask {i} covers {len(mask)} slots; {sorted(wanted)} are possible")
@@ -340,6 +345,10 @@ class Context:
         for readout in work.readouts:
             if not (BEFORE if base else 0) <= readout.row < len(work.tokens):
                 raise OutOfRange(f"a readout names row {readout.row}; this pass has rows 0 to {len(work.tokens) - 1}")
+            if not isinstance(readout.what, Sampling | Probe):
+                raise WrongType(f"a readout has {readout.what!r}; a probe or a Sampling is needed (samplers.resolve)")
+            whole(readout.seed, "seed", below=LIMIT)
+            whole(readout.ordinal, "ordinal", below=LIMIT)
             engine.check_readout(readout.what)
             if readout.row == BEFORE:
                 self.check_reread(readout.what)

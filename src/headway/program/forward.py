@@ -117,8 +117,10 @@ class Forward:
         """What each row attends to: a `Mask`, or raw runs, one list a row (zeros first, 0 = attend, 1 = masked)."""
         if self._mask is not None:
             raise InvalidMask("attention_mask was called twice; combine masks with & and | and give them once")
+        if not isinstance(causal, bool | np.bool_):
+            raise WrongType(f"causal is {causal!r}; expected True or False")
         self._mask = mask if isinstance(mask, Mask) else Mask.from_runs(mask)
-        self._causal = causal
+        self._causal = bool(causal)
         return self
 
     def mask(self, runs: Any = None, *, allow: Any = None, forbid: Any = None, rows: Any = None) -> Forward:
