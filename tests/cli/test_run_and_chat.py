@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -250,13 +251,14 @@ class TestChat:
             env=os.environ | {"TERM": "xterm"},
         )
         os.close(theirs)
-        _until(ours, b"> ")
+        screen = _Screen(ours)
+        screen.until(b"> ")
         os.write(ours, b"Write a very long story about the sea, in great detail.\n")
-        _until(ours, b"\n")
+        screen.until(b"\n")
         time.sleep(2)
         os.write(ours, b"\x03")
-        _until(ours, b"that turn is forgotten")
-        _until(ours, b"> ")
+        screen.until(b"that turn is forgotten")
+        screen.until(b"> ")
         os.write(ours, b"\x04")
         assert process.wait(timeout=30) == 0
         os.close(ours)
@@ -274,9 +276,16 @@ def _own_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def _until(handle: int, words: bytes) -> bytes:
-    seen, deadline = b"", time.monotonic() + 60
-    while words not in seen:
-        assert time.monotonic() < deadline, seen
-        seen += os.read(handle, 4096)
-    return seen
+class _Screen:
+    """What a terminal showed: reads up to some words, and keeps what came after them."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle, self._seen = handle, b""
+
+    def until(self, words: bytes) -> None:
+        deadline = time.monotonic() + 60
+        while words not in self._seen:
+            ready, _, _ = select.select([self._handle], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, self._seen
+            self._seen += os.read(self._handle, 4096)
+        self._seen = self._seen.split(words, 1)[1]
