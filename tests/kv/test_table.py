@@ -106,7 +106,7 @@ def test_a_cut_inside_a_committed_page_copies_what_is_kept() -> None:
     table.truncate(6)
     assert (table.length, table.committed, table.working) == (6, 1, 1)
     fresh = table.held()[1]
-    assert pool.take_edits() == (Clear(fresh), Copy(before[1], fresh, 2))
+    assert pool.take_edits() == (Clear(fresh), Copy(before[1], fresh, 2), Clear(fresh, 2))
 
 
 def test_a_cut_inside_a_committed_page_leaves_a_fork_as_it_was() -> None:
@@ -347,6 +347,27 @@ def test_of_a_table_in_host_memory_only_what_a_cut_leaves_comes_back() -> None:
     assert (len(pages), back.places, back.pages) == (2, (0, 1), tuple(pages))
 
 
+def test_a_copy_in_host_memory_that_a_cut_leaves_nothing_of_is_forgotten() -> None:
+    """It must not be taken for what is computed later in the same places."""
+    pool = Allocator(8)
+    table = filled(pool, 11, commit=False)
+    table.set_aside()
+    table.truncate(11)
+    assert table.host is None
+    table.advance(plain([5, 6]), pool.take(1), commit=True)
+    table.set_aside()
+    assert (table.is_aside, table.host) == (True, None)
+
+
+def test_what_lies_behind_the_end_is_zeroed() -> None:
+    """In the page of the last token and in all that are reserved behind it, and nowhere else."""
+    pool = Allocator(8)
+    table = filled(pool, 10, commit=False)
+    pool.take_edits()
+    table.truncate_working(5)
+    assert pool.take_edits() == (Clear(table.held()[1], 1), Clear(table.held()[2], 0))
+
+
 # -- a random walk ---------------------------------------------------------------------------------------------------
 
 
@@ -365,8 +386,8 @@ class Device:
     def apply(self, pool: Allocator) -> None:
         for edit in pool.take_edits():
             match edit:
-                case Clear(page):
-                    self.pages[page] = [0] * SIZE
+                case Clear(page, start):
+                    self.pages[page] = [*self.pages.get(page, [])[:start], *[0] * (SIZE - start)]
                 case Copy(source, target, slots):
                     self.pages[target][:slots] = self.pages[source][:slots]
                 case Export(pages, target):

@@ -352,6 +352,8 @@ class PageTable:
     def _cut_pages(self, keep: int) -> None:
         self.allocator.drop([p for p in self.pages[keep:] if _is_there(p)])
         del self.pages[keep:]
+        if self.host is not None and not self.is_aside:
+            self.host = None  # nothing of it is needed any more
 
     def _cut_log(self, keep: int) -> None:
         if keep < self.length:
