@@ -581,4 +581,4 @@ TestWalk.settings = settings(max_examples=200, stateful_step_count=60, deadline=
 
 @pytest.mark.slow
 class TestWalkLong(Walk.TestCase):
-    settings = settings(max_examples=5000, stateful_step_count=80, deadline=None)
+    settings = settings(max_examples=3000, stateful_step_count=80, deadline=None)
