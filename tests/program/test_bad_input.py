@@ -268,6 +268,12 @@ def test_what_is_no_probe(ctx: hw.Context, what: Any) -> None:
     refuses(TypeError, lambda: ctx.forward().probe(-1, what))
 
 
+@pytest.mark.parametrize("probe", [hw.Distribution(k=V + 1), hw.LogitLens([0], V + 1)])
+def test_more_tokens_than_the_model_has(ctx: hw.Context, probe: Any) -> None:
+    with pytest.raises(ValueError, match=f"k is {V + 1}; this model has {V} tokens"):
+        ctx.forward().probe(-1, probe)
+
+
 @pytest.mark.parametrize(
     ("probe", "says"),
     [
