@@ -58,10 +58,6 @@ class Context:
         return tuple(self._pending)
 
     @property
-    def pending_ids(self) -> list[int]:
-        return self._pending
-
-    @property
     def tokens(self) -> tuple[int, ...]:
         """Every token of the sequence, pending ones last."""
         with self.engine.lock:

@@ -44,7 +44,6 @@ class Supply:
     computing: dict[bytes, Job] = field(default_factory=dict)
     hits: int = 0
     set_asides: int = 0
-    restored: int = 0
     pins: dict[object, Pin] = field(default_factory=dict)
 
     def start(self, job: Job, queue: Sequence[Job], *, force: bool = False) -> Start:
@@ -77,7 +76,6 @@ class Supply:
     def _replay(self, job: Job, known: int) -> None:
         """Bring a table back whose first `known` pages are there: from host memory, or by a pass over its log."""
         table = job.table
-        self.restored += 1
         if table.host is not None or table.length <= known * table.page_size:
             self.brought_back(job)
             return
