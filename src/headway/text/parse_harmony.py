@@ -124,15 +124,8 @@ class Harmony(StreamParser):
         return self._spoil(self._call.why) if self._call.why else self._go(self._closing)
 
     def _closing(self) -> bool:
-        self._skip_space()
-        if self._end_message():
-            return self._complete(self._outside)
-        if self._TEXT.begins(self._text[self._at :]):
-            if not self._last:
-                return False
-            self._at = len(self._text)
-            return self._complete(self._outside)
-        return self._spoil("something stands between the arguments and <|call|>")
+        why = "something stands between the arguments and <|call|>"
+        return self._close(self._TEXT, self._end_message, self._outside, why)
 
     def _after_broken(self) -> bool:
         return self._go(self._outside)

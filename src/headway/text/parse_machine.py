@@ -222,6 +222,21 @@ class StreamParser:
         self._out.append(ToolCallEnd(self._index, arguments, self._call.id))
         return self._leave(then)
 
+    def _close(self, markers: Markers, end: Callable[[], object], then: State, why: str) -> bool:
+        """Ends the open call at what `end` consumes, or at the end of a text that breaks off before or inside it.
+
+        `why` says what is wrong when something else than one of `markers` stands behind the call.
+        """
+        self._skip_space()
+        if end():
+            return self._complete(then)
+        if not markers.begins(self._text[self._at :]):
+            return self._spoil(why)
+        if not self._last:
+            return False
+        self._at = len(self._text)
+        return self._complete(then)
+
     def _spoil(self, why: str) -> bool:
         """The open call cannot be read; its text goes on to the next marker that ends it."""
         self._why = why

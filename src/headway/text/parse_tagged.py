@@ -63,15 +63,8 @@ class Tagged(StreamParser):
         return self._spoil(self._call.why) if self._call.why else self._go(self._closing)
 
     def _closing(self) -> bool:
-        self._skip_space()
-        if self._marker(self._CLOSE):
-            return self._complete(self._content)
-        if self._CLOSE.begins(self._text[self._at :]):
-            if not self._last:
-                return False
-            self._at = len(self._text)
-            return self._complete(self._content)
-        return self._spoil("something stands between the end of the call and </tool_call>")
+        why = "something stands between the end of the call and </tool_call>"
+        return self._close(self._CLOSE, lambda: self._marker(self._CLOSE), self._content, why)
 
     def _after_broken(self) -> bool:
         return self._go(self._content)
