@@ -15,6 +15,7 @@ import typer
 
 from headway.base.errors import InvalidInput
 from headway.base.machine import read_machine
+from headway.cli import bench_speed
 from headway.cli.options import Json, whole_number
 from headway.cli.render import emit_json, show_table
 
@@ -31,6 +32,7 @@ ROWS_LIMIT = 512  # what one step computes
 VOCAB, PAGE = 97, 16
 
 app = typer.Typer(help="Measure what the engine itself costs.")
+bench_speed.register(app)
 
 
 @dataclass(frozen=True)

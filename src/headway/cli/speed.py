@@ -1,0 +1,187 @@
+"""How fast an engine is, measured through its public API: decoding, prompts, forks, the first token, a fresh process.
+
+Greedy, to the full length (end-of-text tokens are ordinary ones here), over prompts nobody has seen before, so that the
+prefix cache helps nowhere. The time to a sequence's first token belongs to its prompt, the rest is decoding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headway.base.errors import Unsupported
+
+if TYPE_CHECKING:
+    import headway as hw
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One run: seconds until every sequence had its first token, then seconds for `tokens` more in all of them."""
+
+    prompt_seconds: float
+    seconds: float
+    tokens: int
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second after the first ones."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A median, and the least and most there was."""
+
+    median: float
+    least: float
+    most: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Summary:
+        return Summary(statistics.median(values), min(values), max(values))
+
+    @property
+    def spread(self) -> float:
+        """The distance between least and most, as a share of the median."""
+        return (self.most - self.least) / self.median if self.median else 0.0
+
+
+class Stopwatch:
+    """Times an engine's work, on random prompts."""
+
+    def __init__(self, engine: hw.Engine, seed: int = 0) -> None:
+        self.engine, self._random = engine, random.Random(seed)
+
+    def prompt(self, tokens: int) -> list[int]:
+        """Random token ids."""
+        return self._random.choices(range(self.engine.vocab_size), k=tokens)
+
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
+        """All prompts at once, each continued by `tokens`."""
+
+        async def one(prompt: Sequence[int]) -> list[float]:
+            async with self.engine.context() as ctx:
+                return await _stamps(ctx.fill(prompt), tokens)
+
+        async def everyone(_: hw.Engine) -> tuple[float, list[list[float]]]:
+            began = time.perf_counter()
+            return began, await asyncio.gather(*map(one, prompts))
+
+        return _timing(*self.engine.run(everyone))
+
+    def fork(self, prompt: Sequence[int], forks: int, tokens: int) -> Timing:
+        """One prompt, computed once, and forks of it that each go on by `tokens`."""
+
+        async def branches(engine: hw.Engine) -> tuple[float, list[list[float]]]:
+            began = time.perf_counter()
+            async with engine.context() as ctx:
+                await ctx.fill(prompt[:-1]).flush()
+                twins = [ctx.fork().fill(prompt[-1:]) for _ in range(forks)]
+                found = await asyncio.gather(*(_stamps(twin, tokens) for twin in twins))
+                for twin in twins:
+                    twin.release()
+                return began, found
+
+        return _timing(*self.engine.run(branches))
+
+    def prefill(self, prompt: Sequence[int]) -> float:
+        """Seconds from a prompt to its first token."""
+        return self.decode([prompt], 1).prompt_seconds
+
+
+async def _stamps(ctx: hw.Context, tokens: int) -> list[float]:
+    """When each token came."""
+    import headway as hw
+
+    stamps: list[float] = []
+    async for step in ctx.generate(hw.Argmax(), max_tokens=tokens, stop_only=True):
+        stamps += [time.perf_counter()] * len(step.tokens)
+    assert len(stamps) == tokens, (len(stamps), tokens)
+    return stamps
+
+
+def _timing(began: float, stamps: list[list[float]]) -> Timing:
+    ready = max(times[0] for times in stamps)  # every sequence has its first token
+    ended = max(times[-1] for times in stamps)
+    return Timing(ready - began, ended - ready, sum(stamp > ready for times in stamps for stamp in times))
+
+
+def pages_for(sequences: int, slots: int, page_size: int = 16) -> int:
+    """Pages that so many sequences of so many slots need, twice over: what was cached before need not be dropped."""
+    return 2 * sequences * (2 + -(-slots // page_size)) + 16
+
+
+def step_bytes(engine: hw.Engine) -> int:
+    """Bytes of weights that a step reads."""
+    return sum(engine.decoder.nbytes().values())
+
+
+def path_of(engine: hw.Engine) -> str:
+    """What computes this engine's steps: the name of the native step, or the torch reference."""
+    return str(getattr(engine, "path", "torch"))
+
+
+# -- a fresh process ---------------------------------------------------------------------------------------------------
+
+CHILD = """
+import json, sys
+options = json.loads(sys.argv[1])
+import headway as hw
+import torch
+print("imported", flush=True)
+with hw.Engine(options.pop("model"), **options) as engine:
+    async def first(engine):
+        async with engine.context() as ctx:
+            return await ctx.fill([1, 2, 3, 4, 5, 6, 7, 8]).generate(hw.Argmax(), max_tokens=1, stop_only=True).tokens()
+    print("loaded", flush=True)
+    engine.run(first)
+    print("answered", flush=True)
+"""
+MARKS = ("imported", "loaded", "answered")
+
+
+@dataclass(frozen=True)
+class Startup:
+    """Seconds from the start of a process: until everything is imported, the model loaded, the first token there.
+
+    `torch` is what a process that only imports torch takes to do so, measured just before.
+    """
+
+    torch: float
+    imported: float
+    loaded: float
+    answered: float
+
+    @property
+    def beyond_torch(self) -> float:
+        """What comes on top of `import torch`."""
+        return self.answered - self.torch
+
+
+def startup(options: dict[str, Any]) -> Startup:
+    """Start Python twice: once to import torch, once to load `options["model"]` and generate a token."""
+    (torch_ready,) = _marks(["-c", "import torch; print('imported', flush=True)"], ("imported",))
+    return Startup(torch_ready, *_marks(["-c", CHILD, json.dumps(options)], MARKS))
+
+
+def _marks(arguments: list[str], expected: Sequence[str]) -> list[float]:
+    """Seconds after its start at which a Python process wrote each of the expected lines."""
+    began = time.perf_counter()
+    # Modules of the folder this was called in must not stand in for installed ones.
+    command = [sys.executable, "-P", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        seen = [(line.strip(), time.perf_counter() - began) for line in process.stdout]
+    found = [moment for line, moment in seen if line in expected]
+    if process.returncode or len(found) != len(expected):
+        raise Unsupported(f"a fresh process ended with code {process.returncode} after {len(found)} of {expected}")
+    return found
