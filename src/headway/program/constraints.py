@@ -44,10 +44,16 @@ SHOWN = 200  # characters of the compiler's message
 
 
 class Constraint(Protocol):
-    """What `constrain=` takes. Only `mask`, `accept` and `rollback` are needed; the rest makes it end, fork and skip.
+    """What `constrain=` takes: any object with `mask`, `accept` and `rollback`. It may have more, by these names:
 
-    Custom objects without `copy` cannot be forked in the middle; without `forced` nothing is fed ahead; without
-    `may_end` and `finished` end tokens are allowed where the mask allows them.
+    - `copy() -> Constraint`: one in the same state that goes its own way; without it forking in the middle raises.
+    - `forced() -> list[int]`: tokens of the only text that can follow, as the tokenizer would write it, [] when there
+      is a choice; without it nothing is fed ahead.
+    - `may_end: bool`: the text so far is complete and end tokens are allowed; without it they are allowed where the
+      mask allows them.
+    - `finished: bool`: nothing but the end can follow, so the generation ends; without it, it never ends by itself.
+
+    Its time is the program's own: a slow mask holds up no other program.
     """
 
     def mask(self) -> np.ndarray | None:
@@ -60,24 +66,6 @@ class Constraint(Protocol):
 
     def rollback(self, n: int) -> None:
         """Take the last n tokens back."""
-        ...
-
-    def copy(self) -> Constraint:
-        """A constraint in the same state that goes its own way."""
-        ...
-
-    def forced(self) -> list[int]:
-        """Tokens of the only text that can follow, as the tokenizer would write it; [] when there is a choice."""
-        ...
-
-    @property
-    def may_end(self) -> bool:
-        """The text so far is complete: end tokens are allowed."""
-        ...
-
-    @property
-    def finished(self) -> bool:
-        """Nothing but the end can follow."""
         ...
 
 

@@ -1,4 +1,12 @@
-"""The generator: many passes in a loop, written only with what a user also has."""
+"""The generator: many passes in a loop, written only with what a user also has.
+
+A `Generation` follows its context. Between two steps the program may look at the context, cut it, write into it, fork
+the generation, put tokens in by hand or take a step by hand; the next step starts from what is there:
+
+    ctx.truncate   tokens that were cut are no longer generated: constraint, stops, text and max_tokens go back
+    ctx.fill       what the program writes belongs to the prompt: constraint, stops, text and max_tokens ignore it
+    gen.accept     what the program hands to the generation counts as drawn
+"""
 
 from __future__ import annotations
 
@@ -6,48 +14,43 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
 
-from headway.base.errors import DeadlineExceeded, InvalidInput, OutOfPages, PassFailed, TokenBudgetExceeded, WrongType
+from headway.base.errors import (
+    Closed,
+    DeadlineExceeded,
+    InvalidInput,
+    OutOfPages,
+    PassFailed,
+    TokenBudgetExceeded,
+    Unsupported,
+    WrongType,
+)
+from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, resolve
 from headway.program.constraints import Constraint
 from headway.program.constraints import compile as compile_grammar
-from headway.program.forward import Execution
 from headway.program.grammar import Grammar
 from headway.program.ids import integers, token_ids
-from headway.program.output import Output, ProbeHandle, SampleHandle
+from headway.program.output import Output, SampleHandle
+from headway.program.steps import Prepared, Step, Turn, probed
+from headway.program.stops import read_stops
+from headway.program.transcript import Transcript
 
 if TYPE_CHECKING:
     from headway.program.context import Context
-
-STOPS = 1024  # stop strings at most
-
-
-@dataclass(frozen=True)
-class Step:
-    """One turn: the tokens it added, the text that became certain, its probe's values, and why it ended, if it did."""
-
-    tokens: tuple[int, ...]
-    text: str
-    probes: tuple[Any, ...] = ()
-    finish: str | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class _Turn:
-    execution: Execution[Output]
-    token: SampleHandle
-    probe: ProbeHandle[Any] | None
 
 
 class Generation:
     """An async iterator of steps. Stops leave the context: tokens that hold any part of one are taken back.
 
-    It stays one pass ahead of the program. Whoever changes the context between two steps finds it idle all the same:
-    the pass ahead is taken back then, and its token waits in the pending buffer.
+    It stays one pass ahead of the program. Whoever looks at the context between two steps finds it idle all the same:
+    the pass ahead is taken back then, and its token waits in the pending buffer. So an `async for` can be left with
+    `break` and taken up again later, by another `async for` or a collector.
     """
 
     def __init__(
@@ -61,27 +64,42 @@ class Generation:
         stop_only: bool = False,
         constrain: Grammar | Constraint | None = None,
         probe: Probe | None = None,
+        attention_mask: Mask | None = None,
+        adapter: object = None,
+        speculate: object = None,
     ) -> None:
-        (self._left,) = integers([max_tokens], "max_tokens")
-        if self._left < 1:
-            raise InvalidInput(f"max_tokens is {max_tokens}; it takes a whole number from 1")
+        _refuse(adapter=adapter, speculate=speculate)
+        self._most = _count(max_tokens)
         (self._least,) = integers([min_tokens], "min_tokens")
-        if not 0 <= self._least <= self._left:
+        if not 0 <= self._least <= self._most:
             raise InvalidInput(
                 f"min_tokens is {min_tokens}; it takes a whole number from 0 to max_tokens ({max_tokens})"
             )
         what = resolve(sampler)
         seed = what.seed if what.seed is not None else context.seed
+        self._seeded = seed is not None  # else every fork gets a seed of its own
         self.seed = fresh_seed() if seed is None else seed
         self._sampler = replace(what, seed=self.seed)
-        self._context, self._probe = context, probe
-        self._strings, self._ids = _stops(stop, context, stop_only)
+        self._context, self._probe, self._attention = context, probe, _symbolic(attention_mask)
+        strings, self._ids = read_stops(stop, context.engine, stop_only)
         self._grammar = constrain if isinstance(constrain, Grammar) else None  # compiled before the first pass
-        self._constraint = None if isinstance(constrain, Grammar) else constrain
-        self._generated: list[int] = []
-        self._text = _StopText(context, self._strings)
-        self._next: _Turn | None = None  # the pass that is one ahead of the program
+        self._said = Transcript(context.engine, strings, None if isinstance(constrain, Grammar) else constrain)
+        self._seen: object = None  # the context as the last step left it; None before the first
+        self._next: Turn | None = None  # the pass that is one ahead of the program
         self.finish: str | None = None
+
+    @property
+    def context(self) -> Context:
+        """The context it writes to."""
+        return self._context
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        """The tokens so far: drawn, forced or accepted, and not cut since."""
+        self._follow()
+        return tuple(self._said.generated)
+
+    # -- running ---------------------------------------------------------------------------------------------------
 
     def __aiter__(self) -> AsyncIterator[Step]:
         return self
@@ -89,139 +107,37 @@ class Generation:
     async def __anext__(self) -> Step:
         if self.finish is not None:
             raise StopAsyncIteration
-        if self._generated and self._context.room() < 0:  # the last token stands at the limit: it cannot be computed
-            return self._end("length")
         if self._grammar is not None:
-            await self._compile()
-        forced = self._forced()
-        if forced:
-            return self._take(forced)
-        turn, self._next = self._next or self._begin(None), None
+            await asyncio.to_thread(self._compile)
+        self._follow()
+        if self._next is None:
+            if (over := self._over()) is not None:
+                return self._end(over)
+            if forced := self.forced():
+                return self._put(forced)
+        turn, self._next = self._next or self._built(None).execute(), None
         self._context.retract = None
         if self._left > 1 and self._can_run_ahead():
             self._run_ahead(turn)
         out = await self._outcome(turn)
-        token = out.token(turn.token)
-        if token in self._ids:
-            self._retract(None)
-            return self._end("eos" if token in self._context.engine.eos_ids else "stop")
-        probes = () if turn.probe is None else (_value(out, turn.probe),)
-        text = self._add(token)
-        if self._text.stopped or self._next is None:
-            self._retract(token)
-        return self._step((token,), text, probes)
-
-    def _step(self, tokens: tuple[int, ...], text: str, probes: tuple[Any, ...] = ()) -> Step:
-        """The step that these tokens make, the last one if they end it."""
-        if self._text.stopped:
-            return self._stop(tokens, text, probes)
-        if getattr(self._constraint, "finished", False):
-            return self._end("constraint", tokens, text, probes)
-        if self._left == 0:
-            return self._end("length", tokens, text, probes)
-        return Step(tokens, text, probes)
-
-    def _add(self, token: int) -> str:
-        """Count a token as generated; the text that became certain."""
-        if self._constraint is not None:
-            self._constraint.accept(token)
-        self._generated.append(token)
-        self._left -= 1
-        return self._text.push(token)
-
-    async def _compile(self) -> None:
-        """Compile the grammar, beside the event loop."""
-        engine, grammar = self._context.engine, self._grammar
-        assert grammar is not None
-        self._constraint = await asyncio.to_thread(compile_grammar, grammar, engine.tokenizer, engine.vocab_size)
-        self._grammar = None
-
-    def _forced(self) -> list[int]:
-        """Tokens that the constraint leaves no choice about: fed together, without a pass for each."""
-        tokens = getattr(self._constraint, "forced", list)()[: self._left]
-        ends = [i for i, token in enumerate(tokens) if token in self._ids]
-        return tokens[: ends[0]] if ends else tokens
-
-    def _take(self, tokens: list[int]) -> Step:
-        """Add tokens that were not drawn."""
-        text = ""
-        for i, token in enumerate(tokens):
-            text += self._add(token)
-            if self._text.stopped:
-                tokens = tokens[: i + 1]
-                break
-        self._context.fill(tokens)
-        return self._step(tuple(tokens), text)
-
-    def _can_run_ahead(self) -> bool:
-        """Whether the next pass can be built before this one's token is known."""
-        free = self._constraint is None and len(self._generated) + 1 >= self._least
-        return free and not self._sampler.penalises and self._context.room() > 1
-
-    def _begin(self, fed: SampleHandle | None) -> _Turn:
-        """Submit a pass that draws one token, behind the context's last or behind one that is being drawn."""
-        forward = self._context.forward()
-        if fed is not None:
-            forward.input(fed)
-        if self._constraint is not None and (bits := self._constraint.mask()) is not None:
-            forward.mask(bits)
-        if len(self._generated) < self._least and self._ids:
-            forward.mask(forbid=sorted(self._ids))
-        counted = self._generated if self._sampler.penalises else None
-        handle = forward.sample([-1], self._sampler, generated=counted)
-        looking = None if self._probe is None else forward.probe(-1, self._probe)
-        return _Turn(forward.execute(), handle, looking)
-
-    def _run_ahead(self, turn: _Turn) -> None:
-        """Queue the next pass with the token that this one draws, so that the device never waits for the program."""
-        # What stands in its way will be said in its own turn, or by this turn's outcome if that has failed already.
-        with suppress(OutOfPages, TokenBudgetExceeded, DeadlineExceeded, PassFailed):
-            self._next = self._begin(turn.token)
-            self._context.retract = lambda: self._retract(self._generated[-1])
-
-    async def _outcome(self, turn: _Turn) -> Output:
-        try:
-            return await turn.execution
-        except BaseException:
-            self._next = self._context.retract = None  # the pass ahead went with this one
-            raise
-
-    def _retract(self, token: int | None) -> None:
-        """Take the pass ahead back; its token waits in the pending buffer instead."""
-        ahead, self._next, self._context.retract = self._next, None, None
-        if ahead is not None:
-            ahead.execution.cancel()
-        if token is not None:
-            self._context.fill([token])
-
-    def _stop(self, tokens: tuple[int, ...], text: str, probes: tuple[Any, ...]) -> Step:
-        """A stop string is complete: the tokens that hold any part of it leave the context."""
-        surplus = self._text.surplus()
-        self._context.truncate(surplus)
-        if self._constraint is not None:
-            self._constraint.rollback(surplus)
-        del self._generated[len(self._generated) - surplus :]
-        self.finish = "stop"
-        return Step(tokens[: max(0, len(tokens) - surplus)], text, probes, "stop")
-
-    def _end(self, why: str, tokens: tuple[int, ...] = (), text: str = "", probes: tuple[Any, ...] = ()) -> Step:
-        self.finish = why
-        return Step(tokens, text + self._text.flush(), probes, why)
+        return self._drawn(out.token(turn.token), probed(out, turn.probe))
 
     async def tokens(self) -> list[int]:
-        """Run to the end; the tokens that stayed."""
+        """Run to the end; all tokens that stayed."""
         async for _ in self:
             pass
-        return list(self._generated)
+        return list(self._said.generated)
 
     async def text(self) -> str:
-        """Run to the end; the text."""
-        return "".join([step.text async for step in self])
+        """Run to the end; the whole text."""
+        async for _ in self:
+            pass
+        return self._said.whole()
 
     async def json(self, schema: Any = None) -> Any:
         """Run to the end; the text as JSON. With a schema (dict, text, pydantic model) only such a text can come."""
         if schema is not None:
-            if self._generated or self._constraint is not None or self._grammar is not None:
+            if self._seen is not None or self._said.constraint is not None or self._grammar is not None:
                 raise InvalidInput("a schema can be given to json() before the first step, and to no other constraint")
             self._grammar = Grammar.json_schema(schema)
         text = await self.text()
@@ -231,74 +147,251 @@ class Generation:
             cut = " (it was cut off: raise max_tokens)" if self.finish == "length" else ""
             raise InvalidInput(f"the text is no JSON: {e}{cut}; constrain it with json(schema)") from None
 
+    # -- by hand ---------------------------------------------------------------------------------------------------
 
-class _StopText:
-    """Text as it becomes certain: no half characters, nothing that may be the beginning of a stop string."""
+    def accept(self, tokens: Iterable[int]) -> Step:
+        """Put tokens in by hand, as if they had been drawn: they go through the constraint, the text and the stops.
 
-    def __init__(self, context: Context, stops: tuple[str, ...]) -> None:
-        self._stream = context.engine.stream() if context.engine.has_tokenizer else None
-        if stops and self._stream is None:
-            context.engine.tokenizer  # noqa: B018 - raises: stop strings need one
-        self._words = context.engine.tokenizer.vocab_size if self._stream is not None else 0
-        self._stops = stops
-        self._held = ""  # text that is not certain yet
-        self._ends: list[int] = []  # characters known after each token
-        self._known = 0  # characters decoded so far
-        self._cut: int | None = None  # where the stop string starts
-        self.stopped = False
+        A token that the constraint forbids, more tokens than max_tokens leaves and tokens behind a stop raise, and
+        nothing has changed then. Nothing is computed: the tokens wait in the pending buffer.
+        """
+        self._go_on()
+        ids = token_ids(tokens, self._context.engine.vocab_size)
+        self._compile()
+        ends = [i for i, token in enumerate(ids) if token in self._ids]
+        if not ends:
+            return self._put(ids, whole=True)
+        end, first = ids[ends[0]], ids[: ends[0]]
+        if len(first) < len(ids) - 1:
+            raise InvalidInput(f"token {end} ends the generation and {len(ids) - 1 - len(first)} tokens follow it")
+        if len(self._said.generated) + len(first) < self._least:
+            raise InvalidInput(f"token {end} would end the generation before min_tokens ({self._least})")
+        step = self._put(first, whole=True, end=end)
+        return self._end(self._reason(end), step)
 
-    def push(self, token: int) -> str:
-        if self._stream is None:
-            return ""
-        text = self._stream.push([token]) if token < self._words else ""  # ids the tokenizer lacks have no text
-        self._known += len(text)
-        self._ends.append(self._known)
-        return self._certain(self._held + text)
+    async def prepare(self) -> Prepared:
+        """The next step, to be taken by hand: a pass with the generation's masks, sampler and probe that draws a token.
 
-    def flush(self) -> str:
-        """What is left when generation ends for another reason."""
-        rest, self._held = self._held, ""
-        return rest if self._stream is None or self.stopped else rest + self._stream.flush()
+        Tokens that the constraint forces need no pass: `gen.accept(gen.forced())`.
+        """
+        self._go_on()
+        await asyncio.to_thread(self._compile)
+        if (over := self._over()) is not None:
+            raise Closed(f"no step is left to prepare: the next one only ends the generation ({over})")
+        return replace(self._built(None), mark=self._seen, taken=self._take)
 
-    def surplus(self) -> int:
-        """How many trailing tokens hold any part of the stop string."""
-        assert self._cut is not None
-        return sum(end > self._cut for end in self._ends)
+    def forced(self) -> list[int]:
+        """Tokens that the constraint leaves no choice about: fed together, without a pass for each."""
+        self._compile()
+        tokens = self._said.forced()[: self._left]
+        ends = [i for i, token in enumerate(tokens) if token in self._ids]
+        return tokens[: ends[0]] if ends else tokens
 
-    def _certain(self, text: str) -> str:
-        begins = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if begins:
-            first = min(begins)
-            self._cut = self._known - len(text) + first
-            self.stopped, self._held = True, ""
-            return text[:first]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :] if keep else ""
-        return text[: len(text) - keep] if keep else text
+    def fork(self, *, seed: int | None = None) -> Generation:
+        """A second generation that goes on from here, on a fork of the context: `.context`, which is the caller's.
+
+        Explicit seeds come along, so the same tokens follow, unless `seed` gives another one; without, the fork draws
+        with fresh entropy. A constraint is copied; one without `copy()` raises.
+        """
+        self._follow()
+        said = self._said.fork()
+        context = self._context.fork()
+        twin = copy(self)
+        twin._context, twin._said, twin._next = context, said, None
+        twin._seen = None if self._seen is None else twin._marked()
+        return twin.reseed(seed) if seed is not None or not self._seeded else twin
+
+    def reseed(self, seed: int | None = None) -> Self:
+        """Draw the tokens that follow with another seed, or with fresh entropy.
+
+        A draw is a function of the seed and the position: a token that was cut comes again unless something changes.
+        """
+        self._rest()
+        self._sampler = replace(self._sampler, seed=fresh_seed() if seed is None else seed)
+        assert self._sampler.seed is not None
+        self.seed, self._seeded = self._sampler.seed, seed is not None
+        return self
+
+    def resume(self, max_tokens: int | None = None) -> Self:
+        """Go on after an end, with the context as it is now and `max_tokens` more tokens, or those that were left."""
+        more = None if max_tokens is None else _count(max_tokens)
+        self._follow()
+        if more is not None:
+            self._most = len(self._said.generated) + more
+        if self.finish is not None:
+            self._said.reopen()
+            self.finish = None
+        return self
+
+    # -- in step with the context ----------------------------------------------------------------------------------
+
+    @property
+    def _left(self) -> int:
+        return self._most - len(self._said.generated)
+
+    def _go_on(self) -> None:
+        """Ready for something by hand: not over, no pass ahead, in step with the context."""
+        if self.finish is not None:
+            raise Closed(f"this generation ended ({self.finish}); call resume() to go on")
+        self._rest()
+        self._follow()
+
+    def _rest(self) -> None:
+        """Take the pass ahead back."""
+        if self._next is not None:
+            self._retract(self._said.generated[-1])
+
+    def _marked(self) -> object:
+        """What stays equal as long as nobody changes the context."""
+        return self._context.table.stamp, self._context.pending
+
+    def _follow(self) -> None:
+        """Notice what the program has done to the context since the last step."""
+        if self._next is not None:  # nothing: its pass would have been taken back
+            return
+        mark, before = self._marked(), self._seen
+        if mark == before:
+            return
+        self._seen = mark
+        if before is None:
+            self._said.begin(self._context.tokens)
+        else:
+            self._said.follow(self._context.tokens)
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def _over(self) -> str | None:
+        """Why no pass can follow, if none can."""
+        if self._said.finished:
+            return "constraint"
+        # A last token at the limit of positions cannot be computed.
+        return "length" if self._left <= 0 or (self._said.generated and self._context.room() < 0) else None
+
+    def _compile(self) -> None:
+        """Have the grammar's constraint. It may take a second: the event loop does it in a thread."""
+        if self._grammar is not None:
+            engine = self._context.engine
+            self._said.constraint = compile_grammar(self._grammar, engine.tokenizer, engine.vocab_size)
+            self._grammar = None
+
+    def _can_run_ahead(self) -> bool:
+        """Whether the next pass can be built before this one's token is known."""
+        free = self._said.constraint is None and len(self._said.generated) + 1 >= self._least
+        return free and not self._sampler.penalises and self._context.room() > 1
+
+    def _built(self, fed: SampleHandle | None) -> Prepared:
+        """A pass that draws one token, behind the context's last or behind one that is being drawn."""
+        forward, constraint = self._context.forward(), self._said.constraint
+        if fed is not None:
+            forward.input(fed)
+        if self._attention is not None:
+            forward.attention_mask(self._attention)
+        if constraint is not None and (bits := constraint.mask()) is not None:
+            forward.mask(bits)
+        if len(self._said.generated) < self._least and self._ids:
+            forward.mask(forbid=sorted(self._ids))
+        counted = self._said.generated if self._sampler.penalises else None
+        handle = forward.sample([-1], self._sampler, generated=counted)
+        return Prepared(forward, handle, None if self._probe is None else forward.probe(-1, self._probe))
+
+    def _run_ahead(self, turn: Turn) -> None:
+        """Queue the next pass with the token that this one draws, so that the device never waits for the program."""
+        # What stands in its way will be said in its own turn, or by this turn's outcome if that has failed already.
+        with suppress(OutOfPages, TokenBudgetExceeded, DeadlineExceeded, PassFailed):
+            self._next = self._built(turn.token).execute()
+
+    async def _outcome(self, turn: Turn) -> Output:
+        try:
+            return await turn.execution
+        except BaseException:
+            self._next = None  # the pass ahead went with this one
+            raise
+
+    async def _take(self, prepared: Prepared) -> Step:
+        self._go_on()
+        if prepared.mark != self._seen:
+            raise Closed("the context was changed since this step was prepared; prepare another one")
+        out = await prepared.forward.execute()
+        return self._drawn(out.token(prepared.token), probed(out, prepared.probe))
+
+    def _retract(self, token: int | None) -> None:
+        """Take the pass ahead back; its token waits in the pending buffer instead."""
+        ahead, self._next, self._context.retract = self._next, None, None
+        if ahead is not None:
+            ahead.execution.cancel()
+        if token is not None:
+            self._context.fill([token])
+        self._seen = self._marked()
+
+    # -- what became of it -----------------------------------------------------------------------------------------
+
+    def _drawn(self, token: int, probes: tuple[Any, ...]) -> Step:
+        """The step that a token makes which a pass has drawn."""
+        if token in self._ids:
+            self._retract(None)
+            return self._end(self._reason(token), Step((), "", probes))
+        self._said.add(token)
+        if self._said.stopped or self._next is None:
+            self._retract(token)
+        else:
+            self._context.retract = self._rest
+        return self._step([token], probes)
+
+    def _put(self, ids: list[int], *, whole: bool = False, end: int | None = None) -> Step:
+        """Add tokens that were not drawn, up to a stop string; with `whole` one before the last is refused."""
+        if len(ids) > self._left:
+            raise InvalidInput(f"{len(ids)} tokens were given; max_tokens leaves room for {self._left}")
+        with self._said.adding(ids, whole=whole or end is not None) as taken:
+            if end is not None and not self._said.may_end:
+                raise InvalidInput(f"token {end} would end the generation and the constraint does not allow that here")
+            self._context.fill(taken)
+        self._seen = self._marked()
+        return self._step(taken)
+
+    def _step(self, tokens: list[int], probes: tuple[Any, ...] = ()) -> Step:
+        """The step that these tokens make, the last one if they end it."""
+        if self._said.stopped:
+            surplus = self._said.stop()
+            self._context.truncate(surplus)
+            self._seen = self._marked()
+            return self._end("stop", Step(tuple(tokens[: max(0, len(tokens) - surplus)]), "", probes))
+        text, retracted = self._said.say()
+        step = Step(tuple(tokens), text, probes, retracted=retracted)
+        if self._said.finished:
+            return self._end("constraint", step)
+        return self._end("length", step) if self._left <= 0 else step
+
+    def _end(self, why: str, step: Step | None = None) -> Step:
+        """The last step: it says the text that was held."""
+        self.finish = why
+        self._said.close()
+        text, retracted = self._said.say()
+        step = step or Step((), "")
+        return replace(step, text=step.text + text, finish=why, retracted=step.retracted + retracted)
+
+    def _reason(self, token: int) -> str:
+        return "eos" if token in self._context.engine.eos_ids else "stop"
 
 
-def _overlap(text: str, stop: str) -> int:
-    """The longest end of text that begins a stop string."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+def _count(max_tokens: int) -> int:
+    (count,) = integers([max_tokens], "max_tokens")
+    if count < 1:
+        raise InvalidInput(f"max_tokens is {max_tokens}; it takes a whole number from 1")
+    return count
 
 
-def _stops(stop: str | Iterable[str | int], context: Context, only: bool) -> tuple[tuple[str, ...], frozenset[int]]:
-    given = [stop] if isinstance(stop, str) else list(stop)
-    if len(given) > STOPS:
-        raise InvalidInput(f"{len(given)} stops were given; at most {STOPS} are allowed")
-    strings = tuple(s for s in given if isinstance(s, str))
-    if "" in strings:
-        raise InvalidInput("a stop string is empty; it would stop before the first token")
-    others = [s for s in given if not isinstance(s, str)]
-    if any(isinstance(s, bool) for s in others):
-        raise WrongType("a stop is True or False; give strings and token ids")
-    ids = token_ids(others, context.engine.vocab_size, "stop")
-    return strings, frozenset(ids) | frozenset(() if only else context.engine.eos_ids)
-
-
-def _value(out: Output, handle: ProbeHandle[Any]) -> Any:
-    for reader in (out.distribution, out.logits, out.logprobs, out.entropy, out.hidden, out.attention, out.lens):
-        value = reader(handle)
+def _refuse(**later: object) -> None:
+    for name, value in later.items():
         if value is not None:
-            return value
-    raise AssertionError(handle)
+            raise Unsupported(f"{name}={value!r:.60} was given; generate does not support {name} yet, leave it out")
+
+
+def _symbolic(mask: Mask | None) -> Mask | None:
+    if mask is None or (isinstance(mask, Mask) and mask.rows is None):
+        return mask
+    if not isinstance(mask, Mask):
+        raise WrongType(f"attention_mask is {mask!r:.60}; a Mask is needed, such as Mask.window(64)")
+    raise InvalidInput(
+        f"attention_mask has {mask.rows} rows of its own and a generation has ever more of them: give a mask that says "
+        "what any row sees, such as Mask.window(64) or Mask.sink(4, 64)"
+    )

@@ -1,0 +1,69 @@
+"""One step of a generation: as it comes back, and as it stands before it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.program.forward import Execution, Forward
+from headway.program.output import Output, ProbeHandle, SampleHandle
+
+
+@dataclass(frozen=True)
+class Step:
+    """One turn: the tokens it added, the text that became certain, its probe's values, and why it ended, if it did.
+
+    `retracted` is how many characters at the end of the text shown before no longer stand, because the program cut the
+    context: delete them, then append `text`.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    probes: tuple[Any, ...] = ()
+    finish: str | None = None
+    retracted: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A step that was not taken yet. `forward` is an ordinary pass that draws one token: add probes or masks to it.
+
+    Then `await prepared.take()`. Or execute the pass yourself and hand `out.token(prepared.token)`, or any other token,
+    to the generation's `accept`.
+    """
+
+    forward: Forward
+    token: SampleHandle
+    probe: ProbeHandle[Any] | None  # what `probe=` of the generation reads
+    mark: object = field(default=None, repr=False)  # the context it was prepared for
+    taken: Callable[[Prepared], Awaitable[Step]] | None = field(default=None, repr=False)
+
+    async def take(self) -> Step:
+        """Execute the pass and add the token it draws."""
+        assert self.taken is not None
+        return await self.taken(self)
+
+    def execute(self) -> Turn:
+        """Submit the pass."""
+        return Turn(self.forward.execute(), self.token, self.probe)
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A step whose pass is on its way."""
+
+    execution: Execution[Output]
+    token: SampleHandle
+    probe: ProbeHandle[Any] | None
+
+
+def probed(out: Output, handle: ProbeHandle[Any] | None) -> tuple[Any, ...]:
+    """What a probe of any kind has read."""
+    if handle is None:
+        return ()
+    for reader in (out.distribution, out.logits, out.logprobs, out.entropy, out.hidden, out.attention, out.lens):
+        value = reader(handle)
+        if value is not None:
+            return (value,)
+    raise AssertionError(handle)

@@ -1,0 +1,127 @@
+"""Where a generation stops, and its text as it becomes certain: no half characters, no beginning of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from headway.base.errors import InvalidInput, Unsupported, WrongType
+from headway.program.ids import token_ids
+
+if TYPE_CHECKING:
+    from headway.program.engine import Engine
+
+STOPS = 1024  # stop strings and stop ids at most
+
+
+def read_stops(stop: str | Iterable[str | int], engine: Engine, only: bool) -> tuple[tuple[str, ...], frozenset[int]]:
+    """The stop strings, and the ids that stop; the model's own end tokens among them unless `only`."""
+    given = [stop] if isinstance(stop, str) else list(stop)
+    if len(given) > STOPS:
+        raise InvalidInput(f"{len(given)} stops were given; at most {STOPS} are allowed")
+    strings = tuple(s for s in given if isinstance(s, str))
+    if "" in strings:
+        raise InvalidInput("a stop string is empty; it would stop before the first token")
+    others = [s for s in given if not isinstance(s, str)]
+    if any(isinstance(s, bool) for s in others):
+        raise WrongType("a stop is True or False; give strings and token ids")
+    ids = token_ids(others, engine.vocab_size, "stop")
+    return strings, frozenset(ids) | frozenset(() if only else engine.eos_ids)
+
+
+class StopText:
+    """The text of the tokens pushed so far: what was given out, what is certain and not given out yet, what is held."""
+
+    def __init__(self, engine: Engine, stops: tuple[str, ...]) -> None:
+        if stops and engine.tokenizer.pieces.kind == "opaque":
+            raise Unsupported("this tokenizer decodes only whole sequences, so no stop string can be looked for")
+        self._engine, self._stops = engine, stops
+        self._stream = engine.stream() if engine.has_tokenizer else None
+        self._words = engine.tokenizer.vocab_size if self._stream is not None else 0
+        self._held = ""  # text that is not certain yet
+        self._ends: list[int] = []  # characters known after each token
+        self._known = 0  # characters decoded so far
+        self._cut: int | None = None  # where the stop string starts
+        self._given: list[str] = []
+        self._certain: list[str] = []
+        self.stopped = False
+
+    def push(self, token: int) -> None:
+        """One more token."""
+        if self._stream is None:
+            return
+        text = self._stream.push([token]) if token < self._words else ""  # ids the tokenizer lacks have no text
+        self._known += len(text)
+        self._ends.append(self._known)
+        self._look(self._held + text)
+
+    def take(self) -> str:
+        """The text that has become certain since the last call."""
+        fresh, self._certain = "".join(self._certain), []
+        if fresh:
+            self._given.append(fresh)
+        return fresh
+
+    def close(self) -> None:
+        """No token will follow: what is held is certain, and a character without all its bytes is U+FFFD."""
+        if self._stream is None or self.stopped:
+            return
+        rest = self._stream.flush()
+        self._known += len(rest)
+        self._certain.append(self._held + rest)
+        self._held = ""
+
+    def border(self) -> None:
+        """Other tokens stand here in the context: no character and no stop string reaches across them."""
+        if self._stream is not None:
+            self.close()
+            self._stream = self._engine.stream()
+
+    def surplus(self) -> int:
+        """How many trailing tokens hold any part of the stop string."""
+        assert self._cut is not None
+        return sum(end > self._cut for end in self._ends)
+
+    def whole(self) -> str:
+        """All text given out so far."""
+        return "".join(self._given)
+
+    def again(self, tail: Iterable[tuple[int, bool]]) -> tuple[StopText, int]:
+        """The text of other tokens, each with whether it was generated, and how many characters given out it lacks."""
+        new = StopText(self._engine, self._stops)
+        for token, generated in tail:
+            if generated:
+                new.push(token)
+            else:
+                new.border()
+        before, now = self.whole(), "".join(new._certain)
+        same = next(
+            (i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), min(len(before), len(now))
+        )
+        new._given, new._certain = [now[:same]], [now[same:]]
+        return new, len(before) - same
+
+    def copy(self) -> StopText:
+        """A text at the same point that goes its own way."""
+        twin = object.__new__(StopText)
+        twin.__dict__.update(self.__dict__)
+        twin._stream = None if self._stream is None else self._stream.copy()
+        twin._ends, twin._given, twin._certain = list(self._ends), list(self._given), list(self._certain)
+        return twin
+
+    def _look(self, text: str) -> None:
+        begins = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if begins:
+            first = min(begins)
+            self._cut = self._known - len(text) + first
+            self.stopped, self._held = True, ""
+            self._certain.append(text[:first])
+            return
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        self._certain.append(text[: len(text) - keep])
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The longest end of text that begins a stop string."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
