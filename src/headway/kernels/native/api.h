@@ -1,0 +1,93 @@
+// What Python sees: plain structs, pointers and sizes. Mirrored field by field in library.py; HW_VERSION guards the pair.
+//
+// Headway's packed weights. Output rows go in blocks of 16 (the last padded with zeros), inputs in groups of 32 (padded
+// with zeros): one vector holds 4 inputs of each of 16 rows. A weight is scale * (code - zero) or scale * code + least.
+//   4 bits: for each block and group 4 x 64 bytes; byte 4r + i of the j-th has row r's code of input 8j + i in its low
+//           half and of input 8j + 4 + i in its high half
+//   8 bits: for each block and group 8 x 64 bytes; byte 4r + i of the j-th is row r's code of input 4j + i
+//   floats: for each block and input 16 numbers (inputs are not padded)
+// Scales lie by block and scale group, 16 together, followed by 16 leasts where the format has them.
+#pragma once
+#include <stdint.h>
+
+#define HW_VERSION 1
+
+enum { HW_F32 = 0, HW_F16 = 1, HW_BF16 = 2, HW_INT8 = 3, HW_GROUPS = 4 };
+enum { HW_SCALE_F16 = 0, HW_SCALE_F32 = 1, HW_SCALE_K = 2 };
+
+typedef struct {
+  int32_t kind;       // HW_F32 ... HW_GROUPS; HW_INT8 has one float scale a row and activations scaled by row
+  int32_t n, k;       // outputs and inputs, as the model has them
+  int32_t bits;       // of HW_GROUPS: 4 or 8
+  int32_t group;      // of HW_GROUPS: 16, or 32 times a power of two
+  int32_t zero;       // taken off each code when there is no least
+  int32_t has_least;  // of HW_GROUPS
+  int32_t scale_kind; // of HW_GROUPS
+  const void* codes;
+  const void* scales; // HW_SCALE_K: bytes, 16 factors and 16 of the leasts' for each group of 32
+  const void* super;  // HW_SCALE_K: float16, 16 d and 16 dmin for each 256 inputs; scale = d * factor, least = -dmin * factor
+  const float* bias;  // [n] or null
+} hw_matrix;
+
+typedef struct {
+  hw_matrix q, k, v, o, gate, up, down;
+  const float* norm_in;
+  const float* norm_mlp;
+  const float* q_norm;  // [head_dim] or null
+  const float* k_norm;
+  int32_t mask_set;     // which of a step's mask sets this layer uses
+} hw_layer;
+
+typedef struct {
+  int32_t layers, hidden, inner, heads, kv_heads, head_dim, vocab, rope_half, page_size;
+  float eps, scale, rope_scale;
+  const float* inv_freq;    // [rope_half]
+  const float* final_norm;  // [hidden]
+  const hw_layer* layer;
+  hw_matrix embedding, output;
+  float* kv;                // [layers, 2, pages, page_size, kv_heads, head_dim]
+  int64_t kv_pages;
+} hw_model;
+
+typedef struct {
+  int32_t rows, segments, mask_sets, taps, query_taps;
+  const int32_t* tokens;         // [rows]
+  const int32_t* positions;      // [rows]
+  const int32_t* write_slots;    // [rows], physical; -1 for a row that is not kept
+  const int32_t* segment_rows;   // [segments + 1] where each segment's rows begin
+  const int32_t* segment_pages;  // [segments + 1] where its pages begin in the two lists below
+  const int32_t* pages;          // physical
+  const int32_t* numbers;        // the page's place in the sequence, ascending within a segment
+  const int32_t* const* runs_at; // for each mask set [rows + 1]: where a row's runs begin
+  const int32_t* const* runs;    // for each mask set pairs (first slot, slot behind the last) that a row attends to
+  const int32_t* tap_layers;     // [taps] copy row tap_rows[i] of the residual before that layer to hidden_out[i]
+  const int32_t* tap_rows;
+  float* hidden_out;             // [taps, hidden]
+  const int32_t* query_layers;   // [query_taps] copy the rotated query of that row and layer, times scale
+  const int32_t* query_rows;
+  float* query_out;              // [query_taps, heads * head_dim]
+  float* out;                    // [rows, hidden] the residual behind the last layer
+  double* phases;                // [HW_PHASES] seconds are added, or null
+} hw_step;
+
+enum { HW_EMBED, HW_NORM, HW_QKV, HW_ROPE, HW_KV_WRITE, HW_ATTENTION, HW_OUT, HW_MLP, HW_PHASES };
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+int32_t hw_version(void);
+int32_t hw_isa(void);                       // the one in use: 0 plain, 1 AVX2, 2 AVX-512, 3 AVX-512 VNNI
+int32_t hw_best_isa(void);                  // the best this machine has
+int32_t hw_use_isa(int32_t isa);            // 0 when the machine has it
+void* hw_threads_new(int32_t count);        // null when they cannot be started
+void hw_threads_free(void* threads);
+int32_t hw_run(void* threads, const hw_model* model, const hw_step* step);                                      // 0, or 1: no memory
+int32_t hw_head(void* threads, const hw_model* model, const float* x, int32_t rows, int32_t norm, float* logits, int64_t stride);
+int32_t hw_linear(void* threads, const hw_matrix* w, const float* x, int32_t rows, float* y, int64_t stride);   // y [rows, stride], stride >= n
+int32_t hw_gather(void* threads, const hw_matrix* w, const int32_t* rows, int32_t count, float* out);           // dequantised rows [count, k]
+void hw_choose(void* threads, const float* logits, int32_t rows, int64_t vocab, int64_t stride, int64_t* best, uint8_t* bad);
+// GGUF blocks (0 Q4_0, 1 Q4_1, 2 Q8_0, 3 Q4_K) to packed weights; rows maps outputs to the file's rows, or is null.
+int32_t hw_pack(void* threads, int32_t kind, const uint8_t* raw, int32_t n, int32_t k, const int32_t* rows, uint8_t* codes, void* scales, uint16_t* super);
+#ifdef __cplusplus
+}
+#endif

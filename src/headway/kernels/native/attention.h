@@ -1,0 +1,251 @@
+// Attention over pages, in place. A row's bits depend on the slots it attends to and nothing else: slots are taken in
+// units of at most 16 inside a page, units in chunks of CHUNK absolute slots, chunks are merged in ascending order.
+#pragma once
+#include <vector>
+
+#include "products.h"
+
+namespace HW_NS {
+
+constexpr int CHUNK = 128;  // slots whose scores are held at once
+constexpr int TILE = 16;    // rows that share the keys they load
+
+struct Unit {
+  int64_t place;  // physical slot of its first
+  int32_t slot;   // its place in the sequence
+  int32_t count;  // 1 to 16
+};
+
+// One segment's slots, cut into units, and which of them each row attends to.
+struct Layout {
+  int row, rows;                // in the batch
+  std::vector<Unit> units;
+  std::vector<int> chunks;      // where each chunk's units begin, and the end
+  std::vector<uint16_t> bits;   // [mask sets, rows, units]
+};
+
+struct Cache {
+  const float* keys;    // [pages * page, kv_heads, head_dim]
+  const float* values;
+  int heads, kv_heads, dim;
+};
+
+inline void lay_out(const hw_step& step, int segment, int page_size, Layout& out) {
+  out.row = step.segment_rows[segment];
+  out.rows = step.segment_rows[segment + 1] - out.row;
+  out.units.clear();
+  out.chunks.clear();
+  for (int p = step.segment_pages[segment]; p < step.segment_pages[segment + 1]; p++)
+    for (int at = 0; at < page_size; at += 16) {
+      int32_t slot = step.numbers[p] * page_size + at;
+      if (out.units.empty() || slot / CHUNK != out.units.back().slot / CHUNK) out.chunks.push_back((int)out.units.size());
+      out.units.push_back({(int64_t)step.pages[p] * page_size + at, slot, std::min(16, page_size - at)});
+    }
+  out.chunks.push_back((int)out.units.size());
+}
+
+// The bits of one row: bit i of unit u says whether it attends to the unit's i-th slot.
+inline void row_bits(const hw_step& step, int set, const Layout& lay, int row, uint16_t* bits) {
+  const int32_t* at = step.runs_at[set];
+  const int32_t* run = step.runs[set] + 2 * (size_t)at[lay.row + row];
+  const int32_t* end = step.runs[set] + 2 * (size_t)at[lay.row + row + 1];
+  for (size_t u = 0; u < lay.units.size(); u++) {
+    const Unit& unit = lay.units[u];
+    while (run < end && run[1] <= unit.slot) run += 2;
+    uint32_t found = 0;
+    for (const int32_t* r = run; r < end && r[0] < unit.slot + unit.count; r += 2) {
+      int from = std::max(r[0] - unit.slot, 0), to = std::min(r[1] - unit.slot, unit.count);
+      found |= ((1u << to) - 1) & ~((1u << from) - 1);
+    }
+    bits[u] = (uint16_t)found;
+  }
+}
+
+// What is known of one query after some chunks: the largest score, the sum of weights, the weighted values.
+struct Partial {
+  float most, sum;
+};
+
+inline void merge(Partial& into, float* mixed, const Partial& next, const float* other, int dim) {
+  if (next.sum == 0 && next.most == -INFINITY) return;  // it attends to nothing there
+  if (into.sum == 0 && into.most == -INFINITY) {
+    into = next;
+    std::memcpy(mixed, other, dim * sizeof(float));
+    return;
+  }
+  float most = into.most > next.most ? into.most : next.most, t[LANES] = {0};
+  t[0] = into.most - most;
+  t[1] = next.most - most;
+  vf_store(t, vf_exp(vf_load(t)));
+  vf a = vf_set1(t[0]), b = vf_set1(t[1]);
+  into = {most, into.sum * t[0] + next.sum * t[1]};
+  for (int d = 0; d < dim; d += LANES)
+    vf_store(mixed + d, vf_fma(vf_load(other + d), b, vf_mul(vf_load(mixed + d), a)));
+}
+
+// Buffers of one member.
+struct Desk {
+  std::vector<float> keys, values, queries, scores, mixed, total;
+  std::vector<Partial> partial, sums;
+  std::vector<int> active;
+  size_t stride = 0;  // of a query's scores
+  void fit(int queries_, int dim, int units) {
+    size_t wide = up(dim, LANES);
+    stride = (size_t)units * LANES;
+    active.reserve(units);
+    keys.resize(wide * LANES);
+    values.resize(wide * LANES);
+    queries.resize(queries_ * wide);
+    scores.resize(queries_ * stride);
+    mixed.resize(queries_ * wide);
+    total.resize(queries_ * wide);
+    partial.resize(queries_);
+    sums.resize(queries_);
+  }
+};
+
+template <int Q>
+inline void score(const float* keys, const float* queries, size_t wide, int dim, float* out, size_t stride) {
+  vf acc[Q];
+  for (int q = 0; q < Q; q++) acc[q] = vf_zero();
+  for (int d = 0; d < dim; d++) {
+    vf k = vf_load(keys + (size_t)d * LANES);
+    for (int q = 0; q < Q; q++) acc[q] = vf_fma(k, vf_set1(queries[q * wide + d]), acc[q]);
+  }
+  for (int q = 0; q < Q; q++) vf_store(out + q * stride, acc[q]);
+}
+
+// The 16 slots' keys of one head with slots in the lanes: keys [dim up to 16, 16].
+inline void turn_keys(const Cache& kv, const Unit& unit, int head, float* keys) {
+  const size_t row = (size_t)kv.kv_heads * kv.dim;
+  const float* from = kv.keys + unit.place * row + (size_t)head * kv.dim;
+  if (unit.count == LANES && kv.dim % LANES == 0) {
+    for (int d = 0; d < kv.dim; d += LANES) transpose16(from + d, row, keys + (size_t)d * LANES);
+    return;
+  }
+  for (int d = 0; d < kv.dim; d++)
+    for (int s = 0; s < LANES; s++) keys[d * LANES + s] = s < unit.count ? from[s * row + d] : 0.0f;
+}
+
+// Adds weights times values of one unit for Q queries, over up to four vectors of the head. `bits` are the slots to take.
+template <int Q, int V>
+inline void weigh(const float* values, size_t row, const float* weights, size_t stride, uint32_t bits, float* mixed, size_t wide) {
+  vf acc[Q][V];
+  for (int q = 0; q < Q; q++)
+    for (int v = 0; v < V; v++) acc[q][v] = vf_load(mixed + q * wide + v * LANES);
+  for (; bits; bits &= bits - 1) {
+    int s = __builtin_ctz(bits);
+    vf x[V];
+    for (int v = 0; v < V; v++) x[v] = vf_load(values + s * row + v * LANES);
+    for (int q = 0; q < Q; q++) {
+      vf w = vf_set1(weights[q * stride + s]);
+      for (int v = 0; v < V; v++) acc[q][v] = vf_fma(x[v], w, acc[q][v]);
+    }
+  }
+  for (int q = 0; q < Q; q++)
+    for (int v = 0; v < V; v++) vf_store(mixed + q * wide + v * LANES, acc[q][v]);
+}
+
+template <int Q>
+inline void weigh_all(const float* values, size_t row, int vectors, const float* weights, size_t stride, uint32_t bits, float* mixed, size_t wide) {
+  int v = 0;
+  for (; v + 4 <= vectors; v += 4) weigh<Q, 4>(values + v * LANES, row, weights, stride, bits, mixed + v * LANES, wide);
+  for (; v < vectors; v++) weigh<Q, 1>(values + v * LANES, row, weights, stride, bits, mixed + v * LANES, wide);
+}
+
+// One chunk for rows [first, first + rows) of a segment and one kv head: desk.partial and desk.mixed, query by query.
+// Queries stand by row, then by head of the group.
+inline void attend_chunk(const Layout& lay, const uint16_t* bits, const Cache& kv, int chunk, int first, int rows, int head, Desk& desk) {
+  const int group = kv.heads / kv.kv_heads, queries = rows * group, dim = kv.dim;
+  const size_t wide = up(dim, LANES), stride = desk.stride, units = lay.units.size();
+  desk.active.clear();
+  for (int u = lay.chunks[chunk]; u < lay.chunks[chunk + 1]; u++) {
+    uint16_t any = 0;
+    for (int r = 0; r < rows; r++) any |= bits[(first + r) * units + u];
+    if (any) desk.active.push_back(u);
+  }
+  for (int q = 0; q < queries; q++) desk.partial[q] = {-INFINITY, 0};
+  const int n = (int)desk.active.size();
+  for (int i = 0; i < n; i++) {
+    const Unit& unit = lay.units[desk.active[i]];
+    turn_keys(kv, unit, head, desk.keys.data());
+    float* out = desk.scores.data() + i * LANES;
+    int q = 0;
+    for (; q + 8 <= queries; q += 8) score<8>(desk.keys.data(), &desk.queries[q * wide], wide, dim, out + q * stride, stride);
+    for (; q + 2 <= queries; q += 2) score<2>(desk.keys.data(), &desk.queries[q * wide], wide, dim, out + q * stride, stride);
+    for (; q < queries; q++) score<1>(desk.keys.data(), &desk.queries[q * wide], wide, dim, out + q * stride, stride);
+    for (int r = 0; r < rows; r++) {
+      uint16_t on = bits[(first + r) * units + desk.active[i]];
+      if (on == 0xffff) continue;
+      for (int h = 0; h < group; h++) {
+        float* s = out + (size_t)(r * group + h) * stride;
+        vf_store(s, vf_select(on, vf_load(s), vf_set1(-INFINITY)));
+      }
+    }
+  }
+  for (int q = 0; q < queries; q++) {
+    float* s = desk.scores.data() + q * stride;
+    bool any = false;
+    for (int i = 0; i < n && !any; i++) any = bits[(first + q / group) * units + desk.active[i]] != 0;
+    if (!any) continue;
+    vf most = vf_set1(-INFINITY), sum = vf_zero();
+    for (int i = 0; i < n; i++) most = vf_max(vf_load(s + i * LANES), most);
+    float top = vf_most(most);
+    for (int i = 0; i < n; i++) {
+      vf p = vf_exp(vf_sub(vf_load(s + i * LANES), vf_set1(top)));
+      sum = vf_add(sum, p);
+      vf_store(s + i * LANES, p);
+    }
+    desk.partial[q] = {top, vf_sum(sum)};
+    std::memset(&desk.mixed[q * wide], 0, wide * sizeof(float));
+  }
+  for (int i = 0; i < n; i++) {
+    const Unit& unit = lay.units[desk.active[i]];
+    size_t row = (size_t)kv.kv_heads * dim;
+    const float* values = kv.values + unit.place * row + (size_t)head * dim;
+    if (dim % LANES) {
+      for (int s = 0; s < unit.count; s++)
+        for (size_t d = 0; d < wide; d++) desk.values[s * wide + d] = (int)d < dim ? values[s * row + d] : 0.0f;
+      values = desk.values.data();
+      row = wide;
+    }
+    const float* weights = desk.scores.data() + i * LANES;
+    // Queries that take the same slots go together; a slot that a query must not see never reaches it.
+    auto taken = [&](int q) { return (uint32_t)bits[(first + q / group) * units + desk.active[i]]; };
+    for (int q = 0, same; q < queries; q += same) {
+      const uint32_t take = taken(q);
+      for (same = 1; same < 4 && q + same < queries && taken(q + same) == take;) same++;
+      if (!take) continue;
+      auto go = same == 4 ? weigh_all<4> : same == 3 ? weigh_all<3> : same == 2 ? weigh_all<2> : weigh_all<1>;
+      go(values, row, (int)wide / LANES, weights + q * stride, stride, take, &desk.mixed[q * wide], wide);
+    }
+  }
+}
+
+// The queries [rows, heads * dim] of one kv head's group, query by query, padded.
+inline void take_queries(const float* q, size_t stride, const Cache& kv, int row, int rows, int head, Desk& desk) {
+  const int group = kv.heads / kv.kv_heads;
+  const size_t wide = up(kv.dim, LANES);
+  for (int r = 0; r < rows; r++)
+    for (int h = 0; h < group; h++)
+      std::memcpy(&desk.queries[(size_t)(r * group + h) * wide], q + (size_t)(row + r) * stride + (size_t)(head * group + h) * kv.dim, kv.dim * sizeof(float));
+}
+
+// Rows [first, first + rows) of a segment, one kv head, all chunks: mixed values into out [T, heads * dim].
+inline void attend(const Layout& lay, const uint16_t* bits, const Cache& kv, const float* q, size_t q_stride, int first, int rows, int head, float* out, size_t out_stride, Desk& desk) {
+  const int group = kv.heads / kv.kv_heads, queries = rows * group;
+  const size_t wide = up(kv.dim, LANES);
+  take_queries(q, q_stride, kv, lay.row + first, rows, head, desk);
+  for (int i = 0; i < queries; i++) desk.sums[i] = {-INFINITY, 0};
+  for (int c = 0; c + 1 < (int)lay.chunks.size(); c++) {
+    attend_chunk(lay, bits, kv, c, first, rows, head, desk);
+    for (int i = 0; i < queries; i++) merge(desk.sums[i], &desk.total[i * wide], desk.partial[i], &desk.mixed[i * wide], (int)wide);
+  }
+  for (int i = 0; i < queries; i++) {
+    float* y = out + (size_t)(lay.row + first + i / group) * out_stride + (size_t)(head * group + i % group) * kv.dim;
+    float factor = 1.0f / desk.sums[i].sum;
+    for (int d = 0; d < kv.dim; d++) y[d] = desk.total[i * wide + d] * factor;
+  }
+}
+
+}  // namespace HW_NS

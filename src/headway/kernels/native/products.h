@@ -1,0 +1,333 @@
+// Products with packed weights, for one row or hundreds. A row's bits do not depend on its neighbours: for every output
+// the same sums are taken in the same order, whatever the tile.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+
+#include "api.h"
+#include "simd.h"
+
+namespace HW_NS {
+
+inline int up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+
+// Rows of activations in the form that a weight format asks for.
+//   floats:  values as they are
+//   groups:  int8 codes, a float scale and the codes' sums for each 32 inputs (and for each 16)
+//   by row:  int8 codes, one scale and one sum
+struct Rows {
+  const float* values = nullptr;  // [rows, stride]
+  size_t stride = 0;
+  const int8_t* codes = nullptr;  // [rows, width], width a multiple of 32
+  const float* scales = nullptr;  // [rows, groups]
+  const int32_t* sums = nullptr;  // [rows, 2 * groups] of the codes of each 16 inputs
+  int width = 0, groups = 0;
+};
+
+constexpr float SMALLEST = 1e-36f;  // a group whose largest value is below counts as zero: 127 / it would overflow
+
+// Codes and scale of `count` values (a multiple of 32, padded with zeros by the caller), and the codes' sums: for each 16
+// of them, or with `per` = count of them all.
+inline float quantise(const float* x, int count, int per, int8_t* codes, int32_t* sums) {
+  vf most = vf_zero(), strange = vf_zero();
+  for (int i = 0; i < count; i += 16) {
+    vf v = vf_load(x + i);
+    most = vf_max(vf_abs(v), most);
+    strange = vf_fma(v, vf_zero(), strange);  // NaN once a value is not finite
+  }
+  float top = vf_most(most), odd = vf_sum(strange);
+  bool finite = odd == odd;
+  vf factor = vf_set1(finite && top >= SMALLEST ? 127.0f / top : 0.0f);
+  for (int i = 0; i < count; i += 16) {
+    vf v = finite ? vf_load(x + i) : vf_zero();
+    vi_store_i8(codes + i, vi_round(vf_mul(v, factor)));
+    int32_t sum = i % per ? sums[i / per] : 0;
+    for (int j = 0; j < 16; j++) sum += codes[i + j];
+    sums[i / per] = sum;
+  }
+  if (!finite) return odd;
+  return top >= SMALLEST ? top / 127.0f : 0.0f;
+}
+
+// ---- one block of 16 outputs for M rows --------------------------------------------------------------------------
+
+template <int KIND>
+inline vf load_float(const void* p, size_t at) {
+  if (KIND == HW_F32) return vf_load((const float*)p + at);
+  if (KIND == HW_F16) return vf_load_f16((const uint16_t*)p + at);
+  return vf_load_bf16((const uint16_t*)p + at);
+}
+
+template <int KIND, int M, int B>
+inline void float_tile(const hw_matrix& w, int block, const Rows& x, int row, vf (&acc)[B][M]) {
+  const float* in = x.values + (size_t)row * x.stride;
+  for (int b = 0; b < B; b++)
+    for (int m = 0; m < M; m++) acc[b][m] = vf_zero();
+  size_t at = (size_t)block * w.k * LANES, next = (size_t)w.k * LANES;
+  for (int k = 0; k < w.k; k++, at += LANES) {
+    vf v[B];
+    for (int b = 0; b < B; b++) v[b] = load_float<KIND>(w.codes, at + b * next);
+    for (int m = 0; m < M; m++) {
+      vf s = vf_set1(in[m * x.stride + k]);
+      for (int b = 0; b < B; b++) acc[b][m] = vf_fma(v[b], s, acc[b][m]);
+    }
+  }
+}
+
+template <int M, int B>
+inline void int8_tile(const hw_matrix& w, int block, const Rows& x, int row, vf (&acc)[B][M]) {
+  vi dot[B][M];
+  for (int b = 0; b < B; b++)
+    for (int m = 0; m < M; m++) dot[b][m] = vi_set1(-w.zero * x.sums[row + m]);
+  const uint8_t* codes = (const uint8_t*)w.codes + (size_t)block * x.width * LANES;
+  const size_t next = (size_t)x.width * LANES;
+  const int8_t* in = x.codes + (size_t)row * x.width;
+  for (int k = 0; k < x.width; k += 4, codes += 64) {
+    vb v[B];
+    for (int b = 0; b < B; b++) v[b] = vb_load(codes + b * next);
+    for (int m = 0; m < M; m++) {
+      int32_t a = load_i32(in + (size_t)m * x.width + k);
+      for (int b = 0; b < B; b++) dot[b][m] = vi_dot8(dot[b][m], v[b], a);
+    }
+  }
+  for (int b = 0; b < B; b++) {
+    vf scale = vf_load((const float*)w.scales + (size_t)(block + b) * LANES);
+    for (int m = 0; m < M; m++) acc[b][m] = vf_mul(vf_from(dot[b][m]), vf_mul(scale, vf_set1(x.scales[row + m])));
+  }
+}
+
+// The scales (and leasts) of one block, group by group.
+template <int SCALE, bool LEAST>
+struct Scales {
+  const hw_matrix& w;
+  size_t block, groups;  // scale groups of a row
+  vf scale, least;
+  inline void at(size_t g) {
+    if (SCALE == HW_SCALE_K) {
+      const uint8_t* f = (const uint8_t*)w.scales + (block * groups + g) * 32;
+      const uint16_t* d = (const uint16_t*)w.super + (block * (groups / 8) + g / 8) * 32;
+      scale = vf_mul(vf_load_f16(d), vf_load_u8(f));
+      if (LEAST) least = vf_mul(vf_mul(vf_load_f16(d + 16), vf_load_u8(f + 16)), vf_set1(-1.0f));
+      return;
+    }
+    size_t where = (block * groups + g) * (LEAST ? 32 : 16);
+    scale = load_float<SCALE == HW_SCALE_F16 ? HW_F16 : HW_F32>(w.scales, where);
+    if (LEAST) least = load_float<SCALE == HW_SCALE_F16 ? HW_F16 : HW_F32>(w.scales, where + 16);
+  }
+};
+
+// PARTS is 2 when a scale holds for 16 inputs, else 1.
+template <int BITS, int SCALE, bool LEAST, int PARTS, int M>
+inline void group_tile(const hw_matrix& w, int block, const Rows& x, int row, vf (&acc)[1][M]) {
+  constexpr int HELD = 8 / PARTS;  // vectors of codes for the inputs of one scale
+  for (int m = 0; m < M; m++) acc[0][m] = vf_zero();
+  const int per = PARTS == 2 ? 1 : w.group / 32;  // activation groups under one scale
+  Scales<SCALE, LEAST> s{w, (size_t)block, (size_t)(PARTS == 2 ? 2 * x.groups : (x.groups + per - 1) / per), vf_zero(), vf_zero()};
+  const uint8_t* codes = (const uint8_t*)w.codes + (size_t)block * x.groups * (BITS == 4 ? 256 : 512);
+  const int8_t* in = x.codes + (size_t)row * x.width;
+  for (int g = 0; g < x.groups; g++) {
+    for (int part = 0; part < PARTS; part++) {
+      vb v[HELD];
+      for (int j = 0; j < HELD; j += BITS == 4 ? 2 : 1) {
+        if (BITS == 4) {
+          vb both = vb_load(codes);
+          v[j] = vb_low(both);
+          v[j + 1] = vb_high(both);
+        } else {
+          v[j] = vb_load(codes);
+        }
+        codes += 64;
+      }
+      if (PARTS == 2) s.at(2 * (size_t)g + part);
+      else if (per == 1) s.at(g);
+      else if (g % per == 0) s.at(g / per);
+      for (int m = 0; m < M; m++) {
+        const int32_t* sums = x.sums + ((size_t)(row + m) * x.groups + g) * 2;
+        int32_t sum = PARTS == 2 ? sums[part] : sums[0] + sums[1];
+        float a = x.scales[(size_t)(row + m) * x.groups + g];
+        vi even = vi_set1(LEAST ? 0 : -w.zero * sum), odd = vi_zero();
+        const int8_t* p = in + (size_t)m * x.width + g * 32 + part * 16;
+        for (int j = 0; j < HELD; j += 2) {
+          if (BITS == 4) {
+            even = vi_dot4(even, v[j], load_i32(p + 4 * j));
+            odd = vi_dot4(odd, v[j + 1], load_i32(p + 4 * j + 4));
+          } else {
+            even = vi_dot8(even, v[j], load_i32(p + 4 * j));
+            odd = vi_dot8(odd, v[j + 1], load_i32(p + 4 * j + 4));
+          }
+        }
+        acc[0][m] = vf_fma(vf_from(vi_add(even, odd)), vf_mul(s.scale, vf_set1(a)), acc[0][m]);
+        if (LEAST) acc[0][m] = vf_fma(s.least, vf_set1(a * (float)sum), acc[0][m]);
+      }
+    }
+  }
+}
+
+// ---- all rows of a matrix ----------------------------------------------------------------------------------------
+
+// Where a product goes: y = product + bias, or y += product + bias.
+struct Target {
+  float* y;
+  size_t stride;  // at least n rounded up to 16
+  bool add;
+};
+
+template <int M, int B>
+inline void put(const hw_matrix& w, int block, int row, const Target& to, vf (&acc)[B][M]) {
+  for (int b = 0; b < B; b++) {
+    int at = (block + b) * LANES, wide = std::min(LANES, w.n - at);
+    float bias[LANES] = {0};
+    if (w.bias) std::memcpy(bias, w.bias + at, wide * sizeof(float));
+    for (int m = 0; m < M; m++) {
+      float* y = to.y + (size_t)(row + m) * to.stride + at;
+      vf v = w.bias ? vf_add(acc[b][m], vf_load(bias)) : acc[b][m];
+      if (wide == LANES) {
+        vf_store(y, to.add ? vf_add(vf_load(y), v) : v);
+        continue;
+      }
+      float part[LANES];
+      vf_store(part, v);
+      for (int i = 0; i < wide; i++) y[i] = to.add ? y[i] + part[i] : part[i];
+    }
+  }
+}
+
+template <int M, int B>
+inline void tile(const hw_matrix& w, int block, const Rows& x, int row, const Target& to) {
+  vf acc[B][M];
+  if (w.kind == HW_F32) float_tile<HW_F32, M, B>(w, block, x, row, acc);
+  else if (w.kind == HW_F16) float_tile<HW_F16, M, B>(w, block, x, row, acc);
+  else if (w.kind == HW_BF16) float_tile<HW_BF16, M, B>(w, block, x, row, acc);
+  else int8_tile<M, B>(w, block, x, row, acc);
+  put<M, B>(w, block, row, to, acc);
+}
+
+template <int M>
+inline void grouped(const hw_matrix& w, int block, const Rows& x, int row, const Target& to) {
+  vf acc[1][M];
+  const bool halves = w.group == 16;
+#define HW_TRY(BITS, SCALE, LEAST, PARTS)                                                                        \
+  if (w.bits == BITS && w.scale_kind == SCALE && (w.has_least != 0) == LEAST && halves == (PARTS == 2)) {        \
+    group_tile<BITS, SCALE, LEAST, PARTS, M>(w, block, x, row, acc);                                             \
+    put<M, 1>(w, block, row, to, acc);                                                                           \
+    return;                                                                                                      \
+  }
+  HW_TRY(4, HW_SCALE_F16, false, 1)
+  HW_TRY(4, HW_SCALE_F16, true, 1)
+  HW_TRY(4, HW_SCALE_K, true, 1)
+  HW_TRY(8, HW_SCALE_F16, false, 1)
+  HW_TRY(8, HW_SCALE_F16, true, 1)
+  HW_TRY(8, HW_SCALE_K, true, 1)
+  HW_TRY(4, HW_SCALE_F32, false, 2)
+  HW_TRY(4, HW_SCALE_F32, true, 2)
+  HW_TRY(8, HW_SCALE_F32, false, 2)
+  HW_TRY(4, HW_SCALE_F32, true, 1)
+  HW_TRY(8, HW_SCALE_F32, true, 1)
+#undef HW_TRY
+}
+
+// `count` rows from `row` on, blocks [from, to) of the matrix.
+inline void product_rows(const hw_matrix& w, int from, int to, const Rows& x, int row, int count, const Target& target) {
+  if (w.kind == HW_GROUPS) {
+    for (int block = from; block < to; block++) {
+      int r = row, left = count;
+      for (; left >= 8; r += 8, left -= 8) grouped<8>(w, block, x, r, target);
+      if (left & 4) grouped<4>(w, block, x, r, target), r += 4;
+      if (left & 2) grouped<2>(w, block, x, r, target), r += 2;
+      if (left & 1) grouped<1>(w, block, x, r, target);
+    }
+    return;
+  }
+  for (int block = from; block < to;) {
+    int r = row, left = count;
+    if (block + 1 < to) {  // two blocks share what is loaded of the rows
+      for (; left >= 8; r += 8, left -= 8) tile<8, 2>(w, block, x, r, target);
+      if (left & 4) tile<4, 2>(w, block, x, r, target), r += 4;
+      if (left & 2) tile<2, 2>(w, block, x, r, target), r += 2;
+      if (left & 1) tile<1, 2>(w, block, x, r, target);
+      block += 2;
+    } else {
+      for (; left >= 8; r += 8, left -= 8) tile<8, 1>(w, block, x, r, target);
+      if (left & 4) tile<4, 1>(w, block, x, r, target), r += 4;
+      if (left & 2) tile<2, 1>(w, block, x, r, target), r += 2;
+      if (left & 1) tile<1, 1>(w, block, x, r, target);
+      block += 1;
+    }
+  }
+}
+
+// This member's share of several products over the same rows.
+struct Product {
+  const hw_matrix* w;
+  Rows x;
+  Target to;
+};
+
+inline void products(const Product* list, int n, int rows, int member, int members) {
+  constexpr int SLAB = 128;  // rows whose activations stay in the cache while the weights pass by
+  int64_t all = 0;
+  for (int i = 0; i < n; i++) all += up(list[i].w->n, LANES) / LANES;
+  int64_t first = all * member / members, last = all * (member + 1) / members;
+  for (int row = 0; row < rows; row += SLAB) {
+    int64_t before = 0;
+    for (int i = 0; i < n; i++) {
+      int64_t blocks = up(list[i].w->n, LANES) / LANES;
+      int64_t from = std::max(first - before, (int64_t)0), to = std::min(last - before, blocks);
+      before += blocks;
+      if (from < to)
+        product_rows(*list[i].w, (int)from, (int)to, list[i].x, row, std::min(SLAB, rows - row), list[i].to);
+    }
+  }
+}
+
+template <int SCALE, bool LEAST>
+inline void scale_of(const hw_matrix& w, size_t block, size_t held, size_t g, size_t lane, float& scale, float& least) {
+  Scales<SCALE, LEAST> s{w, block, held, vf_zero(), vf_zero()};
+  s.at(g);
+  float t[LANES];
+  vf_store(t, s.scale);
+  scale = t[lane];
+  vf_store(t, s.least);
+  least = t[lane];
+}
+
+inline void read_scale(const hw_matrix& w, size_t block, size_t held, size_t g, size_t lane, float& scale, float& least) {
+  if (w.scale_kind == HW_SCALE_K) scale_of<HW_SCALE_K, true>(w, block, held, g, lane, scale, least);
+  else if (w.scale_kind == HW_SCALE_F16 && w.has_least) scale_of<HW_SCALE_F16, true>(w, block, held, g, lane, scale, least);
+  else if (w.scale_kind == HW_SCALE_F16) scale_of<HW_SCALE_F16, false>(w, block, held, g, lane, scale, least);
+  else if (w.has_least) scale_of<HW_SCALE_F32, true>(w, block, held, g, lane, scale, least);
+  else scale_of<HW_SCALE_F32, false>(w, block, held, g, lane, scale, least);
+}
+
+// Row r of the matrix as floats.
+inline void dequantise(const hw_matrix& w, int r, float* out) {
+  const size_t block = r / LANES, lane = r % LANES;
+  if (w.kind <= HW_BF16) {
+    float t[LANES];
+    for (int k = 0; k < w.k; k++) {
+      size_t at = (block * w.k + k) * LANES;
+      vf v = w.kind == HW_F32 ? load_float<HW_F32>(w.codes, at)
+           : w.kind == HW_F16 ? load_float<HW_F16>(w.codes, at) : load_float<HW_BF16>(w.codes, at);
+      vf_store(t, v);
+      out[k] = t[lane];
+    }
+    return;
+  }
+  const int groups = up(w.k, 32) / 32;
+  const uint8_t* codes = (const uint8_t*)w.codes;
+  const size_t held = w.kind == HW_INT8 ? 0 : w.group == 16 ? 2 * (size_t)groups : (groups + w.group / 32 - 1) / (w.group / 32);
+  float scale = w.kind == HW_INT8 ? ((const float*)w.scales)[block * LANES + lane] : 0, least = 0;
+  for (int k = 0; k < w.k; k++) {
+    size_t g = k / 32, i = k % 32, code;
+    if (w.bits == 4 && w.kind == HW_GROUPS) {
+      uint8_t both = codes[(block * groups + g) * 256 + i / 8 * 64 + lane * 4 + i % 4];
+      code = i % 8 < 4 ? both & 15 : both >> 4;
+    } else {
+      code = codes[(block * groups + g) * 512 + i / 4 * 64 + lane * 4 + i % 4];
+    }
+    if (w.kind == HW_GROUPS && k % w.group == 0) read_scale(w, block, held, k / w.group, lane, scale, least);
+    out[k] = w.has_least && w.kind == HW_GROUPS ? scale * (float)code + least : scale * ((float)code - (float)w.zero);
+  }
+}
+
+}  // namespace HW_NS

@@ -1,0 +1,322 @@
+// Sixteen lanes, whatever the machine: one set of names over AVX-512 (with or without VNNI), AVX2 and plain C++.
+//
+// The file that includes this is compiled once for each instruction set; HW_ISA says which (3: AVX-512 VNNI, 2: AVX-512,
+// 1: AVX2 with FMA and F16C, 0: plain). All products and sums are explicit, so that every kernel built on these rounds
+// in the same places. `vf` is 16 floats, `vi` 16 int32, `vb` 64 bytes.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if HW_ISA >= 1
+#include <immintrin.h>
+#endif
+
+namespace HW_NS {
+
+constexpr int LANES = 16;
+
+#if HW_ISA >= 2
+// ---- AVX-512 -----------------------------------------------------------------------------------------------------
+typedef __m512 vf;
+typedef __m512i vi;
+typedef __m512i vb;
+
+inline vf vf_zero() { return _mm512_setzero_ps(); }
+inline vf vf_set1(float x) { return _mm512_set1_ps(x); }
+inline vf vf_load(const float* p) { return _mm512_loadu_ps(p); }
+inline void vf_store(float* p, vf x) { _mm512_storeu_ps(p, x); }
+inline vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+inline vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+inline vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+// Of a pair with a NaN both give the second operand.
+inline vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+inline vf vf_min(vf a, vf b) { return _mm512_min_ps(a, b); }
+inline vf vf_abs(vf a) { return _mm512_abs_ps(a); }
+inline vf vf_round(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline vf vf_pow2(vf a, vf n) { return _mm512_scalef_ps(a, n); }
+inline vf vf_from(vi a) { return _mm512_cvtepi32_ps(a); }
+inline vf vf_load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline vf vf_load_bf16(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+inline vf vf_load_u8(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+inline vf vf_select(uint16_t bits, vf a, vf b) { return _mm512_mask_blend_ps(bits, b, a); }
+
+inline vi vi_zero() { return _mm512_setzero_si512(); }
+inline vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
+inline vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+inline vi vi_round(vf a) { return _mm512_cvtps_epi32(a); }
+inline void vi_store_i8(int8_t* p, vi a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a)); }
+
+inline vb vb_load(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline vb vb_low(vb a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+inline vb vb_high(vb a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+
+#if HW_ISA == 3
+inline vi vi_dot4(vi acc, vb codes, int32_t a) { return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(a)); }
+inline vi vi_dot8(vi acc, vb codes, int32_t a) { return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(a)); }
+#else
+inline vi vi_dot4(vi acc, vb codes, int32_t a) {
+  vi pairs = _mm512_maddubs_epi16(codes, _mm512_set1_epi32(a));  // 2 * 15 * 127 fits int16
+  return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
+inline vi vi_dot8(vi acc, vb codes, int32_t a) {
+  // 2 * 255 * 127 does not fit int16: even and odd bytes are widened first.
+  vi x = _mm512_set1_epi32(a);
+  vi even = _mm512_madd_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(255)), _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
+  vi odd = _mm512_madd_epi16(_mm512_srli_epi16(codes, 8), _mm512_srai_epi16(x, 8));
+  return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
+}
+#endif
+
+// The 16x16 floats at `from`, rows `stride` apart, with rows and columns exchanged, at `to`, rows 16 apart.
+inline void transpose16(const float* from, size_t stride, float* to) {
+  __m512 r[16], t[16];
+  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_ps(from + i * stride);
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    for (int j = 0; j < 2; j++) {
+      __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + j + 2]);
+      r[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+      r[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    }
+  }
+  // r[4q + c] holds, in its 128-bit part p, column 4p + c of rows 4q to 4q + 3.
+  for (int c = 0; c < 4; c++) {
+    __m512 a = _mm512_shuffle_f32x4(r[c], r[4 + c], 0x88), b = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0x88);
+    __m512 d = _mm512_shuffle_f32x4(r[c], r[4 + c], 0xdd), e = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0xdd);
+    _mm512_storeu_ps(to + (0 + c) * 16, _mm512_shuffle_f32x4(a, b, 0x88));
+    _mm512_storeu_ps(to + (8 + c) * 16, _mm512_shuffle_f32x4(a, b, 0xdd));
+    _mm512_storeu_ps(to + (4 + c) * 16, _mm512_shuffle_f32x4(d, e, 0x88));
+    _mm512_storeu_ps(to + (12 + c) * 16, _mm512_shuffle_f32x4(d, e, 0xdd));
+  }
+}
+
+#elif HW_ISA == 1
+// ---- AVX2 --------------------------------------------------------------------------------------------------------
+struct vf { __m256 a, b; };
+struct vi { __m256i a, b; };
+typedef vi vb;
+
+inline vf vf_zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline vf vf_set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline vf vf_load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void vf_store(float* p, vf x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+inline vf vf_add(vf x, vf y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline vf vf_sub(vf x, vf y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline vf vf_mul(vf x, vf y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline vf vf_div(vf x, vf y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline vf vf_fma(vf x, vf y, vf z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline vf vf_max(vf x, vf y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline vf vf_min(vf x, vf y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline vf vf_abs(vf x) {
+  __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline vf vf_round(vf x) {
+  constexpr int how = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, how), _mm256_round_ps(x.b, how)};
+}
+inline __m256 pow2_half(__m256 a, __m256 n) {
+  // 2^n in two factors: n reaches -150, past what one exponent holds.
+  __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), rest = _mm256_sub_epi32(whole, half);
+  __m256i bias = _mm256_set1_epi32(127);
+  __m256 f = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
+  __m256 g = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23));
+  return _mm256_mul_ps(_mm256_mul_ps(a, f), g);
+}
+inline vf vf_pow2(vf x, vf n) { return {pow2_half(x.a, n.a), pow2_half(x.b, n.b)}; }
+inline vf vf_from(vi x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline vf vf_load_f16(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+inline __m256 bf16_half(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+inline vf vf_load_bf16(const uint16_t* p) { return {bf16_half(p), bf16_half(p + 8)}; }
+inline vf vf_load_u8(const uint8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))),
+          _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
+}
+inline __m256 select_half(int bits, __m256 x, __m256 y) {
+  __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  __m256i on = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bits), lane), lane);
+  return _mm256_blendv_ps(y, x, _mm256_castsi256_ps(on));
+}
+inline vf vf_select(uint16_t bits, vf x, vf y) {
+  return {select_half(bits & 255, x.a, y.a), select_half(bits >> 8, x.b, y.b)};
+}
+
+inline vi vi_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline vi vi_set1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline vi vi_add(vi x, vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline vi vi_round(vf x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline void vi_store_i8(int8_t* p, vi x) {
+  __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+  _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+
+inline vb vb_load(const uint8_t* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
+}
+inline vb vb_low(vb x) {
+  __m256i m = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
+}
+inline vb vb_high(vb x) {
+  __m256i m = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), m), _mm256_and_si256(_mm256_srli_epi16(x.b, 4), m)};
+}
+inline vi vi_dot4(vi acc, vb codes, int32_t a) {
+  __m256i x = _mm256_set1_epi32(a), one = _mm256_set1_epi16(1);
+  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.a, x), one)),
+          _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.b, x), one))};
+}
+inline vi vi_dot8(vi acc, vb codes, int32_t a) {
+  __m256i x = _mm256_set1_epi32(a), low = _mm256_set1_epi16(255);
+  __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd = _mm256_srai_epi16(x, 8);
+  __m256i p = _mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(codes.a, low), even),
+                               _mm256_madd_epi16(_mm256_srli_epi16(codes.a, 8), odd));
+  __m256i q = _mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(codes.b, low), even),
+                               _mm256_madd_epi16(_mm256_srli_epi16(codes.b, 8), odd));
+  return {_mm256_add_epi32(acc.a, p), _mm256_add_epi32(acc.b, q)};
+}
+inline void transpose16(const float* from, size_t stride, float* to) {
+  for (int i = 0; i < 16; i += 8)
+    for (int j = 0; j < 16; j += 8) {
+      __m256 r[8], t[8];
+      for (int n = 0; n < 8; n++) r[n] = _mm256_loadu_ps(from + (i + n) * stride + j);
+      for (int n = 0; n < 8; n += 2) {
+        t[n] = _mm256_unpacklo_ps(r[n], r[n + 1]);
+        t[n + 1] = _mm256_unpackhi_ps(r[n], r[n + 1]);
+      }
+      for (int n = 0; n < 8; n += 4)
+        for (int m = 0; m < 2; m++) {
+          r[n + 2 * m] = _mm256_shuffle_ps(t[n + m], t[n + m + 2], 0x44);
+          r[n + 2 * m + 1] = _mm256_shuffle_ps(t[n + m], t[n + m + 2], 0xee);
+        }
+      for (int c = 0; c < 4; c++) {
+        _mm256_storeu_ps(to + (j + c) * 16 + i, _mm256_permute2f128_ps(r[c], r[4 + c], 0x20));
+        _mm256_storeu_ps(to + (j + 4 + c) * 16 + i, _mm256_permute2f128_ps(r[c], r[4 + c], 0x31));
+      }
+    }
+}
+
+#else
+// ---- plain C++ ---------------------------------------------------------------------------------------------------
+struct vf { float v[16]; };
+struct vi { int32_t v[16]; };
+struct vb { uint8_t v[64]; };
+
+#define HW_EACH(expression) \
+  do { for (int i = 0; i < 16; i++) { expression; } } while (0)
+
+inline vf vf_set1(float x) { vf r; HW_EACH(r.v[i] = x); return r; }
+inline vf vf_zero() { return vf_set1(0); }
+inline vf vf_load(const float* p) { vf r; std::memcpy(r.v, p, 64); return r; }
+inline void vf_store(float* p, vf x) { std::memcpy(p, x.v, 64); }
+inline vf vf_add(vf a, vf b) { HW_EACH(a.v[i] += b.v[i]); return a; }
+inline vf vf_sub(vf a, vf b) { HW_EACH(a.v[i] -= b.v[i]); return a; }
+inline vf vf_mul(vf a, vf b) { HW_EACH(a.v[i] *= b.v[i]); return a; }
+inline vf vf_div(vf a, vf b) { HW_EACH(a.v[i] /= b.v[i]); return a; }
+// A product and a sum, each rounded: a true fused one would be a slow library call here.
+inline vf vf_fma(vf a, vf b, vf c) { HW_EACH(c.v[i] += a.v[i] * b.v[i]); return c; }
+inline vf vf_max(vf a, vf b) { HW_EACH(a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]); return a; }
+inline vf vf_min(vf a, vf b) { HW_EACH(a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]); return a; }
+inline vf vf_abs(vf a) { HW_EACH(a.v[i] = std::fabs(a.v[i])); return a; }
+inline vf vf_round(vf a) { HW_EACH(a.v[i] = std::nearbyint(a.v[i])); return a; }
+inline vf vf_pow2(vf a, vf n) {
+  HW_EACH(a.v[i] = std::isnan(n.v[i]) ? n.v[i] : std::ldexp(a.v[i], (int)n.v[i]));
+  return a;
+}
+inline vf vf_from(vi a) { vf r; HW_EACH(r.v[i] = (float)a.v[i]); return r; }
+inline float half_to_float(uint16_t h) {
+  uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023, bits;
+  if (exponent == 31) bits = sign | 0x7f800000 | mantissa << 13;
+  else if (exponent) bits = sign | (exponent + 112) << 23 | mantissa << 13;
+  else { float f = std::ldexp((float)mantissa, -24); std::memcpy(&bits, &f, 4); bits |= sign; }
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+inline float bfloat_to_float(uint16_t h) {
+  uint32_t bits = (uint32_t)h << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+inline vf vf_load_f16(const uint16_t* p) { vf r; HW_EACH(r.v[i] = half_to_float(p[i])); return r; }
+inline vf vf_load_bf16(const uint16_t* p) { vf r; HW_EACH(r.v[i] = bfloat_to_float(p[i])); return r; }
+inline vf vf_load_u8(const uint8_t* p) { vf r; HW_EACH(r.v[i] = p[i]); return r; }
+inline vf vf_select(uint16_t bits, vf a, vf b) { HW_EACH(if (!(bits >> i & 1)) a.v[i] = b.v[i]); return a; }
+
+inline vi vi_set1(int32_t x) { vi r; HW_EACH(r.v[i] = x); return r; }
+inline vi vi_zero() { return vi_set1(0); }
+inline vi vi_add(vi a, vi b) { HW_EACH(a.v[i] += b.v[i]); return a; }
+inline vi vi_round(vf a) { vi r; HW_EACH(r.v[i] = (int32_t)std::nearbyint(a.v[i])); return r; }
+inline void vi_store_i8(int8_t* p, vi a) { HW_EACH(p[i] = (int8_t)(a.v[i] > 127 ? 127 : a.v[i] < -128 ? -128 : a.v[i])); }
+
+inline vb vb_load(const uint8_t* p) { vb r; std::memcpy(r.v, p, 64); return r; }
+inline vb vb_low(vb a) { for (auto& x : a.v) x &= 15; return a; }
+inline vb vb_high(vb a) { for (auto& x : a.v) x >>= 4; return a; }
+inline vi vi_dot8(vi acc, vb codes, int32_t a) {
+  int8_t x[4];
+  std::memcpy(x, &a, 4);
+  HW_EACH(acc.v[i] += codes.v[4 * i] * x[0] + codes.v[4 * i + 1] * x[1] + codes.v[4 * i + 2] * x[2] + codes.v[4 * i + 3] * x[3]);
+  return acc;
+}
+inline vi vi_dot4(vi acc, vb codes, int32_t a) { return vi_dot8(acc, codes, a); }
+inline void transpose16(const float* from, size_t stride, float* to) {
+  for (int i = 0; i < 16; i++)
+    for (int j = 0; j < 16; j++) to[j * 16 + i] = from[i * stride + j];
+}
+#undef HW_EACH
+#endif
+
+// ---- for all -----------------------------------------------------------------------------------------------------
+inline float vf_sum(vf x) {  // in one fixed order
+  float t[16];
+  vf_store(t, x);
+  for (int n = 8; n; n /= 2)
+    for (int i = 0; i < n; i++) t[i] += t[i + n];
+  return t[0];
+}
+
+inline float vf_most(vf x) {
+  float t[16];
+  vf_store(t, x);
+  for (int n = 8; n; n /= 2)
+    for (int i = 0; i < n; i++) t[i] = t[i] > t[i + n] ? t[i] : t[i + n];
+  return t[0];
+}
+
+// e^x to about one unit in the last place; 0 for very small x, infinity for very large, NaN for NaN.
+inline vf vf_exp(vf x) {
+  x = vf_max(vf_set1(-104.0f), vf_min(vf_set1(89.0f), x));
+  vf n = vf_round(vf_mul(x, vf_set1(1.44269504088896341f)));
+  vf r = vf_fma(n, vf_set1(-0.693359375f), x);
+  r = vf_fma(n, vf_set1(2.12194440e-4f), r);
+  vf p = vf_set1(1.9875691500e-4f);
+  p = vf_fma(p, r, vf_set1(1.3981999507e-3f));
+  p = vf_fma(p, r, vf_set1(8.3334519073e-3f));
+  p = vf_fma(p, r, vf_set1(4.1665795894e-2f));
+  p = vf_fma(p, r, vf_set1(1.6666665459e-1f));
+  p = vf_fma(p, r, vf_set1(5.0000001201e-1f));
+  p = vf_fma(p, vf_mul(r, r), vf_add(r, vf_set1(1.0f)));
+  return vf_pow2(p, n);
+}
+
+inline int32_t load_i32(const int8_t* p) {
+  int32_t x;
+  std::memcpy(&x, p, 4);
+  return x;
+}
+
+}  // namespace HW_NS
