@@ -1,0 +1,33 @@
+"""Writes what the examples print into the gallery: run it when an example has changed.
+
+    python tests/examples/gallery.py
+
+It runs every example that has a heading of its own there, on the default model, and replaces the block below it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+from pathlib import Path
+
+import headway as hw
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/gallery.md"
+BLOCK = re.compile(r"^(### `(\w+)\.py`\n.*?^```text\n)(.*?)(^```$)", re.MULTILINE | re.DOTALL)
+
+
+def printed(engine: hw.Engine, name: str) -> str:
+    """What the example prints, without spaces at line ends."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        engine.run(runpy.run_path(str(ROOT / f"examples/{name}.py"))["program"])
+    return re.sub(r" +$", "", out.getvalue().strip("\n"), flags=re.MULTILINE) + "\n"
+
+
+if __name__ == "__main__":
+    with hw.Engine("smollm2") as engine:
+        page = BLOCK.sub(lambda found: found[1] + printed(engine, found[2]) + found[4], PAGE.read_text())
+    PAGE.write_text(page)
