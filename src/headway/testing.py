@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.base.errors import InvalidInput, Unsupported
+from headway.base.errors import HeadwayError, InvalidInput, Unsupported
 from headway.base.probes import Logits
 from headway.base.rng import uniform
 from headway.base.samplers import Sampling
@@ -190,7 +190,11 @@ class ScriptedRunner:
             case Sampling(temperature=temperature):
                 if temperature > 0:
                     result = _mix(result, int(uniform(readout.seed, position, readout.ordinal) * (1 << 53)))
-                allowed = np.arange(self.vocab_size) if readout.allowed is None else np.flatnonzero(readout.allowed)
+                try:
+                    mask = readout.permitted()
+                except HeadwayError as error:
+                    return error
+                allowed = np.arange(self.vocab_size) if mask is None else np.flatnonzero(mask)
                 return int(allowed[result % len(allowed)])
             case Logits():
                 return np.random.default_rng(result).standard_normal(self.vocab_size).astype(np.float32)

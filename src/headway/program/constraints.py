@@ -106,6 +106,11 @@ class Matched:
     def finished(self) -> bool:
         return self._ended or not self._text_mask().any()
 
+    @property
+    def breadth(self) -> float:
+        """The share of the vocabulary that may come next."""
+        return float(np.bitwise_count(self._text_mask()).sum()) / self._vocab
+
     def mask(self) -> np.ndarray:
         words = self._text_mask()
         if self.may_end and self._ends:

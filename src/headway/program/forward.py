@@ -18,7 +18,7 @@ from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, Sampling, resolve
 from headway.program.ids import check_position, integers, position_ids, token_ids
 from headway.program.output import Output, ProbeHandle, SampleHandle
-from headway.runtime.passes import BEFORE, Feed, Pass, PassResult, Readout
+from headway.runtime.passes import BEFORE, Feed, Later, Pass, PassResult, Readout
 from headway.runtime.scheduler import Job
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class Forward:
         self._mask: Mask | None = None
         self._causal = True
         self._logit_masks: list[_LogitMask] = []
+        self._later: Later | None = None
         self._commit = True
         self._executed = False
         self._feeds: list[tuple[int, SampleHandle, int]] = []  # (row, whose token, which)
@@ -128,6 +129,16 @@ class Forward:
         allowed = logit_mask(self._context.engine.vocab_size, runs, allow=allow, forbid=forbid)
         chosen = None if rows is None else tuple(integers(rows, "rows"))
         self._logit_masks.append(_LogitMask(allowed, chosen))
+        return self
+
+    def mask_later(self, mask: Later) -> Forward:
+        """A logit mask for every row that depends on tokens fed by a handle: computed beside the device, once those
+        are known. The step waits for it, so it must be quick; the generator gives masks of compiled grammars."""
+        if not self._feeds:
+            raise InvalidInput(
+                "mask_later is for a pass that is fed by a handle; this one's tokens are known, use mask"
+            )
+        self._later = mask
         return self
 
     def adapter(self, adapter: object, scale: float = 1.0) -> Forward:
@@ -270,7 +281,7 @@ class Forward:
             row = self._row(ask, context, view)
             allowed = self._allowed(row - len(view.pending))
             if not isinstance(ask.what, Sampling):
-                found.append(Readout(row, ask.what, allowed=allowed))
+                found.append(Readout(row, ask.what, allowed=allowed, later=self._later))
                 continue
             own = ask.what.seed if ask.what.seed is not None else context.seed
             if own is None:
@@ -278,7 +289,8 @@ class Forward:
             seen, counts = self._history(ask, view, tokens, row)
             by_rows = ask.what.penalises and ask.history is None
             own_count = by_rows and ask.generated is None
-            found.append(Readout(row, ask.what, allowed, own, draws[row], seen, counts, by_rows, own_count))
+            readout = Readout(row, ask.what, allowed, own, draws[row], seen, counts, by_rows, own_count, self._later)
+            found.append(readout)
             draws[row] += 1
         return tuple(found)
 

@@ -32,10 +32,11 @@ from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, resolve
-from headway.program.constraints import Constraint
+from headway.program.constraints import Constraint, Matched
 from headway.program.constraints import compile as compile_grammar
 from headway.program.grammar import Grammar
 from headway.program.ids import integers, token_ids
+from headway.program.later import LaterMask
 from headway.program.output import Output, SampleHandle
 from headway.program.steps import Prepared, Step, Turn, probed
 from headway.program.stops import read_stops
@@ -43,6 +44,10 @@ from headway.program.transcript import Transcript
 
 if TYPE_CHECKING:
     from headway.program.context import Context
+
+# A grammar is followed a pass ahead where it leaves much open: this share of the vocabulary, for so many tokens in
+# succession. Elsewhere forced tokens are near, and they come sooner in one pass with the token before them.
+OPEN, CALM = 0.25, 8
 
 
 class Generation:
@@ -86,6 +91,8 @@ class Generation:
         self._said = Transcript(context.engine, strings, None if isinstance(constrain, Grammar) else constrain)
         self._seen: object = None  # the context as the last step left it; None before the first
         self._next: Turn | None = None  # the pass that is one ahead of the program
+        self._later: LaterMask | None = None  # its mask, when a grammar is followed
+        self._calm = 0  # tokens in succession behind which the grammar left much open
         self.finish: str | None = None
 
     @property
@@ -276,8 +283,10 @@ class Generation:
 
     def _can_run_ahead(self) -> bool:
         """Whether the next pass can be built before this one's token is known."""
-        free = self._said.constraint is None and len(self._said.generated) + 1 >= self._least
-        return free and not self._sampler.penalises and self._context.room() > 1
+        constraint = self._said.constraint
+        known = constraint is None or (isinstance(constraint, Matched) and self._calm >= CALM)
+        enough = len(self._said.generated) + 1 >= self._least
+        return known and enough and not self._sampler.penalises and self._context.room() > 1
 
     def _built(self, fed: SampleHandle | None) -> Prepared:
         """A pass that draws one token, behind the context's last or behind one that is being drawn."""
@@ -286,13 +295,19 @@ class Generation:
             forward.input(fed)
         if self._attention is not None:
             forward.attention_mask(self._attention)
-        if constraint is not None and (bits := constraint.mask()) is not None:
+        if fed is not None and isinstance(constraint, Matched):
+            self._later = LaterMask(constraint, self._ids, self._context.engine.vocab_size)
+            forward.mask_later(self._later)
+        elif constraint is not None and (bits := constraint.mask()) is not None:
             forward.mask(bits)
         if len(self._said.generated) < self._least and self._ids:
             forward.mask(forbid=sorted(self._ids))
         counted = self._said.generated if self._sampler.penalises else None
         handle = forward.sample([-1], self._sampler, generated=counted)
         return Prepared(forward, handle, None if self._probe is None else forward.probe(-1, self._probe))
+
+    def _is_open(self) -> bool:
+        return isinstance(self._said.constraint, Matched) and self._said.constraint.breadth >= OPEN
 
     def _run_ahead(self, turn: Turn) -> None:
         """Queue the next pass with the token that this one draws, so that the device never waits for the program."""
@@ -304,7 +319,9 @@ class Generation:
         try:
             return await turn.execution
         except BaseException:
-            self._next = None  # the pass ahead went with this one
+            later, self._next, self._later = self._later, None, None  # the pass ahead went with this one
+            if later is not None and later.wait() and self._said.constraint is not None:
+                self._said.constraint.rollback(1)
             raise
 
     async def _take(self, prepared: Prepared) -> Step:
@@ -328,9 +345,12 @@ class Generation:
     def _drawn(self, token: int, probes: tuple[Any, ...]) -> Step:
         """The step that a token makes which a pass has drawn."""
         if token in self._ids:
+            self._later = None
             self._retract(None)
             return self._end(self._reason(token), Step((), "", probes))
-        self._said.add(token)
+        later, self._later = self._later, None
+        self._said.add(token, accepted=later is not None and later.wait())
+        self._calm = self._calm + 1 if self._is_open() else 0
         if self._said.stopped or self._next is None:
             self._retract(token)
         else:

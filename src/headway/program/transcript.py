@@ -48,9 +48,9 @@ class Transcript:
 
     # -- growing ---------------------------------------------------------------------------------------------------
 
-    def add(self, token: int) -> None:
-        """One more generated token."""
-        if self.constraint is not None:
+    def add(self, token: int, *, accepted: bool = False) -> None:
+        """One more generated token; the constraint may have accepted it already."""
+        if self.constraint is not None and not accepted:
             self.constraint.accept(token)
         self._count([token])
         self._text.push(token)

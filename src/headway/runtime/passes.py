@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -14,6 +15,18 @@ from headway.base.probes import Probe
 from headway.base.samplers import Sampling
 
 BEFORE = -1  # the row of the token just before the pass
+
+
+class Later(Protocol):
+    """A logit mask that is computed beside the device, while the pass that it binds is on its way."""
+
+    def start(self, tokens: Sequence[int]) -> None:
+        """The pass's tokens are known. Called under the engine's lock: it only sets the work going."""
+        ...
+
+    def result(self) -> np.ndarray:
+        """The mask [V], as soon as it is there, or a HeadwayError. The device waits: it takes bounded time."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +46,14 @@ class Readout:
     generated: Mapping[int, int] = field(default_factory=dict)
     seen_by_rows: bool = False  # `seen` is the sequence up to its row, tokens fed to the pass among them
     generated_by_rows: bool = False
+    later: Later | None = None  # a further logit mask, that the tokens fed to the pass decide
+
+    def permitted(self) -> np.ndarray | None:
+        """The tokens that may be chosen [V]: `allowed` and, once it is there, the mask that comes later."""
+        if self.later is None:
+            return self.allowed
+        found = self.later.result()
+        return found if self.allowed is None else found & self.allowed
 
 
 @dataclass(frozen=True)
@@ -84,6 +105,9 @@ class Pass:
             token = values[feed.readout]
             assert isinstance(token, int)
             tokens[feed.row] = token
+        for readout in self.readouts:
+            if readout.later is not None:
+                readout.later.start(tokens)
         readouts = tuple(_counted(r, before, tokens) for r in self.readouts)
         return Pass(tuple(tokens), self.positions, self.masks, readouts, self.pending, self.causal, self.commit)
 

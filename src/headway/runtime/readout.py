@@ -118,11 +118,15 @@ class Reader:
         for ask, i in zip(chosen, at, strict=True):
             key = (ask.segment, ask.index)
             if not isinstance(ask.what.what, Sampling):
-                values[key] = _probe(ask.what, logits[i])
+                values[key] = _probe_or_error(ask.what, logits[i])
             elif bad[i]:
                 values[key] = PassFailed("the model's logits are not a number at a sampled row; no token can be drawn")
             else:
-                draws.append(self._draw(ask, batch))
+                try:
+                    draws.append(self._draw(ask, batch))
+                except HeadwayError as error:  # there is no mask for this row; the others go on
+                    values[key] = error
+                    continue
                 owners.append(key)
                 rows.append(i)
         if draws:
@@ -144,7 +148,7 @@ class Reader:
         return sampling.Draw(
             sampling=what.what,
             uniform=0.0 if greedy else uniform(what.seed, position, what.ordinal),
-            allowed=None if what.allowed is None else torch.from_numpy(what.allowed).to(device),
+            allowed=None if (allowed := what.permitted()) is None else torch.from_numpy(allowed).to(device),
             seen=seen,
             generated=generated,
         )
@@ -188,10 +192,17 @@ def _position(batch: Batch, ask: Ask) -> int:
     return int(batch.positions[ask.row]) if ask.row != BEFORE else int(segment.before_position)
 
 
+def _probe_or_error(readout: Readout, logits: Tensor) -> object:
+    try:
+        return _probe(readout, logits)
+    except HeadwayError as error:  # the mask that was to come later did not
+        return error
+
+
 def _probe(readout: Readout, logits: Tensor) -> object:
     what = readout.what
-    if readout.allowed is not None and getattr(what, "masked", False):
-        logits = logits.masked_fill(~torch.from_numpy(readout.allowed).to(logits.device), float("-inf"))
+    if getattr(what, "masked", False) and (allowed := readout.permitted()) is not None:
+        logits = logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), float("-inf"))
     match what:
         case Logits():
             return logits.cpu().numpy().copy()
