@@ -62,7 +62,9 @@ if TYPE_CHECKING:
     from headway.base.samplers import TopKTopP as TopKTopP
     from headway.base.samplers import TopP as TopP
     from headway.base.samplers import Typical as Typical
+    from headway.program.beam_choices import Continuation as Continuation
     from headway.program.context import Context as Context
+    from headway.program.defaults import GenerationDefaults as GenerationDefaults
     from headway.program.engine import Engine as Engine
     from headway.program.forward import Forward as Forward
     from headway.program.generator import Generation as Generation
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from headway.program.output import Output as Output
     from headway.program.output import ProbeHandle as ProbeHandle
     from headway.program.output import SampleHandle as SampleHandle
+    from headway.program.several import Generations as Generations
     from headway.program.sync import DecodeState as DecodeState
     from headway.program.sync import InferenceEngine as InferenceEngine
     from headway.program.sync import SamplingParams as SamplingParams
@@ -104,12 +107,15 @@ _HOMES = {
         "TopP",
         "Typical",
     ),
+    "program.beam_choices": ("Continuation",),
     "program.context": ("Context",),
+    "program.defaults": ("GenerationDefaults",),
     "program.engine": ("Engine",),
     "program.forward": ("Forward",),
     "program.generator": ("Generation", "Step"),
     "program.grammar": ("Grammar",),
     "program.output": ("Output", "ProbeHandle", "SampleHandle"),
+    "program.several": ("Generations",),
     "program.sync": ("DecodeState", "InferenceEngine", "SamplingParams", "generate"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -123,6 +129,7 @@ __all__ = [
     "Context",
     "ContextBusy",
     "ContextLengthExceeded",
+    "Continuation",
     "DeadlineExceeded",
     "DecodeState",
     "Distribution",
@@ -130,6 +137,8 @@ __all__ = [
     "Entropy",
     "Forward",
     "Generation",
+    "GenerationDefaults",
+    "Generations",
     "Grammar",
     "HeadwayError",
     "Hidden",

@@ -19,7 +19,9 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 import headway as hw
 from headway.base.errors import TokenBudgetExceeded
 from headway.base.events import StepEvent
-from headway.program.beams import Beam, banned_by_ngrams, beam_search, drawn
+from headway.program.beam_choices import Continuation, drawn
+from headway.program.beams import beam_search
+from headway.program.ngrams import banned_by_ngrams
 from headway.testing import random_model
 from support.checks import random_tokens
 from support.hf import random_hf, save_hf, variant
@@ -64,8 +66,8 @@ def engine() -> Iterator[hw.Engine]:
         yield made
 
 
-def searched(engine: hw.Engine, prompt: list[int], **options: Any) -> list[Beam]:
-    async def program(engine: hw.Engine) -> list[Beam]:
+def searched(engine: hw.Engine, prompt: list[int], **options: Any) -> list[Continuation]:
+    async def program(engine: hw.Engine) -> list[Continuation]:
         async with engine.context() as context:
             return await beam_search(context.fill(prompt), **options)
 
@@ -95,7 +97,7 @@ def reference(
     return found
 
 
-def assert_same(ours: list[Beam], theirs: list[tuple[tuple[int, ...], float, str]]) -> None:
+def assert_same(ours: list[Continuation], theirs: list[tuple[tuple[int, ...], float, str]]) -> None:
     assert [(b.tokens, b.finish) for b in ours] == [(tokens, finish) for tokens, _, finish in theirs]
     assert [b.score for b in ours] == pytest.approx([score for _, score, _ in theirs], rel=1e-3, abs=1e-4)
 
@@ -189,6 +191,54 @@ def test_the_real_model_says_what_transformers_says(
     plain = {"repetition_penalty": 1.0, **options}
     theirs = reference(real_model, prompt, eos, max_new_tokens=8, **plain)
     assert_same(searched(smollm2, prompt, max_tokens=8, **options), theirs)
+
+
+@pytest.mark.parametrize("options", [{"no_repeat_ngram_size": 3}, {"repetition_penalty": 1.3}, {"num_beams": 2}])
+def test_generate_has_the_words_of_transformers_on_the_real_model(
+    smollm2: hw.Engine, real_model: PreTrainedModel, options: dict[str, Any]
+) -> None:
+    prompt = smollm2.tokenizer.encode("The cat sat on the mat. The cat sat on the mat. The cat sat")
+    limit = len(prompt) + 8
+
+    async def program(engine: hw.Engine) -> list[int]:
+        async with engine.context() as context:
+            return await context.fill(prompt).generate(max_length=limit, **options).tokens()
+
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        found: Any = real_model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            pad_token_id=0,
+            eos_token_id=list(smollm2.eos_ids),
+            max_length=limit,
+            do_sample=False,
+            **options,
+        )
+    assert smollm2.run(program) == found[0, len(prompt) :].tolist()
+
+
+def test_a_stop_id_ends_a_beam_and_is_told_from_an_end_token(engine: hw.Engine) -> None:
+    options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 3, "max_tokens": 8}
+    plain = searched(engine, [1, 2, 3], eos_ids=[*MANY], **options)
+    named = searched(engine, [1, 2, 3], eos_ids=MANY[:20], stop_ids=MANY[15:], **options)
+    assert [(b.tokens, b.score) for b in named] == [(b.tokens, b.score) for b in plain]
+    assert {b.finish for b in plain} == {"eos"}
+    assert {b.finish for b in named} <= {"eos", "stop"}
+    only = searched(engine, [1, 2, 3], eos_ids=[], stop_ids=MANY, **options)
+    assert {b.finish for b in only} == {"stop"}
+
+
+def test_an_attention_mask_binds_every_pass(engine: hw.Engine) -> None:
+    """Under a window of the model's own width the tokens are those of a model that has the window."""
+    prompt = random_tokens(V, 20, 8)
+    windowed = random_model(windows=(8, 8))
+    options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 3, "max_tokens": 10, "eos_ids": []}
+    ours = searched(engine, prompt, attention_mask=hw.Mask.window(8), **options)
+    with hw.Engine(windowed, pages=64, threads=1) as other:
+        theirs = searched(other, prompt, **options)
+    assert [b.tokens for b in ours] == [b.tokens for b in theirs]
+    assert [b.tokens for b in ours] != [b.tokens for b in searched(engine, prompt, **options)]
 
 
 # -- pages, batches, the context -----------------------------------------------------------------------------------

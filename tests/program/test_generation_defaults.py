@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import headway as hw
-from headway.program.beams import beam_search
-from headway.program.defaults import UNSUPPORTED, GenerationDefaults, beam_options, sampler
+from headway.program.defaults import UNSUPPORTED, GenerationDefaults
 from support.hf import save_hf, variant
 
 
@@ -72,7 +71,7 @@ def test_no_file_says_nothing(tmp_path: Path, smollm2_path: Path) -> None:
     assert GenerationDefaults.from_folder(None) == nothing
     assert GenerationDefaults.from_folder(smollm2_path) == nothing
     assert nothing.eos_ids is None
-    assert sampler(nothing) == hw.Sampling(temperature=0)
+    assert nothing.sampler() == hw.Sampling(temperature=0)
 
 
 def test_only_the_file_is_read(tmp_path: Path) -> None:
@@ -168,13 +167,13 @@ def test_a_key_that_changes_the_tokens_is_refused_when_it_would(tmp_path: Path, 
         assert refused == ways
     for way in refused:
         with pytest.raises(hw.Unsupported, match=f"asks for {key}=.*, which is not supported"):
-            sampler(found, **way)
+            found.sampler(**way)
 
 
 def test_keys_at_values_that_do_nothing_are_no_obstacle(tmp_path: Path) -> None:
     idle = {"num_beam_groups": 1, "diversity_penalty": 0.0, "encoder_repetition_penalty": 1.0, "guidance_scale": None}
     found = written(tmp_path, {**idle, "suppress_tokens": [], "epsilon_cutoff": 0.0, "cache_implementation": "static"})
-    assert sampler(found, do_sample=True) == hw.Sampling()
+    assert found.sampler(do_sample=True) == hw.Sampling()
 
 
 # -- samplers ------------------------------------------------------------------------------------------------------
@@ -183,28 +182,28 @@ SAMPLED = GenerationDefaults(do_sample=True, temperature=0.6, top_k=20, top_p=0.
 
 
 def test_a_sampler_is_what_the_file_says() -> None:
-    assert sampler(SAMPLED) == hw.Sampling(0.6, top_k=20, top_p=0.95, repetition_penalty=1.1)
-    assert sampler(GenerationDefaults(temperature=0.6, top_p=0.5, repetition_penalty=1.1)) == hw.Sampling(
+    assert SAMPLED.sampler() == hw.Sampling(0.6, top_k=20, top_p=0.95, repetition_penalty=1.1)
+    assert GenerationDefaults(temperature=0.6, top_p=0.5, repetition_penalty=1.1).sampler() == hw.Sampling(
         temperature=0, repetition_penalty=1.1
     )
 
 
 def test_each_option_can_be_overridden() -> None:
-    found = sampler(SAMPLED, temperature=1.5, top_p=None, top_k=0, typical_p=0.9, presence_penalty=0.5, seed=3)
+    found = SAMPLED.sampler(temperature=1.5, top_p=None, top_k=0, typical_p=0.9, presence_penalty=0.5, seed=3)
     assert found == hw.Sampling(1.5, top_p=0.95, typical_p=0.9, repetition_penalty=1.1, presence_penalty=0.5, seed=3)
-    assert sampler(SAMPLED, do_sample=False, repetition_penalty=1.0) == hw.Sampling(temperature=0)
-    assert sampler(SAMPLED, temperature=0) == hw.Sampling(0, top_k=20, top_p=0.95, repetition_penalty=1.1)
-    assert sampler(GenerationDefaults(), temperature=0) == hw.Sampling(temperature=0)
-    assert sampler(GenerationDefaults(), do_sample=True, logit_bias={3: 1.0}).bias == ((3, 1.0),)
+    assert SAMPLED.sampler(do_sample=False, repetition_penalty=1.0) == hw.Sampling(temperature=0)
+    assert SAMPLED.sampler(temperature=0) == hw.Sampling(0, top_k=20, top_p=0.95, repetition_penalty=1.1)
+    assert GenerationDefaults().sampler(temperature=0) == hw.Sampling(temperature=0)
+    assert GenerationDefaults().sampler(do_sample=True, logit_bias={3: 1.0}).bias == ((3, 1.0),)
 
 
 def test_overrides_that_mean_nothing_are_refused() -> None:
     with pytest.raises(hw.InvalidInput, match=r"temperature=0\.7 has no meaning without sampling; give do_sample=True"):
-        sampler(GenerationDefaults(), temperature=0.7)
+        GenerationDefaults().sampler(temperature=0.7)
     with pytest.raises(hw.InvalidInput, match="'temprature' is no generation option; there are bos_id, do_sample"):
-        sampler(SAMPLED, temprature=1.0)
+        SAMPLED.sampler(temprature=1.0)
     with pytest.raises(hw.InvalidInput, match="top_p is 2"):
-        sampler(SAMPLED, top_p=2)
+        SAMPLED.sampler(top_p=2)
 
 
 def test_greedy_text_by_the_file_is_transformers_own(folder: Path) -> None:
@@ -215,44 +214,10 @@ def test_greedy_text_by_the_file_is_transformers_own(folder: Path) -> None:
         async with engine.context() as context:
             limit = found.max_tokens(len(prompt))
             assert limit is not None
-            return await context.fill(prompt).generate(sampler(found), max_tokens=limit, stop=[96]).tokens()
+            return await context.fill(prompt).generate(found.sampler(), max_tokens=limit, stop=[96]).tokens()
 
     with hw.Engine(folder, pages=16, threads=1) as engine:
         assert engine.run(program) == theirs(folder, prompt)
-
-
-def test_beams_by_the_file_are_transformers_own(folder: Path) -> None:
-    said = {"num_beams": 3, "length_penalty": 0.5, "early_stopping": True, "no_repeat_ngram_size": 2, "min_length": 9}
-    found = written(folder, {**said, "max_new_tokens": 12, "max_length": 5, "repetition_penalty": 1.2})
-    prompt, ends = [5, 6, 7, 5, 6], list(range(40))
-
-    async def program(engine: hw.Engine) -> list[int]:
-        async with engine.context() as context:
-            options = beam_options(found, len(prompt), eos_ids=ends)
-            assert options["min_tokens"] == 4
-            (best,) = await beam_search(context.fill(prompt), **options)
-            return list(best.tokens)
-
-    with hw.Engine(folder, pages=32, threads=1) as engine:
-        expected = theirs(folder, prompt, eos_token_id=ends, pad_token_id=0)
-        assert engine.run(program) == (expected[:-1] if expected[-1] in ends else expected)
-
-
-def test_beam_options_leave_out_what_beams_cannot_do() -> None:
-    drawn = GenerationDefaults(num_beams=2, do_sample=True, temperature=0.5, top_k=5, min_p=0.0, max_new_tokens=4)
-    assert beam_options(drawn, 3) == {
-        "num_beams": 2,
-        "do_sample": True,
-        "temperature": 0.5,
-        "top_k": 5,
-        "max_tokens": 4,
-        "min_tokens": 0,
-    }
-    assert "temperature" not in beam_options(drawn, 3, do_sample=False)
-    with pytest.raises(hw.Unsupported, match=r"min_p=0\.1 is not supported with beams; give min_p=0"):
-        beam_options(drawn, 3, min_p=0.1)
-    with pytest.raises(hw.InvalidInput, match="nothing says how many tokens a beam may have"):
-        beam_options(GenerationDefaults(num_beams=2), 3)
 
 
 # -- lengths -------------------------------------------------------------------------------------------------------

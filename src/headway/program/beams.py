@@ -5,47 +5,33 @@
                               └─▶ beam 2 ──▶ …     only the page that is being written is copied
 
 Each step is one `Forward` a beam, submitted together, so that all share one batch; `Logits` brings the scores. What is
-chosen from them is worked out here as `transformers` does it, in float32 and operation by operation, so that both
-choose the same tokens. That includes exact ties, which fall as `torch.topk` on the CPU lets them fall.
+chosen from them is worked out in `beam_choices`. This owns the beams' contexts and gives every one of them back.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from headway.base.brle import whole
-from headway.base.errors import ContextLengthExceeded, InvalidInput, PassFailed, WrongType
+from headway.base.errors import ContextLengthExceeded, InvalidInput, WrongType
 from headway.base.probes import Logits
-from headway.base.rng import LIMIT, fresh_seed, uniform
+from headway.base.rng import LIMIT, fresh_seed
 from headway.base.samplers import real
+from headway.program.beam_choices import Continuation, Draws, Rules, Search
 from headway.program.ids import token_ids
+from headway.program.parameters import BEAMS
 
 if TYPE_CHECKING:
+    from headway.base.masks import Mask
     from headway.program.context import Context
-
-BEAMS = 1024  # beams at most
-NEVER = -1.0e9  # the score of what must not be chosen; transformers' number, which its ties depend on
-
-
-@dataclass(frozen=True)
-class Beam:
-    """One finished sequence: its tokens without the end token, and its log-probability over length ** length_penalty.
-
-    `finish` is "eos" or "length"; `seed` is that of a sampled search.
-    """
-
-    tokens: tuple[int, ...]
-    score: float
-    finish: str
-    seed: int | None = None
+    from headway.program.engine import Engine
+    from headway.program.forward import Forward
 
 
 async def beam_search(
@@ -60,21 +46,27 @@ async def beam_search(
     repetition_penalty: float = 1.0,
     no_repeat_ngram_size: int = 0,
     eos_ids: Iterable[int] | None = None,
+    stop_ids: Iterable[int] = (),
     do_sample: bool = False,
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | None = None,
+    attention_mask: Mask | None = None,
+    adapter: object = None,
     adopt: bool = False,
-) -> list[Beam]:
+) -> list[Continuation]:
     """The best continuations of a context, best first; fewer than asked when so many with any probability do not exist.
 
-    The end tokens are the model's own unless `eos_ids` names others. With `do_sample` the candidates of each step are
-    drawn without replacement, at `temperature`, among the `top_k` and `top_p` best of each beam (all, unless given).
-    The context is left as it was; with `adopt` the best sequence is computed behind it, on the beams' pages where they
-    are still cached. One beam is no beam search: that is `ctx.generate(...)`.
+    The end tokens are the model's own unless `eos_ids` names others; `stop_ids` add to them. With `do_sample` the
+    candidates of each step are drawn without replacement, at `temperature`, among the `top_k` and `top_p` best of each
+    beam (all, unless given). `attention_mask` and `adapter` bind every pass. The context is left as it was; with
+    `adopt` the best sequence is computed behind it, on the beams' pages where they are still cached. One beam is no
+    beam search: that is `ctx.generate(...)`.
     """
-    rules = _Rules(
+    own = context.engine.eos_ids if eos_ids is None else token_ids(eos_ids, context.engine.vocab_size, "eos_ids")
+    stops = frozenset(token_ids(stop_ids, context.engine.vocab_size, "stop_ids"))
+    rules = Rules(
         beams=_beams(num_beams),
         max_tokens=whole(max_tokens, "max_tokens", low=1),
         length_penalty=real(length_penalty, "length_penalty"),
@@ -83,46 +75,63 @@ async def beam_search(
         min_tokens=whole(min_tokens, "min_tokens"),
         repetition_penalty=_above_0(repetition_penalty, "repetition_penalty"),
         ngram=whole(no_repeat_ngram_size, "no_repeat_ngram_size"),
-        eos=_ends(context, eos_ids),
+        eos=_ends(context.engine.vocab_size, [*own, *sorted(stops)]),
+        stops=stops.difference(own),
         draws=_draws(context, do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
     )
     _check_lengths(context, rules)
-    search = _Search(rules, context.tokens, context.engine.config.max_positions - context.room() - 1)
-    with _Crowd(context.fork()) as crowd:
+    search = Search(rules, context.tokens, context.engine.config.max_positions - context.room() - 1)
+    binding = _Binding(attention_mask, adapter)
+    with _Crowd(context.fork(), binding) as crowd:
         following = search.step(await crowd.read())
         while following is not None:
             crowd.follow([parent for parent, _ in following])
             following = search.step(await crowd.read([token for _, token in following]))
         found = search.results()
         if adopt and found[0].tokens:
-            await context.forward().input(found[0].tokens).execute()
-    return found
+            await binding.forward(context).input(found[0].tokens).execute()
+    return [replace(one, text=spelled(context.engine, one.tokens)) for one in found]
 
 
-def banned_by_ngrams(tokens: Sequence[int], n: int) -> set[int]:
-    """The tokens that would complete a run of n tokens which `tokens` has already; none with n = 0."""
-    n = whole(n, "n")
-    if n == 0 or len(tokens) < n:
-        return set()
-    last = tuple(tokens[len(tokens) - n + 1 :])
-    runs = (tuple(tokens[at : at + n]) for at in range(len(tokens) - n + 1))
-    return {run[-1] for run in runs if run[:-1] == last}
+def spelled(engine: Engine, tokens: Iterable[int]) -> str:
+    """The text of generated tokens, as a stream of them would give it; "" for a model without a tokenizer."""
+    if not engine.has_tokenizer:
+        return ""
+    stream, words = engine.stream(), engine.tokenizer.vocab_size
+    return stream.push([token for token in tokens if token < words]) + stream.flush()
 
 
 # -- the contexts --------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Binding:
+    """What binds every pass of a search."""
+
+    attention_mask: Mask | None
+    adapter: object
+
+    def forward(self, context: Context) -> Forward:
+        forward = context.forward()
+        if self.attention_mask is not None:
+            forward.attention_mask(self.attention_mask)
+        if self.adapter is not None:
+            forward.adapter(self.adapter)
+        return forward
+
+
 class _Crowd:
     """The contexts of the running beams. One context stands for every beam until they part."""
 
-    def __init__(self, first: Context) -> None:
+    def __init__(self, first: Context, binding: _Binding) -> None:
+        self._binding = binding
         self._contexts = [first]
         self._open = {first}
         self._lock = first.engine.lock
 
     async def read(self, tokens: Sequence[int] = ()) -> np.ndarray:
         """Feed each beam its token, if there are any, and read what it says about the next: [beams, V]."""
-        forwards = [context.forward() for context in self._contexts]
+        forwards = [self._binding.forward(context) for context in self._contexts]
         for forward, token in zip(forwards, tokens):
             forward.input([token])
         handles = [forward.probe(-1, Logits()) for forward in forwards]
@@ -158,175 +167,6 @@ class _Crowd:
         self._release(self._open)
 
 
-# -- the choices ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Draws:
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-
-
-@dataclass(frozen=True)
-class _Rules:
-    beams: int
-    max_tokens: int
-    length_penalty: float
-    early_stopping: bool | Literal["never"]
-    returned: int
-    min_tokens: int
-    repetition_penalty: float
-    ngram: int
-    eos: tuple[int, ...]
-    draws: _Draws | None
-
-    @property
-    def candidates(self) -> int:
-        """K: so many that beams to go on with are left when every end token is among the best."""
-        return max(2, 1 + len(self.eos)) * self.beams
-
-
-@dataclass(frozen=True)
-class _End:
-    """A sequence that has ended; without probability it takes a place and is no result."""
-
-    tokens: tuple[int, ...]
-    finish: str
-    possible: bool
-
-
-class _Search:
-    """What is known of the running beams and of the best that ended. B beams, V tokens, K candidates."""
-
-    def __init__(self, rules: _Rules, prompt: tuple[int, ...], position: int) -> None:
-        self.rules, self.prompt, self.position = rules, prompt, position
-        self.made = 0
-        self.paths: list[tuple[int, ...]] = [()] * rules.beams
-        self.scores = torch.full((rules.beams,), NEVER)  # [B]
-        self.scores[0] = 0.0  # the beams are all the same one at first
-        self.ends: list[_End | None] = [None] * rules.beams
-        self.end_scores = torch.full((rules.beams,), NEVER)  # [B]
-
-    def step(self, logits: np.ndarray) -> list[tuple[int, int]] | None:
-        """Choose by the beams' logits: (parent, token) of each beam that goes on, or None when the search is over."""
-        if np.isnan(logits).any():
-            raise PassFailed("the model's logits are not a number at the end of a beam; no token can be chosen")
-        scores, chosen = self._candidates(torch.from_numpy(logits))
-        self.made += 1
-        moves = [divmod(flat, logits.shape[1]) for flat in chosen.tolist()]
-        paths = [(*self.paths[parent], token) for parent, token in moves]
-        last = self.made == self.rules.max_tokens
-        ended = torch.tensor([last or token in self.rules.eos for _, token in moves])  # [K]
-        running = scores + ended.float() * NEVER
-        heirs = torch.topk(running, self.rules.beams).indices
-        self._collect(paths, scores, ended)
-        self.paths, self.scores = [paths[i] for i in heirs.tolist()], running[heirs]
-        return None if bool(ended.all()) or self._settled() else [moves[i] for i in heirs.tolist()]
-
-    def results(self) -> list[Beam]:
-        """The best sequences, best first."""
-        seed = None if self.rules.draws is None else self.rules.draws.seed
-        pairs = zip(self.ends, self.end_scores.tolist(), strict=True)
-        found = [Beam(end.tokens, score, end.finish, seed) for end, score in pairs if end and end.possible]
-        if not found:
-            raise InvalidInput(
-                f"no sequence is possible: after {self.made} tokens every one that may follow has no probability; "
-                "relax no_repeat_ngram_size or min_tokens, or a penalty that makes scores too large to compare"
-            )
-        return found[: self.rules.returned]
-
-    def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores and flat (beam, token) indices of the K continuations that come into question."""
-        rows = torch.log_softmax(logits, dim=-1)  # [1, V] at first, then [B, V]
-        for row, path in zip(rows, self.paths):
-            self._adjust(row, (*self.prompt, *path))
-        draws, keep = self.rules.draws, 1 + (len(self.rules.eos) or 1)
-        if draws is not None:
-            rows = _filtered(rows / draws.temperature, draws, keep)
-        sums = (rows + self.scores[:, None]).flatten()  # [B * V]
-        if draws is None:
-            best = torch.topk(sums, self.rules.candidates)
-            return best.values, best.indices
-        chosen = drawn(sums, self.rules.candidates, draws.seed, self.position + self.made)
-        return sums[chosen], chosen
-
-    def _adjust(self, row: Tensor, tokens: tuple[int, ...]) -> None:
-        """Penalise and forbid tokens of one beam's row [V], in place."""
-        rules = self.rules
-        if rules.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(set(tokens)))
-            old = row[seen]
-            row[seen] = torch.where(old < 0, old * rules.repetition_penalty, old / rules.repetition_penalty)
-        banned = banned_by_ngrams(tokens, rules.ngram)
-        if self.made < rules.min_tokens:
-            banned.update(rules.eos)
-        if banned:
-            row[torch.tensor(sorted(banned))] = -torch.inf
-
-    def _collect(self, paths: list[tuple[int, ...]], scores: Tensor, ended: Tensor) -> None:
-        """Keep the best B of those that ended before and those that end now among the first B candidates."""
-        first = ended & (torch.arange(len(ended)) < self.rules.beams)
-        level = scores / self.made**self.rules.length_penalty + (~first).float() * NEVER
-        possible = (scores > NEVER / 2).tolist()
-        new = [self._end(paths[i], possible[i]) if ends else None for i, ends in enumerate(first.tolist())]
-        every = [*self.ends, *new]
-        merged = torch.cat((self.end_scores, level))
-        kept = torch.topk(merged, self.rules.beams).indices
-        self.ends, self.end_scores = [every[i] for i in kept.tolist()], merged[kept]
-
-    def _end(self, path: tuple[int, ...], possible: bool) -> _End:
-        eos = path[-1] in self.rules.eos
-        return _End(path[:-1] if eos else path, "eos" if eos else "length", possible)
-
-    def _settled(self) -> bool:
-        """Whether the beams that run cannot, or need not, beat those that ended."""
-        full = None not in self.ends
-        rules = self.rules
-        hopeful = rules.early_stopping == "never" and rules.length_penalty > 0
-        length = rules.max_tokens if hopeful else self.made
-        best = float(self.scores[0] / length**rules.length_penalty)
-        worst = float(self.end_scores.min()) if full else NEVER
-        return best <= worst or (full and rules.early_stopping is True)
-
-
-def _filtered(rows: Tensor, draws: _Draws, keep: int) -> Tensor:
-    """Rows [R, V] with everything outside top-k and top-p at -inf; `keep` tokens stay at least."""
-    if 0 < draws.top_k < rows.shape[1]:
-        edge = torch.topk(rows, min(max(draws.top_k, keep), rows.shape[1])).values[:, -1:]
-        rows = rows.masked_fill(rows < edge, -torch.inf)
-    if draws.top_p < 1.0:
-        ranked = rows.sort(dim=-1, descending=True, stable=True)
-        probs = ranked.values.double().softmax(dim=-1)
-        outside = probs.cumsum(dim=-1) - probs >= draws.top_p  # those before it reach the share already
-        outside[:, :keep] = False
-        rows = rows.masked_fill(outside.scatter(1, ranked.indices, outside), -torch.inf)
-    return rows
-
-
-def drawn(scores: Tensor, count: int, seed: int, position: int) -> Tensor:
-    """Indices of `count` draws without replacement, with probabilities softmax(scores) [N], in the order drawn.
-
-    What has no probability comes last, by index, when there is too little else.
-    """
-    peak = scores.max()
-    weights = torch.where(scores == -torch.inf, 0.0, (scores - peak).double().exp()).numpy()
-    found: list[int] = []
-    for ordinal in range(count):
-        live = np.flatnonzero(weights)
-        if live.size == 0:
-            break
-        reached = np.cumsum(weights[live])
-        at = np.searchsorted(reached, uniform(seed, position, ordinal) * reached[-1], side="right")
-        found.append(int(live[min(int(at), live.size - 1)]))
-        weights[found[-1]] = 0.0
-    if len(found) < count:
-        rest = np.setdiff1d(np.arange(scores.numel()), found)
-        found += rest[: count - len(found)].tolist()
-    return torch.tensor(found)
-
-
 # -- checking ------------------------------------------------------------------------------------------------------
 
 
@@ -357,16 +197,14 @@ def _above_0(value: Any, name: str) -> float:
     return number
 
 
-def _ends(context: Context, given: Iterable[int] | None) -> tuple[int, ...]:
-    vocab = context.engine.vocab_size
-    ids = context.engine.eos_ids if given is None else token_ids(given, vocab, "eos_ids")
+def _ends(vocab: int, ids: Iterable[int]) -> tuple[int, ...]:
     ends = tuple(dict.fromkeys(ids))
     if max(2, 1 + len(ends)) > vocab:
         raise InvalidInput(f"eos_ids has {len(ends)} of {vocab} tokens; leave at least one that does not end a text")
     return ends
 
 
-def _draws(context: Context, do_sample: bool, **knobs: Any) -> _Draws | None:
+def _draws(context: Context, do_sample: bool, **knobs: Any) -> Draws | None:
     if not isinstance(do_sample, bool):
         raise WrongType(f"do_sample is {do_sample!r}; it takes True or False")
     if not do_sample:
@@ -378,7 +216,7 @@ def _draws(context: Context, do_sample: bool, **knobs: Any) -> _Draws | None:
     if not 0 < share <= 1:
         raise InvalidInput(f"top_p is {share}; it must be above 0 and at most 1 (1 keeps every token)")
     own = seed if seed is not None else context.seed
-    return _Draws(
+    return Draws(
         temperature=1.0 if temperature is None else _above_0(temperature, "temperature"),
         top_k=0 if top_k is None else whole(top_k, "top_k"),
         top_p=share,
@@ -386,7 +224,7 @@ def _draws(context: Context, do_sample: bool, **knobs: Any) -> _Draws | None:
     )
 
 
-def _check_lengths(context: Context, rules: _Rules) -> None:
+def _check_lengths(context: Context, rules: Rules) -> None:
     if not context.tokens:
         raise InvalidInput("the context is empty, so there is nothing to continue; fill it first")
     if rules.min_tokens > rules.max_tokens:

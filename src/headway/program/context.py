@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import numpy as np
 
@@ -19,11 +19,14 @@ from headway.base.samplers import Sampler, Sampling
 from headway.kv.table import PageTable
 from headway.program.constraints import Constraint
 from headway.program.conversation import Conversation
+from headway.program.defaults import GenerationDefaults
 from headway.program.forward import Execution, Forward, View
 from headway.program.generator import Generation
 from headway.program.grammar import Grammar
 from headway.program.ids import integers, position_ids, token_ids
 from headway.program.pages import RawPages
+from headway.program.parameters import Options, settle
+from headway.program.several import Generations, Request, started
 from headway.runtime.batch import reads_final_state
 from headway.runtime.passes import BEFORE, Pass, PassResult
 from headway.runtime.scheduler import BID_LIMIT, Job
@@ -172,35 +175,110 @@ class Context:
             execution = forward.execute()
         await execution
 
+    @overload
     def generate(
         self,
-        sampler: Sampler,
+        sampler: Sampler | None = None,
         *,
-        max_tokens: int = 256,
-        min_tokens: int = 0,
+        num_beams: None = None,
+        num_return_sequences: None = None,
+        **options: Unpack[Options],
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        sampler: Sampler | None = None,
+        *,
+        num_beams: int,
+        num_return_sequences: int | None = None,
+        **options: Unpack[Options],
+    ) -> Generations: ...
+
+    @overload
+    def generate(
+        self,
+        sampler: Sampler | None = None,
+        *,
+        num_beams: None = None,
+        num_return_sequences: int,
+        **options: Unpack[Options],
+    ) -> Generations: ...
+
+    def generate(
+        self,
+        sampler: Sampler | None = None,
+        *,
+        max_tokens: int | None = None,
+        max_length: int | None = None,
+        min_tokens: int | None = None,
+        min_length: int | None = None,
+        do_sample: bool | None = None,
+        repetition_penalty: float | None = None,
+        no_repeat_ngram_size: int | None = None,
+        num_beams: int | None = None,
+        length_penalty: float | None = None,
+        early_stopping: bool | Literal["never"] | None = None,
+        num_return_sequences: int | None = None,
         stop: str | Iterable[str | int] = (),
         stop_only: bool = False,
         constrain: Grammar | Constraint | None = None,
         probe: Probe | None = None,
+        attention_mask: Mask | None = None,
+        adapter: object = None,
+        speculate: object = None,
     ) -> Generation:
         """Many passes: an async iterator of steps; `await gen.text()` collects. Adds the cue after a chat verb.
 
-        Stops add to the model's own end tokens, unless `stop_only`; end tokens and stop ids cannot come before
-        `min_tokens`. `constrain` is a `Grammar` or an object with `mask`, `accept` and `rollback`.
+            text = await ctx.generate(hw.TopP(0.9), max_tokens=64, stop=["\\n"]).text()
+            best, second = await ctx.generate(num_beams=4, num_return_sequences=2, max_tokens=20).texts()
+
+        Without a sampler the model's generation_config.json says how to choose and how long; a sampler puts that file
+        aside, and an argument goes before both. Where nobody says, the likeliest token is taken, at most 256 times.
+        `max_length` and `min_length` count the prompt, `max_tokens` and `min_tokens` do not.
+
+        Stops add to the model's own end tokens, unless `stop_only`; end tokens and stop ids cannot come before the
+        minimum. `constrain` is a `Grammar` or an object with `mask`, `accept` and `rollback`.
+
+        With `num_beams` or `num_return_sequences` the result is `Generations`: several sequences on shared pages, of
+        which the first, the best of the beams, continues in this context. Draws without beams have seeds made of this
+        generation's.
         """
         self._check_open()
+        said = GenerationDefaults(
+            do_sample=do_sample,
+            repetition_penalty=repetition_penalty,
+            no_repeat_ngram_size=no_repeat_ngram_size,
+            num_beams=num_beams,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            num_return_sequences=num_return_sequences,
+            max_length=max_length,
+            min_length=min_length,
+            max_new_tokens=None if max_tokens is None else whole(max_tokens, "max_tokens", low=1),
+            min_new_tokens=None if min_tokens is None else whole(min_tokens, "min_tokens"),
+        )
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        request = Request(stops, stop_only, constrain, probe, attention_mask, adapter, speculate)
+        several = num_beams is not None or num_return_sequences is not None
+        with self._cued():
+            parameters = settle(
+                said, sampler, lambda: self.engine.generation_defaults, len(self.tokens), room=self.room()
+            )
+            return started(self, parameters, request, several=several)
+
+    @contextmanager
+    def _cued(self) -> Iterator[None]:
+        """The cue is there, after a chat verb; it is taken back when what follows is refused."""
+        before, talk, written = len(self._pending), self._talk, self._written
         if self._talk.messages and not self._talk.cued:
             self.cue()
-        return Generation(
-            self,
-            sampler,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            stop=stop,
-            stop_only=stop_only,
-            constrain=constrain,
-            probe=probe,
-        )
+        try:
+            yield
+        except BaseException:
+            del self._pending[before:]
+            self._talk, self._written = talk, written
+            raise
 
     # -- changing --------------------------------------------------------------------------------------------------
 

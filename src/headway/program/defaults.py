@@ -1,8 +1,8 @@
 """What a model's publisher says about generating with it: generation_config.json beside the weights, and nothing else.
 
-`GenerationDefaults` holds what the file says; None is what it leaves open. `sampler` and `beam_options` turn that, and
-what a caller says instead, into something to generate with. Keys that Headway has no field for are in `.unknown`;
-those that would change the tokens are refused when somebody asks to generate by the file.
+`GenerationDefaults` holds what the file says; None is what it leaves open. `.sampler(...)` turns that, and what a
+caller says instead, into a sampler. Keys that Headway has no field for are in `.unknown`; those that would change the
+tokens are refused when somebody asks to generate by the file.
 """
 
 from __future__ import annotations
@@ -105,6 +105,11 @@ class GenerationDefaults:
             raise InvalidInput(f"{strange[0]!r} is no generation option; there are {', '.join(sorted(NAMES))}")
         return replace(self, **{name: value for name, value in overrides.items() if value is not None})
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is said, by name."""
+        return {name: value for name in sorted(NAMES) if (value := getattr(self, name)) is not None}
+
     def max_tokens(self, prompt: int) -> int | None:
         """How many tokens may follow a prompt of this length; None where nothing says. `max_new_tokens` goes first."""
         if self.max_new_tokens is not None or self.max_length is None:
@@ -112,13 +117,45 @@ class GenerationDefaults:
         if prompt >= self.max_length:
             raise InvalidInput(
                 f"max_length is {self.max_length} and counts the prompt, which has {prompt} tokens already; "
-                "give a larger one, or max_new_tokens"
+                "give a larger one, or max_tokens"
             )
         return self.max_length - prompt
 
     def min_tokens(self, prompt: int) -> int:
         """How many tokens must follow a prompt of this length before an end token may. `min_new_tokens` goes first."""
         return max(0, (self.min_length or 0) - prompt) if self.min_new_tokens is None else self.min_new_tokens
+
+    def sampler(
+        self,
+        *,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | None = None,
+        seed: int | None = None,
+        **overrides: Any,
+    ) -> Sampling:
+        """The sampler that is described here, with `overrides` in their place (None is none): greedy unless do_sample.
+
+        What nobody says stays off. `transformers` would then keep the 50 best tokens of a draw; give `top_k=50` for
+        that. `engine.generation_defaults.sampler(temperature=0.3)` is the model's own sampler, cooler.
+        """
+        chosen = self.overridden(**overrides)
+        chosen.check()
+        given = [n for n in SAMPLED if overrides.get(n) is not None and (n, overrides[n]) != ("temperature", 0)]
+        if given and not chosen.do_sample:
+            named = f"{given[0]}={overrides[given[0]]!r}"
+            raise InvalidInput(f"{named} has no meaning without sampling; give do_sample=True")
+        knobs: dict[str, Any] = {"temperature": 0.0}
+        if chosen.do_sample:
+            knobs = {name: value for name in SAMPLED if (value := getattr(chosen, name)) is not None}
+        return Sampling(
+            **knobs,
+            repetition_penalty=1.0 if chosen.repetition_penalty is None else chosen.repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            seed=seed,
+        )
 
     def unsupported(self) -> dict[str, Any]:
         """Keys of the file that would change the tokens in this way of generating, and cannot be followed."""
@@ -136,61 +173,6 @@ class GenerationDefaults:
                 f"{FILE} asks for {named}, which is not supported; generate with a sampler of your own, "
                 "or take it out of the file"
             )
-
-
-def sampler(
-    defaults: GenerationDefaults,
-    *,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | None = None,
-    seed: int | None = None,
-    **overrides: Any,
-) -> Sampling:
-    """The sampler that the defaults describe, with `overrides` in their place (None is none): greedy unless do_sample.
-
-    What nobody says stays off. `transformers` would then keep the 50 best tokens of a draw; give `top_k=50` for that.
-    """
-    chosen = _chosen(defaults, overrides)
-    knobs: dict[str, Any] = {"temperature": 0.0}
-    if chosen.do_sample:
-        knobs = {name: value for name in SAMPLED if (value := getattr(chosen, name)) is not None}
-    return Sampling(
-        **knobs,
-        repetition_penalty=1.0 if chosen.repetition_penalty is None else chosen.repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logit_bias=logit_bias,
-        seed=seed,
-    )
-
-
-def beam_options(defaults: GenerationDefaults, prompt: int, **overrides: Any) -> dict[str, Any]:
-    """The options of `beam_search` for a prompt of this length; the end tokens stay the model's own unless given."""
-    chosen = _chosen(defaults, overrides)
-    limit = chosen.max_tokens(prompt)
-    if limit is None:
-        raise InvalidInput("nothing says how many tokens a beam may have; give max_new_tokens or max_length")
-    names = ["num_beams", "length_penalty", "early_stopping", "num_return_sequences", "do_sample"]
-    names += ["repetition_penalty", "no_repeat_ngram_size"]
-    if chosen.do_sample:
-        for name, idle in (("min_p", 0.0), ("typical_p", 1.0)):
-            if getattr(chosen, name) not in (None, idle):
-                raise Unsupported(f"{name}={getattr(chosen, name)} is not supported with beams; give {name}={idle:g}")
-        names += ["temperature", "top_k", "top_p"]
-    options = {name: value for name in names if (value := getattr(chosen, name)) is not None}
-    ends = {} if overrides.get("eos_ids") is None else {"eos_ids": chosen.eos_ids}
-    return {**options, **ends, "max_tokens": limit, "min_tokens": chosen.min_tokens(prompt)}
-
-
-def _chosen(defaults: GenerationDefaults, overrides: Mapping[str, Any]) -> GenerationDefaults:
-    """The defaults with overrides; a knob that only draws have is refused where nothing is drawn."""
-    chosen = defaults.overridden(**overrides)
-    chosen.check()
-    given = [n for n in SAMPLED if overrides.get(n) is not None and (n, overrides[n]) != ("temperature", 0)]
-    if given and not chosen.do_sample:
-        raise InvalidInput(f"{given[0]}={overrides[given[0]]!r} has no meaning without sampling; give do_sample=True")
-    return chosen
 
 
 # -- checking ------------------------------------------------------------------------------------------------------

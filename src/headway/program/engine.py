@@ -35,6 +35,7 @@ from headway.models.store import resolve
 from headway.program.cache import Cache
 from headway.program.context import Context, checked_bid
 from headway.program.conversation import Chat
+from headway.program.defaults import GenerationDefaults
 from headway.program.events import EventStream
 from headway.program.ids import token_ids
 from headway.program.snapshots import Snapshots
@@ -264,6 +265,11 @@ class Engine:
         """Tokens that end a text; none when the model has no tokenizer."""
         tokenizer = self._text[0]
         return () if tokenizer is None else tokenizer.eos_ids
+
+    @cached_property
+    def generation_defaults(self) -> GenerationDefaults:
+        """What the model's generation_config.json says about generating; all None where there is no such file."""
+        return GenerationDefaults.from_folder(self._path)
 
     def stream(self) -> TextStream:
         """A decoder of tokens that come one by one."""
