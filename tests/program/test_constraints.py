@@ -1,14 +1,18 @@
 """Constraints: documents drawn under a mask are valid, states can be left and found again, bad grammars are refused."""
 
+import asyncio
 import gc
 import json
 import re
+import subprocess
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, time
 from decimal import Context as DecimalContext
 from decimal import Decimal, InvalidOperation, localcontext
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -18,6 +22,7 @@ from jsonschema.validators import Draft202012Validator, validator_for
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
+import headway as hw
 from headway.base.errors import InvalidInput, InvalidToken, WrongType
 from headway.base.masks import logit_mask
 from headway.program import constraints
@@ -151,6 +156,52 @@ ENDLESS = {
     "document-0",
 }  # a random model may miss their end
 LONG = ENDLESS | {"string-6", "reference-6"}  # seldom over in 120 tokens
+
+
+async def documents(engine, names, temperature, max_tokens):
+    """What the model writes under each schema, all at once: tokens, text and why it ended, by name."""
+
+    async def one(number, name):
+        async with engine.context().fill(f"A JSON document, {name}:\n") as context:
+            sampler = hw.Multinomial(temperature, seed=number)
+            generation = context.generate(
+                sampler, max_tokens=max_tokens, constrain=Grammar.json_schema(ALL[name], compact=bool(number % 2))
+            )
+            return name, (await generation.tokens(), await generation.text(), generation.finish, bool(number % 2))
+
+    return dict(await asyncio.gather(*(one(number, name) for number, name in enumerate(names))))
+
+
+def check_documents(engine, names, temperature, max_tokens, closers):
+    """Every document that ended is valid; one that was cut can be gone on with to a valid end."""
+    found = engine.run(lambda engine: documents(engine, names, temperature, max_tokens))
+    rng, ended = np.random.default_rng(7), 0
+    for name, (tokens, text, why, compact) in found.items():
+        whole = why in ("constraint", "eos")
+        ended += whole
+        if not whole:
+            assert (why, len(tokens)) == ("length", max_tokens)
+            constraint = compile(Grammar.json_schema(ALL[name], compact=compact), engine.tokenizer, engine.vocab_size)
+            for token in tokens:
+                constraint.accept(token)
+            more, whole = draw(constraint, engine.tokenizer, closers, rng, 1.0, 400, push=8.0)
+            text = engine.tokenizer.decode([*tokens, *more])
+        assert whole or name in ENDLESS, f"{name} found no end: {text!r:.200}"
+        assert not whole or errors(ALL[name], text) == [], text
+    assert engine.stats().pages_held == 0
+    return ended
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_some_documents_of_the_default_model_are_valid(temperature, smollm2, closers):
+    assert check_documents(smollm2, list(ALL)[::40], temperature, 40, closers) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("part", range(4))
+def test_all_documents_of_the_default_model_are_valid(part, temperature, smollm2, closers):
+    assert check_documents(smollm2, list(ALL)[part::4], temperature, 120, closers) > 25
 
 
 def test_any_object(start, tokenizer, closers):
@@ -648,3 +699,17 @@ def test_an_explosion_later_on_is_an_error_of_that_text_alone(start, tokenizer, 
     tokens, ended = draw(fine, tokenizer, closers, rng, 1.0, 100)
     assert ended
     assert errors(PERSON, tokenizer.decode(tokens)) == []
+
+
+def test_the_benchmark_measures_every_grammar(tmp_path, smollm2_path):
+    command = [sys.executable, "benchmarks/constraints.py", "--quick", "--threads", "1", "--out", str(tmp_path)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, text=True, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "constraints.json").read_text())["results"]
+    assert len(found["alone"]) == 9
+    assert all(row["mean µs"] > 0 for row in found["alone"])
+    assert {row["grammar"] for row in found["generating"]} <= {row["grammar"] for row in found["alone"]}
+    assert all(0 <= row["hidden %"] <= 100 for row in found["generating"])
+    free = next(row for row in found["generating"] if row["grammar"] == "free text (regex)")
+    assert free["beside µs"] > 0
