@@ -9,15 +9,22 @@ from pathlib import Path
 from headway.base.errors import InvalidInput
 
 PREFILL_MODES = ("off", "on", "validate")
+NATIVE_MODES = ("auto", "off", "require")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says: `HEADWAY_CACHE`, `HF_HUB_OFFLINE`, `HEADWAY_BATCHED_PREFILL`."""
+    """What the environment says.
+
+    `HEADWAY_CACHE`, `HF_HUB_OFFLINE`, `HEADWAY_BATCHED_PREFILL`, `HEADWAY_NATIVE` (auto, off, or require, which makes
+    a missing native library an error) and `HEADWAY_ISA` (the instruction set its kernels keep to).
+    """
 
     cache: Path
     hub_offline: bool
     batched_prefill: str  # off | on | validate
+    native: str = "auto"  # auto | off | require
+    isa: str | None = None
 
 
 def settings() -> Settings:
@@ -30,6 +37,8 @@ def settings() -> Settings:
         cache=cache,
         hub_offline=env.get("HF_HUB_OFFLINE", "").strip().lower() in {"1", "true", "yes", "on"},
         batched_prefill=_prefill_mode(env.get("HEADWAY_BATCHED_PREFILL", "on")),
+        native=_native_mode(env.get("HEADWAY_NATIVE", "auto")),
+        isa=env.get("HEADWAY_ISA") or None,
     )
 
 
@@ -37,4 +46,11 @@ def _prefill_mode(text: str) -> str:
     mode = {"0": "off", "1": "on", "": "on"}.get(text.strip().lower(), text.strip().lower())
     if mode not in PREFILL_MODES:
         raise InvalidInput(f"HEADWAY_BATCHED_PREFILL is {text!r}; it takes one of {', '.join(PREFILL_MODES)} (or 0, 1)")
+    return mode
+
+
+def _native_mode(text: str) -> str:
+    mode = {"0": "off", "1": "require", "": "auto"}.get(text.strip().lower(), text.strip().lower())
+    if mode not in NATIVE_MODES:
+        raise InvalidInput(f"HEADWAY_NATIVE is {text!r}; it takes one of {', '.join(NATIVE_MODES)} (or 0, 1)")
     return mode

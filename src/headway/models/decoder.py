@@ -13,6 +13,7 @@ from headway.kernels import kv as pages
 from headway.kernels.attention import Group, attend, attend_exact, scores
 from headway.kernels.linear import by_rows, linear
 from headway.kernels.norm import rms_norm
+from headway.kernels.packed import coded
 from headway.kernels.rope import rotation
 from headway.models.config import ModelConfig
 from headway.models.layers import Layer
@@ -59,6 +60,7 @@ class Decoder:
     final_norm: Tensor  # [E]
     output: Tensor  # [V, E]; the embedding itself when tied
     inv_freq: Tensor  # [rope dim / 2]
+    output_coding: str | None = None  # how the format the output was stored in takes its rows
 
     @torch.inference_mode()
     def forward(self, step: Step, kv: Tensor, taps: Taps, mark: Mark, tile: int | None) -> Tensor:
@@ -105,7 +107,15 @@ class Decoder:
     @torch.inference_mode()
     def head(self, h: Tensor, tile: int | None) -> Tensor:
         """Logits [R, V] float32 of normed rows [R, E]."""
-        return by_rows(tile, lambda r: (linear(r, self.output),), h)[0].float()
+        return by_rows(tile, lambda r: (linear(coded(r, self.output_coding), self.output),), h)[0].float()
+
+    def logits(self, x: Tensor, tile: int | None) -> Tensor:
+        """Logits [R, V] float32 of residual rows [R, E]."""
+        return self.head(self.finish(x, tile), tile)
+
+    def best(self, logits: Tensor) -> tuple[list[bool], list[int] | None]:
+        """For each row whether it has a NaN, and, where that comes with it, its first largest."""
+        return logits.isnan().any(1).tolist(), None
 
     @property
     def device(self) -> torch.device:

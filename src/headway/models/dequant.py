@@ -99,57 +99,57 @@ def _check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
+    return blocks[:, 2:].view(torch.int8).float().mul_(half(blocks, 0))
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return _planes(blocks[:, 2:], group=16, bits=4).float().sub_(8).mul_(_half(blocks, 0))
+    return planes(blocks[:, 2:], group=16, bits=4).float().sub_(8).mul_(half(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _planes(blocks[:, 4:], group=16, bits=4).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    return planes(blocks[:, 4:], group=16, bits=4).float().mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    low, high = _planes(blocks[:, 6:], group=16, bits=4), _planes(blocks[:, 2:6], group=1, bits=1)
-    return (low | (high << 4)).float().sub_(16).mul_(_half(blocks, 0))
+    low, high = planes(blocks[:, 6:], group=16, bits=4), planes(blocks[:, 2:6], group=1, bits=1)
+    return (low | (high << 4)).float().sub_(16).mul_(half(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    low, high = _planes(blocks[:, 8:], group=16, bits=4), _planes(blocks[:, 4:8], group=1, bits=1)
-    return (low | (high << 4)).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    low, high = planes(blocks[:, 8:], group=16, bits=4), planes(blocks[:, 4:8], group=1, bits=1)
+    return (low | (high << 4)).float().mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
     scales = blocks[:, :16]
-    scale = (scales & 15).float() * _half(blocks, 80)  # [B, 16]
-    least = (scales >> 4).float() * _half(blocks, 82)
-    return _by_group(_planes(blocks[:, 16:80], group=32, bits=2).float(), scale, least)
+    scale = (scales & 15).float() * half(blocks, 80)  # [B, 16]
+    least = (scales >> 4).float() * half(blocks, 82)
+    return _by_group(planes(blocks[:, 16:80], group=32, bits=2).float(), scale, least)
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    low, high = _planes(blocks[:, 32:96], group=32, bits=2), _planes(blocks[:, :32], group=32, bits=1)
+    low, high = planes(blocks[:, 32:96], group=32, bits=2), planes(blocks[:, :32], group=32, bits=1)
     # Scales have 6 bits: 16 low nibbles in 8 bytes, then 16 high pairs in 4.
-    nibbles, pairs = _planes(blocks[:, 96:104], group=8, bits=4), _planes(blocks[:, 104:108], group=4, bits=2)
-    scale = (nibbles | (pairs << 4)).float().sub_(32) * _half(blocks, 108)  # [B, 16]
+    nibbles, pairs = planes(blocks[:, 96:104], group=8, bits=4), planes(blocks[:, 104:108], group=4, bits=2)
+    scale = (nibbles | (pairs << 4)).float().sub_(32) * half(blocks, 108)  # [B, 16]
     # A set high bit means "subtract nothing", so the value is low + 4·high − 4.
     return _by_group((low | (high << 2)).float().sub_(4), scale)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    scale, least = _scales_and_mins(blocks)
-    return _by_group(_planes(blocks[:, 16:], group=32, bits=4).float(), scale, least)
+    scale, least = scales_and_mins(blocks)
+    return _by_group(planes(blocks[:, 16:], group=32, bits=4).float(), scale, least)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    scale, least = _scales_and_mins(blocks)
-    low, high = _planes(blocks[:, 48:], group=32, bits=4), _planes(blocks[:, 16:48], group=32, bits=1)
+    scale, least = scales_and_mins(blocks)
+    low, high = planes(blocks[:, 48:], group=32, bits=4), planes(blocks[:, 16:48], group=32, bits=1)
     return _by_group((low | (high << 4)).float(), scale, least)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    low, high = _planes(blocks[:, :128], group=64, bits=4), _planes(blocks[:, 128:192], group=32, bits=2)
-    scale = blocks[:, 192:208].view(torch.int8).float() * _half(blocks, 208)  # [B, 16]
+    low, high = planes(blocks[:, :128], group=64, bits=4), planes(blocks[:, 128:192], group=32, bits=2)
+    scale = blocks[:, 192:208].view(torch.int8).float() * half(blocks, 208)  # [B, 16]
     return _by_group((low | (high << 4)).float().sub_(32), scale)
 
 
@@ -169,12 +169,12 @@ _DECODERS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 
 
-def _half(blocks: Tensor, at: int) -> Tensor:
+def half(blocks: Tensor, at: int) -> Tensor:
     """The float16 at byte `at` of every block, as float32 `[B, 1]`."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
-def _planes(packed: Tensor, *, group: int, bits: int) -> Tensor:
+def planes(packed: Tensor, *, group: int, bits: int) -> Tensor:
     """Unpack `[B, N]` bytes to `[B, N·8/bits]` numbers: of every `group` bytes the lowest bits first, then the next."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(-1, 1)
     spread = packed.reshape(len(packed), -1, 1, group) >> shifts
@@ -190,7 +190,7 @@ def _by_group(values: Tensor, scale: Tensor, least: Tensor | None = None) -> Ten
     return values
 
 
-def _scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """The 8 scales and 8 minima of Q4_K and Q5_K, float32 `[B, 8]` each.
 
     Their 6 bits lie in bytes 4 to 15: numbers 0–3 in the low 6 bits of the first eight bytes, numbers 4–7 as a nibble
@@ -199,4 +199,4 @@ def _scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
     scale, least, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([scale & 63, (rest & 15) | ((scale >> 2) & 48)], dim=1)
     mins = torch.cat([least & 63, (rest >> 4) | ((least >> 2) & 48)], dim=1)
-    return scales.float() * _half(blocks, 0), mins.float() * _half(blocks, 2)
+    return scales.float() * half(blocks, 0), mins.float() * half(blocks, 2)

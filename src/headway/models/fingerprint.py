@@ -8,14 +8,21 @@ from pathlib import Path
 import torch
 
 from headway.models.decoder import Decoder
+from headway.models.packed import PackedDecoder
 
 CHUNK = 1 << 22
 
 
-def fingerprint(path: Path | None, decoder: Decoder) -> str:
+def fingerprint(path: Path | None, decoder: Decoder | PackedDecoder, quantize: str | None = None) -> str:
     """SHA-256 over the weight files and their config, or over the tensors of a model made in memory."""
     digest = hashlib.sha256()
-    if path is None:
+    if quantize is not None:
+        digest.update(quantize.encode())
+    if path is None and isinstance(decoder, PackedDecoder):
+        digest.update(repr(decoder.config).encode())
+        _hash(digest, decoder.tensors())
+    elif path is None:
+        assert isinstance(decoder, Decoder)
         _hash_tensors(digest, decoder)
     elif path.is_file():
         _hash_file(digest, path)
@@ -40,5 +47,9 @@ def _hash_tensors(digest: hashlib._Hash, decoder: Decoder) -> None:
         tensors += [t for t in (layer.q_norm, layer.k_norm) if t is not None]
         for part in (layer.qkv, layer.out, layer.gate_up, layer.down):
             tensors += [part.weight] if part.bias is None else [part.weight, part.bias]
+    _hash(digest, tensors)
+
+
+def _hash(digest: hashlib._Hash, tensors: list[torch.Tensor]) -> None:
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)

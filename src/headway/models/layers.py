@@ -10,18 +10,20 @@ from torch import Tensor
 from headway.kernels.linear import linear
 from headway.kernels.mlp import gated_silu
 from headway.kernels.norm import rms_norm
+from headway.kernels.packed import coded
 from headway.kernels.rope import rotate
 
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """A weight [N, K] and its bias [N] or none."""
+    """A weight [N, K] and its bias [N] or none. `coding` is how the format it was stored in takes its rows."""
 
     weight: Tensor
     bias: Tensor | None = None
+    coding: str | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(coded(x, self.coding), self.weight, self.bias)
 
     @property
     def nbytes(self) -> int:

@@ -10,11 +10,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headway.base.errors import BadModelFile
+from headway.base.errors import BadModelFile, Unsupported
+from headway.kernels.native.library import Team
+from headway.kernels.packed import Packed
 from headway.kernels.rope import frequencies
 from headway.models.config import ModelConfig, read_config
 from headway.models.decoder import Decoder
+from headway.models.dequant import FLOATS
 from headway.models.layers import Layer, Linear, fused
+from headway.models.packed import PackedDecoder, PackedLayer
+from headway.models.repack import load_packed
 from headway.models.weights import Weights, open_weights
 
 Progress = Callable[[int, int], None]  # layers done, layers in all
@@ -57,14 +62,48 @@ GGUF_NAMES = {
 HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|lm_head\.weight")
 
 
-def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None) -> Decoder:
-    """The decoder in a Hugging Face folder or a GGUF file, its weights in one dtype on one device."""
+def load_model(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    keep_coding: bool = False,
+    progress: Progress | None = None,
+) -> Decoder:
+    """The decoder in a Hugging Face folder or a GGUF file, its weights in one dtype on one device.
+
+    With `keep_coding` a matrix that is stored quantised takes its rows as that format does (see kernels.packed).
+    """
     config = read_config(path)
     weights = open_weights(path)
     try:
         return build(
-            config, weights, GGUF_NAMES if path.is_file() else HF_NAMES, dtype=dtype, device=device, progress=progress
+            config,
+            weights,
+            GGUF_NAMES if path.is_file() else HF_NAMES,
+            dtype=dtype,
+            device=device,
+            keep_coding=keep_coding,
+            progress=progress,
         )
+    finally:
+        weights.close()
+
+
+def load_packed_model(
+    path: Path, *, team: Team, keep: bool = True, quantize: str | None = None, progress: Progress | None = None
+) -> PackedDecoder:
+    """The decoder for the native step. `keep` leaves each matrix in its stored type, else it becomes float32.
+
+    `quantize` is for float matrices: int8, or int4 (with the embedding and the output in int8).
+    """
+    config, weights = read_config(path), open_weights(path)
+    names = GGUF_NAMES if path.is_file() else HF_NAMES
+    try:
+        reader = _Reader(config, weights, names, torch.float32, torch.device("cpu"), set())
+        decoder = _Packer(reader, team, keep, quantize).decoder(progress)
+        reader.check_all_used()
+        return decoder
     finally:
         weights.close()
 
@@ -76,10 +115,11 @@ def build(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    keep_coding: bool = False,
     progress: Progress | None = None,
 ) -> Decoder:
     """The decoder that these weights make under this config."""
-    reader = _Reader(config, weights, names, dtype, device, set())
+    reader = _Reader(config, weights, names, dtype, device, set(), keep_coding)
     v, e = config.vocab_size, config.hidden_size
     embedding = reader.tensor(names["embedding"], (v, e))
     layers = []
@@ -94,13 +134,9 @@ def build(
         final_norm=reader.tensor(names["final_norm"], (e,)),
         output=embedding if config.tied else reader.tensor(names["output"], (v, e)),
         inv_freq=reader.frequencies(),
+        output_coding=reader.coding([names["embedding" if config.tied else "output"]]),
     )
-    extra = sorted(n for n in weights.names() if n not in reader.used and not HARMLESS.fullmatch(n))
-    if extra:
-        raise BadModelFile(
-            f"{len(extra)} weights do not belong to this {config.family} config, such as {extra[0]!r}; "
-            "the config and the weights are of different models"
-        )
+    reader.check_all_used()
     return decoder
 
 
@@ -112,15 +148,28 @@ class _Reader:
     dtype: torch.dtype
     device: torch.device
     used: set[str]
+    keep_coding: bool = False
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.claim(name, shape)
+        return self.weights.load(name, dtype=self.dtype, device=self.device)
+
+    def claim(self, name: str, shape: tuple[int, ...]) -> None:
+        """This weight is there, has this shape, and is used."""
         if name not in self.weights.names():
             raise BadModelFile(f"the weight {name!r} is missing; this config needs it with shape {list(shape)}")
         found = tuple(self.weights.shape(name))
         if found != shape:
             raise BadModelFile(f"the weight {name!r} has shape {list(found)}; this config needs {list(shape)}")
         self.used.add(name)
-        return self.weights.load(name, dtype=self.dtype, device=self.device)
+
+    def check_all_used(self) -> None:
+        extra = sorted(n for n in self.weights.names() if n not in self.used and not HARMLESS.fullmatch(n))
+        if extra:
+            raise BadModelFile(
+                f"{len(extra)} weights do not belong to this {self.config.family} config, such as {extra[0]!r}; "
+                "the config and the weights are of different models"
+            )
 
     def layer(self, i: int) -> Layer:
         c, n = self.config, self.names
@@ -144,9 +193,20 @@ class _Reader:
     def linear(self, at: str, parts: tuple[tuple[str, int], ...], width: int, bias: bool) -> Linear:
         """Matrices stacked into one [sum of rows, width], with their biases."""
         weight = fused([self.part(f"{at}{self.names[p]}.weight", p, (rows, width)) for p, rows in parts])
+        coding = self.coding([f"{at}{self.names[p]}.weight" for p, _ in parts])
         if not bias:
-            return Linear(weight)
-        return Linear(weight, fused([self.part(f"{at}{self.names[p]}.bias", p, (rows,)) for p, rows in parts]))
+            return Linear(weight, coding=coding)
+        found = fused([self.part(f"{at}{self.names[p]}.bias", p, (rows,)) for p, rows in parts])
+        return Linear(weight, found, coding)
+
+    def coding(self, names: list[str]) -> str | None:
+        """How rows are taken by the format these matrices are stored in."""
+        if not self.keep_coding:
+            return None
+        found = {None if self.weights.stored(name) in FLOATS else "groups" for name in names}
+        if len(found) > 1:
+            raise Unsupported(f"{names[0]} and {names[-1]} are stored in different kinds of format; use dtype=float32")
+        return found.pop()
 
     def part(self, name: str, role: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self.tensor(name, shape)
@@ -166,6 +226,76 @@ class _Reader:
                 )
             inv_freq = inv_freq / self.weights.load("rope_freqs.weight", dtype=torch.float32, device=self.device)
         return inv_freq
+
+
+@dataclass(frozen=True, eq=False)
+class _Packer:
+    """Reads the same weights as packed matrices."""
+
+    reader: _Reader
+    team: Team
+    keep: bool
+    quantize: str | None
+
+    def decoder(self, progress: Progress | None) -> PackedDecoder:
+        reader, c, names = self.reader, self.reader.config, self.reader.names
+        table = (c.vocab_size, c.hidden_size)
+        coarse = None if self.quantize is None else "int8"  # what every token passes through keeps its precision
+        embedding = self.matrix(names["embedding"], table, quantize=coarse)
+        layers = []
+        for i in range(c.layers):
+            layers.append(self.layer(i))
+            if progress is not None:
+                progress(i + 1, c.layers)
+        return PackedDecoder(
+            config=c,
+            embedding=embedding,
+            layers=tuple(layers),
+            final_norm=reader.tensor(names["final_norm"], (c.hidden_size,)),
+            output=embedding if c.tied else self.matrix(names["output"], table, quantize=coarse),
+            inv_freq=reader.frequencies(),
+        )
+
+    def layer(self, i: int) -> PackedLayer:
+        c, n, reader = self.reader.config, self.reader.names, self.reader
+        at = n["layer"].format(i)
+        e, f, d, q, kv = c.hidden_size, c.intermediate_size, c.head_dim, c.heads * c.head_dim, c.kv_heads * c.head_dim
+        return PackedLayer(
+            input_norm=reader.tensor(at + n["input_norm"], (e,)),
+            mlp_norm=reader.tensor(at + n["mlp_norm"], (e,)),
+            q_norm=reader.tensor(at + n["q_norm"], (d,)) if c.qk_norm else None,
+            k_norm=reader.tensor(at + n["k_norm"], (d,)) if c.qk_norm else None,
+            q=self.part(at, "q", (q, e), c.qkv_bias),
+            k=self.part(at, "k", (kv, e), c.qkv_bias),
+            v=self.part(at, "v", (kv, e), c.qkv_bias),
+            o=self.part(at, "o", (e, q), c.o_bias),
+            gate=self.part(at, "gate", (f, e), c.mlp_bias),
+            up=self.part(at, "up", (f, e), c.mlp_bias),
+            down=self.part(at, "down", (e, f), c.mlp_bias),
+        )
+
+    def part(self, at: str, role: str, shape: tuple[int, int], bias: bool) -> Packed:
+        rows = None
+        if role in ("q", "k") and self.reader.config.interleaved_weights:
+            rows = _half_split(torch.arange(shape[0]), self.reader.config.head_dim)
+        name = at + self.reader.names[role]
+        found = self.reader.tensor(f"{name}.bias", shape[:1]) if bias else None
+        if found is not None and rows is not None:
+            found = found[rows]
+        return self.matrix(f"{name}.weight", shape, rows, found, self.quantize)
+
+    def matrix(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: Tensor | None = None,
+        bias: Tensor | None = None,
+        quantize: str | None = None,
+    ) -> Packed:
+        self.reader.claim(name, shape)
+        return load_packed(
+            self.reader.weights, name, team=self.team, keep=self.keep, quantize=quantize, rows=rows, bias=bias
+        )
 
 
 def _half_split(rows: Tensor, head_dim: int) -> Tensor:

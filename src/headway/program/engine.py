@@ -30,7 +30,7 @@ from headway.kv.table import PageTable
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.fingerprint import fingerprint
-from headway.models.load import load_model
+from headway.models.packed import PackedDecoder
 from headway.models.store import resolve
 from headway.program.cache import Cache
 from headway.program.context import Context, checked_bid
@@ -39,10 +39,11 @@ from headway.program.defaults import GenerationDefaults
 from headway.program.events import EventStream
 from headway.program.ids import token_ids
 from headway.program.snapshots import Snapshots
+from headway.runtime.backend import Backend, open_backend
 from headway.runtime.device import pick_device, pick_dtype, pick_pages, pick_threads
 from headway.runtime.loop import Loop
 from headway.runtime.profile import Profile, Profiler
-from headway.runtime.runner import Runner, TorchRunner
+from headway.runtime.runner import Runner
 
 if TYPE_CHECKING:
     from headway.text.chat import ChatTemplate
@@ -69,6 +70,8 @@ class EngineInfo:
     parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
+    runner: str = "torch"  # what computes: torch, or the native step and its instruction set
+    format: str = ""  # how the weights are kept
 
 
 @dataclass(frozen=True)
@@ -113,22 +116,26 @@ class Engine:
         most `max_batch_tokens` rows. With `deterministic` a row's bits depend on nothing but the row. `trim=False`
         keeps masked pages in the attention call. `runner` computes batches in place of the model (headway.testing).
         """
-        if quantize is not None:
-            raise Unsupported(f"quantize={quantize!r} is not supported yet; weights are computed in the dtype given")
         where = pick_device(device)
         count = pick_threads(threads)
         page_size = _positive("page_size", page_size, 1024)
         budget = STEP_TOKENS if max_batch_tokens is None else _positive("max_batch_tokens", max_batch_tokens, 1 << 20)
         self._path = None if isinstance(model, Decoder) else resolve(model)
         torch.set_num_threads(count)
-        if isinstance(model, Decoder):
-            decoder = _as_asked(model, dtype, device)
+        given = _as_asked(model, dtype, device) if isinstance(model, Decoder) else self._path
+        assert given is not None
+        if runner is not None and isinstance(given, Decoder):
+            self._backend = Backend(given, None, "another runner was given")
         else:
-            assert self._path is not None
-            decoder = load_model(self._path, dtype=pick_dtype(dtype, where), device=where)
+            at = given.device if isinstance(given, Decoder) else where
+            self._backend = open_backend(
+                given, dtype=dtype, device=at, threads=count, quantize=quantize, settings=settings()
+            )
+        self._quantize, decoder = quantize, self._backend.decoder
         self.config: ModelConfig = decoder.config
         total = pick_pages(pages, self.config, page_size, decoder.dtype, decoder.device)
-        self._page_size, self._decoder, self._threads = page_size, decoder, count
+        self._page_size, self._threads = page_size, count
+        self._decoder = given if isinstance(given, Decoder) else decoder  # one in memory stays as its owner knows it
         self._name = str(model) if not isinstance(model, Decoder) else f"{self.config.family} in memory"
         self._allocator = Allocator(total)
         self.pool = pool = Pool(
@@ -141,14 +148,16 @@ class Engine:
             device=decoder.device,
         )
         self._profiler = Profiler(_synchronizer(decoder.device), str(decoder.device))
-        torch_runner = TorchRunner(decoder, pool, page_size, deterministic=deterministic, profiler=self._profiler)
+        if runner is None:
+            runner = self._backend.runner(pool, page_size, deterministic=deterministic, profiler=self._profiler)
+        native = self._backend.team is not None  # it has threads of its own: torch only does small things beside it
         self.loop = Loop(
-            torch_runner if runner is None else runner,
+            runner,
             self._allocator,
             budget=budget,
             trim=trim,
             positions=any(window is not None for window in self.config.windows),
-            on_start=lambda: torch.set_num_threads(count),
+            on_start=lambda: torch.set_num_threads(1 if native else count),
         )
         weakref.finalize(self, self.loop.close)  # an engine that is lost, or open when Python ends, stops its worker
         self.snapshots = Snapshots(self, settings().cache / "snapshots")
@@ -280,7 +289,7 @@ class Engine:
     @property
     def info(self) -> EngineInfo:
         """Name, dtype, device, sizes."""
-        decoder = self._decoder
+        decoder = self._backend.decoder
         weights = sum(decoder.nbytes().values()) + (0 if self.config.tied else decoder.embedding.nbytes)
         return EngineInfo(
             name=self._name,
@@ -291,19 +300,21 @@ class Engine:
             parameters=self.config.parameters,
             weight_bytes=weights,
             kv_bytes_per_token=self.config.kv_values_per_token * decoder.dtype.itemsize,
+            runner=self._backend.name,
+            format=self._backend.format,
         )
 
     @cached_property
     def fingerprint(self) -> str:
         """A strong hash of the weights."""
-        return fingerprint(self._path, self._decoder)
+        return fingerprint(self._path, self._decoder, self._quantize)
 
     @property
     def allocator(self) -> Allocator:
         return self._allocator
 
     @property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> Decoder | PackedDecoder:
         """The loaded model."""
         return self._decoder
 

@@ -99,6 +99,21 @@ class Profiler:
             self._synchronize()
             self._last = time.perf_counter()
 
+    @property
+    def measuring(self) -> bool:
+        """Whether the running step is measured."""
+        return self._measuring
+
+    def add(self, seconds: Mapping[str, float], calls: int) -> None:
+        """What a runner measured itself of this step, by phase; the clock goes on from here."""
+        for name, spent in seconds.items():
+            if spent > 0:
+                entry = self._current.setdefault(name, [0.0, 0, 0])
+                entry[0] += spent
+                entry[2] += calls
+                self._marked.add(name)
+        self._last = time.perf_counter()
+
     def mark(self, name: str) -> None:
         """The time since the last mark belongs to this phase."""
         if self._measuring:

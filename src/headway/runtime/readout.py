@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from headway.base.probes import (
 from headway.base.rng import uniform
 from headway.base.samplers import Sampling
 from headway.kernels import sampling
-from headway.models.decoder import Decoder, Taps
+from headway.models.config import ModelConfig
+from headway.models.decoder import Taps
 from headway.runtime.batch import Batch
 from headway.runtime.passes import BEFORE, Readout
 from headway.runtime.plan import score_group
@@ -47,7 +48,19 @@ def asks(batch: Batch) -> list[Ask]:
     return [Ask(s, i, row, what) for s, segment in enumerate(batch.segments) for i, row, what in segment.readouts]
 
 
-def make_taps(batch: Batch, decoder: Decoder, page_size: int) -> Taps:
+class Head(Protocol):
+    """The end of a model, as a reader needs it: `Decoder` and its native twin."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def device(self) -> torch.device: ...
+    def finish(self, x: Tensor, tile: int | None) -> Tensor: ...
+    def logits(self, x: Tensor, tile: int | None) -> Tensor: ...
+    def best(self, logits: Tensor) -> tuple[list[bool], list[int] | None]: ...
+
+
+def make_taps(batch: Batch, decoder: Head, page_size: int) -> Taps:
     """What the forward must look at on its way for these readouts."""
     hidden: dict[int, set[int]] = {}
     scores: dict[int, list[Any]] = {}
@@ -70,7 +83,7 @@ def make_taps(batch: Batch, decoder: Decoder, page_size: int) -> Taps:
 class Reader:
     """Turns the residual rows of one step into values, one per readout, or an error where a row is not finite."""
 
-    def __init__(self, decoder: Decoder, tile: int | None) -> None:
+    def __init__(self, decoder: Head, tile: int | None) -> None:
         self.decoder, self.tile = decoder, tile
 
     @torch.inference_mode()
@@ -109,11 +122,11 @@ class Reader:
         return x[row]
 
     def _logits(self, rows: Sequence[Tensor]) -> Tensor:
-        return self.decoder.head(self.decoder.finish(torch.stack(list(rows)), self.tile), self.tile)
+        return self.decoder.logits(torch.stack(list(rows)), self.tile)
 
     def _answers(self, chosen: list[Ask], at: list[int], logits: Tensor, batch: Batch) -> dict[tuple[int, int], object]:
         values: dict[tuple[int, int], object] = {}
-        bad = logits.isnan().any(1).tolist()
+        bad, best = self.decoder.best(logits)
         draws, owners, rows = [], [], []
         for ask, i in zip(chosen, at, strict=True):
             key = (ask.segment, ask.index)
@@ -121,6 +134,8 @@ class Reader:
                 values[key] = _probe_or_error(ask.what, logits[i])
             elif bad[i]:
                 values[key] = PassFailed("the model's logits are not a number at a sampled row; no token can be drawn")
+            elif best is not None and _plainly_greedy(ask.what):
+                values[key] = best[i]
             else:
                 try:
                     draws.append(self._draw(ask, batch))
@@ -215,6 +230,18 @@ def _probe(readout: Readout, logits: Tensor) -> object:
         case Entropy():
             return float(sampling.entropy(logits))
     raise AssertionError(what)
+
+
+def _plainly_greedy(readout: Readout) -> bool:
+    """Whether the largest logit is the answer as it stands."""
+    what = readout.what
+    assert isinstance(what, Sampling)
+    return (
+        what.temperature == 0
+        and readout.allowed is None
+        and readout.later is None
+        and not (what.penalises or what.logit_bias)
+    )
 
 
 def _numpy(pair: tuple[Tensor, Tensor]) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ import torch
 
 from headway.kv.pool import Pool
 from headway.models.decoder import Decoder, Step
+from headway.models.packed import PackedDecoder
 from headway.runtime.batch import Batch
 from headway.runtime.plan import plan
 from headway.runtime.profile import Profiler
@@ -56,7 +57,7 @@ class TorchRunner:
         if step is not None:
             x = self.decoder.forward(step, self.pool.kv, taps, self.profiler.mark, self.tile)
         values = self.reader.read(batch, x, taps, self.profiler.mark)
-        self.profiler.end(self._sizes(batch))
+        self.profiler.end(step_bytes(self.decoder, batch, self.page_size))
         results = []
         for i, segment in enumerate(batch.segments):
             state = x[segment.rows[-1]].clone() if x is not None and segment.keep_last else None
@@ -75,21 +76,22 @@ class TorchRunner:
             groups=plan(batch, self.windows, self.page_size, device),
         )
 
-    def _sizes(self, batch: Batch) -> dict[str, int]:
-        """Bytes each phase of this step had to move, by arithmetic."""
-        config, width = self.decoder.config, self.decoder.embedding.element_size()
-        slot = config.kv_values_per_token * width
-        rows = len(batch.tokens)
-        pages = sum(len(s.pages) for s in batch.segments if len(s.rows))
-        asked = len({row for s in batch.segments for _, row, _ in s.readouts})
-        sizes = dict(self.decoder.nbytes()) if rows else {"head": self.decoder.output.nbytes}
-        return sizes | {
-            "embed": rows * config.hidden_size * width,
-            "kv write": len(batch.write_rows) * slot,
-            "attention": pages * self.page_size * slot,
-            "rope": rows * config.layers * (config.heads + config.kv_heads) * config.head_dim * width * 2,
-            "sample": asked * config.vocab_size * 4,
-        }
+
+def step_bytes(decoder: Decoder | PackedDecoder, batch: Batch, page_size: int) -> dict[str, int]:
+    """Bytes each phase of this step had to move, by arithmetic."""
+    config, width = decoder.config, decoder.dtype.itemsize
+    slot = config.kv_values_per_token * width
+    rows = len(batch.tokens)
+    pages = sum(len(s.pages) for s in batch.segments if len(s.rows))
+    asked = len({row for s in batch.segments for _, row, _ in s.readouts})
+    sizes = dict(decoder.nbytes()) if rows else {"head": decoder.output.nbytes}
+    return sizes | {
+        "embed": rows * config.hidden_size * width,
+        "kv write": len(batch.write_rows) * slot,
+        "attention": pages * page_size * slot,
+        "rope": rows * config.layers * (config.heads + config.kv_heads) * config.head_dim * width * 2,
+        "sample": asked * config.vocab_size * 4,
+    }
 
 
 @torch.inference_mode()

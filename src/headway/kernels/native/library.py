@@ -143,7 +143,9 @@ def open_library() -> Library:
     except (OSError, AttributeError) as error:
         return Library(None, f"the native library cannot be loaded: {error}")
     if found != VERSION:
-        return Library(None, f"the native library has version {found} and this package needs {VERSION}; install it again")
+        return Library(
+            None, f"the native library has version {found} and this package needs {VERSION}; install it again"
+        )
     return Library(_declare(calls))
 
 
@@ -196,5 +198,3 @@ def check(code: int) -> None:
         raise MemoryError("no memory for the working arrays of this step; lower max_batch_tokens")
     if code:
         raise RuntimeError("the native step failed")
-
-
