@@ -68,6 +68,28 @@ def snapshots(engine: hw.Engine, ctx: hw.Context) -> hw.Context:
     return found if found is not None else ctx.truncate(1)
 
 
+async def several(ctx: hw.Context, beams: int | None) -> list[hw.Context]:
+    assert_type(ctx.generate(max_length=80, do_sample=True, no_repeat_ngram_size=3), hw.Generation)
+    assert_type(ctx.generate(hw.TopP(0.9), repetition_penalty=1.2, stop=[3, "x"]), hw.Generation)
+    found = ctx.generate(num_beams=4, length_penalty=0.6, early_stopping="never", max_tokens=8)
+    assert_type(found, hw.Generations)
+    assert_type(await found.texts(), list[str])
+    assert_type(await found.text(), str)
+    draws = ctx.generate(hw.Multinomial(), num_return_sequences=3, probe=hw.Entropy())
+    assert_type(draws, hw.Generations)
+    best, *_ = await draws.sequences()
+    assert_type(best, hw.Continuation)
+    assert_type(best.score, float)
+    either: hw.Generation = ctx.generate(num_beams=beams)
+    assert_type(await either.tokens(), list[int])
+    return await draws.contexts()
+
+
+def publisher(engine: hw.Engine) -> hw.Sampler:
+    assert_type(engine.generation_defaults.max_length, int | None)
+    return engine.generation_defaults.sampler(temperature=0.3, seed=1)
+
+
 async def steps(ctx: hw.Context) -> str:
     text = ""
     async for step in ctx.generate(Argmax(), max_tokens=4, stop=["\n"], probe=hw.Entropy()):

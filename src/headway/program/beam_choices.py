@@ -6,6 +6,7 @@ includes exact ties, which fall as `torch.topk` on the CPU lets them fall. Knows
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ NEVER = -1.0e9  # the score of what must not be chosen; transformers' number, wh
 class Continuation:
     """One finished sequence: its tokens without the end token, its text, and why it ended.
 
-    `score` is a beam's log-probability over length ** length_penalty, None where no beams ran; `seed` is that of its
+    `score` is a beam's log-probability over length ** length_penalty, nan where no beams ran; `seed` is that of its
     draws, None where nothing was drawn; `probes` are a probe's values, one a step. A model without a tokenizer has no
     text: it is "" then.
     """
@@ -32,7 +33,7 @@ class Continuation:
     tokens: tuple[int, ...]
     text: str
     finish: str
-    score: float | None = None
+    score: float = math.nan
     seed: int | None = None
     probes: tuple[Any, ...] = field(default=(), compare=False)
 
