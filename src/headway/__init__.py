@@ -35,6 +35,7 @@ from headway.base.errors import (
     SnapshotError,
     TemplateError,
     TokenBudgetExceeded,
+    ToolFailed,
     Unsupported,
     UnsupportedModel,
     ValidationFailed,
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
     from headway.program.beam_choices import Continuation as Continuation
     from headway.program.context import Context as Context
     from headway.program.defaults import GenerationDefaults as GenerationDefaults
+    from headway.program.dialogue import ChatReply as ChatReply
+    from headway.program.dialogue import ToolResult as ToolResult
     from headway.program.engine import Engine as Engine
     from headway.program.forward import Forward as Forward
     from headway.program.generator import Generation as Generation
@@ -78,6 +81,13 @@ if TYPE_CHECKING:
     from headway.program.sync import InferenceEngine as InferenceEngine
     from headway.program.sync import SamplingParams as SamplingParams
     from headway.program.sync import generate as generate
+    from headway.text.parse_parts import BadToolCall as BadToolCall
+    from headway.text.parse_parts import Content as Content
+    from headway.text.parse_parts import Reasoning as Reasoning
+    from headway.text.parse_parts import ToolCall as ToolCall
+    from headway.text.parse_parts import ToolCallArguments as ToolCallArguments
+    from headway.text.parse_parts import ToolCallEnd as ToolCallEnd
+    from headway.text.parse_parts import ToolCallStart as ToolCallStart
 
 __version__ = "0.1.0"
 
@@ -110,6 +120,7 @@ _HOMES = {
     "program.beam_choices": ("Continuation",),
     "program.context": ("Context",),
     "program.defaults": ("GenerationDefaults",),
+    "program.dialogue": ("ChatReply", "ToolResult"),
     "program.engine": ("Engine",),
     "program.forward": ("Forward",),
     "program.generator": ("Generation", "Step"),
@@ -117,6 +128,15 @@ _HOMES = {
     "program.output": ("Output", "ProbeHandle", "SampleHandle"),
     "program.several": ("Generations",),
     "program.sync": ("DecodeState", "InferenceEngine", "SamplingParams", "generate"),
+    "text.parse_parts": (
+        "BadToolCall",
+        "Content",
+        "Reasoning",
+        "ToolCall",
+        "ToolCallArguments",
+        "ToolCallEnd",
+        "ToolCallStart",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -124,8 +144,11 @@ __all__ = [
     "Argmax",
     "AttentionScores",
     "BadModelFile",
+    "BadToolCall",
     "Brle",
+    "ChatReply",
     "Closed",
+    "Content",
     "Context",
     "ContextBusy",
     "ContextLengthExceeded",
@@ -161,6 +184,7 @@ __all__ = [
     "PassFailed",
     "Probe",
     "ProbeHandle",
+    "Reasoning",
     "SampleHandle",
     "Sampler",
     "Sampling",
@@ -169,6 +193,12 @@ __all__ = [
     "Step",
     "TemplateError",
     "TokenBudgetExceeded",
+    "ToolCall",
+    "ToolCallArguments",
+    "ToolCallEnd",
+    "ToolCallStart",
+    "ToolFailed",
+    "ToolResult",
     "TopK",
     "TopKTopP",
     "TopP",

@@ -19,6 +19,7 @@
     ├── TokenBudgetExceeded              a context has computed as many tokens as it may
     ├── DeadlineExceeded (TimeoutError)  a context's time is over
     ├── SnapshotError                    a saved context that cannot be opened
+    ├── ToolFailed                       a tool that raised, took too long or was called too often
     ├── ValidationFailed                 two ways of computing the same thing disagree
     └── PassFailed                       the device failed while computing a pass
 
@@ -103,6 +104,10 @@ class DeadlineExceeded(HeadwayError, TimeoutError):
 
 class SnapshotError(HeadwayError):
     """A saved context that cannot be opened."""
+
+
+class ToolFailed(HeadwayError):
+    """A tool raised or took too long, or the model called tools in more rounds than it may."""
 
 
 class ValidationFailed(HeadwayError):

@@ -20,6 +20,7 @@ from headway.kv.table import PageTable
 from headway.program.constraints import Constraint
 from headway.program.conversation import Conversation
 from headway.program.defaults import GenerationDefaults
+from headway.program.dialogue import ChatLimits, ChatReply, Choice
 from headway.program.forward import Execution, Forward, View
 from headway.program.generator import Generation
 from headway.program.grammar import Grammar
@@ -27,6 +28,7 @@ from headway.program.ids import integers, position_ids, token_ids
 from headway.program.pages import RawPages
 from headway.program.parameters import Options, settle
 from headway.program.several import Generations, Request, started
+from headway.program.turns import Messages
 from headway.runtime.batch import reads_final_state
 from headway.runtime.passes import BEFORE, Pass, PassResult
 from headway.runtime.scheduler import BID_LIMIT, Job
@@ -279,6 +281,30 @@ class Context:
             del self._pending[before:]
             self._talk, self._written = talk, written
             raise
+
+    def chat(
+        self,
+        said: Messages = None,
+        sampler: Sampler | None = None,
+        *,
+        tools: Iterable[Callable[..., Any] | Mapping[str, Any]] | None = None,
+        tool_choice: Choice = "auto",
+        tool_format: str | None = None,
+        on_error: Literal["tell", "raise"] = "tell",
+        stop: str | Iterable[str | int] = (),
+        max_tokens: int = 512,
+        max_rounds: int = 8,
+        tool_timeout: float | None = 30.0,
+        timeout: float | None = None,
+    ) -> ChatReply:
+        """Say something and get the reply: an async iterator of parts; `await reply.text()` collects the answer.
+
+        `tools` are typed functions, which are run when the model calls them, or schemas. `max_tokens` bounds each
+        message, `max_rounds` how often calls are run, `tool_timeout` one call and `timeout` all, in seconds.
+        """
+        limits = ChatLimits(max_tokens, max_rounds, tool_timeout, timeout)
+        options: dict[str, Any] = {"tools": tools, "tool_choice": tool_choice, "tool_format": tool_format}
+        return ChatReply(self, said, sampler, **options, on_error=on_error, stop=stop, limits=limits)
 
     # -- changing --------------------------------------------------------------------------------------------------
 

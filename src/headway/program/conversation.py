@@ -9,20 +9,30 @@ from typing import Any
 
 from headway.base.errors import TemplateError, Unsupported
 from headway.text.chat import ChatTemplate
+from headway.text.forms import described
 from headway.text.tokenizer import Tokenizer
 
 STAND_IN = "headway"  # an assistant text, for finding what the template puts behind one
 PRIVATE = 0xF0000  # code points that no text uses, for hiding names of special tokens inside messages
+REWRITES = (
+    "the chat template rewrites earlier messages when this one is added, so it cannot be appended; "
+    "start a new context with all messages"
+)
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages so far and their rendering; `cued` when it ends with the generation prompt."""
+    """The messages so far and their rendering; `cued` when it ends with the generation prompt.
+
+    `said` is what verbs and model wrote: all the text of the context, unless something else was filled in as well.
+    """
 
     messages: tuple[Mapping[str, Any], ...] = ()
     rendered: str = ""
     cued: bool = False
     tools: tuple[Mapping[str, Any], ...] | None = field(default=None)
+    described: bool = False  # the tools stand in the system message, as the template has no place for them
+    said: str = ""
 
 
 class Chat:
@@ -36,11 +46,14 @@ class Chat:
 
     def add(self, talk: Conversation, message: Mapping[str, Any]) -> tuple[Conversation, list[int]]:
         """The conversation with one more message, and the tokens it adds."""
-        return self._extend(replace(talk, messages=(*talk.messages, message), cued=False), talk, prompt=False)
+        new = replace(talk, messages=(*talk.messages, message), cued=False)
+        return self._extend(new, talk, self._rendered_with(new, talk, prompt=False))
 
     def cue(self, talk: Conversation) -> tuple[Conversation, list[int]]:
         """The generation prompt; nothing when it stands there already."""
-        return (talk, []) if talk.cued else self._extend(replace(talk, cued=True), talk, prompt=True)
+        if talk.cued:
+            return talk, []
+        return self._extend(replace(talk, cued=True), talk, self._render(talk.messages, talk, prompt=True))
 
     def seal(self, talk: Conversation, text: str) -> tuple[Conversation, list[int]]:
         """What the template puts after an assistant text that stands behind the cue already."""
@@ -50,23 +63,75 @@ class Chat:
         if not stand_in.startswith(talk.rendered + STAND_IN):
             raise TemplateError("the chat template rewrites what stands before an assistant text; seal cannot close it")
         messages = (*talk.messages, {"role": "assistant", "content": text})
-        sealed = replace(talk, messages=messages, cued=False, rendered=self._render(messages, talk, prompt=False))
-        return sealed, self._encode(stand_in[len(talk.rendered) + len(STAND_IN) :])
+        tail = stand_in[len(talk.rendered) + len(STAND_IN) :]
+        return self._sealed(talk, messages, self._render(messages, talk, prompt=False), text, tail)
 
-    def _extend(self, new: Conversation, old: Conversation, *, prompt: bool) -> tuple[Conversation, list[int]]:
-        text = self._render(new.messages, new, prompt=prompt)
-        if not text.startswith(old.rendered):
+    def close(self, talk: Conversation, text: str, message: Mapping[str, Any]) -> tuple[Conversation, list[int]]:
+        """As `seal`, for a text that says `message`: it may have reasoning and calls, spelled as the model did."""
+        messages = (*talk.messages, message)
+        rendered = self._render(messages, talk, prompt=False)
+        return self._sealed(talk, messages, rendered, text, self._tail(talk, text, rendered))
+
+    def follow(
+        self, old: Conversation, new: Conversation, tokens: Sequence[int]
+    ) -> tuple[Conversation, int, list[int]]:
+        """`new` with the generation prompt, how many of the context's `tokens` it keeps, and the ids that follow.
+
+        Where the template does not rewrite what stands there, all are kept. Otherwise (reasoning of earlier turns
+        dropped, tools shown from now on) the tokens from the first difference on are to be written anew, which is
+        refused when the context holds anything but this conversation.
+        """
+        text = self._rendered_with(new, old, prompt=True)
+        if text.startswith(old.rendered):
+            extended, ids = self._extend(replace(new, cued=True), old, text)
+            return extended, len(tokens), ids
+        if self.tokenizer.decode(tokens) != old.said:
+            raise TemplateError(REWRITES + "; this one holds more than its messages and cannot be written anew")
+        ids = self._encode(text)
+        same = common(ids, tokens)
+        return replace(new, rendered=text, cued=True, said=_show(text, self._names)), same, ids[same:]
+
+    def _sealed(
+        self, talk: Conversation, messages: tuple[Mapping[str, Any], ...], rendered: str, text: str, tail: str
+    ) -> tuple[Conversation, list[int]]:
+        said = talk.said + text + _show(tail, self._names)
+        return replace(talk, messages=messages, cued=False, rendered=rendered, said=said), self._encode(tail)
+
+    def _tail(self, talk: Conversation, text: str, rendered: str) -> str:
+        """What a rendering has behind its last message: an end token and spaces, or all behind the text itself."""
+        ends = [rendered.rfind(self.tokenizer.token_text(id)) for id in self.tokenizer.eos_ids]
+        tail = rendered[max(ends) :] if max(ends, default=-1) >= 0 else ""
+        if any(tail.strip() == self.tokenizer.token_text(id) for id in self.tokenizer.eos_ids):
+            return tail
+        if not rendered.startswith(talk.rendered + text):
             raise TemplateError(
-                "the chat template rewrites earlier messages when this one is added, so it cannot be appended; "
-                "start a new context with all messages"
+                "the chat template writes no end token behind an assistant message; it cannot be closed"
             )
-        return replace(new, rendered=text), self._encode(text[len(old.rendered) :])
+        return rendered[len(talk.rendered) + len(text) :]
+
+    def _extend(self, new: Conversation, old: Conversation, text: str) -> tuple[Conversation, list[int]]:
+        if not text.startswith(old.rendered):
+            raise TemplateError(REWRITES)
+        added = text[len(old.rendered) :]
+        return replace(new, rendered=text, said=old.said + _show(added, self._names)), self._encode(added)
+
+    def _rendered_with(self, new: Conversation, old: Conversation, *, prompt: bool) -> str:
+        """The rendering of a conversation that has messages more than the old one; an error names their roles."""
+        try:
+            return self._render(new.messages, new, prompt=prompt)
+        except TemplateError as error:
+            roles = dict.fromkeys(repr(message.get("role")) for message in new.messages[len(old.messages) :])
+            if not roles:
+                raise
+            raise TemplateError(f"a message with the role {' or '.join(roles)} cannot be added: {error}") from error
 
     def _render(self, messages: Sequence[Mapping[str, Any]], talk: Conversation, *, prompt: bool) -> str:
         if self.template is None:
             raise Unsupported("this model has no chat template; write the prompt with ctx.fill")
+        if talk.described and talk.tools:
+            messages = described(messages, talk.tools)
         hidden = [_hide(m, self._special, self._names) for m in messages]
-        tools = None if talk.tools is None else [dict(t) for t in talk.tools]
+        tools = None if not talk.tools or talk.described else _hide(talk.tools, self._special, self._names)
         return self.template.render(hidden, add_generation_prompt=prompt, tools=tools)
 
     def _encode(self, text: str) -> list[int]:
@@ -80,6 +145,12 @@ class Chat:
 
     def _plain(self, text: str) -> list[int]:
         return self.tokenizer.encode(_show(text, self._names)) if text else []
+
+
+def common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences share at their beginning."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _hide(value: Any, special: re.Pattern[str], names: Sequence[str]) -> Any:

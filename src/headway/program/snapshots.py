@@ -206,6 +206,9 @@ def _program_data(context: Context) -> dict[str, Any]:
         "messages": [dict(m) for m in talk.messages],
         "rendered": talk.rendered,
         "cued": talk.cued,
+        "tools": None if talk.tools is None else [dict(t) for t in talk.tools],
+        "described": talk.described,
+        "said": talk.said,
         "written": context.written,
         "seed": context.seed,
     }
@@ -213,5 +216,13 @@ def _program_data(context: Context) -> dict[str, Any]:
 
 def _restore_program(context: Context, data: dict[str, Any] | Any, vocab: int) -> None:
     pending = token_ids(data["pending"], vocab, "saved pending tokens")
-    talk = Conversation(tuple(data["messages"]), str(data["rendered"]), bool(data["cued"]))
+    tools = None if data.get("tools") is None else tuple(data["tools"])
+    talk = Conversation(
+        tuple(data["messages"]),
+        str(data["rendered"]),
+        bool(data["cued"]),
+        tools,
+        bool(data.get("described")),
+        str(data.get("said", "")),
+    )
     context.resume(pending, talk, int(data["written"]))

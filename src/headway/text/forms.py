@@ -1,0 +1,114 @@
+"""Chat messages in a model's own forms: calls as a format spells them, replies as messages, tools as plain text.
+
+`CallForm` is what a constrained call is written with; `assistant_message` and `tool_message` are what templates read;
+`described` puts tools into messages for a template that has no place for them, in the words of the Hermes format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headway.text.parse_parts import Reply
+
+Message = Mapping[str, Any]
+
+TOOLS_TEXT = """You may call one or more functions to answer the user. Their signatures stand inside <tools></tools>:
+<tools>
+{tools}
+</tools>
+
+For each call write a JSON object with the function's name and arguments inside <tool_call></tool_call>:
+<tool_call>
+{{"name": <name>, "arguments": <arguments>}}
+</tool_call>"""
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The text around a call: before its name, between name and arguments, and behind them.
+
+    `border` is the text that ends a name, where it is no special token: two names of which one begins the other can
+    be told apart by it.
+    """
+
+    opening: str
+    between: str
+    closing: str
+    border: str = ""
+
+
+_TAGGED = CallForm('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", '"')
+_FORMS = {
+    "qwen": _TAGGED,
+    "hermes": _TAGGED,
+    "llama": CallForm('{"name": "', '", "parameters": ', "}", '"'),
+    "mistral": CallForm('[TOOL_CALLS] [{"name": "', '", "arguments": ', "}]", '"'),
+    "harmony": CallForm("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", " "),
+}
+_MISTRAL_ARGS = CallForm("[TOOL_CALLS]", "[ARGS]", "")
+
+
+def call_form(format: str, template_source: str) -> CallForm:
+    """How replies in `format` spell a call; Mistral has two ways, and the template knows which."""
+    return _MISTRAL_ARGS if format == "mistral" and "[ARGS]" in template_source else _FORMS[format]
+
+
+def end_of_reasoning(format: str, prompt: str) -> str:
+    """What closes the reasoning that the prompt opened; "" when it opened none."""
+    if format == "mistral":
+        return "[/THINK]" if prompt.endswith("[THINK]") else ""
+    if format in ("qwen", "hermes") and prompt.rstrip("\n").endswith("<think>"):
+        return "</think>\n\n" if prompt.endswith("\n") else "\n</think>\n\n"
+    return ""
+
+
+def assistant_message(reply: Reply, ids: Sequence[str] = ()) -> dict[str, Any]:
+    """A reply as a template reads it. `ids` are for its calls, where the model wrote none."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+        if not (reply.calls and reply.content):  # templates that read `thinking` have room for one of the two
+            message["thinking"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id or id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call, id in zip(reply.calls, ids, strict=True)
+        ]
+    return message
+
+
+def tool_message(name: str, id: str, content: str) -> dict[str, Any]:
+    """What a tool returned, as a template reads it."""
+    return {"role": "tool", "name": name, "tool_call_id": id, "content": content}
+
+
+def described(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Messages that say in plain text what `tools`, calls and results are; only roles that every template knows."""
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    system = TOOLS_TEXT.format(tools=listed)
+    first = messages[0] if messages and messages[0]["role"] == "system" else None
+    rest = messages if first is None else messages[1:]
+    if first is not None:
+        system = f"{first['content']}\n\n{system}"
+    return [{"role": "system", "content": system}, *map(_as_text, rest)]
+
+
+def _as_text(message: Message) -> Message:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    if not message.get("tool_calls"):
+        return message
+    calls = [json.dumps(_plain(call), ensure_ascii=False) for call in message["tool_calls"]]
+    texts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+    return {"role": "assistant", "content": "\n".join(filter(None, texts))}
+
+
+def _plain(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
