@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from headway.base.samplers import TopP as TopP
     from headway.base.samplers import Typical as Typical
     from headway.program.beam_choices import Continuation as Continuation
+    from headway.program.constraints import Constraint as Constraint
     from headway.program.context import Context as Context
     from headway.program.defaults import GenerationDefaults as GenerationDefaults
     from headway.program.dialogue import ChatReply as ChatReply
@@ -71,12 +72,13 @@ if TYPE_CHECKING:
     from headway.program.engine import Engine as Engine
     from headway.program.forward import Forward as Forward
     from headway.program.generator import Generation as Generation
-    from headway.program.generator import Step as Step
     from headway.program.grammar import Grammar as Grammar
     from headway.program.output import Output as Output
     from headway.program.output import ProbeHandle as ProbeHandle
     from headway.program.output import SampleHandle as SampleHandle
     from headway.program.several import Generations as Generations
+    from headway.program.steps import Prepared as Prepared
+    from headway.program.steps import Step as Step
     from headway.program.sync import DecodeState as DecodeState
     from headway.program.sync import InferenceEngine as InferenceEngine
     from headway.program.sync import SamplingParams as SamplingParams
@@ -118,15 +120,17 @@ _HOMES = {
         "Typical",
     ),
     "program.beam_choices": ("Continuation",),
+    "program.constraints": ("Constraint",),
     "program.context": ("Context",),
     "program.defaults": ("GenerationDefaults",),
     "program.dialogue": ("ChatReply", "ToolResult"),
     "program.engine": ("Engine",),
     "program.forward": ("Forward",),
-    "program.generator": ("Generation", "Step"),
+    "program.generator": ("Generation",),
     "program.grammar": ("Grammar",),
     "program.output": ("Output", "ProbeHandle", "SampleHandle"),
     "program.several": ("Generations",),
+    "program.steps": ("Prepared", "Step"),
     "program.sync": ("DecodeState", "InferenceEngine", "SamplingParams", "generate"),
     "text.parse_parts": (
         "BadToolCall",
@@ -148,6 +152,7 @@ __all__ = [
     "Brle",
     "ChatReply",
     "Closed",
+    "Constraint",
     "Content",
     "Context",
     "ContextBusy",
@@ -182,6 +187,7 @@ __all__ = [
     "OutOfRange",
     "Output",
     "PassFailed",
+    "Prepared",
     "Probe",
     "ProbeHandle",
     "Reasoning",
