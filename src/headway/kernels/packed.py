@@ -76,9 +76,10 @@ def pack_groups(
     zero: int = 0,
     bias: Tensor | None = None,
 ) -> Packed:
-    """Codes [N, K] uint8, scale and least [N, K / group] in float16 or float32."""
+    """Codes [N, K] uint8, scale and least [N, K / group rounded up] in float16 or float32."""
     n, k = codes.shape
     pairs = scale if least is None else torch.stack([scale, least], dim=-1)  # [N, G] or [N, G, 2]
+    pairs = _pad(pairs, 1, 2) if group == LANES else pairs  # codes are padded to 32 inputs, and their scales with them
     pairs = _pad(pairs, 0, LANES).unflatten(0, (-1, LANES)).movedim(1, -1).contiguous()  # [N / 16, G, (2,) 16]
     return Packed(
         "groups",

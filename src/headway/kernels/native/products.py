@@ -5,13 +5,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headway.base.errors import Unsupported
 from headway.kernels.native import library
 from headway.kernels.native.library import Matrix, Team, check
 from headway.kernels.packed import LANES, Packed
 
+# What products.h builds: bits, kind of scale, how zero is taken off, and whether a scale holds for 16 inputs only.
+GROUPED = {
+    (4, "f16", "zero", False),
+    (4, "f16", "least", False),
+    (4, "k", "least", False),
+    (8, "f16", "shift", False),
+    (8, "f16", "zero", False),
+    (8, "f16", "least", False),
+    (8, "f32", "least", False),
+    (4, "f32", "least", False),
+    (4, "f32", "zero", True),
+    (4, "f32", "least", True),
+    (8, "f32", "zero", True),
+}
+
 
 def matrix(w: Packed) -> Matrix:
     """The struct that points at a packed matrix, which must outlive it."""
+    how = "least" if w.least else "shift" if w.zero == 128 else "zero"
+    if w.kind == "groups" and (w.bits, w.scale_kind, how, w.group == 16) not in GROUPED:
+        raise Unsupported(
+            f"{w.label} with {w.scale_kind} scales and {f'zero at {w.zero}' if how != 'least' else 'a least'} "
+            "has no native product; use linear_reference"
+        )
 
     def at(t: Tensor | None) -> int | None:
         return None if t is None else t.data_ptr()
