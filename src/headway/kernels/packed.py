@@ -13,9 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.base.errors import Unsupported
+
 LANES = 16
 GROUP = 32
 SMALLEST = 1e-36  # the largest of a group below which it counts as zero
+HALF_LIMIT = 65504.0  # the largest float16
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -114,6 +117,11 @@ def quantise_int8(weight: Tensor, bias: Tensor | None = None) -> Packed:
 def quantise_int4(weight: Tensor, bias: Tensor | None = None) -> Packed:
     """The nearest of 16 steps between the least and the largest of each group of 32 weights (what GGUF calls Q4_1)."""
     grouped = _pad(weight.float(), 1, GROUP).unflatten(1, (-1, GROUP))  # [N, G, 32]
+    largest = float(grouped.abs().amax())
+    if HALF_LIMIT < largest < torch.inf:
+        raise Unsupported(
+            f"the weight {largest:g} does not fit the float16 ends of int4 (largest {HALF_LIMIT:g}); use int8"
+        )
     least = grouped.amin(2).half()
     scale = ((grouped.amax(2) - least.float()) / 15).half()
     step = torch.where(scale > 0, scale.float(), 1)[..., None]
