@@ -285,6 +285,22 @@ def test_a_deferred_page_has_no_key_before_it_is_committed() -> None:
 # -- undoing and setting aside ---------------------------------------------------------------------------------------
 
 
+def test_pages_that_an_undone_pass_committed_are_working_pages_that_nobody_finds() -> None:
+    pool = Allocator(9)
+    table = PageTable(pool, SIZE)
+    table.advance(plain(range(2 * SIZE)), pool.take(2), commit=False)
+    mark = table.mark()
+    table.advance(plain([1], 2 * SIZE), pool.take(1), commit=True)
+    shared = next(p for p in table.pages if p)
+    pool.share([shared])  # by somebody who has found it meanwhile
+    table.rewind(mark)
+    assert (table.committed, table.working) == (0, 2)
+    assert shared not in table.pages
+    assert pool.is_keyed(shared)
+    assert not any(pool.is_keyed(p) for p in table.held())
+    pool.check([table.held(), [shared]])
+
+
 @pytest.mark.parametrize("start", [0, 3, 4, 6])
 @pytest.mark.parametrize("more", [1, 2, 7])
 def test_a_pass_is_undone_without_a_trace(start: int, more: int) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import headway as hw
+from headway.kv.allocator import Edit
 from headway.program.forward import Execution
 from headway.runtime.batch import Batch
 from headway.runtime.runner import SegmentResult
@@ -31,7 +32,15 @@ LONGEST_WAIT = (2 * BIDS + 2) * PATIENCE * 4  # steps; a claim on pages rises by
 
 
 class FailingRunner(ScriptedRunner):
-    """Fails every batch that has the poison in it."""
+    """Fails every batch that has the poison in it, and as many edits of pages as `broken` says."""
+
+    broken = 0
+
+    def _edit(self, edit: Edit) -> None:
+        if self.broken:
+            self.broken -= 1
+            raise RuntimeError("stuck")
+        super()._edit(edit)
 
     def execute(self, batch: Batch) -> list[SegmentResult]:
         if (batch.tokens == POISON).any():
@@ -72,9 +81,8 @@ class Machine(RuleBasedStateMachine):
     def start(self, pages: int, budget: int) -> None:
         model = random_model(layers=1, hidden_size=2, heads=1, kv_heads=1, head_dim=2, intermediate_size=1)
         self.pages = pages
-        self.engine = hw.Engine(
-            model, runner=FailingRunner(V, 16), pages=pages, threads=1, max_batch_tokens=budget, trim=True
-        )
+        self.device = FailingRunner(V, 16)
+        self.engine = hw.Engine(model, runner=self.device, pages=pages, threads=1, max_batch_tokens=budget, trim=True)
         self.by_hand = self.engine.loop.by_hand()
         self.step = self.by_hand.__enter__()
         self.twins: list[Twin] = []
@@ -173,6 +181,10 @@ class Machine(RuleBasedStateMachine):
         if self.engine.cache.pin(ids) and seed % 2:
             assert self.engine.cache.unpin(ids)
 
+    @rule(times=st.integers(1, 4))
+    def the_device_fails_at_edits(self, times: int) -> None:
+        self.device.broken = times
+
     @rule()
     def clears_the_cache(self) -> None:
         self.engine.cache.clear()
@@ -193,13 +205,17 @@ class Machine(RuleBasedStateMachine):
                 continue
             twin.flight = None
             if flight.tokens == [POISON]:
-                with pytest.raises(hw.PassFailed, match="poisoned"):
+                with pytest.raises(hw.PassFailed, match=r"poisoned|preparing pages"):
                     flight.execution.result(0)
                 continue
             try:
                 out = flight.execution.result(0)
             except hw.OutOfPages:
                 assert self.engine.loop.supply.pins or len(self.twins) > 1
+                continue
+            except hw.PassFailed as e:
+                if "preparing pages" not in str(e):
+                    raise
                 continue
             twin.tokens += flight.tokens
             twin.rows += flight.rows

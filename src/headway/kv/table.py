@@ -19,7 +19,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
+
+import numpy as np
 
 from headway.base.brle import Brle
 from headway.base.errors import InvalidInput, OutOfPages, OutOfRange
@@ -31,7 +33,7 @@ _births = itertools.count()
 ABSENT = 0  # a page that was set aside
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Log:
     """What is added to a table when a pass succeeds: one entry a token."""
 
@@ -41,8 +43,7 @@ class Log:
     ahead: int = 0  # how many of the last tokens attended to later ones
 
 
-@dataclass(frozen=True, eq=False)
-class Mark:
+class Mark(NamedTuple):
     """What a table was, for going back to it."""
 
     pages: int
@@ -66,7 +67,7 @@ class PageTable:
         self.idle_first = False  # a saved context: the first to be set aside
         self.host: HostPages | None = None  # where its pages are, when they cannot be computed again
         self.keys: list[bytes | None] = []  # of committed pages; None from where the chain is broken
-        self.pages: list[int | None] = []
+        self.pages = []
         self.committed = 0
         self.length = 0
         self.tokens = array("q")
@@ -77,9 +78,29 @@ class PageTable:
         self.repeatable = True  # whether the log still says how every slot came to be
         self.state: object = None  # the last token's final residual, while the device keeps it
         self.closed = False
+        self.lost: str | None = None  # why its contents are gone, when the device has failed
         self.stamp = object()  # another one after every change to the sequence
 
     # -- reading ---------------------------------------------------------------------------------------------------
+
+    @property
+    def pages(self) -> Sequence[int | None]:
+        """The page behind each page number, None where one was discarded. It is replaced, never changed in place."""
+        return self._pages
+
+    @pages.setter
+    def pages(self, pages: Sequence[int | None]) -> None:
+        self._pages = pages
+        self.has_discards = None in pages
+        self.is_aside = ABSENT in pages  # some must be brought back before it can be computed on
+        self._physical: np.ndarray | None = None
+
+    @property
+    def physical(self) -> np.ndarray:
+        """The same as an array [P], 0 where there is no page; it stays what it was when the table changes."""
+        if self._physical is None:
+            self._physical = np.array([p or 0 for p in self._pages], dtype=np.int64)
+        return self._physical
 
     @property
     def working(self) -> int:
@@ -98,11 +119,6 @@ class PageTable:
         return [p for p in self.pages if _is_there(p)]
 
     @property
-    def is_aside(self) -> bool:
-        """Whether pages of it must be brought back before it can be computed on."""
-        return ABSENT in self.pages
-
-    @property
     def last_key(self) -> bytes | None:
         """The key that the next page's key follows; None when its pages cannot be cached."""
         return self.keys[-1] if self.keys else root(self.salt)
@@ -113,10 +129,6 @@ class PageTable:
         gone = [(i * size, min((i + 1) * size, slots)) for i, p in enumerate(self.pages) if p is None]
         return ~Brle.from_intervals(slots, [(a, b) for a, b in gone if a < slots])
 
-    @property
-    def has_discards(self) -> bool:
-        return None in self.pages
-
     # -- a pass ----------------------------------------------------------------------------------------------------
 
     def pages_for(self, tokens: int) -> int:
@@ -125,16 +137,20 @@ class PageTable:
 
     def advance(self, log: Log, pages: Sequence[int], *, commit: bool) -> None:
         """A pass has succeeded: its pages and tokens are part of the sequence."""
-        self.pages.extend(pages)
+        if pages:
+            self.pages = [*self.pages, *pages]
         self.tokens.extend(log.tokens)
         self.positions.extend(log.positions)
-        self.peaks.extend(islice(accumulate(log.positions, max, initial=self.next_position - 1), 1, None))
+        if len(log.positions) == 1:  # most passes
+            self.peaks.append(max(self.next_position - 1, log.positions[0]))
+        else:
+            self.peaks.extend(islice(accumulate(log.positions, max, initial=self.next_position - 1), 1, None))
         self.masks.extend(log.masks)
         self.length += len(log.tokens)
         if log.ahead:
             self.spans.append((self.length - log.ahead, self.length))
-        if commit:
-            self._commit(max(self.committed, self.length // self.page_size))
+        if commit and self.length >= (self.committed + 1) * self.page_size:
+            self._commit(self.length // self.page_size)
         self.stamp = object()
 
     def _commit(self, pages: int) -> None:
@@ -165,11 +181,11 @@ class PageTable:
 
     def rewind(self, mark: Mark) -> None:
         """Undo a pass that nobody built on."""
-        partial = mark.length // self.page_size  # may have been filled and committed by the pass
-        if partial < min(mark.pages, self.committed) and _is_there(page := self.pages[partial]):
-            if self.allocator.holders(page) > 1:
-                self._thaw(partial, mark.length % self.page_size)
-            else:
+        for number in range(mark.committed, min(mark.pages, self.committed)):  # the pass committed these
+            page = self.pages[number]
+            if _is_there(page) and self.allocator.holders(page) > 1:
+                self._thaw(number, min(self.page_size, mark.length - number * self.page_size))
+            elif _is_there(page):
                 self.allocator.forget(page)
         self._cut_pages(mark.pages)
         self.committed = mark.committed
@@ -182,7 +198,7 @@ class PageTable:
     def reserve(self, n: int) -> None:
         """Add n empty working pages."""
         _count("reserve_working_pages", n)
-        self.pages.extend(self.allocator.take(n))
+        self.pages = [*self.pages, *self.allocator.take(n)]
         self.stamp = object()
 
     def commit(self, k: int) -> None:
@@ -258,8 +274,7 @@ class PageTable:
         if gone:
             raise InvalidInput(f"discard_pages({start}, {n}): page {gone[0]} was discarded before")
         self.allocator.drop([p for i in chosen if _is_there(p := self.pages[i])])
-        for i in chosen:
-            self.pages[i] = None
+        self.pages = [None if i in chosen else p for i, p in enumerate(self.pages)]
         self.stamp = object()
 
     def fork(self) -> PageTable:
@@ -277,7 +292,7 @@ class PageTable:
             self.allocator.edit(Copy(source, target, min(self.page_size, self.length - i * self.page_size)))
         tail = [fresh.get(i, None if self.pages[i] is None else ABSENT) for i in range(self.committed, used)]
         child.pages = [*self.pages[: self.committed], *tail]
-        child.keys, child.host = self.keys[:], self.host
+        child.keys, child.host, child.lost = self.keys[:], self.host, self.lost
         child.bid, child.deadline, child.token_budget = self.bid, self.deadline, self.token_budget
         child.committed, child.length, child.state = self.committed, self.length, self.state
         child.tokens, child.positions, child.peaks = self.tokens[:], self.positions[:], self.peaks[:]
@@ -308,6 +323,16 @@ class PageTable:
         self.allocator.drop([p for _, p in held])
         self.pages = [ABSENT if _is_there(p) else p for p in self.pages]
 
+    def recover(self, host: HostPages | None, why: str) -> None:
+        """Its pages are spoilt and given up: to be computed again, or to be copied from `host`; else it is lost."""
+        if self.can_replay:
+            self.set_aside()
+        elif host is not None:
+            self.allocator.drop(self.held())
+            self.pages, self.host = [ABSENT if _is_there(p) else p for p in self.pages], host
+        else:
+            self.lost = why
+
     def absent(self) -> list[int]:
         """The numbers of the pages that must come back before anything can be computed."""
         return [i for i, p in enumerate(self.pages) if p == ABSENT]
@@ -320,8 +345,9 @@ class PageTable:
             known = [(place[n], p) for n, p in zip(numbers, pages, strict=True) if n in place]
             self.allocator.edit(Import(self.host, tuple(i for i, _ in known), tuple(p for _, p in known)))
         self.host = None
-        for number, page in zip(numbers, pages, strict=True):
-            self.pages[number] = page
+        there = dict(zip(numbers, pages, strict=True))
+        self.pages = [there.get(i, p) for i, p in enumerate(self.pages)]
+        for number, page in there.items():
             if number < len(self.keys) and (key := self.keys[number]) is not None:
                 self.allocator.register(page, key)
 
@@ -337,7 +363,7 @@ class PageTable:
             return
         if self.allocator.available == 0 and self.can_replay:
             self.allocator.drop([page])
-            self.pages[number] = ABSENT  # computed again when it is needed
+            self._put(number, ABSENT)  # computed again when it is needed
             return
         if self.allocator.available == 0:
             raise OutOfPages(
@@ -346,12 +372,16 @@ class PageTable:
             )
         (fresh,) = self.allocator.take(1)
         self.allocator.edit(Copy(page, fresh, slots))
-        self.pages[number] = fresh
+        self._put(number, fresh)
         self.allocator.drop([page])
+
+    def _put(self, number: int, page: int) -> None:
+        self.pages = [*self.pages[:number], page, *self.pages[number + 1 :]]
 
     def _cut_pages(self, keep: int) -> None:
         self.allocator.drop([p for p in self.pages[keep:] if _is_there(p)])
-        del self.pages[keep:]
+        if keep < len(self.pages):
+            self.pages = self.pages[:keep]
         if self.host is not None and not self.is_aside:
             self.host = None  # nothing of it is needed any more
 

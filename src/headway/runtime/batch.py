@@ -1,9 +1,15 @@
-"""The Batch: chunks of passes packed for one step, as flat arrays. Made under the lock, frozen, run by the worker."""
+"""The Batch: chunks of passes packed for one step, as flat arrays. Made under the lock, frozen, run by the worker.
+
+Packing stands between the end of one step and the start of the next, so a row of it must be cheap: a table's
+pages are an array that is made once, and the values made for every row are named tuples.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,9 +20,10 @@ from headway.kv.allocator import Edit
 from headway.kv.table import PageTable
 from headway.runtime.passes import BEFORE, Pass, Readout
 
+NO_POSITIONS = np.empty(0, dtype=np.int64)
 
-@dataclass(frozen=True, eq=False)
-class Segment:
+
+class Segment(NamedTuple):
     """The rows of one pass in a step.
 
     `rows` is where they stand in the batch, `slots` [R] their place in the sequence. `pages` [P] are the physical
@@ -37,7 +44,7 @@ class Segment:
     before_position: int  # of the token before the pass; -1 when there is none
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Batch:
     """Everything one step needs. Rows [W] in `write_rows` have their keys and values kept at `write_slots` [W]."""
 
@@ -49,55 +56,64 @@ class Batch:
     edits: tuple[Edit, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Chunk:
-    """Tokens start to stop of a pass whose sequence begins at slot `base`; `pages` is its whole table."""
+class Chunk(NamedTuple):
+    """Tokens start to stop of a pass whose sequence begins at slot `base`.
+
+    `pages` [P] is its whole table, 0 where a page was discarded; `kept_pages` the numbers of those attention needs,
+    None for all.
+    """
 
     work: Pass
     table: PageTable
-    pages: Sequence[int | None]
+    pages: np.ndarray
     base: int
     start: int
     stop: int
-    kept_pages: frozenset[int] | None  # page numbers attention needs; None for all
+    kept_pages: frozenset[int] | None
 
 
 def pack(chunks: Sequence[Chunk], edits: tuple[Edit, ...], *, positions: bool = True) -> Batch:
     """The chunks as one batch. Without `positions` its segments do not say at which position id a slot stands."""
     tokens: list[int] = []
     at: list[int] = []
+    slots: list[int] = []
     write_rows: list[int] = []
     write_slots: list[int] = []
-    segments = []
+    places = []
     for chunk in chunks:
+        work, table, _, base, start, stop, _ = chunk
         first = len(tokens)
-        reread = _rereads(chunk)
+        reread = start == 0 and _rereads(chunk)
         if reread:
-            tokens.append(chunk.table.tokens[-1])
-            at.append(chunk.table.positions[-1])
-        write_rows += range(len(tokens), len(tokens) + chunk.stop - chunk.start)
+            tokens.append(table.tokens[-1])
+            at.append(table.positions[-1])
+            slots.append(base - 1)
+        places.append((first, reread))
+        write_rows += range(len(tokens), len(tokens) + stop - start)
         write_slots += _physical(chunk)
-        tokens += chunk.work.tokens[chunk.start : chunk.stop]
-        at += chunk.work.positions[chunk.start : chunk.stop]
-        segments.append(_segment(chunk, first, reread, positions))
+        tokens += work.tokens[start:stop]
+        at += work.positions[start:stop]
+        slots += range(base + start, base + stop)
+    where = np.array(slots, dtype=np.int64)
     return Batch(
         tokens=np.array(tokens, dtype=np.int64),
         positions=np.array(at, dtype=np.int64),
         write_rows=np.array(write_rows, dtype=np.int64),
         write_slots=np.array(write_slots, dtype=np.int64),
-        segments=tuple(segments),
+        segments=tuple(
+            [_segment(c, first, reread, where, positions) for c, (first, reread) in zip(chunks, places, strict=True)]
+        ),
         edits=edits,
     )
 
 
 def _physical(chunk: Chunk) -> list[int]:
     """The physical slots that the chunk's tokens are written to."""
-    size, pages, slots = chunk.table.page_size, chunk.pages, []
-    for slot in range(chunk.base + chunk.start, chunk.base + chunk.stop):
-        page = pages[slot // size]
-        assert page is not None
-        slots.append(page * size + slot % size)
-    return slots
+    size, begin, end = chunk.table.page_size, chunk.base + chunk.start, chunk.base + chunk.stop
+    if end - begin == 1:  # a decode
+        return [int(chunk.pages[begin // size]) * size + begin % size]
+    slots = np.arange(begin, end)
+    return (chunk.pages[slots // size] * size + slots % size).tolist()
 
 
 def needed_pages(work: Pass, base: int, size: int) -> frozenset[int] | None:
@@ -115,10 +131,10 @@ def needed_pages(work: Pass, base: int, size: int) -> frozenset[int] | None:
 
 def _rereads(chunk: Chunk) -> bool:
     """Whether the token before the pass must be computed again (without writing) to be read."""
-    if chunk.start > 0:
-        return False
-    wanted = [r for r in chunk.work.readouts if r.row == BEFORE]
-    return any(chunk.table.state is None or not reads_final_state(r.what) for r in wanted)
+    for readout in chunk.work.readouts:
+        if readout.row == BEFORE and (chunk.table.state is None or not reads_final_state(readout.what)):
+            return True
+    return False
 
 
 def reads_final_state(what: Sampling | Probe) -> bool:
@@ -126,34 +142,60 @@ def reads_final_state(what: Sampling | Probe) -> bool:
     return not isinstance(what, AttentionScores | Hidden | LogitLens)
 
 
-def _segment(chunk: Chunk, first: int, reread: bool, positions: bool) -> Segment:
-    work, table, size = chunk.work, chunk.table, chunk.table.page_size
-    extra = 1 if reread else 0  # a row ahead of the chunk's own
-    slots = np.arange(chunk.base + chunk.start - extra, chunk.base + chunk.stop)
-    end = chunk.base + (len(work.tokens) if not work.causal else chunk.stop)
-    pages: Sequence[int | None] = chunk.pages[: -(-end // size)]
-    numbers: Sequence[int] = range(len(pages))
-    if None in pages or (chunk.kept_pages is not None and not reread):
-        kept = numbers if chunk.kept_pages is None or reread else chunk.kept_pages
-        numbers = [n for n in numbers if n in kept and pages[n] is not None]
-        pages = [pages[n] for n in numbers]
-    masks = (None,) * (chunk.stop - chunk.start) if work.masks is None else work.masks[chunk.start : chunk.stop]
-    readouts = []
-    for index, readout in enumerate(work.readouts):
-        if readout.row == BEFORE and chunk.start == 0:
-            readouts.append((index, first if reread else BEFORE, readout))
-        elif chunk.start <= readout.row < chunk.stop:
-            readouts.append((index, readout.row - chunk.start + first + extra, readout))
-    known = np.array([*table.positions[: chunk.base], *work.positions][:end] if positions else [], dtype=np.int64)
+def _segment(chunk: Chunk, first: int, reread: bool, slots: np.ndarray, positions: bool) -> Segment:
+    work, table, _, base, start, stop, _ = chunk
+    last = first + stop - start + (1 if reread else 0)  # the token before is a row ahead of the chunk's own
+    whole = len(work.tokens)
+    end = base + (stop if work.causal else whole)
+    pages, numbers = _seen(chunk, -(-end // table.page_size), reread)
+    masks = (None,) * (stop - start) if work.masks is None else work.masks[start:stop]
     return Segment(
-        rows=range(first, first + len(slots)),
-        slots=slots,
-        pages=np.array(pages, dtype=np.int64),
-        numbers=np.array(numbers, dtype=np.int64),
+        rows=range(first, last),
+        slots=slots[first:last],
+        pages=pages,
+        numbers=numbers,
         masks=(table.masks[-1], *masks) if reread else masks,
-        slot_positions=known,
-        readouts=tuple(readouts),
-        keep_last=chunk.stop == len(work.tokens) and chunk.stop > chunk.start,
+        slot_positions=_positions(chunk, end) if positions else NO_POSITIONS,
+        readouts=_asked(chunk, first, reread),
+        keep_last=stop == whole and stop > start,
         kept=table.state,
         before_position=table.positions[-1] if table.length else -1,
     )
+
+
+def _seen(chunk: Chunk, count: int, reread: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The pages that attention reads among the first `count`, and their numbers."""
+    pages, kept = chunk.pages[:count], None if reread else chunk.kept_pages
+    if kept is None and not chunk.table.has_discards:
+        return pages, _first(len(pages))
+    numbers = np.flatnonzero(pages)
+    if kept is not None:
+        numbers = numbers[[n in kept for n in numbers.tolist()]]
+    return pages[numbers], numbers
+
+
+@lru_cache(maxsize=1024)
+def _first(count: int) -> np.ndarray:
+    """The first numbers from 0, in an array that nobody writes to."""
+    return np.arange(count)
+
+
+def _asked(chunk: Chunk, first: int, reread: bool) -> tuple[tuple[int, int, Readout], ...]:
+    """The readouts of the chunk's rows, with where they stand in the batch."""
+    start, stop, at = chunk.start, chunk.stop, first + (1 if reread else 0) - chunk.start
+    found = []
+    for index, readout in enumerate(chunk.work.readouts):
+        row = readout.row
+        if start <= row < stop:
+            found.append((index, row + at, readout))
+        elif row == BEFORE and start == 0:
+            found.append((index, first if reread else BEFORE, readout))
+    return tuple(found)
+
+
+def _positions(chunk: Chunk, end: int) -> np.ndarray:
+    """The position id of every slot up to `end`."""
+    known, base = np.empty(end, dtype=np.int64), chunk.base
+    known[:base] = chunk.table.positions[:base]
+    known[base:] = chunk.work.positions[: end - base]
+    return known

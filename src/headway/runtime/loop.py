@@ -1,12 +1,12 @@
 """The loop: programs submit passes from any thread, one worker thread steps the device, futures come back.
 
 One lock guards all bookkeeping (tables, allocator, queue) and is held only for pure work. The worker owns the device
-and sees frozen batches.
+and sees frozen batches. While the device computes, the results of the step before are put together and handed out, and
+programs build and queue what comes next; between two steps stands only what the next batch depends on (see turn.py).
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import queue
 import threading
@@ -15,33 +15,22 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import InvalidStateError
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
-from headway.base.errors import Closed, DeadlineExceeded, HeadwayError, OutOfPages, PassFailed, TokenBudgetExceeded
+from headway.base.errors import Closed, HeadwayError, OutOfPages, PassFailed, TokenBudgetExceeded
 from headway.base.events import StepEvent
-from headway.base.samplers import Sampling
 from headway.kv.allocator import Allocator, Edit
-from headway.kv.table import Log, PageTable
+from headway.kv.table import PageTable
+from headway.runtime.answers import Answer, resolve, wake_all
 from headway.runtime.batch import Batch, Chunk, needed_pages, pack
-from headway.runtime.passes import Pass, PassResult, PassStats
-from headway.runtime.readout import failure
+from headway.runtime.edits import Damage, carry_out
+from headway.runtime.passes import Pass
 from headway.runtime.runner import Runner, SegmentResult
-from headway.runtime.scheduler import Job, ordered
-from headway.runtime.supply import Start, Supply
+from headway.runtime.scheduler import Job, Queue
+from headway.runtime.supply import Supply
+from headway.runtime.turn import Turn, Turns, late
 
 GATHER = 0.02  # seconds at most to wait for programs to come back after a step, and never longer than the step took
 GATHER_SHARE = 0.1  # of the step's own time: when nobody comes back for so long, the rest are busy with something else
-
-
-@dataclass
-class Counters:
-    """What the loop has done so far."""
-
-    steps: int = 0
-    passes: int = 0
-    tokens: int = 0
-    batch_passes: int = 0
-    pages_trimmed: int = 0
 
 
 class Loop:
@@ -58,24 +47,24 @@ class Loop:
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.lock = threading.RLock()
-        self.counters = Counters()
         self.supply = Supply(allocator)
         self.listeners: list[Callable[[StepEvent], None]] = []
         self._changed = threading.Condition(self.lock)
-        self._runner, self._allocator, self._budget, self._trim = runner, allocator, budget, trim
+        self._runner, self._allocator, self._trim = runner, allocator, trim
         self._positions = positions  # whether the runner looks at the position ids of slots
-        self._queue: list[Job] = []
+        self._queue = Queue()
+        self._turns = Turns(self._queue, self.supply, budget)
+        self.counters = self._turns.counters
         self._orders = itertools.count()
         self._released: deque[PageTable] = deque()  # a finalizer only appends here
         self._calls: deque[Callable[[], None]] = deque()  # work for the device that is no pass
-        self._outbox: list[tuple[Job, PassResult | HeadwayError]] = []  # the worker's own
-        self._turn: list[Job] = []  # what the running step computes
+        self._running: list[Job] = []  # what the running step computes
         self._window, self._gap, self._returning = 0.0, 0.0, 0
         self._closing = self._paused = False
         self._died: BaseException | None = None
         self._on_start = on_start
         # Waking an event loop hands the interpreter over to it, so a second thread does it while the device computes.
-        self._notes: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
+        self._notes: queue.SimpleQueue[list[Answer] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="headway-worker", daemon=True)
         self._notifier = threading.Thread(target=self._notify, name="headway-notify", daemon=True)
         self._thread.start()
@@ -108,13 +97,12 @@ class Loop:
                 after.then = job
             if self._trim:
                 job.kept_pages = needed_pages(work, base, table.page_size)
-            self._queue.append(job)
+            self._queue.add(job)
             self._changed.notify_all()
-        job.future.add_done_callback(lambda future: self.abandon(job) if future.cancelled() else None)
         return job
 
     def _check_size(self, table: PageTable, base: int, tokens: int) -> None:
-        gone = sum(p is None for p in table.pages)
+        gone = table.pages.count(None) if table.has_discards else 0
         need = max(len(table.pages), -(-(base + tokens) // table.page_size)) - gone
         if need > self._allocator.total:
             raise OutOfPages(
@@ -128,7 +116,9 @@ class Loop:
                 "give it a larger token_budget="
             )
         if time.monotonic() > table.deadline:
-            raise _late()
+            raise late()
+        if table.lost is not None:
+            raise PassFailed(f"this context's pages are lost; release it and create a new one: {table.lost}")
 
     def abandon(self, job: Job, error: HeadwayError | None = None) -> None:
         """Nobody wants this pass any more: it leaves the queue now, and what it did is undone.
@@ -154,11 +144,11 @@ class Loop:
         else:
             with suppress(InvalidStateError):  # it has an answer already
                 job.future.set_exception(error)
-        _wake_all([job])
+        wake_all([job])
 
     def last_job(self, table: PageTable) -> Job | None:
         """The latest pass of this table that is queued or running."""
-        return next((job for job in reversed(self._queue) if job.table is table), None)
+        return self._queue.last(table)
 
     def busy(self, table: PageTable) -> bool:
         """Whether a pass of this table is queued or running."""
@@ -176,7 +166,7 @@ class Loop:
         """Give back what finalizers left. The caller holds the lock."""
         while self._released:
             table = self._released.popleft()
-            for job in [j for j in self._queue if j.table is table]:
+            for job in self._queue.of(table):
                 self.abandon(job, Closed("the context was released while this pass was in flight"))
             table.close()
         if self.supply.pins:
@@ -245,7 +235,7 @@ class Loop:
                 idle = not (self._queue or self._calls)
             if not idle:
                 self._step()
-            self._hand_out()
+            self._hand_out(now=True)
 
         with self.lock:
             self._paused = True
@@ -258,8 +248,9 @@ class Loop:
                 self._changed.notify_all()
 
     def _notify(self) -> None:
-        while (jobs := self._notes.get()) is not None:
-            _wake_all(jobs)
+        while (box := self._notes.get()) is not None:
+            resolve(box)
+            wake_all([job for job, _ in box])
 
     def _step(self) -> bool:
         """One turn: wait for work, form a batch, tell the programs of the last one, run it. False when it is to end.
@@ -269,33 +260,45 @@ class Loop:
         """
         with self.lock:
             if not self._ready():
-                self._hand_out()
+                self._hand_out(now=True)
                 self._wait()
             if self._closing and not self._calls:
-                self._hand_out()
+                self._hand_out(now=True)
                 return False
             calls = list(self._calls)
             self._calls.clear()
-            turn = self._form()
-            self._turn = [job for job, _ in turn]
+            turn = self._turns.form()
+            self._running = [job for job, _ in turn]
             edits, batch = self._allocator.take_edits(), self._pack([chunk for _, chunk in turn])
         self._hand_out()
         start = time.perf_counter()
         if edits:  # by themselves: a pass that fails must not take other contexts' pages with it
-            self._runner.execute(self._pack([], edits))
+            damage = carry_out(edits, self._do)
+            if damage:
+                turn, batch = self._spared(turn, damage)
         results = self._execute(batch, turn) if turn else []
         for call in calls:
             call()
         seconds = time.perf_counter() - start
         with self.lock:
-            self._apply(turn, results, batch)
+            self._turns.apply(turn, results, len(batch.write_rows))
             self._window, self._gap = start + seconds + min(GATHER, seconds), min(GATHER, seconds * GATHER_SHARE)
-            self._returning = len(self._outbox)
+            self._returning = len(self._turns.outbox)
             if self.listeners and turn:
                 event = self._event(turn, batch, seconds)
                 for listener in self.listeners:
                     listener(event)
         return True
+
+    def _do(self, edits: tuple[Edit, ...]) -> None:
+        self._runner.execute(self._pack([], edits))
+
+    def _spared(self, turn: Turn, damage: Damage) -> tuple[Turn, Batch]:
+        """What is left of a turn when pages of it are spoilt."""
+        with self.lock:
+            turn = self._turns.without(turn, damage)
+            self._running = [job for job, _ in turn]
+            return turn, self._pack([chunk for _, chunk in turn])
 
     def _pack(self, chunks: list[Chunk], edits: tuple[Edit, ...] = ()) -> Batch:
         return pack(chunks, edits, positions=self._positions)
@@ -320,89 +323,15 @@ class Loop:
         self.drain()
         self._returning = 0
 
-    def _hand_out(self) -> None:
-        """Resolve what waits in the outbox."""
-        box, self._outbox = self._outbox, []
-        for job, answer in box:
-            with suppress(InvalidStateError):  # cancelled meanwhile
-                if isinstance(answer, BaseException):
-                    job.future.set_exception(answer)
-                else:
-                    job.future.set_result(answer)
+    def _hand_out(self, *, now: bool = False) -> None:
+        """Have the outbox delivered: now, or beside the step that is about to run."""
+        box, self._turns.outbox = self._turns.outbox, []
+        if now or self._paused:
+            resolve(box)
         if box:
-            self._notes.put([job for job, _ in box])
+            self._notes.put(box)
 
-    def _form(self) -> list[tuple[Job, Chunk]]:
-        """Chunks for the next step, under the token budget, with pages for every pass that starts.
-
-        Passes that are too late, or blocked with nobody left to make room, are refused.
-        """
-        self._expire()
-        turn: list[tuple[Job, Chunk]] = []
-        blocked: list[Job] = []
-        left = self._budget
-        for job in ordered(self._queue):
-            if left <= 0 and job.remaining > 0:
-                job.waited += 1
-                continue
-            outcome = Start.READY if job.started else self.supply.start(job, self._queue)
-            if outcome is Start.BLOCKED:
-                blocked.append(job)
-            tokens = self._share(job, left, alone=not turn) if outcome is Start.READY else None
-            if tokens is None:
-                job.waited += 1
-                continue
-            job.chosen()
-            left -= tokens
-            turn.append((job, self._chunk(job, tokens)))
-        if not turn and blocked:
-            first = max(blocked, key=lambda job: job.claim)
-            if self.supply.start(first, self._queue, force=True) is Start.READY:
-                return self._form_alone(first)
-            self._failed(first, self._no_room(first))
-        return turn
-
-    def _form_alone(self, job: Job) -> list[tuple[Job, Chunk]]:
-        tokens = self._share(job, self._budget, alone=True)
-        assert tokens is not None
-        job.chosen()
-        return [(job, self._chunk(job, tokens))]
-
-    def _share(self, job: Job, left: int, *, alone: bool) -> int | None:
-        """How many tokens of a job fit; a pass that is not causal runs whole, alone if it must."""
-        if job.replay is not None:
-            return min(len(job.replay.tokens) - job.replayed, left)
-        rest = len(job.work.tokens) - job.done
-        if not job.work.causal:
-            return rest if rest <= left or alone else None
-        return min(rest, left)
-
-    def _chunk(self, job: Job, tokens: int) -> Chunk:
-        table = job.table
-        if job.replay is not None:
-            back = iter(job.back)
-            pages = [p if p is None or p > 0 else next(back) for p in table.pages]
-            return Chunk(job.replay, table, pages, 0, job.replayed, job.replayed + tokens, None)
-        assert job.base == table.length
-        return Chunk(job.work, table, [*table.pages, *job.pages], job.base, job.done, job.done + tokens, job.kept_pages)
-
-    def _expire(self) -> None:
-        """Refuse passes whose context's time is over."""
-        now = time.monotonic()
-        for job in [j for j in self._queue if j.table.deadline < now]:
-            if job in self._queue:
-                self._failed(job, _late())
-
-    def _no_room(self, job: Job) -> OutOfPages:
-        table, pool = job.table, self._allocator
-        need = -(-(job.base + len(job.work.tokens)) // table.page_size)
-        return OutOfPages(
-            f"this pass needs {need} pages for its context; of {pool.total} pages {pool.available} are free and "
-            f"{pool.held} are held, by pinned prefixes or by the context itself; "
-            "unpin some, or create the engine with a larger pages="
-        )
-
-    def _execute(self, batch: Batch, turn: list[tuple[Job, Chunk]]) -> list[SegmentResult | HeadwayError]:
+    def _execute(self, batch: Batch, turn: Turn) -> list[SegmentResult | HeadwayError]:
         """The batch's results; when the device fails, each pass alone, so that only the guilty one fails."""
         try:
             return list(self._runner.execute(batch))
@@ -424,96 +353,7 @@ class Loop:
         except Exception as e:
             return _as_error(e)
 
-    def _apply(self, turn: list[tuple[Job, Chunk]], results: list[SegmentResult | HeadwayError], batch: Batch) -> None:
-        """Fold results into jobs and tables; answers go to the outbox."""
-        if turn:
-            self.counters.steps += 1
-            self.counters.batch_passes += len(turn)
-            self.counters.tokens += len(batch.write_rows)
-        for (job, chunk), result in zip(turn, results, strict=True):
-            job.running = False
-            if job.abandoned:
-                self.supply.give_back(job)
-                continue
-            error = result if isinstance(result, HeadwayError) else failure(list(result.values.values()))
-            if error is not None:
-                self._failed(job, error)
-                continue
-            assert isinstance(result, SegmentResult)
-            job.steps, job.batch_size = job.steps + 1, max(job.batch_size, len(turn))
-            if chunk.work is job.replay:
-                self._replayed(job, chunk, result)
-                continue
-            job.values.update(result.values)
-            job.done = chunk.stop
-            self.supply.computed(job)
-            if job.done == len(job.work.tokens):
-                self._queue.remove(job)
-                self._finish(job, result)
-
-    def _replayed(self, job: Job, chunk: Chunk, result: SegmentResult) -> None:
-        """Old slots are back; when all are, the job's own tokens are next."""
-        job.replayed = chunk.stop
-        if job.replayed == len(chunk.work.tokens):
-            if job.table.state is None:
-                job.table.state = result.state
-            self.supply.brought_back(job)
-
-    def _failed(self, job: Job, error: HeadwayError) -> None:
-        """A pass failed: it is undone, and with it the passes that wait for its tokens."""
-        self._queue.remove(job)
-        job.abandoned = True
-        if not job.running:  # else what it holds is given back when its step ends
-            self.supply.give_back(job)
-        self._outbox.append((job, error))
-        for later in [j for j in self._queue if j.after is job]:
-            self._failed(later, PassFailed(f"the pass whose token this one takes failed: {error}"))
-
-    def _finish(self, job: Job, result: SegmentResult) -> None:
-        """The pass succeeded: the table advances."""
-        work, table = job.work, job.table
-        job.before = table.mark()
-        stats = self._stats(job)
-        log = Log(
-            work.tokens,
-            work.positions,
-            work.masks or [None] * len(work.tokens),
-            ahead=0 if work.causal else work.rows,
-        )
-        table.advance(log, job.pages, commit=work.commit)
-        if work.tokens:
-            table.state = result.state
-        if table.token_budget is not None:
-            table.token_budget -= len(work.tokens)
-        self.supply.finished(job)
-        job.pages, job.left = [], table.stamp
-        job.on_success()
-        later = job.then
-        if later is not None and later.after is job:
-            later.after, later.work = None, later.work.fed(job.values, table.tokens)
-        self.counters.passes += 1
-        self.counters.pages_trimmed += stats.pages_trimmed
-        self._outbox.append((job, PassResult(tuple(job.values[i] for i in range(len(work.readouts))), stats)))
-
-    def _stats(self, job: Job) -> PassStats:
-        work, table = job.work, job.table
-        pages = -(-(table.length + len(work.tokens)) // table.page_size)
-        if job.kept_pages is None:
-            used = pages - table.pages.count(None)
-        else:
-            used = sum(table.pages[n : n + 1] != [None] for n in job.kept_pages if n < pages)
-        return PassStats(
-            rows=work.rows,
-            pages=used,
-            pages_trimmed=pages - used,
-            cache_hits=job.hits,
-            batch_size=job.batch_size,
-            steps=job.steps,
-            seconds=time.perf_counter() - job.arrived,
-            seeds=tuple(r.seed for r in work.readouts if isinstance(r.what, Sampling)),
-        )
-
-    def _event(self, turn: list[tuple[Job, Chunk]], batch: Batch, seconds: float) -> StepEvent:
+    def _event(self, turn: Turn, batch: Batch, seconds: float) -> StepEvent:
         return StepEvent(
             step=self.counters.steps,
             seconds=seconds,
@@ -532,36 +372,15 @@ class Loop:
     def _die(self, error: BaseException) -> None:
         with self.lock:
             self._died = error
-            waiting, self._queue = [*self._turn, *self._queue], []
+            waiting = {*self._running, *self._queue}
+            for job in list(self._queue):
+                self._queue.remove(job)
             calls = list(self._calls)
         stopped = Closed(f"the engine's worker stopped after an internal error: {error!r}")
-        self._outbox += [(job, stopped) for job in waiting]
-        self._hand_out()
+        self._turns.outbox += [(job, stopped) for job in waiting]
+        self._hand_out(now=True)
         for call in calls:
             call()
-
-
-def _wake_all(jobs: list[Job]) -> None:
-    """Everyone who awaits one of these jobs goes on, with one wake-up for each event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Job]] = {}
-    for job in jobs:
-        for loop in {loop for loop, _ in job.waiters}:
-            by_loop.setdefault(loop, []).append(job)
-    for loop, there in by_loop.items():
-        with suppress(RuntimeError):  # that loop was closed, and nobody waits there any more
-            loop.call_soon_threadsafe(_wake, loop, there)
-
-
-def _wake(loop: asyncio.AbstractEventLoop, jobs: list[Job]) -> None:
-    """In the loop's own thread: everyone who waits there for these jobs goes on."""
-    for job in jobs:
-        for owner, waiter in job.waiters:
-            if owner is loop and not waiter.done():
-                waiter.set_result(None)
-
-
-def _late() -> DeadlineExceeded:
-    return DeadlineExceeded("the context's deadline has passed; give it more time with deadline=, or create a new one")
 
 
 def _as_error(error: Exception) -> HeadwayError:

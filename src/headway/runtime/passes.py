@@ -29,7 +29,7 @@ class Later(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Readout:
     """A sampler or a probe at one row. `row` counts the pass's tokens, pending ones included; -1 is the one before.
 
@@ -56,7 +56,7 @@ class Readout:
         return found if self.allowed is None else found & self.allowed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Feed:
     """A token of a pass that an earlier pass samples: `row` is where it goes, `readout` which value it is."""
 
@@ -64,7 +64,7 @@ class Feed:
     readout: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Pass:
     """One forward over the slots that follow a context's last.
 
@@ -108,14 +108,14 @@ class Pass:
         for readout in self.readouts:
             if readout.later is not None:
                 readout.later.start(tokens)
-        readouts = tuple(_counted(r, before, tokens) for r in self.readouts)
+        readouts = tuple([_counted(r, before, tokens) if r.seen_by_rows else r for r in self.readouts])
         return Pass(tuple(tokens), self.positions, self.masks, readouts, self.pending, self.causal, self.commit)
 
     def mask(self, i: int) -> Brle | None:
         return None if self.masks is None else self.masks[i]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PassStats:
     """What a pass took. `pages_trimmed` counts pages left out of attention; `seeds` those its samplers drew with."""
 
@@ -129,7 +129,7 @@ class PassStats:
     seeds: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class PassResult:
     """One value for each readout, in order, and the figures."""
 
@@ -139,8 +139,6 @@ class PassResult:
 
 def _counted(readout: Readout, before: Sequence[int], tokens: Sequence[int]) -> Readout:
     """The readout with its history counted again, now that every token is known."""
-    if not readout.seen_by_rows:
-        return readout
     past = (*before, *tokens[: readout.row + 1])
     counts = Counter(past) if readout.generated_by_rows else readout.generated
     return replace(readout, seen=tuple(sorted({*past, *counts})), generated=dict(counts))

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from asyncio import AbstractEventLoop
 from asyncio import Future as AsyncFuture
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from headway.base.samplers import Sampling
 from headway.kv.table import Mark, PageTable
-from headway.runtime.passes import Pass, PassResult
+from headway.runtime.passes import Pass, PassResult, PassStats
 
 BID_LIMIT = 1000.0
 PATIENCE = 64  # steps after which a waiting pass gains on others: a prompt on decodes, any on those that hold pages
@@ -26,7 +27,7 @@ def _nothing() -> None:
     pass
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Job:
     """A submitted pass on its way: how far it is, what it holds.
 
@@ -63,6 +64,8 @@ class Job:
     waited_before: int = 0  # the same until then: what it has waited for pages is not forgotten when it gets some
     steps: int = 0
     batch_size: int = 0
+    pages_trimmed: int = 0  # left out of attention
+    ended: float = 0.0
 
     def settle(self) -> None:
         """Its result was delivered: it can no longer be undone, and holds on to nothing."""
@@ -76,9 +79,29 @@ class Job:
         return old + len(self.work.tokens) - self.done
 
     @property
+    def pages_in_all(self) -> int:
+        """Pages of its sequence when it has succeeded."""
+        return -(-(self.base + len(self.work.tokens)) // self.table.page_size)
+
+    @property
     def claim(self) -> tuple[float, int]:
         """Its claim on pages: the larger one may set the other's context aside."""
         return self.table.bid + (self.waited_before + self.waited) // PATIENCE, -self.table.born
+
+    def result(self) -> PassResult:
+        """Its values and figures, once it has succeeded."""
+        readouts = self.work.readouts
+        stats = PassStats(
+            rows=self.work.rows,
+            pages=self.pages_in_all - self.pages_trimmed,
+            pages_trimmed=self.pages_trimmed,
+            cache_hits=self.hits,
+            batch_size=self.batch_size,
+            steps=self.steps,
+            seconds=self.ended - self.arrived,
+            seeds=tuple([r.seed for r in readouts if isinstance(r.what, Sampling)]),
+        )
+        return PassResult(tuple([self.values[i] for i in range(len(readouts))]), stats)
 
     def chosen(self) -> None:
         """It is part of the next step."""
@@ -93,7 +116,47 @@ class Job:
         self.values.clear()
 
 
+class Queue:
+    """Jobs that wait or run, in the order they came, each found at once by its context."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[Job, None] = {}
+        self._of: dict[PageTable, list[Job]] = {}
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __contains__(self, job: Job) -> bool:
+        return job in self._jobs
+
+    def add(self, job: Job) -> None:
+        self._jobs[job] = None
+        self._of.setdefault(job.table, []).append(job)
+
+    def remove(self, job: Job) -> None:
+        del self._jobs[job]
+        of = self._of[job.table]
+        of.remove(job)
+        if not of:
+            del self._of[job.table]
+
+    def of(self, table: PageTable) -> list[Job]:
+        """A context's jobs, in the order they came."""
+        return list(self._of.get(table, ()))
+
+    def last(self, table: PageTable) -> Job | None:
+        """A context's latest job."""
+        of = self._of.get(table)
+        return of[-1] if of else None
+
+
 def ordered(jobs: Iterable[Job]) -> list[Job]:
     """Jobs that may run, in the order they are given tokens: decodes and the impatient first, then prompts."""
-    ready = [job for job in jobs if job.after is None]
-    return sorted(ready, key=lambda j: (j.remaining > 1 and j.waited < PATIENCE, -j.table.bid - j.waited, j.order))
+    return sorted([job for job in jobs if job.after is None], key=_rank)
+
+
+def _rank(job: Job) -> tuple[bool, float, int]:
+    return job.remaining > 1 and job.waited < PATIENCE, -job.table.bid - job.waited, job.order

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from headway.base.errors import HeadwayError
 from headway.kv.allocator import Allocator
 from headway.kv.prefix import chain, root
 from headway.kv.table import PageTable
+from headway.runtime.edits import Damage
 from headway.runtime.passes import Pass
-from headway.runtime.scheduler import Job
+from headway.runtime.scheduler import Job, Queue
 
 
 class Start(Enum):
@@ -46,7 +48,7 @@ class Supply:
     set_asides: int = 0
     pins: dict[object, Pin] = field(default_factory=dict)
 
-    def start(self, job: Job, queue: Sequence[Job], *, force: bool = False) -> Start:
+    def start(self, job: Job, queue: Queue, *, force: bool = False) -> Start:
         """Give a job every page it needs, or nothing. With force, any context without a pass makes room for it."""
         table, size = job.table, job.table.page_size
         fresh = max(0, -(-(job.base + len(job.work.tokens)) // size) - len(table.pages))
@@ -94,6 +96,8 @@ class Supply:
 
     def computed(self, job: Job) -> None:
         """A chunk is done: its whole pages can be found by others already."""
+        if not job.keys:
+            return
         size = job.table.page_size
         for i in range(job.hits, min(len(job.keys), job.done // size)):
             self.allocator.register(job.pages[i], job.keys[i])
@@ -179,7 +183,7 @@ class Supply:
 
     # -- making room -----------------------------------------------------------------------------------------------
 
-    def _make_room(self, pages: int, job: Job, queue: Sequence[Job], force: bool) -> bool:
+    def _make_room(self, pages: int, job: Job, queue: Queue, force: bool) -> bool:
         """Whether this many pages can be taken now. Contexts are set aside for it, as few as it takes, or none."""
         short = pages - self.allocator.available
         if short <= 0:
@@ -189,15 +193,31 @@ class Supply:
             self.set_aside(table, queue)
         return victims is not None
 
-    def set_aside(self, table: PageTable, queue: Sequence[Job]) -> None:
+    def set_aside(self, table: PageTable, queue: Queue) -> None:
         """A context gives up its pages; a pass of it that had begun starts over."""
-        for job in queue:
-            if job.table is table and job.started:
+        for job in queue.of(table):
+            if job.started:
                 self.give_back(job)
         table.set_aside()
         self.set_asides += 1
 
-    def _victims(self, pages: int, job: Job, queue: Sequence[Job], force: bool) -> list[PageTable] | None:
+    def hurt(self, damage: Damage) -> dict[PageTable, HeadwayError]:
+        """The contexts that hold something that was spoilt."""
+        found = {t: damage.of(t.held(), t.host) for t in self.tables if not t.closed}
+        return {table: error for table, error in found.items() if error is not None}
+
+    def recover(self, damage: Damage, hurt: Mapping[PageTable, HeadwayError], queue: Queue) -> None:
+        """Nobody finds spoilt pages in the cache; passes that wait with some start over, and contexts give them up."""
+        for page in damage.pages:
+            self.allocator.forget(page)
+        for job in queue:
+            if job.started and not job.running and (job.table in hurt or damage.of([*job.pages, *job.back])):
+                self.give_back(job)
+        for table, error in hurt.items():
+            hosts = [damage.sources[p] for p in table.held() if p in damage.sources]
+            table.recover(hosts[0] if hosts else None, str(error))
+
+    def _victims(self, pages: int, job: Job, queue: Queue, force: bool) -> list[PageTable] | None:
         """Whom to set aside to get this many pages; None when all who may go do not have them.
 
         Saved contexts first, then the lowest bid, then the youngest; never one with a larger claim than the job.
