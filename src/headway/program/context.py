@@ -5,13 +5,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import numpy as np
 
 from headway.base.brle import Brle, whole
-from headway.base.errors import Closed, ContextBusy, InvalidInput, InvalidMask, OutOfRange, Unsupported, WrongType
+from headway.base.errors import (
+    Closed,
+    ContextBusy,
+    InvalidInput,
+    InvalidMask,
+    OutOfRange,
+    PassFailed,
+    Unsupported,
+    WrongType,
+)
 from headway.base.masks import Mask, check_rows, logit_mask
 from headway.base.probes import Probe
 from headway.base.rng import LIMIT
@@ -393,12 +403,10 @@ class Context:
         table = self.table
         live = table.live if table.has_discards else None
         if ahead is None:
-            return View(table.length, table.tokens, table.positions, table.next_position, self._pending, live)
-        tokens, positions = list(table.tokens), list(table.positions)
-        for job in _line(ahead):
-            tokens += job.work.tokens
-            positions += job.work.positions
-        return View(len(tokens), tokens, positions, max(positions, default=-1) + 1, (), live)
+            return View(table, (), table.length, table.next_position, self._pending, live)
+        line = _line(ahead)
+        following = [table.next_position, *(max(job.work.positions, default=-1) + 1 for job in line)]
+        return View(table, line, ahead.base + len(ahead.work.tokens), max(following), (), live)
 
     def submit(self, work: Pass, after: Job | None = None) -> Job:
         """Queue a pass over this context. The pending tokens it starts with leave the buffer when it succeeds."""
@@ -441,7 +449,7 @@ class Context:
             if self.table.has_discards and (mask & ~self.table.live(len(mask))).any():
                 raise InvalidMask(f"mask {i} attends to a slot that was discarded")
         check_rows([m for _, m in rows])
-        engine.check_windows(work.masks or (), [*self.table.positions, *work.positions], base)
+        engine.check_windows(work.masks or (), chain(self.table.positions, work.positions), base)
         for readout in work.readouts:
             if not (BEFORE if base else 0) <= readout.row < len(work.tokens):
                 raise OutOfRange(f"a readout names row {readout.row}; this pass has rows 0 to {len(work.tokens) - 1}")
@@ -499,6 +507,8 @@ class Context:
         self.engine.loop.check_open()
         if self.table.closed:
             raise Closed("this context was released; create a new one with engine.context()")
+        if self.table.lost is not None:
+            raise PassFailed(f"this context's pages are lost; release it and create a new one: {self.table.lost}")
 
 
 def checked_bid(bid: float) -> float:
@@ -508,6 +518,9 @@ def checked_bid(bid: float) -> float:
     return float(bid)
 
 
-def _line(job: Job) -> list[Job]:
+def _line(job: Job) -> tuple[Job, ...]:
     """The passes in flight up to this one, in the order they run."""
-    return [*(_line(job.after) if job.after is not None else []), job]
+    line = [job]
+    while (earlier := line[-1].after) is not None:
+        line.append(earlier)
+    return tuple(reversed(line))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from headway.base.masks import Mask, check_rows, logit_mask
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, Sampling, resolve
+from headway.kv.table import PageTable
 from headway.program.ids import check_position, integers, position_ids, token_ids
 from headway.program.output import Output, ProbeHandle, SampleHandle
 from headway.runtime.passes import BEFORE, Feed, Later, Pass, PassResult, Readout
@@ -38,16 +40,25 @@ class _Ask:
     generated: tuple[int, ...] | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class View:
-    """A context as a new pass finds it: behind the pass in flight, when it takes that one's token."""
+    """A context as a new pass finds it: behind the passes in flight, when it takes the last one's token."""
 
+    table: PageTable
+    ahead: tuple[Job, ...]  # in the order they run
     length: int
-    tokens: Sequence[int]
-    positions: Sequence[int]
     next_position: int
     pending: Sequence[int]
     live: Callable[[int], Brle] | None  # which slots were not discarded; None when all are there
+
+    @property
+    def tokens(self) -> Iterator[int]:
+        """All of them. Few passes look, and a sequence may be long."""
+        return chain(self.table.tokens, *(job.work.tokens for job in self.ahead))
+
+    @property
+    def positions(self) -> Iterator[int]:
+        return chain(self.table.positions, *(job.work.positions for job in self.ahead))
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,6 +222,7 @@ class Forward:
             if source is not None:
                 source.then = job
         self._executed = True
+        self._feeds.clear()  # a handle keeps its pass, so each pass of a long generation would keep all before it
         return Execution(job, context, lambda result: Output(self, result))
 
     def _build(self, context: Context, view: View) -> Pass:
@@ -256,7 +268,7 @@ class Forward:
             bound = self._mask.bind(base + pending, rows, causal=self._causal, total=None if self._causal else total)
             masks += self._over_live(bound, live)
         check_rows([m for m in masks if m is not None], where="attention mask", read=self._mask.polarity)
-        self._context.engine.check_windows(masks, [*view.positions, *positions], base)
+        self._context.engine.check_windows(masks, chain(view.positions, positions), base)
         if self._causal and live is None:
             masks = [None if m is not None and m.all() else m for m in masks]  # an explicit causal mask equals none
         return None if all(m is None for m in masks) else tuple(masks)
