@@ -25,7 +25,7 @@ def test_decode_counts_tokens_after_the_first_and_holds_them_against_the_memory(
     found = json.loads(headway("bench", "decode", *TINY, "--tokens", "6", "--prompt", "5", "--json").stdout)
     assert [run["tokens"] for run in found["runs"]] == [5, 5]
     assert found["machine"]["cpu"]
-    assert found["path"]
+    assert found["path"].startswith(found["model"]["runner"])
     limit = found["limit"]
     weights = 4 * (SHAPES["tiny"].layer_weights + SHAPES["tiny"].head_weights + 5 * SHAPES["tiny"].hidden)
     assert limit["bytes_per_token"] == weights
@@ -48,7 +48,7 @@ def test_a_pipe_gets_plain_lines(headway: Run) -> None:
     assert done.returncode == 0, done.stderr
     title, headers, rate, first, memory = done.stdout.splitlines()
     assert title.startswith("prefill · random tiny in bf16 · ")
-    assert " path · 1 threads · prompt 40, 2 runs" in title
+    assert " · 1 threads · prompt 40, 2 runs" in title
     assert headers.split("\t") == ["what", "median", "least", "most", "spread", "of limit"]
     assert rate.startswith("tokens/s\t")
     assert first.startswith("ms to the first token\t")

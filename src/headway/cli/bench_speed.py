@@ -234,7 +234,8 @@ def _decoding(subject: Subject, work: str, counts: Counts, json: bool) -> None:
     rate = Summary.of([run.rate for run in runs])
     first = Summary.of([1e3 * run.prompt_seconds for run in runs])
     if json:
-        timed = [asdict(run) | {"tokens_per_second": run.rate} for run in runs]
+        names = ("prompt_seconds", "seconds", "tokens")
+        timed = [{n: getattr(run, n) for n in names} | {"tokens_per_second": run.rate} for run in runs]
         found = {"tokens_per_second": asdict(rate), "first_token_ms": asdict(first)}
         emit_json(
             {"work": work, **asdict(counts), **facts, "runs": timed, **found, "share_of_limit": rate.median / limit}
@@ -280,6 +281,8 @@ def _engine(subject: Subject, path: Path, pages: int) -> hw.Engine:
 
 def _facts(engine: hw.Engine, subject: Subject, *, bandwidth: bool = True) -> dict[str, Any]:
     """What was measured, where, on which path, and what the memory allows one sequence."""
+    import torch
+
     from headway.runtime.profile import measure_bandwidth
 
     info = engine.info
@@ -289,6 +292,7 @@ def _facts(engine: hw.Engine, subject: Subject, *, bandwidth: bool = True) -> di
         "path": path_of(engine),
     }
     if bandwidth:
+        torch.set_num_threads(info.threads)
         read, needed = measure_bandwidth(info.device), step_bytes(engine)
         facts["limit"] = {"bytes_per_second": read, "bytes_per_token": needed, "tokens_per_second": read / needed}
     return facts
@@ -299,7 +303,7 @@ def _facts(engine: hw.Engine, subject: Subject, *, bandwidth: bool = True) -> di
 
 def _title(work: str, facts: dict[str, Any], rest: str) -> str:
     info = facts["model"]
-    return f"{work} · {info['name']} · {info['dtype']} · {facts['path']} path · {info['threads']} threads · {rest}"
+    return f"{work} · {info['name']} · {facts['path']} · {info['threads']} threads · {rest}"
 
 
 def _table(work: str, facts: dict[str, Any], rows: list[tuple[str, Summary, str]], counts: Counts) -> None:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     import headway as hw
 
 
+Stamped = list[tuple[int, float]]  # tokens, and when each came
+
+
 @dataclass(frozen=True)
 class Timing:
     """One run: seconds until every sequence had its first token, then seconds for `tokens` more in all of them."""
@@ -30,6 +33,7 @@ class Timing:
     prompt_seconds: float
     seconds: float
     tokens: int
+    chosen: tuple[int, ...] = ()  # what the first sequence became
 
     @property
     def rate(self) -> float:
@@ -68,11 +72,11 @@ class Stopwatch:
     def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
         """All prompts at once, each continued by `tokens`."""
 
-        async def one(prompt: Sequence[int]) -> list[float]:
+        async def one(prompt: Sequence[int]) -> Stamped:
             async with self.engine.context() as ctx:
-                return await _stamps(ctx.fill(prompt), tokens)
+                return await _stamped(ctx.fill(prompt), tokens)
 
-        async def everyone(_: hw.Engine) -> tuple[float, list[list[float]]]:
+        async def everyone(_: hw.Engine) -> tuple[float, list[Stamped]]:
             began = time.perf_counter()
             return began, await asyncio.gather(*map(one, prompts))
 
@@ -81,12 +85,12 @@ class Stopwatch:
     def fork(self, prompt: Sequence[int], forks: int, tokens: int) -> Timing:
         """One prompt, computed once, and forks of it that each go on by `tokens`."""
 
-        async def branches(engine: hw.Engine) -> tuple[float, list[list[float]]]:
+        async def branches(engine: hw.Engine) -> tuple[float, list[Stamped]]:
             began = time.perf_counter()
             async with engine.context() as ctx:
                 await ctx.fill(prompt[:-1]).flush()
                 twins = [ctx.fork().fill(prompt[-1:]) for _ in range(forks)]
-                found = await asyncio.gather(*(_stamps(twin, tokens) for twin in twins))
+                found = await asyncio.gather(*(_stamped(twin, tokens) for twin in twins))
                 for twin in twins:
                     twin.release()
                 return began, found
@@ -98,21 +102,22 @@ class Stopwatch:
         return self.decode([prompt], 1).prompt_seconds
 
 
-async def _stamps(ctx: hw.Context, tokens: int) -> list[float]:
-    """When each token came."""
+async def _stamped(ctx: hw.Context, tokens: int) -> Stamped:
     import headway as hw
 
-    stamps: list[float] = []
+    stamped: Stamped = []
     async for step in ctx.generate(hw.Argmax(), max_tokens=tokens, stop_only=True):
-        stamps += [time.perf_counter()] * len(step.tokens)
-    assert len(stamps) == tokens, (len(stamps), tokens)
-    return stamps
+        moment = time.perf_counter()
+        stamped += [(token, moment) for token in step.tokens]
+    assert len(stamped) == tokens, (len(stamped), tokens)
+    return stamped
 
 
-def _timing(began: float, stamps: list[list[float]]) -> Timing:
-    ready = max(times[0] for times in stamps)  # every sequence has its first token
-    ended = max(times[-1] for times in stamps)
-    return Timing(ready - began, ended - ready, sum(stamp > ready for times in stamps for stamp in times))
+def _timing(began: float, found: list[Stamped]) -> Timing:
+    ready = max(stamped[0][1] for stamped in found)  # every sequence has its first token
+    ended = max(stamped[-1][1] for stamped in found)
+    after = sum(moment > ready for stamped in found for _, moment in stamped)
+    return Timing(ready - began, ended - ready, after, tuple(token for token, _ in found[0]))
 
 
 def pages_for(sequences: int, slots: int, page_size: int = 16) -> int:
@@ -126,8 +131,8 @@ def step_bytes(engine: hw.Engine) -> int:
 
 
 def path_of(engine: hw.Engine) -> str:
-    """What computes this engine's steps: the name of the native step, or the torch reference."""
-    return str(getattr(engine, "path", "torch"))
+    """What computes this engine's steps, and how it keeps the weights."""
+    return f"{engine.info.runner}; {engine.info.format}"
 
 
 # -- a fresh process ---------------------------------------------------------------------------------------------------
