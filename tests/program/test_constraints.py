@@ -58,6 +58,14 @@ def closers(tokenizer):
     return np.array([bool(set(t) & set(b'"]}')) for t in texts])
 
 
+@pytest.fixture(scope="module")
+def enders(tokenizer, closers):
+    """Those of them that open nothing again, and null: the shortest way out of a recursion."""
+    texts = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
+    opens = np.array([bool(set(t) & set(b"[{")) for t in texts])
+    return (closers & ~opens) | np.array([t.strip() in (b"n", b"null") for t in texts])
+
+
 def ids(mask):
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
 
@@ -172,7 +180,7 @@ async def documents(engine, names, temperature, max_tokens):
     return dict(await asyncio.gather(*(one(number, name) for number, name in enumerate(names))))
 
 
-def check_documents(engine, names, temperature, max_tokens, closers):
+def check_documents(engine, names, temperature, max_tokens, enders):
     """Every document that ended is valid; one that was cut can be gone on with to a valid end."""
     found = engine.run(lambda engine: documents(engine, names, temperature, max_tokens))
     rng, ended = np.random.default_rng(7), 0
@@ -184,7 +192,7 @@ def check_documents(engine, names, temperature, max_tokens, closers):
             constraint = compile(Grammar.json_schema(ALL[name], compact=compact), engine.tokenizer, engine.vocab_size)
             for token in tokens:
                 constraint.accept(token)
-            more, whole = draw(constraint, engine.tokenizer, closers, rng, 1.0, 400, push=8.0)
+            more, whole = draw(constraint, engine.tokenizer, enders, rng, 1.0, 400, push=8.0)
             text = engine.tokenizer.decode([*tokens, *more])
         assert whole or name in ENDLESS, f"{name} found no end: {text!r:.200}"
         assert not whole or errors(ALL[name], text) == [], text
@@ -193,15 +201,15 @@ def check_documents(engine, names, temperature, max_tokens, closers):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_some_documents_of_the_default_model_are_valid(temperature, smollm2, closers):
-    assert check_documents(smollm2, list(ALL)[::40], temperature, 40, closers) > 0
+def test_some_documents_of_the_default_model_are_valid(temperature, smollm2, enders):
+    assert check_documents(smollm2, list(ALL)[::40], temperature, 40, enders) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("part", range(4))
-def test_all_documents_of_the_default_model_are_valid(part, temperature, smollm2, closers):
-    assert check_documents(smollm2, list(ALL)[part::4], temperature, 120, closers) > 25
+def test_all_documents_of_the_default_model_are_valid(part, temperature, smollm2, enders):
+    assert check_documents(smollm2, list(ALL)[part::4], temperature, 120, enders) > 25
 
 
 def test_any_object(start, tokenizer, closers):

@@ -182,7 +182,8 @@ class Generation:
         Tokens that the constraint forces need no pass: `gen.accept(gen.forced())`.
         """
         self._go_on()
-        await asyncio.to_thread(self._compile)
+        if self._grammar is not None:
+            await asyncio.to_thread(self._compile)
         if (over := self._over()) is not None:
             raise Closed(f"no step is left to prepare: the next one only ends the generation ({over})")
         return replace(self._built(None), mark=self._seen, taken=self._take)
