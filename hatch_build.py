@@ -1,0 +1,207 @@
+"""Compiles the native library when a wheel, or an editable installation, is made.
+
+Calls the compiler itself: a few files and one library need no second build system. It decides what is compiled and how
+and never looks at the machine it runs on: one library holds every instruction set, which of them to use is found at run
+time. Where no compiler is found the package is built without the library, says so, and runs on torch alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+NATIVE = Path("src/headway/kernels/native")
+LIBRARY = NATIVE / ("_headway.dylib" if sys.platform == "darwin" else "_headway.so")
+COMPILERS = ("c++", "g++", "clang++")
+OPTIMISE = ("-O3",)
+# Behind CXXFLAGS, so that no flag from outside changes what a sum rounds to or which names are seen.
+ALWAYS = ("-std=c++17", "-fPIC", "-pthread", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
+SETS = {  # step.cpp is compiled once for each
+    "hw_plain": (),
+    "hw_avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "hw_avx512": AVX512,
+    "hw_vnni": (*AVX512, "-mavx512vnni"),
+}
+PROBE = "#include <thread>\nint main() { std::thread([] {}).join(); }\n"
+
+
+class BuildError(Exception):
+    """The library cannot be built, and should have been."""
+
+
+class Unit(NamedTuple):  # hatchling loads this file in a way that dataclasses cannot be made in
+    """One object file and what it is compiled with."""
+
+    name: str
+    source: str
+    flags: tuple[str, ...]
+
+
+class Toolchain(NamedTuple):
+    """A compiler and the flags of every call."""
+
+    command: tuple[str, ...]
+    flags: tuple[str, ...]
+    link: tuple[str, ...] = ()
+    x86: bool = False
+
+    @classmethod
+    def found(cls, environment: Mapping[str, str], machine: str) -> Toolchain | None:
+        """The compiler that CXX names, or the first on PATH; None without one, or with HEADWAY_NATIVE_BUILD=off."""
+        wanted = environment.get("HEADWAY_NATIVE_BUILD", "auto")
+        if wanted not in ("auto", "off"):
+            raise BuildError(f"HEADWAY_NATIVE_BUILD is {wanted!r}; it takes auto or off")
+        command = None if wanted == "off" else compiler(environment)
+        if command is None:
+            return None
+        flags = (*OPTIMISE, *shlex.split(environment.get("CXXFLAGS", "")), *ALWAYS)
+        link = tuple(shlex.split(environment.get("LDFLAGS", "")))
+        return cls(command, flags, link, machine.lower() in ("x86_64", "amd64"))
+
+    def run(self, arguments: Sequence[str | Path]) -> None:
+        command = [*self.command, *self.flags, *map(str, arguments)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        if done.returncode:
+            way_out = "HEADWAY_NATIVE_BUILD=off installs Headway without its native library."
+            raise BuildError(f"{shlex.join(command)}\n{done.stdout}\nThe native library does not compile. {way_out}")
+
+    def works(self) -> bool:
+        """Whether it compiles and links C++17 with threads for every instruction set."""
+        flags = {flag for flags in SETS.values() for flag in flags} if self.x86 else ()
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "probe.cpp")
+            source.write_text(PROBE)
+            try:
+                self.run([*sorted(flags), source, "-o", Path(folder, "probe"), *self.link])
+            except (BuildError, OSError):
+                return False
+        return True
+
+
+def compiler(environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The command of the C++ compiler, or None."""
+    path = environment.get("PATH", "")
+    if named := shlex.split(environment.get("CXX", "")):
+        if shutil.which(named[0], path=path) is None:
+            raise BuildError(f"CXX names {named[0]!r}, which is not there; name a C++17 compiler, or unset CXX")
+        return tuple(named)
+    found = (shutil.which(name, path=path) for name in COMPILERS)
+    return next(((name,) for name in found if name), None)
+
+
+def units(sources: Sequence[Path], x86: bool) -> list[Unit]:
+    """What is compiled, in the order it is linked.
+
+    The plain set comes first: of the inline functions that several objects define, the linker keeps the first, which
+    must run on every machine.
+    """
+    sets = SETS if x86 else {"hw_plain": ()}
+    levels = [
+        Unit(name, "step.cpp", (f"-DHW_ISA={level}", f"-DHW_NS={name}", "-fvisibility=hidden", *flags))
+        for level, (name, flags) in enumerate(sets.items())
+    ]
+    others = [source.name for source in sources if source.suffix == ".cpp" and source.name != "step.cpp"]
+    rest = [Unit(Path(name).stem, name, (*(("-DHW_X86",) if x86 else ()), visibility(name))) for name in others]
+    return [levels[0], *rest, *levels[1:]]
+
+
+def visibility(source: str) -> str:
+    """Only the calls of api.cpp can be seen from outside the library."""
+    return "-fvisibility=default" if source == "api.cpp" else "-fvisibility=hidden"
+
+
+def native_sources(root: Path) -> list[Path]:
+    """The library's sources and headers."""
+    return sorted(path for path in (root / NATIVE).iterdir() if path.suffix in (".cpp", ".h"))
+
+
+def key(sources: Sequence[Path], tools: Toolchain) -> str:
+    """Changes when the library would."""
+    digest = hashlib.sha256(repr((tools, units(sources, tools.x86))).encode())
+    for source in sources:
+        digest.update(f"\n{source.name}\n".encode() + source.read_bytes())
+    return digest.hexdigest()
+
+
+def compile_objects(root: Path, folder: Path, tools: Toolchain) -> list[Path]:
+    """All objects in the order to link them, compiled side by side into `folder` unless they are there already."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = native_sources(root)
+    stamp, wanted = folder / "key", key(sources, tools)
+    parts = units(sources, tools.x86)
+    objects = [folder / f"{unit.name}.o" for unit in parts]
+    if stamp.exists() and stamp.read_text() == wanted and all(path.exists() for path in objects):
+        return objects
+
+    def one(unit: Unit, output: Path) -> None:
+        tools.run([*unit.flags, "-c", root / NATIVE / unit.source, "-o", output])
+
+    stamp.unlink(missing_ok=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(one, parts, objects))
+    stamp.write_text(wanted)
+    return objects
+
+
+def build(root: Path, tools: Toolchain) -> None:
+    """Put an up-to-date library beside its sources."""
+    folder = root / "build" / "native"
+    objects = compile_objects(root, folder, tools)
+    fresh, library = folder / LIBRARY.name, root / LIBRARY
+    tools.run(["-shared", *objects, *only_calls(folder), *tools.link, "-o", fresh])
+    fresh.replace(library)  # by name: a process that has the old one loaded keeps it
+
+
+def only_calls(folder: Path) -> list[str]:
+    """Linker flags that hide all but the calls of api.h: torch has its own copies of the standard templates."""
+    if sys.platform == "darwin":
+        return ["-Wl,-exported_symbol,_hw_*"]
+    script = folder / "exports"
+    script.write_text("{ global: hw_*; local: *; };\n")
+    return [f"-Wl,--version-script={script}"]
+
+
+def platform_tag() -> str:
+    """The wheel's tag: any Python 3, this kind of machine."""
+    return f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+
+class NativeBuildHook(BuildHookInterface):
+    """What hatchling calls before it packs a wheel."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        root = Path(self.root)
+        try:
+            tools = Toolchain.found(os.environ, platform.machine())
+            if tools is None or not tools.works():
+                return self._without(root)
+            self.app.display_info(f"Headway: compiling the native library with {shlex.join(tools.command)}")
+            build(root, tools)
+        except BuildError as error:
+            self.app.abort(f"Headway: {error}")
+        if version != "editable":
+            build_data.update(pure_python=False, tag=platform_tag())
+            build_data["artifacts"].append(f"/{LIBRARY.as_posix()}")
+
+    def _without(self, root: Path) -> None:
+        (root / LIBRARY).unlink(missing_ok=True)  # it could be that of older sources
+        self.app.display_warning(
+            "Headway: built without its native library, because no C++17 compiler works here or HEADWAY_NATIVE_BUILD "
+            "is off. It computes with torch, which is slower. With g++, clang++ or CXX set, install it again."
+        )
