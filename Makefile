@@ -15,18 +15,24 @@ run: export HEADWAY_PROMPT := $(value PROMPT)
 # Threads that wait for work sleep: when the machine has other things to do, spinning makes every one of them slower.
 test test-all: export OMP_WAIT_POLICY ?= PASSIVE
 
-# A stamp's name holds what an installation depends on: another version, pin or folder is another stamp.
-KEY := $(shell { pwd; cat pyproject.toml constraints.txt; } | sha256sum | cut -c1-16)
+# A stamp's name holds what an installation depends on: another version, pin, folder, compiler or native source is
+# another stamp.
+NATIVE := src/headway/kernels/native
+INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py $(sort $(wildcard $(NATIVE)/*.cpp $(NATIVE)/*.h))
+BUILT_WITH := $(foreach name,CXX CXXFLAGS LDFLAGS HEADWAY_NATIVE_BUILD,$(if \
+	$(filter-out default undefined,$(origin $(name))),$(name)=$(subst ','\'',$($(name)))))
+KEY := $(shell { pwd; echo '$(BUILT_WITH)'; command -v c++ g++ clang++ || true; cat $(INSTALLED_FROM); } | \
+	sha256sum | cut -c1-16)
 RUN_STAMP := $(VENV)/.headway-run-$(KEY)
 TEST_STAMP := $(VENV)/.headway-test-$(KEY)
 DOCS_STAMP := $(VENV)/.headway-docs-$(KEY)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: help run test test-all lint format docs clean clean-all
+.PHONY: help run test test-all native-sanitize lint format docs clean clean-all
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(RUN_STAMP) ## answer a prompt with the default model (PROMPT="…", ARGS="--max-tokens 64")
 	@$(PY) -m headway.cli.main run $(ARGS) -- "$$HEADWAY_PROMPT" </dev/null
@@ -37,7 +43,11 @@ test: $(TEST_STAMP) ## run the tests (ARGS="tests/kv -x" narrows them)
 
 test-all: $(TEST_STAMP) ## run the slow tests too, and keep the log in benchmarks/results
 	@mkdir -p benchmarks/results
-	@$(PY) -m pytest -m "not gpu" --color=no $(ARGS) 2>&1 | tee benchmarks/results/test-all.log
+	@{ failed=0; $(PY) tests/native/check.py || failed=1; \
+	$(PY) -m pytest -m "not gpu" --color=no $(ARGS) || failed=1; exit $$failed; } 2>&1 | tee benchmarks/results/test-all.log
+
+native-sanitize: $(TEST_STAMP) ## run the native library under sanitizers and valgrind
+	@$(PY) tests/native/check.py
 
 lint: $(TEST_STAMP) ## check style, types and the order of layers
 	@$(PY) -m ruff check .
@@ -54,6 +64,7 @@ docs: $(DOCS_STAMP) ## build the documentation into site/
 
 clean: ## remove caches and built files
 	@rm -rf build dist site .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -f $(NATIVE)/_headway.so $(NATIVE)/_headway.dylib $(VENV)/.headway-*  # the next command installs again
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-all: clean ## remove .venv too
@@ -73,6 +84,7 @@ $(DOCS_STAMP):
 define install
 $(PY) -m pip --version >/dev/null 2>&1 || { $(new_venv); }; \
 $(PIP) install -c constraints.txt -e '$(1)'; \
+ls $(NATIVE)/_headway.* >/dev/null 2>&1 || echo "No C++ compiler: Headway has no native library here and is slower."; \
 for stamp in $(2); do rm -f $(VENV)/.headway-$$stamp-*; touch $(VENV)/.headway-$$stamp-$(KEY); done
 endef
 
