@@ -351,6 +351,29 @@ def test_a_fork_and_a_snapshot_keep_the_tools(staged: Make) -> None:
     run(stage, program)
 
 
+def test_the_command_line_shows_reasoning_apart(staged: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    from headway.cli.chat import Session
+    from headway.cli.options import Decoding
+
+    stage = staged("qwen.jinja")
+    decoding = Decoding(64, 0.0, None, None, None, None, None, (), 0)
+    session = Session(stage.engine, "speaker", decoding, "Be brief.", as_json=False)
+    for _ in range(2):  # the second turn has to drop the first one's reasoning
+        stage.say("<think>\nhm…\n</think>\n\nYes. ☀️", end="<|im_end|>")
+        session.turn("Well?")
+        shown = capsys.readouterr()
+        assert shown.out == "Yes. ☀️\n"
+        assert shown.err.startswith("hm…\n\nspeaker · ")
+    session.as_json = True
+    stage.say("<think>\nhm\n</think>\n\n" + tagged("f", a=1), end="<|im_end|>")
+    session.turn("And now?")
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["text"], answer["reasoning"]) == ("", "hm")
+    assert session.ctx.messages[-1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert [m["role"] for m in session.ctx.messages] == ["system", *["user", "assistant"] * 3]
+    session.close()
+
+
 # --- by hand
 
 

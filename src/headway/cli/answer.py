@@ -107,9 +107,15 @@ class Answer:
 
 
 async def stream(
-    engine: hw.Engine, ctx: hw.Context, name: str, decoding: Decoding, write: Callable[[str], None]
+    engine: hw.Engine,
+    ctx: hw.Context,
+    name: str,
+    decoding: Decoding,
+    write: Callable[[str], None],
+    *,
+    each: Callable[[hw.Step], None] | None = None,
 ) -> Answer:
-    """Generate from what `ctx` holds, handing each piece of text to `write` as it comes."""
+    """Generate from what `ctx` holds, handing each piece of text to `write` as it comes, or each step to `each`."""
     _check_room(engine, ctx)
     probe = Distribution(k=decoding.logprobs) if decoding.logprobs else None
     prompt_tokens, start, first = len(ctx.pending), time.perf_counter(), None
@@ -120,7 +126,10 @@ async def stream(
         probes += step.probes
         finish = step.finish
         text += step.text
-        write(step.text)
+        if each is None:
+            write(step.text)
+        else:
+            each(step)
     seconds = time.perf_counter() - start
     tokens = await steps.tokens()  # those that stayed: a stop takes back the tokens that spell it
     info = engine.info

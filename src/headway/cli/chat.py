@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from headway.base.errors import HeadwayError, InvalidInput
 from headway.cli import options
 from headway.cli.answer import Answer, counted, show_choices, stream
 from headway.cli.options import Decoding, EngineOptions, open_engine
-from headway.cli.render import emit_json, note, write_text
+from headway.cli.render import emit_json, note, write_aside, write_text
 from headway.models.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     import headway as hw
+    from headway.program.reading import Reader
 
 PROMPT = "> "
 HELP = """/help            this list
@@ -110,14 +111,14 @@ class Session:
         """Answer one message. A turn that fails or is stopped leaves the conversation as it was before it."""
         before = self.ctx.fork()
         try:
-            answer = self.engine.run(reply, self, text)
+            answer, reasoning = self.engine.run(reply, self, text)
         except (HeadwayError, KeyboardInterrupt) as error:
             self.ctx.release()
             self.ctx = before
             self._refuse(error)
         else:
             before.release()
-            self._show(answer)
+            self._show(answer, reasoning)
 
     def close(self) -> None:
         self.ctx.release()
@@ -138,9 +139,9 @@ class Session:
         else:
             note(f"headway: {error}")
 
-    def _show(self, answer: Answer) -> None:
+    def _show(self, answer: Answer, reasoning: str) -> None:
         if self.as_json:
-            emit_json(answer.to_json(), indent=None)
+            emit_json({**answer.to_json(), **({"reasoning": reasoning} if reasoning else {})}, indent=None)
             return
         if not answer.text.endswith("\n"):
             write_text("\n")
@@ -148,12 +149,60 @@ class Session:
         note(answer.figures.line())
 
 
-async def reply(engine: hw.Engine, session: Session, text: str) -> Answer:
-    """The program of one turn: the message, the cue, the answer."""
-    session.ctx.user(text)
-    session.ctx.cue()
+async def reply(engine: hw.Engine, session: Session, text: str) -> tuple[Answer, str]:
+    """The program of one turn: the message, the cue, the answer; the answer's reasoning, where the model has any."""
+    from headway.program.reading import Reader
+    from headway.program.turns import close_turn, open_turn, reply_format
+
+    ctx, format = session.ctx, reply_format(engine.chat_template)
+    open_turn(ctx, text)
     write = (lambda piece: None) if session.as_json else write_text
-    return await stream(engine, session.ctx, session.name, session.decoding, write)
+    if format is None:
+        return await stream(engine, ctx, session.name, session.decoding, write), ""
+    reader = Reader(engine.tokenizer, format, ctx.talk.rendered)
+    voice = Voice(reader, silent=session.as_json)
+    answer = await stream(engine, ctx, session.name, session.decoding, write, each=voice.show)
+    if answer.finish_reason != "length":
+        close_turn(ctx, reader)
+    return replace(answer, text=reader.reply.content), reader.reply.reasoning
+
+
+@dataclass(eq=False)
+class Voice:
+    """Shows a reply as it is read: its content, and its reasoning dimmed, each on lines of its own."""
+
+    reader: Reader
+    silent: bool
+    _thinking: bool = False
+
+    def show(self, step: hw.Step) -> None:
+        parts = self.reader.push(step)
+        if step.finish is not None:
+            parts += self.reader.finish()
+        for part in parts:
+            if not self.silent:
+                self._part(part)
+
+    def _part(self, part: object) -> None:
+        from headway.text.parse import BadToolCall, Content, Reasoning, ToolCallArguments, ToolCallStart
+
+        match part:
+            case Reasoning(text):
+                self._thinking = True
+                write_aside(text)
+                return
+            case Content(text) | BadToolCall(text, index=None):
+                shown = text
+            case ToolCallStart(name=name):
+                shown = f"[{name}] "
+            case ToolCallArguments(delta=delta):
+                shown = delta
+            case _:
+                return
+        if self._thinking:
+            self._thinking = False
+            write_aside("\n\n")
+        write_text(shown)
 
 
 def _lines() -> Iterator[str]:

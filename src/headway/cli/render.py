@@ -36,6 +36,15 @@ def write_text(text: str) -> None:
     sys.stdout.flush()
 
 
+def write_aside(text: str) -> None:
+    """Stream what a model writes for itself: dimmed on a terminal; out of the answer's way in a pipe."""
+    if sys.stdout.isatty():
+        sys.stdout.write(f"\x1b[2m{visible(text)}\x1b[22m")
+        sys.stdout.flush()
+    else:
+        print(text, end="", file=sys.stderr, flush=True)
+
+
 def visible(text: str) -> str:
     """`text` with control characters as pictures (ESC as ␛), but for newlines and tabs."""
     return "".join(_picture(char) for char in text)

@@ -265,8 +265,7 @@ class ChatReply:
         if finish == "length":
             self.finish = finish
             return
-        ids = [call.id or self._new_id(i) for i, call in enumerate(reply.calls)]
-        close_turn(self._context, self._reader, ids)
+        ids = close_turn(self._context, self._reader)
         if reply.bad:
             self.finish = "bad_call"
         elif not reply.calls:
@@ -285,11 +284,6 @@ class ChatReply:
                 f"{', '.join(call.name for call in calls)}; allow more rounds, or ask for less"
             )
         self.rounds += 1
-
-    def _new_id(self, offset: int) -> str:
-        """An id for a call: some templates want nine letters and digits."""
-        made = sum(len(message.get("tool_calls") or ()) for message in self._context.messages)
-        return f"call{(made + offset) % 100_000:05d}"
 
     # -- calls -----------------------------------------------------------------------------------------------------
 

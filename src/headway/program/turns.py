@@ -70,12 +70,19 @@ def open_turn(
         _rewrite(context, keep, ids, new)
 
 
-def close_turn(context: Context, reader: Reader, ids: Sequence[str] = ()) -> None:
-    """Make what was read a message of the conversation, and append what the template puts behind it."""
+def close_turn(context: Context, reader: Reader) -> list[str]:
+    """Make what was read a message of the conversation, and append what the template puts behind it.
+
+    The ids of its calls; those that the model wrote none for have nine letters and digits, as some templates want.
+    """
     with context.changing():
-        message = assistant_message(reader.reply, ids)
+        reply = reader.reply
+        made = sum(len(message.get("tool_calls") or ()) for message in context.messages)
+        ids = [call.id or f"call{(made + i) % 100_000:05d}" for i, call in enumerate(reply.calls)]
+        message = assistant_message(reply, ids)
         talk, tail = context.engine.chat.close(context.talk, reader.text, message)
         _rewrite(context, len(context.tokens), tail, talk)
+        return ids
 
 
 def as_messages(said: Messages) -> tuple[Mapping[str, Any], ...]:
