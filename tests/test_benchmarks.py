@@ -5,9 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+import pytest
+
+import headway as hw
+from headway.cli.shapes import SHAPES
+from headway.models.gguf import GgufFile
+
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from cpu_files import CannotWrite, Files, weight_bytes  # noqa: E402
+from cpu_plan import Entry, Rival, Work, plan, quick  # noqa: E402
+from cpu_report import Measured, Outcome, nominal_bytes, table  # noqa: E402
+from cpu_runner import Command, PeerFailed, Runner  # noqa: E402
 
 
 def test_concurrency_measures_every_section_and_describes_the_machine(tmp_path: Path) -> None:
@@ -37,3 +51,186 @@ def test_an_unknown_engine_is_refused() -> None:
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "'abacus'" in done.stderr
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_bandwidth_measures_every_limit(tmp_path: Path) -> None:
+    options = [
+        "--threads",
+        "1",
+        "--megabytes",
+        "16",
+        "--tries",
+        "2",
+        "--cube",
+        "128",
+        "--out",
+        str(tmp_path / "l.json"),
+    ]
+    done = _benchmark("bandwidth.py", *options)
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "l.json").read_text())
+    rates = [value for value in data["limits"].values() if isinstance(value, dict)]
+    assert len(rates) == 6
+    assert all(0 < rate["median"] <= rate["best"] for rate in rates)
+    assert data["machine"]["cpu"]
+
+
+# -- Headway and others ------------------------------------------------------------------------------------------------
+
+
+def _benchmark(script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, f"benchmarks/{script}", *options]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=500, check=False)
+
+
+def test_engines_run_in_turns_on_the_same_model(tmp_path: Path) -> None:
+    options = ["--quick", "--threads", "1", "--rounds", "2", "--path", "any", "--out", str(tmp_path)]
+    works = [f"--only=tiny f32 {work}" for work in ("decode 1", "prompt 24")] + ["--only=tiny bf16 decode 1"]
+    done = _benchmark("cpu.py", *options, *works, "--peer", "transformers=python")
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads((tmp_path / "cpu.json").read_text())
+    assert [outcome["work"] for outcome in data["results"]] == [
+        "tiny f32 decode 1",
+        "tiny f32 prompt 24",
+        "tiny bf16 decode 1",
+    ]
+    decode = data["results"][0]
+    ours, theirs = decode["engines"]
+    assert (ours["engine"], theirs["engine"]) == ("headway", "transformers")
+    assert all(len(engine["values"]) == 2 for engine in decode["engines"])
+    assert theirs["same_tokens"] == 7  # both compute the same model
+    assert theirs["ratio"] == pytest.approx(ours["median"] / theirs["median"])
+    assert ours["path"] == ours["facts"]["path"]
+    assert "llama was not given with --peer" in data["notes"]
+    assert data["about"]["machine"]["cpu"]
+    assert "transformers f32" in (tmp_path / "cpu.txt").read_text()
+
+
+def test_a_figure_from_another_path_is_a_failure(tmp_path: Path) -> None:
+    options = ["--quick", "--threads", "1", "--rounds", "1", "--out", str(tmp_path), "--only", "tiny f32 decode 1"]
+    done = _benchmark("cpu.py", *options, "--path", "abacus")
+    assert done.returncode == 1
+    assert "FAILED: tiny f32 decode 1 ran on" in done.stdout
+    assert "FELL BACK" in (tmp_path / "cpu.txt").read_text()
+
+
+def test_forks_windows_and_fresh_processes_are_measured(tmp_path: Path) -> None:
+    options = ["--quick", "--threads", "1", "--rounds", "1", "--path", "any", "--out", str(tmp_path)]
+    works = [f"--only=tiny q4_0 {work}" for work in ("3 forks", "window", "process start", "first token")]
+    done = _benchmark("cpu.py", *options, *works)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {o["work"]: o for o in json.loads((tmp_path / "cpu.json").read_text())["results"]}
+    assert {o["unit"] for o in found.values()} == {"tokens/s", "ms", "s", "ms a token"}
+    window = found["tiny q4_0 window 32 of 300, whole step"]
+    assert [engine["engine"] for engine in window["engines"]] == ["headway", "no trim", "no window"]
+    assert "tiny q4_0 window 32 of 300, attention by profile" in found
+    assert found["tiny q4_0 process start to first token"]["engines"][0]["median"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--peer", "abacus=python"], "'abacus'"),
+        (["--peer", "llama=/nowhere/python"], "/nowhere/python"),
+        (["--only", "abacus"], "abacus"),
+        (["--threads", "0"], "whole numbers from 1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: list[str], why: str) -> None:
+    done = _benchmark("cpu.py", "--quick", *options)
+    assert done.returncode != 0
+    assert why in done.stderr
+
+
+def test_one_model_stands_behind_every_file(tmp_path: Path) -> None:
+    files = Files(tmp_path, {}, 1)
+    prompt = list(range(20, 40))
+    texts = {form: _continued(files.get(SHAPES["tiny"], form), prompt) for form in ("f32", "gguf-f32", "gguf-f16")}
+    assert texts["f32"] == texts["gguf-f32"] == texts["gguf-f16"]
+    assert files.get(SHAPES["tiny"], "f32") == tmp_path / "tiny-f32"  # not written again
+    weights = SHAPES["tiny"].layer_weights + SHAPES["tiny"].head_weights
+    norms = 4 * 64 * 5
+    assert weight_bytes(files.get(SHAPES["tiny"], "q4_0")) == weights * 18 // 32 + norms
+    assert weight_bytes(files.get(SHAPES["tiny"], "q8_0")) == weights * 34 // 32 + norms
+    with GgufFile.open(tmp_path / "tiny-q4_0.gguf") as file:
+        assert len(file.metadata["tokenizer.ggml.tokens"]) == SHAPES["tiny"].vocab  # type: ignore[arg-type]
+        assert {t.kind for t in file.tensors.values()} == {"Q4_0", "F32"}
+    with pytest.raises(CannotWrite, match="written by llama"):
+        files.get(SHAPES["tiny"], "q4_k")
+
+
+def _continued(path: Path, prompt: list[int]) -> list[int]:
+    async def program(engine: hw.Engine) -> list[int]:
+        async with engine.context() as ctx:
+            return await ctx.fill(prompt).generate(hw.Argmax(), max_tokens=8, stop_only=True).tokens()
+
+    with hw.Engine(path, threads=1, pages=16) as engine:
+        return engine.run(program)
+
+
+def test_a_worker_that_cannot_says_why(tmp_path: Path) -> None:
+    load = {"form": "f32", "threads": 1, "slots": 64, "sequences": 1, "total": 64}
+    with pytest.raises(PeerFailed, match="nothing-here"):
+        Runner(Command("headway", sys.executable, 1), load | {"path": str(tmp_path / "nothing-here.gguf")})
+    with pytest.raises(PeerFailed, match=r"^llama\b"):
+        Runner(Command("llama", sys.executable, 1), load | {"path": "x"})
+
+
+def test_the_plan_has_every_aim_once_and_keeps_files_together() -> None:
+    entries = plan()
+    assert len({(e.shape, e.form, e.work) for e in entries}) == len(entries)
+    groups = [(e.shape, e.form) for e in entries]
+    changes = sum(a != b for a, b in pairwise(groups))
+    assert changes == len(set(groups)) - 1
+    aims = {e.label: ({(r.peer, r.form): r.wanted for r in e.rivals}, e.share) for e in entries}
+    assert aims["smol q4_0 decode 1"] == ({("llama", "q4_0"): 1.5, ("openvino", "ov-int4"): 1.5}, 0.65)
+    assert aims["1b q8_0 decode 1"] == ({("llama", "q8_0"): 1.0, ("openvino", "ov-int8"): 1.0}, 0.80)
+    assert {e.work.kind for e in quick()} == {e.work.kind for e in entries}
+    assert all(r.wanted is None for e in quick() for r in e.rivals)
+
+
+LIMITS = {"read_memory": {"best": 1e9}, "float32_product": {"best": 1e12}, "int8_product": {"best": 4e12}}
+
+
+def _outcome(work: Work, ours: list[float], theirs: list[float], wanted: float, path: str = "native, AVX2") -> Outcome:
+    entry = Entry("smol", "q4_0", work, (Rival("llama", "q4_0", wanted),), share=0.5)
+    one = Measured("headway", "q4_0", {}, 10_000_000, ours, {path}, [1, 2, 3])
+    other = Measured("llama", "q4_0", {}, 10_000_000, theirs, {"repack"}, [1, 2, 4])
+    return Outcome(entry, entry.label, work.unit, [one, other], {("llama", "q4_0"): wanted})
+
+
+def test_rates_and_times_are_both_held_against_the_aim() -> None:
+    found = _outcome(Work("decode", 8, 16), [60.0, 40.0, 50.0], [20.0, 25.0, 30.0], 2.0).to_json(LIMITS, "native")
+    ours, theirs = found["engines"]
+    assert (ours["median"], ours["least"], ours["most"]) == (50.0, 40.0, 60.0)
+    assert (theirs["ratio"], theirs["met"], theirs["same_tokens"]) == (2.0, True, 2)
+    assert (ours["share_of_limit"], found["share_met"]) == (0.5, True)  # 10 MB at 1 GB/s: 100 tokens a second
+    late = _outcome(Work("first", 8), [10.0], [19.0], 2.0).to_json(LIMITS, "native")
+    assert (late["engines"][1]["ratio"], late["missed"]) == (1.9, ["llama"])
+    assert late["share_met"] is None
+    assert "1.90 ×  2 ×: missed" in table([found, late])
+
+
+def test_a_prompts_limit_is_its_products_and_its_attention() -> None:
+    work = Work("prefill", 512)
+    products, attention = SHAPES["smol"].prompt_operations(512)
+    fastest = 512 / (products / 4e12 + attention / 1e12)
+    found = _outcome(work, [fastest / 4], [1.0], 1.0).to_json(LIMITS, "native")
+    assert found["engines"][0]["share_of_limit"] == pytest.approx(0.25)
+
+
+def test_only_the_required_path_is_no_fallback() -> None:
+    assert _outcome(Work("decode", 8, 16), [1.0], [1.0], 1.0).fell_back("native") is None
+    torch = _outcome(Work("decode", 8, 16), [1.0], [1.0], 1.0, path="torch; float32")
+    assert torch.fell_back("native") == "torch; float32"
+    assert torch.fell_back("any") is None
+
+
+def test_formats_without_a_file_have_the_bytes_of_their_bits() -> None:
+    shape = SHAPES["smol"]
+    assert nominal_bytes("q4_0", "smol", 123) == 123
+    assert nominal_bytes("int8", "smol", 123) == shape.layer_weights + shape.head_weights
+    assert np.isclose(nominal_bytes("int4", "smol", 0) / nominal_bytes("int8", "smol", 0), 4.5 / 8)
