@@ -8,6 +8,7 @@ more. A format that only a peer can write (Q4_K, OpenVINO's) is written by that 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import gguf
 import numpy as np
 import torch
 
-from headway.cli.shapes import FORMATS, Shape, tensors, write_folder
+from headway.cli.shapes import FORMATS, Shape, sizes, tensors, write_folder
 from headway.models import store
 from headway.models.gguf import GgufFile
 from headway.models.load import GGUF_NAMES, HF_NAMES
@@ -98,32 +99,27 @@ def write_gguf(shape: Shape, form: str, path: Path) -> None:
     writer = gguf.GGUFWriter(path, "llama")
     _describe(writer, shape)
     _copy_tokenizer(writer, shape.vocab)
-    for name, data in _stored(shape, form, sizes_only=True):
-        writer.add_tensor_info(name, data.shape, data.dtype, data.nbytes, _kind(data, form))
+    for name, size in sizes(shape):
+        kind = gguf.GGMLQuantizationType.F32 if len(size) == 1 else TYPES[form]
+        stored = gguf.quant_shape_to_byte_shape(size, kind)
+        writer.add_tensor_info(_gguf_name(name), stored, np.dtype(np.uint8), math.prod(stored), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, data in _stored(shape, form):
+    for data in _stored(shape, form):
         writer.write_tensor_data(data)
     writer.close()
 
 
-def _kind(data: np.ndarray, form: str) -> gguf.GGMLQuantizationType:
-    return gguf.GGMLQuantizationType.F32 if data.ndim == 1 else TYPES[form]
-
-
-def _stored(shape: Shape, form: str, sizes_only: bool = False) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor under its GGUF name, as it is stored: norms in float32, matrices in the form's type."""
+def _stored(shape: Shape, form: str) -> Iterator[np.ndarray]:
+    """Every tensor as it is stored: norms in float32, matrices in the form's type."""
     for name, tensor in tensors(shape):
         if tensor.ndim == 1:
-            yield _gguf_name(name), tensor.float().numpy()
-            continue
-        if sizes_only:  # of the stored form, without quantising
-            yield _gguf_name(name), np.empty(gguf.quant_shape_to_byte_shape(tensor.shape, TYPES[form]), np.uint8)
+            yield tensor.float().numpy()
             continue
         heads = {"q_proj": shape.heads, "k_proj": shape.kv_heads}.get(name.split(".")[-2])
         rows = tensor if heads is None else _paired(tensor, heads)
-        yield _gguf_name(name), gguf.quants.quantize(rows.float().numpy(), TYPES[form])
+        yield gguf.quants.quantize(rows.float().numpy(), TYPES[form])
 
 
 def _paired(rows: torch.Tensor, heads: int) -> torch.Tensor:

@@ -111,8 +111,8 @@ def nominal_bytes(form: str, shape: str, stored: int) -> int:
     """Bytes of weights a step must read in this format, whatever an engine makes of them in memory."""
     if form not in BITS:
         return stored
-    sizes = SHAPES[shape]
-    return int((sizes.layer_weights + sizes.head_weights) * BITS[form] / 8)
+    found = SHAPES[shape]
+    return int((found.layer_weights + found.head_weights) * BITS[form] / 8)
 
 
 HEADERS = ("work", "engine", "median", "least–most", "of limit", "ahead", "wanted", "path")

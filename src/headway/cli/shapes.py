@@ -74,7 +74,7 @@ def tensors(shape: Shape, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
     """Every weight under its Hugging Face name, in float16."""
     import torch
 
-    for index, (name, size) in enumerate(_sizes(shape)):
+    for index, (name, size) in enumerate(sizes(shape)):
         generator = torch.Generator().manual_seed(1_000_003 * seed + index)
         drawn = torch.randn(size, generator=generator)
         scaled = 1 + SPREAD * drawn if len(size) == 1 else drawn / math.sqrt(size[1])
@@ -96,7 +96,8 @@ def write_folder(shape: Shape, folder: Path, form: str, seed: int = 0) -> Path:
     return folder
 
 
-def _sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every weight's Hugging Face name and size, in the order they are drawn."""
     e, f, q, kv = shape.hidden, shape.inner, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     parts: dict[str, tuple[int, ...]] = {
         "input_layernorm": (e,),
