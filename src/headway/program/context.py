@@ -171,7 +171,7 @@ class Context:
         """Compute the pending tokens. Raw mask rows bind the pending tokens, one row each."""
         if adapter is not None:
             self.forward().adapter(adapter)
-        if not self._pending:
+        if not self.pending:
             if attention_mask is not None:
                 raise InvalidInput("flush was given an attention mask and there are no pending tokens for it to bind")
             return
