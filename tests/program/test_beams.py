@@ -185,19 +185,19 @@ def real_model(smollm2_path: Path) -> PreTrainedModel:
     ],
 )
 def test_the_real_model_says_what_transformers_says(
-    smollm2: hw.Engine, real_model: PreTrainedModel, text: str, options: dict[str, Any]
+    smollm2_float: hw.Engine, real_model: PreTrainedModel, text: str, options: dict[str, Any]
 ) -> None:
-    prompt, eos = smollm2.tokenizer.encode(text), smollm2.eos_ids
+    prompt, eos = smollm2_float.tokenizer.encode(text), smollm2_float.eos_ids
     plain = {"repetition_penalty": 1.0, **options}
     theirs = reference(real_model, prompt, eos, max_new_tokens=8, **plain)
-    assert_same(searched(smollm2, prompt, max_tokens=8, **options), theirs)
+    assert_same(searched(smollm2_float, prompt, max_tokens=8, **options), theirs)
 
 
 @pytest.mark.parametrize("options", [{"no_repeat_ngram_size": 3}, {"repetition_penalty": 1.3}, {"num_beams": 2}])
 def test_generate_has_the_words_of_transformers_on_the_real_model(
-    smollm2: hw.Engine, real_model: PreTrainedModel, options: dict[str, Any]
+    smollm2_float: hw.Engine, real_model: PreTrainedModel, options: dict[str, Any]
 ) -> None:
-    prompt = smollm2.tokenizer.encode("The cat sat on the mat. The cat sat on the mat. The cat sat")
+    prompt = smollm2_float.tokenizer.encode("The cat sat on the mat. The cat sat on the mat. The cat sat")
     limit = len(prompt) + 8
 
     async def program(engine: hw.Engine) -> list[int]:
@@ -210,12 +210,12 @@ def test_generate_has_the_words_of_transformers_on_the_real_model(
             ids,
             attention_mask=torch.ones_like(ids),
             pad_token_id=0,
-            eos_token_id=list(smollm2.eos_ids),
+            eos_token_id=list(smollm2_float.eos_ids),
             max_length=limit,
             do_sample=False,
             **options,
         )
-    assert smollm2.run(program) == found[0, len(prompt) :].tolist()
+    assert smollm2_float.run(program) == found[0, len(prompt) :].tolist()
 
 
 def test_a_stop_id_ends_a_beam_and_is_told_from_an_end_token(engine: hw.Engine) -> None:

@@ -37,7 +37,7 @@ async def tokens_of(engine: hw.Engine, prompt: list[int], sampler: hw.Sampler, c
 def assert_alike(found: list[hw.Continuation], expected: list[hw.Continuation]) -> None:
     """The same but for the rounding of scores: pages that were cached are not computed in the same batches."""
     assert [replace(one, score=0.0) for one in found] == [replace(one, score=0.0) for one in expected]
-    assert [one.score for one in found] == pytest.approx([one.score for one in expected], rel=1e-5)
+    assert [one.score for one in found] == pytest.approx([one.score for one in expected], rel=1e-4)
 
 
 # -- beams ---------------------------------------------------------------------------------------------------------
