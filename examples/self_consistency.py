@@ -24,7 +24,7 @@ Answer:"""
 async def program(engine: hw.Engine) -> tuple[Counter[str], int, int]:
     async def chain(seed: int) -> str:
         async with ctx.fork() as fork:
-            return await fork.generate(hw.Multinomial(0.7, seed=seed), max_tokens=32, stop="\n").text()
+            return await fork.generate(hw.Multinomial(0.5, seed=seed), max_tokens=32, stop="\n").text()
 
     before = engine.stats().tokens
     async with engine.context(salt="self-consistency") as ctx:
