@@ -55,4 +55,4 @@ async def program(engine: hw.Engine) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    hw.Engine("smollm2").run(program)
+    hw.Engine("smollm2", dtype="float32").run(program)  # packed weights round, which magnifies small differences

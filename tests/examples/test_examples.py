@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -56,18 +57,25 @@ async def scored(engine: hw.Engine, prompt: str, text: str) -> list[float]:
     return [float(out.logprobs(handle)[0]) for handle in handles]
 
 
+@pytest.fixture(scope="module")
+def floats() -> Iterator[hw.Engine]:
+    """The default model with float weights, for claims that hold to float rounding."""
+    with hw.Engine("smollm2", dtype="float32", pages=64, threads=2) as engine:
+        yield engine
+
+
 @pytest.fixture
 def run(smollm2: hw.Engine, capsys: pytest.CaptureFixture[str]) -> Any:
     """Run an example: what it returned and what it printed. It must leave no page behind."""
 
-    def go(name: str, *args: Any) -> tuple[Any, str]:
-        before = smollm2.stats().pages_held
-        value = smollm2.run(load(name).program, *args)
+    def go(name: str, *args: Any, engine: hw.Engine = smollm2) -> tuple[Any, str]:
+        before = engine.stats().pages_held
+        value = engine.run(load(name).program, *args)
         for _ in range(1000):  # a pass that ran ahead of a stop gives its pages back when its step ends
-            if smollm2.stats().pages_held == before:
+            if engine.stats().pages_held == before:
                 break
             time.sleep(0.01)
-        assert smollm2.stats().pages_held == before, "the example kept pages"
+        assert engine.stats().pages_held == before, "the example kept pages"
         printed = capsys.readouterr().out
         assert printed.strip()
         if name in gallery():
@@ -132,7 +140,7 @@ def test_a_sink_rescues_the_window(run: Any) -> None:
     assert "██····████" in printed
     page = (FOLDER.parent / "docs/gallery.md").read_text()
     shown = dict(re.findall(r"│ (Mask\.[^│]*?) +│ ([\d.]+)", page))
-    assert {name: float(value) for name, value in shown.items()} == pytest.approx(found, abs=0.06)
+    assert {name: float(value) for name, value in shown.items()} == pytest.approx(found, rel=0.03)
 
 
 def test_the_best_pages_answer_and_the_ends_alone_do_not(run: Any) -> None:
@@ -148,8 +156,8 @@ def test_sections_apart_do_not_move_each_other(run: Any) -> None:
     assert found["hierarchical"][0] < 1e-4
 
 
-def test_documents_in_their_own_positions_have_no_order(run: Any) -> None:
-    spread, printed = run("own_positions")
+def test_documents_in_their_own_positions_have_no_order(run: Any, floats: hw.Engine) -> None:
+    spread, printed = run("own_positions", engine=floats)
     assert spread["one after the other"] > 0.1
     assert spread["position spaces of their own"] < CLOSE
     assert printed.count(" blue") >= 3
@@ -163,8 +171,8 @@ def test_shared_and_spread_position_ids_cost_quality(run: Any) -> None:
     assert "16384" in printed
 
 
-def test_drafts_at_one_position_are_judged_as_if_alone(run: Any) -> None:
-    (oven, bath), apart = run("competing_drafts")[0]
+def test_drafts_at_one_position_are_judged_as_if_alone(run: Any, floats: hw.Engine) -> None:
+    (oven, bath), apart = run("competing_drafts", engine=floats)[0]
     assert oven > bath
     assert apart < CLOSE
 
