@@ -33,7 +33,7 @@ from typing import Any
 import bandwidth
 from cpu_files import CannotWrite, Files, weight_bytes
 from cpu_plan import PEERS, Entry, Work, plan, quick
-from cpu_report import Measured, Outcome, nominal_bytes, table
+from cpu_report import Measured, Outcome, table
 from cpu_runner import Command, PeerFailed, Runner, start_to_first_token
 
 from headway.base.machine import read_machine
@@ -88,9 +88,9 @@ class Bench:
             print(where[-1], flush=True)
             return None
         stack.callback(runner.close)
-        reported = runner.facts.get("weight_bytes")
-        on_disk = None if form.startswith("ov-") else nominal_bytes(form, shape, weight_bytes(path))
-        return Loaded(runner, command, options, on_disk or reported)
+        # What the file's format needs, whatever an engine makes of it in memory; its own word where it made the format.
+        own = form in ("int8", "int4") or form.startswith("ov-")
+        return Loaded(runner, command, options, runner.facts["weight_bytes"] if own else weight_bytes(path))
 
     def _note(self, text: str) -> None:
         if text not in self.notes:

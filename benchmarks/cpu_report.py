@@ -10,7 +10,6 @@ from cpu_plan import Entry
 
 from headway.cli.shapes import SHAPES
 
-BITS = {"int8": 8.0, "int4": 4.5}  # a weight, of formats that Headway makes itself
 INTEGER = ("q4_0", "q8_0", "q4_k", "int8", "int4", "ov-int4", "ov-int8")
 
 
@@ -105,14 +104,6 @@ class Outcome:
         if one.chosen and self.ours.chosen:
             found["same_tokens"] = _common(one.chosen, self.ours.chosen)
         return found
-
-
-def nominal_bytes(form: str, shape: str, stored: int) -> int:
-    """Bytes of weights a step must read in this format, whatever an engine makes of them in memory."""
-    if form not in BITS:
-        return stored
-    found = SHAPES[shape]
-    return int((found.layer_weights + found.head_weights) * BITS[form] / 8)
 
 
 HEADERS = ("work", "engine", "median", "least–most", "of limit", "ahead", "wanted", "path")

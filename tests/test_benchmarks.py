@@ -8,7 +8,6 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import headway as hw
@@ -20,7 +19,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 from cpu_files import CannotWrite, Files, weight_bytes  # noqa: E402
 from cpu_plan import Entry, Rival, Work, plan, quick  # noqa: E402
-from cpu_report import Measured, Outcome, nominal_bytes, table  # noqa: E402
+from cpu_report import Measured, Outcome, table  # noqa: E402
 from cpu_runner import Command, PeerFailed, Runner  # noqa: E402
 
 
@@ -104,6 +103,7 @@ def test_engines_run_in_turns_on_the_same_model(tmp_path: Path) -> None:
     assert theirs["same_tokens"] == 7  # both compute the same model
     assert theirs["ratio"] == pytest.approx(ours["median"] / theirs["median"])
     assert ours["path"] == ours["facts"]["path"]
+    assert ours["weight_bytes"] == theirs["weight_bytes"] == theirs["facts"]["weight_bytes"]
     assert "llama was not given with --peer" in data["notes"]
     assert data["about"]["machine"]["cpu"]
     assert "transformers f32" in (tmp_path / "cpu.txt").read_text()
@@ -227,10 +227,3 @@ def test_only_the_required_path_is_no_fallback() -> None:
     torch = _outcome(Work("decode", 8, 16), [1.0], [1.0], 1.0, path="torch; float32")
     assert torch.fell_back("native") == "torch; float32"
     assert torch.fell_back("any") is None
-
-
-def test_formats_without_a_file_have_the_bytes_of_their_bits() -> None:
-    shape = SHAPES["smol"]
-    assert nominal_bytes("q4_0", "smol", 123) == 123
-    assert nominal_bytes("int8", "smol", 123) == shape.layer_weights + shape.head_weights
-    assert np.isclose(nominal_bytes("int4", "smol", 0) / nominal_bytes("int8", "smol", 0), 4.5 / 8)
