@@ -13,7 +13,6 @@ from headway.kernels import kv as pages
 from headway.kernels.attention import Group, attend, attend_exact, scores
 from headway.kernels.linear import by_rows, linear
 from headway.kernels.norm import rms_norm
-from headway.kernels.packed import coded
 from headway.kernels.rope import rotation
 from headway.models.config import ModelConfig
 from headway.models.layers import Layer
@@ -60,7 +59,6 @@ class Decoder:
     final_norm: Tensor  # [E]
     output: Tensor  # [V, E]; the embedding itself when tied
     inv_freq: Tensor  # [rope dim / 2]
-    output_coding: str | None = None  # how the format the output was stored in takes its rows
 
     @torch.inference_mode()
     def forward(self, step: Step, kv: Tensor, taps: Taps, mark: Mark, tile: int | None) -> Tensor:
@@ -107,7 +105,7 @@ class Decoder:
     @torch.inference_mode()
     def head(self, h: Tensor, tile: int | None) -> Tensor:
         """Logits [R, V] float32 of normed rows [R, E]."""
-        return by_rows(tile, lambda r: (linear(coded(r, self.output_coding), self.output),), h)[0].float()
+        return by_rows(tile, lambda r: (linear(r, self.output),), h)[0].float()
 
     def logits(self, x: Tensor, tile: int | None) -> Tensor:
         """Logits [R, V] float32 of residual rows [R, E]."""

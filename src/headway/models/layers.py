@@ -10,20 +10,18 @@ from torch import Tensor
 from headway.kernels.linear import linear
 from headway.kernels.mlp import gated_silu
 from headway.kernels.norm import rms_norm
-from headway.kernels.packed import coded
 from headway.kernels.rope import rotate
 
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """A weight [N, K] and its bias [N] or none. `coding` is how the format it was stored in takes its rows."""
+    """A weight [N, K] and its bias [N] or none."""
 
     weight: Tensor
     bias: Tensor | None = None
-    coding: str | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(coded(x, self.coding), self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     @property
     def nbytes(self) -> int:

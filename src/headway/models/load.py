@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headway.base.errors import BadModelFile, Unsupported
+from headway.base.errors import BadModelFile
 from headway.kernels.native.library import Team
 from headway.kernels.packed import Packed
 from headway.kernels.rope import frequencies
 from headway.models.config import ModelConfig, read_config
 from headway.models.decoder import Decoder
-from headway.models.dequant import FLOATS
 from headway.models.layers import Layer, Linear, fused
 from headway.models.packed import PackedDecoder, PackedLayer
 from headway.models.repack import load_packed
@@ -67,13 +66,9 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    keep_coding: bool = False,
     progress: Progress | None = None,
 ) -> Decoder:
-    """The decoder in a Hugging Face folder or a GGUF file, its weights in one dtype on one device.
-
-    With `keep_coding` a matrix that is stored quantised takes its rows as that format does (see kernels.packed).
-    """
+    """The decoder in a Hugging Face folder or a GGUF file, its weights in one dtype on one device."""
     config = read_config(path)
     weights = open_weights(path)
     try:
@@ -83,7 +78,6 @@ def load_model(
             GGUF_NAMES if path.is_file() else HF_NAMES,
             dtype=dtype,
             device=device,
-            keep_coding=keep_coding,
             progress=progress,
         )
     finally:
@@ -115,11 +109,10 @@ def build(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    keep_coding: bool = False,
     progress: Progress | None = None,
 ) -> Decoder:
     """The decoder that these weights make under this config."""
-    reader = _Reader(config, weights, names, dtype, device, set(), keep_coding)
+    reader = _Reader(config, weights, names, dtype, device, set())
     v, e = config.vocab_size, config.hidden_size
     embedding = reader.tensor(names["embedding"], (v, e))
     layers = []
@@ -134,7 +127,6 @@ def build(
         final_norm=reader.tensor(names["final_norm"], (e,)),
         output=embedding if config.tied else reader.tensor(names["output"], (v, e)),
         inv_freq=reader.frequencies(),
-        output_coding=reader.coding([names["embedding" if config.tied else "output"]]),
     )
     reader.check_all_used()
     return decoder
@@ -148,7 +140,6 @@ class _Reader:
     dtype: torch.dtype
     device: torch.device
     used: set[str]
-    keep_coding: bool = False
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self.claim(name, shape)
@@ -193,20 +184,9 @@ class _Reader:
     def linear(self, at: str, parts: tuple[tuple[str, int], ...], width: int, bias: bool) -> Linear:
         """Matrices stacked into one [sum of rows, width], with their biases."""
         weight = fused([self.part(f"{at}{self.names[p]}.weight", p, (rows, width)) for p, rows in parts])
-        coding = self.coding([f"{at}{self.names[p]}.weight" for p, _ in parts])
         if not bias:
-            return Linear(weight, coding=coding)
-        found = fused([self.part(f"{at}{self.names[p]}.bias", p, (rows,)) for p, rows in parts])
-        return Linear(weight, found, coding)
-
-    def coding(self, names: list[str]) -> str | None:
-        """How rows are taken by the format these matrices are stored in."""
-        if not self.keep_coding:
-            return None
-        found = {None if self.weights.stored(name) in FLOATS else "groups" for name in names}
-        if len(found) > 1:
-            raise Unsupported(f"{names[0]} and {names[-1]} are stored in different kinds of format; use dtype=float32")
-        return found.pop()
+            return Linear(weight)
+        return Linear(weight, fused([self.part(f"{at}{self.names[p]}.bias", p, (rows,)) for p, rows in parts]))
 
     def part(self, name: str, role: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self.tensor(name, shape)

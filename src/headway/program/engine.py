@@ -97,7 +97,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str | Path | Decoder,
+        model: str | Path | Decoder | PackedDecoder,
         *,
         dtype: str = "auto",
         device: str = "auto",
@@ -120,14 +120,15 @@ class Engine:
         count = pick_threads(threads)
         page_size = _positive("page_size", page_size, 1024)
         budget = STEP_TOKENS if max_batch_tokens is None else _positive("max_batch_tokens", max_batch_tokens, 1 << 20)
-        self._path = None if isinstance(model, Decoder) else resolve(model)
+        in_memory = isinstance(model, Decoder | PackedDecoder)
+        self._path = None if in_memory else resolve(model)
         torch.set_num_threads(count)
-        given = _as_asked(model, dtype, device) if isinstance(model, Decoder) else self._path
+        given = _as_asked(model, dtype, device) if in_memory else self._path
         assert given is not None
         if runner is not None and isinstance(given, Decoder):
             self._backend = Backend(given, None, "another runner was given")
         else:
-            at = given.device if isinstance(given, Decoder) else where
+            at = where if isinstance(given, Path) else given.device
             self._backend = open_backend(
                 given, dtype=dtype, device=at, threads=count, quantize=quantize, settings=settings()
             )
@@ -136,7 +137,7 @@ class Engine:
         total = pick_pages(pages, self.config, page_size, decoder.dtype, decoder.device)
         self._page_size, self._threads = page_size, count
         self._decoder = given if isinstance(given, Decoder) else decoder  # one in memory stays as its owner knows it
-        self._name = str(model) if not isinstance(model, Decoder) else f"{self.config.family} in memory"
+        self._name = f"{self.config.family} in memory" if in_memory else str(model)
         self._allocator = Allocator(total)
         self.pool = pool = Pool(
             layers=self.config.layers,
@@ -419,7 +420,7 @@ def engines() -> list[Engine]:
         return list(_engines)
 
 
-def _as_asked(decoder: Decoder, dtype: str, device: str) -> Decoder:
+def _as_asked(decoder: Decoder | PackedDecoder, dtype: str, device: str) -> Decoder | PackedDecoder:
     """A decoder in memory, which is used as it is: another dtype or device than it has is refused."""
     where = decoder.device if device == "auto" else pick_device(device)
     if where.type != decoder.device.type or where.index not in (None, decoder.device.index):

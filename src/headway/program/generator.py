@@ -301,7 +301,7 @@ class Generation:
             forward.mask_later(self._later)
         elif constraint is not None and (bits := constraint.mask()) is not None:
             forward.mask(bits)
-        if len(self._said.generated) < self._least and self._ids:
+        if len(self._said.generated) + (fed is not None) < self._least and self._ids:
             forward.mask(forbid=sorted(self._ids))
         counted = self._said.generated if self._sampler.penalises else None
         handle = forward.sample([-1], self._sampler, generated=counted)

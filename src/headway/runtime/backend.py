@@ -48,10 +48,20 @@ class Backend:
 
 
 def open_backend(
-    model: Path | Decoder, *, dtype: str, device: torch.device, threads: int, quantize: str | None, settings: Settings
+    model: Path | Decoder | PackedDecoder,
+    *,
+    dtype: str,
+    device: torch.device,
+    threads: int,
+    quantize: str | None,
+    settings: Settings,
 ) -> Backend:
     """Load a model, or take one that is in memory, for the best that can compute it here."""
     check_quantize(quantize)
+    if quantize is not None and not isinstance(model, Path):
+        raise Unsupported(f"quantize={quantize!r} is for models read from files; this one is in memory already")
+    if isinstance(model, PackedDecoder):
+        return Backend(model, _team(threads, settings), "")
     reason = why_not_native(model, dtype, device, settings)
     if reason is not None:
         if settings.native == "require":
@@ -59,14 +69,16 @@ def open_backend(
         if quantize is not None:
             raise Unsupported(f"quantize={quantize!r} needs the native step, and {reason}")
         return Backend(_torch_model(model, dtype, device), None, reason)
-    if settings.isa is not None:
-        use_isa(settings.isa)
-    team = Team(threads)
+    team = _team(threads, settings)
     if isinstance(model, Decoder):
-        if quantize is not None:
-            raise Unsupported(f"quantize={quantize!r} is for models read from files; this one is in memory already")
         return Backend(pack_decoder(model), team, "")
     return Backend(load_packed_model(model, team=team, keep=dtype == "auto", quantize=quantize), team, "")
+
+
+def _team(threads: int, settings: Settings) -> Team:
+    if settings.isa is not None:
+        use_isa(settings.isa)
+    return Team(threads)
 
 
 def why_not_native(model: Path | Decoder, dtype: str, device: torch.device, settings: Settings) -> str | None:
@@ -84,5 +96,6 @@ def why_not_native(model: Path | Decoder, dtype: str, device: torch.device, sett
 def _torch_model(model: Path | Decoder, dtype: str, device: torch.device) -> Decoder:
     if isinstance(model, Decoder):
         return model
-    kind = pick_dtype(dtype, device)
-    return load_model(model, dtype=kind, device=device, keep_coding=dtype == "auto" and device.type == "cpu")
+    # Rows stay floats here: torch's products round by their shape, and rows coded in 8 bits would tell one batch from
+    # another by far more than that.
+    return load_model(model, dtype=pick_dtype(dtype, device), device=device)

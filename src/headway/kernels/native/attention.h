@@ -104,15 +104,37 @@ struct Desk {
   }
 };
 
+// Scores of Q queries with a unit's slots: even and odd dimensions are summed apart, so that few queries do not wait.
 template <int Q>
-inline void score(const float* keys, const float* queries, size_t wide, int dim, float* out, size_t stride) {
-  vf acc[Q];
-  for (int q = 0; q < Q; q++) acc[q] = vf_zero();
-  for (int d = 0; d < dim; d++) {
-    vf k = vf_load(keys + (size_t)d * LANES);
-    for (int q = 0; q < Q; q++) acc[q] = vf_fma(k, vf_set1(queries[q * wide + d]), acc[q]);
+inline void score(const float* keys, const float* queries, size_t wide, float* out, size_t stride) {
+  vf even[Q], odd[Q];
+  HW_UNROLL
+  for (int q = 0; q < Q; q++) even[q] = odd[q] = vf_zero();
+  for (size_t d = 0; d < wide; d += 2) {
+    vf k = vf_load(keys + d * LANES), l = vf_load(keys + (d + 1) * LANES);
+    HW_UNROLL
+    for (int q = 0; q < Q; q++) {
+      even[q] = vf_fma(k, vf_set1(queries[q * wide + d]), even[q]);
+      odd[q] = vf_fma(l, vf_set1(queries[q * wide + d + 1]), odd[q]);
+    }
   }
-  for (int q = 0; q < Q; q++) vf_store(out + q * stride, acc[q]);
+  HW_UNROLL
+  for (int q = 0; q < Q; q++) vf_store(out + q * stride, vf_add(even[q], odd[q]));
+}
+
+inline void score_all(const float* keys, const float* queries, size_t wide, int count, float* out, size_t stride) {
+  constexpr void (*few[8])(const float*, const float*, size_t, float*, size_t) = {nullptr, score<1>, score<2>, score<3>, score<4>, score<5>, score<6>, score<7>};
+  int q = 0;
+  for (; q + 8 <= count; q += 8) score<8>(keys, queries + q * wide, wide, out + q * stride, stride);
+  if (q < count) few[count - q](keys, queries + q * wide, wide, out + q * stride, stride);
+}
+
+// Asks for one head's rows of a unit: they lie a token apart, which no hardware prefetcher follows well.
+inline void fetch(const float* from, const Cache& kv, const Unit& unit, int head) {
+  const size_t row = (size_t)kv.kv_heads * kv.dim;
+  const char* at = (const char*)(from + unit.place * row + (size_t)head * kv.dim);
+  for (int s = 0; s < unit.count; s++, at += row * sizeof(float))
+    for (size_t d = 0; d < kv.dim * sizeof(float); d += 64) __builtin_prefetch(at + d);
 }
 
 // The 16 slots' keys of one head with slots in the lanes: keys [dim up to 16, 16].
@@ -123,26 +145,33 @@ inline void turn_keys(const Cache& kv, const Unit& unit, int head, float* keys) 
     for (int d = 0; d < kv.dim; d += LANES) transpose16(from + d, row, keys + (size_t)d * LANES);
     return;
   }
-  for (int d = 0; d < kv.dim; d++)
-    for (int s = 0; s < LANES; s++) keys[d * LANES + s] = s < unit.count ? from[s * row + d] : 0.0f;
+  for (int d = 0; d < up(kv.dim, LANES); d++)
+    for (int s = 0; s < LANES; s++) keys[d * LANES + s] = s < unit.count && d < kv.dim ? from[s * row + d] : 0.0f;
 }
 
 // Adds weights times values of one unit for Q queries, over up to four vectors of the head. `bits` are the slots to take.
 template <int Q, int V>
 inline void weigh(const float* values, size_t row, const float* weights, size_t stride, uint32_t bits, float* mixed, size_t wide) {
   vf acc[Q][V];
+  HW_UNROLL
   for (int q = 0; q < Q; q++)
+    HW_UNROLL
     for (int v = 0; v < V; v++) acc[q][v] = vf_load(mixed + q * wide + v * LANES);
   for (; bits; bits &= bits - 1) {
     int s = __builtin_ctz(bits);
     vf x[V];
+    HW_UNROLL
     for (int v = 0; v < V; v++) x[v] = vf_load(values + s * row + v * LANES);
+    HW_UNROLL
     for (int q = 0; q < Q; q++) {
       vf w = vf_set1(weights[q * stride + s]);
+      HW_UNROLL
       for (int v = 0; v < V; v++) acc[q][v] = vf_fma(x[v], w, acc[q][v]);
     }
   }
+  HW_UNROLL
   for (int q = 0; q < Q; q++)
+    HW_UNROLL
     for (int v = 0; v < V; v++) vf_store(mixed + q * wide + v * LANES, acc[q][v]);
 }
 
@@ -168,12 +197,11 @@ inline void attend_chunk(const Layout& lay, const uint16_t* bits, const Cache& k
   const int n = (int)desk.active.size();
   for (int i = 0; i < n; i++) {
     const Unit& unit = lay.units[desk.active[i]];
+    if (i + 1 < n) fetch(kv.keys, kv, lay.units[desk.active[i + 1]], head);
+    fetch(kv.values, kv, unit, head);
     turn_keys(kv, unit, head, desk.keys.data());
     float* out = desk.scores.data() + i * LANES;
-    int q = 0;
-    for (; q + 8 <= queries; q += 8) score<8>(desk.keys.data(), &desk.queries[q * wide], wide, dim, out + q * stride, stride);
-    for (; q + 2 <= queries; q += 2) score<2>(desk.keys.data(), &desk.queries[q * wide], wide, dim, out + q * stride, stride);
-    for (; q < queries; q++) score<1>(desk.keys.data(), &desk.queries[q * wide], wide, dim, out + q * stride, stride);
+    score_all(desk.keys.data(), desk.queries.data(), wide, queries, out, stride);
     for (int r = 0; r < rows; r++) {
       uint16_t on = bits[(first + r) * units + desk.active[i]];
       if (on == 0xffff) continue;
@@ -228,7 +256,11 @@ inline void take_queries(const float* q, size_t stride, const Cache& kv, int row
   const size_t wide = up(kv.dim, LANES);
   for (int r = 0; r < rows; r++)
     for (int h = 0; h < group; h++)
-      std::memcpy(&desk.queries[(size_t)(r * group + h) * wide], q + (size_t)(row + r) * stride + (size_t)(head * group + h) * kv.dim, kv.dim * sizeof(float));
+{
+      float* to = &desk.queries[(size_t)(r * group + h) * wide];
+      std::memcpy(to, q + (size_t)(row + r) * stride + (size_t)(head * group + h) * kv.dim, kv.dim * sizeof(float));
+      for (size_t d = kv.dim; d < wide; d++) to[d] = 0;
+    }
 }
 
 // Rows [first, first + rows) of a segment, one kv head, all chunks: mixed values into out [T, heads * dim].

@@ -7,28 +7,35 @@
 #include "api.h"
 #include "simd.h"
 
+// Loops over a tile are written out where its sums fit into registers.
+#if HW_ISA >= 2
+#define HW_UNROLL _Pragma("GCC unroll 16")
+#else
+#define HW_UNROLL
+#endif
+
 namespace HW_NS {
 
 inline int up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
 // Rows of activations in the form that a weight format asks for.
 //   floats:  values as they are
-//   groups:  int8 codes, a float scale and the codes' sums for each 32 inputs (and for each 16)
+//   groups:  int8 codes, and for each 32 inputs a float scale and the codes' sum
 //   by row:  int8 codes, one scale and one sum
 struct Rows {
-  const float* values = nullptr;  // [rows, stride]
+  const float* values = nullptr;   // [rows, stride]
   size_t stride = 0;
-  const int8_t* codes = nullptr;  // [rows, width], width a multiple of 32
-  const float* scales = nullptr;  // [rows, groups]
-  const int32_t* sums = nullptr;  // [rows, 2 * groups] of the codes of each 16 inputs
+  const int8_t* codes = nullptr;   // [rows, width], width a multiple of 32
+  const float* scales = nullptr;   // [rows, groups]
+  const int32_t* shift = nullptr;  // [rows, groups] -128 times the codes' sum, which takes the 128 off 8-bit codes
+  const float* sums = nullptr;     // [rows, 3, groups] scale times the sum of the codes: of 32, of the first 16, of the last
   int width = 0, groups = 0;
 };
 
 constexpr float SMALLEST = 1e-36f;  // a group whose largest value is below counts as zero: 127 / it would overflow
 
-// Codes and scale of `count` values (a multiple of 32, padded with zeros by the caller), and the codes' sums: for each 16
-// of them, or with `per` = count of them all.
-inline float quantise(const float* x, int count, int per, int8_t* codes, int32_t* sums) {
+// Codes and scale of `count` values, a multiple of 16.
+inline float quantise(const float* x, int count, int8_t* codes) {
   vf most = vf_zero(), strange = vf_zero();
   for (int i = 0; i < count; i += 16) {
     vf v = vf_load(x + i);
@@ -41,12 +48,15 @@ inline float quantise(const float* x, int count, int per, int8_t* codes, int32_t
   for (int i = 0; i < count; i += 16) {
     vf v = finite ? vf_load(x + i) : vf_zero();
     vi_store_i8(codes + i, vi_round(vf_mul(v, factor)));
-    int32_t sum = i % per ? sums[i / per] : 0;
-    for (int j = 0; j < 16; j++) sum += codes[i + j];
-    sums[i / per] = sum;
   }
   if (!finite) return odd;
   return top >= SMALLEST ? top / 127.0f : 0.0f;
+}
+
+inline int32_t total(const int8_t* codes, int count) {
+  int32_t sum = 0;
+  for (int i = 0; i < count; i++) sum += codes[i];
+  return sum;
 }
 
 // ---- one block of 16 outputs for M rows --------------------------------------------------------------------------
@@ -61,14 +71,19 @@ inline vf load_float(const void* p, size_t at) {
 template <int KIND, int M, int B>
 inline void float_tile(const hw_matrix& w, int block, const Rows& x, int row, vf (&acc)[B][M]) {
   const float* in = x.values + (size_t)row * x.stride;
+  HW_UNROLL
   for (int b = 0; b < B; b++)
+    HW_UNROLL
     for (int m = 0; m < M; m++) acc[b][m] = vf_zero();
   size_t at = (size_t)block * w.k * LANES, next = (size_t)w.k * LANES;
   for (int k = 0; k < w.k; k++, at += LANES) {
     vf v[B];
+    HW_UNROLL
     for (int b = 0; b < B; b++) v[b] = load_float<KIND>(w.codes, at + b * next);
+    HW_UNROLL
     for (int m = 0; m < M; m++) {
       vf s = vf_set1(in[m * x.stride + k]);
+      HW_UNROLL
       for (int b = 0; b < B; b++) acc[b][m] = vf_fma(v[b], s, acc[b][m]);
     }
   }
@@ -77,21 +92,28 @@ inline void float_tile(const hw_matrix& w, int block, const Rows& x, int row, vf
 template <int M, int B>
 inline void int8_tile(const hw_matrix& w, int block, const Rows& x, int row, vf (&acc)[B][M]) {
   vi dot[B][M];
+  HW_UNROLL
   for (int b = 0; b < B; b++)
-    for (int m = 0; m < M; m++) dot[b][m] = vi_set1(-w.zero * x.sums[row + m]);
+    HW_UNROLL
+    for (int m = 0; m < M; m++) dot[b][m] = vi_set1(x.shift[row + m]);
   const uint8_t* codes = (const uint8_t*)w.codes + (size_t)block * x.width * LANES;
   const size_t next = (size_t)x.width * LANES;
   const int8_t* in = x.codes + (size_t)row * x.width;
   for (int k = 0; k < x.width; k += 4, codes += 64) {
     vb v[B];
+    HW_UNROLL
     for (int b = 0; b < B; b++) v[b] = vb_load(codes + b * next);
+    HW_UNROLL
     for (int m = 0; m < M; m++) {
       int32_t a = load_i32(in + (size_t)m * x.width + k);
+      HW_UNROLL
       for (int b = 0; b < B; b++) dot[b][m] = vi_dot8(dot[b][m], v[b], a);
     }
   }
+  HW_UNROLL
   for (int b = 0; b < B; b++) {
     vf scale = vf_load((const float*)w.scales + (size_t)(block + b) * LANES);
+    HW_UNROLL
     for (int m = 0; m < M; m++) acc[b][m] = vf_mul(vf_from(dot[b][m]), vf_mul(scale, vf_set1(x.scales[row + m])));
   }
 }
@@ -116,18 +138,29 @@ struct Scales {
   }
 };
 
+// How a code's zero is taken off: a least is added, 8-bit codes start from the shift, others get -zero * scale as a least.
+enum { ADD_LEAST, SHIFTED, TAKE_ZERO };
+
 // PARTS is 2 when a scale holds for 16 inputs, else 1.
-template <int BITS, int SCALE, bool LEAST, int PARTS, int M>
+template <int BITS, int SCALE, int ZERO, int PARTS, int M>
 inline void group_tile(const hw_matrix& w, int block, const Rows& x, int row, vf (&acc)[1][M]) {
   constexpr int HELD = 8 / PARTS;  // vectors of codes for the inputs of one scale
-  for (int m = 0; m < M; m++) acc[0][m] = vf_zero();
-  const int per = PARTS == 2 ? 1 : w.group / 32;  // activation groups under one scale
-  Scales<SCALE, LEAST> s{w, (size_t)block, (size_t)(PARTS == 2 ? 2 * x.groups : (x.groups + per - 1) / per), vf_zero(), vf_zero()};
-  const uint8_t* codes = (const uint8_t*)w.codes + (size_t)block * x.groups * (BITS == 4 ? 256 : 512);
+  constexpr bool LEAST = ZERO == ADD_LEAST;
+  const int groups = x.groups, per = PARTS == 2 ? 1 : w.group / 32;  // activation groups under one scale
+  Scales<SCALE, LEAST> s{w, (size_t)block, (size_t)(PARTS == 2 ? 2 * groups : (groups + per - 1) / per), vf_zero(), vf_zero()};
+  const uint8_t* codes = (const uint8_t*)w.codes + (size_t)block * groups * (BITS == 4 ? 256 : 512);
   const int8_t* in = x.codes + (size_t)row * x.width;
-  for (int g = 0; g < x.groups; g++) {
+  const float *scales = x.scales + (size_t)row * groups, *sums = x.sums + (size_t)row * 3 * groups;
+  const int32_t* shift = x.shift + (size_t)row * groups;
+  const vf zero = vf_set1(-(float)w.zero);
+  int left = 1;     // activation groups until the next scale
+  size_t next = 0;  // that scale
+  HW_UNROLL
+  for (int m = 0; m < M; m++) acc[0][m] = vf_zero();
+  for (int g = 0; g < groups; g++) {
     for (int part = 0; part < PARTS; part++) {
       vb v[HELD];
+      HW_UNROLL
       for (int j = 0; j < HELD; j += BITS == 4 ? 2 : 1) {
         if (BITS == 4) {
           vb both = vb_load(codes);
@@ -139,25 +172,16 @@ inline void group_tile(const hw_matrix& w, int block, const Rows& x, int row, vf
         codes += 64;
       }
       if (PARTS == 2) s.at(2 * (size_t)g + part);
-      else if (per == 1) s.at(g);
-      else if (g % per == 0) s.at(g / per);
+      else if (--left == 0) s.at(next++), left = per;
+      if (ZERO == TAKE_ZERO) s.least = vf_mul(s.scale, zero);
+      HW_UNROLL
       for (int m = 0; m < M; m++) {
-        const int32_t* sums = x.sums + ((size_t)(row + m) * x.groups + g) * 2;
-        int32_t sum = PARTS == 2 ? sums[part] : sums[0] + sums[1];
-        float a = x.scales[(size_t)(row + m) * x.groups + g];
-        vi even = vi_set1(LEAST ? 0 : -w.zero * sum), odd = vi_zero();
+        vi dot = ZERO == SHIFTED ? vi_set1(shift[(size_t)m * groups + g]) : vi_zero();
         const int8_t* p = in + (size_t)m * x.width + g * 32 + part * 16;
-        for (int j = 0; j < HELD; j += 2) {
-          if (BITS == 4) {
-            even = vi_dot4(even, v[j], load_i32(p + 4 * j));
-            odd = vi_dot4(odd, v[j + 1], load_i32(p + 4 * j + 4));
-          } else {
-            even = vi_dot8(even, v[j], load_i32(p + 4 * j));
-            odd = vi_dot8(odd, v[j + 1], load_i32(p + 4 * j + 4));
-          }
-        }
-        acc[0][m] = vf_fma(vf_from(vi_add(even, odd)), vf_mul(s.scale, vf_set1(a)), acc[0][m]);
-        if (LEAST) acc[0][m] = vf_fma(s.least, vf_set1(a * (float)sum), acc[0][m]);
+        HW_UNROLL
+        for (int j = 0; j < HELD; j++) dot = BITS == 4 ? vi_dot4(dot, v[j], load_i32(p + 4 * j)) : vi_dot8(dot, v[j], load_i32(p + 4 * j));
+        acc[0][m] = vf_fma(vf_from(dot), vf_mul(s.scale, vf_set1(scales[(size_t)m * groups + g])), acc[0][m]);
+        if (ZERO != SHIFTED) acc[0][m] = vf_fma(s.least, vf_set1(sums[((size_t)m * 3 + (PARTS == 2 ? 1 + part : 0)) * groups + g]), acc[0][m]);
       }
     }
   }
@@ -174,10 +198,12 @@ struct Target {
 
 template <int M, int B>
 inline void put(const hw_matrix& w, int block, int row, const Target& to, vf (&acc)[B][M]) {
+  HW_UNROLL
   for (int b = 0; b < B; b++) {
     int at = (block + b) * LANES, wide = std::min(LANES, w.n - at);
     float bias[LANES] = {0};
     if (w.bias) std::memcpy(bias, w.bias + at, wide * sizeof(float));
+    HW_UNROLL
     for (int m = 0; m < M; m++) {
       float* y = to.y + (size_t)(row + m) * to.stride + at;
       vf v = w.bias ? vf_add(acc[b][m], vf_load(bias)) : acc[b][m];
@@ -206,23 +232,24 @@ template <int M>
 inline void grouped(const hw_matrix& w, int block, const Rows& x, int row, const Target& to) {
   vf acc[1][M];
   const bool halves = w.group == 16;
-#define HW_TRY(BITS, SCALE, LEAST, PARTS)                                                                        \
-  if (w.bits == BITS && w.scale_kind == SCALE && (w.has_least != 0) == LEAST && halves == (PARTS == 2)) {        \
-    group_tile<BITS, SCALE, LEAST, PARTS, M>(w, block, x, row, acc);                                             \
-    put<M, 1>(w, block, row, to, acc);                                                                           \
-    return;                                                                                                      \
+  const int zero = w.has_least ? ADD_LEAST : w.zero == 128 ? SHIFTED : TAKE_ZERO;
+#define HW_TRY(BITS, SCALE, ZERO, PARTS)                                                         \
+  if (w.bits == BITS && w.scale_kind == SCALE && zero == ZERO && halves == (PARTS == 2)) {        \
+    group_tile<BITS, SCALE, ZERO, PARTS, M>(w, block, x, row, acc);                              \
+    put<M, 1>(w, block, row, to, acc);                                                           \
+    return;                                                                                      \
   }
-  HW_TRY(4, HW_SCALE_F16, false, 1)
-  HW_TRY(4, HW_SCALE_F16, true, 1)
-  HW_TRY(4, HW_SCALE_K, true, 1)
-  HW_TRY(8, HW_SCALE_F16, false, 1)
-  HW_TRY(8, HW_SCALE_F16, true, 1)
-  HW_TRY(8, HW_SCALE_K, true, 1)
-  HW_TRY(4, HW_SCALE_F32, false, 2)
-  HW_TRY(4, HW_SCALE_F32, true, 2)
-  HW_TRY(8, HW_SCALE_F32, false, 2)
-  HW_TRY(4, HW_SCALE_F32, true, 1)
-  HW_TRY(8, HW_SCALE_F32, true, 1)
+  HW_TRY(4, HW_SCALE_F16, TAKE_ZERO, 1)  // Q4_0
+  HW_TRY(4, HW_SCALE_F16, ADD_LEAST, 1)  // Q4_1
+  HW_TRY(4, HW_SCALE_K, ADD_LEAST, 1)    // Q4_K
+  HW_TRY(8, HW_SCALE_F16, SHIFTED, 1)    // Q8_0
+  HW_TRY(8, HW_SCALE_F16, TAKE_ZERO, 1)  // Q5_0
+  HW_TRY(8, HW_SCALE_F16, ADD_LEAST, 1)  // Q5_1
+  HW_TRY(8, HW_SCALE_F32, ADD_LEAST, 1)  // Q5_K
+  HW_TRY(4, HW_SCALE_F32, ADD_LEAST, 1)
+  HW_TRY(4, HW_SCALE_F32, TAKE_ZERO, 2)  // Q3_K
+  HW_TRY(4, HW_SCALE_F32, ADD_LEAST, 2)  // Q2_K
+  HW_TRY(8, HW_SCALE_F32, TAKE_ZERO, 2)  // Q6_K
 #undef HW_TRY
 }
 

@@ -26,21 +26,23 @@ struct Buffer {  // grows, never shrinks, 64-byte aligned
 // Quantised copies of some rows, in the forms that the weights at hand ask for.
 struct Coded {
   Buffer<int8_t> codes;
-  Buffer<float> scales;
-  Buffer<int32_t> sums;
+  Buffer<float> scales, sums;
+  Buffer<int32_t> shift;
   int width = 0, groups = 0;
   void fit(int rows, int k, bool by_row) {
     width = up(k, 32);
     groups = by_row ? 1 : width / 32;
     codes.fit((size_t)rows * width);
     scales.fit((size_t)rows * groups);
-    sums.fit((size_t)rows * (by_row ? 1 : 2 * groups));
+    shift.fit((size_t)rows * groups);
+    sums.fit((size_t)rows * 3 * groups);
   }
   Rows rows() const {
     Rows r;
     r.codes = codes.at;
     r.scales = scales.at;
     r.sums = sums.at;
+    r.shift = shift.at;
     r.width = width;
     r.groups = groups;
     return r;
@@ -62,11 +64,22 @@ inline int form(const hw_matrix& w) { return w.kind <= HW_BF16 ? 0 : w.kind == H
 // One row of `k` values, and zeros up to the next multiple of 32, in the coded forms asked for.
 inline void code_row(const float* x, int k, int row, Coded* grouped, Coded* whole) {
   const int width = up(k, 32), groups = width / 32;
-  if (grouped)
-    for (int g = 0; g < groups; g++)
-      grouped->scales.at[(size_t)row * groups + g] =
-          quantise(x + g * 32, 32, 16, grouped->codes.at + (size_t)row * width + g * 32, grouped->sums.at + ((size_t)row * groups + g) * 2);
-  if (whole) whole->scales.at[row] = quantise(x, width, width, whole->codes.at + (size_t)row * width, whole->sums.at + row);
+  for (int g = 0; grouped && g < groups; g++) {
+    int8_t* codes = grouped->codes.at + (size_t)row * width + g * 32;
+    const float scale = quantise(x + g * 32, 32, codes);
+    const int32_t first = total(codes, 16), last = total(codes + 16, 16);
+    float* sums = grouped->sums.at + (size_t)row * 3 * groups + g;
+    grouped->scales.at[(size_t)row * groups + g] = scale;
+    grouped->shift.at[(size_t)row * groups + g] = -128 * (first + last);
+    sums[0] = scale * (float)(first + last);
+    sums[groups] = scale * (float)first;
+    sums[2 * groups] = scale * (float)last;
+  }
+  if (whole) {
+    int8_t* codes = whole->codes.at + (size_t)row * width;
+    whole->scales.at[row] = quantise(x, width, codes);
+    whole->shift.at[row] = -128 * total(codes, width);
+  }
 }
 
 inline void pad(float* x, int from, size_t to) {
