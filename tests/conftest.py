@@ -1,4 +1,8 @@
-"""The real model, once for the whole run: SmolLM2 from Headway's cache, fetched on first use."""
+"""The real model, once for the whole run: SmolLM2 from Headway's cache, fetched on first use.
+
+Engines take HEADWAY_NATIVE as they find it: `make test-all` runs everything with `require`, so that nothing falls back
+to torch unnoticed, and the suite of the program API once more with `off`, on the torch reference.
+"""
 
 from __future__ import annotations
 
@@ -26,4 +30,13 @@ def smollm2(smollm2_path: Path) -> Iterator[hw.Engine]:
     import headway as hw
 
     with hw.Engine("smollm2", pages=1024, threads=2) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def smollm2_float(smollm2_path: Path) -> Iterator[hw.Engine]:
+    """The same with its weights and rows as floats: what others compute from that file, to float32 rounding."""
+    import headway as hw
+
+    with hw.Engine("smollm2", dtype="float32", pages=256, threads=2) as engine:
         yield engine

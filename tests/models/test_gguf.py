@@ -17,42 +17,9 @@ from headway.models import dequant
 from headway.models.dequant import dequantize
 from headway.models.gguf import KINDS, GgufFile
 from headway.models.weights import GgufWeights
+from support.gguf_files import random_bytes, write
 
 CPU = torch.device("cpu")
-# Where each kind's blocks keep their float16 scales; the other bytes may hold anything.
-HALVES = {
-    **{"F32": (), "F16": (), "BF16": (), "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2)},
-    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
-}
-
-
-def random_bytes(kind: str, rows: int, cols: int, seed: int = 0) -> np.ndarray:
-    """Stored bytes of a tensor with every bit pattern in the quants and finite scales, large, tiny and negative."""
-    rng = np.random.default_rng(seed)
-    if kind in ("F32", "F16", "BF16"):
-        values = torch.from_numpy(rng.standard_normal((rows, cols))).to(dequant.FLOATS[kind])
-        return values.view(torch.uint8).numpy()
-    packing = KINDS[kind]
-    blocks = rng.integers(0, 256, (rows * cols // packing.block, packing.nbytes), dtype=np.uint8)
-    for at in HALVES[kind]:
-        halves = rng.standard_normal(len(blocks)) * 10.0 ** rng.integers(-7, 4, len(blocks))
-        halves[:4] = [0.0, -0.0, 65504.0, -65504.0][: len(halves)]
-        blocks[:, at : at + 2] = halves.astype(np.float16).view(np.uint8).reshape(-1, 2)
-    return blocks.reshape(rows, -1)
-
-
-def write(path: Path, tensors: dict[str, tuple[str, np.ndarray]], **metadata: object) -> Path:
-    """A GGUF file by the gguf package. Tensors are (kind, stored bytes [rows, bytes])."""
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in metadata.items():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    for name, (kind, data) in tensors.items():
-        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def reference(kind: str, data: np.ndarray) -> np.ndarray:

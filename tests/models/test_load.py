@@ -17,82 +17,15 @@ from transformers import PreTrainedModel
 import headway as hw
 from headway.models.load import load_model
 from support.checks import all_logits, assert_close, random_tokens, reference_logits
-from support.hf import VARIANTS, random_hf, save_hf, weights_of
+from support.gguf_files import ARCHS, round_weights, write_gguf
+from support.hf import VARIANTS, random_hf, save_hf
 
-ARCHS = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
 WIDE = {"hidden_size": 64, "intermediate_size": 96}  # rows that blocks of 32 divide
 
 
-def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of q or k as the converter stores them for llama: each half-split pair side by side."""
-    first, second = rows.unflatten(0, (heads, 2, -1)).unbind(1)
-    return torch.stack((first, second), dim=2).flatten(0, 2)
-
-
-def stored(name: str, tensor: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
-    """A checkpoint's tensor in the layout of its GGUF file."""
-    config = model.config
-    if config.model_type == "llama" and ".self_attn.q_proj." in name:
-        return interleaved(tensor, config.num_attention_heads)
-    if config.model_type == "llama" and ".self_attn.k_proj." in name:
-        return interleaved(tensor, config.num_key_value_heads)
-    return tensor
-
-
-def write_gguf(
-    path: Path,
-    model: PreTrainedModel,
-    *,
-    kind: str = "F32",
-    extra: dict[str, np.ndarray] | None = None,
-    metadata: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
-) -> Path:
-    """The model as a GGUF file: matrices in `kind`, norms and biases in F32, names by the gguf package's own table."""
-    config, arch = model.config, model.config.model_type
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    if arch == "qwen3":
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-    metadata(writer)
-    table = gguf.get_tensor_name_map(ARCHS[arch], config.num_hidden_layers)
-    for name, tensor in weights_of(model).items():
-        target = table.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert target is not None, name
-        as_kind = gguf.GGMLQuantizationType[kind if tensor.ndim == 2 else "F32"]
-        data = gguf.quants.quantize(stored(name, tensor, model).contiguous().numpy(), as_kind)
-        writer.add_tensor(target, data, raw_dtype=as_kind)
-    for name, values in (extra or {}).items():
-        writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-@torch.no_grad()
-def round_weights(model: PreTrainedModel, kind: str) -> None:
-    """Give every matrix the values that survive being stored in `kind`."""
-    as_kind = gguf.GGMLQuantizationType[kind]
-    for tensor in model.state_dict().values():
-        if tensor.ndim == 2:
-            tensor.copy_(
-                torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), as_kind), as_kind))
-            )
-
-
-def assert_same_model(path: Path, model: PreTrainedModel, n: int = 40) -> hw.Engine:
-    tokens = random_tokens(model.config.vocab_size, n)
-    with hw.Engine(path, pages=8, threads=2) as engine:
+def assert_same_model(path: Path, model: PreTrainedModel, dtype: str = "auto") -> hw.Engine:
+    tokens = random_tokens(model.config.vocab_size, 40)
+    with hw.Engine(path, pages=8, threads=2, dtype=dtype) as engine:
         assert_close(all_logits(engine, tokens), reference_logits(model, tokens))
     return engine
 
@@ -118,7 +51,7 @@ def test_a_quantised_file_is_the_model_with_the_rounded_weights(tmp_path: Path, 
     path = write_gguf(tmp_path / "m.gguf", model, kind=kind)
     round_weights(model, kind)
     assert np.abs(reference_logits(model, random_tokens(97, 40)) - exact).max() > 1e-3
-    assert_same_model(path, model)
+    assert_same_model(path, model, dtype="float32" if kind.startswith("Q") else "auto")
 
 
 def test_a_tied_model_has_no_output_weight_in_its_file(tmp_path: Path) -> None:

@@ -189,7 +189,10 @@ def test_a_model_without_a_tokenizer_takes_ids_and_refuses_text(engine: hw.Engin
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.06), ("float16", 0.01)])
-def test_narrow_dtypes_compute_about_the_same(tmp_path: Path, dtype: str, tolerance: float) -> None:
+def test_narrow_dtypes_compute_about_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str, tolerance: float
+) -> None:
+    monkeypatch.setenv("HEADWAY_NATIVE", "off")  # it computes in float32
     _, model = variant("qwen3-headdim24")
     folder = save_hf(tmp_path, model)
     tokens = random_tokens(V, 30)
@@ -243,7 +246,8 @@ def test_bad_options_are_refused_by_name(options: dict[str, Any], error: type[Ex
     assert threading.active_count() == before
 
 
-def test_a_dtype_or_device_that_a_decoder_in_memory_does_not_have_is_refused() -> None:
+def test_a_dtype_or_device_that_a_decoder_in_memory_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_NATIVE", "auto")
     with pytest.raises(hw.InvalidInput, match=r"bfloat16.*float32"):
         hw.Engine(random_model(), dtype="bfloat16", pages=4)
     hw.Engine(random_model(dtype="bfloat16"), dtype="bf16", pages=4).close()

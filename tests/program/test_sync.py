@@ -408,7 +408,9 @@ def test_diagnostics_pass_on_every_kind_of_step(own: hw.InferenceEngine) -> None
         own.decode_step(state, PROMPT[17], collect_output=True)
     assert [d.position for d in own.diagnostics] == [4, 11, 15, 16, 20, 17]
     assert all(d.passed and len(d.layers) == LAYERS for d in own.diagnostics)
-    assert 0 < max(d.logits for d in own.diagnostics) < 1e-5
+    worst = max(d.logits for d in own.diagnostics)
+    assert worst < 1e-5
+    assert (worst > 0) == (own.engine.info.runner == "torch")  # the native step rounds alike in every batch
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
