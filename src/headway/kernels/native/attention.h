@@ -1,5 +1,6 @@
-// Attention over pages, in place. A row's bits depend on the slots it attends to and nothing else: slots are taken in
-// units of at most 16 inside a page, units in chunks of CHUNK absolute slots, chunks are merged in ascending order.
+// Attention over pages, in place. A row's bits depend on the slots it attends to and nothing else, not even on the size
+// of a page: slots are taken in units of 16, units in chunks of CHUNK, both counted from the start of the sequence, and
+// chunks are merged in ascending order.
 #pragma once
 #include <vector>
 
@@ -11,9 +12,9 @@ constexpr int CHUNK = 128;  // slots whose scores are held at once
 constexpr int TILE = 16;    // rows that share the keys they load
 
 struct Unit {
-  int64_t place;  // physical slot of its first
-  int32_t slot;   // its place in the sequence
-  int32_t count;  // 1 to 16
+  int32_t slot;         // its first, in the sequence; a multiple of 16
+  uint16_t present;     // which of its slots lie in the pages at hand
+  int64_t place[LANES]; // where each lies physically
 };
 
 // One segment's slots, cut into units, and which of them each row attends to.
@@ -36,10 +37,19 @@ inline void lay_out(const hw_step& step, int segment, int page_size, Layout& out
   out.units.clear();
   out.chunks.clear();
   for (int p = step.segment_pages[segment]; p < step.segment_pages[segment + 1]; p++)
-    for (int at = 0; at < page_size; at += 16) {
-      int32_t slot = step.numbers[p] * page_size + at;
-      if (out.units.empty() || slot / CHUNK != out.units.back().slot / CHUNK) out.chunks.push_back((int)out.units.size());
-      out.units.push_back({(int64_t)step.pages[p] * page_size + at, slot, std::min(16, page_size - at)});
+    for (int at = 0; at < page_size;) {
+      const int32_t slot = step.numbers[p] * page_size + at, first = slot / LANES * LANES;
+      if (out.units.empty() || out.units.back().slot != first) {
+        if (out.units.empty() || first / CHUNK != out.units.back().slot / CHUNK) out.chunks.push_back((int)out.units.size());
+        out.units.emplace_back();
+        out.units.back().slot = first;
+        out.units.back().present = 0;
+      }
+      Unit& unit = out.units.back();
+      for (int lane = slot - first; lane < LANES && at < page_size; lane++, at++) {
+        unit.place[lane] = (int64_t)step.pages[p] * page_size + at;
+        unit.present |= (uint16_t)(1u << lane);
+      }
     }
   out.chunks.push_back((int)out.units.size());
 }
@@ -53,11 +63,11 @@ inline void row_bits(const hw_step& step, int set, const Layout& lay, int row, u
     const Unit& unit = lay.units[u];
     while (run < end && run[1] <= unit.slot) run += 2;
     uint32_t found = 0;
-    for (const int32_t* r = run; r < end && r[0] < unit.slot + unit.count; r += 2) {
-      int from = std::max(r[0] - unit.slot, 0), to = std::min(r[1] - unit.slot, unit.count);
+    for (const int32_t* r = run; r < end && r[0] < unit.slot + LANES; r += 2) {
+      int from = std::max(r[0] - unit.slot, 0), to = std::min(r[1] - unit.slot, LANES);
       found |= ((1u << to) - 1) & ~((1u << from) - 1);
     }
-    bits[u] = (uint16_t)found;
+    bits[u] = (uint16_t)(found & unit.present);
   }
 }
 
@@ -85,7 +95,7 @@ inline void merge(Partial& into, float* mixed, const Partial& next, const float*
 
 // Buffers of one member.
 struct Desk {
-  std::vector<float> keys, values, queries, scores, mixed, total;
+  std::vector<float> keys, values, queries, scores, mixed, total, zeros;
   std::vector<Partial> partial, sums;
   std::vector<int> active;
   size_t stride = 0;  // of a query's scores
@@ -95,6 +105,7 @@ struct Desk {
     active.reserve(units);
     keys.resize(wide * LANES);
     values.resize(wide * LANES);
+    zeros.assign(wide, 0.0f);
     queries.resize(queries_ * wide);
     scores.resize(queries_ * stride);
     mixed.resize(queries_ * wide);
@@ -129,39 +140,42 @@ inline void score_all(const float* keys, const float* queries, size_t wide, int 
   if (q < count) few[count - q](keys, queries + q * wide, wide, out + q * stride, stride);
 }
 
-// Asks for one head's rows of a unit: they lie a token apart, which no hardware prefetcher follows well.
-inline void fetch(const float* from, const Cache& kv, const Unit& unit, int head) {
-  const size_t row = (size_t)kv.kv_heads * kv.dim;
-  const char* at = (const char*)(from + unit.place * row + (size_t)head * kv.dim);
-  for (int s = 0; s < unit.count; s++, at += row * sizeof(float))
-    for (size_t d = 0; d < kv.dim * sizeof(float); d += 64) __builtin_prefetch(at + d);
-}
-
-// The 16 slots' keys of one head with slots in the lanes: keys [dim up to 16, 16].
-inline void turn_keys(const Cache& kv, const Unit& unit, int head, float* keys) {
-  const size_t row = (size_t)kv.kv_heads * kv.dim;
-  const float* from = kv.keys + unit.place * row + (size_t)head * kv.dim;
-  if (unit.count == LANES && kv.dim % LANES == 0) {
-    for (int d = 0; d < kv.dim; d += LANES) transpose16(from + d, row, keys + (size_t)d * LANES);
-    return;
+// One head's rows of a unit, slot by slot; zeros where a slot is not there. Rows narrower than a vector are copied.
+struct Heads {
+  const float* row[LANES];
+  Heads(const float* from, const Cache& kv, const Unit& unit, int head, Desk& desk) {
+    const size_t stride = (size_t)kv.kv_heads * kv.dim, wide = desk.zeros.size();
+    for (int s = 0; s < LANES; s++) {
+      row[s] = unit.present >> s & 1 ? from + unit.place[s] * stride + (size_t)head * kv.dim : desk.zeros.data();
+      if (kv.dim % LANES == 0) continue;
+      float* copy = &desk.values[s * wide];
+      for (size_t d = 0; d < wide; d++) copy[d] = (int)d < kv.dim ? row[s][d] : 0.0f;
+      row[s] = copy;
+    }
   }
-  for (int d = 0; d < up(kv.dim, LANES); d++)
-    for (int s = 0; s < LANES; s++) keys[d * LANES + s] = s < unit.count && d < kv.dim ? from[s * row + d] : 0.0f;
+};
+
+// Asks for one head's rows: they lie a token apart, which no hardware prefetcher follows well.
+inline void fetch(const float* from, const Cache& kv, const Unit& unit, int head) {
+  const size_t stride = (size_t)kv.kv_heads * kv.dim;
+  for (int s = 0; s < LANES; s++)
+    if (unit.present >> s & 1)
+      for (int d = 0; d < kv.dim; d += LANES) __builtin_prefetch(from + unit.place[s] * stride + (size_t)head * kv.dim + d);
 }
 
-// Adds weights times values of one unit for Q queries, over up to four vectors of the head. `bits` are the slots to take.
+// Adds weights times values of one unit for Q queries, over V vectors of the head. `bits` are the slots to take.
 template <int Q, int V>
-inline void weigh(const float* values, size_t row, const float* weights, size_t stride, uint32_t bits, float* mixed, size_t wide) {
+inline void weigh(const Heads& values, int at, const float* weights, size_t stride, uint32_t bits, float* mixed, size_t wide) {
   vf acc[Q][V];
   HW_UNROLL
   for (int q = 0; q < Q; q++)
     HW_UNROLL
-    for (int v = 0; v < V; v++) acc[q][v] = vf_load(mixed + q * wide + v * LANES);
+    for (int v = 0; v < V; v++) acc[q][v] = vf_load(mixed + q * wide + at + v * LANES);
   for (; bits; bits &= bits - 1) {
-    int s = __builtin_ctz(bits);
+    const int s = __builtin_ctz(bits);
     vf x[V];
     HW_UNROLL
-    for (int v = 0; v < V; v++) x[v] = vf_load(values + s * row + v * LANES);
+    for (int v = 0; v < V; v++) x[v] = vf_load(values.row[s] + at + v * LANES);
     HW_UNROLL
     for (int q = 0; q < Q; q++) {
       vf w = vf_set1(weights[q * stride + s]);
@@ -172,21 +186,21 @@ inline void weigh(const float* values, size_t row, const float* weights, size_t 
   HW_UNROLL
   for (int q = 0; q < Q; q++)
     HW_UNROLL
-    for (int v = 0; v < V; v++) vf_store(mixed + q * wide + v * LANES, acc[q][v]);
+    for (int v = 0; v < V; v++) vf_store(mixed + q * wide + at + v * LANES, acc[q][v]);
 }
 
 template <int Q>
-inline void weigh_all(const float* values, size_t row, int vectors, const float* weights, size_t stride, uint32_t bits, float* mixed, size_t wide) {
-  int v = 0;
-  for (; v + 4 <= vectors; v += 4) weigh<Q, 4>(values + v * LANES, row, weights, stride, bits, mixed + v * LANES, wide);
-  for (; v < vectors; v++) weigh<Q, 1>(values + v * LANES, row, weights, stride, bits, mixed + v * LANES, wide);
+inline void weigh_all(const Heads& values, const float* weights, size_t stride, uint32_t bits, float* mixed, size_t wide) {
+  int at = 0, end = (int)wide;
+  for (; at + 4 * LANES <= end; at += 4 * LANES) weigh<Q, 4>(values, at, weights, stride, bits, mixed, wide);
+  for (; at < end; at += LANES) weigh<Q, 1>(values, at, weights, stride, bits, mixed, wide);
 }
 
 // One chunk for rows [first, first + rows) of a segment and one kv head: desk.partial and desk.mixed, query by query.
 // Queries stand by row, then by head of the group.
 inline void attend_chunk(const Layout& lay, const uint16_t* bits, const Cache& kv, int chunk, int first, int rows, int head, Desk& desk) {
-  const int group = kv.heads / kv.kv_heads, queries = rows * group, dim = kv.dim;
-  const size_t wide = up(dim, LANES), stride = desk.stride, units = lay.units.size();
+  const int group = kv.heads / kv.kv_heads, queries = rows * group;
+  const size_t wide = up(kv.dim, LANES), stride = desk.stride, units = lay.units.size();
   desk.active.clear();
   for (int u = lay.chunks[chunk]; u < lay.chunks[chunk + 1]; u++) {
     uint16_t any = 0;
@@ -199,7 +213,8 @@ inline void attend_chunk(const Layout& lay, const uint16_t* bits, const Cache& k
     const Unit& unit = lay.units[desk.active[i]];
     if (i + 1 < n) fetch(kv.keys, kv, lay.units[desk.active[i + 1]], head);
     fetch(kv.values, kv, unit, head);
-    turn_keys(kv, unit, head, desk.keys.data());
+    const Heads keys(kv.keys, kv, unit, head, desk);
+    for (size_t d = 0; d < wide; d += LANES) transpose16(keys.row, d, &desk.keys[d * LANES]);
     float* out = desk.scores.data() + i * LANES;
     score_all(desk.keys.data(), desk.queries.data(), wide, queries, out, stride);
     for (int r = 0; r < rows; r++) {
@@ -229,14 +244,7 @@ inline void attend_chunk(const Layout& lay, const uint16_t* bits, const Cache& k
   }
   for (int i = 0; i < n; i++) {
     const Unit& unit = lay.units[desk.active[i]];
-    size_t row = (size_t)kv.kv_heads * dim;
-    const float* values = kv.values + unit.place * row + (size_t)head * dim;
-    if (dim % LANES) {
-      for (int s = 0; s < unit.count; s++)
-        for (size_t d = 0; d < wide; d++) desk.values[s * wide + d] = (int)d < dim ? values[s * row + d] : 0.0f;
-      values = desk.values.data();
-      row = wide;
-    }
+    const Heads values(kv.values, kv, unit, head, desk);
     const float* weights = desk.scores.data() + i * LANES;
     // Queries that take the same slots go together; a slot that a query must not see never reaches it.
     auto taken = [&](int q) { return (uint32_t)bits[(first + q / group) * units + desk.active[i]]; };
@@ -245,7 +253,7 @@ inline void attend_chunk(const Layout& lay, const uint16_t* bits, const Cache& k
       for (same = 1; same < 4 && q + same < queries && taken(q + same) == take;) same++;
       if (!take) continue;
       auto go = same == 4 ? weigh_all<4> : same == 3 ? weigh_all<3> : same == 2 ? weigh_all<2> : weigh_all<1>;
-      go(values, row, (int)wide / LANES, weights + q * stride, stride, take, &desk.mixed[q * wide], wide);
+      go(values, weights + q * stride, stride, take, &desk.mixed[q * wide], wide);
     }
   }
 }

@@ -73,10 +73,10 @@ inline vi vi_dot8(vi acc, vb codes, int32_t a) {
 }
 #endif
 
-// The 16x16 floats at `from`, rows `stride` apart, with rows and columns exchanged, at `to`, rows 16 apart.
-inline void transpose16(const float* from, size_t stride, float* to) {
+// 16 floats from column `at` of each of 16 rows, with rows and columns exchanged, at `to`.
+inline void transpose16(const float* const* rows, size_t at, float* to) {
   __m512 r[16], t[16];
-  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_ps(from + i * stride);
+  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_ps(rows[i] + at);
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
     t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
@@ -188,11 +188,11 @@ inline vi vi_dot8(vi acc, vb codes, int32_t a) {
                                _mm256_madd_epi16(_mm256_srli_epi16(codes.b, 8), odd));
   return {_mm256_add_epi32(acc.a, p), _mm256_add_epi32(acc.b, q)};
 }
-inline void transpose16(const float* from, size_t stride, float* to) {
+inline void transpose16(const float* const* rows, size_t at, float* to) {
   for (int i = 0; i < 16; i += 8)
     for (int j = 0; j < 16; j += 8) {
       __m256 r[8], t[8];
-      for (int n = 0; n < 8; n++) r[n] = _mm256_loadu_ps(from + (i + n) * stride + j);
+      for (int n = 0; n < 8; n++) r[n] = _mm256_loadu_ps(rows[i + n] + at + j);
       for (int n = 0; n < 8; n += 2) {
         t[n] = _mm256_unpacklo_ps(r[n], r[n + 1]);
         t[n + 1] = _mm256_unpackhi_ps(r[n], r[n + 1]);
@@ -273,9 +273,9 @@ inline vi vi_dot8(vi acc, vb codes, int32_t a) {
   return acc;
 }
 inline vi vi_dot4(vi acc, vb codes, int32_t a) { return vi_dot8(acc, codes, a); }
-inline void transpose16(const float* from, size_t stride, float* to) {
+inline void transpose16(const float* const* rows, size_t at, float* to) {
   for (int i = 0; i < 16; i++)
-    for (int j = 0; j < 16; j++) to[j * 16 + i] = from[i * stride + j];
+    for (int j = 0; j < 16; j++) to[j * 16 + i] = rows[i][at + j];
 }
 #undef HW_EACH
 #endif
