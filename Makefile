@@ -41,10 +41,13 @@ test: $(TEST_STAMP) ## run the tests (ARGS="tests/kv -x" narrows them)
 	@$(PY) -m headway.cli.main models pull >/dev/null || echo "Tests that need the default model will fail."
 	@$(PY) -m pytest $(ARGS)
 
+# All of it where nothing may fall back to torch unnoticed, then the program API once more on the torch reference.
 test-all: $(TEST_STAMP) ## run the slow tests too, and keep the log in benchmarks/results
 	@mkdir -p benchmarks/results
 	@{ failed=0; $(PY) tests/native/check.py || failed=1; \
-	$(PY) -m pytest -m "not gpu" --color=no $(ARGS) || failed=1; exit $$failed; } 2>&1 | tee benchmarks/results/test-all.log
+	HEADWAY_NATIVE=$${HEADWAY_NATIVE:-require} $(PY) -m pytest -m "not gpu" --color=no $(ARGS) || failed=1; \
+	$(if $(strip $(ARGS)),,HEADWAY_NATIVE=off $(PY) -m pytest -m "not gpu" --color=no tests/program tests/oracle || failed=1;) \
+	exit $$failed; } 2>&1 | tee benchmarks/results/test-all.log
 
 native-sanitize: $(TEST_STAMP) ## run the native library under sanitizers and valgrind
 	@$(PY) tests/native/check.py

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -584,39 +585,53 @@ def mix(smollm2: hw.Engine) -> Mix:
 
 
 @pytest.fixture(scope="module")
-def alone(smollm2: hw.Engine, mix: Mix) -> dict[int, list[list[Drawn]]]:
-    """What a third of the programs, of every kind, get by themselves."""
-    with hw.Engine(smollm2.decoder, pages=256, threads=2) as engine:
-        return engine.run(Mix(mix.prompts, look=True).in_turn, range(0, 64, 3))
+def alone(smollm2: hw.Engine, mix: Mix) -> Callable[[int], dict[int, list[list[Drawn]]]]:
+    """What a third of the programs, of every kind, get by themselves, on pages of one size.
+
+    Sums over a page are taken in the order of its slots, and rows coded in 8 bits make more of the last bit.
+    """
+
+    @cache
+    def found(size: int) -> dict[int, list[list[Drawn]]]:
+        return one_at_a_time(smollm2.decoder, mix, size, range(0, 64, 3))
+
+    return found
+
+
+def one_at_a_time(decoder: Any, mix: Mix, size: int, programs: range) -> dict[int, list[list[Drawn]]]:
+    with hw.Engine(decoder, pages=4096 // size, page_size=size, threads=2) as engine:
+        return engine.run(Mix(mix.prompts, look=True).in_turn, programs)
+
+
+SIZES = {how: 4 if how == "with hardly any pages" else 16 for how in RUNS}
 
 
 @pytest.mark.parametrize("how", RUNS)
 def test_64_generations_of_the_real_model_are_those_of_one_at_a_time(
-    smollm2: hw.Engine, mix: Mix, alone: dict[int, list[list[Drawn]]], how: str
+    smollm2: hw.Engine, mix: Mix, alone: Callable[[int], dict[int, list[list[Drawn]]]], how: str
 ) -> None:
-    compare(smollm2.decoder, mix, alone, how)
+    compare(smollm2.decoder, mix, alone(SIZES[how]), how)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", RUNS)
 def test_every_one_of_64_generations_of_the_real_model(smollm2: hw.Engine, mix: Mix, how: str) -> None:
-    with hw.Engine(smollm2.decoder, pages=256, threads=2) as engine:
-        alone = engine.run(Mix(mix.prompts, look=True).in_turn, range(64))
-    compare(smollm2.decoder, mix, alone, how)
+    compare(smollm2.decoder, mix, one_at_a_time(smollm2.decoder, mix, SIZES[how], range(64)), how)
 
 
 def compare(decoder: Any, mix: Mix, alone: dict[int, list[list[Drawn]]], how: str) -> None:
-    pages, size, programs = 256, 16, list(range(64))
-    if how == "with hardly any pages":
-        pages, size, programs = 12, 4, list(alone)
+    pages, size, programs = 256, SIZES[how], list(range(64))
+    if size == 4:
+        pages, programs = 12, list(alone)
     with hw.Engine(decoder, pages=pages, page_size=size, threads=2) as engine:
         found = dict(zip(programs, engine.run(lambda e: RUNS[how](mix, e, programs)), strict=True))
         assert (engine.stats().set_asides > 20) == (size == 4)
         assert idle(engine)
         assert engine.stats().pages_held == 0
+        exact = engine.info.runner != "torch"  # the native step's bits depend on the row alone
     for n, theirs in alone.items():
         assert_same_tokens(theirs, found[n])
-    assert sum(tokens(found[n]) != tokens(theirs) for n, theirs in alone.items()) <= 2
+    assert sum(tokens(found[n]) != tokens(theirs) for n, theirs in alone.items()) <= (0 if exact else 2)
 
 
 def tokens(drawn: list[list[Drawn]]) -> list[int]:

@@ -291,7 +291,7 @@ def test_generate_from_nothing_is_refused(engine: hw.Engine) -> None:
         engine.run(greedy, [], 4)
 
 
-@pytest.mark.parametrize("count", [0, -1, 1.5, "9", None, True])
+@pytest.mark.parametrize("count", [0, -1, 1.5, "9", True])
 def test_an_absurd_number_of_tokens_is_refused(engine: hw.Engine, count: Any) -> None:
     with pytest.raises(hw.HeadwayError, match="max_tokens"):
         engine.run(greedy, [1], count)
