@@ -175,6 +175,7 @@ def _report(machine: Machine, gpus: list[Gpu], device: str, speed: float, thread
             "free_bytes": machine.memory_free,
             "bandwidth_bytes_per_second": round(speed),
         },
+        "native": _native(),
         "device": device,
         "cuda": [vars(gpu) for gpu in gpus],
         "cache": {"path": str(config.cache), "bytes": sum(model.bytes for model in models)},
@@ -202,6 +203,7 @@ def _show(report: dict[str, Any]) -> None:
         ),
         ("memory bandwidth", f"{size(memory['bandwidth_bytes_per_second'])}/s measured"),
         ("CUDA devices", "; ".join(cuda) or "none"),
+        ("native kernels", _native_line(report["native"])),
         ("device", report["device"]),
     ]
     show_pairs(machine, title="Machine")
@@ -249,6 +251,20 @@ def _verdict(fit: Fit) -> str:
         return f"It fits only with a context of up to {fit.longest_context:,} tokens (--context {fit.longest_context})."
     smaller = " or a smaller --dtype" if fit.dtype == "float32" else ""
     return f"It does not fit: {size(fit.needed - fit.available)} are missing. A smaller model{smaller} would."
+
+
+def _native() -> dict[str, Any]:
+    """Whether the native step can serve here, with what, or why not."""
+    from headway.kernels.native.library import ISA_NAMES, open_library
+
+    library = open_library()
+    if library.calls is None:
+        return {"available": False, "instructions": None, "reason": library.missing}
+    return {"available": True, "instructions": ISA_NAMES[library.isa], "reason": None}
+
+
+def _native_line(native: dict[str, Any]) -> str:
+    return native["instructions"] if native["available"] else f"none: {native['reason']}; torch computes instead"
 
 
 def _gpus() -> list[Gpu]:

@@ -50,7 +50,7 @@ Model = Annotated[
     ),
 ]
 Dtype = Annotated[
-    str, typer.Option("--dtype", help="Type to compute in: auto, float32, bfloat16, float16.", rich_help_panel=ENGINE)
+    str, typer.Option("--dtype", help="auto (as the file has it), float32, bfloat16, float16.", rich_help_panel=ENGINE)
 ]
 Device = Annotated[
     str, typer.Option("--device", help="Where to compute: auto, cpu, cuda, cuda:1 …", rich_help_panel=ENGINE)
@@ -58,6 +58,15 @@ Device = Annotated[
 Threads = Annotated[
     int | None,
     typer.Option("--threads", **WHOLE, help="CPU threads; by default what this machine gives.", rich_help_panel=ENGINE),
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize",
+        metavar="FORMAT",
+        help="Keep float weights as int8 or int4; a file that is quantised already stays as it is.",
+        rich_help_panel=ENGINE,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, errors too.")]
 
@@ -114,6 +123,7 @@ class EngineOptions:
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
+    quantize: str | None = None
 
 
 @dataclass(frozen=True)
@@ -154,5 +164,7 @@ def open_engine(options: EngineOptions) -> Iterator[hw.Engine]:
 
     with fetching() as progress:
         path = store.resolve(options.model, progress=progress)
-    with hw.Engine(path, dtype=options.dtype, device=options.device, threads=options.threads) as engine:
+    with hw.Engine(
+        path, dtype=options.dtype, device=options.device, threads=options.threads, quantize=options.quantize
+    ) as engine:
         yield engine
