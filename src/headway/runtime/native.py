@@ -138,7 +138,9 @@ class NativeRunner:
         self.profiler.begin(len(batch.write_rows))
         x = self._forward(batch, taps) if len(batch.tokens) else None
         values = self.reader.read(batch, x, taps, self.profiler.mark)
-        self.profiler.end(step_bytes(self.decoder, batch, self.page_size))
+        sizes = step_bytes(self.decoder, batch, self.page_size)
+        sizes["rope"] += sizes.pop("kv write")  # keys and values go to their pages as they are turned
+        self.profiler.end(sizes)
         results = []
         for i, segment in enumerate(batch.segments):
             state = x[segment.rows[-1]].clone() if x is not None and segment.keep_last else None
@@ -187,7 +189,7 @@ class NativeRunner:
             )
         )
         if phases is not None:
-            self.profiler.add(dict(zip(library.PHASES, phases.tolist(), strict=True)), c.layers)
+            self.profiler.add(dict(zip(library.PHASES, phases.tolist(), strict=True)), _calls(c.layers))
         self._tapped(taps, hidden_out, query_out)
         return out
 
@@ -203,6 +205,11 @@ class NativeRunner:
                 alone = replace(group, rows=torch.zeros_like(group.rows))
                 found.append(scores(queries[at : at + 1], self.pool.kv[l, 0], alone, 1.0))
                 at += 1
+
+
+def _calls(layers: int) -> dict[str, int]:
+    """How often each phase of a step runs."""
+    return {**dict.fromkeys(library.PHASES, layers), "embed": 1, "norm": 2 * layers}
 
 
 def _runs(segments: Sequence[Segment], window: int | None, page_size: int) -> tuple[np.ndarray, np.ndarray]:

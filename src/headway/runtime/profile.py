@@ -104,13 +104,13 @@ class Profiler:
         """Whether the running step is measured."""
         return self._measuring
 
-    def add(self, seconds: Mapping[str, float], calls: int) -> None:
+    def add(self, seconds: Mapping[str, float], calls: Mapping[str, int]) -> None:
         """What a runner measured itself of this step, by phase; the clock goes on from here."""
         for name, spent in seconds.items():
             if spent > 0:
                 entry = self._current.setdefault(name, [0.0, 0, 0])
                 entry[0] += spent
-                entry[2] += calls
+                entry[2] += calls[name]
                 self._marked.add(name)
         self._last = time.perf_counter()
 
