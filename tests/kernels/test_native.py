@@ -233,7 +233,8 @@ def one_for_one(coding: str | None, k: int) -> Packed:
         return pack_floats(unit)
     if coding == "row":
         return pack_int8(unit.to(torch.int8), torch.ones(k))
-    return pack_groups(8 + unit.to(torch.uint8), torch.ones(k, -(-k // 32)).half(), None, bits=4, group=32, zero=8)
+    scale = torch.ones(k, -(-k // 32)).half()
+    return pack_groups(128 + unit.to(torch.uint8), scale, None, bits=8, group=32, zero=128)
 
 
 @pytest.mark.parametrize("coding", ["groups", "row"])
