@@ -7,7 +7,10 @@ from torch import Tensor
 
 def write(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
     """rows [W, Hkv, D] into pages [P, page, Hkv, D] at physical slots [W]."""
-    pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, rows.to(pages.dtype))
+    if pages.is_contiguous():
+        pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, rows.to(pages.dtype))
+    else:
+        pages[slots // pages.shape[1], slots % pages.shape[1]] = rows.to(pages.dtype)
 
 
 def copy(pool: Tensor, source: int, target: int, slots: int) -> None:

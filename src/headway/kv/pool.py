@@ -12,7 +12,11 @@ from headway.kv.allocator import Clear, Copy, Edit, Export, Import
 
 
 class Pool:
-    """Keys and values of every page: [L, 2, P + 1, page, Hkv, D]; page 0 stays zero."""
+    """Keys and values of every page: [L, 2, P + 1, page, Hkv, D]; page 0 stays zero.
+
+    With `by_head` a head's slots of a page lie together in memory (`raw` is [L, 2, P + 1, Hkv, page, D]), which a kernel
+    that reads pages in place wants; `kv` is a view of it then.
+    """
 
     def __init__(
         self,
@@ -24,9 +28,12 @@ class Pool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        by_head: bool = False,
     ) -> None:
-        shape = (layers, 2, pages + 1, page_size, kv_heads, head_dim)
-        self.kv = _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        inner = (kv_heads, page_size) if by_head else (page_size, kv_heads)
+        shape = (layers, 2, pages + 1, *inner, head_dim)
+        self.raw = _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        self.kv = self.raw.transpose(3, 4) if by_head else self.raw
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Do noted edits in order; neighbouring clears go in one call."""

@@ -147,6 +147,7 @@ class Engine:
             head_dim=self.config.head_dim,
             dtype=decoder.dtype,
             device=decoder.device,
+            by_head=self._backend.team is not None,
         )
         self._profiler = Profiler(_synchronizer(decoder.device), str(decoder.device))
         if runner is None:

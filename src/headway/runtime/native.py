@@ -54,9 +54,9 @@ class NativeModel:
         self._layers = (library.Layer * c.layers)(
             *(self._layer(layer, self.windows.index(c.windows[i])) for i, layer in enumerate(d.layers))
         )
-        kv = self.pool.kv
-        assert kv.is_contiguous()
+        kv = self.pool.raw
         assert kv.dtype == torch.float32
+        assert kv.shape[3:5] == (c.kv_heads, page_size), "the pool is not laid out by head"
         return library.Model(
             layers=c.layers,
             hidden=c.hidden_size,

@@ -14,7 +14,7 @@ constexpr int TILE = 16;    // rows that share the keys they load
 struct Unit {
   int32_t slot;         // its first, in the sequence; a multiple of 16
   uint16_t present;     // which of its slots lie in the pages at hand
-  int64_t place[LANES]; // where each lies physically
+  int64_t place[LANES]; // where each lies in the pool, for the first head
 };
 
 // One segment's slots, cut into units, and which of them each row attends to.
@@ -26,12 +26,13 @@ struct Layout {
 };
 
 struct Cache {
-  const float* keys;    // [pages * page, kv_heads, head_dim]
+  const float* keys;    // [pages, kv_heads, page, head_dim]
   const float* values;
-  int heads, kv_heads, dim;
+  int heads, kv_heads, dim, page;
+  const float* row(const float* from, int64_t place, int head) const { return from + (place + (int64_t)head * page) * dim; }
 };
 
-inline void lay_out(const hw_step& step, int segment, int page_size, Layout& out) {
+inline void lay_out(const hw_step& step, int segment, int page_size, int kv_heads, Layout& out) {
   out.row = step.segment_rows[segment];
   out.rows = step.segment_rows[segment + 1] - out.row;
   out.units.clear();
@@ -47,7 +48,7 @@ inline void lay_out(const hw_step& step, int segment, int page_size, Layout& out
       }
       Unit& unit = out.units.back();
       for (int lane = slot - first; lane < LANES && at < page_size; lane++, at++) {
-        unit.place[lane] = (int64_t)step.pages[p] * page_size + at;
+        unit.place[lane] = (int64_t)step.pages[p] * kv_heads * page_size + at;
         unit.present |= (uint16_t)(1u << lane);
       }
     }
@@ -144,9 +145,9 @@ inline void score_all(const float* keys, const float* queries, size_t wide, int 
 struct Heads {
   const float* row[LANES];
   Heads(const float* from, const Cache& kv, const Unit& unit, int head, Desk& desk) {
-    const size_t stride = (size_t)kv.kv_heads * kv.dim, wide = desk.zeros.size();
+    const size_t wide = desk.zeros.size();
     for (int s = 0; s < LANES; s++) {
-      row[s] = unit.present >> s & 1 ? from + unit.place[s] * stride + (size_t)head * kv.dim : desk.zeros.data();
+      row[s] = unit.present >> s & 1 ? kv.row(from, unit.place[s], head) : desk.zeros.data();
       if (kv.dim % LANES == 0) continue;
       float* copy = &desk.values[s * wide];
       for (size_t d = 0; d < wide; d++) copy[d] = (int)d < kv.dim ? row[s][d] : 0.0f;
@@ -155,12 +156,11 @@ struct Heads {
   }
 };
 
-// Asks for one head's rows: they lie a token apart, which no hardware prefetcher follows well.
+// Asks for one head's rows of a unit that is needed soon.
 inline void fetch(const float* from, const Cache& kv, const Unit& unit, int head) {
-  const size_t stride = (size_t)kv.kv_heads * kv.dim;
   for (int s = 0; s < LANES; s++)
     if (unit.present >> s & 1)
-      for (int d = 0; d < kv.dim; d += LANES) __builtin_prefetch(from + unit.place[s] * stride + (size_t)head * kv.dim + d);
+      for (int d = 0; d < kv.dim; d += LANES) __builtin_prefetch(kv.row(from, unit.place[s], head) + d);
 }
 
 // Adds weights times values of one unit for Q queries, over V vectors of the head. `bits` are the slots to take.
@@ -196,96 +196,125 @@ inline void weigh_all(const Heads& values, const float* weights, size_t stride, 
   for (; at < end; at += LANES) weigh<Q, 1>(values, at, weights, stride, bits, mixed, wide);
 }
 
-// One chunk for rows [first, first + rows) of a segment and one kv head: desk.partial and desk.mixed, query by query.
-// Queries stand by row, then by head of the group.
-inline void attend_chunk(const Layout& lay, const uint16_t* bits, const Cache& kv, int chunk, int first, int rows, int head, Desk& desk) {
-  const int group = kv.heads / kv.kv_heads, queries = rows * group;
-  const size_t wide = up(kv.dim, LANES), stride = desk.stride, units = lay.units.size();
-  desk.active.clear();
-  for (int u = lay.chunks[chunk]; u < lay.chunks[chunk + 1]; u++) {
-    uint16_t any = 0;
-    for (int r = 0; r < rows; r++) any |= bits[(first + r) * units + u];
-    if (any) desk.active.push_back(u);
-  }
-  for (int q = 0; q < queries; q++) desk.partial[q] = {-INFINITY, 0};
-  const int n = (int)desk.active.size();
+// A piece of work: rows [first, first + rows) of a segment and kv heads [head, head + heads). Its queries stand by kv
+// head, then by row, then by head of the group.
+struct Piece {
+  const Layout& lay;
+  const uint16_t* bits;  // of the layer's mask set
+  const Cache& kv;
+  int first, rows, head, heads;
+
+  int group() const { return kv.heads / kv.kv_heads; }
+  int each() const { return rows * group(); }  // queries of one kv head
+  int queries() const { return heads * each(); }
+  int row(int query) const { return first + query / group() % rows; }
+  // Where a query stands among the row's heads, in floats.
+  size_t column(int query) const { return (size_t)((head + query / each()) * group() + query % group()) * kv.dim; }
+  uint16_t on(int query, int unit) const { return bits[(size_t)row(query) * lay.units.size() + unit]; }
+};
+
+// The scores of the chunk's units, -infinity where a query must not look. Units outside, heads inside: keys lie so.
+inline void score_chunk(const Piece& p, Desk& desk) {
+  const size_t wide = up(p.kv.dim, LANES), stride = desk.stride;
+  const int n = (int)desk.active.size(), each = p.each();
   for (int i = 0; i < n; i++) {
-    const Unit& unit = lay.units[desk.active[i]];
-    if (i + 1 < n) fetch(kv.keys, kv, lay.units[desk.active[i + 1]], head);
-    fetch(kv.values, kv, unit, head);
-    const Heads keys(kv.keys, kv, unit, head, desk);
-    for (size_t d = 0; d < wide; d += LANES) transpose16(keys.row, d, &desk.keys[d * LANES]);
-    float* out = desk.scores.data() + i * LANES;
-    score_all(desk.keys.data(), desk.queries.data(), wide, queries, out, stride);
-    for (int r = 0; r < rows; r++) {
-      uint16_t on = bits[(first + r) * units + desk.active[i]];
-      if (on == 0xffff) continue;
-      for (int h = 0; h < group; h++) {
-        float* s = out + (size_t)(r * group + h) * stride;
-        vf_store(s, vf_select(on, vf_load(s), vf_set1(-INFINITY)));
+    const Unit& unit = p.lay.units[desk.active[i]];
+    for (int h = 0; h < p.heads; h++) {
+      fetch(p.kv.values, p.kv, unit, p.head + h);
+      if (i + 1 < n) fetch(p.kv.keys, p.kv, p.lay.units[desk.active[i + 1]], p.head + h);
+      const Heads keys(p.kv.keys, p.kv, unit, p.head + h, desk);
+      for (size_t d = 0; d < wide; d += LANES) transpose16(keys.row, d, &desk.keys[d * LANES]);
+      float* out = desk.scores.data() + (size_t)h * each * stride + i * LANES;
+      score_all(desk.keys.data(), &desk.queries[(size_t)h * each * wide], wide, each, out, stride);
+      for (int q = 0; q < each; q++, out += stride) {
+        const uint16_t on = p.on(q, desk.active[i]);
+        if (on != 0xffff) vf_store(out, vf_select(on, vf_load(out), vf_set1(-INFINITY)));
       }
     }
   }
-  for (int q = 0; q < queries; q++) {
-    float* s = desk.scores.data() + q * stride;
+}
+
+// Scores to weights, against the largest of the chunk.
+inline void soften(const Piece& p, Desk& desk) {
+  const size_t wide = up(p.kv.dim, LANES);
+  const int n = (int)desk.active.size();
+  for (int q = 0; q < p.queries(); q++) {
+    desk.partial[q] = {-INFINITY, 0};
+    float* s = desk.scores.data() + q * desk.stride;
     bool any = false;
-    for (int i = 0; i < n && !any; i++) any = bits[(first + q / group) * units + desk.active[i]] != 0;
+    for (int i = 0; i < n && !any; i++) any = p.on(q, desk.active[i]) != 0;
     if (!any) continue;
     vf most = vf_set1(-INFINITY), sum = vf_zero();
     for (int i = 0; i < n; i++) most = vf_max(vf_load(s + i * LANES), most);
-    float top = vf_most(most);
+    const float top = vf_most(most);
     for (int i = 0; i < n; i++) {
-      vf p = vf_exp(vf_sub(vf_load(s + i * LANES), vf_set1(top)));
-      sum = vf_add(sum, p);
-      vf_store(s + i * LANES, p);
+      vf w = vf_exp(vf_sub(vf_load(s + i * LANES), vf_set1(top)));
+      sum = vf_add(sum, w);
+      vf_store(s + i * LANES, w);
     }
     desk.partial[q] = {top, vf_sum(sum)};
     std::memset(&desk.mixed[q * wide], 0, wide * sizeof(float));
   }
-  for (int i = 0; i < n; i++) {
-    const Unit& unit = lay.units[desk.active[i]];
-    const Heads values(kv.values, kv, unit, head, desk);
-    const float* weights = desk.scores.data() + i * LANES;
-    // Queries that take the same slots go together; a slot that a query must not see never reaches it.
-    auto taken = [&](int q) { return (uint32_t)bits[(first + q / group) * units + desk.active[i]]; };
-    for (int q = 0, same; q < queries; q += same) {
-      const uint32_t take = taken(q);
-      for (same = 1; same < 4 && q + same < queries && taken(q + same) == take;) same++;
-      if (!take) continue;
-      auto go = same == 4 ? weigh_all<4> : same == 3 ? weigh_all<3> : same == 2 ? weigh_all<2> : weigh_all<1>;
-      go(values, weights + q * stride, stride, take, &desk.mixed[q * wide], wide);
-    }
-  }
 }
 
-// The queries [rows, heads * dim] of one kv head's group, query by query, padded.
-inline void take_queries(const float* q, size_t stride, const Cache& kv, int row, int rows, int head, Desk& desk) {
-  const int group = kv.heads / kv.kv_heads;
-  const size_t wide = up(kv.dim, LANES);
-  for (int r = 0; r < rows; r++)
-    for (int h = 0; h < group; h++)
-{
-      float* to = &desk.queries[(size_t)(r * group + h) * wide];
-      std::memcpy(to, q + (size_t)(row + r) * stride + (size_t)(head * group + h) * kv.dim, kv.dim * sizeof(float));
-      for (size_t d = kv.dim; d < wide; d++) to[d] = 0;
+// Queries that take the same slots go together; a slot that a query must not see never reaches it.
+inline void mix_chunk(const Piece& p, Desk& desk) {
+  const size_t wide = up(p.kv.dim, LANES), stride = desk.stride;
+  const int each = p.each();
+  for (size_t i = 0; i < desk.active.size(); i++)
+    for (int h = 0; h < p.heads; h++) {
+      const int unit = desk.active[i];
+      const Heads values(p.kv.values, p.kv, p.lay.units[unit], p.head + h, desk);
+      for (int q = h * each, end = q + each, same; q < end; q += same) {
+        const uint32_t take = p.on(q, unit);
+        for (same = 1; same < 4 && q + same < end && p.on(q + same, unit) == take;) same++;
+        if (!take) continue;
+        auto go = same == 4 ? weigh_all<4> : same == 3 ? weigh_all<3> : same == 2 ? weigh_all<2> : weigh_all<1>;
+        go(values, desk.scores.data() + q * stride + i * LANES, stride, take, &desk.mixed[q * wide], wide);
+      }
     }
 }
 
-// Rows [first, first + rows) of a segment, one kv head, all chunks: mixed values into out [T, heads * dim].
-inline void attend(const Layout& lay, const uint16_t* bits, const Cache& kv, const float* q, size_t q_stride, int first, int rows, int head, float* out, size_t out_stride, Desk& desk) {
-  const int group = kv.heads / kv.kv_heads, queries = rows * group;
-  const size_t wide = up(kv.dim, LANES);
-  take_queries(q, q_stride, kv, lay.row + first, rows, head, desk);
-  for (int i = 0; i < queries; i++) desk.sums[i] = {-INFINITY, 0};
-  for (int c = 0; c + 1 < (int)lay.chunks.size(); c++) {
-    attend_chunk(lay, bits, kv, c, first, rows, head, desk);
-    for (int i = 0; i < queries; i++) merge(desk.sums[i], &desk.total[i * wide], desk.partial[i], &desk.mixed[i * wide], (int)wide);
+// One chunk: desk.partial and desk.mixed, query by query.
+inline void attend_chunk(const Piece& p, int chunk, Desk& desk) {
+  desk.active.clear();
+  for (int u = p.lay.chunks[chunk]; u < p.lay.chunks[chunk + 1]; u++) {
+    uint16_t any = 0;
+    for (int q = 0; q < p.each(); q += p.group()) any |= p.on(q, u);
+    if (any) desk.active.push_back(u);
   }
-  for (int i = 0; i < queries; i++) {
-    float* y = out + (size_t)(lay.row + first + i / group) * out_stride + (size_t)(head * group + i % group) * kv.dim;
-    float factor = 1.0f / desk.sums[i].sum;
-    for (int d = 0; d < kv.dim; d++) y[d] = desk.total[i * wide + d] * factor;
+  score_chunk(p, desk);
+  soften(p, desk);
+  mix_chunk(p, desk);
+}
+
+// The piece's queries out of q [T, heads * dim], padded.
+inline void take_queries(const Piece& p, const float* q, size_t stride, Desk& desk) {
+  const size_t wide = up(p.kv.dim, LANES);
+  for (int i = 0; i < p.queries(); i++) {
+    float* to = &desk.queries[i * wide];
+    std::memcpy(to, q + (size_t)(p.lay.row + p.row(i)) * stride + p.column(i), p.kv.dim * sizeof(float));
+    for (size_t d = p.kv.dim; d < wide; d++) to[d] = 0;
   }
+}
+
+// A query's sum over all slots, divided, to its place in out [T, heads * dim].
+inline void finish(const Piece& p, int query, const Partial& sum, const float* total, float* out, size_t stride) {
+  float* y = out + (size_t)(p.lay.row + p.row(query)) * stride + p.column(query);
+  const float factor = 1.0f / sum.sum;
+  for (int d = 0; d < p.kv.dim; d++) y[d] = total[d] * factor;
+}
+
+// All chunks of a piece.
+inline void attend(const Piece& p, const float* q, float* out, size_t stride, Desk& desk) {
+  const size_t wide = up(p.kv.dim, LANES);
+  take_queries(p, q, stride, desk);
+  for (int i = 0; i < p.queries(); i++) desk.sums[i] = {-INFINITY, 0};
+  for (int c = 0; c + 1 < (int)p.lay.chunks.size(); c++) {
+    attend_chunk(p, c, desk);
+    for (int i = 0; i < p.queries(); i++) merge(desk.sums[i], &desk.total[i * wide], desk.partial[i], &desk.mixed[i * wide], (int)wide);
+  }
+  for (int i = 0; i < p.queries(); i++) finish(p, i, desk.sums[i], &desk.total[i * wide], out, stride);
 }
 
 }  // namespace HW_NS

@@ -147,7 +147,7 @@ struct Run {
   // A few rows are coded by every member for itself, which costs less than meeting once more.
   const bool own = T <= 2 && members <= 8;
   bool split = false;
-  int tiles = 0, most_units = 1;
+  int most_units = 1, most_queries = 1;  // of a chunk, of a piece
   size_t partial_size = 0;  // floats of one partial result
   double* clock_at = nullptr;
   std::chrono::steady_clock::time_point last{};
@@ -170,22 +170,23 @@ struct Run {
 
   void lay_out_all() {
     if ((int)space.layouts.size() < step.segments) space.layouts.resize(step.segments);
-    int chunks = 0;
+    int pieces_ = 0, tasks = 0;
     for (int s = 0; s < step.segments; s++) {
       Layout& lay = space.layouts[s];
-      lay_out(step, s, m.page_size, lay);
+      lay_out(step, s, m.page_size, m.kv_heads, lay);
       lay.bits.resize((size_t)step.mask_sets * lay.rows * lay.units.size());
-      int n = (int)lay.chunks.size() - 1, t = (lay.rows + TILE - 1) / TILE;
-      tiles += t;
-      chunks += t * n;
-      for (int c = 0; c < n; c++) most_units = std::max(most_units, lay.chunks[c + 1] - lay.chunks[c]);
+      const int chunks = (int)lay.chunks.size() - 1;
+      const int n = lay.rows / TILE * m.kv_heads + (lay.rows % TILE == 1 ? 1 : lay.rows % TILE ? m.kv_heads : 0);
+      pieces_ += n;
+      tasks += n * chunks;
+      for (int c = 0; c < chunks; c++) most_units = std::max(most_units, lay.chunks[c + 1] - lay.chunks[c]);
     }
-    const int group = m.heads / m.kv_heads;
-    split = members > 1 && tiles * m.kv_heads < 3 * members && chunks > tiles;
+    most_queries = std::max(TILE * (m.heads / m.kv_heads), m.heads);
+    split = members > 1 && pieces_ < 3 * members && tasks > pieces_;
     partial_size = up(m.head_dim, LANES) + 2;
-    if (split) space.partial.fit((size_t)chunks * m.kv_heads * TILE * group * partial_size);
+    if (split) space.partial.fit((size_t)tasks * most_queries * partial_size);
     if ((int)space.desks.size() < members) space.desks.resize(members);
-    for (int i = 0; i < members; i++) space.desks[i].fit(TILE * group, m.head_dim, most_units);
+    for (int i = 0; i < members; i++) space.desks[i].fit(most_queries, m.head_dim, most_units);
   }
 
   void meet() { team.barrier.wait(); }
@@ -320,84 +321,80 @@ struct Run {
       if (w.k_norm) rms_norm(k, w.k_norm, D, m.eps, k);
       rotate(k, turn, m.rope_half, 1.0f, D);
       if (step.write_slots[r] < 0) continue;
-      const size_t at = ((size_t)step.write_slots[r] * m.kv_heads + kh) * D;
+      const size_t page = step.write_slots[r] / m.page_size, slot = step.write_slots[r] % m.page_size;
+      const size_t at = ((page * m.kv_heads + kh) * m.page_size + slot) * D;
       std::memcpy(keys + at, k, D * sizeof(float));
       std::memcpy(values + at, space.v.at + r * K + (size_t)kh * D, D * sizeof(float));
     }
   }
 
-  void attention(int i, int l) {
+  // Calls f(piece, chunks) for every piece of a layer's attention. A single row takes all heads, which lie together.
+  template <class F>
+  void pieces(int l, F&& f) {
     const size_t plane = (size_t)m.kv_pages * m.page_size * m.kv_heads * m.head_dim;
-    const Cache kv{m.kv + (size_t)l * 2 * plane, m.kv + ((size_t)l * 2 + 1) * plane, m.heads, m.kv_heads, m.head_dim};
-    const int set = m.layer[l].mask_set;
-    Desk& desk = space.desks[i];
-    int mine = space.next[l].fetch_add(1, std::memory_order_relaxed), n = 0;
-    size_t done = 0;  // partial results before this tile
+    const Cache kv{m.kv + (size_t)l * 2 * plane, m.kv + ((size_t)l * 2 + 1) * plane, m.heads, m.kv_heads, m.head_dim, m.page_size};
     for (int s = 0; s < step.segments; s++) {
       const Layout& lay = space.layouts[s];
-      const uint16_t* bits = lay.bits.data() + (size_t)set * lay.rows * lay.units.size();
-      const int chunks = (int)lay.chunks.size() - 1;
+      const uint16_t* bits = lay.bits.data() + (size_t)m.layer[l].mask_set * lay.rows * lay.units.size();
       for (int first = 0; first < lay.rows; first += TILE) {
-        const int rows = std::min(TILE, lay.rows - first);
-        for (int head = 0; head < m.kv_heads; head++) {
-          if (!split) {
-            if (n++ != mine) continue;
-            attend(lay, bits, kv, space.q.at, Q, first, rows, head, space.mixed.at, Q, desk);
-            mine = space.next[l].fetch_add(1, std::memory_order_relaxed);
-            continue;
-          }
-          for (int c = 0; c < chunks; c++, done++) {
-            if (n++ != mine) continue;
-            take_queries(space.q.at, Q, kv, lay.row + first, rows, head, desk);
-            attend_chunk(lay, bits, kv, c, first, rows, head, desk);
-            keep_partial(done, rows, desk);
-            mine = space.next[l].fetch_add(1, std::memory_order_relaxed);
-          }
-        }
+        const int rows = std::min(TILE, lay.rows - first), heads = rows == 1 ? m.kv_heads : 1;
+        for (int head = 0; head < m.kv_heads; head += heads) f(Piece{lay, bits, kv, first, rows, head, heads}, (int)lay.chunks.size() - 1);
       }
     }
-    if (!split) return;
-    meet();
-    merge_all(i);
   }
 
-  void keep_partial(size_t at, int rows, const Desk& desk) {
-    const int group = m.heads / m.kv_heads;
+  void attention(int i, int l) {
+    Desk& desk = space.desks[i];
+    auto claim = [&] { return space.next[l].fetch_add(1, std::memory_order_relaxed); };
+    int mine = claim(), n = 0;
+    pieces(l, [&](const Piece& piece, int chunks) {
+      if (!split) {
+        if (n++ != mine) return;
+        attend(piece, space.q.at, space.mixed.at, Q, desk);
+        mine = claim();
+        return;
+      }
+      for (int c = 0; c < chunks; c++) {
+        if (n++ != mine) continue;
+        take_queries(piece, space.q.at, Q, desk);
+        attend_chunk(piece, c, desk);
+        keep_partial(n - 1, piece, desk);
+        mine = claim();
+      }
+    });
+    if (!split) return;
+    meet();
+    merge_all(i, l);
+  }
+
+  float* partial(size_t task, int query) { return space.partial.at + (task * most_queries + query) * partial_size; }
+
+  void keep_partial(size_t task, const Piece& piece, const Desk& desk) {
     const size_t wide = partial_size - 2;
-    float* to = space.partial.at + at * TILE * group * partial_size;
-    for (int q = 0; q < rows * group; q++, to += partial_size) {
+    for (int q = 0; q < piece.queries(); q++) {
+      float* to = partial(task, q);
       to[0] = desk.partial[q].most;
       to[1] = desk.partial[q].sum;
       if (desk.partial[q].most != -INFINITY || desk.partial[q].sum != 0) std::memcpy(to + 2, &desk.mixed[q * wide], wide * sizeof(float));
     }
   }
 
-  void merge_all(int i) {
-    const int group = m.heads / m.kv_heads, D = m.head_dim;
+  void merge_all(int i, int l) {
     const size_t wide = partial_size - 2;
-    size_t at = 0;
-    int n = 0;
-    for (int s = 0; s < step.segments; s++) {
-      const Layout& lay = space.layouts[s];
-      const int chunks = (int)lay.chunks.size() - 1;
-      for (int first = 0; first < lay.rows; first += TILE) {
-        const int rows = std::min(TILE, lay.rows - first);
-        for (int head = 0; head < m.kv_heads; head++, at += chunks) {
-          if (n++ % members != i) continue;
-          for (int q = 0; q < rows * group; q++) {
-            Partial sum{-INFINITY, 0};
-            float* total = space.desks[i].total.data();
-            for (int c = 0; c < chunks; c++) {
-              const float* p = space.partial.at + ((at + c) * TILE * group + q) * partial_size;
-              merge(sum, total, {p[0], p[1]}, p + 2, (int)wide);
-            }
-            float* y = space.mixed.at + (size_t)(lay.row + first + q / group) * Q + (size_t)(head * group + q % group) * D;
-            float factor = 1.0f / sum.sum;
-            for (int d = 0; d < D; d++) y[d] = total[d] * factor;
-          }
+    float* total = space.desks[i].total.data();
+    int task = 0, n = 0;
+    pieces(l, [&](const Piece& piece, int chunks) {
+      for (int q = 0; q < piece.queries(); q++) {
+        if (n++ % members != i) continue;
+        Partial sum{-INFINITY, 0};
+        for (int c = 0; c < chunks; c++) {
+          const float* p = partial(task + c, q);
+          merge(sum, total, {p[0], p[1]}, p + 2, (int)wide);
         }
+        finish(piece, q, sum, total, space.mixed.at, Q);
       }
-    }
+      task += chunks;
+    });
   }
 
   void out(int i, const hw_layer& w) {
