@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.base.errors import InvalidInput, Unsupported
+from headway.base.errors import InvalidInput, OutOfRange, Unsupported, WrongType
 from headway.kernels.native import library
-from headway.kernels.native.library import ISAS, Team, open_library, use_isa
+from headway.kernels.native.library import ISAS, Team, check, open_library, use_isa
 from headway.kernels.native.products import gather, linear, matrix
 from headway.kernels.norm import rms_norm
 from headway.kernels.packed import (
@@ -32,7 +34,7 @@ from headway.kernels.packed import (
 )
 
 Build = Callable[[int, int, torch.Generator], Packed]
-THREADS = (1, 2, 3, 4, 8)
+THREADS = (1, 2, 3, 4, 8, 9, 17)
 few = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 some = settings(few, max_examples=30)
 
@@ -220,6 +222,53 @@ def test_a_format_without_a_product_is_refused(build: Build, message: str) -> No
         matrix(build(16, 64, generator(0)))
 
 
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.zeros(2, 41), InvalidInput, r"rows of shape \[2, 41\] were given; \[rows, 40\]"),
+        (torch.zeros(40), InvalidInput, r"rows of shape \[40\]"),
+        (torch.zeros(2, 40, dtype=torch.float64), WrongType, "float64"),
+        (torch.zeros(2, 40, dtype=torch.float16), WrongType, "float16"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(
+    team: Callable[[int], Team], x: Tensor, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        linear(team(1), x, FORMATS["f32"](7, 40, generator(0)))
+
+
+def test_rows_that_lie_apart_are_read_in_order(team: Callable[[int], Team]) -> None:
+    w, x = FORMATS["8 bits, 32"](7, 40, generator(0)), torch.randn(40, 6, generator=generator(1)).T
+    assert torch.equal(linear(team(2), x, w), linear(team(2), x.contiguous(), w))
+
+
+@pytest.mark.parametrize("rows", [[7], [-1], [0, 3, 1 << 33]])
+def test_rows_that_a_matrix_does_not_have_are_refused(team: Callable[[int], Team], rows: list[int]) -> None:
+    with pytest.raises(OutOfRange, match="the matrix has rows 0 to 6"):
+        gather(team(1), FORMATS["f32"](7, 40, generator(0)), torch.tensor(rows))
+
+
+def test_rows_are_asked_for_by_whole_numbers(team: Callable[[int], Team]) -> None:
+    with pytest.raises(WrongType, match="float32"):
+        gather(team(1), FORMATS["f32"](7, 40, generator(0)), torch.zeros(2))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_matrix_whose_tensors_do_not_fit_its_size_is_refused(name: str) -> None:
+    w = FORMATS[name](33, 80, generator(0))
+    assert w.flaw() is None
+    assert replace(w, bias=None).flaw() is None
+    changes: list[dict[str, Any]] = [{"n": 49}, {"k": 512}, {"codes": w.codes[1:]}, {"codes": w.codes.double()}]
+    changes += [{"bias": torch.zeros(40)}, {"bias": torch.zeros(66)[::2]}]
+    changes += [{"scales": None}, {"scales": w.scales[:-1]}] if w.scales is not None else []
+    changes += [{"group": 48}, {"bits": 5}] if w.kind == "groups" else []
+    changes += [{"super": None}, {"k": 240}] if w.super is not None else []
+    for change in changes:
+        with pytest.raises(InvalidInput, match="cannot be used"):
+            matrix(replace(w, **change))
+
+
 # -- what rows are coded to ----------------------------------------------------------------------------------------
 
 ODD = (0.0, -0.0, 1e-36, 0.9e-36, 1.1e-36, 1e-38, 1e-45, -3e-40, 3.4e38, -3.4e38, float("inf"), -float("inf"))
@@ -326,10 +375,11 @@ def test_the_head_is_the_product_of_normed_rows(
     assert ((y[:, :n] - linear_reference(normed, w)).abs() <= limit).all()
 
 
-def choose(team: Team, logits: Tensor, vocab: int) -> tuple[list[int], list[bool]]:
+def choose(team: Team, logits: Tensor, vocab: int) -> tuple[list[int], list[int]]:
     rows, stride = logits.shape
     best, bad = np.full(rows, -7, np.int64), np.full(rows, 9, np.uint8)
-    team.calls.hw_choose(team.handle, logits.data_ptr(), rows, vocab, stride, best.ctypes.data, bad.ctypes.data)
+    call = team.calls.hw_choose
+    check(call(team.handle, logits.data_ptr(), rows, vocab, stride, best.ctypes.data, bad.ctypes.data))
     return best.tolist(), bad.tolist()
 
 
@@ -366,6 +416,15 @@ def test_rows_with_a_nan_are_told_and_infinities_are_ordinary(team: Callable[[in
         best, bad = choose(team(1 + at % 3), rows, vocab)
         assert bad == [1, 0, 0, 0, 0]
         assert best[1:] == [at, 0, int(np.argmax(rows[3].numpy())), 0]
+
+
+def test_a_kind_of_block_that_is_not_known_is_told() -> None:
+    if not here():
+        pytest.skip(open_library().missing)
+    threads, nothing = Team(2), np.zeros(64, np.uint8)
+    at = nothing.ctypes.data
+    with pytest.raises(RuntimeError, match="this kind of block"):
+        check(threads.calls.hw_pack(threads.handle, 4, at, 0, 32, None, at, at, None))
 
 
 # -- the library itself --------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ Results product(const Format& f, int n, int k, int rows, bool strange, int threa
   require(hw_gather(team, &w, m.copy(order), n, full) == 0, "hw_gather");
   int64_t* best = m.make<int64_t>(rows, [] { return 0; });
   uint8_t* bad = m.bytes(rows);
-  hw_choose(team, y, rows, n, stride, best, bad);
+  require(hw_choose(team, y, rows, n, stride, best, bad) == 0, "hw_choose");
   Results all;
   keep(all, y, rows * stride), keep(all, full, (size_t)n * k), keep(all, best, rows), keep(all, bad, rows);
   hw_threads_free(team);

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.base.errors import Unsupported
+from headway.base.errors import Unsupported, WrongType
 
 LANES = 16
 GROUP = 32
 SMALLEST = 1e-36  # the largest of a group below which it counts as zero
 HALF_LIMIT = 65504.0  # the largest float16
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+SCALES = {"f16": torch.float16, "f32": torch.float32, "k": torch.uint8}
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,46 @@ class Packed:
         """How rows are coded before the product: by groups, by row, or None for not at all."""
         return {"groups": "groups", "int8": "row"}.get(self.kind)
 
+    def flaw(self) -> str | None:
+        """What about its tensors does not fit its size and format, or None: native code reads them as described."""
+        if self.kind == "groups" and (flaw := self._group_flaw()):
+            return flaw
+        for name, (shape, dtype) in self._needed().items():
+            tensor: Tensor | None = getattr(self, name)
+            if tensor is None:
+                if name != "bias":
+                    return f"{name} are missing"
+                continue
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                return f"{name} are {list(tensor.shape)} of {tensor.dtype}; {list(shape)} of {dtype} are needed"
+            if not tensor.is_contiguous() or tensor.device.type != "cpu":
+                return f"{name} must lie in order, on the CPU"
+        return None
+
+    def _group_flaw(self) -> str | None:
+        if self.bits not in (4, 8) or self.scale_kind not in SCALES:
+            return f"{self.bits} bits with {self.scale_kind} scales are not known"
+        if self.group != LANES and (self.group < GROUP or self.group & (self.group - 1)):
+            return f"its groups have {self.group} inputs; 16, 32, 64, … are possible"
+        if self.scale_kind == "k" and (self.k % 256 or self.group != GROUP or not self.least):
+            return f"k scales are for groups of 32 with a least, in rows of a multiple of 256 inputs, not {self.k}"
+        return None
+
+    def _needed(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of each tensor of this format."""
+        blocks, groups = -(-self.n // LANES), -(-self.k // GROUP)
+        bias = (self.n,), torch.float32
+        if self.kind in FLOATS:
+            codes = (blocks, self.k, LANES), FLOATS[self.kind]
+            return {"codes": codes, "bias": bias}
+        codes = (blocks, groups, (8 if self.kind == "int8" else self.bits) * 64), torch.uint8
+        if self.kind == "int8":
+            return {"codes": codes, "scales": ((blocks * LANES,), torch.float32), "bias": bias}
+        held = 2 * groups if self.group == LANES else -(-self.k // self.group)
+        scales = (blocks, held, *((2, LANES) if self.least else (LANES,))), SCALES[self.scale_kind]
+        above = {"super": ((blocks, groups // 8, 2, LANES), torch.float16)} if self.scale_kind == "k" else {}
+        return {"codes": codes, "scales": scales, **above, "bias": bias}
+
     @property
     def label(self) -> str:
         """The format in a word."""
@@ -64,7 +105,9 @@ class Packed:
 def pack_floats(weight: Tensor, bias: Tensor | None = None) -> Packed:
     """A float32, float16 or bfloat16 matrix [N, K], its numbers as they are."""
     n, k = weight.shape
-    kind = next(name for name, dtype in FLOATS.items() if dtype == weight.dtype)
+    kind = next((name for name, dtype in FLOATS.items() if dtype == weight.dtype), None)
+    if kind is None:
+        raise WrongType(f"a matrix of {weight.dtype} was given; float32, float16 and bfloat16 can be packed")
     blocks = _pad(weight, 0, LANES).view(-1, LANES, k).transpose(1, 2).contiguous()  # [N / 16, K, 16]
     return Packed(kind, n, k, blocks, bias=_floats(bias))
 

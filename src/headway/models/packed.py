@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headway.base.errors import InvalidInput
 from headway.kernels.packed import Packed, pack_floats
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.layers import Layer
+from headway.models.layers import Layer, Linear
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -34,6 +35,20 @@ class PackedLayer:
 
     def matrices(self) -> list[Packed]:
         return [getattr(self, name) for name in MATRICES]
+
+    def check(self, at: str, c: ModelConfig) -> None:
+        """Raise for a weight that does not fit the config; `at` goes before its name."""
+        e, f, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
+        shapes = ((q, e), (kv, e), (kv, e), (e, q), (f, e), (f, e), (e, f))
+        for name, shape in zip(MATRICES, shapes, strict=True):
+            _check_matrix(at + name, getattr(self, name), shape)
+        _check_floats(f"{at}input_norm", self.input_norm, e)
+        _check_floats(f"{at}mlp_norm", self.mlp_norm, e)
+        if (self.q_norm is None) != (self.k_norm is None):
+            raise InvalidInput(f"the layer {at[:-1]!r} has a norm for one of q and k; both or none are needed")
+        if self.q_norm is not None and self.k_norm is not None:
+            _check_floats(f"{at}q_norm", self.q_norm, c.head_dim)
+            _check_floats(f"{at}k_norm", self.k_norm, c.head_dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +82,26 @@ class PackedDecoder:
             size["feed-forward"] += layer.gate.nbytes + layer.up.nbytes + layer.down.nbytes
         return {**size, "head": self.output.nbytes}
 
+    @property
+    def coding(self) -> str | None:
+        """How its layers code rows before products, or None where all of them take floats."""
+        found = {w.coding for layer in self.layers for w in layer.matrices()} - {None}
+        return " and ".join(sorted(map(str, found))) or None
+
+    def check(self) -> None:
+        """Raise, naming the weight, unless each is as the config says and lies as native code reads it."""
+        c, e = self.config, self.config.hidden_size
+        if len(self.layers) != c.layers or len(c.windows) != c.layers:
+            raise InvalidInput(
+                f"the decoder has {len(self.layers)} layers and {len(c.windows)} windows; its config says {c.layers}"
+            )
+        _check_matrix("embedding", self.embedding, (c.vocab_size, e))
+        _check_matrix("output", self.output, (c.vocab_size, e))
+        _check_floats("final_norm", self.final_norm, e)
+        _check_floats("inv_freq", self.inv_freq, c.rope.dim // 2)
+        for i, layer in enumerate(self.layers):
+            layer.check(f"layers.{i}.", c)
+
     def formats(self) -> tuple[str, ...]:
         """The weight formats that occur, most bytes first."""
         size: dict[str, int] = {}
@@ -90,14 +125,14 @@ def pack_decoder(decoder: Decoder) -> PackedDecoder:
     return PackedDecoder(
         config=decoder.config,
         embedding=embedding,
-        layers=tuple(_layer(layer) for layer in decoder.layers),
-        final_norm=decoder.final_norm.float(),
+        layers=tuple(_layer(layer, f"layers.{i}.") for i, layer in enumerate(decoder.layers)),
+        final_norm=_floats(decoder.final_norm),
         output=embedding if decoder.output is decoder.embedding else pack_floats(decoder.output),
-        inv_freq=decoder.inv_freq.float(),
+        inv_freq=_floats(decoder.inv_freq),
     )
 
 
-def _layer(layer: Layer) -> PackedLayer:
+def _layer(layer: Layer, at: str) -> PackedLayer:
     heads = [n * layer.head_dim for n in (layer.heads, layer.kv_heads, layer.kv_heads)]
     inner = layer.down.weight.shape[1]
     parts: dict[str, Packed] = {}
@@ -107,13 +142,47 @@ def _layer(layer: Layer) -> PackedLayer:
         (("gate", "up"), layer.gate_up, [inner, inner]),
         (("down",), layer.down, [len(layer.down.weight)]),
     ):
+        _check_stack(at + "+".join(names), linear, sum(rows))
         biases = [None] * len(rows) if linear.bias is None else linear.bias.split(rows)
         for name, weight, bias in zip(names, linear.weight.split(rows), biases, strict=True):
             parts[name] = pack_floats(weight, bias)
     return PackedLayer(
-        input_norm=layer.input_norm.float(),
-        mlp_norm=layer.mlp_norm.float(),
-        q_norm=None if layer.q_norm is None else layer.q_norm.float(),
-        k_norm=None if layer.k_norm is None else layer.k_norm.float(),
+        input_norm=_floats(layer.input_norm),
+        mlp_norm=_floats(layer.mlp_norm),
+        q_norm=None if layer.q_norm is None else _floats(layer.q_norm),
+        k_norm=None if layer.k_norm is None else _floats(layer.k_norm),
         **parts,
     )
+
+
+def _floats(norm: Tensor) -> Tensor:
+    return norm.float().contiguous()
+
+
+# -- what native code may read ---------------------------------------------------------------------------------------
+
+
+def _check_matrix(name: str, w: Packed, shape: tuple[int, int]) -> None:
+    if (w.n, w.k) != shape:
+        raise InvalidInput(f"the weight {name!r} has shape {[w.n, w.k]}; this config needs {list(shape)}")
+    if flaw := w.flaw():
+        raise InvalidInput(f"the weight {name!r} cannot be used: {flaw}")
+
+
+def _check_floats(name: str, norm: Tensor, size: int) -> None:
+    if tuple(norm.shape) != (size,) or norm.dtype != torch.float32:
+        raise InvalidInput(
+            f"the weight {name!r} has shape {list(norm.shape)} in {norm.dtype}; [{size}] in torch.float32 is needed"
+        )
+    if not norm.is_contiguous() or norm.device.type != "cpu":
+        raise InvalidInput(f"the weight {name!r} must lie in order, on the CPU")
+
+
+def _check_stack(name: str, linear: Linear, rows: int) -> None:
+    """A matrix that is to be cut into others, and its bias, have as many rows as they."""
+    sizes = [len(linear.weight)] + ([] if linear.bias is None else [len(linear.bias)])
+    if linear.weight.ndim != 2 or any(size != rows for size in sizes):
+        has = [list(t.shape) for t in (linear.weight, linear.bias) if t is not None]
+        raise InvalidInput(
+            f"the weight {name!r} has shape {' and a bias of '.join(map(str, has))}; {rows} rows are needed"
+        )

@@ -14,6 +14,7 @@ from headway.base.errors import InvalidInput, SnapshotError
 from headway.kv import snapshot as files
 from headway.kv.snapshot import Snapshot
 from headway.kv.table import PageTable
+from headway.models.packed import PackedDecoder
 from headway.program.context import Context
 from headway.program.conversation import Conversation
 from headway.program.ids import position_ids, token_ids
@@ -114,7 +115,7 @@ class Snapshots:
         return Snapshot(
             fingerprint=engine.fingerprint,
             page_size=table.page_size,
-            dtype=engine.info.dtype,
+            dtype=_kv_type(engine),
             committed=table.committed,
             tokens=np.array(table.tokens, dtype=np.int64),
             positions=np.array(table.positions, dtype=np.int64),
@@ -141,7 +142,7 @@ class Snapshots:
         position_ids(saved.positions, engine.config.max_positions, "saved positions")
         context = engine.context(seed=saved.program.get("seed"))
         try:
-            same = saved.page_size == context.page_size and saved.dtype == engine.info.dtype
+            same = saved.page_size == context.page_size and saved.dtype == _kv_type(engine)
             if same:
                 self._restore(context.table, saved)
             else:
@@ -156,11 +157,10 @@ class Snapshots:
         """Pages as they were."""
         engine = self._engine
         shape = (len(saved.kv), *engine.pool.kv.shape[:2], *engine.pool.kv.shape[3:])
-        if saved.kv.nbytes != int(np.prod(shape)) * engine.pool.kv.element_size():
-            raise SnapshotError("the snapshot's pages do not have this model's shape; delete it and save it again")
+        pages = -(-len(saved.tokens) // saved.page_size)
+        self._check(saved, shape, pages)
         with engine.lock:
             fresh = iter(engine.allocator.take(len(saved.kv)))
-            pages = -(-len(saved.tokens) // saved.page_size)
             table.pages = [None if i in saved.discarded else next(fresh) for i in range(pages)]
             table.restore(saved.tokens.tolist(), saved.positions.tolist(), list(saved.masks), saved.committed)
             table.spans, table.repeatable = list(saved.spans), saved.repeatable
@@ -174,6 +174,19 @@ class Snapshots:
                 table.state = torch.from_numpy(saved.state.copy()).view(kv.dtype).to(kv.device)
 
         engine.loop.call(fill)
+
+    def _check(self, saved: Snapshot, shape: tuple[int, ...], pages: int) -> None:
+        """Raise unless the saved bytes are as many as this model's pages and last token take: kernels do not ask."""
+        item = self._engine.pool.kv.element_size()
+        fits = saved.kv.nbytes == int(np.prod(shape)) * item and len(saved.kv) + len(set(saved.discarded)) == pages
+        if not fits or saved.kv.dtype != np.uint8:
+            raise SnapshotError("the snapshot's pages do not have this model's shape; delete it and save it again")
+        needed = self._engine.config.hidden_size * item
+        if saved.state.dtype != np.uint8 or saved.state.shape not in ((0,), (needed,)):
+            raise SnapshotError(
+                f"the snapshot's last token has a state of {saved.state.nbytes} bytes and this model's has {needed}; "
+                "delete it and save it again"
+            )
 
     @staticmethod
     def _recompute(context: Context, saved: Snapshot, name: str) -> None:
@@ -193,6 +206,13 @@ class Snapshots:
                 causal=(start, stop) not in saved.spans,
             )
             context.execute(work).result()
+
+
+def _kv_type(engine: Engine) -> str:
+    """What keys and values are: their type, and how rows were coded on the way to them, which changes their numbers."""
+    decoder = engine.decoder
+    coding = decoder.coding if isinstance(decoder, PackedDecoder) else None
+    return engine.info.dtype if coding is None else f"{engine.info.dtype} from rows coded by {coding}"
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:

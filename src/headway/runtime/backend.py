@@ -61,6 +61,11 @@ def open_backend(
     if quantize is not None and not isinstance(model, Path):
         raise Unsupported(f"quantize={quantize!r} is for models read from files; this one is in memory already")
     if isinstance(model, PackedDecoder):
+        if settings.native == "off":
+            raise Unsupported(
+                "HEADWAY_NATIVE is off, and only the native step computes a packed decoder; unset it, "
+                "or give the model's file or a decoder of floats"
+            )
         return Backend(model, _team(threads, settings), "")
     reason = why_not_native(model, dtype, device, settings)
     if reason is not None:

@@ -197,6 +197,11 @@ class Loop:
             raise Closed(f"the engine's worker stopped after an internal error: {self._died!r}") from self._died
         if self._closing:
             raise Closed("the engine is closed; create a new one")
+        if not self._thread.is_alive():
+            raise Closed(
+                "a forked child has its parent's engine and none of the threads that run it; "
+                'create the engine in the child, or start the child with "spawn"'
+            )
 
     def close(self) -> None:
         """Cancel what waits, let the running step end, stop the worker."""

@@ -19,11 +19,10 @@ from headway.base.brle import Brle
 from headway.kernels.attention import scores
 from headway.kernels.native import library
 from headway.kernels.native.library import Team, check
-from headway.kernels.native.products import linear, matrix
+from headway.kernels.native.products import float_rows, linear, matrix
 from headway.kernels.norm import rms_norm
 from headway.kernels.packed import LANES, Packed
 from headway.kv.pool import Pool
-from headway.models.config import ModelConfig
 from headway.models.decoder import Taps
 from headway.models.packed import MATRICES, PackedDecoder, PackedLayer
 from headway.runtime.batch import Batch, Segment
@@ -31,13 +30,6 @@ from headway.runtime.plan import dense_mask, segment_slots, windowed
 from headway.runtime.profile import Profiler
 from headway.runtime.readout import Reader, make_taps
 from headway.runtime.runner import SegmentResult, step_bytes
-
-
-def unsupported(config: ModelConfig) -> str | None:
-    """What the native step lacks for this model, or None."""
-    if config.heads % config.kv_heads:
-        return f"{config.heads} heads do not share {config.kv_heads} key heads evenly"
-    return None
 
 
 class NativeModel:
@@ -51,12 +43,15 @@ class NativeModel:
 
     def _bind(self, page_size: int) -> library.Model:
         d, c = self.decoder, self.config
+        d.check()
         self._layers = (library.Layer * c.layers)(
             *(self._layer(layer, self.windows.index(c.windows[i])) for i, layer in enumerate(d.layers))
         )
         kv = self.pool.raw
         assert kv.dtype == torch.float32
-        assert kv.shape[3:5] == (c.kv_heads, page_size), "the pool is not laid out by head"
+        assert kv.is_contiguous()
+        assert kv.shape[:2] == (c.layers, 2)
+        assert kv.shape[3:] == (c.kv_heads, page_size, c.head_dim), "the pool is not laid out by head"
         return library.Model(
             layers=c.layers,
             hidden=c.hidden_size,
@@ -105,17 +100,20 @@ class NativeModel:
         w = self.decoder.output
         wide = -(-w.n // LANES) * LANES
         y = torch.empty(len(x), wide)
-        x = x.contiguous()
+        x = float_rows(x, w.k)
         call = self.team.calls.hw_head
         check(call(self.team.handle, self._struct, x.data_ptr(), len(x), 1, y.data_ptr(), wide))
         return y[:, : w.n]
 
     def best(self, logits: Tensor) -> tuple[list[bool], list[int] | None]:
         """For each row whether it has a NaN, and its first largest."""
+        assert logits.dtype == torch.float32
+        assert logits.stride(1) == 1
         rows, vocab = logits.shape
         best, bad = np.empty(rows, np.int64), np.empty(rows, np.uint8)
         handle, stride = self.team.handle, logits.stride(0)
-        self.team.calls.hw_choose(handle, logits.data_ptr(), rows, vocab, stride, best.ctypes.data, bad.ctypes.data)
+        call = self.team.calls.hw_choose
+        check(call(handle, logits.data_ptr(), rows, vocab, stride, best.ctypes.data, bad.ctypes.data))
         return bad.astype(bool).tolist(), best.tolist()
 
     def product(self, x: Tensor, w: Packed) -> Tensor:

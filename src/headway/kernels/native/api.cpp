@@ -133,13 +133,15 @@ int32_t hw_gather(void* handle, const hw_matrix* w, const int32_t* rows, int32_t
   return guarded([&] { h.kernels.gather(h.team, *w, rows, count, out); });
 }
 
-void hw_choose(void* handle, const float* logits, int32_t rows, int64_t vocab, int64_t stride, int64_t* best_, uint8_t* bad) {
+int32_t hw_choose(void* handle, const float* logits, int32_t rows, int64_t vocab, int64_t stride, int64_t* best_, uint8_t* bad) {
   Handle& h = *(Handle*)handle;
-  h.kernels.choose(h.team, logits, rows, vocab, stride, best_, bad);
+  return guarded([&] { h.kernels.choose(h.team, logits, rows, vocab, stride, best_, bad); });
 }
 
 int32_t hw_pack(void* handle, int32_t kind, const uint8_t* raw, int32_t n, int32_t k, const int32_t* rows, uint8_t* codes, void* scales, uint16_t* super) {
-  return hw::pack(((Handle*)handle)->team, kind, raw, n, k, rows, codes, scales, super);
+  int32_t code = 0;
+  const int32_t failed = guarded([&] { code = hw::pack(((Handle*)handle)->team, kind, raw, n, k, rows, codes, scales, super); });
+  return failed ? failed : code;
 }
 
 }  // extern "C"

@@ -10,7 +10,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HW_VERSION 2
+#define HW_VERSION 3
 
 enum { HW_F32 = 0, HW_F16 = 1, HW_BF16 = 2, HW_INT8 = 3, HW_GROUPS = 4 };
 enum { HW_SCALE_F16 = 0, HW_SCALE_F32 = 1, HW_SCALE_K = 2 };
@@ -81,12 +81,14 @@ int32_t hw_best_isa(void);                  // the best this machine has
 int32_t hw_use_isa(int32_t isa);            // 0 when the machine has it
 void* hw_threads_new(int32_t count);        // null when they cannot be started
 void hw_threads_free(void* threads);
-int32_t hw_run(void* threads, const hw_model* model, const hw_step* step);                                      // 0, or 1: no memory
+// Calls that return a number give 0, 1 for no memory, 2 for anything else that failed.
+int32_t hw_run(void* threads, const hw_model* model, const hw_step* step);
 int32_t hw_head(void* threads, const hw_model* model, const float* x, int32_t rows, int32_t norm, float* logits, int64_t stride);
 int32_t hw_linear(void* threads, const hw_matrix* w, const float* x, int32_t rows, float* y, int64_t stride);   // y [rows, stride], stride >= n
 int32_t hw_gather(void* threads, const hw_matrix* w, const int32_t* rows, int32_t count, float* out);           // dequantised rows [count, k]
-void hw_choose(void* threads, const float* logits, int32_t rows, int64_t vocab, int64_t stride, int64_t* best, uint8_t* bad);
+int32_t hw_choose(void* threads, const float* logits, int32_t rows, int64_t vocab, int64_t stride, int64_t* best, uint8_t* bad);
 // GGUF blocks (0 Q4_0, 1 Q4_1, 2 Q8_0, 3 Q4_K) to packed weights; rows maps outputs to the file's rows, or is null.
+// 3 for a kind that is not one of these.
 int32_t hw_pack(void* threads, int32_t kind, const uint8_t* raw, int32_t n, int32_t k, const int32_t* rows, uint8_t* codes, void* scales, uint16_t* super);
 #ifdef __cplusplus
 }

@@ -7,6 +7,7 @@ torch reference serves.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from headway.base.errors import InvalidInput, Unsupported
 
-VERSION = 2
+VERSION = 3
 ISAS = ("plain", "avx2", "avx512", "vnni")
 ISA_NAMES = {"plain": "plain C++", "avx2": "AVX2", "avx512": "AVX-512", "vnni": "AVX-512 VNNI"}
 KINDS = ("f32", "f16", "bf16", "int8", "groups")
@@ -169,32 +170,47 @@ def _declare(calls: ctypes.CDLL) -> ctypes.CDLL:
     calls.hw_head.argtypes = (c_void_p, POINTER(Model), c_void_p, c_int32, c_int32, c_void_p, c_int64)
     calls.hw_linear.argtypes = (c_void_p, POINTER(Matrix), c_void_p, c_int32, c_void_p, c_int64)
     calls.hw_gather.argtypes = (c_void_p, POINTER(Matrix), c_void_p, c_int32, c_void_p)
-    calls.hw_choose.restype = None
     calls.hw_choose.argtypes = (c_void_p, c_void_p, c_int32, c_int64, c_int64, c_void_p, c_void_p)
     calls.hw_pack.argtypes = (c_void_p, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_void_p)
     return calls
 
 
 class Team:
-    """Threads and working memory of one user of the library. Used by one thread at a time; freed with its last user."""
+    """Threads and working memory of one user of the library. Used by one thread at a time; freed with its last user.
+
+    They belong to the process that made them: a forked child has a copy of the memory and none of the threads.
+    """
 
     def __init__(self, threads: int) -> None:
         library = open_library()
         if library.calls is None:
             raise Unsupported(library.missing)
         self.calls, self.threads, self.isa = library.calls, threads, library.isa
-        self.handle = library.calls.hw_threads_new(threads)
-        if not self.handle:
+        self._process, self._handle = os.getpid(), library.calls.hw_threads_new(threads)
+        if not self._handle:
             raise Unsupported(f"{threads} threads could not be started; give fewer with threads=")
 
+    @property
+    def handle(self) -> int:
+        """What the calls take; raises in a forked child."""
+        if os.getpid() != self._process:
+            raise Unsupported(
+                f"the native threads of process {self._process} do not exist in its forked child {os.getpid()}; "
+                'make the engine in the child, or start the child with "spawn"'
+            )
+        return self._handle
+
     def __del__(self) -> None:
-        if getattr(self, "handle", None):
-            self.calls.hw_threads_free(self.handle)
+        # In a child the threads can be neither told to end nor joined; the memory goes with the process.
+        if getattr(self, "_handle", None) and os.getpid() == self._process:
+            self.calls.hw_threads_free(self._handle)
 
 
 def check(code: int) -> None:
     """Raise for what a call returned."""
     if code == 1:
         raise MemoryError("no memory for the working arrays of this step; lower max_batch_tokens")
+    if code == 3:
+        raise RuntimeError("the native library cannot repack this kind of block")
     if code:
         raise RuntimeError("the native step failed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headway.base.errors import Unsupported
+from headway.base.errors import InvalidInput, OutOfRange, Unsupported, WrongType
 from headway.kernels.native import library
 from headway.kernels.native.library import Matrix, Team, check
 from headway.kernels.packed import LANES, Packed
@@ -27,7 +27,9 @@ GROUPED = {
 
 
 def matrix(w: Packed) -> Matrix:
-    """The struct that points at a packed matrix, which must outlive it."""
+    """The struct that points at a packed matrix, which must outlive it; refuses one that is not what it says."""
+    if flaw := w.flaw():
+        raise InvalidInput(f"a packed matrix of {w.n} by {w.k} cannot be used: {flaw}")
     how = "least" if w.least else "shift" if w.zero == 128 else "zero"
     if w.kind == "groups" and (w.bits, w.scale_kind, how, w.group == 16) not in GROUPED:
         raise Unsupported(
@@ -56,7 +58,7 @@ def matrix(w: Packed) -> Matrix:
 
 def linear(team: Team, x: Tensor, w: Packed) -> Tensor:
     """x [R, k] float32 times the matrix → [R, n]."""
-    x = x.contiguous()
+    x = float_rows(x, w.k)
     wide = -(-w.n // LANES) * LANES
     y = torch.empty(len(x), wide)
     if len(x):
@@ -66,7 +68,20 @@ def linear(team: Team, x: Tensor, w: Packed) -> Tensor:
 
 def gather(team: Team, w: Packed, rows: Tensor) -> Tensor:
     """Rows [C] of the matrix in float32 → [C, k]."""
+    if rows.dtype not in (torch.int32, torch.int64) or rows.ndim != 1:
+        raise WrongType(f"rows are {list(rows.shape)} of {rows.dtype}; a list of whole numbers is needed")
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < w.n:
+        raise OutOfRange(f"rows go from {int(rows.min())} to {int(rows.max())}; the matrix has rows 0 to {w.n - 1}")
     rows = rows.to(torch.int32).contiguous()
     out = torch.empty(len(rows), w.k)
     check(team.calls.hw_gather(team.handle, matrix(w), rows.data_ptr(), len(rows), out.data_ptr()))
     return out
+
+
+def float_rows(x: Tensor, width: int) -> Tensor:
+    """Rows [R, width] in float32 and in order, as the library reads them; anything else is refused."""
+    if x.dtype != torch.float32 or x.device.type != "cpu":
+        raise WrongType(f"rows of {x.dtype} on {x.device} were given; float32 on the CPU is needed")
+    if x.ndim != 2 or x.shape[1] != width:
+        raise InvalidInput(f"rows of shape {list(x.shape)} were given; [rows, {width}] is needed")
+    return x.contiguous()

@@ -1,6 +1,7 @@
 // A few threads that stay awake between the parts of a step and sleep between steps.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
@@ -9,7 +10,39 @@
 
 namespace hw {
 
-// All members of a team pass it together. Waits awake for a moment, then lets others have the core.
+// One wait, awake. How long a pause takes varies tenfold between CPUs, so the clock says when it was long enough; it is
+// read every 64 pauses, which costs a short wait nothing.
+class Wait {
+ public:
+  explicit Wait(int microseconds) : limit_(microseconds) {}
+  // Pauses once; true when the time is over.
+  bool pause() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+    if (++pauses_ % 64) return over_;
+    const auto now = std::chrono::steady_clock::now();
+    if (pauses_ == 64) began_ = now;
+    return over_ = over_ || now - began_ >= limit_;
+  }
+  // Pauses, and once the time is over lets others have the core: with more threads than cores they are waited for.
+  void pause_or_yield() {
+    if (pause()) std::this_thread::yield();
+  }
+
+ private:
+  const std::chrono::microseconds limit_;
+  std::chrono::steady_clock::time_point began_{};
+  unsigned pauses_ = 0;
+  bool over_ = false;
+};
+
+constexpr int BUSY = 50;    // microseconds that a member with work to come keeps its core while it waits
+constexpr int AWAKE = 200;  // microseconds before a member with no work sleeps
+
+// All members of a team pass it together.
 class Barrier {
  public:
   explicit Barrier(int count) : count_(count) {}
@@ -21,15 +54,7 @@ class Barrier {
       phase_.store(now + 1, std::memory_order_release);
       return;
     }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == now; spins++) {
-      if (spins < 4000) pause();
-      else std::this_thread::yield();
-    }
-  }
-  static void pause() {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#endif
+    for (Wait wait(BUSY); phase_.load(std::memory_order_acquire) == now;) wait.pause_or_yield();
   }
 
  private:
@@ -63,21 +88,16 @@ class Team {
       if (asleep_.load(std::memory_order_acquire)) wake_.notify_all();
     }
     work(0);
-    for (int spins = 0; count_ > 1 && left_.load(std::memory_order_acquire); spins++) {
-      if (spins < 4000) Barrier::pause();
-      else std::this_thread::yield();
-    }
+    for (Wait wait(BUSY); count_ > 1 && left_.load(std::memory_order_acquire);) wait.pause_or_yield();
   }
 
   Barrier barrier;
 
  private:
-  static constexpr int AWAKE = 3000;  // pauses before a member with no work sleeps: about a tenth of a millisecond
-
   void serve(int member) {
     unsigned seen = 0;
     for (;;) {
-      for (int spins = 0; turn_.load(std::memory_order_acquire) == seen && spins < AWAKE; spins++) Barrier::pause();
+      for (Wait wait(AWAKE); turn_.load(std::memory_order_acquire) == seen && !wait.pause();) {}
       if (turn_.load(std::memory_order_acquire) == seen) {
         std::unique_lock<std::mutex> hold(mutex_);
         asleep_.fetch_add(1, std::memory_order_acq_rel);
