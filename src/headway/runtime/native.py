@@ -7,15 +7,13 @@ deterministic mode costs nothing.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headway.base.brle import Brle
+from headway.base.samplers import Sampling
 from headway.kernels.attention import scores
 from headway.kernels.native import library
 from headway.kernels.native.library import Team, check
@@ -26,9 +24,10 @@ from headway.kv.pool import Pool
 from headway.models.decoder import Taps
 from headway.models.packed import MATRICES, PackedDecoder, PackedLayer
 from headway.runtime.batch import Batch, Segment
-from headway.runtime.plan import dense_mask, segment_slots, windowed
+from headway.runtime.native_arrays import StepArrays
+from headway.runtime.passes import BEFORE
 from headway.runtime.profile import Profiler
-from headway.runtime.readout import Reader, make_taps
+from headway.runtime.readout import SLAB, Reader, make_taps, not_a_number, plainly_greedy
 from headway.runtime.runner import SegmentResult, step_bytes
 
 
@@ -127,67 +126,72 @@ class NativeRunner:
         self.model = NativeModel(decoder, pool, page_size, team)
         self.decoder, self.pool, self.page_size, self.profiler = decoder, pool, page_size, profiler
         self.reader = Reader(self.model, None)
+        self._arrays = StepArrays(self.model.windows, page_size)
+        self._logits = torch.empty(0, 0)  # room for rows that are read at once
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[SegmentResult]:
         """Apply the edits, run the model over the rows, read what was asked."""
-        self.pool.apply(batch.edits)
-        taps = make_taps(batch, self.model, self.page_size)
+        if batch.edits:
+            self.pool.apply(batch.edits)
         self.profiler.begin(len(batch.write_rows))
-        x = self._forward(batch, taps) if len(batch.tokens) else None
-        values = self.reader.read(batch, x, taps, self.profiler.mark)
-        sizes = step_bytes(self.decoder, batch, self.page_size)
-        sizes["rope"] += sizes.pop("kv write")  # keys and values go to their pages as they are turned
-        self.profiler.end(sizes)
+        asked = [(i, index, row) for i, s in enumerate(batch.segments) for index, row, _ in s.readouts]
+        if len(batch.tokens) and len(asked) <= SLAB and all(_at_once(s) for s in batch.segments):
+            x, values = self._read_at_once(batch, asked)
+        else:
+            taps = make_taps(batch, self.model, self.page_size)
+            x = self._forward(batch, taps) if len(batch.tokens) else None
+            values = self.reader.read(batch, x, taps, self.profiler.mark)
+        if self.profiler.measuring:
+            sizes = step_bytes(self.decoder, batch, self.page_size)
+            sizes["rope"] += sizes.pop("kv write")  # keys and values go to their pages as they are turned
+            self.profiler.end(sizes)
+        few = x is not None and len(x) <= SLAB  # then a row may keep the others alive
         results = []
         for i, segment in enumerate(batch.segments):
-            state = x[segment.rows[-1]].clone() if x is not None and segment.keep_last else None
+            state = None
+            if x is not None and segment.keep_last:
+                state = x[segment.rows[-1]] if few else x[segment.rows[-1]].clone()
             results.append(SegmentResult({index: values[i, index] for index, _, _ in segment.readouts}, state))
         return results
 
+    def _read_at_once(
+        self, batch: Batch, asked: list[tuple[int, int, int]]
+    ) -> tuple[Tensor, dict[tuple[int, int], object]]:
+        """Rows of which only the likeliest token is wanted: the head and the choice in the same call."""
+        w, step = self.decoder.output, self._arrays.fill(batch)
+        if len(self._logits) < len(asked):
+            self._logits = torch.empty(len(asked), -(-w.n // LANES) * LANES)
+        best, bad = np.empty(len(asked), np.int64), np.empty(len(asked), np.uint8)
+        step.reads, step.read_rows = len(asked), self._arrays.put([row for _, _, row in asked])
+        step.logits, step.logits_stride = self._logits.data_ptr(), -(-w.n // LANES) * LANES
+        step.best, step.bad = best.ctypes.data, bad.ctypes.data
+        x = self._run(step)
+        values: dict[tuple[int, int], object] = {}
+        for (segment, index, _), token, wrong in zip(asked, best.tolist(), bad.tolist(), strict=True):
+            values[segment, index] = not_a_number() if wrong else token
+        return x, values
+
+    def _run(self, step: library.Step) -> Tensor:
+        out = torch.empty(step.rows, self.model.config.hidden_size)
+        phases = np.zeros(len(library.PHASES)) if self.profiler.measuring else None
+        step.out, step.phases = out.data_ptr(), None if phases is None else phases.ctypes.data
+        self.model.run(step)
+        if phases is not None:
+            self.profiler.add(dict(zip(library.PHASES, phases.tolist(), strict=True)), _calls(self.model.config.layers))
+        return out
+
     def _forward(self, batch: Batch, taps: Taps) -> Tensor:
-        c, rows = self.model.config, len(batch.tokens)
-        out = torch.empty(rows, c.hidden_size)
-        write = np.full(rows, -1, np.int32)
-        write[batch.write_rows] = batch.write_slots
+        c, step, put = self.model.config, self._arrays.fill(batch), self._arrays.put
         hidden = [(l, int(r)) for l, found in taps.hidden.items() for r in found]
         queries = [(l, int(g.rows[0, 0])) for l, found in taps.scores.items() for g in found]
         hidden_out = torch.empty(len(hidden), c.hidden_size)
         query_out = torch.empty(len(queries), c.heads, c.head_dim)
-        runs = [_runs(batch.segments, window, self.page_size) for window in self.model.windows]
-        runs_at, run_pairs = _pointers([at for at, _ in runs]), _pointers([pairs for _, pairs in runs])
-        phases = np.zeros(len(library.PHASES)) if self.profiler.measuring else None
-        arrays = {  # named, so that they live until the call is over
-            "tokens": _int32(batch.tokens),
-            "positions": _int32(batch.positions),
-            "write_slots": write,
-            "segment_rows": _ends([len(s.rows) for s in batch.segments]),
-            "segment_pages": _ends([len(s.pages) for s in batch.segments]),
-            "pages": _joined([s.pages for s in batch.segments]),
-            "numbers": _joined([s.numbers for s in batch.segments]),
-            "tap_layers": _int32([l for l, _ in hidden]),
-            "tap_rows": _int32([r for _, r in hidden]),
-            "query_layers": _int32([l for l, _ in queries]),
-            "query_rows": _int32([r for _, r in queries]),
-        }
-        self.model.run(
-            library.Step(
-                rows=rows,
-                segments=len(batch.segments),
-                mask_sets=len(runs),
-                taps=len(hidden),
-                query_taps=len(queries),
-                **{name: array.ctypes.data for name, array in arrays.items()},
-                runs_at=ctypes.addressof(runs_at),
-                runs=ctypes.addressof(run_pairs),
-                hidden_out=hidden_out.data_ptr(),
-                query_out=query_out.data_ptr(),
-                out=out.data_ptr(),
-                phases=None if phases is None else phases.ctypes.data,
-            )
-        )
-        if phases is not None:
-            self.profiler.add(dict(zip(library.PHASES, phases.tolist(), strict=True)), _calls(c.layers))
+        step.taps, step.query_taps = len(hidden), len(queries)
+        step.tap_layers, step.tap_rows = put([l for l, _ in hidden]), put([r for _, r in hidden])
+        step.query_layers, step.query_rows = put([l for l, _ in queries]), put([r for _, r in queries])
+        step.hidden_out, step.query_out = hidden_out.data_ptr(), query_out.data_ptr()
+        out = self._run(step)
         self._tapped(taps, hidden_out, query_out)
         return out
 
@@ -207,66 +211,9 @@ class NativeRunner:
 
 def _calls(layers: int) -> dict[str, int]:
     """How often each phase of a step runs."""
-    return {**dict.fromkeys(library.PHASES, layers), "embed": 1, "norm": 2 * layers}
+    return {**dict.fromkeys(library.PHASES, layers), "embed": 1, "norm": 2 * layers, "head": 1, "sample": 1}
 
 
-def _runs(segments: Sequence[Segment], window: int | None, page_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """What every row attends to: where its runs begin, [T + 1], and pairs of first slot and slot behind the last."""
-    counts: list[np.ndarray] = []
-    pairs: list[np.ndarray] = []
-    for segment in segments:
-        plain = _plain(segment, window)
-        if plain is not None:
-            counts.append(np.ones(len(plain), np.int32))
-            pairs.append(plain)
-            continue
-        found = [list(r.intervals()) for r in _rows(segment, window, page_size)]
-        counts.append(_int32([len(f) for f in found]))
-        pairs.append(np.array([p for f in found for p in f], np.int32).reshape(-1, 2))
-    at = np.zeros(sum(map(len, counts)) + 1, np.int32)
-    np.cumsum(np.concatenate(counts) if counts else [], out=at[1:])
-    return at, np.ascontiguousarray(np.concatenate(pairs), np.int32) if pairs else np.zeros((0, 2), np.int32)
-
-
-def _plain(segment: Segment, window: int | None) -> np.ndarray | None:
-    """One run for each row, [R, 2], where no row has a mask of its own and positions go with slots."""
-    if any(m is not None for m in segment.masks):
-        return None
-    first = np.zeros(len(segment.slots), np.int64)
-    if window is not None:
-        known = segment.slot_positions
-        if (np.diff(known) <= 0).any():
-            return None
-        first = np.searchsorted(known, known[segment.slots] - window, side="right")
-    return np.stack([first, segment.slots + 1], axis=1).astype(np.int32)
-
-
-def _rows(segment: Segment, window: int | None, page_size: int) -> list[Brle]:
-    if window is None:
-        return [Brle.ones(int(s) + 1) if m is None else m for s, m in zip(segment.slots, segment.masks, strict=True)]
-    slots = segment_slots(segment, page_size)
-    mask = windowed(segment, dense_mask(segment, page_size), window, page_size)
-    found = []
-    for row in mask:
-        bits = np.zeros(int(slots[-1]) + 1, dtype=bool)
-        bits[slots[row]] = True
-        found.append(Brle.from_bool(bits))
-    return found
-
-
-def _int32(values: Sequence[int] | np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(values, np.int32)
-
-
-def _ends(sizes: Sequence[int]) -> np.ndarray:
-    at = np.zeros(len(sizes) + 1, np.int32)
-    np.cumsum(sizes, out=at[1:])
-    return at
-
-
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
-
-
-def _pointers(arrays: Sequence[np.ndarray]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays))
+def _at_once(segment: Segment) -> bool:
+    """Whether all that is read of it is the likeliest token of rows of this step."""
+    return all(row != BEFORE and isinstance(r.what, Sampling) and plainly_greedy(r) for _, row, r in segment.readouts)

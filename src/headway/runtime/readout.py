@@ -133,8 +133,8 @@ class Reader:
             if not isinstance(ask.what.what, Sampling):
                 values[key] = _probe_or_error(ask.what, logits[i])
             elif bad[i]:
-                values[key] = PassFailed("the model's logits are not a number at a sampled row; no token can be drawn")
-            elif best is not None and _plainly_greedy(ask.what):
+                values[key] = not_a_number()
+            elif best is not None and plainly_greedy(ask.what):
                 values[key] = best[i]
             else:
                 try:
@@ -232,7 +232,12 @@ def _probe(readout: Readout, logits: Tensor) -> object:
     raise AssertionError(what)
 
 
-def _plainly_greedy(readout: Readout) -> bool:
+def not_a_number() -> PassFailed:
+    """The value of a sampled row whose logits are broken."""
+    return PassFailed("the model's logits are not a number at a sampled row; no token can be drawn")
+
+
+def plainly_greedy(readout: Readout) -> bool:
     """Whether the largest logit is the answer as it stands."""
     what = readout.what
     assert isinstance(what, Sampling)

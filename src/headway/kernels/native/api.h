@@ -10,7 +10,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HW_VERSION 3
+#define HW_VERSION 4
 
 enum { HW_F32 = 0, HW_F16 = 1, HW_BF16 = 2, HW_INT8 = 3, HW_GROUPS = 4 };
 enum { HW_SCALE_F16 = 0, HW_SCALE_F32 = 1, HW_SCALE_K = 2 };
@@ -50,7 +50,7 @@ typedef struct {
 } hw_model;
 
 typedef struct {
-  int32_t rows, segments, mask_sets, taps, query_taps;
+  int32_t rows, segments, mask_sets, taps, query_taps, reads;
   const int32_t* tokens;         // [rows]
   const int32_t* positions;      // [rows]
   const int32_t* write_slots;    // [rows], physical; -1 for a row that is not kept
@@ -68,9 +68,14 @@ typedef struct {
   float* query_out;              // [query_taps, heads * head_dim]
   float* out;                    // [rows, hidden] the residual behind the last layer
   double* phases;                // [HW_PHASES] seconds are added, or null
+  const int32_t* read_rows;      // [reads] rows whose likeliest token is wanted at once
+  float* logits;                 // [reads, logits_stride] working room for them
+  int64_t logits_stride;
+  int64_t* best;                 // [reads]
+  uint8_t* bad;                  // [reads] whether a logit is NaN
 } hw_step;
 
-enum { HW_EMBED, HW_NORM, HW_QKV, HW_ROPE, HW_KV_WRITE, HW_ATTENTION, HW_OUT, HW_MLP, HW_PHASES };
+enum { HW_EMBED, HW_NORM, HW_QKV, HW_ROPE, HW_KV_WRITE, HW_ATTENTION, HW_OUT, HW_MLP, HW_HEAD, HW_SAMPLE, HW_PHASES };
 
 #ifdef __cplusplus
 extern "C" {

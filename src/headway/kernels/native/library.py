@@ -16,12 +16,23 @@ from pathlib import Path
 
 from headway.base.errors import InvalidInput, Unsupported
 
-VERSION = 3
+VERSION = 4
 ISAS = ("plain", "avx2", "avx512", "vnni")
 ISA_NAMES = {"plain": "plain C++", "avx2": "AVX2", "avx512": "AVX-512", "vnni": "AVX-512 VNNI"}
 KINDS = ("f32", "f16", "bf16", "int8", "groups")
 SCALES = ("f16", "f32", "k")
-PHASES = ("embed", "norm", "qkv", "rope", "kv write", "attention", "output projection", "feed-forward")
+PHASES = (
+    "embed",
+    "norm",
+    "qkv",
+    "rope",
+    "kv write",
+    "attention",
+    "output projection",
+    "feed-forward",
+    "head",
+    "sample",
+)
 NAME = "_headway.dylib" if sys.platform == "darwin" else "_headway.so"
 
 
@@ -92,7 +103,7 @@ class Step(Structure):
     """hw_step."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("rows", "segments", "mask_sets", "taps", "query_taps")),
+        *((name, c_int32) for name in ("rows", "segments", "mask_sets", "taps", "query_taps", "reads")),
         *(
             (name, c_void_p)
             for name in (
@@ -113,8 +124,13 @@ class Step(Structure):
                 "query_out",
                 "out",
                 "phases",
+                "read_rows",
+                "logits",
             )
         ),
+        ("logits_stride", c_int64),
+        ("best", c_void_p),
+        ("bad", c_void_p),
     )
 
 

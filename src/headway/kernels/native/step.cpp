@@ -136,6 +136,35 @@ inline void rotate(float* x, const float* turn, int half, float factor, int dim)
     for (int d = 0; d < dim; d++) x[d] *= factor;
 }
 
+// The first largest of a row, and whether it has a NaN.
+inline void likeliest(const float* x, int64_t vocab, int64_t& best, uint8_t& bad) {
+  vf most = vf_set1(-INFINITY), strange = vf_zero();
+  int64_t i = 0;
+  for (; i + LANES <= vocab; i += LANES) {
+    vf v = vf_load(x + i);
+    most = vf_max(v, most);
+    strange = vf_add(strange, vf_sub(v, v));  // NaN once a value is NaN or infinite
+  }
+  float top = vf_most(most), odd = vf_sum(strange);
+  for (; i < vocab; i++) {
+    if (x[i] > top) top = x[i];
+    odd += x[i] - x[i];
+  }
+  bad = 0;
+  for (i = 0; odd != odd && i < vocab; i++) bad |= x[i] != x[i];
+  best = 0;
+  for (i = 0; i + LANES <= vocab; i += LANES) {  // the first 16 that hold it, then the first of them
+    bool here = false;
+    for (int j = 0; j < LANES; j++) here |= x[i + j] == top;
+    if (here) break;
+  }
+  for (; i < vocab; i++)
+    if (x[i] == top) {
+      best = i;
+      return;
+    }
+}
+
 struct Run {
   hw::Team& team;
   Space& space;
@@ -208,6 +237,27 @@ struct Run {
     tap(i, m.layers);
     for (int r = from(i, T); r < from(i + 1, T); r++) std::memcpy(step.out + (size_t)r * m.hidden, space.x.at + r * E, m.hidden * sizeof(float));
     phase(i, HW_EMBED);
+    if (step.reads) read(i);
+  }
+
+  // The likeliest token of the rows asked for, while the team is together.
+  void read(int i) {
+    const hw_matrix& w = m.output;
+    Coded *g = &space.grouped[copy(i)], *r = &space.whole[copy(i)];
+    const int from_ = own ? 0 : from(i, step.reads), to = own ? step.reads : from(i + 1, step.reads);
+    float* h = space.h.at + (own ? (size_t)i * T * E : 0);
+    for (int n = from_; n < to; n++) {
+      rms_norm(space.x.at + step.read_rows[n] * E, m.final_norm, m.hidden, m.eps, h + n * E);
+      pad(h + n * E, m.hidden, E);
+      code_row(h + n * E, m.hidden, n, form(w) == 1 ? g : nullptr, form(w) == 2 ? r : nullptr);
+    }
+    if (!own) meet();
+    const Product head = product(i, w, space.h.at, E, step.logits, step.logits_stride, false);
+    products(&head, 1, step.reads, i, members);
+    meet();
+    phase(i, HW_HEAD);
+    for (int n = from(i, step.reads); n < from(i + 1, step.reads); n++) likeliest(step.logits + n * step.logits_stride, w.n, step.best[n], step.bad[n]);
+    phase(i, HW_SAMPLE);
   }
 
   void start(int i) {
@@ -478,36 +528,11 @@ void gather(hw::Team& team, const hw_matrix& w, const int32_t* rows, int count, 
   });
 }
 
-// The first largest of each row, and whether a row has a NaN.
 void choose(hw::Team& team, const float* logits, int rows, int64_t vocab, int64_t stride, int64_t* best, uint8_t* bad) {
   const int members = team.count();
-  auto one = [&](int r) {
-    const float* x = logits + r * stride;
-    vf most = vf_set1(-INFINITY), strange = vf_zero();
-    int64_t i = 0;
-    for (; i + LANES <= vocab; i += LANES) {
-      vf v = vf_load(x + i);
-      most = vf_max(v, most);
-      strange = vf_add(strange, vf_sub(v, v));  // NaN once a value is NaN or infinite
-    }
-    float top = vf_most(most), odd = vf_sum(strange);
-    for (; i < vocab; i++) {
-      if (x[i] > top) top = x[i];
-      odd += x[i] - x[i];
-    }
-    bad[r] = 0;
-    if (odd != odd)
-      for (i = 0; i < vocab; i++) bad[r] |= x[i] != x[i];
-    best[r] = 0;
-    for (i = 0; i < vocab; i++)
-      if (x[i] == top) {
-        best[r] = i;
-        break;
-      }
-  };
-  if (rows == 1) return one(0);
+  if (rows == 1) return likeliest(logits, vocab, *best, *bad);
   team.run([&](int i) {
-    for (int r = (int)((int64_t)rows * i / members); r < (int64_t)rows * (i + 1) / members; r++) one(r);
+    for (int r = (int)((int64_t)rows * i / members); r < (int64_t)rows * (i + 1) / members; r++) likeliest(logits + r * stride, vocab, best[r], bad[r]);
   });
 }
 
