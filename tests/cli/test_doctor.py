@@ -10,13 +10,21 @@ from subprocess import CompletedProcess
 
 import pytest
 
+import headway as hw
 from headway.base.machine import Machine, read_machine
-from headway.cli.doctor import Fit, Gpu, hints
+from headway.cli.doctor import Fit, Gpu, Kept, hints
 from headway.cli.facts import ModelFacts
+from headway.kernels.native.library import Team, open_library
 from headway.models import store
+from headway.models.gguf import KINDS, GgufFile
+from headway.models.repack import kept_size, load_packed
+from headway.models.weights import GgufWeights
+from support.gguf_files import random_bytes
+from support.gguf_files import write as write_weights
 
 GIB = 1 << 30
 Run = Callable[..., CompletedProcess[str]]
+needs_native = pytest.mark.skipif(open_library().calls is None, reason=open_library().missing or "-")
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -121,6 +129,41 @@ def test_what_does_not_fit_says_how_much_context_would() -> None:
     assert replace(tight, context=7).fits
     assert not replace(tight, context=8).fits
     assert whole.longest_context == 0
+
+
+@needs_native
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_counted_as_the_native_step_keeps_them(tmp_path: Path, kind: str) -> None:
+    for n, spans in ((16, 1), (37, 3)):
+        path = write_weights(tmp_path / "m.gguf", {"w": (kind, random_bytes(kind, n, KINDS[kind].block * spans * 4))})
+        with GgufWeights(GgufFile.open(path)) as weights:
+            kept = load_packed(weights, "w", team=Team(1), keep=True)
+            assert kept_size(weights.stored("w"), weights.shape("w")) == (kept.label, kept.nbytes)
+
+
+def test_what_a_file_keeps_small_fits_where_its_floats_would_not() -> None:
+    floats = Fit(tiny_model(), "float32", 4, 10, 0)
+    kept = replace(floats, kept=Kept("int4 in groups of 32", 600))
+    assert (floats.weights, kept.weights) == (4000, 600)
+    room = 600 + floats.work + 64 * 10
+    assert not replace(floats, available=room).fits
+    assert replace(kept, available=room).fits
+    assert not replace(kept, available=room - 1).fits
+    assert (floats.to_json()["format"], kept.to_json()["format"]) == ("float32", "int4 in groups of 32")
+
+
+@needs_native
+def test_check_counts_a_file_as_the_engine_loads_it(
+    headway: Run, monkeypatch: pytest.MonkeyPatch, smollm2_path: Path
+) -> None:
+    monkeypatch.setenv("HEADWAY_NATIVE", "auto")
+    options = ("doctor", "--check", str(smollm2_path), "--device", "cpu")
+    fit = json.loads(headway(*options, "--json").stdout)
+    with hw.Engine(smollm2_path, pages=1, threads=1) as engine:
+        assert fit["weights_bytes"] == engine.info.weight_bytes
+        assert fit["format"] == f"{engine.info.format}, f32"  # the norms
+    assert "as the file has them (int4 in groups of 32" in headway(*options).stdout
+    assert json.loads(headway(*options, "--json", env={"HEADWAY_NATIVE": "off"}).stdout)["format"] == "float32"
 
 
 def test_the_report(headway: Run, empty_cache: dict[str, str]) -> None:

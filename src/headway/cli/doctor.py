@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,6 +41,14 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Weights that the native step keeps in the formats of their file."""
+
+    format: str  # most bytes first
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Fit:
     """The sum that says whether a model fits: weights + keys and values + work space, against free memory."""
 
@@ -48,10 +57,11 @@ class Fit:
     item: int  # bytes of one number of that type
     context: int
     available: int
+    kept: Kept | None = None  # the weights, where they stay as the file has them
 
     @property
     def weights(self) -> int:
-        return self.model.parameters * self.item
+        return self.model.parameters * self.item if self.kept is None else self.kept.bytes
 
     @property
     def kv_per_token(self) -> int:
@@ -81,6 +91,7 @@ class Fit:
         return {
             "path": str(self.model.path),
             "dtype": self.dtype,
+            "format": self.dtype if self.kept is None else self.kept.format,
             "weights_bytes": self.weights,
             "kv_bytes_per_token": self.kv_per_token,
             "context": self.context,
@@ -220,6 +231,7 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _fit(path: Path, device: torch.device, machine: Machine, dtype: str, context: int | None) -> Fit:
+    from headway.runtime.backend import why_not_native
     from headway.runtime.device import available_memory, pick_dtype
 
     facts, kind = read_model(path), pick_dtype(dtype, device)
@@ -228,13 +240,32 @@ def _fit(path: Path, device: torch.device, machine: Machine, dtype: str, context
     free = available_memory(device)
     if device.type == "cpu":
         free = min(free, machine.memory_free)
-    return Fit(facts, str(kind).removeprefix("torch."), kind.itemsize, context or facts.max_positions, free)
+    kept = _kept(path) if dtype == "auto" and why_not_native(path, dtype, device, settings()) is None else None
+    return Fit(facts, str(kind).removeprefix("torch."), kind.itemsize, context or facts.max_positions, free, kept)
+
+
+def _kept(path: Path) -> Kept:
+    """What the weights take where they are kept as the file has them, from its headers alone."""
+    from headway.models.config import read_config
+    from headway.models.repack import kept_size
+    from headway.models.weights import open_weights
+
+    config, found = read_config(path), Counter[str]()
+    with open_weights(path) as weights:
+        for name in weights.names():
+            if not (config.tied and name == "lm_head.weight"):  # some files have it twice
+                label, count = kept_size(weights.stored(name), weights.shape(name))
+                found[label] += count
+    return Kept(", ".join(label for label, _ in found.most_common()), found.total())
 
 
 def _show_fit(fit: Fit, device: str) -> None:
     kv = f"{fit.kv_per_token:,} bytes a token × {fit.context:,} = {size(fit.kv_per_token * fit.context)}"
+    weights = f"{fit.model.parameters:,} × {fit.item} bytes ({fit.dtype}) = {size(fit.weights)}"
+    if fit.kept is not None:
+        weights = f"{fit.model.parameters:,} as the file has them ({fit.kept.format}) = {size(fit.weights)}"
     pairs = [
-        ("weights", f"{fit.model.parameters:,} × {fit.item} bytes ({fit.dtype}) = {size(fit.weights)}"),
+        ("weights", weights),
         ("keys and values", kv),
         ("work space", f"{STEP_ROWS} rows of a step = {size(fit.work)}"),
         ("needed", size(fit.needed)),
@@ -249,7 +280,7 @@ def _verdict(fit: Fit) -> str:
         return f"It fits, with {size(fit.available - fit.needed)} to spare."
     if fit.longest_context > 0:
         return f"It fits only with a context of up to {fit.longest_context:,} tokens (--context {fit.longest_context})."
-    smaller = " or a smaller --dtype" if fit.dtype == "float32" else ""
+    smaller = " or a smaller --dtype" if fit.dtype == "float32" and 2 * fit.model.parameters < fit.weights else ""
     return f"It does not fit: {size(fit.needed - fit.available)} are missing. A smaller model{smaller} would."
 
 

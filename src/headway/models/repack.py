@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -61,6 +62,32 @@ def load_packed(
     if quantize is not None:
         return (quantise_int8 if quantize == "int8" else quantise_int4)(weight, bias)
     return pack_floats(weight, bias)
+
+
+# Of each stored type, as it is kept: the format in a word, and the bytes of 32 inputs of one row.
+_KEPT = {
+    "Q4_0": ("int4 in groups of 32", 18.0),
+    "Q4_1": ("int4 in groups of 32", 20.0),
+    "Q8_0": ("int8 in groups of 32", 34.0),
+    "Q4_K": ("int4 in groups of 32", 18.5),
+    "Q5_0": ("int8 in groups of 32", 34.0),
+    "Q5_1": ("int8 in groups of 32", 36.0),
+    "Q2_K": ("int4 in groups of 16", 32.0),
+    "Q3_K": ("int4 in groups of 16", 24.0),
+    "Q5_K": ("int8 in groups of 32", 40.0),
+    "Q6_K": ("int8 in groups of 16", 40.0),
+}
+
+
+def kept_size(kind: str, shape: Sequence[int]) -> tuple[str, int]:
+    """How a stored tensor is kept for the native step, and the bytes it takes: `load_packed` with `keep`, not done."""
+    if len(shape) != 2:
+        return "f32", 4 * prod(shape)
+    n, k = -(-shape[0] // LANES) * LANES, shape[1]
+    if kind in _KEPT:
+        label, size = _KEPT[kind]
+        return label, int(n * (k // 32) * size)
+    return ("f16" if kind == "F16" else "bf16", 2 * n * k) if kind in ("F16", "BF16") else ("f32", 4 * n * k)
 
 
 def _repack(weights: GgufWeights, name: str, kind: str, team: Team, rows: Tensor | None) -> Packed:
