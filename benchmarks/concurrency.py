@@ -34,6 +34,7 @@ from typing import Any
 import headway as hw
 from headway.base.machine import read_machine
 from headway.base.samplers import Sampling
+from headway.models.decoder import Decoder
 
 RESULTS = Path(__file__).parent / "results"
 SERVER_SECONDS = 60.0  # to wait for a server to come up
@@ -282,7 +283,7 @@ def _twin(engine: hw.Engine) -> Any:
     import torch
     import transformers
 
-    c, d = engine.config, engine.decoder
+    c, d = engine.config, _floats(engine)
     if c.family != "llama" or c.rope.kind != "default":
         raise LookupError(f"no transformers twin of a {c.family} model with {c.rope.kind} positions is built here")
     config = transformers.LlamaConfig(
@@ -313,6 +314,19 @@ def _twin(engine: hw.Engine) -> Any:
     model.load_state_dict({f"{name}.weight": tensor for name, tensor in weights.items()}, strict=False)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are no weights
     return model.eval()
+
+
+def _floats(engine: hw.Engine) -> Decoder:
+    """The engine's weights as floats; from its file where the engine keeps them packed."""
+    import torch
+
+    from headway.models.load import load_model
+
+    if isinstance(engine.decoder, Decoder):
+        return engine.decoder
+    if engine.info.path is None:
+        raise LookupError("packed weights in memory have no transformers twin")
+    return load_model(Path(engine.info.path), dtype=torch.float32, device=torch.device("cpu"))
 
 
 def llama_server(engine: hw.Engine, plan: Plan, stack: ExitStack) -> Callable:
