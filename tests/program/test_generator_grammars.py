@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 
 import headway as hw
+from headway.program.constraints import COMPILERS, _compilers
 from headway.testing import ScriptedRunner
 from support.schemas import array, obj
 
@@ -162,6 +165,58 @@ def test_it_ends_without_a_pass_where_the_grammar_can_only_end(words: hw.Engine)
             assert engine.stats().passes == passes
 
     words.run(program)
+
+
+def test_a_schema_is_taken_as_long_as_nothing_was_generated(words: hw.Engine) -> None:
+    async def program(engine: hw.Engine) -> None:
+        async with engine.context().fill("x") as context:
+            generation = context.generate(hw.Argmax(), max_tokens=40)
+            assert generation.generated == ()
+            generation.fork().context.release()
+            assert await generation.json({"enum": [17]}) == 17
+            with pytest.raises(hw.InvalidInput, match="before the first step"):
+                await generation.json({"enum": [17]})
+
+    words.run(program)
+
+
+def test_a_grammar_that_ends_before_the_minimum_ends_a_pass_ahead_too(words: hw.Engine) -> None:
+    grammar = hw.Grammar.regex("(?s).{60,100}")
+
+    async def program(engine: hw.Engine) -> None:
+        expected = await by_hand(started(engine, grammar, min_tokens=70))
+        generation = started(engine, grammar, min_tokens=70)
+        ahead = [generation.context.retract is not None async for _ in generation]
+        assert any(ahead)
+        assert generation.finish == "constraint"
+        assert (await generation.tokens(), generation.finish) == expected
+
+    words.run(program)
+    assert words.stats().pages_held == 0
+
+
+def test_what_waits_in_other_threads_holds_no_grammar_up(words: hw.Engine) -> None:
+    held = threading.Event()
+
+    async def program(engine: hw.Engine) -> None:
+        loop, crowd = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+        loop.set_default_executor(crowd)
+        compiling = [crowd.submit(held.wait)]
+        new = started(engine, hw.Grammar.regex("(?s).{3,40} new"))
+        try:
+            assert await asyncio.wait_for(new.tokens(), 60)  # not behind what a program does in its own threads
+            compiling += [_compilers().submit(held.wait) for _ in range(COMPILERS)]
+            again = started(engine, hw.Grammar.regex("(?s).{3,40} new"))
+            assert await asyncio.wait_for(again.tokens(), 60) == await new.tokens()  # nor behind others' grammars
+            later = asyncio.ensure_future(started(engine, hw.Grammar.regex("(?s).{3,40} newer")).tokens())
+            await asyncio.sleep(0.01)
+            assert not later.done()
+        finally:
+            held.set()
+        assert await later
+
+    words.run(program)
+    assert words.stats().pages_held == 0
 
 
 def test_forced_tokens_are_fed_in_one_pass(words: hw.Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 import headway as hw
 from headway.testing import ScriptedRunner, random_model, scripted_engine
-from support.scripted import V, continued
+from support.scripted import V, continued, faulty_engine
 
 Program = Callable[[hw.Engine], Awaitable[None]]
 
@@ -39,6 +40,19 @@ def program(body: Program) -> Callable[..., None]:
         engine.run(body)
         assert engine.stats().pages_held == 0
 
+    return test
+
+
+def alone(body: Program) -> Callable[[], None]:
+    """The same, with an engine of its own, whose steps can be taken by hand: nothing is on its way in it."""
+
+    @wraps(body)
+    def test() -> None:
+        with scripted_engine(pages=20) as engine:
+            engine.run(body)
+            assert engine.stats().pages_held == 0
+
+    del test.__wrapped__  # as below
     return test
 
 
@@ -165,6 +179,36 @@ async def test_half_a_character_accepted_waits_for_the_other_half(engine: hw.Eng
         generation = context.generate(hw.Argmax(), max_tokens=100)
         assert generation.accept([half]).text == ""
         assert generation.accept(rest).text == "🦉"
+
+
+@told
+async def test_an_end_token_behind_a_stop_string_is_refused(engine: hw.Engine) -> None:
+    eos = min(engine.eos_ids)
+    async with engine.context().fill("x") as context:
+        generation = context.generate(hw.Argmax(), max_tokens=100, stop="END")
+        with pytest.raises(hw.InvalidInput, match="end in a stop string and 1 follow it"):
+            generation.accept([*engine.tokenizer.encode(" abc END"), eos])
+        assert (generation.finish, generation.generated) == (None, ())
+        assert generation.accept([*engine.tokenizer.encode(" abc"), eos]).finish == "eos"
+
+
+@pytest.mark.parametrize("before", ["", "ab ", "é"])
+def test_a_stop_takes_every_token_of_its_first_character_away(words: hw.Engine, before: str) -> None:
+    owl = words.tokenizer.encode("🦉")
+    assert len(owl) > 1
+    ids = [*words.tokenizer.encode(before), *owl]
+
+    async def program(engine: hw.Engine) -> None:
+        async with engine.context().fill("x") as context:
+            prompt = context.tokens
+            generation = context.generate(hw.Argmax(), max_tokens=100, stop="🦉")
+            steps = [generation.accept([token]) for token in ids]
+            assert (steps[-1].finish, steps[-1].tokens) == ("stop", ())
+            assert await generation.text() == before
+            assert context.tokens == (*prompt, *ids[: -len(owl)])
+            assert generation.generated == tuple(ids[: -len(owl)])
+
+    words.run(program)
 
 
 # -- cuts and writes ---------------------------------------------------------------------------------------------------
@@ -440,6 +484,159 @@ async def test_two_generations_take_turns_on_one_context(engine: hw.Engine) -> N
             await some(generation, 1)
         assert list(context.tokens) == [7, *continued([7], 6)]
         assert [len(g.generated) for g in (one, two)] == [3, 3]
+
+
+async def soon(work: Awaitable[Any]) -> asyncio.Future[Any]:
+    """A task that has got as far as it can without a step of the engine."""
+    task = asyncio.ensure_future(work)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return task
+
+
+@alone
+async def test_a_cancelled_step_leaves_the_token_of_the_step_before_it(engine: hw.Engine) -> None:
+    async with engine.context().fill([7]) as context:
+        generation = context.generate(hw.Argmax(), max_tokens=8)
+        with engine.loop.by_hand() as step:
+            task = await soon(anext(generation))
+            step()
+            (first,) = (await task).tokens  # nobody looks at the context
+            for _ in range(2):
+                task = await soon(anext(generation))
+                task.cancel()
+                await asyncio.wait([task])
+                assert task.cancelled()
+        assert list(context.tokens) == [7, first]
+        assert generation.generated == (first,)
+        assert await generation.tokens() == continued([7], 8)
+        assert list(context.tokens) == [7, *continued([7], 8)]
+
+
+def test_a_failed_step_leaves_the_token_of_the_step_before_it() -> None:
+    broken: list[bool] = []
+
+    def before(_: object) -> None:
+        if broken:
+            raise RuntimeError("no device")
+
+    async def program(engine: hw.Engine) -> None:
+        context = engine.context().fill([7])
+        generation = context.generate(hw.Argmax(), max_tokens=8)
+        with engine.loop.by_hand() as step:
+            task = await soon(anext(generation))
+            step()
+            (first,) = (await task).tokens
+            broken.append(True)
+            task = await soon(anext(generation))
+            step()
+            with pytest.raises(hw.PassFailed):
+                await task
+        broken.clear()
+        assert list(context.tokens) == [7, first]
+        assert await generation.tokens() == continued([7], 8)
+        context.release()
+
+    with faulty_engine(before, pages=20) as engine:
+        engine.run(program)
+        assert engine.stats().pages_held == 0
+
+
+@alone
+async def test_a_step_on_its_way_cannot_be_steered(engine: hw.Engine) -> None:
+    async with engine.context().fill([7]) as context:
+        generation = context.generate(hw.Argmax(), max_tokens=8)
+        with engine.loop.by_hand() as step:
+            for begun in range(3):
+                task = await soon(anext(generation))
+                verbs: list[Callable[[], Any]] = [
+                    generation.reseed,
+                    generation.fork,
+                    generation.forced,
+                    lambda: generation.accept([1]),
+                ]
+                for verb in verbs:
+                    with pytest.raises(hw.ContextBusy, match="await it"):
+                        verb()
+                for awaited in (generation.prepare, generation.__anext__):
+                    with pytest.raises(hw.ContextBusy, match="step on its way"):
+                        await awaited()
+                assert len(generation.generated) == begun
+                step()
+                await task
+        assert await generation.tokens() == continued([7], 8)
+        assert list(context.tokens) == [7, *continued([7], 8)]
+
+
+@program
+async def test_a_refused_call_between_two_steps_takes_nothing_away(engine: hw.Engine) -> None:
+    async with engine.context().fill([7]) as context:
+        generation = context.generate(hw.Argmax(), max_tokens=8)
+        first = await some(generation, 2)
+        with pytest.raises(hw.InvalidInput, match="min_tokens is 5"):
+            context.generate(hw.Argmax(), min_tokens=5, max_tokens=3)
+        assert list(context.tokens) == [7, *first]
+        assert await generation.tokens() == continued([7], 8)
+
+
+@program
+async def test_a_step_is_prepared_behind_another_generation_s_finished_pass(engine: hw.Engine) -> None:
+    async with engine.context().fill([7]) as context:
+        one, two = (context.generate(hw.Argmax(), max_tokens=6) for _ in range(2))
+        first = await some(one, 1)
+        while engine.loop.jobs():  # its pass ahead
+            await asyncio.sleep(0)
+        step = await (await two.prepare()).take()
+        assert [*first, *step.tokens] == continued([7], 2)
+
+
+@program
+async def test_the_room_between_two_steps_is_that_of_the_tokens_there(engine: hw.Engine) -> None:
+    async with engine.context().fill([7]) as context:
+        room = context.room()
+        generation = context.generate(hw.Argmax(), max_tokens=30)
+        for count in range(1, 10):
+            await some(generation, 1)
+            assert context.room() == room - count
+
+
+@program
+async def test_a_context_can_be_read_from_another_thread_while_it_grows(engine: hw.Engine) -> None:
+    async with engine.context().fill([7]) as context:
+        ended, seen = threading.Event(), set[tuple[int, ...]]()
+
+        def read() -> None:
+            while not ended.is_set():
+                seen.add(context.tokens)
+
+        reader = asyncio.create_task(asyncio.to_thread(read))
+        try:
+            tokens = await context.generate(hw.Argmax(), max_tokens=300).tokens()
+        finally:
+            ended.set()
+            await reader
+        assert tokens == continued([7], 300)
+        assert list(context.tokens) == [7, *tokens]
+        assert all(list(some) == [7, *tokens][: len(some)] for some in seen)
+
+
+@program
+async def test_fewer_tokens_than_the_minimum_are_run_ahead_of_too(engine: hw.Engine) -> None:
+    stop = continued([5], 1)[0]
+
+    def started() -> hw.Generation:
+        return engine.context().fill([5]).generate(hw.Argmax(), max_tokens=12, min_tokens=9, stop=[stop])
+
+    by_hand = started()
+    while by_hand.finish is None:
+        await (await by_hand.prepare()).take()
+    generation = started()
+    ahead = [generation.context.retract is not None async for _ in generation]
+    assert all(ahead[:8])
+    assert (await generation.tokens(), generation.finish) == (await by_hand.tokens(), by_hand.finish)
+    assert stop not in generation.generated[:9]
+    for used in (generation, by_hand):
+        used.context.release()
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

@@ -5,16 +5,20 @@ no text and knows nothing of passes. Grammars are compiled by llguidance, once p
 
 What is bounded: the size of a grammar (headway.program.grammar), the compiler's own fuel, states and items (LIMITS),
 and the time a caller waits (DEADLINE). The compiler recurses, so it runs in a thread of its own with a deep stack.
+Programs in an event loop wait for it in a few threads that are there for this alone: nothing else waits behind them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -37,6 +41,8 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 KEPT = 64  # compiled grammars per tokenizer
+KEPT_BYTES = 1 << 20  # of their sources, which say roughly what they take: large ones leave sooner
+COMPILERS = 4  # grammars that are compiled at a time for programs in event loops
 STACK = 64 << 20  # bytes; only what is used is ever real memory
 DEADLINE = 20.0  # seconds; what the limits let through takes a tenth of this
 REHEARSAL = 12  # tokens tried before a grammar is handed out
@@ -83,6 +89,32 @@ def compile(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> Matched:
         _rehearse(grammar, Matched(matcher.deep_copy(), tokenizer, vocab_size, ()))
         shelf.put(grammar.key, matcher.deep_copy())
     return Matched(matcher, tokenizer, vocab_size, ())
+
+
+async def compiled(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> Matched:
+    """The same for a program in an event loop: one that is kept comes at once, another is compiled in a thread."""
+    found = _kept(grammar, tokenizer, vocab_size)
+    if found is not None:
+        return found
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_compilers(), compile, grammar, tokenizer, vocab_size)
+
+
+@cache
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(COMPILERS, thread_name_prefix="headway-compile")
+
+
+def _kept(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> Matched | None:
+    """A grammar that was compiled before; None also while a shelf is being made, which takes long."""
+    if not _shelving.acquire(blocking=False):
+        return None
+    try:
+        shelf = _shelves.get(tokenizer, {}).get(min(vocab_size, tokenizer.vocab_size))
+    finally:
+        _shelving.release()
+    matcher = None if shelf is None else shelf.taken(grammar.key)
+    return None if matcher is None else Matched(matcher, tokenizer, vocab_size, ())
 
 
 class Matched:
@@ -313,7 +345,7 @@ class _Shelf:
     def put(self, key: bytes, matcher: LLMatcher) -> None:
         with self._lock:
             self._kept[key] = matcher
-            while len(self._kept) > KEPT:
+            while len(self._kept) > KEPT or (len(self._kept) > 1 and sum(map(len, self._kept)) > KEPT_BYTES):
                 self._kept.popitem(last=False)
 
 

@@ -85,7 +85,9 @@ class Context:
 
     def room(self) -> int:
         """How many more tokens the model's context limit allows at the positions that follow."""
-        return self.engine.config.max_positions - self.table.next_position - len(self._pending)
+        with self.engine.lock:
+            self._come_back()
+            return self.engine.config.max_positions - self.table.next_position - len(self._pending)
 
     @property
     def messages(self) -> tuple[Mapping[str, Any], ...]:
@@ -143,7 +145,7 @@ class Context:
         return self
 
     def _say(self, message: Mapping[str, Any]) -> Self:
-        with self.changing():
+        with self.changing(), self._all_or_nothing():
             if self._talk.cued and self._total() > self._written:
                 self.seal()
             self._talk, ids = self.engine.chat.add(self._talk, message)
@@ -273,18 +275,18 @@ class Context:
         stops = [stop] if isinstance(stop, str) else list(stop)
         request = Request(stops, stop_only, constrain, probe, attention_mask, adapter, speculate)
         several = num_beams is not None or num_return_sequences is not None
-        with self._cued():
+        with self._all_or_nothing():
+            if self._talk.messages and not self._talk.cued:
+                self.cue()
             parameters = settle(
                 said, sampler, lambda: self.engine.generation_defaults, len(self.tokens), room=self.room()
             )
             return started(self, parameters, request, several=several)
 
     @contextmanager
-    def _cued(self) -> Iterator[None]:
-        """The cue is there, after a chat verb; it is taken back when what follows is refused."""
-        before, talk, written = len(self._pending), self._talk, self._written
-        if self._talk.messages and not self._talk.cued:
-            self.cue()
+    def _all_or_nothing(self) -> Iterator[None]:
+        """What is appended here is taken back when any of it is refused."""
+        before, talk, written = len(self.pending), self._talk, self._written
         try:
             yield
         except BaseException:

@@ -10,7 +10,6 @@ the generation, put tokens in by hand or take a step by hand; the next step star
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from headway.base.errors import (
     Closed,
+    ContextBusy,
     DeadlineExceeded,
     InvalidInput,
     OutOfPages,
@@ -32,7 +32,7 @@ from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, resolve
-from headway.program.constraints import Constraint, Matched
+from headway.program.constraints import Constraint, Matched, compiled
 from headway.program.constraints import compile as compile_grammar
 from headway.program.grammar import Grammar
 from headway.program.ids import integers, token_ids
@@ -114,16 +114,15 @@ class Generation:
     async def __anext__(self) -> Step:
         if self.finish is not None:
             raise StopAsyncIteration
-        if self._grammar is not None:
-            await asyncio.to_thread(self._compile)
-        self._follow()
-        if self._next is None:
+        await self._compile_beside()
+        turn = self._claimed()
+        if turn is None:
+            self._follow()
             if (over := self._over()) is not None:
                 return self._end(over)
             if forced := self.forced():
                 return self._put(forced)
-        turn, self._next = self._next or self._built(None).execute(), None
-        self._context.retract = None
+            turn = self._built(None).execute()
         if self._left > 1 and self._can_run_ahead():
             self._run_ahead(turn)
         out = await self._outcome(turn)
@@ -144,7 +143,8 @@ class Generation:
     async def json(self, schema: Any = None) -> Any:
         """Run to the end; the text as JSON. With a schema (dict, text, pydantic model) only such a text can come."""
         if schema is not None:
-            if self._seen is not None or self._said.constraint is not None or self._grammar is not None:
+            begun = self._said.generated or self._next is not None or self.finish is not None
+            if begun or self._said.constraint is not None or self._grammar is not None:
                 raise InvalidInput("a schema can be given to json() before the first step, and to no other constraint")
             self._grammar = Grammar.json_schema(schema)
         text = await self.text()
@@ -182,14 +182,14 @@ class Generation:
         Tokens that the constraint forces need no pass: `gen.accept(gen.forced())`.
         """
         self._go_on()
-        if self._grammar is not None:
-            await asyncio.to_thread(self._compile)
+        await self._compile_beside()
         if (over := self._over()) is not None:
             raise Closed(f"no step is left to prepare: the next one only ends the generation ({over})")
         return replace(self._built(None), mark=self._seen, taken=self._take)
 
     def forced(self) -> list[int]:
         """Tokens that the constraint leaves no choice about: fed together, without a pass for each."""
+        self._check_idle()
         self._compile()
         tokens = self._said.forced()[: self._left]
         ends = [i for i, token in enumerate(tokens) if token in self._ids]
@@ -201,9 +201,14 @@ class Generation:
         Explicit seeds come along, so the same tokens follow, unless `seed` gives another one; without, the fork draws
         with fresh entropy. A constraint is copied; one without `copy()` raises.
         """
+        self._check_idle()
         self._follow()
-        said = self._said.fork()
-        context = self._context.fork()
+        context = self._context.fork()  # first: nobody is at work on the constraint of an idle context
+        try:
+            said = self._said.fork()
+        except BaseException:
+            context.release()
+            raise
         twin = copy(self)
         twin._context, twin._said, twin._next = context, said, None
         twin._seen = None if self._seen is None else twin._marked()
@@ -246,12 +251,35 @@ class Generation:
 
     def _rest(self) -> None:
         """Take the pass ahead back."""
+        with self._context.engine.lock:
+            self._check_idle()
+            self._come_back()
+
+    def _check_idle(self) -> None:
+        """Raise while a step is on its way: the pass ahead then follows one whose token nobody has yet."""
+        with self._context.engine.lock:
+            if self._next is not None and self._context.retract is None:
+                raise ContextBusy("this generation has a step on its way; await it before steering the generation")
+
+    def _come_back(self) -> None:
+        """What the context calls when somebody looks at it between two steps."""
         if self._next is not None:
             self._retract(self._said.generated[-1])
 
+    def _claimed(self) -> Turn | None:
+        """The pass ahead, if there is one; from now on nobody takes it back."""
+        with self._context.engine.lock:
+            self._check_idle()
+            turn = self._next
+            if turn is not None:
+                self._next = self._context.retract = None
+            return turn
+
     def _marked(self) -> object:
         """What stays equal as long as nobody changes the context."""
-        return self._context.table.stamp, self._context.pending
+        with self._context.engine.lock:
+            pending = self._context.pending  # first: it takes back what another generation runs ahead
+            return self._context.table.stamp, pending
 
     def _follow(self) -> None:
         """Notice what the program has done to the context since the last step."""
@@ -276,18 +304,25 @@ class Generation:
         return "length" if self._left <= 0 or (self._said.generated and self._context.room() < 0) else None
 
     def _compile(self) -> None:
-        """Have the grammar's constraint. It may take a second: the event loop does it in a thread."""
+        """Have the grammar's constraint. The first time it may take a second, in the caller's thread."""
         if self._grammar is not None:
             engine = self._context.engine
             self._said.constraint = compile_grammar(self._grammar, engine.tokenizer, engine.vocab_size)
             self._grammar = None
 
+    async def _compile_beside(self) -> None:
+        """The same beside the event loop."""
+        if (grammar := self._grammar) is not None:
+            engine = self._context.engine
+            made = await compiled(grammar, engine.tokenizer, engine.vocab_size)
+            if self._grammar is grammar:  # else somebody needed it sooner
+                self._said.constraint, self._grammar = made, None
+
     def _can_run_ahead(self) -> bool:
         """Whether the next pass can be built before this one's token is known."""
         constraint = self._said.constraint
         known = constraint is None or (isinstance(constraint, Matched) and self._calm >= CALM)
-        enough = len(self._said.generated) + 1 >= self._least
-        return known and enough and not self._sampler.penalises and self._context.room() > 1
+        return known and not self._sampler.penalises and self._context.room() > 1
 
     def _built(self, fed: SampleHandle | None) -> Prepared:
         """A pass that draws one token, behind the context's last or behind one that is being drawn."""
@@ -323,7 +358,16 @@ class Generation:
             later, self._next, self._later = self._later, None, None  # the pass ahead went with this one
             if later is not None and later.wait() and self._said.constraint is not None:
                 self._said.constraint.rollback(1)
+            self._put_back()
             raise
+
+    def _put_back(self) -> None:
+        """A pass was undone that was fed with the last token: the token waits in the pending buffer, as it would have
+        without a pass ahead. A context that is gone, or that somebody has changed meanwhile, is left alone."""
+        with suppress(Closed, ContextBusy, PassFailed), self._context.changing():
+            if self._said.lacks_last(self._context.tokens):
+                self._context.fill([self._said.generated[-1]])
+                self._seen = self._marked()
 
     async def _take(self, prepared: Prepared) -> Step:
         self._go_on()
@@ -334,12 +378,13 @@ class Generation:
 
     def _retract(self, token: int | None) -> None:
         """Take the pass ahead back; its token waits in the pending buffer instead."""
-        ahead, self._next, self._context.retract = self._next, None, None
-        if ahead is not None:
-            ahead.execution.cancel()
-        if token is not None:
-            self._context.fill([token])
-        self._seen = self._marked()
+        with self._context.engine.lock:
+            ahead, self._next, self._context.retract = self._next, None, None
+            if ahead is not None:
+                ahead.execution.cancel()
+            if token is not None:
+                self._context.fill([token])
+            self._seen = self._marked()
 
     # -- what became of it -----------------------------------------------------------------------------------------
 
@@ -352,17 +397,17 @@ class Generation:
         later, self._later = self._later, None
         self._said.add(token, accepted=later is not None and later.wait())
         self._calm = self._calm + 1 if self._is_open() else 0
-        if self._said.stopped or self._next is None:
+        if self._next is None or self._said.stopped or self._said.finished:
             self._retract(token)
         else:
-            self._context.retract = self._rest
+            self._context.retract = self._come_back
         return self._step([token], probes)
 
     def _put(self, ids: list[int], *, whole: bool = False, end: int | None = None) -> Step:
         """Add tokens that were not drawn, up to a stop string; with `whole` one before the last is refused."""
         if len(ids) > self._left:
             raise InvalidInput(f"{len(ids)} tokens were given; max_tokens leaves room for {self._left}")
-        with self._said.adding(ids, whole=whole or end is not None) as taken:
+        with self._said.adding(ids, whole=whole, behind=end is not None) as taken:
             if end is not None and not self._said.may_end:
                 raise InvalidInput(f"token {end} would end the generation and the constraint does not allow that here")
             self._context.fill(taken)

@@ -6,7 +6,6 @@ may give beside it. `Unrepeating` is a generation under it.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ import numpy as np
 from headway.base.brle import whole
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.samplers import Sampler
-from headway.program.constraints import Constraint
+from headway.program.constraints import Constraint, compiled
 from headway.program.constraints import compile as compile_grammar
 from headway.program.generator import Generation
 from headway.program.grammar import Grammar
@@ -60,9 +59,12 @@ class NoRepeat:
         self.twin: NoRepeat | None = None  # the last copy
 
     async def prepare(self) -> None:
-        """Compile the other constraint, if it is a grammar, in a thread."""
-        if isinstance(self.other, Grammar):
-            await asyncio.to_thread(self._compiled)
+        """Compile the other constraint, if it is a grammar, beside the event loop."""
+        if isinstance(grammar := self.other, Grammar):
+            engine = self.context.engine
+            made = await compiled(grammar, engine.tokenizer, engine.vocab_size)
+            if self.other is grammar:  # else somebody needed it sooner
+                self.other = made
 
     def mask(self) -> np.ndarray | None:
         self._sync()

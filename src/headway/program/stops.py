@@ -39,7 +39,7 @@ class StopText:
         self._stream = engine.stream() if engine.has_tokenizer else None
         self._words = engine.tokenizer.vocab_size if self._stream is not None else 0
         self._held = ""  # text that is not certain yet
-        self._ends: list[int] = []  # characters known after each token
+        self._ends: list[int] = []  # characters that each token and those before it have any part of
         self._known = 0  # characters decoded so far
         self._cut: int | None = None  # where the stop string starts
         self._given: list[str] = []
@@ -52,7 +52,7 @@ class StopText:
             return
         text = self._stream.push([token]) if token < self._words else ""  # ids the tokenizer lacks have no text
         self._known += len(text)
-        self._ends.append(self._known)
+        self._ends.append(self._known + self._stream.holds)
         self._look(self._held + text)
 
     def take(self) -> str:

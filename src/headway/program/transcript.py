@@ -56,8 +56,9 @@ class Transcript:
         self._text.push(token)
 
     @contextmanager
-    def adding(self, ids: list[int], *, whole: bool) -> Iterator[list[int]]:
-        """Several more generated tokens, up to a stop string; with `whole` one before the last is refused.
+    def adding(self, ids: list[int], *, whole: bool, behind: bool = False) -> Iterator[list[int]]:
+        """Several more generated tokens, up to a stop string; with `whole` one before the last is refused, and with
+        `behind`, when an end token is to follow them, one at the last as well.
 
         Yields those that are taken; nothing has changed when the constraint refuses one or the caller fails.
         """
@@ -70,8 +71,9 @@ class Transcript:
                     self.constraint.accept(token)
                 count += 1
                 text.push(token)
-            if whole and count < len(ids):
-                raise InvalidInput(f"the first {count} tokens end in a stop string and {len(ids) - count} follow it")
+            more = len(ids) - count + (behind and text.stopped)
+            if whole and more:
+                raise InvalidInput(f"the first {count} tokens end in a stop string and {more} follow it")
             yield ids[:count]
         except BaseException:
             if self.constraint is not None:
@@ -106,6 +108,14 @@ class Transcript:
             self.constraint.rollback(len(self.generated) - len(left))
         self._tail, self.generated = tail, left
         self.reopen()
+
+    def lacks_last(self, tokens: tuple[int, ...]) -> bool:
+        """Whether these are all tokens but the last one, which was generated."""
+        last = self._tail[-1:]
+        return [generated for _, generated in last] == [True] and tokens == (
+            *self._prompt,
+            *(token for token, _ in self._tail[:-1]),
+        )
 
     def stop(self) -> int:
         """Forget the tokens that hold any part of the stop string; how many those are."""

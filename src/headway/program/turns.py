@@ -80,7 +80,10 @@ def close_turn(context: Context, reader: Reader) -> list[str]:
         made = sum(len(message.get("tool_calls") or ()) for message in context.messages)
         ids = [call.id or f"call{(made + i) % 100_000:05d}" for i, call in enumerate(reply.calls)]
         message = assistant_message(reply, ids)
-        talk, tail = context.engine.chat.close(context.talk, reader.text, message)
+        # Not reader.text: of a token that holds the beginning of a stop the rest was read, and the token has left.
+        tokenizer, tokens = context.engine.tokenizer, context.tokens[context.written :]
+        text = tokenizer.decode(token for token in tokens if token < tokenizer.vocab_size)
+        talk, tail = context.engine.chat.close(context.talk, text, message)
         _rewrite(context, len(context.tokens), tail, talk)
         return ids
 

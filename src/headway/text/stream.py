@@ -39,6 +39,11 @@ class TextStream:
             return ""
         return self._cut(self._utf8.decode(b"".join(map(self.tokenizer.token_bytes, checked))))
 
+    @property
+    def holds(self) -> bool:
+        """Whether bytes are held back that may still become a character."""
+        return bool(self._utf8.getstate()[0])
+
     def flush(self) -> str:
         """The rest: a character that never got all its bytes is U+FFFD. Ends the stream."""
         if self._done:

@@ -212,8 +212,9 @@ def bind_arguments(fn: Callable[..., Any], arguments: Mapping[str, Any]) -> dict
     name, parameters = _signature(fn)
     try:
         return {key: _build(parameters[key].annotation, value) for key, value in arguments.items()}
-    except (ValueError, TypeError, OverflowError) as error:  # a dataclass that refuses, an int too large for a float
-        raise InvalidInput(f"the call of {name} does not fit: {error}") from error
+    except Exception as error:  # a dataclass that refuses in its own way, an int too large for a float
+        kind = "" if isinstance(error, ValueError | TypeError | OverflowError) else f"{type(error).__name__}: "
+        raise InvalidInput(f"the call of {name} does not fit: {kind}{error}".removesuffix(": ")) from error
 
 
 def _build(annotation: Any, value: Any) -> Any:
