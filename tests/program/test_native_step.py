@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"layers": 3, "windows": (5, None, 12), "head_dim": 16},
     "qwen3": {"head_dim": 10, "heads": 2, "kv_heads": 2, "intermediate_size": 130},
 }
-PAGES = (1, 8, 16, 24, 64)
+PAGES = (1, 8, 16, 24, 64, 128, 1024)
 
 
 def native(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> hw.Engine:
@@ -156,7 +156,7 @@ def test_programs_of_every_kind_get_what_torch_gives_them(
 ) -> None:
     """Masks of every form, positions in any order, windows of the model's own, forks, cuts and discarded pages."""
     model = random_model(family, vocab_size=V, seed=page_size, **MODELS[family])
-    options = {"pages": 4000 // page_size, "page_size": page_size}
+    options = {"pages": max(12, 4000 // page_size), "page_size": page_size}
     with (
         native(monkeypatch, model, threads=1 + page_size % 3, **options) as ours,
         on_torch(monkeypatch, model, threads=1, **options) as theirs,
@@ -193,14 +193,15 @@ def test_longer_programs_on_every_instruction_set(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_long_sequence_over_many_chunks_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single rows over hundreds of slots are split among threads; the parts meet in the same order."""
-    model, tokens = random_model("llama", vocab_size=V, max_positions=2048, **MODELS["llama"]), random_tokens(V, 700)
-    with on_torch(monkeypatch, model, threads=1, pages=64) as theirs, theirs.context() as context:
+    """Single rows over hundreds of slots are split among threads; the parts meet in the same order, on any pages."""
+    model, tokens = random_model("llama", vocab_size=V, max_positions=2048, **MODELS["llama"]), random_tokens(V, 1100)
+    with on_torch(monkeypatch, model, threads=1, pages=80) as theirs, theirs.context() as context:
         logit_rows(context, tokens)
         expected = logit_rows(context, [5])
     found = []
-    for threads in (1, 2, 3):
-        with native(monkeypatch, model, threads=threads, pages=64) as ours, ours.context() as context:
+    for threads, page_size in ((1, 16), (2, 16), (3, 16), (2, 128), (3, 1024)):
+        options = {"threads": threads, "page_size": page_size, "pages": -(-1200 // page_size)}
+        with native(monkeypatch, model, **options) as ours, ours.context() as context:
             logit_rows(context, tokens)
             found.append(logit_rows(context, [5]))
     assert_close(found[0], expected)
@@ -272,6 +273,22 @@ def test_a_pass_has_the_same_bits_alone_batched_chunked_and_trimmed(
         with native(monkeypatch, path, **(base | options)) as engine:
             assert_same_bits([bits_of(found) for found in run(engine, crowd)], together)
             assert (engine.stats().set_asides > 0) == ("pages" in options)
+
+
+@pytest.mark.parametrize("threads", [9, 17])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_one_and_two_rows_have_the_same_bits_on_more_threads_than_code_them_each(
+    monkeypatch: pytest.MonkeyPatch, files: Callable[[str], tuple[Path, dict[str, Any]]], kind: str, threads: int
+) -> None:
+    """Up to 8 threads code a few rows each for itself; beyond, they share the work and meet once more."""
+    path, given = files(kind)
+    found = []
+    for count in (1, threads):
+        with native(monkeypatch, path, pages=16, threads=count, **given) as engine, engine.context() as context:
+            tokens = random_tokens(engine.vocab_size, 45)
+            logit_rows(context, tokens[:40])
+            found.append([logit_rows(context, part) for part in (tokens[40:41], tokens[41:43], tokens[43:44])])
+    assert_same_bits(found[1], found[0])
 
 
 # -- which one serves ----------------------------------------------------------------------------------------------
