@@ -153,7 +153,16 @@ def test_a_document_that_ended_is_valid_and_a_cut_one_is_the_beginning_of_a_vali
             assert errors(schema, text) == [], text
         else:
             assert name in ENDLESS, f"{name} found no end: {text!r:.200}"
+            check_beginning(start(Grammar.json_schema(schema, compact=compact)), tokens)
     assert ended or name in LONG
+
+
+def check_beginning(constraint, tokens):
+    """The constraint, which has seen nothing yet, takes these tokens one by one and lets others follow."""
+    for token in tokens:
+        constraint.accept(token)  # raises unless the text so far can still become a document
+    assert not constraint.finished
+    assert constraint.mask().any()
 
 
 ENDLESS = {
@@ -190,8 +199,7 @@ def check_documents(engine, names, temperature, max_tokens, enders):
         if not whole:
             assert (why, len(tokens)) == ("length", max_tokens)
             constraint = compile(Grammar.json_schema(ALL[name], compact=compact), engine.tokenizer, engine.vocab_size)
-            for token in tokens:
-                constraint.accept(token)
+            check_beginning(constraint, tokens)
             more, whole = draw(constraint, engine.tokenizer, enders, rng, 1.0, 400, push=8.0)
             text = engine.tokenizer.decode([*tokens, *more])
         assert whole or name in ENDLESS, f"{name} found no end: {text!r:.200}"
@@ -549,6 +557,16 @@ def test_compiled_grammars_are_kept_up_to_a_limit():
     assert len(kept) == constraints.KEPT
     assert Grammar.regex("a{1}").key not in kept
     assert Grammar.regex("a{74}").key in kept
+
+
+def test_large_grammars_are_kept_up_to_a_size():
+    tokenizer, names = spaces_tokenizer([])
+    large = [Grammar.choices(["ab" * 50_000 + "a" * i]) for i in range(12)]
+    for grammar in large:
+        compile(grammar, tokenizer, len(names))
+    kept = constraints._shelf(tokenizer, len(names))._kept
+    assert sum(map(len, kept)) <= constraints.KEPT_BYTES
+    assert list(kept) == [grammar.key for grammar in large[-10:]]
 
 
 # --- what is refused

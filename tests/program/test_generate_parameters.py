@@ -148,6 +148,35 @@ def test_the_file_can_draw(folder: Path) -> None:
         assert engine.generation_defaults.sampler(temperature=0.5) == hw.Sampling(0.5, top_k=7, repetition_penalty=1.2)
 
 
+@pytest.mark.parametrize(
+    ("argument", "knobs"),
+    [
+        ({"temperature": 0.4}, {"temperature": 0.4, "top_k": 7}),
+        ({"top_k": 3}, {"temperature": 1.3, "top_k": 3}),
+        ({"top_k": 0, "top_p": 0.5}, {"temperature": 1.3, "top_p": 0.5}),
+        ({"min_p": 0.2}, {"temperature": 1.3, "top_k": 7, "min_p": 0.2}),
+        ({"typical_p": 0.6}, {"temperature": 1.3, "top_k": 7, "typical_p": 0.6}),
+        ({"temperature": 0.0}, {"temperature": 0.0}),
+    ],
+)
+def test_an_argument_overrules_one_thing_the_file_says(
+    folder: Path, argument: dict[str, Any], knobs: dict[str, Any]
+) -> None:
+    said(folder, {"do_sample": True, "temperature": 1.3, "top_k": 7, "no_repeat_ngram_size": 2, "max_new_tokens": 19})
+
+    async def program(engine: hw.Engine) -> tuple[list[int], list[int]]:
+        async with engine.context(seed=11) as one, engine.context() as other:
+            by_file = await one.fill(PROMPT).generate(**argument).tokens()
+            sampler = hw.Sampling(**knobs, seed=11)
+            by_hand = other.fill(PROMPT).generate(sampler, no_repeat_ngram_size=2, max_tokens=19)
+            return by_file, await by_hand.tokens()
+
+    with hw.Engine(folder, pages=64, threads=1) as engine:
+        by_file, by_hand = engine.run(program)
+        assert by_file == by_hand
+        assert len(by_file) == 19
+
+
 def test_end_tokens_of_the_file_end_a_text_without_a_tokenizer(folder: Path) -> None:
     said(folder, {"max_length": 30})
     expected = ours(folder, PROMPT)
@@ -195,6 +224,11 @@ class Anything:
         (None, {"min_tokens": 3, "min_length": 9}, "min_tokens=3 and min_length=9 were both given"),
         (hw.TopP(0.9), {"do_sample": False}, "do_sample=False was given with a sampler of temperature 1, which draws"),
         (hw.Argmax(), {"do_sample": True}, "do_sample=True was given with a sampler of temperature 0, which takes"),
+        (None, {"temperature": 0.5}, "temperature=0.5 has no meaning without sampling; give do_sample=True"),
+        (None, {"top_p": 0.5, "do_sample": False}, "top_p=0.5 has no meaning without sampling"),
+        (None, {"temperature": 0, "do_sample": True}, "temperature 0 draws nothing"),
+        (hw.TopP(0.9), {"top_k": 5}, "top_k=5 was given beside a sampler"),
+        (None, {"do_sample": True, "top_p": 1.5}, "top_p is 1.5"),
         (None, {"max_length": 5}, "max_length is 5 and counts the prompt, which has 5 tokens already"),
         (None, {"max_tokens": 3, "min_length": 9}, "min_tokens is 4 and max_tokens is 3"),
         (None, {"length_penalty": 2.0}, "length_penalty=2.0 has no meaning with one beam; give num_beams"),

@@ -10,6 +10,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -429,6 +430,19 @@ def test_a_reply_can_be_stopped_and_cut_and_goes_on(staged: Make) -> None:
     run(stage, program)
 
 
+def test_a_stop_that_begins_inside_a_token_leaves_what_the_context_holds(staged: Make) -> None:
+    stage = staged("qwen.jinja")
+
+    async def program(ctx: hw.Context) -> None:
+        stage.say("<think>\nhm\n</think>\n\none <tool_call>", end="<|im_end|>")
+        assert await ctx.chat("Count.", stop="call>").text() == "one <tool_"
+        assert ctx.talk.said == stage.decode(ctx)
+        stage.say("<think>\nhm\n</think>\n\ntwo", end="<|im_end|>")
+        assert await ctx.chat("Again.").text() == "two"  # the template drops the reasoning before it
+
+    run(stage, program)
+
+
 # --- what goes wrong
 
 
@@ -454,6 +468,24 @@ def test_the_model_is_told_what_went_wrong(staged: Make) -> None:
     wrong = told(staged, tagged("add", a="1", b=2), add, on_error="raise")
     assert wrong == "error: the call of add does not fit: 'a' is \"1\"; it should be an integer"
     assert "'b', which is required" in told(staged, tagged("add", a=1), add)
+
+
+@dataclass
+class Shelf:
+    name: str
+
+    def __post_init__(self) -> None:
+        raise {"a": LookupError("no a"), "b": StopIteration()}[self.name]
+
+
+def test_the_model_is_told_what_a_dataclass_raises(staged: Make) -> None:
+    def find(shelf: Shelf) -> int:
+        return 1
+
+    find.__annotations__["shelf"] = Shelf
+    for name, says in (("a", "LookupError: no a"), ("b", "StopIteration")):
+        text = told(staged, tagged("find", shelf={"name": name}), find)
+        assert text == f"error: the call of find does not fit: {says}"
 
 
 def test_a_tool_s_own_odd_exceptions_are_errors_too(staged: Make) -> None:
@@ -656,6 +688,22 @@ def test_a_verb_names_the_role_that_a_template_fails_on(staged: Make) -> None:
         with pytest.raises(hw.Unsupported, match=r"no place for tools.*tool_format='hermes'"):
             ctx.chat("Hi.", tools=[add])
         assert (ctx.tokens, ctx.messages) == ((), ())
+
+    run(stage, program)
+
+
+def test_a_verb_that_is_refused_seals_nothing(staged: Make) -> None:
+    stage = staged("{% for m in messages %}{% if m.role == 'system' and loop.index > 1 %}"
+                   "{{ raise_exception('not now') }}{% endif %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+                   "{% if add_generation_prompt %}<|im_start|>{% endif %}")  # fmt: skip
+
+    async def program(ctx: hw.Context) -> None:
+        ctx.user("Hi.").cue().fill("Hello.")
+        before = ctx.tokens, ctx.talk, ctx.written
+        with pytest.raises(hw.TemplateError, match=r"the role 'system' cannot be added"):
+            ctx.system("Be brief.")
+        assert (ctx.tokens, ctx.talk, ctx.written) == before
+        assert [m["content"] for m in ctx.user("And?").messages] == ["Hi.", "Hello.", "And?"]
 
     run(stage, program)
 

@@ -228,6 +228,11 @@ class Context:
         min_tokens: int | None = None,
         min_length: int | None = None,
         do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        typical_p: float | None = None,
         repetition_penalty: float | None = None,
         no_repeat_ngram_size: int | None = None,
         num_beams: int | None = None,
@@ -261,6 +266,11 @@ class Context:
         self._check_open()
         said = GenerationDefaults(
             do_sample=do_sample,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            typical_p=typical_p,
             repetition_penalty=repetition_penalty,
             no_repeat_ngram_size=no_repeat_ngram_size,
             num_beams=num_beams,

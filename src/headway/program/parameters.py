@@ -20,7 +20,7 @@ from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampler, Sampling, resolve
 from headway.program.constraints import Constraint
-from headway.program.defaults import FILE, GenerationDefaults
+from headway.program.defaults import FILE, SAMPLED, GenerationDefaults
 from headway.program.grammar import Grammar
 
 BEAMS = 1024  # at most
@@ -35,6 +35,11 @@ class Options(TypedDict, total=False):
     min_tokens: int | None
     min_length: int | None
     do_sample: bool | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
     repetition_penalty: float | None
     no_repeat_ngram_size: int | None
     length_penalty: float | None
@@ -75,7 +80,7 @@ def settle(
     _check_pair("min_tokens", said.min_new_tokens, "min_length", said.min_length)
     base = file() if sampler is None else GenerationDefaults()
     chosen = _over(base, said)
-    what = chosen.sampler() if sampler is None else _turned(resolve(sampler), said)
+    what = _drawing(chosen, said) if sampler is None else _turned(resolve(sampler), said)
     beams = whole(chosen.num_beams or 1, "num_beams", low=1, below=BEAMS + 1)
     limit = chosen.max_tokens(prompt)
     if limit is None:
@@ -105,8 +110,18 @@ def _over(base: GenerationDefaults, said: GenerationDefaults) -> GenerationDefau
     return base.overridden(**said.given)
 
 
+def _drawing(chosen: GenerationDefaults, said: GenerationDefaults) -> Sampling:
+    """The sampler of a call that gives none."""
+    if said.do_sample and said.temperature == 0:
+        raise InvalidInput("do_sample=True and temperature=0 were both given; temperature 0 draws nothing: give one")
+    return chosen.sampler(**{name: getattr(said, name) for name in SAMPLED})
+
+
 def _turned(sampler: Sampling, said: GenerationDefaults) -> Sampling:
     """A call's sampler under its other arguments."""
+    for name in SAMPLED:
+        if (value := getattr(said, name)) is not None:
+            raise InvalidInput(f"{name}={value!r} was given beside a sampler, which says how to draw; give it to that")
     draws = sampler.temperature > 0
     if said.do_sample is not None and said.do_sample != draws:
         does = "draws" if draws else "takes the likeliest token"
