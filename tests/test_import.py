@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 import headway
+from headway import testing
 
 LIMIT = 0.3  # seconds
 HEAVY = (
@@ -60,6 +64,17 @@ def test_every_public_name_is_there_and_documented() -> None:
         thing = getattr(headway, name)
         assert thing.__doc__ or name in ("Sampler", "Probe"), name
     assert set(headway.__all__) <= set(dir(headway))
+
+
+def test_the_reference_names_what_is_there() -> None:
+    page = (Path(__file__).parents[1] / "docs/api.md").read_text()
+    named = set(re.findall(r"^::: headway\.(\w+)$", page, re.MULTILINE))
+    modules = {import_module(name) for name in re.findall(r"^::: (headway\.[a-z_.]+)$", page, re.MULTILINE)}
+    assert {name for name in named if name[0].isupper()} <= set(headway.__all__)
+    for module in modules - {testing}:
+        own = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
+        assert own
+        assert {name for name in own if not name.startswith("_")} <= set(headway.__all__), module.__name__
 
 
 def test_an_unknown_name_is_an_ordinary_attribute_error() -> None:

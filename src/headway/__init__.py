@@ -67,9 +67,11 @@ if TYPE_CHECKING:
     from headway.program.constraints import Constraint as Constraint
     from headway.program.context import Context as Context
     from headway.program.defaults import GenerationDefaults as GenerationDefaults
+    from headway.program.dialogue import ChatLimits as ChatLimits
     from headway.program.dialogue import ChatReply as ChatReply
     from headway.program.dialogue import ToolResult as ToolResult
     from headway.program.engine import Engine as Engine
+    from headway.program.forward import Execution as Execution
     from headway.program.forward import Forward as Forward
     from headway.program.generator import Generation as Generation
     from headway.program.grammar import Grammar as Grammar
@@ -85,7 +87,9 @@ if TYPE_CHECKING:
     from headway.program.sync import generate as generate
     from headway.text.parse_parts import BadToolCall as BadToolCall
     from headway.text.parse_parts import Content as Content
+    from headway.text.parse_parts import Part as Part
     from headway.text.parse_parts import Reasoning as Reasoning
+    from headway.text.parse_parts import Reply as Reply
     from headway.text.parse_parts import ToolCall as ToolCall
     from headway.text.parse_parts import ToolCallArguments as ToolCallArguments
     from headway.text.parse_parts import ToolCallEnd as ToolCallEnd
@@ -123,9 +127,9 @@ _HOMES = {
     "program.constraints": ("Constraint",),
     "program.context": ("Context",),
     "program.defaults": ("GenerationDefaults",),
-    "program.dialogue": ("ChatReply", "ToolResult"),
+    "program.dialogue": ("ChatLimits", "ChatReply", "ToolResult"),
     "program.engine": ("Engine",),
-    "program.forward": ("Forward",),
+    "program.forward": ("Execution", "Forward"),
     "program.generator": ("Generation",),
     "program.grammar": ("Grammar",),
     "program.output": ("Output", "ProbeHandle", "SampleHandle"),
@@ -135,7 +139,9 @@ _HOMES = {
     "text.parse_parts": (
         "BadToolCall",
         "Content",
+        "Part",
         "Reasoning",
+        "Reply",
         "ToolCall",
         "ToolCallArguments",
         "ToolCallEnd",
@@ -150,6 +156,7 @@ __all__ = [
     "BadModelFile",
     "BadToolCall",
     "Brle",
+    "ChatLimits",
     "ChatReply",
     "Closed",
     "Constraint",
@@ -163,6 +170,7 @@ __all__ = [
     "Distribution",
     "Engine",
     "Entropy",
+    "Execution",
     "Forward",
     "Generation",
     "GenerationDefaults",
@@ -186,11 +194,13 @@ __all__ = [
     "OutOfPages",
     "OutOfRange",
     "Output",
+    "Part",
     "PassFailed",
     "Prepared",
     "Probe",
     "ProbeHandle",
     "Reasoning",
+    "Reply",
     "SampleHandle",
     "Sampler",
     "Sampling",
