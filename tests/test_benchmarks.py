@@ -12,6 +12,7 @@ import pytest
 
 import headway as hw
 from headway.cli.shapes import SHAPES
+from headway.kernels.native.library import open_library
 from headway.models.gguf import GgufFile
 
 ROOT = Path(__file__).parents[1]
@@ -75,6 +76,28 @@ def test_bandwidth_measures_every_limit(tmp_path: Path) -> None:
     assert len(rates) == 6
     assert all(0 < rate["median"] <= rate["best"] for rate in rates)
     assert data["machine"]["cpu"]
+
+
+# -- accuracy ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(open_library().calls is None, reason=open_library().missing or "-")
+def test_accuracy_holds_the_file_against_its_floats(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HEADWAY_NATIVE", "auto")
+    options = ["--tokens", "96", "--context", "48", "--threads", "1", "--out", str(tmp_path)]
+    done = _benchmark("accuracy.py", *options)
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "accuracy.json").read_text())
+    assert data["about"]["tokens"] == 96
+    assert data["about"]["engines"]["reference"]["format"] == "f32"
+    assert data["about"]["engines"]["headway"]["runner"].startswith("native")
+    found = data["results"]["headway"]
+    assert 0 < found["kl_median"] <= found["kl_mean"] <= found["kl_largest"] < 0.5
+    assert 0.8 < found["agreement"] <= 1
+    assert abs(found["perplexity"] / data["reference"]["perplexity"] - 1) < 0.1
+    monkeypatch.setenv("HEADWAY_NATIVE", "off")
+    assert _benchmark("accuracy.py", *options).returncode == 1
+    assert _benchmark("accuracy.py", "--peer", "abacus=python").returncode == 2
 
 
 # -- Headway and others ------------------------------------------------------------------------------------------------

@@ -107,5 +107,19 @@ def quantize(source: str, target: str, form: str, threads: int) -> dict[str, Any
     return {"path": target}
 
 
+def logits(path: str, tokens: str, target: str, threads: int) -> dict[str, Any]:
+    """Read pieces of text, an int array [pieces, tokens] in a file, each by itself; write all logits to `target`."""
+    worker, pieces = Worker(), np.load(tokens)
+    about = worker.load(path, "", threads=threads, slots=0, sequences=1, total=0)
+    context = worker.context(1, pieces.shape[1], False)
+    found = np.lib.format.open_memmap(target, "w+", np.float32, (*pieces.shape, worker.words))
+    for piece, rows in zip(pieces.tolist(), found, strict=True):
+        worker._run(context, [(token, at, 0, True) for at, token in enumerate(piece)], len(piece))
+        rows[:] = np.ctypeslib.as_array(C.llama_get_logits(context), (len(piece), worker.words))
+        C.llama_memory_clear(C.llama_get_memory(context), False)
+    found.flush()
+    return {"version": about["version"], "path": about["path"]}
+
+
 if __name__ == "__main__":
-    wire.main(Worker, {"quantize": quantize})
+    wire.main(Worker, {"quantize": quantize, "logits": logits})

@@ -1,0 +1,204 @@
+"""What quantised arithmetic costs in accuracy: a model file as it is against the same numbers in float32.
+
+    python benchmarks/accuracy.py                                     # the default model, Headway alone
+    python benchmarks/accuracy.py --peer llama=llama/bin/python       # and llama.cpp on the same file
+
+Every engine reads the same tokens, in pieces of `--context`, each piece by itself, and gives the logits of every token.
+They are held against Headway with `dtype="float32"`: the weights that the file's codes stand for, rows of floats. KL is
+the divergence from that distribution in nats a token; agreement, how often the likeliest token is the same. No time is
+taken, so it may run on a machine that does something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import headway as hw
+from headway.base.machine import read_machine
+from headway.models import store
+
+ROOT = Path(__file__).resolve().parents[1]
+PEERS = Path(__file__).parent / "peers"
+ROWS = 128  # rows whose logits are asked for in one pass
+Rows = Callable[[], Iterator[np.ndarray]]  # logits [n, V], piece by piece
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far an engine is from the reference, over all tokens."""
+
+    kl_mean: float
+    kl_median: float
+    kl_99: float  # of a hundred tokens the worst but one
+    kl_largest: float
+    agreement: float
+    perplexity: float
+
+
+def main() -> int:
+    options = _options()
+    path = store.resolve(options.model)
+    with hw.Engine(path, dtype="float32", threads=options.threads, pages=_pages(options)) as exact:
+        pieces = _pieces(exact, options)
+        about = _about(options, path, pieces)
+        found, perplexity = _measure(exact, pieces, path, options, about)
+    data = {"about": about, "reference": {"perplexity": perplexity}, "results": found}
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "accuracy.json").write_text(json.dumps(data, indent=2) + "\n")
+    _show(data)
+    native = about["engines"]["headway"]["runner"].startswith("native")
+    if not native:
+        print("FAILED: Headway did not compute on its native step, so nothing was quantised", file=sys.stderr)
+    return 0 if native else 1
+
+
+def _measure(
+    exact: hw.Engine, pieces: np.ndarray, path: Path, options: argparse.Namespace, about: dict[str, Any]
+) -> tuple[dict[str, dict[str, float]], float]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        hw.Engine(path, threads=options.threads, pages=_pages(options)) as own,
+    ):
+        about["engines"]["headway"] = {"version": hw.__version__, "runner": own.info.runner, "format": own.info.format}
+        about["engines"]["reference"] = {"runner": exact.info.runner, "format": exact.info.format}
+        rivals: dict[str, Rows] = {"headway": lambda: (_logits(own, piece) for piece in pieces)}
+        if options.llama is not None:
+            about["engines"]["llama.cpp"], rivals["llama.cpp"] = _llama(pieces, path, options, Path(folder))
+        kept = {name: ([], [], []) for name in rivals}
+        own_losses: list[np.ndarray] = []
+        for n, (piece, *others) in enumerate(zip(pieces, *(rows() for rows in rivals.values()), strict=True)):
+            print(f"piece {n + 1} of {len(pieces)}", flush=True)
+            reference = _log_probabilities(_logits(exact, piece))
+            own_losses.append(_losses(reference, piece))
+            for (divergence, same, losses), logits in zip(kept.values(), others, strict=True):
+                near = _log_probabilities(logits)
+                divergence.append(np.einsum("rv,rv->r", np.exp(reference), reference - near))
+                same.append(reference.argmax(1) == near.argmax(1))
+                losses.append(_losses(near, piece))
+    perplexity = float(np.exp(np.concatenate(own_losses).mean()))
+    return {name: asdict(_distance(*map(np.concatenate, parts))) for name, parts in kept.items()}, perplexity
+
+
+def _distance(divergence: np.ndarray, same: np.ndarray, losses: np.ndarray) -> Distance:
+    return Distance(
+        kl_mean=float(divergence.mean()),
+        kl_median=float(np.median(divergence)),
+        kl_99=float(np.quantile(divergence, 0.99)),
+        kl_largest=float(divergence.max()),
+        agreement=float(same.mean()),
+        perplexity=float(np.exp(losses.mean())),
+    )
+
+
+def _log_probabilities(logits: np.ndarray) -> np.ndarray:
+    """Of rows of logits [n, V], in float64."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max(1, keepdims=True)
+    wide -= np.log(np.exp(wide).sum(1, keepdims=True))
+    return wide
+
+
+def _losses(log_probabilities: np.ndarray, piece: np.ndarray) -> np.ndarray:
+    """What each token's row gave the token that came next, in nats."""
+    return -log_probabilities[np.arange(len(piece) - 1), piece[1:]]
+
+
+def _logits(engine: hw.Engine, piece: np.ndarray) -> np.ndarray:
+    """Of every token of a piece [n, V]."""
+    parts = []
+    with engine.context() as context:
+        for start in range(0, len(piece), ROWS):
+            part = piece[start : start + ROWS].tolist()
+            forward = context.forward().input(part)
+            handles = [forward.probe(i, hw.Logits()) for i in range(len(part))]
+            out = forward.execute().result()
+            parts += [out.logits(handle) for handle in handles]
+    return np.stack(parts)
+
+
+def _llama(
+    pieces: np.ndarray, path: Path, options: argparse.Namespace, folder: Path
+) -> tuple[dict[str, Any], Callable[[], Iterator[np.ndarray]]]:
+    """llama.cpp's logits, taken in a process of its own interpreter."""
+    tokens, target = folder / "tokens.npy", folder / "logits.npy"
+    np.save(tokens, pieces)
+    asked = {"path": str(path), "tokens": str(tokens), "target": str(target), "threads": options.threads}
+    command = [options.llama, str(PEERS / "llama_worker.py"), "logits", json.dumps(asked)]
+    done = subprocess.run(command, text=True, capture_output=True, check=False)
+    answer = json.loads(done.stdout.splitlines()[-1]) if done.stdout.strip() else {"error": done.stderr[-400:]}
+    if "error" in answer:
+        raise SystemExit(f"llama.cpp gave no logits: {answer['error']}")
+    return answer, lambda: iter(np.load(target, mmap_mode="r"))
+
+
+def _pieces(engine: hw.Engine, options: argparse.Namespace) -> np.ndarray:
+    """The text as whole pieces of ids [pieces, context]."""
+    paths = options.text or [ROOT / "LICENSE", *sorted((ROOT / "docs").glob("*.md"))]
+    ids = engine.tokenizer.encode("\n\n".join(path.read_text() for path in paths))
+    count = options.tokens // options.context
+    if len(ids) < count * options.context:
+        raise SystemExit(
+            f"the text has {len(ids)} tokens and {count * options.context} were asked for; give more --text"
+        )
+    spread = np.linspace(0, len(ids) - options.context, count).astype(int)
+    return np.stack([ids[start : start + options.context] for start in spread]).astype(np.int64)
+
+
+def _about(options: argparse.Namespace, path: Path, pieces: np.ndarray) -> dict[str, Any]:
+    return {
+        "model": path.name,
+        "tokens": int(pieces.size),
+        "context": options.context,
+        "text": hashlib.sha256(pieces.tobytes()).hexdigest(),
+        "threads": options.threads,
+        "machine": asdict(read_machine()),
+        "engines": {},
+    }
+
+
+def _pages(options: argparse.Namespace) -> int:
+    return -(-options.context // 16) + 1
+
+
+def _show(data: dict[str, Any]) -> None:
+    about = data["about"]
+    print(f"{about['model']}: {about['tokens']} tokens in pieces of {about['context']}, against its numbers in float32")
+    print(f"{'':<12}{'KL mean':>10}{'median':>10}{'99 %':>10}{'largest':>10}{'agreement':>11}{'perplexity':>12}")
+    print(f"{'float32':<12}{'':>51}{data['reference']['perplexity']:>12.3f}")
+    for name, row in data["results"].items():
+        kl = "".join(f"{row[key]:>10.5f}" for key in ("kl_mean", "kl_median", "kl_99", "kl_largest"))
+        print(f"{name:<12}{kl}{row['agreement']:>11.4f}{row['perplexity']:>12.3f}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--model", default="smollm2", help="a name, or a GGUF file with a tokenizer")
+    parser.add_argument("--peer", metavar="llama=PYTHON", help="the interpreter that has llama-cpp-python")
+    parser.add_argument("--text", type=Path, action="append", help="a file to read; by default the project's own pages")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--context", type=int, default=1024, help="tokens of one piece")
+    parser.add_argument("--threads", type=int, default=read_machine().fair_threads)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    name, _, options.llama = (options.peer or "").partition("=")
+    options.llama = options.llama or None
+    if options.peer is not None and (name != "llama" or options.llama is None):
+        parser.error(f"--peer is {options.peer!r}; it takes llama=PYTHON")
+    if options.context < 2 or options.tokens < options.context or options.threads < 1:
+        parser.error("--context takes a number from 2, --tokens one from --context, --threads one from 1")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
