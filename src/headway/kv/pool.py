@@ -14,8 +14,8 @@ from headway.kv.allocator import Clear, Copy, Edit, Export, Import
 class Pool:
     """Keys and values of every page: [L, 2, P + 1, page, Hkv, D]; page 0 stays zero.
 
-    With `by_head` a head's slots of a page lie together in memory (`raw` is [L, 2, P + 1, Hkv, page, D]), which a kernel
-    that reads pages in place wants; `kv` is a view of it then.
+    With `by_head` a head's slots of a page lie together in memory (`raw` is [L, 2, P + 1, Hkv, page, D]), which a
+    kernel that reads pages in place wants; `kv` is a view of it then.
     """
 
     def __init__(
