@@ -253,7 +253,8 @@ class Context:
             best, second = await ctx.generate(num_beams=4, num_return_sequences=2, max_tokens=20).texts()
 
         Without a sampler the model's generation_config.json says how to choose and how long; a sampler puts that file
-        aside, and an argument goes before both. Where nobody says, the likeliest token is taken, at most 256 times.
+        aside, and an argument goes before both; how to draw (`temperature`, `top_k`, …) is said in one of these places.
+        Where nobody says, the likeliest token is taken, at most 256 times.
         `max_length` and `min_length` count the prompt, `max_tokens` and `min_tokens` do not.
 
         Stops add to the model's own end tokens, unless `stop_only`; end tokens and stop ids cannot come before the
