@@ -99,6 +99,7 @@ struct Desk {
   std::vector<float> keys, values, queries, scores, mixed, total, zeros;
   std::vector<Partial> partial, sums;
   std::vector<int> active;
+  std::vector<const uint16_t*> sight;  // of each query
   size_t stride = 0;  // of a query's scores
   void fit(int queries_, int dim, int units) {
     size_t wide = up(dim, LANES);
@@ -107,12 +108,13 @@ struct Desk {
     keys.resize(wide * LANES);
     values.resize(wide * LANES);
     zeros.assign(wide, 0.0f);
-    queries.resize(queries_ * wide);
+    queries.resize((queries_ + 1) * wide);  // a compiler may load the row behind the last and not use it
     scores.resize(queries_ * stride);
     mixed.resize(queries_ * wide);
     total.resize(queries_ * wide);
     partial.resize(queries_);
     sums.resize(queries_);
+    sight.resize(queries_);
   }
 };
 
@@ -210,7 +212,8 @@ struct Piece {
   int row(int query) const { return first + query / group() % rows; }
   // Where a query stands among the row's heads, in floats.
   size_t column(int query) const { return (size_t)((head + query / each()) * group() + query % group()) * kv.dim; }
-  uint16_t on(int query, int unit) const { return bits[(size_t)row(query) * lay.units.size() + unit]; }
+  // What the row of a query attends to, unit by unit.
+  const uint16_t* sight(int query) const { return bits + (size_t)row(query) * lay.units.size(); }
 };
 
 // The scores of the chunk's units, -infinity where a query must not look. Units outside, heads inside: keys lie so.
@@ -227,7 +230,7 @@ inline void score_chunk(const Piece& p, Desk& desk) {
       float* out = desk.scores.data() + (size_t)h * each * stride + i * LANES;
       score_all(desk.keys.data(), &desk.queries[(size_t)h * each * wide], wide, each, out, stride);
       for (int q = 0; q < each; q++, out += stride) {
-        const uint16_t on = p.on(q, desk.active[i]);
+        const uint16_t on = desk.sight[q][desk.active[i]];
         if (on != 0xffff) vf_store(out, vf_select(on, vf_load(out), vf_set1(-INFINITY)));
       }
     }
@@ -242,7 +245,7 @@ inline void soften(const Piece& p, Desk& desk) {
     desk.partial[q] = {-INFINITY, 0};
     float* s = desk.scores.data() + q * desk.stride;
     bool any = false;
-    for (int i = 0; i < n && !any; i++) any = p.on(q, desk.active[i]) != 0;
+    for (int i = 0; i < n && !any; i++) any = desk.sight[q][desk.active[i]] != 0;
     if (!any) continue;
     vf most = vf_set1(-INFINITY), sum = vf_zero();
     for (int i = 0; i < n; i++) most = vf_max(vf_load(s + i * LANES), most);
@@ -266,8 +269,8 @@ inline void mix_chunk(const Piece& p, Desk& desk) {
       const int unit = desk.active[i];
       const Heads values(p.kv.values, p.kv, p.lay.units[unit], p.head + h, desk);
       for (int q = h * each, end = q + each, same; q < end; q += same) {
-        const uint32_t take = p.on(q, unit);
-        for (same = 1; same < 4 && q + same < end && p.on(q + same, unit) == take;) same++;
+        const uint32_t take = desk.sight[q][unit];
+        for (same = 1; same < 4 && q + same < end && desk.sight[q + same][unit] == take;) same++;
         if (!take) continue;
         auto go = same == 4 ? weigh_all<4> : same == 3 ? weigh_all<3> : same == 2 ? weigh_all<2> : weigh_all<1>;
         go(values, desk.scores.data() + q * stride + i * LANES, stride, take, &desk.mixed[q * wide], wide);
@@ -277,10 +280,11 @@ inline void mix_chunk(const Piece& p, Desk& desk) {
 
 // One chunk: desk.partial and desk.mixed, query by query.
 inline void attend_chunk(const Piece& p, int chunk, Desk& desk) {
+  const int each = p.each(), group = p.group();
   desk.active.clear();
   for (int u = p.lay.chunks[chunk]; u < p.lay.chunks[chunk + 1]; u++) {
     uint16_t any = 0;
-    for (int q = 0; q < p.each(); q += p.group()) any |= p.on(q, u);
+    for (int q = 0; q < each; q += group) any |= desk.sight[q][u];
     if (any) desk.active.push_back(u);
   }
   score_chunk(p, desk);
@@ -293,6 +297,7 @@ inline void take_queries(const Piece& p, const float* q, size_t stride, Desk& de
   const size_t wide = up(p.kv.dim, LANES);
   for (int i = 0; i < p.queries(); i++) {
     float* to = &desk.queries[i * wide];
+    desk.sight[i] = p.sight(i);
     std::memcpy(to, q + (size_t)(p.lay.row + p.row(i)) * stride + p.column(i), p.kv.dim * sizeof(float));
     for (size_t d = p.kv.dim; d < wide; d++) to[d] = 0;
   }
