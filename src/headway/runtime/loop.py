@@ -227,9 +227,17 @@ class Loop:
             self._notes.put(None)
 
     def _rest(self) -> None:
-        with self.lock:
-            while self._paused and not self._closing:
-                self._changed.wait()
+        """While somebody steps by hand: only what is to run on this thread."""
+        while True:
+            with self.lock:
+                if not self._paused or self._closing:
+                    return
+                calls = list(self._calls)
+                self._calls.clear()
+                if not calls:
+                    self._changed.wait()
+            for call in calls:
+                call()
 
     @contextmanager
     def by_hand(self) -> Iterator[Callable[[], None]]:
