@@ -31,7 +31,7 @@ DEVICE_STEP, DEVICE_ROW = 0.02, 0.0005  # seconds a step of the stand-in takes: 
 ROWS_LIMIT = 512  # what one step computes
 VOCAB, PAGE = 97, 16
 
-app = typer.Typer(help="Measure what the engine itself costs.")
+app = typer.Typer(help="Measure speed here: decoding, prompts, batches, start-up, and what the engine itself costs.")
 bench_speed.register(app)
 
 
@@ -66,7 +66,7 @@ class Overhead:
 
 @app.callback()
 def bench() -> None:
-    """Measure what the engine itself costs."""
+    """Measure speed here: decoding, prompts, batches, start-up, and what the engine itself costs."""
 
 
 @app.command("overhead")

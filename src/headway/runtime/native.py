@@ -17,9 +17,9 @@ from headway.base.samplers import Sampling
 from headway.kernels.attention import scores
 from headway.kernels.native import library
 from headway.kernels.native.library import Team, check
-from headway.kernels.native.products import float_rows, linear, matrix
+from headway.kernels.native.products import float_rows, matrix
 from headway.kernels.norm import rms_norm
-from headway.kernels.packed import LANES, Packed
+from headway.kernels.packed import LANES
 from headway.kv.pool import Pool
 from headway.models.decoder import Taps
 from headway.models.packed import MATRICES, PackedDecoder, PackedLayer
@@ -114,9 +114,6 @@ class NativeModel:
         call = self.team.calls.hw_choose
         check(call(handle, logits.data_ptr(), rows, vocab, stride, best.ctypes.data, bad.ctypes.data))
         return bad.astype(bool).tolist(), best.tolist()
-
-    def product(self, x: Tensor, w: Packed) -> Tensor:
-        return linear(self.team, x, w)
 
 
 class NativeRunner:

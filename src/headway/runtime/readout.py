@@ -251,8 +251,3 @@ def plainly_greedy(readout: Readout) -> bool:
 
 def _numpy(pair: tuple[Tensor, Tensor]) -> tuple[np.ndarray, np.ndarray]:
     return pair[0].cpu().numpy(), pair[1].cpu().numpy()
-
-
-def failure(values: Sequence[object]) -> HeadwayError | None:
-    """The first error among values."""
-    return next((v for v in values if isinstance(v, HeadwayError)), None)
