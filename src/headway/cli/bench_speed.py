@@ -13,7 +13,7 @@ import typer
 
 from headway.base.errors import InvalidInput
 from headway.base.machine import read_machine
-from headway.cli.options import WHOLE, Device, Dtype, Json, Model, Threads
+from headway.cli.options import WHOLE, Device, Dtype, Json, Model, Quantize, Threads
 from headway.cli.render import emit_json, note, show_table, size
 from headway.cli.shapes import FORMATS, SHAPES, find_shape, write_folder
 from headway.cli.speed import Stopwatch, Summary, Timing, pages_for, path_of, startup, step_bytes
@@ -30,9 +30,6 @@ ShapeName = Annotated[
 ]
 Format = Annotated[
     str | None, typer.Option("--format", help=f"What the random model is stored in: {', '.join(FORMATS)}.")
-]
-Quantize = Annotated[
-    str | None, typer.Option("--quantize", help="Quantise the weights while loading: int8, int4.", metavar="FORMAT")
 ]
 Tokens = Annotated[int, typer.Option("--tokens", "-n", **WHOLE, help="Tokens each sequence generates.")]
 Prompt = Annotated[int, typer.Option("--prompt", "-p", **WHOLE, help="Tokens of each prompt.")]

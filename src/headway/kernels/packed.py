@@ -49,6 +49,11 @@ class Packed:
         return sum(t.nbytes for t in (self.codes, self.scales, self.super, self.bias) if t is not None)
 
     @property
+    def wide(self) -> int:
+        """Outputs, those that fill the last block among them."""
+        return -(-self.n // LANES) * LANES
+
+    @property
     def coding(self) -> str | None:
         """How rows are coded before the product: by groups, by row, or None for not at all."""
         return {"groups": "groups", "int8": "row"}.get(self.kind)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.base.errors import TemplateError, Unsupported
+from headway.program.ids import common
 from headway.text.chat import ChatTemplate
 from headway.text.forms import described
 from headway.text.tokenizer import Tokenizer
@@ -145,12 +146,6 @@ class Chat:
 
     def _plain(self, text: str) -> list[int]:
         return self.tokenizer.encode(_show(text, self._names)) if text else []
-
-
-def common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences share at their beginning."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _hide(value: Any, special: re.Pattern[str], names: Sequence[str]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,3 +74,9 @@ def _integer(value: Any, what: str) -> int:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
+
+
+def common(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many tokens, or characters, two sequences share at their beginning."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

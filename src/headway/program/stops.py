@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from headway.base.errors import InvalidInput, Unsupported, WrongType
-from headway.program.ids import token_ids
+from headway.program.ids import common, token_ids
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
@@ -95,9 +95,7 @@ class StopText:
             else:
                 new.border()
         before, now = self.whole(), "".join(new._certain)
-        same = next(
-            (i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), min(len(before), len(now))
-        )
+        same = common(before, now)
         new._given, new._certain = [now[:same]], [now[same:]]
         return new, len(before) - same
 

@@ -5,12 +5,13 @@ It knows nothing of passes and never changes a context; it is told what stands t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from headway.base.errors import InvalidInput, Unsupported
 from headway.program.constraints import Constraint
+from headway.program.ids import common
 from headway.program.stops import StopText
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Transcript:
     def follow(self, tokens: tuple[int, ...]) -> None:
         """These are the context's tokens now: what was cut is forgotten, what is new was written by the program."""
         mine = (*self._prompt, *(token for token, _ in self._tail))
-        kept = same(tokens, mine)
+        kept = common(tokens, mine)
         if kept == len(tokens) == len(mine):
             return
         base = len(self._prompt)
@@ -164,9 +165,3 @@ class Transcript:
     def whole(self) -> str:
         """All text that was said and stands."""
         return self._text.whole()
-
-
-def same(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first tokens are equal."""
-    short = min(len(a), len(b))
-    return next((i for i in range(short) if a[i] != b[i]), short)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import Closed, ContextBusy, InvalidInput, Unsupported, WrongType
-from headway.program.conversation import Conversation, common
+from headway.program.conversation import Conversation
+from headway.program.ids import common
 from headway.program.reading import Reader
 from headway.text.forms import assistant_message
 from headway.text.parse import FORMATS, detect

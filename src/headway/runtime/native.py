@@ -19,16 +19,15 @@ from headway.kernels.native import library
 from headway.kernels.native.library import Team, check
 from headway.kernels.native.products import float_rows, matrix
 from headway.kernels.norm import rms_norm
-from headway.kernels.packed import LANES
 from headway.kv.pool import Pool
 from headway.models.decoder import Taps
 from headway.models.packed import MATRICES, PackedDecoder, PackedLayer
 from headway.runtime.batch import Batch, Segment
 from headway.runtime.native_arrays import StepArrays
 from headway.runtime.passes import BEFORE
-from headway.runtime.profile import Profiler
+from headway.runtime.profile import PHASES, Profiler
 from headway.runtime.readout import SLAB, Reader, make_taps, not_a_number, plainly_greedy
-from headway.runtime.runner import SegmentResult, step_bytes
+from headway.runtime.runner import SegmentResult, segment_results, step_bytes
 
 
 class NativeModel:
@@ -97,11 +96,10 @@ class NativeModel:
     def logits(self, x: Tensor, tile: int | None) -> Tensor:
         """Logits [R, V] of residual rows [R, E]."""
         w = self.decoder.output
-        wide = -(-w.n // LANES) * LANES
-        y = torch.empty(len(x), wide)
+        y = torch.empty(len(x), w.wide)
         x = float_rows(x, w.k)
         call = self.team.calls.hw_head
-        check(call(self.team.handle, self._struct, x.data_ptr(), len(x), 1, y.data_ptr(), wide))
+        check(call(self.team.handle, self._struct, x.data_ptr(), len(x), 1, y.data_ptr(), w.wide))
         return y[:, : w.n]
 
     def best(self, logits: Tensor) -> tuple[list[bool], list[int] | None]:
@@ -143,14 +141,7 @@ class NativeRunner:
             sizes = step_bytes(self.decoder, batch, self.page_size)
             sizes["rope"] += sizes.pop("kv write")  # keys and values go to their pages as they are turned
             self.profiler.end(sizes)
-        few = x is not None and len(x) <= SLAB  # then a row may keep the others alive
-        results = []
-        for i, segment in enumerate(batch.segments):
-            state = None
-            if x is not None and segment.keep_last:
-                state = x[segment.rows[-1]] if few else x[segment.rows[-1]].clone()
-            results.append(SegmentResult({index: values[i, index] for index, _, _ in segment.readouts}, state))
-        return results
+        return segment_results(batch, x, values)
 
     def _read_at_once(
         self, batch: Batch, asked: list[tuple[int, int, int]]
@@ -158,10 +149,10 @@ class NativeRunner:
         """Rows of which only the likeliest token is wanted: the head and the choice in the same call."""
         w, step = self.decoder.output, self._arrays.fill(batch)
         if len(self._logits) < len(asked):
-            self._logits = torch.empty(len(asked), -(-w.n // LANES) * LANES)
+            self._logits = torch.empty(len(asked), w.wide)
         best, bad = np.empty(len(asked), np.int64), np.empty(len(asked), np.uint8)
         step.reads, step.read_rows = len(asked), self._arrays.put([row for _, _, row in asked])
-        step.logits, step.logits_stride = self._logits.data_ptr(), -(-w.n // LANES) * LANES
+        step.logits, step.logits_stride = self._logits.data_ptr(), w.wide
         step.best, step.bad = best.ctypes.data, bad.ctypes.data
         x = self._run(step)
         values: dict[tuple[int, int], object] = {}
@@ -171,11 +162,11 @@ class NativeRunner:
 
     def _run(self, step: library.Step) -> Tensor:
         out = torch.empty(step.rows, self.model.config.hidden_size)
-        phases = np.zeros(len(library.PHASES)) if self.profiler.measuring else None
+        phases = np.zeros(len(PHASES)) if self.profiler.measuring else None
         step.out, step.phases = out.data_ptr(), None if phases is None else phases.ctypes.data
         self.model.run(step)
         if phases is not None:
-            self.profiler.add(dict(zip(library.PHASES, phases.tolist(), strict=True)), _calls(self.model.config.layers))
+            self.profiler.add(dict(zip(PHASES, phases.tolist(), strict=True)), _calls(self.model.config.layers))
         return out
 
     def _forward(self, batch: Batch, taps: Taps) -> Tensor:
@@ -208,7 +199,7 @@ class NativeRunner:
 
 def _calls(layers: int) -> dict[str, int]:
     """How often each phase of a step runs."""
-    return {**dict.fromkeys(library.PHASES, layers), "embed": 1, "norm": 2 * layers, "head": 1, "sample": 1}
+    return {**dict.fromkeys(PHASES, layers), "embed": 1, "norm": 2 * layers, "head": 1, "sample": 1}
 
 
 def _at_once(segment: Segment) -> bool:

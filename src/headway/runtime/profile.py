@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-PHASES = (
+PHASES = (  # in the order of native/api.h
     "embed",
     "norm",
     "qkv",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from headway.kv.pool import Pool
 from headway.models.decoder import Decoder, Step
@@ -14,7 +15,7 @@ from headway.models.packed import PackedDecoder
 from headway.runtime.batch import Batch
 from headway.runtime.plan import plan
 from headway.runtime.profile import Profiler
-from headway.runtime.readout import Reader, make_taps
+from headway.runtime.readout import SLAB, Reader, make_taps
 
 TILE = 16  # rows of every product in deterministic mode
 
@@ -58,11 +59,7 @@ class TorchRunner:
             x = self.decoder.forward(step, self.pool.kv, taps, self.profiler.mark, self.tile)
         values = self.reader.read(batch, x, taps, self.profiler.mark)
         self.profiler.end(step_bytes(self.decoder, batch, self.page_size))
-        results = []
-        for i, segment in enumerate(batch.segments):
-            state = x[segment.rows[-1]].clone() if x is not None and segment.keep_last else None
-            results.append(SegmentResult({index: values[i, index] for index, _, _ in segment.readouts}, state))
-        return results
+        return segment_results(batch, x, values)
 
     def _step(self, batch: Batch) -> Step:
         """The batch's arrays on the device."""
@@ -75,6 +72,18 @@ class TorchRunner:
             write_slots=torch.from_numpy(batch.write_slots).to(device),
             groups=plan(batch, self.windows, self.page_size, device),
         )
+
+
+def segment_results(batch: Batch, x: Tensor | None, values: Mapping[tuple[int, int], object]) -> list[SegmentResult]:
+    """What each segment gets: its readouts' values and, if wanted, its last row of the residual x [T, E]."""
+    few = x is not None and len(x) <= SLAB  # then a row may keep the others alive
+    results = []
+    for i, segment in enumerate(batch.segments):
+        state = None
+        if x is not None and segment.keep_last:
+            state = x[segment.rows[-1]] if few else x[segment.rows[-1]].clone()
+        results.append(SegmentResult({index: values[i, index] for index, _, _ in segment.readouts}, state))
+    return results
 
 
 def step_bytes(decoder: Decoder | PackedDecoder, batch: Batch, page_size: int) -> dict[str, int]:

@@ -21,18 +21,6 @@ ISAS = ("plain", "avx2", "avx512", "vnni")
 ISA_NAMES = {"plain": "plain C++", "avx2": "AVX2", "avx512": "AVX-512", "vnni": "AVX-512 VNNI"}
 KINDS = ("f32", "f16", "bf16", "int8", "groups")
 SCALES = ("f16", "f32", "k")
-PHASES = (
-    "embed",
-    "norm",
-    "qkv",
-    "rope",
-    "kv write",
-    "attention",
-    "output projection",
-    "feed-forward",
-    "head",
-    "sample",
-)
 NAME = "_headway.dylib" if sys.platform == "darwin" else "_headway.so"
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from headway.base.errors import InvalidInput, OutOfRange, Unsupported, WrongType
 from headway.kernels.native import library
 from headway.kernels.native.library import Matrix, Team, check
-from headway.kernels.packed import LANES, Packed
+from headway.kernels.packed import Packed
 
 # What products.h builds: bits, kind of scale, how zero is taken off, and whether a scale holds for 16 inputs only.
 GROUPED = {
@@ -59,10 +59,9 @@ def matrix(w: Packed) -> Matrix:
 def linear(team: Team, x: Tensor, w: Packed) -> Tensor:
     """x [R, k] float32 times the matrix → [R, n]."""
     x = float_rows(x, w.k)
-    wide = -(-w.n // LANES) * LANES
-    y = torch.empty(len(x), wide)
+    y = torch.empty(len(x), w.wide)
     if len(x):
-        check(team.calls.hw_linear(team.handle, matrix(w), x.data_ptr(), len(x), y.data_ptr(), wide))
+        check(team.calls.hw_linear(team.handle, matrix(w), x.data_ptr(), len(x), y.data_ptr(), w.wide))
     return y[:, : w.n]
 
 
