@@ -122,6 +122,7 @@ FORMATS: dict[str, Build] = {
     **{f"8 bits, {g}, least, wide": grouped(8, g, FULL, True, 0) for g in (32, 64, 128)},
     "4 bits, 16, wide": grouped(4, 16, FULL, False, 4),
     "8 bits, 16, wide": grouped(8, 16, FULL, False, 32),
+    "8 bits, 16, wide, zero at 128": grouped(8, 16, FULL, False, 128),
 }
 EDGES = (1, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 96, 128, 160)
 sizes = st.one_of(st.sampled_from(EDGES), st.integers(1, 200))
@@ -212,7 +213,7 @@ def test_a_product_of_no_rows_is_empty(team: Callable[[int], Team]) -> None:
     ("build", "message"),
     [
         (grouped(8, 16, FULL, True, 0), "int8 in groups of 16 with f32 scales and a least"),
-        (grouped(8, 16, FULL, False, 128), "int8 in groups of 16 with f32 scales and zero at 128"),
+        (grouped(8, 16, HALF, False, 0), "int8 in groups of 16 with f16 scales and zero at 0"),
         (grouped(4, 16, HALF, False, 8), "int4 in groups of 16 with f16 scales and zero at 8"),
         (grouped(4, 32, FULL, False, 8), "int4 in groups of 32 with f32 scales and zero at 8"),
     ],

@@ -27,8 +27,8 @@ struct Rows {
   size_t stride = 0;
   const int8_t* codes = nullptr;   // [rows, width], width a multiple of 32
   const float* scales = nullptr;   // [rows, groups]
-  const int32_t* shift = nullptr;  // [rows, groups] -128 times the codes' sum, which takes the 128 off 8-bit codes
-  const float* sums = nullptr;     // [rows, 3, groups] scale times the sum of the codes: of 32, of the first 16, of the last
+  const int32_t* totals = nullptr; // [rows, 3, groups] sums of the codes: of 32, of the first 16, of the last; by row [rows]
+  const float* sums = nullptr;     // [rows, 3, groups] scale times these
   int width = 0, groups = 0;
 };
 
@@ -95,7 +95,7 @@ inline void int8_tile(const hw_matrix& w, int block, const Rows& x, int row, vf 
   HW_UNROLL
   for (int b = 0; b < B; b++)
     HW_UNROLL
-    for (int m = 0; m < M; m++) dot[b][m] = vi_set1(x.shift[row + m]);
+    for (int m = 0; m < M; m++) dot[b][m] = vi_set1(-w.zero * x.totals[row + m]);
   const uint8_t* codes = (const uint8_t*)w.codes + (size_t)block * x.width * LANES;
   const size_t next = (size_t)x.width * LANES;
   const int8_t* in = x.codes + (size_t)row * x.width;
@@ -138,21 +138,17 @@ struct Scales {
   }
 };
 
-// How a code's zero is taken off: a least is added, 8-bit codes start from the shift, others get -zero * scale as a least.
-enum { ADD_LEAST, SHIFTED, TAKE_ZERO };
-
-// PARTS is 2 when a scale holds for 16 inputs, else 1.
-template <int BITS, int SCALE, int ZERO, int PARTS, int M>
+// PARTS is 2 when a scale holds for 16 inputs, else 1. Without a least the integer sum starts at -zero times the codes' sum,
+// which is exact.
+template <int BITS, int SCALE, bool LEAST, int PARTS, int M>
 inline void group_tile(const hw_matrix& w, int block, const Rows& x, int row, vf (&acc)[1][M]) {
   constexpr int HELD = 8 / PARTS;  // vectors of codes for the inputs of one scale
-  constexpr bool LEAST = ZERO == ADD_LEAST;
   const int groups = x.groups, per = PARTS == 2 ? 1 : w.group / 32;  // activation groups under one scale
   Scales<SCALE, LEAST> s{w, (size_t)block, (size_t)(PARTS == 2 ? 2 * groups : (groups + per - 1) / per), vf_zero(), vf_zero()};
   const uint8_t* codes = (const uint8_t*)w.codes + (size_t)block * groups * (BITS == 4 ? 256 : 512);
   const int8_t* in = x.codes + (size_t)row * x.width;
   const float *scales = x.scales + (size_t)row * groups, *sums = x.sums + (size_t)row * 3 * groups;
-  const int32_t* shift = x.shift + (size_t)row * groups;
-  const vf zero = vf_set1(-(float)w.zero);
+  const int32_t* totals = x.totals + (size_t)row * 3 * groups;
   int left = 1;     // activation groups until the next scale
   size_t next = 0;  // that scale
   HW_UNROLL
@@ -173,15 +169,15 @@ inline void group_tile(const hw_matrix& w, int block, const Rows& x, int row, vf
       }
       if (PARTS == 2) s.at(2 * (size_t)g + part);
       else if (--left == 0) s.at(next++), left = per;
-      if (ZERO == TAKE_ZERO) s.least = vf_mul(s.scale, zero);
       HW_UNROLL
       for (int m = 0; m < M; m++) {
-        vi dot = ZERO == SHIFTED ? vi_set1(shift[(size_t)m * groups + g]) : vi_zero();
+        const size_t sum = ((size_t)m * 3 + (PARTS == 2 ? 1 + part : 0)) * groups + g;
+        vi dot = LEAST ? vi_zero() : vi_set1(-w.zero * totals[sum]);
         const int8_t* p = in + (size_t)m * x.width + g * 32 + part * 16;
         HW_UNROLL
         for (int j = 0; j < HELD; j++) dot = BITS == 4 ? vi_dot4(dot, v[j], load_i32(p + 4 * j)) : vi_dot8(dot, v[j], load_i32(p + 4 * j));
         acc[0][m] = vf_fma(vf_from(dot), vf_mul(s.scale, vf_set1(scales[(size_t)m * groups + g])), acc[0][m]);
-        if (ZERO != SHIFTED) acc[0][m] = vf_fma(s.least, vf_set1(sums[((size_t)m * 3 + (PARTS == 2 ? 1 + part : 0)) * groups + g]), acc[0][m]);
+        if (LEAST) acc[0][m] = vf_fma(s.least, vf_set1(sums[sum]), acc[0][m]);
       }
     }
   }
@@ -232,24 +228,22 @@ template <int M>
 inline void grouped(const hw_matrix& w, int block, const Rows& x, int row, const Target& to) {
   vf acc[1][M];
   const bool halves = w.group == 16;
-  const int zero = w.has_least ? ADD_LEAST : w.zero == 128 ? SHIFTED : TAKE_ZERO;
-#define HW_TRY(BITS, SCALE, ZERO, PARTS)                                                         \
-  if (w.bits == BITS && w.scale_kind == SCALE && zero == ZERO && halves == (PARTS == 2)) {        \
-    group_tile<BITS, SCALE, ZERO, PARTS, M>(w, block, x, row, acc);                              \
-    put<M, 1>(w, block, row, to, acc);                                                           \
-    return;                                                                                      \
+#define HW_TRY(BITS, SCALE, LEAST, PARTS)                                                                    \
+  if (w.bits == BITS && w.scale_kind == SCALE && (w.has_least != 0) == LEAST && halves == (PARTS == 2)) {     \
+    group_tile<BITS, SCALE, LEAST, PARTS, M>(w, block, x, row, acc);                                         \
+    put<M, 1>(w, block, row, to, acc);                                                                       \
+    return;                                                                                                  \
   }
-  HW_TRY(4, HW_SCALE_F16, TAKE_ZERO, 1)  // Q4_0
-  HW_TRY(4, HW_SCALE_F16, ADD_LEAST, 1)  // Q4_1
-  HW_TRY(4, HW_SCALE_K, ADD_LEAST, 1)    // Q4_K
-  HW_TRY(8, HW_SCALE_F16, SHIFTED, 1)    // Q8_0
-  HW_TRY(8, HW_SCALE_F16, TAKE_ZERO, 1)  // Q5_0
-  HW_TRY(8, HW_SCALE_F16, ADD_LEAST, 1)  // Q5_1
-  HW_TRY(8, HW_SCALE_F32, ADD_LEAST, 1)  // Q5_K
-  HW_TRY(4, HW_SCALE_F32, ADD_LEAST, 1)
-  HW_TRY(4, HW_SCALE_F32, TAKE_ZERO, 2)  // Q3_K
-  HW_TRY(4, HW_SCALE_F32, ADD_LEAST, 2)  // Q2_K
-  HW_TRY(8, HW_SCALE_F32, TAKE_ZERO, 2)  // Q6_K
+  HW_TRY(4, HW_SCALE_F16, false, 1)  // Q4_0
+  HW_TRY(4, HW_SCALE_F16, true, 1)   // Q4_1
+  HW_TRY(4, HW_SCALE_K, true, 1)     // Q4_K
+  HW_TRY(8, HW_SCALE_F16, false, 1)  // Q8_0, Q5_0
+  HW_TRY(8, HW_SCALE_F16, true, 1)   // Q5_1
+  HW_TRY(8, HW_SCALE_F32, true, 1)   // Q5_K
+  HW_TRY(4, HW_SCALE_F32, true, 1)
+  HW_TRY(4, HW_SCALE_F32, false, 2)  // Q3_K
+  HW_TRY(4, HW_SCALE_F32, true, 2)   // Q2_K
+  HW_TRY(8, HW_SCALE_F32, false, 2)  // Q6_K
 #undef HW_TRY
 }
 

@@ -10,19 +10,18 @@ from headway.kernels.native import library
 from headway.kernels.native.library import Matrix, Team, check
 from headway.kernels.packed import Packed
 
-# What products.h builds: bits, kind of scale, how zero is taken off, and whether a scale holds for 16 inputs only.
+# What products.h builds: bits, kind of scale, whether there is a least, and whether a scale holds for 16 inputs only.
 GROUPED = {
-    (4, "f16", "zero", False),
-    (4, "f16", "least", False),
-    (4, "k", "least", False),
-    (8, "f16", "shift", False),
-    (8, "f16", "zero", False),
-    (8, "f16", "least", False),
-    (8, "f32", "least", False),
-    (4, "f32", "least", False),
-    (4, "f32", "zero", True),
-    (4, "f32", "least", True),
-    (8, "f32", "zero", True),
+    (4, "f16", False, False),
+    (4, "f16", True, False),
+    (4, "k", True, False),
+    (8, "f16", False, False),
+    (8, "f16", True, False),
+    (8, "f32", True, False),
+    (4, "f32", True, False),
+    (4, "f32", False, True),
+    (4, "f32", True, True),
+    (8, "f32", False, True),
 }
 
 
@@ -30,10 +29,9 @@ def matrix(w: Packed) -> Matrix:
     """The struct that points at a packed matrix, which must outlive it; refuses one that is not what it says."""
     if flaw := w.flaw():
         raise InvalidInput(f"a packed matrix of {w.n} by {w.k} cannot be used: {flaw}")
-    how = "least" if w.least else "shift" if w.zero == 128 else "zero"
-    if w.kind == "groups" and (w.bits, w.scale_kind, how, w.group == 16) not in GROUPED:
+    if w.kind == "groups" and (w.bits, w.scale_kind, w.least, w.group == 16) not in GROUPED:
         raise Unsupported(
-            f"{w.label} with {w.scale_kind} scales and {f'zero at {w.zero}' if how != 'least' else 'a least'} "
+            f"{w.label} with {w.scale_kind} scales and {'a least' if w.least else f'zero at {w.zero}'} "
             "has no native product; use linear_reference"
         )
 

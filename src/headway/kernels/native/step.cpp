@@ -27,14 +27,14 @@ struct Buffer {  // grows, never shrinks, 64-byte aligned
 struct Coded {
   Buffer<int8_t> codes;
   Buffer<float> scales, sums;
-  Buffer<int32_t> shift;
+  Buffer<int32_t> totals;
   int width = 0, groups = 0;
   void fit(int rows, int k, bool by_row) {
     width = up(k, 32);
     groups = by_row ? 1 : width / 32;
     codes.fit((size_t)rows * width);
     scales.fit((size_t)rows * groups);
-    shift.fit((size_t)rows * groups);
+    totals.fit((size_t)rows * 3 * groups);
     sums.fit((size_t)rows * 3 * groups);
   }
   Rows rows() const {
@@ -42,7 +42,7 @@ struct Coded {
     r.codes = codes.at;
     r.scales = scales.at;
     r.sums = sums.at;
-    r.shift = shift.at;
+    r.totals = totals.at;
     r.width = width;
     r.groups = groups;
     return r;
@@ -67,18 +67,18 @@ inline void code_row(const float* x, int k, int row, Coded* grouped, Coded* whol
   for (int g = 0; grouped && g < groups; g++) {
     int8_t* codes = grouped->codes.at + (size_t)row * width + g * 32;
     const float scale = quantise(x + g * 32, 32, codes);
-    const int32_t first = total(codes, 16), last = total(codes + 16, 16);
-    float* sums = grouped->sums.at + (size_t)row * 3 * groups + g;
+    const int32_t first = total(codes, 16), last = total(codes + 16, 16), of[3] = {first + last, first, last};
     grouped->scales.at[(size_t)row * groups + g] = scale;
-    grouped->shift.at[(size_t)row * groups + g] = -128 * (first + last);
-    sums[0] = scale * (float)(first + last);
-    sums[groups] = scale * (float)first;
-    sums[2 * groups] = scale * (float)last;
+    for (int n = 0; n < 3; n++) {
+      const size_t at = ((size_t)row * 3 + n) * groups + g;
+      grouped->totals.at[at] = of[n];
+      grouped->sums.at[at] = scale * (float)of[n];
+    }
   }
   if (whole) {
     int8_t* codes = whole->codes.at + (size_t)row * width;
     whole->scales.at[row] = quantise(x, width, codes);
-    whole->shift.at[row] = -128 * total(codes, width);
+    whole->totals.at[row] = total(codes, width);
   }
 }
 
