@@ -24,6 +24,8 @@ HEAVY = (
     "jinja2",
     "safetensors",
     "llguidance",
+    "fastapi",
+    "pydantic",
 )
 
 

@@ -1,0 +1,1 @@
+"""Pipelines: tasks of every kind of model, with real batching."""
