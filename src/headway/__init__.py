@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from headway.base.probes import Logprob as Logprob
     from headway.base.probes import Logprobs as Logprobs
     from headway.base.probes import Probe as Probe
+    from headway.base.probes import Rank as Rank
+    from headway.base.probes import Ranked as Ranked
+    from headway.base.probes import Ranking as Ranking
     from headway.base.samplers import Argmax as Argmax
     from headway.base.samplers import MinP as MinP
     from headway.base.samplers import Multinomial as Multinomial
@@ -111,6 +114,9 @@ _HOMES = {
         "Logprob",
         "Logprobs",
         "Probe",
+        "Rank",
+        "Ranked",
+        "Ranking",
     ),
     "base.samplers": (
         "Argmax",
@@ -199,6 +205,9 @@ __all__ = [
     "Prepared",
     "Probe",
     "ProbeHandle",
+    "Rank",
+    "Ranked",
+    "Ranking",
     "Reasoning",
     "Reply",
     "SampleHandle",

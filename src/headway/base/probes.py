@@ -20,6 +20,27 @@ REDUCTIONS = (None, "mean", "max")
 
 
 @dataclass(frozen=True)
+class Rank:
+    """Where one token stands: its log-probability (nats, -inf when it cannot come); the likeliest has the rank 1."""
+
+    id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """What a `Ranking` found: the drawn tokens in the order of their samplers, those of `ids`, and the likeliest.
+
+    Of the likeliest, those that cannot come are left out.
+    """
+
+    drawn: tuple[Rank, ...]
+    ids: tuple[Rank, ...]
+    best: tuple[Rank, ...]
+
+
+@dataclass(frozen=True)
 class Logits:
     """The row's V logits, float32."""
 
@@ -103,6 +124,23 @@ class AttentionScores:
 
 
 @dataclass(frozen=True)
+class Ranking:
+    """Where tokens stand at the row: those that its samplers draw, `ids`, and the `k` likeliest (0 for none of these).
+
+    `processed` ranks them as the row's first sampler does, behind its mask, bias, penalties, temperature and filters
+    (at temperature 0, where one token takes all, in front of the last two); without it by the model's own logits.
+    """
+
+    k: int = 0
+    ids: Iterable[int] = ()
+    processed: bool = False
+
+    def __post_init__(self) -> None:
+        flag = _flag(self.processed, "processed")
+        _settle(self, k=whole(self.k, "k"), ids=_listed(self.ids, "ids", token_id), processed=flag)
+
+
+@dataclass(frozen=True)
 class LogitLens:
     """Per layer, the `k` likeliest tokens if the model ended there; `k=0` is the whole vocabulary."""
 
@@ -113,7 +151,7 @@ class LogitLens:
         _settle(self, layers=_listed(self.layers, "layers", whole), k=whole(self.k, "k"))
 
 
-Probe: TypeAlias = Logits | Distribution | Logprob | Logprobs | Entropy | Hidden | AttentionScores | LogitLens
+Probe: TypeAlias = Logits | Distribution | Logprob | Logprobs | Entropy | Ranking | Hidden | AttentionScores | LogitLens
 
 
 def _settle(probe: Any, **fields: Any) -> None:
@@ -121,9 +159,9 @@ def _settle(probe: Any, **fields: Any) -> None:
         object.__setattr__(probe, name, value)
 
 
-def _flag(value: Any) -> bool:
+def _flag(value: Any, name: str = "masked") -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise WrongType(f"masked is {value!r}; expected True or False")
+        raise WrongType(f"{name} is {value!r}; expected True or False")
     return bool(value)
 
 

@@ -13,7 +13,7 @@ A filter holds its candidates as ids in rising order, so that "the earlier index
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -89,12 +89,38 @@ def distribution(logits: Tensor, temperature: float = 1.0, k: int = 0) -> tuple[
 
 def logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     """Log-probabilities (nats, float32) of tokens `ids` in the row `logits` [V]."""
-    return _log_softmax(logits)[ids].float()
+    return log_softmax(logits)[ids].float()
+
+
+def processed(logits: Tensor, draw: Draw) -> Tensor:
+    """Log-probabilities (nats, float64) of all tokens [V] of the row, as they are drawn: -inf for those left out.
+
+    At temperature 0 they are those in front of the temperature and the filters.
+    """
+    if draw.sampling.temperature == 0:
+        open_ = replace(draw.sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
+        draw = replace(draw, sampling=open_)
+    ids, weights = _kept(logits, draw)
+    logs = torch.full((logits.numel(),), -torch.inf, dtype=torch.float64, device=logits.device)
+    logs[ids] = (weights / weights.sum()).log()
+    return logs
+
+
+def ranked(logs: Tensor, tokens: Sequence[int], k: int) -> tuple[list[tuple[int, float, int]], ...]:
+    """(id, score, rank) of `tokens` and of the `k` best of a row of scores [V]; the best are without those at -inf."""
+    named = [(token, score := float(logs[token]), 1 + int((logs > score).sum())) for token in tokens]
+    if k == 0:
+        return named, []
+    best = _best(logs, min(k, logs.numel()))
+    scores = logs[best].tolist()
+    above = [next(i for i, other in enumerate(scores) if other == score) for score in scores]
+    found = [(id, score, 1 + n) for id, score, n in zip(best.tolist(), scores, above) if score > -torch.inf]
+    return named, found
 
 
 def entropy(logits: Tensor) -> Tensor:
     """The entropy (nats, float32, no dimensions) of the row `logits` [V]."""
-    logs = _log_softmax(logits)
+    logs = log_softmax(logits)
     return _entropy(logs, logs.exp()).float()
 
 
@@ -221,7 +247,8 @@ def _nearness(logs: Tensor, weights: Tensor) -> Tensor:
     return -(-logs - _entropy(logs, weights / whole)).abs()
 
 
-def _log_softmax(logits: Tensor) -> Tensor:
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-probabilities (nats, float64) of all tokens of the row [V]."""
     logs = _below_peak(logits.double())
     return logs - logs.exp().sum().log()
 

@@ -56,6 +56,7 @@ class Context:
         self._talk = Conversation()
         self.retract: Callable[[], None] | None = None  # takes back a pass that a generator runs ahead
         self._written = 0  # tokens in the context when the cue ended, to tell what was said behind it
+        self.cached_tokens = 0  # those that passes found in the prefix cache and did not compute
         self._finalizer = weakref.finalize(self, engine.loop.release_later, table)
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -246,6 +247,7 @@ class Context:
         attention_mask: Mask | None = None,
         adapter: object = None,
         speculate: object = None,
+        penalise_prompt: bool = True,
     ) -> Generation:
         """Many passes: an async iterator of steps; `await gen.text()` collects. Adds the cue after a chat verb.
 
@@ -258,7 +260,8 @@ class Context:
         `max_length` and `min_length` count the prompt, `max_tokens` and `min_tokens` do not.
 
         Stops add to the model's own end tokens, unless `stop_only`; end tokens and stop ids cannot come before the
-        minimum. `constrain` is a `Grammar` or an object with `mask`, `accept` and `rollback`.
+        minimum. `constrain` is a `Grammar` or an object with `mask`, `accept` and `rollback`. The repetition penalty
+        counts the prompt too, unless `penalise_prompt=False`.
 
         With `num_beams` or `num_return_sequences` the result is `Generations`: several sequences on shared pages, of
         which the first, the best of the beams, continues in this context. Draws without beams have seeds made of this
@@ -284,7 +287,7 @@ class Context:
             min_new_tokens=None if min_tokens is None else whole(min_tokens, "min_tokens"),
         )
         stops = [stop] if isinstance(stop, str) else list(stop)
-        request = Request(stops, stop_only, constrain, probe, attention_mask, adapter, speculate)
+        request = Request(stops, stop_only, constrain, probe, attention_mask, adapter, speculate, penalise_prompt)
         several = num_beams is not None or num_return_sequences is not None
         with self._all_or_nothing():
             if self._talk.messages and not self._talk.cued:

@@ -21,7 +21,7 @@ import torch
 from headway.base.brle import Brle
 from headway.base.config import settings
 from headway.base.errors import InvalidInput, InvalidMask, OutOfRange, Unsupported, WrongType
-from headway.base.probes import AttentionScores, Distribution, Hidden, LogitLens, Logprob, Logprobs, Probe
+from headway.base.probes import AttentionScores, Distribution, Hidden, LogitLens, Logprob, Logprobs, Probe, Ranking
 from headway.base.rng import LIMIT
 from headway.base.samplers import Sampling
 from headway.kv.allocator import Allocator
@@ -394,6 +394,10 @@ class Engine:
                 raise OutOfRange(f"LogitLens({list(wanted)}): this model has hidden states 0 to {layers}")
             case Distribution(k=k) | LogitLens(k=k) if k > vocab:
                 raise InvalidInput(f"k is {k}; this model has {vocab} tokens, and k=0 reads them all")
+            case Ranking(k=k) if k > vocab:
+                raise InvalidInput(f"k is {k}; this model has {vocab} tokens")
+            case Ranking(ids=ids):
+                token_ids(ids, vocab, "Ranking ids")
             case Logprob(id=token):
                 token_ids([token], vocab, "Logprob id")
             case Logprobs(ids=ids):

@@ -350,6 +350,7 @@ class Execution(Generic[Result]):
 
     def __init__(self, job: Job, context: Context, finish: Callable[[PassResult], Result]) -> None:
         self._job, self._context, self._finish = job, context, finish
+        self._delivered_before = False
 
     def __await__(self) -> Generator[Any, None, Result]:
         job, loop = self._job, asyncio.get_running_loop()
@@ -386,6 +387,9 @@ class Execution(Generic[Result]):
         if self._job.abandoned:
             raise Closed("this pass was undone, because the one whose token it takes was cancelled")
         self._job.settle()
+        if not self._delivered_before:
+            self._delivered_before = True
+            self._context.cached_tokens += result.stats.cache_hits * self._context.page_size
         return self._finish(result)
 
 

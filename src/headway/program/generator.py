@@ -72,6 +72,7 @@ class Generation:
         attention_mask: Mask | None = None,
         adapter: object = None,
         speculate: object = None,
+        penalise_prompt: bool = True,
     ) -> None:
         _refuse(adapter=adapter, speculate=speculate)
         self._most = _count(max_tokens)
@@ -86,6 +87,7 @@ class Generation:
         self.seed = fresh_seed() if seed is None else seed
         self._sampler = replace(what, seed=self.seed)
         self._context, self._probe, self._attention = context, probe, _symbolic(attention_mask)
+        self._penalise_prompt = penalise_prompt
         strings, self._ids = read_stops(stop, context.engine, stop_only)
         self._grammar = constrain if isinstance(constrain, Grammar) else None  # compiled before the first pass
         self._said = Transcript(context.engine, strings, None if isinstance(constrain, Grammar) else constrain)
@@ -339,7 +341,8 @@ class Generation:
         if len(self._said.generated) + (fed is not None) < self._least and self._ids:
             forward.mask(forbid=sorted(self._ids))
         counted = self._said.generated if self._sampler.penalises else None
-        handle = forward.sample([-1], self._sampler, generated=counted)
+        history = None if self._penalise_prompt else counted
+        handle = forward.sample([-1], self._sampler, history=history, generated=counted)
         return Prepared(forward, handle, None if self._probe is None else forward.probe(-1, self._probe))
 
     def _is_open(self) -> bool:

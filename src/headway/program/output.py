@@ -18,6 +18,8 @@ from headway.base.probes import (
     Logprob,
     Logprobs,
     Probe,
+    Ranked,
+    Ranking,
 )
 from headway.runtime.passes import PassResult, PassStats
 
@@ -81,6 +83,10 @@ class Output:
     def entropy(self, handle: ProbeHandle[Entropy]) -> float:
         """The entropy in nats."""
         return self._value(handle, Entropy)
+
+    def ranking(self, handle: ProbeHandle[Ranking]) -> Ranked:
+        """Where tokens stand: drawn ones, named ones, the likeliest."""
+        return self._value(handle, Ranking)
 
     def hidden(self, handle: ProbeHandle[Hidden]) -> np.ndarray:
         """A hidden state [E], float32."""

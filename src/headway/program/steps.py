@@ -62,7 +62,17 @@ def probed(out: Output, handle: ProbeHandle[Any] | None) -> tuple[Any, ...]:
     """What a probe of any kind has read."""
     if handle is None:
         return ()
-    for reader in (out.distribution, out.logits, out.logprobs, out.entropy, out.hidden, out.attention, out.lens):
+    readers = (
+        out.distribution,
+        out.logits,
+        out.logprobs,
+        out.entropy,
+        out.ranking,
+        out.hidden,
+        out.attention,
+        out.lens,
+    )
+    for reader in readers:
         value = reader(handle)
         if value is not None:
             return (value,)

@@ -20,6 +20,9 @@ from headway.base.probes import (
     Logits,
     Logprob,
     Logprobs,
+    Rank,
+    Ranked,
+    Ranking,
 )
 from headway.base.rng import uniform
 from headway.base.samplers import Sampling
@@ -130,6 +133,8 @@ class Reader:
         draws, owners, rows = [], [], []
         for ask, i in zip(chosen, at, strict=True):
             key = (ask.segment, ask.index)
+            if isinstance(ask.what.what, Ranking):
+                continue  # it looks at what is drawn
             if not isinstance(ask.what.what, Sampling):
                 values[key] = _probe_or_error(ask.what, logits[i])
             elif bad[i]:
@@ -147,7 +152,33 @@ class Reader:
         if draws:
             tokens = sampling.choose(logits[rows] if rows != list(range(len(logits))) else logits, draws)
             values.update(zip(owners, tokens.tolist(), strict=True))
+        for ask, i in zip(chosen, at, strict=True):
+            if isinstance(ask.what.what, Ranking):
+                mates = [a for a in chosen if (a.segment, a.row) == (ask.segment, ask.row)]
+                samplers = [a for a in mates if isinstance(a.what.what, Sampling)]
+                drawn = [values[a.segment, a.index] for a in samplers]
+                if bad[i]:
+                    values[ask.segment, ask.index] = not_a_number()
+                    continue
+                values[ask.segment, ask.index] = self._ranked(ask.what.what, logits[i], samplers, drawn, batch)
         return values
+
+    def _ranked(
+        self, what: Ranking, logits: Tensor, samplers: list[Ask], drawn: list[object], batch: Batch
+    ) -> Ranked | HeadwayError:
+        """Where the tokens stand that were drawn at a row, and others."""
+        failed = next((value for value in drawn if isinstance(value, HeadwayError)), None)
+        if failed is not None:
+            return failed
+        tokens = [token for token in drawn if isinstance(token, int)]
+        if what.processed and samplers:
+            scores = sampling.processed(logits, self._draw(samplers[0], batch))
+        else:
+            scores = sampling.log_softmax(logits)
+        assert isinstance(what.ids, tuple)
+        named, best = sampling.ranked(scores, [*tokens, *what.ids], what.k)
+        ranks = [Rank(*found) for found in named]
+        return Ranked(tuple(ranks[: len(tokens)]), tuple(ranks[len(tokens) :]), tuple(Rank(*found) for found in best))
 
     def _draw(self, ask: Ask, batch: Batch) -> sampling.Draw:
         what = ask.what
@@ -234,7 +265,7 @@ def _probe(readout: Readout, logits: Tensor) -> object:
 
 def not_a_number() -> PassFailed:
     """The value of a sampled row whose logits are broken."""
-    return PassFailed("the model's logits are not a number at a sampled row; no token can be drawn")
+    return PassFailed("the model's logits are not a number at a sampled row; no token can be drawn or ranked")
 
 
 def plainly_greedy(readout: Readout) -> bool:
