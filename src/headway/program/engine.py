@@ -20,7 +20,7 @@ import torch
 
 from headway.base.brle import Brle
 from headway.base.config import settings
-from headway.base.errors import InvalidInput, InvalidMask, OutOfRange, Unsupported, WrongType
+from headway.base.errors import Closed, InvalidInput, InvalidMask, OutOfRange, Unsupported, WrongType
 from headway.base.probes import AttentionScores, Distribution, Hidden, LogitLens, Logprob, Logprobs, Probe, Ranking
 from headway.base.rng import LIMIT
 from headway.base.samplers import Sampling
@@ -365,6 +365,15 @@ class Engine:
         return self._profiler.profile()
 
     # -- ending ----------------------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can compute: its worker runs, and nobody has closed it."""
+        try:
+            self.loop.check_open()
+        except Closed:
+            return False
+        return True
 
     def close(self) -> None:
         """Cancel what waits, let the running step end, stop the worker."""

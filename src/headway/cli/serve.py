@@ -1,0 +1,178 @@
+"""`headway serve`: a model over HTTP, for OpenAI's clients; and the keys that open it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.base.errors import InvalidInput
+from headway.cli.options import (
+    ENGINE,
+    NUMBER,
+    WHOLE,
+    Device,
+    Dtype,
+    EngineOptions,
+    Json,
+    Model,
+    Quantize,
+    Threads,
+    whole_number,
+)
+from headway.cli.render import emit_json, fetching, note
+from headway.models.registry import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from headway.program.engine import Engine
+
+ACCESS = "Who may come in"
+LIMITS = "Limits"
+
+Pages = Annotated[
+    int | None,
+    typer.Option("--pages", **WHOLE, help="Pages of 16 tokens; by default by free memory.", rich_help_panel=ENGINE),
+]
+BatchTokens = Annotated[
+    int | None, typer.Option("--max-batch-tokens", **WHOLE, help="Rows of one step, at most.", rich_help_panel=ENGINE)
+]
+Names = Annotated[
+    list[str] | None,
+    typer.Option("--served-model-name", help="What clients call the model. May be repeated.", rich_help_panel=ENGINE),
+]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option("--keys", metavar="FILE", help="A file of API keys (hashes); closes all.", rich_help_panel=ACCESS),
+]
+NewKey = Annotated[
+    str | None,
+    typer.Option(
+        "--new-key", metavar="NAME", help="Add a key to --keys FILE, print it once, and stop.", rich_help_panel=ACCESS
+    ),
+]
+CorsOrigins = Annotated[
+    list[str] | None,
+    typer.Option("--cors-origin", help="An origin whose web pages may call. May be repeated.", rich_help_panel=ACCESS),
+]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option("--allowed-host", help="A name in Host, beside this machine's own. * is any.", rich_help_panel=ACCESS),
+]
+RequestTimeout = Annotated[
+    float | None, typer.Option("--request-timeout", **NUMBER, help="Seconds for a request.", rich_help_panel=LIMITS)
+]
+DrainTimeout = Annotated[
+    float | None,
+    typer.Option("--drain-timeout", **NUMBER, help="Seconds to finish in after SIGTERM.", rich_help_panel=LIMITS),
+]
+Limit = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--limit",
+        metavar="NAME=N",
+        help="Any limit, as max_queue_requests=64; with --new-key, one of the key. May be repeated.",
+        rich_help_panel=LIMITS,
+    ),
+]
+
+
+def serve(
+    *,
+    model: Model = DEFAULT_MODEL,
+    host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", **WHOLE, help="The port; 0 takes a free one.")] = 8000,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
+    quantize: Quantize = None,
+    pages: Pages = None,
+    max_batch_tokens: BatchTokens = None,
+    served_model_name: Names = None,
+    keys: KeyFile = None,
+    new_key: NewKey = None,
+    cors_origin: CorsOrigins = None,
+    allowed_host: AllowedHosts = None,
+    request_timeout: RequestTimeout = None,
+    drain_timeout: DrainTimeout = None,
+    limit: Limit = None,
+    metrics_style: Annotated[
+        str, typer.Option("--metrics-style", help="Names in /metrics: headway, or vllm for its dashboards.")
+    ] = "headway",
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write what clients send into the log.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Serve a model over HTTP to OpenAI's clients. Listens on this machine only unless told otherwise.
+
+    SIGTERM or ctrl-C lets what is under way finish and ends with 0; a second one does not wait.
+    """
+    if new_key is not None:
+        return _make_key(keys, new_key, limit or (), as_json)
+    from headway.server.run import serve as run
+    from headway.server.settings import Settings
+
+    given = _limits(Settings, limit or ())
+    for name, value in (("request_timeout", request_timeout), ("drain_timeout", drain_timeout)):
+        if value is not None:
+            given[name] = value
+    settings = Settings(
+        host=host,
+        port=port,
+        model=model,
+        served_names=tuple(served_model_name or ()),
+        key_file=keys,
+        cors_origins=tuple(cors_origin or ()),
+        allowed_hosts=tuple(allowed_host or ()),
+        log_prompts=log_prompts,
+        log_json=as_json,
+        metrics_style=metrics_style,
+        **given,
+    )
+    options = EngineOptions(model, dtype, device, threads, quantize)
+    raise typer.Exit(run(settings, lambda: _open(options, pages, max_batch_tokens)))
+
+
+def _open(options: EngineOptions, pages: int | None, max_batch_tokens: int | None) -> Engine:
+    import headway as hw
+    from headway.models import store
+
+    with fetching() as progress:
+        path = store.resolve(options.model, progress=progress)
+    engine = hw.Engine(
+        path,
+        dtype=options.dtype,
+        device=options.device,
+        threads=options.threads,
+        quantize=options.quantize,
+        pages=pages,
+        max_batch_tokens=max_batch_tokens,
+    )
+    _ = engine.chat_template, engine.generation_defaults  # loaded now, not by the first request
+    return engine
+
+
+def _make_key(path: Path | None, name: str, limits: Sequence[str], as_json: bool) -> None:
+    from headway.server.auth import TenantLimits, add_key
+
+    if path is None:
+        raise InvalidInput("--new-key needs --keys FILE: the file that the key's hash goes to")
+    secret = add_key(path, name, TenantLimits(**_limits(TenantLimits, limits)))
+    if as_json:
+        emit_json({"name": name, "key": secret, "file": str(path)})
+    else:
+        print(secret)
+        note(f"this key is shown once; {path} has its hash, under the name {name}")
+
+
+def _limits(of: type[Any], given: Sequence[str]) -> dict[str, Any]:
+    """`NAME=N` for the numbers of a dataclass."""
+    known = {f.name: f.type for f in fields(of) if f.name != "port" and str(f.type).split(" ")[0] in ("int", "float")}
+    values: dict[str, Any] = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        if name not in known:
+            raise InvalidInput(f"--limit {text!r} is not known; it takes NAME=N with one of {', '.join(sorted(known))}")
+        values[name] = whole_number(value) if str(known[name]).startswith("int") else NUMBER["parser"](value)
+    return values

@@ -1,0 +1,121 @@
+"""The application: the engine loads beside it, the walls stand around it, the routes are in it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.middleware import Middleware
+
+from headway.server import logs
+from headway.server.bodies import Body
+from headway.server.errors import install
+from headway.server.lives import Life
+from headway.server.metrics import CONTENT_TYPE
+from headway.server.serving import Serving
+from headway.server.settings import Settings
+from headway.server.walls import Door, KeyCheck, Origins, Trail
+
+if TYPE_CHECKING:
+    from headway.program.engine import Engine
+
+LOOK = 0.2  # seconds between looks at whether the engine's worker is alive
+WALLS = (Trail, Door, Origins, KeyCheck, Body, Life)  # from the outside in
+
+
+def create_app(
+    settings: Settings, open_engine: Callable[[], Engine], *, on_end: Callable[[], None] = lambda: None
+) -> FastAPI:
+    """An ASGI application that serves one engine.
+
+    `open_engine` is called in a thread when the application starts; until it returns, /health says 503. The engine is
+    closed when the application ends. `on_end` is called when there is nothing left to serve: it could not be loaded
+    (`serving.failure`), or its worker died. Clients must use a Host that `HostCheck` allows, such as 127.0.0.1.
+    """
+    serving = Serving(settings)
+    app = FastAPI(
+        title="Headway",
+        docs_url=None,  # these pages load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lambda _: _lifespan(serving, open_engine, on_end),
+        middleware=[Middleware(wall, serving=serving) for wall in WALLS],
+    )
+    app.state.serving = serving
+    install(app)
+    app.include_router(router)
+    if find_spec("headway.server.openai") is not None:
+        app.include_router(import_module("headway.server.openai").router)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(
+    serving: Serving, open_engine: Callable[[], Engine], on_end: Callable[[], None]
+) -> AsyncIterator[None]:
+    watch = asyncio.create_task(_load_and_watch(serving, open_engine, on_end))
+    try:
+        yield
+    finally:
+        watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await watch
+        if serving.is_loaded:
+            await asyncio.to_thread(serving.close)
+
+
+async def _load_and_watch(serving: Serving, open_engine: Callable[[], Engine], on_end: Callable[[], None]) -> None:
+    """Load the engine, then look after its worker until it dies."""
+    logs.info("loading", model=serving.settings.model)
+    loading = asyncio.create_task(asyncio.to_thread(open_engine))
+    try:
+        engine = await asyncio.shield(loading)
+    except asyncio.CancelledError:  # a thread cannot be stopped: what it opens is closed
+        loading.add_done_callback(lambda done: done.exception() or done.result().close())
+        raise
+    except BaseException as error:
+        serving.failure = error
+        return on_end()
+    serving.loaded(engine)
+    logs.info("ready", model=serving.model_name, **_facts(engine))
+    while engine.alive:
+        await asyncio.sleep(LOOK)
+    logs.log(logs.CRITICAL, "the engine's worker has died; nothing can be computed any more")
+    on_end()
+
+
+def _facts(engine: Engine) -> dict[str, Any]:
+    facts, pages = engine.info, engine.stats().pages_total
+    return {"dtype": facts.dtype, "device": facts.device, "threads": facts.threads, "pages": pages}
+
+
+router = APIRouter()
+
+
+@router.get("/health", summary="Whether the server can answer")
+async def health(request: Request) -> JSONResponse:
+    """200 when requests can be answered; 503 while the model loads, while the server drains, and once it is dead."""
+    state = request.app.state.serving.state
+    return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+
+@router.get("/metrics", summary="Counts and times for Prometheus")
+async def metrics(request: Request) -> Response:
+    """Counts and times, in Prometheus' text format."""
+    return Response(request.app.state.serving.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+
+@router.get("/stats", summary="What the engine holds and has done")
+async def stats(request: Request) -> dict[str, Any]:
+    """The figures of `engine.stats()`, and of its latest steps; `headway top --url` shows them."""
+    serving: Serving = request.app.state.serving
+    engine, facts = serving.engine, serving.engine.info
+    about = {"name": serving.model_name, "dtype": facts.dtype, "device": facts.device}
+    return {"model": about, "stats": asdict(engine.stats()), "steps": serving.steps()}
