@@ -1,0 +1,219 @@
+"""The fields of a request, as they come over the wire: their types, and nothing that needs the model.
+
+A field that is not here is refused by name. Those of `IDLE` are OpenAI's and cannot change an answer: they are read,
+so that a client need not leave them out, and nothing looks at them. Bounds that depend on the server or the model are
+checked where a request is planned.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field
+
+IDLE = (
+    "metadata",
+    "prediction",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
+"""Fields of OpenAI's that are accepted and have no effect: whose request it is, where it is kept, how it is billed."""
+
+Ids = Annotated[list[int], FailFast()]
+Texts = Annotated[list[str], FailFast()]
+Words = Annotated[list[str | Ids], FailFast()]
+
+
+class Wire(BaseModel):
+    """One object of a body: unknown fields, other types, NaN and infinities are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(Wire):
+    """What a stream has beside its text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against eavesdroppers, which changes nothing for the reader
+
+
+class StructuredOutputs(Wire):
+    """What the text must look like; one of these."""
+
+    json_: str | bool | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+
+
+class Knobs(Wire):
+    """What requests for text have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    seed: int | None = None
+    priority: float | None = None
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: Words | None = None
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Ids | None = None
+    ignore_eos: bool | None = None
+
+    prompt_logprobs: int | None = None
+    logprobs_mode: Literal["raw", "processed"] | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    metadata: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    user: str | None = None
+
+
+PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1}, "minItems": 1},
+    ]
+}
+
+
+class CompletionRequest(Knobs):
+    """`POST /v1/completions`."""
+
+    prompt: Annotated[Any, Field(json_schema_extra=PROMPT)]  # told apart in `prompts`, not by trying each form
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class Function(Wire):
+    """A tool that a model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Wire):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Wire):
+    name: str
+
+
+class NamedTool(Wire):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Wire):
+    """A schema that an answer has to follow; it always does, `strict` or not."""
+
+    name: str
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Wire):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Part(Wire):
+    """One part of a message's content."""
+
+    type: Literal["text", "refusal", "image_url", "input_audio", "file", "video_url"]
+    text: str | None = None
+    refusal: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+    video_url: Any = None
+
+
+class CalledFunction(Wire):
+    name: str
+    arguments: str
+
+
+class Call(Wire):
+    """A call that an assistant made earlier."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Wire):
+    """One message of a chat, of any role."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+
+
+class ChatRequest(Knobs):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class TokenizeRequest(Wire):
+    """`POST /tokenize`: of a text, or of a chat as its template writes it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    special: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Wire):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Ids
