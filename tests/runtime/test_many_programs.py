@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,9 +33,16 @@ LONGEST_WAIT = (2 * BIDS + 2) * PATIENCE * 4  # steps; a claim on pages rises by
 
 
 class FailingRunner(ScriptedRunner):
-    """Fails every batch that has the poison in it, and as many edits of pages as `broken` says."""
+    """Fails every batch that has the poison in it, and as many edits of pages as `broken` says.
+
+    What is in `meanwhile` happens while it computes.
+    """
 
     broken = 0
+
+    def __init__(self, vocab: int, page_size: int) -> None:
+        super().__init__(vocab, page_size)
+        self.meanwhile: list[Callable[[], None]] = []
 
     def _edit(self, edit: Edit) -> None:
         if self.broken:
@@ -43,6 +51,8 @@ class FailingRunner(ScriptedRunner):
         super()._edit(edit)
 
     def execute(self, batch: Batch) -> list[SegmentResult]:
+        while self.meanwhile and batch.segments:
+            self.meanwhile.pop(0)()
         if (batch.tokens == POISON).any():
             raise RuntimeError("poisoned")
         return super().execute(batch)
@@ -56,6 +66,7 @@ class Twin:
     tokens: list[int] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
     flight: Flight | None = None
+    next: Flight | None = None  # a pass that takes the token of the one in flight
 
     def expected(self, tokens: list[int], rows: list[np.ndarray], row: int) -> int:
         n = len(tokens)
@@ -113,6 +124,30 @@ class Machine(RuleBasedStateMachine):
         rows = [np.arange(s + 1) > (s - window if window is not None else -1) for s in range(base, total)]
         twin.flight = Flight(forward.execute(), handle, new, rows, base + row)
 
+    @rule(which=st.integers(0, 7), more=st.sampled_from([0, 0, 0, 1, 14, 16, 40]))
+    def submits_the_next(self, which: int, more: int) -> None:
+        """A pass over the token that the one in flight samples, and some more."""
+        twin = self.twins[which % len(self.twins)] if self.twins else None
+        if twin is None or twin.flight is None or twin.next is not None or twin.flight.execution.done():
+            return
+        total = len(twin.tokens) + len(twin.flight.tokens) + 1 + more
+        if -(-total // 16) > self.pages:
+            return
+        forward = twin.context.forward().input(twin.flight.handle).input([2] * more)
+        handle = forward.sample([-1], hw.Argmax())
+        rows = [np.ones(s + 1, bool) for s in range(total - 1 - more, total)]
+        twin.next = Flight(forward.execute(), handle, [-1] + [2] * more, rows, total - 1)
+
+    @rule(
+        what=st.sampled_from(["submits", "submits", "submits_the_next", "submits_the_next", "cancels", "releases"]),
+        which=st.integers(0, 7),
+        count=COUNTS,
+        seed=st.integers(0, 3),
+    )
+    def while_the_device_computes(self, what: str, which: int, count: int, seed: int) -> None:
+        given = {"submits": (count, seed, None), "submits_the_next": (0,)}.get(what, ())
+        self.device.meanwhile.append(lambda: getattr(self, what)(which, *given))
+
     @rule(which=st.integers(0, 7))
     def submits_poison(self, which: int) -> None:
         twin = self.idle(which)
@@ -150,7 +185,9 @@ class Machine(RuleBasedStateMachine):
     def cancels(self, which: int) -> None:
         if self.twins and (twin := self.twins[which % len(self.twins)]).flight is not None:
             twin.flight.execution.cancel()
-            twin.flight = None
+            if twin.next is not None:
+                assert twin.next.execution.done()
+            twin.flight = twin.next = None
 
     @rule(which=st.integers(0, 7), bid=st.integers(-BIDS, BIDS))
     def bids(self, which: int, bid: int) -> None:
@@ -203,24 +240,35 @@ class Machine(RuleBasedStateMachine):
             flight = twin.flight
             if flight is None or not flight.execution.done():
                 continue
-            twin.flight = None
-            if flight.tokens == [POISON]:
-                with pytest.raises(hw.PassFailed, match=r"poisoned|preparing pages"):
-                    flight.execution.result(0)
-                continue
-            try:
-                out = flight.execution.result(0)
-            except hw.OutOfPages:
-                assert self.engine.loop.supply.pins or len(self.twins) > 1
-                continue
-            except hw.PassFailed as e:
-                if "preparing pages" not in str(e):
-                    raise
+            twin.flight, later, twin.next = None, twin.next, None
+            out = self.outcome(flight)
+            if out is None:
+                if later is not None:
+                    with pytest.raises(hw.PassFailed, match="the pass whose token this one takes failed"):
+                        later.execution.result(0)
                 continue
             twin.tokens += flight.tokens
             twin.rows += flight.rows
             assert out.token(flight.handle) == twin.expected(twin.tokens, twin.rows, flight.row)
             assert twin.context.seq_len == len(twin.tokens)
+            if later is not None:
+                later.tokens[0] = out.token(flight.handle)
+                twin.flight = later
+
+    def outcome(self, flight: Flight) -> hw.Output | None:
+        """What became of a pass that has ended: None when it failed, for a reason that there was."""
+        if flight.tokens == [POISON]:
+            with pytest.raises(hw.PassFailed, match=r"poisoned|preparing pages"):
+                flight.execution.result(0)
+            return None
+        try:
+            return flight.execution.result(0)
+        except hw.OutOfPages:
+            assert self.engine.loop.supply.pins or len(self.twins) > 1
+        except hw.PassFailed as e:
+            if "preparing pages" not in str(e) and not (POISON in flight.tokens and "poisoned" in str(e)):
+                raise
+        return None
 
     @invariant()
     def pages_are_conserved(self) -> None:

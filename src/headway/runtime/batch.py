@@ -1,7 +1,7 @@
 """The Batch: chunks of passes packed for one step, as flat arrays. Made under the lock, frozen, run by the worker.
 
-Packing stands between the end of one step and the start of the next, so a row of it must be cheap: a table's
-pages are an array that is made once, and the values made for every row are named tuples.
+A chunk is laid out while the device computes the step before, where its pass is known by then. Packing stands between
+two steps, so it only puts chunks side by side: tokens that the last step sampled, and where each row stands.
 """
 
 from __future__ import annotations
@@ -56,20 +56,67 @@ class Batch:
     edits: tuple[Edit, ...]
 
 
-class Chunk(NamedTuple):
-    """Tokens start to stop of a pass whose sequence begins at slot `base`.
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """Tokens `start` to `stop` of a pass whose sequence begins at slot `base`, laid out for a step.
 
-    `pages` [P] is its whole table, 0 where a page was discarded; `kept_pages` the numbers of those attention needs,
-    None for all.
+    All but the tokens of `work` is known before the pass that samples them ends; `work` is replaced when they come.
+    `table_pages` [P] is its whole table, 0 where a page was discarded; `pages` are those that attention reads and
+    `numbers` their place. With `reread` the token before the pass is a row of its own, ahead of the others. `asked` has
+    (index in the pass, row of the chunk or BEFORE) for every readout.
     """
 
     work: Pass
     table: PageTable
-    pages: np.ndarray
+    table_pages: np.ndarray
     base: int
     start: int
     stop: int
-    kept_pages: frozenset[int] | None
+    reread: bool
+    write_slots: list[int]
+    pages: np.ndarray
+    numbers: np.ndarray
+    masks: tuple[Brle | None, ...]
+    asked: tuple[tuple[int, int], ...]
+    before_position: int
+
+    @property
+    def ends(self) -> bool:
+        """Whether it is the last of its pass."""
+        return self.stop == len(self.work.tokens)
+
+
+def lay_out(
+    work: Pass,
+    table: PageTable,
+    pages: np.ndarray,
+    *,
+    base: int,
+    part: tuple[int, int],
+    kept: frozenset[int] | None,
+    before_position: int,
+) -> Chunk:
+    """Tokens (start, stop) of a pass on these pages. `kept` has the numbers that attention needs, None for all."""
+    start, stop = part
+    reread = start == 0 and _rereads(work, table)
+    end = base + (stop if work.causal else len(work.tokens))
+    seen, numbers = _seen(pages[: -(-end // table.page_size)], table, None if reread else kept)
+    masks = (None,) * (stop - start) if work.masks is None else work.masks[start:stop]
+    return Chunk(
+        work=work,
+        table=table,
+        table_pages=pages,
+        base=base,
+        start=start,
+        stop=stop,
+        reread=reread,
+        write_slots=_physical(pages, table.page_size, base + start, base + stop),
+        pages=seen,
+        numbers=numbers,
+        masks=(table.masks[-1], *masks) if reread else masks,
+        asked=_asked(work, start, stop, reread),
+        before_position=before_position,
+    )
 
 
 def pack(chunks: Sequence[Chunk], edits: tuple[Edit, ...], *, positions: bool = True) -> Batch:
@@ -79,41 +126,36 @@ def pack(chunks: Sequence[Chunk], edits: tuple[Edit, ...], *, positions: bool = 
     slots: list[int] = []
     write_rows: list[int] = []
     write_slots: list[int] = []
-    places = []
+    firsts = []
     for chunk in chunks:
-        work, table, _, base, start, stop, _ = chunk
-        first = len(tokens)
-        reread = start == 0 and _rereads(chunk)
-        if reread:
+        work, table, start, stop = chunk.work, chunk.table, chunk.start, chunk.stop
+        firsts.append(len(tokens))
+        if chunk.reread:
             tokens.append(table.tokens[-1])
             at.append(table.positions[-1])
-            slots.append(base - 1)
-        places.append((first, reread))
+            slots.append(chunk.base - 1)
         write_rows += range(len(tokens), len(tokens) + stop - start)
-        write_slots += _physical(chunk)
+        write_slots += chunk.write_slots
         tokens += work.tokens[start:stop]
         at += work.positions[start:stop]
-        slots += range(base + start, base + stop)
+        slots += range(chunk.base + start, chunk.base + stop)
     where = np.array(slots, dtype=np.int64)
     return Batch(
         tokens=np.array(tokens, dtype=np.int64),
         positions=np.array(at, dtype=np.int64),
         write_rows=np.array(write_rows, dtype=np.int64),
         write_slots=np.array(write_slots, dtype=np.int64),
-        segments=tuple(
-            [_segment(c, first, reread, where, positions) for c, (first, reread) in zip(chunks, places, strict=True)]
-        ),
+        segments=tuple([_segment(c, first, where, positions) for c, first in zip(chunks, firsts, strict=True)]),
         edits=edits,
     )
 
 
-def _physical(chunk: Chunk) -> list[int]:
-    """The physical slots that the chunk's tokens are written to."""
-    size, begin, end = chunk.table.page_size, chunk.base + chunk.start, chunk.base + chunk.stop
+def _physical(pages: np.ndarray, size: int, begin: int, end: int) -> list[int]:
+    """The physical slots behind slots `begin` to `end` of a sequence."""
     if end - begin == 1:  # a decode
-        return [int(chunk.pages[begin // size]) * size + begin % size]
+        return [int(pages[begin // size]) * size + begin % size]
     slots = np.arange(begin, end)
-    return (chunk.pages[slots // size] * size + slots % size).tolist()
+    return (pages[slots // size] * size + slots % size).tolist()
 
 
 def needed_pages(work: Pass, base: int, size: int) -> frozenset[int] | None:
@@ -129,10 +171,10 @@ def needed_pages(work: Pass, base: int, size: int) -> frozenset[int] | None:
     return frozenset(needed)
 
 
-def _rereads(chunk: Chunk) -> bool:
+def _rereads(work: Pass, table: PageTable) -> bool:
     """Whether the token before the pass must be computed again (without writing) to be read."""
-    for readout in chunk.work.readouts:
-        if readout.row == BEFORE and (chunk.table.state is None or not reads_final_state(readout.what)):
+    for readout in work.readouts:
+        if readout.row == BEFORE and (table.state is None or not reads_final_state(readout.what)):
             return True
     return False
 
@@ -142,31 +184,25 @@ def reads_final_state(what: Sampling | Probe) -> bool:
     return not isinstance(what, AttentionScores | Hidden | LogitLens)
 
 
-def _segment(chunk: Chunk, first: int, reread: bool, slots: np.ndarray, positions: bool) -> Segment:
-    work, table, _, base, start, stop, _ = chunk
-    last = first + stop - start + (1 if reread else 0)  # the token before is a row ahead of the chunk's own
-    whole = len(work.tokens)
-    end = base + (stop if work.causal else whole)
-    pages, numbers = _seen(chunk, -(-end // table.page_size), reread)
-    masks = (None,) * (stop - start) if work.masks is None else work.masks[start:stop]
+def _segment(chunk: Chunk, first: int, slots: np.ndarray, positions: bool) -> Segment:
+    last, readouts = first + len(chunk.masks), chunk.work.readouts
     return Segment(
         rows=range(first, last),
         slots=slots[first:last],
-        pages=pages,
-        numbers=numbers,
-        masks=(table.masks[-1], *masks) if reread else masks,
-        slot_positions=_positions(chunk, end) if positions else NO_POSITIONS,
-        readouts=_asked(chunk, first, reread),
-        keep_last=stop == whole and stop > start,
-        kept=table.state,
-        before_position=table.positions[-1] if table.length else -1,
+        pages=chunk.pages,
+        numbers=chunk.numbers,
+        masks=chunk.masks,
+        slot_positions=_positions(chunk) if positions else NO_POSITIONS,
+        readouts=tuple([(i, BEFORE if row == BEFORE else first + row, readouts[i]) for i, row in chunk.asked]),
+        keep_last=chunk.ends and chunk.stop > chunk.start,
+        kept=chunk.table.state,
+        before_position=chunk.before_position,
     )
 
 
-def _seen(chunk: Chunk, count: int, reread: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The pages that attention reads among the first `count`, and their numbers."""
-    pages, kept = chunk.pages[:count], None if reread else chunk.kept_pages
-    if kept is None and not chunk.table.has_discards:
+def _seen(pages: np.ndarray, table: PageTable, kept: frozenset[int] | None) -> tuple[np.ndarray, np.ndarray]:
+    """The pages that attention reads among these, and their numbers."""
+    if kept is None and not table.has_discards:
         return pages, _first(len(pages))
     numbers = np.flatnonzero(pages)
     if kept is not None:
@@ -180,22 +216,24 @@ def _first(count: int) -> np.ndarray:
     return np.arange(count)
 
 
-def _asked(chunk: Chunk, first: int, reread: bool) -> tuple[tuple[int, int, Readout], ...]:
-    """The readouts of the chunk's rows, with where they stand in the batch."""
-    start, stop, at = chunk.start, chunk.stop, first + (1 if reread else 0) - chunk.start
+def _asked(work: Pass, start: int, stop: int, reread: bool) -> tuple[tuple[int, int], ...]:
+    """The readouts of a chunk's rows, with where they stand among them."""
+    at = (1 if reread else 0) - start
     found = []
-    for index, readout in enumerate(chunk.work.readouts):
+    for index, readout in enumerate(work.readouts):
         row = readout.row
         if start <= row < stop:
-            found.append((index, row + at, readout))
+            found.append((index, row + at))
         elif row == BEFORE and start == 0:
-            found.append((index, first if reread else BEFORE, readout))
+            found.append((index, 0 if reread else BEFORE))
     return tuple(found)
 
 
-def _positions(chunk: Chunk, end: int) -> np.ndarray:
-    """The position id of every slot up to `end`."""
-    known, base = np.empty(end, dtype=np.int64), chunk.base
+def _positions(chunk: Chunk) -> np.ndarray:
+    """The position id of every slot up to the last that the chunk's rows may see."""
+    work, base = chunk.work, chunk.base
+    count = chunk.stop if work.causal else len(work.tokens)
+    known = np.empty(base + count, dtype=np.int64)
     known[:base] = chunk.table.positions[:base]
-    known[base:] = chunk.work.positions[: end - base]
+    known[base:] = work.positions[:count]
     return known

@@ -2,7 +2,8 @@
 
 One lock guards all bookkeeping (tables, allocator, queue) and is held only for pure work. The worker owns the device
 and sees frozen batches. While the device computes, the results of the step before are put together and handed out, and
-programs build and queue what comes next; between two steps stands only what the next batch depends on (see turn.py).
+programs build and queue what comes next, which is prepared as it comes; between two steps stands only what the next
+batch needs of the last (see turn.py).
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ class Loop:
             if self._trim:
                 job.kept_pages = needed_pages(work, base, table.page_size)
             self._queue.add(job)
+            if self._running:
+                self._turns.prepare(job)
             self._changed.notify_all()
         return job
 
@@ -295,6 +298,7 @@ class Loop:
         seconds = time.perf_counter() - start
         with self.lock:
             self._turns.apply(turn, results, len(batch.write_rows))
+            self._running = []
             self._window, self._gap = start + seconds + min(GATHER, seconds), min(GATHER, seconds * GATHER_SHARE)
             self._returning = len(self._turns.outbox)
             if self.listeners and turn:

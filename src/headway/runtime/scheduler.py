@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from headway.base.samplers import Sampling
 from headway.kv.table import Mark, PageTable
+from headway.runtime.batch import Chunk
 from headway.runtime.passes import Pass, PassResult, PassStats
 
 BID_LIMIT = 1000.0
@@ -31,7 +32,8 @@ def _nothing() -> None:
 class Job:
     """A submitted pass on its way: how far it is, what it holds.
 
-    `pages` were taken for it and are not yet the table's. When its table was set aside, `replay` is the pass that
+    `pages` were taken for it and are not yet the table's. `chunk` is what the running step computes of it or, laid out
+    ahead, what the next one may. When its table was set aside, `replay` is the pass that
     computes the old slots again into `back`, before the job's own.
     """
 
@@ -48,6 +50,7 @@ class Job:
     done: int = 0  # tokens computed or found in the cache
     started: bool = False
     pages: list[int] = field(default_factory=list)
+    chunk: Chunk | None = None
     replay: Pass | None = None
     back: list[int] = field(default_factory=list)
     replayed: int = 0
@@ -111,7 +114,7 @@ class Job:
     def reset(self) -> None:
         """Back to the start; what it held is the caller's to give back."""
         self.done = self.replayed = self.hits = 0
-        self.started, self.replay = False, None
+        self.started, self.replay, self.chunk = False, None, None
         self.pages, self.back, self.keys = [], [], []
         self.values.clear()
 

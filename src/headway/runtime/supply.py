@@ -19,6 +19,8 @@ from headway.runtime.edits import Damage
 from headway.runtime.passes import Pass
 from headway.runtime.scheduler import Job, Queue
 
+SPARE = 4  # passes take pages ahead of their turn while more than one in so many is free
+
 
 class Start(Enum):
     """What came of starting a job."""
@@ -48,8 +50,11 @@ class Supply:
     set_asides: int = 0
     pins: dict[object, Pin] = field(default_factory=dict)
 
-    def start(self, job: Job, queue: Queue, *, force: bool = False) -> Start:
-        """Give a job every page it needs, or nothing. With force, any context without a pass makes room for it."""
+    def start(self, job: Job, queue: Queue, *, force: bool = False, ahead: bool = False) -> Start:
+        """Give a job every page it needs, or nothing. With force, any context without a pass makes room for it.
+
+        Ahead of its turn it gets none where they are short.
+        """
         table, size = job.table, job.table.page_size
         fresh = max(0, -(-(job.base + len(job.work.tokens)) // size) - len(table.pages))
         if fresh == 0 and not table.is_aside:  # most decodes: there is room in the last page
@@ -59,6 +64,8 @@ class Supply:
         found = self._found(keys, readable)
         if len(found) < readable and self._in_progress(keys, len(found), job):
             return Start.WAITS
+        if ahead and not self._plenty(fresh - len(found)):
+            return Start.BLOCKED
         old = self._old_pages(table)
         self.allocator.share([*old, *found])
         fresh, back = fresh - len(found), len(table.absent()) - len(old)
@@ -74,6 +81,19 @@ class Supply:
             job.back = [*old, *self.allocator.take(back)]
             self._replay(job, table.absent()[0] + len(old))
         return Start.READY
+
+    def take_ahead(self, job: Job, after: Job) -> bool:
+        """Pages for a pass that waits for the running one's token; they are given back like those of a started one."""
+        size, tokens = job.table.page_size, len(job.work.tokens)
+        fresh = max(0, -(-(job.base + tokens) // size) - len(job.table.pages) - len(after.pages))
+        if fresh and (tokens >= size or not self._plenty(fresh)):  # whole pages of it may be in the cache
+            return False
+        job.pages = self.allocator.take(fresh)
+        return True
+
+    def _plenty(self, pages: int) -> bool:
+        """Whether so many can be taken before it is known who else wants some."""
+        return self.allocator.available - pages >= max(1, self.allocator.total // SPARE)
 
     def _replay(self, job: Job, known: int) -> None:
         """Bring a table back whose first `known` pages are there: from host memory, or by a pass over its log."""
@@ -211,7 +231,8 @@ class Supply:
         for page in damage.pages:
             self.allocator.forget(page)
         for job in queue:
-            if job.started and not job.running and (job.table in hurt or damage.of([*job.pages, *job.back])):
+            waits = (job.started or job.chunk is not None) and not job.running
+            if waits and (job.table in hurt or damage.of([*job.pages, *job.back])):
                 self.give_back(job)
         for table, error in hurt.items():
             hosts = [damage.sources[p] for p in table.held() if p in damage.sources]

@@ -1,8 +1,9 @@
 """The turn: which passes the next step computes, and what their results change.
 
 Turns are formed from the queue under the token budget and folded back into jobs and tables when the device is done.
-Bookkeeping under the engine's lock: no thread, no device. What happens here keeps the device waiting, so it is only
-what the next batch needs; figures and results are put together afterwards (`Job.result`).
+Bookkeeping under the engine's lock: no thread, no device. A pass that comes while the device computes is prepared then:
+its pages are taken and its chunk is laid out. What forms and applies a turn keeps the device waiting, so it is only
+what depends on the step that has just ended; figures and results are put together afterwards (`Job.result`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import numpy as np
 from headway.base.errors import DeadlineExceeded, HeadwayError, OutOfPages, PassFailed
 from headway.kv.table import Log
 from headway.runtime.answers import Answer
-from headway.runtime.batch import Chunk
+from headway.runtime.batch import Chunk, lay_out
 from headway.runtime.edits import Damage
+from headway.runtime.passes import BEFORE
 from headway.runtime.runner import SegmentResult
 from headway.runtime.scheduler import Job, Queue, ordered
 from headway.runtime.supply import Start, Supply
@@ -44,6 +46,32 @@ class Turns:
         self.outbox: list[Answer] = []
         self._queue, self._supply, self._budget = queue, supply, budget
 
+    # -- while a step runs -----------------------------------------------------------------------------------------
+
+    def prepare(self, job: Job) -> None:
+        """Take a pass's pages and lay its first chunk out, as far as the running step cannot change them.
+
+        Nothing is taken where pages are short: who has the larger claim is seen when the next turn is formed.
+        """
+        after, table = job.after, job.table
+        if after is None:
+            if not table.is_aside and self._supply.start(job, self._queue, ahead=True) is Start.READY:
+                tokens = _share(job, self._budget, alone=False)
+                job.chunk = None if tokens is None else _chunk(job, tokens)
+        elif _nearly_done(after) and not any(r.row == BEFORE for r in job.work.readouts):
+            whole = len(job.work.tokens)
+            if whole <= self._budget and self._supply.take_ahead(job, after):
+                assert after.chunk is not None
+                job.chunk = lay_out(
+                    job.work,
+                    table,
+                    _joined(after.chunk.table_pages, job.pages),
+                    base=job.base,
+                    part=(0, whole),
+                    kept=job.kept_pages,
+                    before_position=after.work.positions[-1],
+                )
+
     # -- before a step ---------------------------------------------------------------------------------------------
 
     def form(self) -> Turn:
@@ -66,9 +94,8 @@ class Turns:
             if tokens is None:
                 job.waited += 1
                 continue
-            job.chosen()
             left -= tokens
-            turn.append((job, _chunk(job, tokens)))
+            turn.append((job, _chosen(job, tokens)))
         if not turn and blocked:
             first = max(blocked, key=lambda job: job.claim)
             if self._supply.start(first, self._queue, force=True) is Start.READY:
@@ -79,8 +106,7 @@ class Turns:
     def _form_alone(self, job: Job) -> Turn:
         tokens = _share(job, self._budget, alone=True)
         assert tokens is not None
-        job.chosen()
-        return [(job, _chunk(job, tokens))]
+        return [(job, _chosen(job, tokens))]
 
     def _expire(self) -> None:
         """Refuse passes whose context's time is over."""
@@ -129,7 +155,7 @@ class Turns:
             self.counters.batch_passes += size
             self.counters.tokens += tokens
         for (job, chunk), result in zip(turn, results, strict=True):
-            job.running = False
+            job.running, job.chunk = False, None
             if job.abandoned:
                 self._supply.give_back(job)
                 continue
@@ -178,6 +204,8 @@ class Turns:
         later = job.then
         if later is not None and later.after is job:
             later.after, later.work = None, later.work.fed(job.values, table.tokens)
+            if later.chunk is not None:
+                later.started, later.chunk.work = True, later.work
         self.counters.passes += 1
         self.outbox.append((job, None))
 
@@ -207,16 +235,36 @@ def _share(job: Job, left: int, *, alone: bool) -> int | None:
     return min(rest, left)
 
 
+def _nearly_done(job: Job) -> bool:
+    """Whether the running step computes the last of its tokens."""
+    return job.running and not job.abandoned and job.replay is None and job.chunk is not None and job.chunk.ends
+
+
+def _chosen(job: Job, tokens: int) -> Chunk:
+    """This many tokens of a job for the next step, laid out before or now."""
+    job.chosen()
+    ahead = job.chunk
+    if ahead is None or (ahead.start, ahead.stop) != (job.done, job.done + tokens):
+        job.chunk = ahead = _chunk(job, tokens)
+    return ahead
+
+
 def _chunk(job: Job, tokens: int) -> Chunk:
     table, pages = job.table, job.table.physical
+    work, base, done, kept = job.work, job.base, job.done, job.kept_pages
     if job.replay is not None:
+        work, base, done, kept = job.replay, 0, job.replayed, None
         pages = pages.copy()
         pages[table.absent()] = job.back
-        return Chunk(job.replay, table, pages, 0, job.replayed, job.replayed + tokens, None)
-    assert job.base == table.length
-    if job.pages:
-        pages = np.concatenate((pages, np.array(job.pages, dtype=np.int64)))
-    return Chunk(job.work, table, pages, job.base, job.done, job.done + tokens, job.kept_pages)
+    else:
+        assert job.base == table.length
+        pages = _joined(pages, job.pages)
+    before = table.positions[-1] if table.length else -1
+    return lay_out(work, table, pages, base=base, part=(done, done + tokens), kept=kept, before_position=before)
+
+
+def _joined(pages: np.ndarray, more: list[int]) -> np.ndarray:
+    return np.concatenate((pages, np.array(more, dtype=np.int64))) if more else pages
 
 
 def _trimmed(job: Job) -> int:
