@@ -150,8 +150,19 @@ def test_a_script_that_is_not_there_is_named(headway: Run) -> None:
     assert done.stderr.startswith("headway: there is no script 'nothing.py'")
 
 
-def test_help_says_that_servers_come_later(headway: Run) -> None:
-    assert "Watching a server comes later" in " ".join(headway("top", "--help").stdout.split())
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "give a Python file that makes an engine, or --url"),
+        (("--url", "127.0.0.1:8000"), "it takes an address such as http://127.0.0.1:8000"),
+        (("--url", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1"),
+    ],
+)
+def test_nothing_to_watch_is_one_sentence(headway: Run, arguments: tuple[str, ...], says: str) -> None:
+    done = headway("top", *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_watched_engine_is_not_kept_alive() -> None:

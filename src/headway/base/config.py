@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headway.base.errors import InvalidInput
@@ -17,7 +17,8 @@ class Settings:
     """What the environment says.
 
     `HEADWAY_CACHE`, `HF_HUB_OFFLINE`, `HEADWAY_BATCHED_PREFILL`, `HEADWAY_NATIVE` (auto, off, or require, which makes
-    a missing native library an error) and `HEADWAY_ISA` (the instruction set its kernels keep to).
+    a missing native library an error), `HEADWAY_ISA` (the instruction set its kernels keep to) and `HEADWAY_API_KEY`
+    (what commands show a server).
     """
 
     cache: Path
@@ -25,6 +26,7 @@ class Settings:
     batched_prefill: str  # off | on | validate
     native: str = "auto"  # auto | off | require
     isa: str | None = None
+    api_key: str | None = field(default=None, repr=False)
 
 
 def settings() -> Settings:
@@ -39,6 +41,7 @@ def settings() -> Settings:
         batched_prefill=_prefill_mode(env.get("HEADWAY_BATCHED_PREFILL", "on")),
         native=_native_mode(env.get("HEADWAY_NATIVE", "auto")),
         isa=env.get("HEADWAY_ISA") or None,
+        api_key=env.get("HEADWAY_API_KEY") or None,
     )
 
 

@@ -1,4 +1,4 @@
-"""`headway top`: run a script and watch its engines, live on a terminal, one line a second in a pipe."""
+"""`headway top`: watch a script's engines, or a server's; live on a terminal, one line a second in a pipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.base.errors import Closed, InvalidInput
+from headway.base.errors import InvalidInput
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine, EngineStats
@@ -31,14 +31,25 @@ HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 def top(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="A Python file that makes an engine.")],
+    script: Annotated[
+        Path | None, typer.Argument(metavar="SCRIPT.py", help="A Python file that makes an engine.")
+    ] = None,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="The script's own.")] = None,
+    *,
+    url: Annotated[
+        str | None, typer.Option("--url", help="Watch a server instead; HEADWAY_API_KEY has its key.")
+    ] = None,
 ) -> None:
     """Run a script and show what its engines do: queue, batches, tokens a second, pages, hits, times of steps.
 
     On a terminal the view stays below what the script prints. In a pipe it is one line a second for each engine, on
-    standard error. Watching a server comes later.
+    standard error. With --url http://127.0.0.1:8000 it shows what a server's engine does, until the server ends.
     """
+    if (script is None) == (url is None):
+        raise InvalidInput("give a Python file that makes an engine, or --url and a server's address")
+    if url is not None:
+        return watch_server(url)
+    assert script is not None
     if not script.is_file():
         raise InvalidInput(f"there is no script {str(script)!r}; give a Python file that makes an engine")
     code = 0
@@ -66,34 +77,34 @@ def run_script(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
         sys.argv, sys.path[:] = before
 
 
-class Watch:
-    """One engine, looked at again and again. It keeps no engine alive."""
+def watch_server(url: str) -> None:
+    """Show what a server's engine does until it ends."""
+    from headway.cli.top_server import ServerWatch
 
-    def __init__(self, engine: Engine, number: int) -> None:
-        info = engine.info
-        self.name = f"{number}  {info.name} · {info.dtype} · {info.device}"
-        self.engine = weakref.ref(engine)
-        self.stats: EngineStats = engine.stats()
+    view = View(own=False)
+    watch = ServerWatch(url)
+    view.watches.append(watch)
+    with _showing(view):
+        while not watch.over:
+            time.sleep(1 / LOOKS)
+
+
+class Figures:
+    """What is shown of one engine, from its counts."""
+
+    def __init__(self, name: str, stats: EngineStats) -> None:
+        self.name, self.stats = name, stats
         self.over = False
         self.seconds: deque[float] = deque(maxlen=STEPS)  # of the last steps
         self.batch = 0  # passes of the last step
-        self._events = engine.events()
-        self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), self.stats.tokens)])
+        self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), stats.tokens)])
 
     def look(self) -> None:
         """Take in what has happened since the last look."""
-        if self.over:
-            return
-        engine = self.engine()
-        while (event := self._events.poll()) is not None:
-            self.seconds.append(event.seconds)
-            self.batch = event.passes
-        if engine is not None:
-            self.stats = engine.stats()
-        self.over = engine is None or _is_closed(engine)
-        if self.over:
-            self._events.close()
-            del self._events  # it holds the engine's loop, and that the model
+        raise NotImplementedError
+
+    def mark(self) -> None:
+        """Remember the count of tokens, for the rate."""
         now = time.monotonic()
         self._marks.append((now, self.stats.tokens))
         while len(self._marks) > 2 and self._marks[0][0] < now - RATE_SECONDS:
@@ -132,21 +143,51 @@ class Watch:
         return f"{self.name} · {state}{self.work()} · {self.pages()} · {self.events()} · {self.step_times}"
 
 
-class View:
-    """All engines of this process, as they come and go."""
+class Watch(Figures):
+    """One engine of this process, looked at again and again. It keeps no engine alive."""
 
-    def __init__(self) -> None:
-        self.watches: list[Watch] = []
+    def __init__(self, engine: Engine, number: int) -> None:
+        info = engine.info
+        super().__init__(f"{number}  {info.name} · {info.dtype} · {info.device}", engine.stats())
+        self.engine = weakref.ref(engine)
+        self._events = engine.events()
 
     def look(self) -> None:
+        if self.over:
+            return
+        engine = self.engine()
+        while (event := self._events.poll()) is not None:
+            self.seconds.append(event.seconds)
+            self.batch = event.passes
+        if engine is not None:
+            self.stats = engine.stats()
+        self.over = engine is None or not engine.alive
+        if self.over:
+            self._events.close()
+            del self._events  # it holds the engine's loop, and that the model
+        self.mark()
+
+
+class View:
+    """What is watched: all engines of this process, as they come and go, or what was put here."""
+
+    def __init__(self, *, own: bool = True) -> None:
+        self.watches: list[Figures] = []
+        self._own = own
+
+    def look(self) -> None:
+        if self._own:
+            self._find()
+        for watch in self.watches:
+            watch.look()
+
+    def _find(self) -> None:
         from headway.program.engine import engines
 
-        known = [watch.engine() for watch in self.watches]
+        known = [watch.engine() for watch in self.watches if isinstance(watch, Watch)]
         for engine in engines():
             if not any(engine is other for other in known):
                 self.watches.append(Watch(engine, len(self.watches) + 1))
-        for watch in self.watches:
-            watch.look()
 
     def render(self) -> Any:
         """The engines for a terminal, after one more look."""
@@ -159,7 +200,7 @@ class View:
         return Group(*(_panel(watch) for watch in self.watches))
 
 
-def _panel(watch: Watch) -> Any:
+def _panel(watch: Figures) -> Any:
     from rich.panel import Panel
     from rich.text import Text
 
@@ -224,14 +265,6 @@ def _lines(view: View, end: threading.Event) -> None:
 def _print_lines(view: View) -> None:
     for watch in view.watches:
         print(watch.line(), file=sys.stderr, flush=True)
-
-
-def _is_closed(engine: Engine) -> bool:
-    try:
-        engine.loop.check_open()
-    except Closed:
-        return True
-    return False
 
 
 def _exit_code(end: SystemExit) -> int:

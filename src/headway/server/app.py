@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -31,13 +30,18 @@ WALLS = (Trail, Door, Origins, KeyCheck, Body, Life)  # from the outside in
 
 
 def create_app(
-    settings: Settings, open_engine: Callable[[], Engine], *, on_end: Callable[[], None] = lambda: None
+    settings: Settings,
+    open_engine: Callable[[], Engine],
+    *,
+    routers: Sequence[APIRouter] = (),
+    on_end: Callable[[], None] = lambda: None,
 ) -> FastAPI:
     """An ASGI application that serves one engine.
 
     `open_engine` is called in a thread when the application starts; until it returns, /health says 503. The engine is
-    closed when the application ends. `on_end` is called when there is nothing left to serve: it could not be loaded
-    (`serving.failure`), or its worker died. Clients must use a Host that `HostCheck` allows, such as 127.0.0.1.
+    closed when the application ends. `routers` are routes beside its own, behind the same walls. `on_end` is called
+    when there is nothing left to serve: the engine could not be loaded (`serving.failure`), or its worker died.
+    Clients must use a Host that `HostCheck` allows, such as 127.0.0.1.
     """
     serving = Serving(settings)
     app = FastAPI(
@@ -51,8 +55,10 @@ def create_app(
     app.state.serving = serving
     install(app)
     app.include_router(router)
-    if find_spec("headway.server.openai") is not None:
-        app.include_router(import_module("headway.server.openai").router)
+    if hasattr(openai := import_module("headway.server.openai"), "router"):
+        app.include_router(openai.router)
+    for more in routers:
+        app.include_router(more)
     return app
 
 

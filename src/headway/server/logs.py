@@ -14,10 +14,12 @@ import sys
 import time
 import traceback
 from contextvars import ContextVar
+from types import TracebackType
 from typing import Any, TextIO
 
 LOGGER = "headway.server"
 CRITICAL = logging.CRITICAL
+FRAMES = 12  # of a traceback, the innermost
 request_id: ContextVar[str] = ContextVar("headway_request_id", default="")
 _WELL_FORMED = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -37,7 +39,7 @@ def warn(message: str, **values: Any) -> None:
 
 def failure(message: str, error: BaseException, *, with_text: bool, **values: Any) -> None:
     """An error that is ours: its type and where it was raised. Its text may hold what a client sent: only if asked."""
-    frames = [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)]
+    frames = _frames(error.__traceback__)
     text = {"text": str(error)} if with_text else {}
     log(logging.ERROR, message, error=type(error).__name__, **text, frames=frames, **values)
 
@@ -82,8 +84,12 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
         fields["request_id"] = request_id.get()
     if record.exc_info and record.exc_info[1] is not None:  # of a library; ours goes through `failure`
         fields["error"] = type(record.exc_info[1]).__name__
-        fields["frames"] = [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(record.exc_info[2])]
+        fields["frames"] = _frames(record.exc_info[2])
     return fields | getattr(record, "values", {})
+
+
+def _frames(trace: TracebackType | None) -> list[str]:
+    return [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(trace)[-FRAMES:]]
 
 
 def _one_line(text: str) -> str:

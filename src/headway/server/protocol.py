@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import http
+import socket
+import struct
 import sys
 from typing import Any
 
@@ -86,7 +88,7 @@ class _Connection(H11Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # in the middle of an answer
-            return self.transport.abort()
+            return self._cut()
         body = error_body(error)
         reason = http.HTTPStatus(error.status).phrase
         headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
@@ -115,9 +117,16 @@ class _Connection(H11Protocol):
         """Cut a reader off unless it took its share since the last look."""
         share = min(before, max(1, int(PROGRESS * self.settings.write_timeout)))
         if before - self.transport.get_write_buffer_size() < share:
-            self.transport.abort()
+            self._cut()
         else:
             self._watch_reader()
+
+    def _cut(self) -> None:
+        """End the connection now. The system must not keep what was not taken either."""
+        handle = self.transport.get_extra_info("socket")
+        if handle is not None:
+            handle.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
 
     @staticmethod
     def _stop(timer: asyncio.TimerHandle | None) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import uvicorn
+from fastapi import APIRouter
 
 from headway.base.errors import InvalidInput
 from headway.server import logs
@@ -34,12 +35,12 @@ END_SECONDS = 2  # for requests that were ended to end
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def serve(settings: Settings, open_engine: Callable[[], Engine]) -> int:
-    """Serve until told to stop; the exit code."""
+def serve(settings: Settings, open_engine: Callable[[], Engine], routers: Sequence[APIRouter] = ()) -> int:
+    """Serve until told to stop; the exit code. `routers` are routes beside the server's own."""
     check_exposure(settings)
     logs.set_up(as_json=settings.log_json)
     with _listen(settings) as listener:
-        return asyncio.run(_serve(settings, open_engine, listener))
+        return asyncio.run(_serve(settings, open_engine, routers, listener))
 
 
 def check_exposure(settings: Settings) -> None:
@@ -52,9 +53,11 @@ def check_exposure(settings: Settings) -> None:
         )
 
 
-async def _serve(settings: Settings, open_engine: Callable[[], Engine], listener: socket.socket) -> int:
+async def _serve(
+    settings: Settings, open_engine: Callable[[], Engine], routers: Sequence[APIRouter], listener: socket.socket
+) -> int:
     end = _End()
-    app = create_app(settings, open_engine, on_end=end.nothing_left)
+    app = create_app(settings, open_engine, routers=routers, on_end=end.nothing_left)
     serving: Serving = app.state.serving
     server = _Server(_configure(settings, app))
     loop = asyncio.get_running_loop()

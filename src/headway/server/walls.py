@@ -31,6 +31,7 @@ from headway.server.settings import ANY_HOST, Settings
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20  # for a client that still sends what was refused
 CLIENT_GONE = 499
+WATCHED = frozenset({"/health", "/metrics", "/stats"})
 _HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,253})(?::[0-9]{1,5})?")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]+(\s*,\s*[A-Za-z0-9-]+)*")
 
@@ -71,6 +72,8 @@ class Trail:
         method = scope["method"] if scope["method"] in METHODS else "other"
         status = CLIENT_GONE if exchange.status is None else exchange.status
         self._serving.metrics.answered(method, getattr(scope.get("route"), "path", "other"), status)
+        if scope["path"] in WATCHED and status < 400:
+            return  # those who watch ask again and again
         tenant = scope["state"].get("tenant")
         client = scope.get("client")
         logs.info(

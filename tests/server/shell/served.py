@@ -1,0 +1,113 @@
+"""A server to attack: the real walls, loop and signals around an engine that needs no weights, run as a script.
+
+    python served.py '{"settings": {…}, "step_seconds": 0.01, "pages": 64, "load_seconds": 0}'
+
+It has one route of its own, POST /tokens, which generates with the engine as any route does, and one that fails.
+A prompt of many 13s kills the engine's worker, as a fault of ours would.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+import headway as hw
+from headway.runtime.batch import Batch
+from headway.runtime.runner import SegmentResult
+from headway.server.auth import Tenant
+from headway.server.run import serve
+from headway.server.serving import Serving
+from headway.server.settings import Settings
+from headway.testing import ScriptedRunner, random_model
+
+V, DEADLY, MANY = 97, 13, 30
+router = APIRouter()
+
+
+class SlowRunner(ScriptedRunner):
+    """Takes its time for every step, and dies of one prompt."""
+
+    def __init__(self, step_seconds: float) -> None:
+        super().__init__(V, 16)
+        self.step_seconds = step_seconds
+
+    def execute(self, batch: Batch) -> list[SegmentResult]:
+        if (batch.tokens == DEADLY).sum() >= MANY:
+            raise SystemExit("the device is gone")
+        if len(batch.tokens):
+            time.sleep(self.step_seconds)
+        return super().execute(batch)
+
+
+def open_engine(step_seconds: float, pages: int, load_seconds: float) -> hw.Engine:
+    time.sleep(load_seconds)
+    size: dict[str, Any] = {"layers": 1, "hidden_size": 2, "heads": 1, "kv_heads": 1, "head_dim": 2}
+    model = random_model(vocab_size=V, max_positions=1 << 20, intermediate_size=1, **size)
+    return hw.Engine(model, runner=SlowRunner(step_seconds), pages=pages, threads=1)
+
+
+@router.post("/tokens", response_model=None)
+async def tokens(request: Request) -> Response:
+    """{"prompt": ids, "max_tokens": n, "stream": bool, "pad": bytes beside} → the tokens."""
+    serving: Serving = request.app.state.serving
+    asked = await request.json()
+    tenant = serving.tenant(request)
+    if asked.get("stream"):
+        events = _events(serving, tenant, asked)
+        first = await anext(events)  # a refusal is an answer of its own, not an event
+        return StreamingResponse(_after(first, events), media_type="text/event-stream")
+    found = [token async for token in _generate(serving, tenant, asked)]
+    return JSONResponse({"tokens": found, "pad": " " * asked.get("pad", 0)})
+
+
+@router.get("/fail")
+async def fail() -> None:
+    raise RuntimeError("the secret /etc/passwd at 0x7f0000001234")
+
+
+async def _generate(serving: Serving, tenant: Tenant, asked: dict[str, Any]) -> AsyncIterator[int]:
+    prompt, limit = asked["prompt"], asked["max_tokens"]
+    async with serving.admit(tenant, tokens=len(prompt) + limit) as ticket:
+        ticket.prompt(len(prompt))
+        async with serving.engine.context(salt=tenant.salt) as ctx:
+            ctx.fill(prompt)
+            async for step in ctx.generate(hw.Argmax(), max_tokens=limit):
+                ticket.tokens(len(step.tokens))
+                for token in step.tokens:
+                    yield token
+            ticket.finish("length")
+
+
+async def _events(serving: Serving, tenant: Tenant, asked: dict[str, Any]) -> AsyncIterator[str]:
+    async for token in _generate(serving, tenant, asked):
+        yield f"data: {token}{' ' * asked.get('pad', 0)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+async def _after(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async for event in rest:
+        yield event
+
+
+def main() -> int:
+    given = json.loads(sys.argv[1])
+    options = given["settings"]
+    for name in ("allowed_hosts", "cors_origins", "served_names"):
+        options[name] = tuple(options.get(name, ()))
+    if "key_file" in options:
+        options["key_file"] = Path(options["key_file"])
+    settings = Settings(**{"port": 0, "log_json": True, "model": "scripted", **options})
+    how = {"step_seconds": 0.0, "pages": 64, "load_seconds": 0.0} | given.get("engine", {})
+    return serve(settings, lambda: open_engine(**how), [router])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
