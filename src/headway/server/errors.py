@@ -114,7 +114,7 @@ def as_api_error(error: BaseException) -> ApiError | None:
 
 
 def install(app: FastAPI) -> None:
-    """Have every known error answered in this shape. What is not known goes up to the walls, which log it and say 500."""
+    """Have every known error answered in this shape. What is not goes up to the walls, which log it and say 500."""
 
     async def answer(request: Request, error: Exception) -> Response:
         known = as_api_error(error)
@@ -133,7 +133,7 @@ def _told(error: BaseException) -> str:
 
 def _invalid(found: Sequence[Any]) -> ApiError:
     """The first thing that is wrong with a body; of a field that takes several forms, the form that came furthest."""
-    unknown = next((one for one in found if one["type"] == "extra_forbidden"), None)
+    unknown = next((one for one in found if one["type"] == "unknown_field"), None)
     first = unknown or max(found, key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":
         return bad_request(
@@ -141,7 +141,7 @@ def _invalid(found: Sequence[Any]) -> ApiError:
         )
     where = _place(first["loc"])
     if unknown is not None:
-        return _unknown(".".join(filter(None, [_place(first["loc"][:-1]), str(first["loc"][-1])])))
+        return _unknown(".".join(filter(None, [where, unknown["ctx"]["name"]])))
     if first["type"] == "missing":
         what = f"the field {where!r:.80} is missing" if where else "the body is missing; send JSON"
         return bad_request(what, where or None, "missing_field")

@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from headway.server.openai import completions
+
 router = APIRouter()
+for part in (completions,):
+    router.include_router(part.router)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 IDLE = (
     "metadata",
@@ -23,15 +24,34 @@ IDLE = (
 )
 """Fields of OpenAI's that are accepted and have no effect: whose request it is, where it is kept, how it is billed."""
 
-Ids = Annotated[list[int], FailFast()]
-Texts = Annotated[list[str], FailFast()]
-Words = Annotated[list[str | Ids], FailFast()]
+
+class First(FailFast):
+    """A list is refused at the first thing that is wrong with it: a million wrong entries make one error."""
+
+    def __hash__(self) -> int:  # type: ignore[override]  # its place in a union needs one
+        return id(self)
+
+
+Ids = Annotated[list[int], First()]
+Texts = Annotated[list[str], First()]
+Words = Annotated[list[str | Ids], First()]
 
 
 class Wire(BaseModel):
     """One object of a body: unknown fields, other types, NaN and infinities are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_other(cls, value: Any) -> Any:
+        """The first unknown field is enough to refuse it."""
+        if isinstance(value, dict):
+            known = {info.alias or name for name, info in cls.model_fields.items()}
+            for name in value:
+                if name not in known:
+                    raise PydanticCustomError("unknown_field", "unknown", {"name": str(name)})
+        return value
 
 
 class StreamOptions(Wire):
@@ -44,10 +64,13 @@ class StreamOptions(Wire):
 class StructuredOutputs(Wire):
     """What the text must look like; one of these."""
 
-    json_: str | bool | dict[str, Any] | None = Field(None, alias="json")
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
     choice: Texts | None = None
     grammar: str | None = None
+
+
+BIAS = Field(json_schema_extra={"additionalProperties": {"type": "number"}})
 
 
 class Knobs(Wire):
@@ -68,7 +91,7 @@ class Knobs(Wire):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, Any], BIAS] | None = None  # its numbers are looked at once there are not too many
     allowed_token_ids: Ids | None = None
     bad_words: Words | None = None
 
@@ -92,7 +115,7 @@ class Knobs(Wire):
     user: str | None = None
 
 
-PROMPT = {
+PROMPT: dict[str, Any] = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "items": {"type": "string"}, "minItems": 1},
@@ -177,9 +200,9 @@ class Message(Wire):
     """One message of a chat, of any role."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], First()] | None = None
     name: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: Annotated[list[Call], First()] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -188,15 +211,15 @@ class Message(Wire):
 class ChatRequest(Knobs):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], First()]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], First()] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], First()] | None = None
 
 
 class TokenizeRequest(Wire):
@@ -204,8 +227,8 @@ class TokenizeRequest(Wire):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], First()] | None = None
+    tools: Annotated[list[Tool], First()] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     special: bool | None = None

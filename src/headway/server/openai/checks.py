@@ -1,0 +1,120 @@
+"""Values of a request against the model and the server's limits: a 400 names the value, the limit and the field."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from headway.program.engine import Engine
+from headway.runtime.scheduler import BID_LIMIT
+from headway.server.auth import Tenant
+from headway.server.errors import ApiError, bad_request
+from headway.server.settings import Settings
+
+
+class Check:
+    """Each method gives the value it was given, or raises."""
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self.engine, self.settings = engine, settings
+
+    def between(self, name: str, value: int | None, low: int, high: int) -> int | None:
+        if value is not None and not low <= value <= high:
+            raise bad_request(f"{name} is {value}; it takes a whole number from {low} to {high}", name, "out_of_range")
+        return value
+
+    def size(self, name: str, count: int, limit: int) -> None:
+        if count > limit:
+            raise bad_request(f"{name} has {count} entries; at most {limit} are allowed", name, "too_many")
+
+    def ids(self, name: str, ids: Sequence[int], where: str = "") -> tuple[int, ...]:
+        """Token ids of this vocabulary."""
+        self.size(name, len(ids), self.settings.max_ids)
+        vocab = self.engine.vocab_size
+        for i, id in enumerate(ids):
+            if not 0 <= id < vocab:
+                raise outside(f"{where or name}[{i}]", id, vocab, name)
+        return tuple(ids)
+
+    def allowed(self, ids: Sequence[int] | None) -> tuple[int, ...] | None:
+        if ids is not None and not ids:
+            raise bad_request("allowed_token_ids is empty, so nothing could come; leave it out", "allowed_token_ids")
+        return None if ids is None else self.ids("allowed_token_ids", ids)
+
+    def words(self, words: Sequence[str | list[int]]) -> Iterable[tuple[int, ...]]:
+        """The token sequences of words that must not come."""
+        self.size("bad_words", len(words), self.settings.max_ids)
+        for i, word in enumerate(words):
+            if not word:
+                raise bad_request(f"bad_words[{i}] is empty, so nothing could come; leave it out", "bad_words")
+            if not isinstance(word, str):
+                yield self.ids("bad_words", word, f"bad_words[{i}]")
+                continue
+            for spelled in dict.fromkeys((word, " " + word.lstrip(" "))):
+                yield tuple(self.engine.tokenizer.encode(spelled))
+
+    def stops(self, stop: str | Sequence[str] | None) -> tuple[str, ...]:
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        self.size("stop", len(stops), self.settings.max_stops)
+        for i, text in enumerate(stops):
+            if len(text) > self.settings.max_stop_length:
+                raise bad_request(
+                    f"stop[{i}] has {len(text)} characters; at most {self.settings.max_stop_length} are allowed",
+                    "stop",
+                    "too_long",
+                )
+            if not text:
+                raise bad_request(f"stop[{i}] is empty; it would stop before the first token: leave it out", "stop")
+        return stops
+
+    def bias(self, bias: Mapping[str, Any]) -> dict[int, float]:
+        self.size("logit_bias", len(bias), self.settings.max_bias)
+        found: dict[int, float] = {}
+        for key, value in bias.items():
+            if not re.fullmatch(r"[0-9]{1,18}", key):
+                raise bad_request(f"logit_bias names {key!r:.60}; its keys are token ids", "logit_bias")
+            if int(key) >= self.engine.vocab_size:
+                raise outside("a token of logit_bias", int(key), self.engine.vocab_size, "logit_bias")
+            if int(key) in found:
+                raise bad_request(f"logit_bias names token {int(key)} twice; give each one number", "logit_bias")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise bad_request(f"logit_bias of token {int(key)} is {value!r:.60}; it takes a number", "logit_bias")
+            found[int(key)] = float(value)
+        return found
+
+    def priority(self, priority: float | None, tenant: Tenant) -> float:
+        most = BID_LIMIT if tenant.limits.max_priority is None else tenant.limits.max_priority
+        if priority is not None and not -BID_LIMIT <= priority <= most:
+            raise bad_request(
+                f"priority is {priority:g}; it takes a number from {-BID_LIMIT:g} to {most:g}",
+                "priority",
+                "out_of_range",
+            )
+        return min(0.0, most) if priority is None else priority
+
+    def length(self, prompt: int, max_tokens: int | None, min_tokens: int, param: str) -> int:
+        """How many tokens may follow a prompt: what was asked for, or what the model's limit leaves."""
+        limit = self.engine.config.max_positions
+        if max_tokens is not None and min_tokens > max_tokens:
+            raise bad_request(
+                f"min_tokens is {min_tokens} and max_tokens is {max_tokens}; it must not be larger", "min_tokens"
+            )
+        if prompt == 0:
+            raise bad_request("the prompt is empty and this model has no begin token; give it text or tokens", param)
+        if prompt + (1 if max_tokens is None else max_tokens) > limit:
+            asked = "" if max_tokens is None else f" and {max_tokens} for the answer, {prompt + max_tokens} in all"
+            raise bad_request(
+                f"this model's context length is {limit} tokens; the request has {prompt} in its prompt{asked}: "
+                "shorten the prompt, or ask for fewer tokens",
+                param,
+                "context_length_exceeded",
+            )
+        return limit - prompt if max_tokens is None else max_tokens
+
+
+def outside(where: str, id: int, vocab: int, param: str) -> ApiError:
+    """A token id that the model does not have."""
+    message = f"{where} is {id}; this model's vocabulary has {vocab} tokens, with ids 0 to {vocab - 1}"
+    return bad_request(message, param, "invalid_token")

@@ -1,0 +1,119 @@
+"""A real server on a loopback port, in a thread of this process, and the engine behind it for comparing."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+import headway as hw
+from headway.server.app import create_app
+from headway.server.settings import Settings
+
+PATIENCE = 120.0  # seconds until a test gives up; nothing is asserted about times
+
+
+class Answer:
+    """An HTTP answer, read to its end."""
+
+    def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.status, self.headers, self.body = status, headers, body
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+    @property
+    def events(self) -> list[Any]:
+        """The events of a stream, which must end as streams do."""
+        lines = self.body.decode().split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""], lines[-3:]
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+class Live:
+    """Where the server is, what it serves, and its engine."""
+
+    def __init__(self, port: int, engine: hw.Engine) -> None:
+        self.port, self.engine = port, engine
+        self.url = f"http://127.0.0.1:{port}"
+
+    def ask(self, method: str, path: str, body: Any = None) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        try:
+            data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request(method, path, data, {"content-type": "application/json"})
+            answer = connection.getresponse()
+            return Answer(answer.status, dict(answer.getheaders()), answer.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str) -> Answer:
+        return self.ask("GET", path)
+
+    def post(self, path: str, **body: Any) -> Answer:
+        return self.ask("POST", path, body)
+
+    def complete(self, prompt: Any, **fields: Any) -> Any:
+        """A completion that must succeed."""
+        answer = self.post("/v1/completions", prompt=prompt, **fields)
+        assert answer.status == 200, answer.body
+        return answer.json
+
+    def chat(self, messages: Any, **fields: Any) -> Any:
+        """A chat completion that must succeed; a text is one user message."""
+        listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        answer = self.post("/v1/chat/completions", messages=listed, **fields)
+        assert answer.status == 200, answer.body
+        return answer.json
+
+    def refused(self, path: str, **body: Any) -> dict[str, Any]:
+        """The error of a request that must get a 400."""
+        answer = self.post(path, **body)
+        assert answer.status == 400, (answer.status, answer.body)
+        return answer.error
+
+    def until(self, condition: Any) -> Any:
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            if found := condition():
+                return found
+            time.sleep(0.01)
+        raise AssertionError("it never came to hold")
+
+    def is_quiet(self) -> bool:
+        """Whether nobody holds a page and nothing is queued."""
+        stats = self.engine.stats()
+        return stats.pages_held == 0 and stats.queued == 0
+
+
+@contextmanager
+def live(engine: hw.Engine, **settings: Any) -> Iterator[Live]:
+    """Serve an engine, which is closed at the end."""
+    app = create_app(Settings(model="smollm2", **settings), lambda: engine)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), name="served", daemon=True)
+    thread.start()
+    try:
+        end = time.monotonic() + PATIENCE
+        while not server.started and time.monotonic() < end:
+            time.sleep(0.01)
+        served = Live(server.servers[0].sockets[0].getsockname()[1], engine)
+        served.until(lambda: served.get("/health").status == 200)
+        yield served
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE)
