@@ -136,7 +136,10 @@ class Machine(RuleBasedStateMachine):
         forward = twin.context.forward().input(twin.flight.handle).input([2] * more)
         handle = forward.sample([-1], hw.Argmax())
         rows = [np.ones(s + 1, bool) for s in range(total - 1 - more, total)]
-        twin.next = Flight(forward.execute(), handle, [-1] + [2] * more, rows, total - 1)
+        try:
+            twin.next = Flight(forward.execute(), handle, [-1] + [2] * more, rows, total - 1)
+        except hw.PassFailed as e:  # the one before has failed in the step that is going on
+            assert "so there is no token" in str(e)
 
     @rule(
         what=st.sampled_from(["submits", "submits", "submits_the_next", "submits_the_next", "cancels", "releases"]),
@@ -185,8 +188,6 @@ class Machine(RuleBasedStateMachine):
     def cancels(self, which: int) -> None:
         if self.twins and (twin := self.twins[which % len(self.twins)]).flight is not None:
             twin.flight.execution.cancel()
-            if twin.next is not None:
-                assert twin.next.execution.done()
             twin.flight = twin.next = None
 
     @rule(which=st.integers(0, 7), bid=st.integers(-BIDS, BIDS))
