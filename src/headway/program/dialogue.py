@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from headway.base.errors import DeadlineExceeded, InvalidInput, ToolFailed
 from headway.base.samplers import Sampler
+from headway.program.calls import Item, Script, forced_call, free
 from headway.program.generator import Generation, Step
-from headway.program.grammar import Grammar
 from headway.program.ids import integers
 from headway.program.reading import Reader
 from headway.program.toolbox import Function, Toolbox
@@ -96,7 +96,8 @@ class ChatReply:
         chosen = _chosen_tool(tool_choice, self._tools)
         self._before = Before.of(context)
         self._parts: deque[Part | ToolResult] = deque()
-        self._script: deque[str | Grammar | None] = deque()  # texts to fill in, and what to generate: None is free
+        self._script: Script = free()  # what the message is made of
+        self._item: Item | Literal[False] = False  # the part of it that comes next; False when there is none
         self._generation: Generation | None = None
         self._waiting: deque[tuple[ToolCall, str]] = deque()  # calls to make, with their ids
         self._answers: list[Mapping[str, Any]] = []
@@ -109,8 +110,8 @@ class ChatReply:
         try:
             self._format = self._open(said, tools is not None, tool_format)
             self._begin_message(chosen)
-            while self._generation is None:  # what cannot be used is refused here, not when the reply is read
-                self._play(self._script.popleft())
+            while self._generation is None and self._item is not False:  # what cannot be used is refused here already
+                self._play(self._item)
         except BaseException:
             self._before.restore(context)
             raise
@@ -167,25 +168,25 @@ class ChatReply:
     async def _advance(self) -> None:
         if self._generation is not None:
             self._take(await anext(self._generation))
-        elif self._script:
-            self._play(self._script.popleft())
+        elif self._item is not False:
+            self._play(self._item)
         elif self._waiting:
             await self._call(*self._waiting.popleft())
         else:
             self._go_on()
 
-    def _play(self, item: str | Grammar | None) -> None:
+    def _play(self, item: Item) -> None:
         """The next thing that makes up a message: a text that is given, or a generation."""
         if isinstance(item, str):
             self._context.fill(self._context.engine.tokenizer.encode(item, special=True))
             self._parts.extend(self._reader.write(item))
-            if not self._script:
-                self._end_message("constraint")
+            self._turn_page("constraint")
             return
         left = self.limits.max_tokens - self._drawn
         if left < 1:
             self._end_message("length")
             return
+        self._item = False
         self._reader.begin()
         stop = self._stop if item is None else ()
         self._generation = self._context.generate(self._sampler, max_tokens=left, stop=stop, constrain=item)
@@ -197,12 +198,16 @@ class ChatReply:
             return
         self._generation = None
         if step.finish == "length":
-            self._script.clear()
-            self._choosing = False
-        elif self._choosing:
-            self._chosen()
-        if not self._script:
-            self._end_message(step.finish)
+            self._end_message("length")
+        else:
+            self._turn_page(step.finish)
+
+    def _turn_page(self, finish: str) -> None:
+        """Go on to the next part of the message, or end it when that was the last."""
+        try:
+            self._item = self._script.send(self._reader.text)
+        except StopIteration:
+            self._end_message(finish)
 
     # -- messages --------------------------------------------------------------------------------------------------
 
@@ -222,34 +227,14 @@ class ChatReply:
         """Get ready for one message of the model. `choice` is a tool it must call, "" for any; None leaves it free."""
         prompt = self._context.talk.rendered
         self._reader = Reader(self._context.engine.tokenizer, self._format, prompt)
-        self._drawn, self._choosing = 0, False
+        self._drawn = 0
         behind = self._context.tokens[self._context.written :]
         self._parts.extend(self._reader.write(self._context.engine.tokenizer.decode(behind)))
-        if choice is None:
-            self._script.append(None)
-            return
-        form = self._form()
-        assert self._format is not None
-        opening = end_of_reasoning(self._format, prompt) + form.opening
-        names = (choice,) if choice else self._tools.names
-        if len(names) == 1:
-            self._script.append(opening)
-            self._script_call(names[0], names[0] + form.between)
-        else:
-            self._choosing = True
-            self._script.extend([opening, Grammar.choices(name + form.border for name in names)])
-
-    def _chosen(self) -> None:
-        """The model has chosen among the tools: its arguments follow."""
-        self._choosing = False
-        form = self._form()
-        name = next(name for name in self._tools.names if self._reader.text.endswith(form.opening + name + form.border))
-        self._script_call(name, form.between.removeprefix(form.border))
-
-    def _script_call(self, name: str, lead: str) -> None:
-        self._script.extend([lead, self._tools.get(name).arguments()])
-        if closing := self._form().closing:
-            self._script.append(closing)
+        self._script = free()
+        if choice is not None:
+            assert self._format is not None
+            self._script = forced_call(self._tools, self._form(), choice, end_of_reasoning(self._format, prompt))
+        self._item = next(self._script)
 
     def _form(self) -> CallForm:
         template = self._context.engine.chat_template
@@ -259,6 +244,7 @@ class ChatReply:
 
     def _end_message(self, finish: str) -> None:
         """The model has ended a message: what it has in it decides what comes next."""
+        self._item = False
         self._parts.extend(self._reader.finish())
         reply = self._reader.reply
         self.bad = reply.bad
