@@ -161,7 +161,8 @@ class NativeRunner:
         return x, values
 
     def _run(self, step: library.Step) -> Tensor:
-        out = torch.empty(step.rows, self.model.config.hidden_size)
+        # Not torch.empty, which lets another thread have the interpreter: the device would wait for what that runs.
+        out = torch.from_numpy(np.empty((step.rows, self.model.config.hidden_size), np.float32))
         phases = np.zeros(len(PHASES)) if self.profiler.measuring else None
         step.out, step.phases = out.data_ptr(), None if phases is None else phases.ctypes.data
         self.model.run(step)

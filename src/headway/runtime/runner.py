@@ -77,11 +77,12 @@ class TorchRunner:
 def segment_results(batch: Batch, x: Tensor | None, values: Mapping[tuple[int, int], object]) -> list[SegmentResult]:
     """What each segment gets: its readouts' values and, if wanted, its last row of the residual x [T, E]."""
     few = x is not None and len(x) <= SLAB  # then a row may keep the others alive
+    rows = x.unbind() if x is not None and few else ()
     results = []
     for i, segment in enumerate(batch.segments):
         state = None
         if x is not None and segment.keep_last:
-            state = x[segment.rows[-1]] if few else x[segment.rows[-1]].clone()
+            state = rows[segment.rows[-1]] if few else x[segment.rows[-1]].clone()
         results.append(SegmentResult({index: values[i, index] for index, _, _ in segment.readouts}, state))
     return results
 
