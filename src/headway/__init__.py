@@ -27,6 +27,7 @@ from headway.base.errors import (
     InvalidInput,
     InvalidMask,
     InvalidToken,
+    ItemFailed,
     ModelError,
     ModelNotFound,
     OutOfPages,
@@ -66,6 +67,15 @@ if TYPE_CHECKING:
     from headway.base.samplers import TopKTopP as TopKTopP
     from headway.base.samplers import TopP as TopP
     from headway.base.samplers import Typical as Typical
+    from headway.pipelines.make import pipeline as pipeline
+    from headway.pipelines.outputs import ModelOutput as ModelOutput
+    from headway.pipelines.pipeline import Pipeline as Pipeline
+    from headway.pipelines.registry import register_task as register_task
+    from headway.pipelines.task import Batch as Batch
+    from headway.pipelines.task import PreparedItem as PreparedItem
+    from headway.pipelines.task import Row as Row
+    from headway.pipelines.task import Task as Task
+    from headway.pipelines.task import TaskOptions as TaskOptions
     from headway.program.beam_choices import Continuation as Continuation
     from headway.program.constraints import Constraint as Constraint
     from headway.program.context import Context as Context
@@ -129,6 +139,11 @@ _HOMES = {
         "TopP",
         "Typical",
     ),
+    "pipelines.make": ("pipeline",),
+    "pipelines.outputs": ("ModelOutput",),
+    "pipelines.pipeline": ("Pipeline",),
+    "pipelines.registry": ("register_task",),
+    "pipelines.task": ("Batch", "PreparedItem", "Row", "Task", "TaskOptions"),
     "program.beam_choices": ("Continuation",),
     "program.constraints": ("Constraint",),
     "program.context": ("Context",),
@@ -161,6 +176,7 @@ __all__ = [
     "AttentionScores",
     "BadModelFile",
     "BadToolCall",
+    "Batch",
     "Brle",
     "ChatLimits",
     "ChatReply",
@@ -188,6 +204,7 @@ __all__ = [
     "InvalidInput",
     "InvalidMask",
     "InvalidToken",
+    "ItemFailed",
     "LogitLens",
     "Logits",
     "Logprob",
@@ -196,13 +213,16 @@ __all__ = [
     "MinP",
     "ModelError",
     "ModelNotFound",
+    "ModelOutput",
     "Multinomial",
     "OutOfPages",
     "OutOfRange",
     "Output",
     "Part",
     "PassFailed",
+    "Pipeline",
     "Prepared",
+    "PreparedItem",
     "Probe",
     "ProbeHandle",
     "Rank",
@@ -210,12 +230,15 @@ __all__ = [
     "Ranking",
     "Reasoning",
     "Reply",
+    "Row",
     "SampleHandle",
     "Sampler",
     "Sampling",
     "SamplingParams",
     "SnapshotError",
     "Step",
+    "Task",
+    "TaskOptions",
     "TemplateError",
     "TokenBudgetExceeded",
     "ToolCall",
@@ -233,6 +256,8 @@ __all__ = [
     "ValidationFailed",
     "WrongType",
     "generate",
+    "pipeline",
+    "register_task",
 ]
 
 

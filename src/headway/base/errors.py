@@ -19,6 +19,7 @@
     ├── TokenBudgetExceeded              a context has computed as many tokens as it may
     ├── DeadlineExceeded (TimeoutError)  a context's time is over
     ├── SnapshotError                    a saved context that cannot be opened
+    ├── ItemFailed                       an item of a stream that could not be read; `index` says which
     ├── ToolFailed                       a tool that raised, took too long or was called too often
     ├── ValidationFailed                 two ways of computing the same thing disagree
     └── PassFailed                       the device failed while computing a pass
@@ -104,6 +105,12 @@ class DeadlineExceeded(HeadwayError, TimeoutError):
 
 class SnapshotError(HeadwayError):
     """A saved context that cannot be opened."""
+
+
+class ItemFailed(HeadwayError):
+    """An item of a stream could not be read; `index` is its number, the cause is the source's own error."""
+
+    index: int
 
 
 class ToolFailed(HeadwayError):

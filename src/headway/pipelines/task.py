@@ -1,0 +1,168 @@
+"""What a task is: the values that travel through a pipeline, and the four functions that move them on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from headway.base.errors import InvalidInput, WrongType
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from headway.pipelines.loading import Loaded
+    from headway.pipelines.opening import Request
+
+    Results = Sequence[Mapping[str, np.ndarray]]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Row:
+    """One row of a batch: a model's inputs without the batch dimension, and what the row costs."""
+
+    inputs: Mapping[str, Any]
+    length: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PreparedItem:
+    """An item that the model can compute: its rows, and what postprocess will want to know."""
+
+    rows: tuple[Row, ...]
+    facts: Any = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Batch:
+    """Rows together: the tensors a model is called with."""
+
+    inputs: dict[str, Any]
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """What a call of a task may set; a task adds fields. Values are checked in `__post_init__`."""
+
+
+class Task:
+    """One kind of work over one loaded model. Subclass it, then `hw.register_task("name", MyTask)`.
+
+    `preprocess` and `postprocess` must be written; `collate` and `forward` have useful defaults. All of them may be
+    called from several threads at once, except `forward`, which only the batcher calls.
+    """
+
+    name: str = ""  # what it was asked for as
+    Options: ClassVar[type[TaskOptions]] = TaskOptions
+    auto_class: ClassVar[str] = "AutoModel"  # the transformers class that loads its model
+    needs: ClassVar[tuple[str, ...]] = ("tokenizer",)  # tokenizer, image_processor, feature_extractor, processor
+    default_model: ClassVar[str | None] = None
+    lookahead: ClassVar[int] = 1024  # rows that may be prepared ahead
+    reads: ClassVar[str] = "all"  # the final states its head needs: all, first (of each row) or masked; see `packed`
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.loaded = loaded
+        self.config = loaded.config
+
+    @classmethod
+    def open(cls, request: Request) -> Any:
+        """The pipeline that a request asks for; only a task whose model runs elsewhere makes its own."""
+        from headway.pipelines.opening import open_here
+
+        return open_here(request)
+
+    # -- what a task says ----------------------------------------------------------------------------------------------
+
+    def preprocess(self, item: Any, options: Any) -> PreparedItem:
+        """What the model must compute for `item`."""
+        raise NotImplementedError
+
+    def preprocess_many(self, items: Sequence[Any], options: Any) -> list[PreparedItem]:
+        """The same for several items, where doing them together is quicker."""
+        return [self.preprocess(item, options) for item in items]
+
+    def collate(self, rows: Sequence[Row]) -> Batch:
+        """Rows as the tensors of one call: sequences padded, arrays stacked."""
+        from headway.pipelines.arrays import collate
+
+        return Batch(collate(rows, self.padding(), self.loaded.run.takes), tuple(rows))
+
+    def forward(self, batch: Batch, options: Any) -> Mapping[str, Tensor]:
+        """The model's answer on the device, reduced to what `postprocess` needs: name → [R, …]."""
+        return self.reduce(self.loaded.run(batch.inputs), batch, options)
+
+    def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Tensor]:
+        """The part of the model's own output that must leave the device; by default its logits as float32."""
+        return {"logits": output.logits.float()}
+
+    def postprocess(self, prepared: PreparedItem, results: Results, options: Any) -> Any:
+        """What the user gets for an item, from its rows' results."""
+        raise NotImplementedError
+
+    # -- what it may say too -------------------------------------------------------------------------------------------
+
+    def batch_key(self, options: Any) -> Hashable:
+        """Rows share a batch when their keys are equal: whatever of the options `forward` looks at."""
+        return options
+
+    def pads(self, key: Hashable) -> bool:
+        """Whether rows of a batch are padded to one length, so that a batch costs its longest row times its rows."""
+        return True
+
+    def gather(self, item: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The item and the options of a call; a task that takes an item in keywords puts it together here."""
+        if item is MISSING:
+            raise InvalidInput(f"nothing was given; call it with {self.wanted()}, a list of them or an iterable")
+        return item, given
+
+    def is_item(self, value: Any) -> bool:
+        """Whether `value` is one item rather than a list or an iterable of items."""
+        return isinstance(value, (str, bytes, Mapping))
+
+    def wanted(self) -> str:
+        """What one item is, in words, for messages."""
+        return "a string"
+
+    def padding(self) -> Mapping[str, int]:
+        """What sequences are padded with, by input name; the special name `side` says where (1: at the end)."""
+        tokenizer = self.loaded.tokenizer
+        if tokenizer is None:
+            return {}
+        left = getattr(tokenizer, "padding_side", "right") == "left"
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        types = getattr(tokenizer, "pad_token_type_id", 0)
+        return {"input_ids": pad, "token_type_ids": types, "side": 0 if left else 1}
+
+    def options(self, base: Any, given: Mapping[str, Any]) -> Any:
+        """`base` with what a call gave; names that the task does not know are refused."""
+        if not given:
+            return base
+        known = {field.name for field in dataclasses.fields(base)}
+        for name in given:
+            if name not in known:
+                listed = ", ".join(sorted(known)) or "nothing"
+                raise InvalidInput(f"{name!r} is no option of this task; it takes {listed}")
+        return dataclasses.replace(base, **given)
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING: Any = _Missing()
+
+
+def check_text(value: Any, what: str = "a string") -> str:
+    """`value` if it is a string that has something in it."""
+    if not isinstance(value, str):
+        raise WrongType(f"{_short(value)} of type {type(value).__name__} was given where {what} is wanted")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:59] + "…"
