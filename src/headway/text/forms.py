@@ -97,10 +97,11 @@ def described(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -
     rest = messages if first is None else messages[1:]
     if first is not None:
         system = f"{first['content']}\n\n{system}"
-    return [{"role": "system", "content": system}, *map(_as_text, rest)]
+    return [{"role": "system", "content": system}, *map(as_text, rest)]
 
 
-def _as_text(message: Message) -> Message:
+def as_text(message: Message) -> Message:
+    """A message in which calls and results are plain text, in a role that every template knows."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     if not message.get("tool_calls"):

@@ -21,7 +21,7 @@ from headway.server.openai.wire import Knobs
 from headway.server.serving import Serving, Ticket
 
 DONE = b"data: [DONE]\n\n"
-REASONS = {"eos": "stop", "stop": "stop", "constraint": "stop", "length": "length"}
+REASONS = {"eos": "stop", "stop": "stop", "constraint": "stop", "enough": "stop", "length": "length"}
 
 
 @dataclass

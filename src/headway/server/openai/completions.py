@@ -18,7 +18,7 @@ from headway.server.openai.plan import Plan, plan
 from headway.server.openai.prompts import Prompt, read_prompts, score, spelled
 from headway.server.openai.running import Put, copies, together
 from headway.server.openai.tokens import Spelling, Token, completion_logprobs, prompt_logprobs
-from headway.server.openai.wire import CompletionRequest
+from headway.server.openai.wire import STREAM, CompletionRequest
 from headway.server.serving import Serving, Ticket
 
 MAX_TOKENS = 16  # where a request says nothing, as with OpenAI
@@ -27,7 +27,7 @@ AT_ONCE = 16  # prompts of one request that are worked on together
 router = APIRouter()
 
 
-@router.post("/v1/completions", summary="Text that goes on from a prompt")
+@router.post("/v1/completions", summary="Text that goes on from a prompt", responses=STREAM)
 async def completions(asked: CompletionRequest, request: Request) -> Response:
     """Text that goes on from each prompt, whole or as a stream of events."""
     serving: Serving = request.app.state.serving

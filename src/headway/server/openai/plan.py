@@ -82,7 +82,7 @@ class Plan:
         return context.generate(
             replace(self.sampler, seed=derived_seed(self.sampler.seed, number)),
             max_tokens=max_tokens,
-            min_tokens=self.min_tokens if free else 0,
+            min_tokens=min(self.min_tokens, max_tokens) if free else 0,
             stop=self.stop if free else (),
             stop_only=self.ignore_eos and free,
             constrain=self._constraint(grammar),

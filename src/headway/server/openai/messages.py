@@ -1,0 +1,161 @@
+"""Messages and tools of a chat, as the model's template reads them, and the tokens of the prompt they make.
+
+Everything here is pure work on values: it runs in a thread, with no context and no lock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headway.base.errors import InvalidInput, WrongType
+from headway.program.conversation import Conversation
+from headway.program.engine import Engine
+from headway.program.ids import token_ids
+from headway.program.toolbox import Toolbox
+from headway.program.turns import reply_format, tool_format
+from headway.server.errors import bad_request
+from headway.server.openai.wire import Call, Message, Tool
+from headway.text.forms import CallForm, as_text, call_form
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A chat that is ready for its next message."""
+
+    ids: tuple[int, ...]
+    rendered: str  # ends with the generation prompt
+    format: str | None  # how the model writes what is no content
+    tools: Toolbox
+    form: CallForm | None  # how it writes calls, when it has tools
+
+
+def read_talk(messages: Sequence[Message], tools: Sequence[Tool], engine: Engine, *, cue: bool = True) -> Talk:
+    """The prompt of a chat; with tools, those that the model is shown."""
+    template = engine.chat_template
+    if template is None:
+        raise bad_request("this model has no chat template; use /v1/completions", "messages", "unsupported")
+    box = toolbox(tools)
+    asked = None
+    if box and not _takes_tools(engine):
+        asked = "hermes"  # its template has no place for them: they are described in the system message
+    format, described = tool_format(template, asked) if box else (reply_format(template), False)
+    source = template.tool_source or template.source
+    listed = tuple(as_message(m, messages[:i], source, f"messages[{i}]") for i, m in enumerate(messages))
+    if not listed:
+        raise bad_request("messages is empty; give at least one", "messages")
+    if not described and "tool_calls" not in source:  # it would leave them out
+        listed = tuple(as_text(message) for message in listed)
+    new = Conversation(messages=listed, tools=box.schemas or None, described=described)
+    if cue:
+        talk, _, ids = engine.chat.follow(Conversation(), new, ())
+    else:
+        talk, ids = Conversation(tools=new.tools, described=described), []
+        for message in listed:
+            talk, added = engine.chat.add(talk, message)
+            ids += added
+    form = None if format is None or not box else call_form(format, source)
+    return Talk(tuple(token_ids(ids, engine.vocab_size)), talk.rendered, format, box, form)
+
+
+def _takes_tools(engine: Engine) -> bool:
+    """Whether the model's template has a place for tools, and writes calls in a form that is known."""
+    try:
+        tool_format(engine.chat_template)
+    except Exception:
+        return False
+    return True
+
+
+def toolbox(tools: Sequence[Tool]) -> Toolbox:
+    """The tools of a request, by name."""
+    try:
+        return Toolbox([tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools])
+    except (InvalidInput, WrongType) as error:
+        raise bad_request(str(error), "tools") from error
+
+
+def as_message(message: Message, before: Sequence[Message], source: str, where: str) -> dict[str, Any]:
+    """One message as templates know it: a developer is a system, unless the template knows both; calls are values."""
+    role = message.role
+    if role == "developer" and "developer" not in source:
+        role = "system"
+    if role == "function":
+        role = "tool"
+    made: dict[str, Any] = {"role": role, "content": _content(message, where)}
+    if message.name is not None:
+        made["name"] = message.name
+    if message.role == "assistant":
+        return made | _said(message, where)
+    for field in ("tool_calls", "reasoning_content", "refusal"):
+        if getattr(message, field) is not None:
+            raise bad_request(f"{where}.{field} belongs to messages of an assistant", f"{where}.{field}")
+    if message.role == "tool":
+        return made | _result(message, before, where)
+    if message.tool_call_id is not None:
+        raise bad_request(f"{where}.tool_call_id belongs to messages of a tool", f"{where}.tool_call_id")
+    return made
+
+
+def _said(message: Message, where: str) -> dict[str, Any]:
+    """What only an assistant's message has."""
+    made: dict[str, Any] = {}
+    if message.reasoning_content is not None:
+        made["reasoning_content"] = made["thinking"] = message.reasoning_content
+    if message.tool_calls:
+        made["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+    elif message.content is None and message.refusal is None:
+        raise bad_request(f"{where} of an assistant has neither content nor tool_calls", f"{where}.content")
+    return made
+
+
+def _call(call: Call, where: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise bad_request(
+            f"{where}.function.arguments is {call.function.arguments!r:.60}; it takes the text of a JSON object",
+            f"{where}.function.arguments",
+        )
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _result(message: Message, before: Sequence[Message], where: str) -> dict[str, Any]:
+    """What only a tool's message has: the call it answers, by its id and name."""
+    if message.tool_call_id is None:
+        raise bad_request(f"{where} of a tool has no tool_call_id; say which call it answers", f"{where}.tool_call_id")
+    names = {call.id: call.function.name for one in before for call in one.tool_calls or ()}
+    if message.tool_call_id not in names:
+        raise bad_request(
+            f"{where}.tool_call_id is {message.tool_call_id!r:.60}; no call before it has that id",
+            f"{where}.tool_call_id",
+        )
+    return {"tool_call_id": message.tool_call_id, "name": message.name or names[message.tool_call_id]}
+
+
+def _content(message: Message, where: str) -> str:
+    """A message's text; parts are put together."""
+    content = message.content
+    if content is None:
+        if message.role != "assistant":
+            raise bad_request(f"{where} has no content", f"{where}.content", "missing_field")
+        return message.refusal or ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        if part.type not in ("text", "refusal"):
+            raise bad_request(
+                f"{where}.content[{i}] is of type {part.type!r}; this model takes text only",
+                f"{where}.content[{i}].type",
+                "unsupported",
+            )
+        text = part.text if part.type == "text" else part.refusal
+        if text is None:
+            raise bad_request(f"{where}.content[{i}] has no {part.type}", f"{where}.content[{i}].{part.type}")
+        texts.append(text)
+    return "".join(texts)
