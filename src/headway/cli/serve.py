@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.base.errors import InvalidInput
+from headway.base.errors import HeadwayError, InvalidInput
 from headway.cli.options import (
     ENGINE,
     NUMBER,
@@ -131,7 +131,14 @@ def serve(
         **given,
     )
     options = EngineOptions(model, dtype, device, threads, quantize)
-    raise typer.Exit(run(settings, lambda: _open(options, pages, max_batch_tokens)))
+    try:
+        code = run(settings, lambda: _open(options, pages, max_batch_tokens))
+    except HeadwayError as error:
+        if not as_json:
+            raise
+        emit_json({"error": {"type": type(error).__name__, "message": str(error)}}, indent=None)  # a line, as the log's
+        code = 2
+    raise typer.Exit(code)
 
 
 def _open(options: EngineOptions, pages: int | None, max_batch_tokens: int | None) -> Engine:

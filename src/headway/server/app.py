@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.middleware import Middleware
 
-from headway.server import logs
+from headway.server import logs, openai
 from headway.server.bodies import Body
 from headway.server.errors import install
 from headway.server.lives import Life
@@ -54,11 +54,8 @@ def create_app(
     )
     app.state.serving = serving
     install(app)
-    app.include_router(router)
-    if hasattr(openai := import_module("headway.server.openai"), "router"):
-        app.include_router(openai.router)
-    for more in routers:
-        app.include_router(more)
+    for routes in (router, openai.router, *routers):
+        app.include_router(routes)
     return app
 
 
@@ -80,11 +77,9 @@ async def _lifespan(
 async def _load_and_watch(serving: Serving, open_engine: Callable[[], Engine], on_end: Callable[[], None]) -> None:
     """Load the engine, then look after its worker until it dies."""
     logs.info("loading", model=serving.settings.model)
-    loading = asyncio.create_task(asyncio.to_thread(open_engine))
     try:
-        engine = await asyncio.shield(loading)
-    except asyncio.CancelledError:  # a thread cannot be stopped: what it opens is closed
-        loading.add_done_callback(lambda done: done.exception() or done.result().close())
+        engine = await _opened(open_engine)
+    except asyncio.CancelledError:
         raise
     except BaseException as error:
         serving.failure = error
@@ -95,6 +90,30 @@ async def _load_and_watch(serving: Serving, open_engine: Callable[[], Engine], o
         await asyncio.sleep(LOOK)
     logs.log(logs.CRITICAL, "the engine's worker has died; nothing can be computed any more")
     on_end()
+
+
+def _opened(open_engine: Callable[[], Engine]) -> asyncio.Future[Engine]:
+    """The engine, once a thread has opened it. Nobody waits for the thread when the server ends before it does."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Engine] = loop.create_future()
+
+    def settle(engine: Engine | None, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_exception(error) if error is not None else future.set_result(cast("Engine", engine))
+        elif engine is not None:
+            engine.close()
+
+    def work() -> None:
+        engine = error = None
+        try:
+            engine = open_engine()
+        except BaseException as e:
+            error = e
+        with suppress(RuntimeError):  # the loop is closed, and the process about to end
+            loop.call_soon_threadsafe(settle, engine, error)
+
+    threading.Thread(target=work, name="headway-load", daemon=True).start()
+    return future
 
 
 def _facts(engine: Engine) -> dict[str, Any]:

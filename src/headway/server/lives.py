@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headway.server.errors import ApiError, error_body
+from headway.server.errors import FAILED, ApiError, as_api_error, error_body
 from headway.server.serving import Serving
 
 EVENTS = b"text/event-stream"
@@ -70,8 +70,10 @@ class _Life:
             await self._say(self._over.result())
         elif work.cancelled():
             raise RuntimeError("the route cancelled itself")
-        else:
-            work.result()
+        elif (error := work.exception()) is not None:
+            if self._in_stream:
+                await self._tell(_known(error))
+            raise error
 
     async def _listen(self) -> None:
         """Hand on what the client sends until it leaves."""
@@ -93,12 +95,23 @@ class _Life:
         await self._send(message)
 
     async def _say(self, why: ApiError | None) -> None:
-        """Why it ended: an answer if there was none yet, an event in a stream that has begun."""
-        if why is None or self._complete:
-            return
-        if not self._started:
+        """Why it was ended: an answer if there was none yet, an event in a stream that has begun."""
+        if why is not None and not self._started:
             raise why
-        if self._streams:
-            await self._send(
-                {"type": "http.response.body", "body": b"data: " + error_body(why) + b"\n\n", "more_body": False}
-            )
+        if why is not None and self._in_stream:
+            await self._tell(why)
+
+    @property
+    def _in_stream(self) -> bool:
+        return self._started and self._streams and not self._complete
+
+    async def _tell(self, why: ApiError) -> None:
+        event = b"data: " + error_body(why) + b"\n\n"
+        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+def _known(error: BaseException) -> ApiError:
+    """What a client is told of an error in the middle of a stream; starlette wraps those that have a handler."""
+    cause = error.__cause__
+    known = as_api_error(error) or (None if cause is None else as_api_error(cause))
+    return known or ApiError(500, FAILED)

@@ -24,12 +24,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headway.server import logs
 from headway.server.auth import bearer
-from headway.server.errors import ApiError, error_body
+from headway.server.errors import FAILED, ApiError, error_body
 from headway.server.serving import Serving
 from headway.server.settings import ANY_HOST, Settings
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20  # for a client that still sends what was refused
+LINGER_SECONDS, LINGER_PAUSE, LINGER_BYTES = 2.0, 0.3, 64 << 20  # for a client that still sends what was refused
 CLIENT_GONE = 499
 WATCHED = frozenset({"/health", "/metrics", "/stats"})
 _HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,253})(?::[0-9]{1,5})?")
@@ -64,7 +64,7 @@ class Trail:
     async def _answer(self, error: Exception, exchange: _Exchange) -> None:
         if not isinstance(error, ApiError):
             logs.failure("a request failed", error, with_text=self._serving.settings.log_prompts)
-            error = ApiError(500, "the server failed to answer; its log says why, under this request's id")
+            error = ApiError(500, FAILED)
         if exchange.status is None:
             await exchange.refuse(error)
 
@@ -128,11 +128,15 @@ class _Exchange:
         await self.send({"type": "http.response.start", "status": error.status, "headers": encoded})
         await self.send({"type": "http.response.body", "body": body, "more_body": True})
         if unread and self._may_linger:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LINGER_SECONDS):
-                    while self._more and self.bytes_in < LINGER_BYTES:
-                        await self.receive()
+            await self._linger()
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _linger(self) -> None:
+        """Read and drop while the client keeps sending, for a while."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while self._more and self.bytes_in < LINGER_BYTES:
+                    await asyncio.wait_for(self.receive(), LINGER_PAUSE)
 
 
 class Door:

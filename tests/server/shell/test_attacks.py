@@ -17,7 +17,7 @@ import pytest
 
 from conftest import Server, parse, post, read_all
 
-BYSTANDER, COUNT = list(range(40, 75)), 120
+BYSTANDER, COUNT = list(range(40, 75)), 60
 
 
 @pytest.fixture(scope="module")

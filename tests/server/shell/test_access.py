@@ -1,0 +1,317 @@
+"""Who may come in: names in Host, web pages, keys, and what each key may do."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conftest import Server
+from headway.base.errors import InvalidInput
+from headway.server.auth import Keys, TenantLimits, add_key, bearer
+from headway.server.run import check_exposure
+from headway.server.settings import Settings
+from headway.server.walls import HostCheck
+
+PAGE = "https://app.example.org"
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Server]) -> Server:
+    return start({"cors_origins": [PAGE], "allowed_hosts": ["models.example.org"]}).ready()
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    path = tmp_path_factory.mktemp("keys") / "keys.json"
+    limits = {
+        "wide": TenantLimits(),
+        "twin": TenantLimits(),
+        "one": TenantLimits(max_requests=1, max_tokens=500),
+        "rare": TenantLimits(requests_per_minute=2),
+    }
+    return {"file": str(path)} | {name: add_key(path, name, limit) for name, limit in limits.items()}
+
+
+@pytest.fixture(scope="module")
+def closed(start: Callable[..., Server], keys: dict[str, str]) -> Server:
+    return start({"key_file": keys["file"]}, step_seconds=0.005, pages=128).ready()
+
+
+# -- hosts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "localhost", "LOCALHOST:80", "127.0.0.1:65535", "[::1]:8000", "127.9.9.9", "Models.example.org"],
+)
+def test_this_machines_names_and_those_allowed_are_answered(server: Server, host: str) -> None:
+    assert server.get("/health", {"Host": host}).status == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example.org",
+        "evil.example.org:8000",
+        "127.0.0.1.evil.example.org",
+        "localhost.evil.example.org",
+        "models.example.org.evil.example.org",
+        "models.example.org.",
+        "localhost.",
+        "2130706433",
+        "0x7f000001",
+        "0177.0.0.1",
+        "127.1",
+        "0.0.0.0",
+        "8.8.8.8",
+        "localhost@evil.example.org",
+        "evil.example.org#localhost",
+        "localhost, evil.example.org",
+        "localhost:80:80",
+        "localhost:port",
+        "[::1",
+        "[::2]",
+        "",
+        " ",
+        "*",
+    ],
+)
+def test_other_names_are_refused(server: Server, host: str) -> None:
+    reply = server.get("/health", {"Host": host})
+    assert reply.status == 400
+    assert reply.error["code"] in {"host_not_allowed", "invalid_host"}
+    assert "evil" not in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.0\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example.org\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: evil.example.org\r\nX-Forwarded-Host: localhost\r\n\r\n",
+        b"GET http://localhost/health HTTP/1.1\r\nHost: evil.example.org\r\nConnection: close\r\n\r\n",
+    ],
+)
+def test_a_host_that_is_missing_or_doubtful_is_refused(server: Server, head: bytes) -> None:
+    reply = server.raw(head)
+    assert reply.status == 400
+    assert reply.error["message"]
+
+
+def test_an_address_everywhere_needs_keys_or_names(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="--allowed-host"):
+        check_exposure(Settings(host="0.0.0.0"))
+    with pytest.raises(InvalidInput, match="--keys"):
+        check_exposure(Settings(host="::"))
+    check_exposure(Settings(host="0.0.0.0", allowed_hosts=("models.example.org",)))
+    check_exposure(Settings(host="0.0.0.0", key_file=tmp_path / "keys.json"))
+    check_exposure(Settings(host="127.0.0.1"))
+
+
+def test_with_keys_an_address_everywhere_takes_any_name() -> None:
+    HostCheck(Settings(host="0.0.0.0"), has_keys=True).check([b"anything.example.org"])
+    for settings, has_keys in ((Settings(host="127.0.0.1"), True), (Settings(host="10.0.0.1"), False)):
+        with pytest.raises(Exception, match="--allowed-host"):
+            HostCheck(settings, has_keys=has_keys).check([b"anything.example.org"])
+
+
+# -- web pages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example.org", "null", "http://app.example.org", PAGE + ".evil.org"])
+def test_other_web_pages_are_refused_before_anything_is_done(server: Server, origin: str) -> None:
+    before = server.stats()["tokens"]
+    reply = server.ask("POST", "/tokens", {"prompt": [1], "max_tokens": 1}, {"Origin": origin})
+    assert reply.status == 403
+    assert "access-control-allow-origin" not in reply.headers
+    assert server.stats()["tokens"] == before
+    preflight = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    assert server.ask("OPTIONS", "/tokens", headers=preflight).status == 403
+
+
+def test_an_allowed_page_may_call(server: Server) -> None:
+    preflight = {
+        "Origin": PAGE,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,x-stainless-os",
+    }
+    asked = server.ask("OPTIONS", "/tokens", headers=preflight)
+    assert (asked.status, asked.headers["access-control-allow-origin"]) == (204, PAGE)
+    assert asked.headers["access-control-allow-headers"] == "authorization,x-stainless-os"
+    reply = server.ask("POST", "/tokens", {"prompt": [1], "max_tokens": 1}, {"Origin": PAGE})
+    assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert "Origin" in reply.headers["vary"]
+    assert server.get("/nothing", {"Origin": PAGE}).headers["access-control-allow-origin"] == PAGE
+
+
+def test_a_page_of_the_server_itself_may_call(server: Server) -> None:
+    host = f"127.0.0.1:{server.port}"
+    assert server.get("/health", {"Host": host, "Origin": f"http://{host}"}).status == 200
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/metrics"),
+        ("GET", "/stats"),
+        ("GET", "/openapi.json"),
+        ("GET", "/v1/models"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/tokens"),
+        ("GET", "/nothing"),
+        ("GET", "/health/"),
+        ("GET", "/health/../metrics"),
+        ("GET", "//health"),
+        ("OPTIONS", "/metrics"),
+    ],
+)
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic {key}", "{key}", "Bearer {key}x", "Bearer " + "x" * 5000],
+)
+def test_every_path_is_closed_without_a_key(
+    closed: Server, keys: dict[str, str], method: str, path: str, header: str | None
+) -> None:
+    headers = {} if header is None else {"Authorization": header.format(key=keys["wide"])}
+    reply = closed.ask(method, path, headers=headers)
+    assert reply.status == 401
+    assert reply.headers["www-authenticate"] == "Bearer"
+    assert reply.error["code"] == "invalid_api_key"
+
+
+def test_health_is_open_and_a_key_opens_the_rest(closed: Server, keys: dict[str, str]) -> None:
+    assert closed.get("/health").status == 200
+    for scheme in ("Bearer", "bearer"):
+        assert closed.get("/metrics", {"Authorization": f"{scheme} {keys['wide']}"}).status == 200
+    assert closed.raw(
+        f"GET /metrics HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {keys['wide']}\r\n"
+        f"Authorization: Bearer {keys['twin']}\r\nConnection: close\r\n\r\n".encode()
+    ).status == 401  # fmt: skip
+
+
+def test_a_body_is_not_read_without_a_key(closed: Server) -> None:
+    head = b"POST /tokens HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
+    assert closed.raw(head).status == 401
+
+
+def test_a_key_has_its_own_share_of_the_cache(closed: Server, keys: dict[str, str]) -> None:
+    prompt = list(range(2, 70))
+
+    def hits(key: str) -> int:
+        closed.tokens(prompt, 2, key=keys[key])
+        return closed.get("/stats", {"Authorization": f"Bearer {keys['wide']}"}).json["stats"]["cache_hits"]
+
+    first = hits("wide")
+    second = hits("wide")
+    assert second > first
+    assert hits("twin") == second
+    assert hits("twin") > second
+
+
+def test_a_key_is_held_to_its_requests_at_once(closed: Server, keys: dict[str, str]) -> None:
+    slow = threading.Thread(target=closed.tokens, args=([5] * 20, 450, keys["one"]))
+    slow.start()
+    closed.until(lambda: closed.tokens([5], 1, key=keys["one"]).status == 429)
+    reply = closed.tokens([5], 1, key=keys["one"])
+    assert (reply.status, reply.error["code"]) == (429, "queue_full")
+    assert int(reply.headers["retry-after"]) >= 1
+    assert closed.tokens([5], 1, key=keys["wide"]).status == 200
+    slow.join()
+    assert closed.tokens([5], 1, key=keys["one"]).status == 200
+
+
+def test_a_key_is_held_to_its_tokens(closed: Server, keys: dict[str, str]) -> None:
+    reply = closed.tokens([5] * 20, 481, key=keys["one"])
+    assert reply.status == 400
+    assert "501" in reply.error["message"]
+    assert "500" in reply.error["message"]
+
+
+def test_a_key_is_held_to_its_requests_a_minute(closed: Server, keys: dict[str, str]) -> None:
+    assert [closed.tokens([5], 1, key=keys["rare"]).status for _ in range(3)] == [200, 200, 429]
+    reply = closed.tokens([5], 1, key=keys["rare"])
+    assert reply.error["code"] == "rate_limit_exceeded"
+    assert 1 <= int(reply.headers["retry-after"]) <= 60
+
+
+def test_no_key_is_ever_written(closed: Server, keys: dict[str, str]) -> None:
+    secrets = [key for name, key in keys.items() if name != "file"]
+    closed.get("/metrics", {"Authorization": f"Bearer {keys['wide']}"})
+    written = json.dumps(closed.lines) + "".join(closed.errors) + Path(keys["file"]).read_text()
+    assert not any(secret in written for secret in secrets)
+    assert '"tenant": "wide"' in written
+
+
+# -- the key file ------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_has_hashes_and_belongs_to_its_owner(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "keys.json"
+    first, second = add_key(path, "a"), add_key(path, "b", TenantLimits(max_requests=3))
+    assert path.stat().st_mode & 0o077 == 0
+    keys = Keys.read(path)
+    found = keys.find(first), keys.find(second)
+    assert [tenant.name for tenant in found if tenant] == ["a", "b"]
+    assert found[0]
+    assert found[1]
+    assert found[0].salt != found[1].salt
+    assert found[1].limits == TenantLimits(max_requests=3)
+    assert keys.find(first[:-1]) is None
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "cannot be used"),
+        ("[]", "cannot be used"),
+        ('{"keys": []}', "no keys"),
+        ('{"keys": [{"name": "a"}]}', "cannot be used"),
+        ('{"keys": [{"name": "a", "sha256": "00"}]}', "64 hex digits"),
+        ('{"keys": [{"name": "a/b", "sha256": "%s"}]}', "plain name"),
+        ('{"keys": [{"name": "a", "sha256": "%s", "limit": {}}]}', "'limit'"),
+        ('{"keys": [{"name": "a", "sha256": "%s", "limits": {"requests": 1}}]}', "'requests'"),
+        ('{"keys": [{"name": "a", "sha256": "%s", "limits": {"max_requests": 0}}]}', "from 1"),
+        ('{"keys": [{"name": "a", "sha256": "%s", "limits": {"max_priority": NaN}}]}', "a number"),
+        ('{"keys": [{"name": "a", "sha256": "%s"}, {"name": "a", "sha256": "%s"}]}', "two keys of one name"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(text.replace("%s", "0" * 64))
+    with pytest.raises(InvalidInput, match=says):
+        Keys.read(path)
+
+
+def test_a_file_that_anyone_may_write_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    add_key(path, "a")
+    path.chmod(0o666)
+    with pytest.raises(InvalidInput, match="chmod"):
+        Keys.read(path)
+    with pytest.raises(InvalidInput, match="--new-key"):
+        Keys.read(tmp_path / "nothing.json")
+
+
+def test_a_name_is_given_once(tmp_path: Path) -> None:
+    add_key(tmp_path / "keys.json", "a")
+    with pytest.raises(InvalidInput, match="already"):
+        add_key(tmp_path / "keys.json", "a")
+    with pytest.raises(InvalidInput, match="cannot be used"):
+        add_key(tmp_path / "keys.json", "a\nb")
+
+
+@pytest.mark.parametrize(
+    ("value", "key"), [("Bearer a", "a"), ("bearer  a ", "a"), ("Bearer", None), ("Basic a", None), ("", None)]
+)
+def test_a_key_is_taken_from_its_header(value: str, key: str | None) -> None:
+    assert bearer(value) == key

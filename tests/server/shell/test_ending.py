@@ -1,0 +1,223 @@
+"""How a server begins and ends: loading, a full queue, signals, time-outs, and an engine that dies."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headway as hw
+from conftest import Reply, Server
+from headway.testing import random_model, scripted_engine
+
+PROMPT = list(range(20, 40))
+DEADLY = [13] * 40
+COMMAND = [sys.executable, "-m", "headway.cli.main", "serve", "--json", "--port", "0"]
+
+
+@pytest.fixture
+def later() -> Any:
+    """Ask in the background: `later(server.tokens, …)` → a future."""
+    with ThreadPoolExecutor(8) as threads:
+        yield threads.submit
+
+
+def under_way(server: Server, requests: int) -> None:
+    """Wait until so many requests have been admitted."""
+    lines = server.until(lambda: server.get("/metrics").body.decode().splitlines())
+    names = ("headway_requests_running{", "headway_requests_waiting{")
+
+    def count() -> int:
+        lines = server.get("/metrics").body.decode().splitlines()
+        return int(sum(float(line.split(" ")[-1]) for line in lines if line.startswith(names)))
+
+    assert lines
+    server.until(lambda: count() == requests)
+
+
+# -- beginning ---------------------------------------------------------------------------------------------------------
+
+
+def test_health_is_red_while_the_model_loads(start: Callable[..., Server]) -> None:
+    server = start(load_seconds=1.5).listening()
+    reply = server.get("/health")
+    assert (reply.status, reply.json) == (503, {"status": "loading"})
+    refused = server.tokens(PROMPT, 2)
+    assert (refused.status, refused.error["code"]) == (503, "loading")
+    assert refused.headers["retry-after"] == "1"
+    assert server.get("/stats").status == 503
+    assert server.get("/metrics").status == 200
+    server.ready()
+    reply = server.get("/health")
+    assert (reply.status, reply.json) == (200, {"status": "ready"})
+    assert server.tokens(PROMPT, 2).status == 200
+
+
+def test_a_server_that_is_told_to_stop_while_it_loads_stops(start: Callable[..., Server]) -> None:
+    server = start(load_seconds=3600).listening()
+    server.until(lambda: server.get("/health").status == 503)
+    server.signal(signal.SIGTERM)
+    assert server.end() == 0
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_process_with_its_reason(tmp_path: Path) -> None:
+    server = Server([*COMMAND, "--model", str(tmp_path / "nothing")])
+    assert server.end() == 2
+    assert "nothing" in server.lines[-1]["error"]["message"]
+
+
+def test_a_port_that_is_taken_is_named_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = Server([*COMMAND[:-1], str(port)])
+        assert server.end() == 2
+    assert f"127.0.0.1:{port}" in server.lines[-1]["error"]["message"]
+
+
+# -- a full queue ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(start: Callable[..., Server]) -> Server:
+    limits = {"max_queue_requests": 3, "max_queue_tokens": 1000}
+    return start(limits, step_seconds=0.006, pages=128).ready()
+
+
+def test_a_queue_full_of_requests_says_when_to_come_back(small: Server, later: Any) -> None:
+    alone = small.tokens(PROMPT, 100).json["tokens"]
+    asked = [later(small.tokens, PROMPT, 100) for _ in range(3)]
+    under_way(small, 3)
+    refused = small.tokens(PROMPT, 1)
+    assert (refused.status, refused.error["code"]) == (429, "queue_full")
+    assert refused.headers["retry-after"] == "1"
+    assert "3 requests of 3" in refused.error["message"]
+    assert all(reply.result().json["tokens"] == alone for reply in asked)
+    assert small.tokens(PROMPT, 1).status == 200
+    small.until(small.is_quiet)
+
+
+def test_a_queue_full_of_tokens_says_when_to_come_back(small: Server, later: Any) -> None:
+    asked = later(small.tokens, PROMPT, 250)
+    under_way(small, 1)
+    refused = small.tokens(PROMPT, 750)
+    assert (refused.status, refused.error["code"]) == (429, "queue_full")
+    assert "1000" in refused.error["message"]
+    assert small.tokens(PROMPT, 10).status == 200
+    assert asked.result().status == 200
+
+
+def test_what_never_fits_is_refused_for_good(small: Server) -> None:
+    refused = small.tokens(PROMPT, 981)
+    assert (refused.status, refused.error["code"]) == (400, "request_too_large")
+    assert "1001" in refused.error["message"]
+    assert small.tokens(PROMPT, 1).status == 200
+
+
+def test_a_request_that_takes_too_long_is_ended_and_says_so(start: Callable[..., Server], later: Any) -> None:
+    small = start({"request_timeout": 1.5}, step_seconds=0.01).ready()
+    asked = later(small.tokens, PROMPT, 900), later(small.tokens, PROMPT, 900, stream=True)
+    slow, stream = (future.result() for future in asked)
+    assert (slow.status, slow.error["code"]) == (504, "request_timeout")
+    assert slow.headers["x-should-retry"] == "false"
+    assert stream.status == 200
+    *events, last = [event.removeprefix("data: ") for event in stream.body.decode().split("\n\n") if event]
+    assert all(event.isdecimal() for event in events)
+    assert json.loads(last)["error"]["code"] == "request_timeout"
+    small.until(small.is_quiet)
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "stream"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
+def test_a_signal_lets_what_is_under_way_finish(
+    start: Callable[..., Server], later: Any, number: int, stream: bool
+) -> None:
+    server = start(step_seconds=0.01).ready()
+    alone = server.tokens(PROMPT, 150, stream=stream).body
+    asked = later(server.tokens, PROMPT, 150, stream=stream)
+    under_way(server, 1)
+    server.signal(number)
+    server.until(lambda: server.logged("draining"))
+    assert server.get("/health").json == {"status": "draining"}
+    refused = server.tokens(PROMPT, 1)
+    assert (refused.status, refused.error["code"]) == (503, "draining")
+    assert asked.result().body == alone
+    assert server.end() == 0
+    assert not server.errors
+
+
+def test_what_does_not_finish_in_time_is_ended(start: Callable[..., Server], later: Any) -> None:
+    server = start({"drain_timeout": 0.5}, step_seconds=0.02).ready()
+    whole, stream = later(server.tokens, PROMPT, 500), later(server.tokens, PROMPT, 500, stream=True)
+    under_way(server, 2)
+    server.signal(signal.SIGTERM)
+    assert (whole.result().status, whole.result().error["code"]) == (503, "draining")
+    last = stream.result().body.decode().rstrip().rsplit("\n\n", 1)[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
+    assert server.end() == 0
+
+
+def test_a_second_signal_does_not_wait(start: Callable[..., Server], later: Any) -> None:
+    server = start({"drain_timeout": 600}, step_seconds=0.1).ready()
+    asked: Future[Reply] = later(server.tokens, PROMPT, 900)
+    under_way(server, 1)
+    server.signal(signal.SIGTERM)
+    server.until(lambda: server.logged("draining"))
+    server.signal(signal.SIGINT)
+    assert asked.result().status == 503
+    assert server.end() == 128 + signal.SIGINT
+
+
+# -- an engine that dies -----------------------------------------------------------------------------------------------
+
+
+def test_a_dead_worker_turns_health_red_and_ends_the_process(start: Callable[..., Server], later: Any) -> None:
+    server = start(step_seconds=0.02).ready()
+    bystanders = [later(server.tokens, PROMPT, 500), later(server.tokens, PROMPT, 500, stream=True)]
+    under_way(server, 2)
+    deadly = server.tokens(DEADLY, 5)
+    assert deadly.status in (500, 503)
+    reply = server.get("/health")
+    assert (reply.status, reply.json) == (503, {"status": "dead"})
+    assert server.tokens(PROMPT, 1).status == 503
+    for reply in (deadly, bystanders[0].result()):
+        assert reply.status in (500, 503)
+        assert "SystemExit" not in reply.error["message"]
+        assert "Traceback" not in reply.error["message"]
+    last = bystanders[1].result().body.decode().rstrip().rsplit("\n\n", 1)[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "closed"
+    assert server.end() == 1
+    assert any("worker has died" in line["message"] for line in server.lines)
+
+
+def test_an_engine_is_alive_until_it_is_closed() -> None:
+    engine = scripted_engine(pages=8)
+    assert engine.alive
+    engine.close()
+    assert not engine.alive
+
+
+def test_an_engine_whose_worker_died_is_not_alive() -> None:
+    class Deadly:
+        def execute(self, batch: object) -> list[Any]:
+            raise SystemExit
+
+    with hw.Engine(random_model(), runner=Deadly(), pages=8, threads=1) as engine:
+        assert engine.alive
+
+        async def one_pass(engine: hw.Engine) -> None:
+            async with engine.context() as ctx:
+                ctx.fill([1, 2, 3])
+                await ctx.flush()
+
+        with pytest.raises(hw.HeadwayError, match="worker stopped"):
+            engine.run(one_pass)
+        assert not engine.alive
