@@ -9,22 +9,22 @@ from pathlib import Path
 from headway.base.errors import InvalidInput
 
 PREFILL_MODES = ("off", "on", "validate")
-NATIVE_MODES = ("auto", "off", "require")
+NATIVE_MODES = ("auto", "off", "require", "triton")
 
 
 @dataclass(frozen=True)
 class Settings:
     """What the environment says.
 
-    `HEADWAY_CACHE`, `HF_HUB_OFFLINE`, `HEADWAY_BATCHED_PREFILL`, `HEADWAY_NATIVE` (auto, off, or require, which makes
-    a missing native library an error), `HEADWAY_ISA` (the instruction set its kernels keep to) and `HEADWAY_API_KEY`
-    (what commands show a server).
+    `HEADWAY_CACHE`, `HF_HUB_OFFLINE`, `HEADWAY_BATCHED_PREFILL`, `HEADWAY_NATIVE` (auto, off, require, which makes
+    a missing native library an error, or triton: its kernels on any device, on a CPU in Triton's interpreter),
+    `HEADWAY_ISA` (the instruction set its kernels keep to) and `HEADWAY_API_KEY` (what commands show a server).
     """
 
     cache: Path
     hub_offline: bool
     batched_prefill: str  # off | on | validate
-    native: str = "auto"  # auto | off | require
+    native: str = "auto"  # auto | off | require | triton
     isa: str | None = None
     api_key: str | None = field(default=None, repr=False)
 

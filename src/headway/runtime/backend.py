@@ -1,4 +1,4 @@
-"""What computes: the native step on packed weights where machine and model allow it, else torch; and why."""
+"""What computes: the native step on packed weights, Triton kernels on a CUDA device, else torch; and why."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from headway.base.config import Settings
 from headway.base.errors import Unsupported
+from headway.kernels import triton
 from headway.kernels.native.library import ISA_NAMES, Team, open_library, use_isa
 from headway.kv.pool import Pool
 from headway.models.decoder import Decoder
@@ -28,10 +29,18 @@ class Backend:
     decoder: Decoder | PackedDecoder
     team: Team | None
     reason: str
+    triton: bool = False
 
     @property
     def name(self) -> str:
-        return "torch" if self.team is None else f"native, {ISA_NAMES[self.team.isa]}"
+        if self.team is not None:
+            return f"native, {ISA_NAMES[self.team.isa]}"
+        return "triton" if self.triton else "torch"
+
+    @property
+    def by_head(self) -> bool:
+        """Whether the pool is to keep a head's slots of a page together."""
+        return self.team is not None or self.triton
 
     @property
     def format(self) -> str:
@@ -44,6 +53,10 @@ class Backend:
         if isinstance(self.decoder, PackedDecoder):
             assert self.team is not None
             return NativeRunner(self.decoder, pool, page_size, team=self.team, profiler=profiler)
+        if self.triton and not deterministic:  # bits that depend on the row alone are torch's to give
+            from headway.runtime.cuda import CudaRunner
+
+            return CudaRunner(self.decoder, pool, page_size, profiler=profiler)
         return TorchRunner(self.decoder, pool, page_size, deterministic=deterministic, profiler=profiler)
 
 
@@ -69,11 +82,15 @@ def open_backend(
         return Backend(model, _team(threads, settings), "")
     reason = why_not_native(model, dtype, device, settings)
     if reason is not None:
-        if settings.native == "require":
-            raise Unsupported(f"HEADWAY_NATIVE asks for the native step, and {reason}")
+        fast = why_not_triton(device, settings)
+        if settings.native == "triton" and fast is not None:
+            raise Unsupported(f"HEADWAY_NATIVE asks for Triton kernels, and {fast}")
+        if settings.native == "require" and fast is not None:
+            why = reason if device.type == "cpu" else fast
+            raise Unsupported(f"HEADWAY_NATIVE asks for the native step, and {why}")
         if quantize is not None:
             raise Unsupported(f"quantize={quantize!r} needs the native step, and {reason}")
-        return Backend(_torch_model(model, dtype, device), None, reason)
+        return Backend(_torch_model(model, dtype, device), None, reason if fast else "", triton=fast is None)
     team = _team(threads, settings)
     if isinstance(model, Decoder):
         return Backend(pack_decoder(model), team, "")
@@ -88,14 +105,23 @@ def _team(threads: int, settings: Settings) -> Team:
 
 def why_not_native(model: Path | Decoder, dtype: str, device: torch.device, settings: Settings) -> str | None:
     """Why the native step does not serve, in words, or None."""
-    if settings.native == "off":
-        return "HEADWAY_NATIVE is off"
+    if settings.native in ("off", "triton"):
+        return f"HEADWAY_NATIVE is {settings.native}"
     if device.type != "cpu":
         return f"it runs on the CPU, not on {device}"
     computed = model.dtype if isinstance(model, Decoder) else pick_dtype(dtype, device)
     if computed != torch.float32:
         return f"it computes in float32, not in {str(computed).removeprefix('torch.')}"
     return open_library().missing or None
+
+
+def why_not_triton(device: torch.device, settings: Settings) -> str | None:
+    """Why the Triton kernels do not serve, in words, or None."""
+    if settings.native == "off":
+        return "HEADWAY_NATIVE is off"
+    if device.type != "cuda" and settings.native != "triton":
+        return f"it runs on CUDA devices, not on {device}"
+    return triton.missing()
 
 
 def _torch_model(model: Path | Decoder, dtype: str, device: torch.device) -> Decoder:

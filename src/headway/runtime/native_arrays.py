@@ -68,7 +68,7 @@ class StepArrays:
         step.pages = put(segments[0].pages if len(segments) == 1 else np.concatenate([s.pages for s in segments]))
         step.numbers = put(segments[0].numbers if len(segments) == 1 else np.concatenate([s.numbers for s in segments]))
         for i, window in enumerate(self.windows):
-            at, pairs = _runs(segments, window, self.page_size)
+            at, pairs = runs(segments, window, self.page_size)
             self._runs_at[i], self._runs[i] = put(at), put(pairs)
         step.taps = step.query_taps = step.reads = 0
         return step
@@ -94,7 +94,7 @@ def _ends(sizes: Sequence[int]) -> list[int]:
     return at
 
 
-def _runs(
+def runs(
     segments: Sequence[Segment], window: int | None, page_size: int
 ) -> tuple[list[int] | range, list[int] | np.ndarray]:
     """What every row attends to: where its runs begin, [T + 1], and first slot and slot behind the last of each."""

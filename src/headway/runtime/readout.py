@@ -105,7 +105,7 @@ class Reader:
             mark("head")
             inside = {p: i for i, p in enumerate(part)}
             chosen = [a for a in heads if self._place(a) in inside]
-            values.update(self._answers(chosen, [inside[self._place(a)] for a in chosen], logits, batch))
+            values.update(self.answers(chosen, [inside[self._place(a)] for a in chosen], logits, batch))
             mark("sample")
         return values
 
@@ -127,7 +127,8 @@ class Reader:
     def _logits(self, rows: Sequence[Tensor]) -> Tensor:
         return self.decoder.logits(torch.stack(list(rows)), self.tile)
 
-    def _answers(self, chosen: list[Ask], at: list[int], logits: Tensor, batch: Batch) -> dict[tuple[int, int], object]:
+    def answers(self, chosen: list[Ask], at: list[int], logits: Tensor, batch: Batch) -> dict[tuple[int, int], object]:
+        """The values of these readouts of the head, each at its row of logits [R, V]."""
         values: dict[tuple[int, int], object] = {}
         bad, best = self.decoder.best(logits)
         draws, owners, rows = [], [], []

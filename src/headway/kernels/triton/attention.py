@@ -1,0 +1,386 @@
+"""Attention over pages in Triton: rows of any sequences, each with its mask as runs, without a dense mask anywhere.
+
+Two kernels with one meaning, that of `headway.kernels.attention.attend`:
+
+    decode   one row a program, its keys split among programs at fixed slots of its own; the program that ends last
+             puts the parts together, in their order. A row's bits depend on its query and what it sees alone.
+    chunk    many rows of one sequence a program, on the matrix units: prompts
+
+Query heads that share a key head are rows of one product. A tile of slots that no row attends to is never read, and a
+page that is not there (0 in the table) is never attended to.
+"""
+
+# pyright: reportIndexIssue=false, reportMissingImports=false, reportPossiblyUnboundVariable=false
+# ruff: noqa: PLR0915, PLR0917
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway.kernels.triton.layout import PAGE_AT, WHOLE
+
+FAR = tl.constexpr(1 << 30)  # behind every slot
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True, eq=False)
+class Paged:
+    """What attention reads besides queries: a layer's keys and values [P, page, Hkv, D], and the step's numbers.
+
+    `run_at` is the mask set's column of `ints`, whose columns have `rows` numbers.
+    """
+
+    keys: Tensor
+    values: Tensor
+    ints: Tensor
+    rows: int
+    run_at: int
+    scale: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None  # [H] scores that only take part in the sum
+
+
+@dataclass(frozen=True)
+class Splits:
+    """How a decode row's keys are divided: into `most` parts, none shorter than `least` slots."""
+
+    most: int
+    least: int
+
+
+@dataclass(frozen=True, eq=False)
+class Scratch:
+    """Room for the parts of `rows` decode rows. `arrived` is zero between calls."""
+
+    sums: Tensor  # [rows, H, parts, D] float32
+    peaks: Tensor  # [rows, H, parts, 2] float32
+    arrived: Tensor  # [rows, Hkv] int32
+
+
+def scratch(rows: int, heads: int, kv_heads: int, dim: int, splits: Splits, device: torch.device) -> Scratch:
+    """Room for this many rows."""
+    return Scratch(
+        torch.empty(rows, heads, splits.most, dim, dtype=torch.float32, device=device),
+        torch.empty(rows, heads, splits.most, 2, dtype=torch.float32, device=device),
+        torch.zeros(rows, kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+def attend_rows(
+    q: Tensor, out: Tensor, paged: Paged, splits: Splits, room: Scratch, which: Tensor | None = None, tile: int = 0
+) -> None:
+    """q [T, H, D] → out [T, H, D], every row by itself; `which` [n] int32 names the rows, else all of them."""
+    rows = q.shape[0] if which is None else which.shape[0]
+    heads, kv_heads, dim = q.shape[1], paged.keys.shape[2], q.shape[2]
+    group = heads // kv_heads
+    tile = tile or (32 if splits.least <= 64 else 64)
+    if rows:
+        _decode[(rows, kv_heads, splits.most)](
+            q, out, paged.keys, paged.values, paged.ints, paged.ints if which is None else which,
+            room.sums, room.peaks, room.arrived, q if paged.sinks is None else paged.sinks,
+            q.stride(0), out.stride(0), paged.keys.stride(0), paged.keys.stride(1), paged.keys.stride(2),
+            paged.rows, paged.scale * LOG2E,
+            CHOSEN=which is not None, SOFTCAP=paged.softcap, SINKS=paged.sinks is not None,
+            RUN_AT=paged.run_at, PAGE_FIELD=PAGE_AT, HEADS=heads, GROUP=group, DIM=dim, WIDE=_width(dim),
+            PAGE=paged.keys.shape[1], BM=max(16, triton.next_power_of_2(group)), BN=tile,
+            SPLITS=splits.most, LEAST=splits.least, PRECISION=_precision(q), num_warps=4, num_stages=3,
+        )  # fmt: skip
+
+
+def attend_chunks(q: Tensor, out: Tensor, paged: Paged, items: Tensor, tokens: int) -> None:
+    """q [T, H, D] → out [T, H, D] for the rows of `items` [n, 2] int32: first row and count, of one sequence each.
+
+    No item has more than `tokens` rows, which is `chunk_tokens` of this shape.
+    """
+    heads, kv_heads, dim = q.shape[1], paged.keys.shape[2], q.shape[2]
+    group = heads // kv_heads
+    bm, bn, warps, stages = _chunk_shape(group, dim, q.dtype)
+    assert tokens == bm // group
+    if len(items):
+        _chunk[(len(items), kv_heads)](
+            q, out, paged.keys, paged.values, paged.ints, items, q if paged.sinks is None else paged.sinks,
+            q.stride(0), out.stride(0), paged.keys.stride(0), paged.keys.stride(1), paged.keys.stride(2),
+            paged.rows, paged.scale * LOG2E,
+            SOFTCAP=paged.softcap, SINKS=paged.sinks is not None, RUN_AT=paged.run_at,
+            PAGE_FIELD=PAGE_AT, WHOLE_FIELD=WHOLE, GROUP=group, DIM=dim, WIDE=_width(dim), PAGE=paged.keys.shape[1],
+            BM=bm, BN=bn, PRECISION=_precision(q), num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+
+
+def chunk_tokens(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> int:
+    """How many rows of one sequence an item of `attend_chunks` holds at most."""
+    return _chunk_shape(heads // kv_heads, dim, dtype)[0] // (heads // kv_heads)
+
+
+def chunk_items(segments: Sequence[tuple[int, int]], tokens: int) -> list[int]:
+    """Items, flat, for segments of rows (first, count): the longest work first, so that no program ends alone."""
+    found = [
+        (at, min(tokens, first + count - at)) for first, count in segments for at in range(first, first + count, tokens)
+    ]
+    found.sort(key=lambda item: -item[0])
+    return [number for item in found for number in item]
+
+
+def _chunk_shape(group: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Rows and slots of a tile, warps, stages."""
+    if dtype == torch.float32:
+        return max(32, triton.next_power_of_2(group)), 32, 4, 1
+    if dim > 128:
+        return max(64, triton.next_power_of_2(group)), 32, 8, 2
+    return max(128, triton.next_power_of_2(group)), 64, 8, 3
+
+
+def _width(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))
+
+
+def _precision(q: Tensor) -> str:
+    return "ieee" if q.dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def _score(q, k, scale, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores in units of log 2: q [BM, WIDE] with k [BN, WIDE] → [BM, BN]."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if SOFTCAP > 0:
+        x = s * (0.6931471805599453 / SOFTCAP)  # tanh(x) = 1 - 2 / (exp(2x) + 1)
+        s = SOFTCAP * 1.4426950408889634 * (1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
+    return s
+
+
+@triton.jit
+def _mix(q, k, v, seen, peak, total, mixed, scale, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """One tile into the running softmax; seen [BM, BN] says which slots a row attends to."""
+    s = tl.where(seen, _score(q, k, scale, SOFTCAP, PRECISION), float("-inf"))
+    new = tl.maximum(peak, tl.max(s, 1))
+    level = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(s - level[:, None])
+    fade = tl.exp2(peak - level)
+    total = total * fade + tl.sum(p, 1)
+    mixed = mixed * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    return new, total, mixed
+
+
+@triton.jit
+def _decode(
+    q, out, keys, values, ints, which, sums, peaks, arrived, sinks,
+    q_row, out_row, page_stride, slot_stride, head_stride, rows, scale,
+    CHOSEN: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, RUN_AT: tl.constexpr, PAGE_FIELD: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    at, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(which + at) if CHOSEN else at
+    run = tl.load(ints + RUN_AT * rows + row)
+    count = tl.load(ints + (RUN_AT + 1) * rows + row)
+    g, d = tl.arange(0, BM), tl.arange(0, WIDE)
+    live = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    first, behind = 0, 0
+    if count > 0:
+        first = tl.load(ints + run) // BN * BN
+        behind = tl.load(ints + run + 2 * count - 1)
+    # Where a row is cut depends on what it sees alone, so that its bits do too.
+    part = tl.maximum(LEAST, tl.cdiv(tl.cdiv(behind - first, SPLITS), BN) * BN)
+    parts = tl.maximum(1, tl.cdiv(behind - first, part))
+    if split < parts:
+        qs = tl.load(q + row * q_row + (head * GROUP + g)[:, None] * DIM + d[None, :], mask=live, other=0.0)
+        peak = tl.full((BM,), float("-inf"), tl.float32)
+        total = tl.zeros((BM,), tl.float32)
+        mixed = tl.zeros((BM, WIDE), tl.float32)
+        table = ints + tl.load(ints + PAGE_FIELD * rows + row)
+        begin = first + split * part
+        end = tl.minimum(behind, begin + part)
+        n = tl.arange(0, BN)
+        keys += head * head_stride
+        values += head * head_stride
+        if count == 1:
+            start = tl.load(ints + run)
+            for base in range(begin, end, BN):
+                slot = base + n
+                inside = (slot >= start) & (slot < end)
+                page = tl.load(table + slot // PAGE, mask=inside, other=0)
+                seen = page > 0
+                where = page.to(tl.int64) * page_stride + (slot % PAGE) * slot_stride
+                there = seen[:, None] & (d < DIM)[None, :]
+                k = tl.load(keys + where[:, None] + d[None, :], mask=there, other=0.0)
+                v = tl.load(values + where[:, None] + d[None, :], mask=there, other=0.0)
+                peak, total, mixed = _mix(qs, k, v, seen[None, :], peak, total, mixed, scale, SOFTCAP, PRECISION)
+        else:
+            last = run + 2 * count
+            while (run < last) & (tl.load(ints + run + 1, mask=run < last, other=FAR) <= begin):
+                run += 2
+            start = tl.load(ints + run, mask=run < last, other=FAR)
+            base = tl.maximum(begin, start // BN * BN)
+            while base < end:
+                slot = base + n
+                inside = slot < 0
+                go = start < base + BN
+                while go:
+                    stop = tl.load(ints + run + 1)
+                    inside = inside | ((slot >= start) & (slot < stop))
+                    go = stop <= base + BN
+                    if go:
+                        run += 2
+                        start = tl.load(ints + run, mask=run < last, other=FAR)
+                        go = start < base + BN
+                inside = inside & (slot < end)
+                page = tl.load(table + slot // PAGE, mask=inside, other=0)
+                seen = page > 0
+                where = page.to(tl.int64) * page_stride + (slot % PAGE) * slot_stride
+                there = seen[:, None] & (d < DIM)[None, :]
+                k = tl.load(keys + where[:, None] + d[None, :], mask=there, other=0.0)
+                v = tl.load(values + where[:, None] + d[None, :], mask=there, other=0.0)
+                peak, total, mixed = _mix(qs, k, v, seen[None, :], peak, total, mixed, scale, SOFTCAP, PRECISION)
+                base = tl.maximum(base + BN, start // BN * BN)
+        place = out + row * out_row + (head * GROUP + g)[:, None] * DIM + d[None, :]
+        if parts == 1:
+            if SINKS:
+                sink = tl.load(sinks + head * GROUP + g, mask=g < GROUP, other=float("-inf")) * 1.4426950408889634
+                new = tl.maximum(peak, sink)
+                fade = tl.exp2(peak - new)
+                total = total * fade + tl.exp2(sink - new)
+                mixed = mixed * fade[:, None]
+            result = mixed / tl.where(total == 0, 1.0, total)[:, None]
+            tl.store(place, result.to(out.dtype.element_ty), mask=live)
+        else:
+            cell = (at * HEADS + head * GROUP + g) * SPLITS + split
+            tl.store(sums + cell[:, None] * DIM + d[None, :], mixed, mask=live)
+            tl.store(peaks + cell * 2, peak, mask=g < GROUP)
+            tl.store(peaks + cell * 2 + 1, total, mask=g < GROUP)
+            tl.debug_barrier()
+            counter = arrived + at * (HEADS // GROUP) + head
+            before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if before == parts - 1:
+                tl.atomic_xchg(counter, 0)
+                s = tl.arange(0, SPLITS)
+                for i in tl.static_range(GROUP):
+                    cells = (at * HEADS + head * GROUP + i) * SPLITS + s
+                    ps = tl.load(peaks + cells * 2, mask=s < parts, other=float("-inf"), cache_modifier=".cg")
+                    ts = tl.load(peaks + cells * 2 + 1, mask=s < parts, other=0.0, cache_modifier=".cg")
+                    there = (s < parts)[:, None] & (d < DIM)[None, :]
+                    ms = tl.load(sums + cells[:, None] * DIM + d[None, :], mask=there, other=0.0, cache_modifier=".cg")
+                    top = tl.max(ps, 0)
+                    if SINKS:
+                        sink = tl.load(sinks + head * GROUP + i) * 1.4426950408889634
+                        top = tl.maximum(top, sink)
+                    level = tl.where(top == float("-inf"), 0.0, top)
+                    weight = tl.exp2(ps - level)
+                    whole = tl.sum(ts * weight, 0)
+                    if SINKS:
+                        whole += tl.exp2(sink - level)
+                    result = tl.sum(ms * weight[:, None], 0) / tl.where(whole == 0, 1.0, whole)
+                    spot = out + row * out_row + (head * GROUP + i) * DIM + d
+                    tl.store(spot, result.to(out.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def _chunk(
+    q, out, keys, values, ints, items, sinks,
+    q_row, out_row, page_stride, slot_stride, head_stride, rows, scale,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, RUN_AT: tl.constexpr,
+    PAGE_FIELD: tl.constexpr, WHOLE_FIELD: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    item, head = tl.program_id(0), tl.program_id(1)
+    row0 = tl.load(items + 2 * item)
+    tokens = tl.load(items + 2 * item + 1)
+    m, d, n = tl.arange(0, BM), tl.arange(0, WIDE), tl.arange(0, BN)
+    real = m < tokens * GROUP
+    row = row0 + m // GROUP
+    lane = (head * GROUP + m % GROUP)[:, None] * DIM + d[None, :]
+    live = real[:, None] & (d < DIM)[None, :]
+    qs = tl.load(q + row.to(tl.int64)[:, None] * q_row + lane, mask=live, other=0.0)
+    run = tl.load(ints + RUN_AT * rows + row, mask=real, other=0)
+    count = tl.load(ints + (RUN_AT + 1) * rows + row, mask=real, other=0)
+    table = ints + tl.load(ints + PAGE_FIELD * rows + row0)
+    whole = tl.load(ints + WHOLE_FIELD * rows + row0)
+    last = run + 2 * count
+    start = tl.load(ints + run, mask=count > 0, other=FAR)
+    end = tl.max(tl.load(ints + last - 1, mask=count > 0, other=0), 0)
+    peak = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    mixed = tl.zeros((BM, WIDE), tl.float32)
+    keys += head * head_stride
+    values += head * head_stride
+    low = tl.min(start, 0)
+    fewest = tl.min(tl.where(real, count, 1), 0)
+    if (tl.max(count, 0) == 1) & (fewest == 1) & (whole == 1):
+        # One run a row, as causal and windowed rows have: in the middle every row sees everything.
+        stop = tl.load(ints + run + 1, mask=count > 0, other=0)
+        inner = tl.cdiv(tl.max(tl.where(count > 0, start, 0), 0), BN) * BN
+        outer = tl.min(tl.where(count > 0, stop, FAR), 0) // BN * BN
+        inner = tl.minimum(inner, end)
+        for base in range(low // BN * BN, inner, BN):
+            slot = base + n
+            page = tl.load(table + slot // PAGE, mask=slot < end, other=0)
+            where = page.to(tl.int64) * page_stride + (slot % PAGE) * slot_stride
+            k = tl.load(keys + where[:, None] + d[None, :], mask=(slot < end)[:, None] & (d < DIM)[None, :], other=0.0)
+            v = tl.load(
+                values + where[:, None] + d[None, :], mask=(slot < end)[:, None] & (d < DIM)[None, :], other=0.0
+            )
+            seen = (slot[None, :] >= start[:, None]) & (slot[None, :] < stop[:, None])
+            peak, total, mixed = _mix(qs, k, v, seen, peak, total, mixed, scale, SOFTCAP, PRECISION)
+        for base in range(inner, outer, BN):
+            slot = base + n
+            page = tl.load(table + slot // PAGE)
+            where = page.to(tl.int64) * page_stride + (slot % PAGE) * slot_stride
+            if DIM == WIDE:
+                k = tl.load(keys + where[:, None] + d[None, :])
+            else:
+                k = tl.load(keys + where[:, None] + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+            s = _score(qs, k, scale, SOFTCAP, PRECISION)
+            new = tl.maximum(peak, tl.max(s, 1))
+            p = tl.exp2(s - new[:, None])
+            fade = tl.exp2(peak - new)
+            total = total * fade + tl.sum(p, 1)
+            if DIM == WIDE:
+                v = tl.load(values + where[:, None] + d[None, :])
+            else:
+                v = tl.load(values + where[:, None] + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+            mixed = mixed * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+            peak = new
+        for base in range(tl.maximum(inner, outer), end, BN):
+            slot = base + n
+            page = tl.load(table + slot // PAGE, mask=slot < end, other=0)
+            where = page.to(tl.int64) * page_stride + (slot % PAGE) * slot_stride
+            k = tl.load(keys + where[:, None] + d[None, :], mask=(slot < end)[:, None] & (d < DIM)[None, :], other=0.0)
+            v = tl.load(
+                values + where[:, None] + d[None, :], mask=(slot < end)[:, None] & (d < DIM)[None, :], other=0.0
+            )
+            seen = (slot[None, :] >= start[:, None]) & (slot[None, :] < stop[:, None])
+            peak, total, mixed = _mix(qs, k, v, seen, peak, total, mixed, scale, SOFTCAP, PRECISION)
+    else:
+        base = low // BN * BN
+        while base < end:
+            slot = base + n
+            edge = base + BN
+            inside = (m < 0)[:, None] & (n < 0)[None, :]
+            go = start < edge
+            while tl.max(go.to(tl.int32), 0) > 0:
+                stop = tl.load(ints + run + 1, mask=go, other=0)
+                inside = inside | (go[:, None] & (slot[None, :] >= start[:, None]) & (slot[None, :] < stop[:, None]))
+                done = go & (stop <= edge)
+                run = tl.where(done, run + 2, run)
+                start = tl.where(done, tl.load(ints + run, mask=done & (run < last), other=FAR), start)
+                go = done & (start < edge)
+            page = tl.load(table + slot // PAGE, mask=slot < end, other=0)
+            there = (page > 0)[:, None] & (d < DIM)[None, :]
+            where = page.to(tl.int64) * page_stride + (slot % PAGE) * slot_stride
+            k = tl.load(keys + where[:, None] + d[None, :], mask=there, other=0.0)
+            v = tl.load(values + where[:, None] + d[None, :], mask=there, other=0.0)
+            seen = inside & (page > 0)[None, :]
+            peak, total, mixed = _mix(qs, k, v, seen, peak, total, mixed, scale, SOFTCAP, PRECISION)
+            base = tl.maximum(edge, tl.min(start, 0) // BN * BN)
+    if SINKS:
+        sink = tl.load(sinks + head * GROUP + m % GROUP) * 1.4426950408889634
+        new = tl.maximum(peak, sink)
+        fade = tl.exp2(peak - new)
+        total = total * fade + tl.exp2(sink - new)
+        mixed = mixed * fade[:, None]
+    result = mixed / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(out + row.to(tl.int64)[:, None] * out_row + lane, result.to(out.dtype.element_ty), mask=live)

@@ -1,0 +1,124 @@
+"""The CUDA runner: the same batches and values as the torch runner, in Triton kernels and captured graphs.
+
+    Batch ──cuda_arrays──▶ one buffer of int32 (kernels/triton/layout) ──one copy──▶ device
+          ──cuda_step────▶ residual rows: a graph for up to 512 rows, launched kernel by kernel above
+          ──cuda_read────▶ head on asked rows, sampler (two graphs more), tokens back in one copy
+
+Data, and who owns it: the model's weights and the pool's pages belong to the engine; the runner has the uploads (pinned
+host buffers and their twins), the buffers of intermediates (one for graphs, which must not move, one that grows for
+prompts), the graphs and the reader's logits. All of it is used by the worker thread alone, on one stream, and a step
+ends with the host waiting for its tokens, so nothing is overwritten while it is read.
+
+A batch whose readouts look inside the model (hidden states, attention, logit lens) goes through the torch runner, over
+the same pages; so does everything in deterministic mode, which `open_backend` decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from headway.kernels.triton.attention import chunk_items
+from headway.kv.pool import Pool
+from headway.models.decoder import Decoder
+from headway.runtime.batch import Batch, reads_final_state
+from headway.runtime.cuda_arrays import Numbers, StepInts, Upload
+from headway.runtime.cuda_graphs import SIZES, Graphs, padded
+from headway.runtime.cuda_read import CudaReader
+from headway.runtime.cuda_step import Buffers, CudaModel, Step
+from headway.runtime.profile import Profiler
+from headway.runtime.runner import SegmentResult, TorchRunner, step_bytes
+
+GRAPH_INTS = 1 << 20  # numbers that a captured step has room for
+FEW = 4  # rows of a sequence that attention takes one by one
+
+
+class CudaRunner:
+    """Runs batches on a CUDA device. With `graphs=False` every kernel is launched by hand."""
+
+    def __init__(
+        self, decoder: Decoder, pool: Pool, page_size: int, *, profiler: Profiler, graphs: bool = True
+    ) -> None:
+        self.decoder, self.pool, self.page_size, self.profiler = decoder, pool, page_size, profiler
+        self.model = CudaModel(decoder, pool)
+        self._torch = TorchRunner(decoder, pool, page_size, deterministic=False, profiler=profiler)
+        self._graphs = Graphs(graphs and decoder.device.type == "cuda")
+        self._reader = CudaReader(self.model, self._graphs)
+        self._layout = StepInts(self.model.windows, page_size)
+        self._fixed = Upload(GRAPH_INTS, torch.int32, decoder.device)
+        self._fixed_room: Buffers | None = None
+        self._free = Upload(1 << 14, torch.int32, decoder.device)
+        self._free_room: Buffers | None = None
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> list[SegmentResult]:
+        """Apply the edits, run the model over the rows, read what was asked."""
+        if batch.edits:
+            self.pool.apply(batch.edits)
+        if any(not reads_final_state(r.what) for s in batch.segments for _, _, r in s.readouts):
+            return self._torch.execute(replace(batch, edits=()))
+        self.profiler.begin(len(batch.write_rows))
+        x = self._forward(batch) if len(batch.tokens) else None
+        kept = None if x is None else _kept(batch, x)  # before the host waits for tokens
+        values = self._reader.read(batch, x, self.profiler.mark)
+        if self.profiler.measuring:
+            self.profiler.end(step_bytes(self.decoder, batch, self.page_size))
+        return [
+            SegmentResult({index: values[i, index] for index, _, _ in segment.readouts}, kept[i] if kept else None)
+            for i, segment in enumerate(batch.segments)
+        ]
+
+    def _forward(self, batch: Batch) -> Tensor:
+        numbers, count = self._layout.read(batch), len(batch.tokens)
+        size = padded(count)
+        if size is None or self._layout.size(numbers, size) > GRAPH_INTS or self.profiler.measuring:
+            return self._by_hand(batch, numbers)
+        room = self._graph_room()
+        self._fixed.send(self._layout.fill(self._fixed.host, batch, numbers, size))
+        step = Step(self._fixed.device, size, size)
+        mark = self.profiler.mark
+        self._graphs.run(("step", size), lambda: self.model.run(step, room, mark))
+        return room.x[:size]
+
+    def _by_hand(self, batch: Batch, numbers: Numbers) -> Tensor:
+        """Rows of any number: long segments on the matrix units, the others one by one."""
+        count = len(batch.tokens)
+        items = chunk_items(
+            [(s.rows.start, len(s.rows)) for s in batch.segments if len(s.rows) > FEW], self.model.chunk
+        )
+        singles = [row for s in batch.segments if len(s.rows) <= FEW for row in s.rows]
+        used = self._layout.size(numbers, count)
+        needed = used + len(items) + len(singles)
+        if needed > len(self._free):
+            self._free.grow(2 * needed)
+        host, device = self._free.host, self._free.device
+        self._layout.fill(host, batch, numbers, count)
+        host[used : used + len(items)] = items
+        host[used + len(items) : needed] = singles
+        self._free.send(needed)
+        step = Step(
+            device,
+            count,
+            count,
+            singles=device[used + len(items) : needed],
+            items=device[used : used + len(items)].view(-1, 2) if items else None,
+        )
+        if self._free_room is None or self._free_room.rows < count:
+            self._free_room = None  # the old one goes before the new one comes
+            self._free_room = Buffers(self.decoder, count)
+        return self.model.forward(step, self._free_room, self.profiler.mark)
+
+    def _graph_room(self) -> Buffers:
+        if self._fixed_room is None:
+            self._fixed_room = Buffers(self.decoder, SIZES[-1])
+        return self._fixed_room
+
+
+def _kept(batch: Batch, x: Tensor) -> list[Tensor | None]:
+    """Each segment's last row, where it is wanted: copies, as the next step writes where x is."""
+    if len(x) > SIZES[-1]:  # few segments, and their rows must not keep all of x alive
+        return [x[s.rows[-1]].clone() if s.keep_last else None for s in batch.segments]
+    rows = x[: len(batch.tokens)].clone().unbind()
+    return [rows[s.rows[-1]] if s.keep_last else None for s in batch.segments]

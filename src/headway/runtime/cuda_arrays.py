@@ -1,0 +1,106 @@
+"""A batch's numbers on their way to the device: laid out as kernels/triton/layout says, copied in one piece.
+
+Whoever fills owns the host buffer until the copy has been made, which the runner knows at the end of its step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.kernels.triton import layout
+from headway.runtime.batch import Batch, Segment
+from headway.runtime.native_arrays import runs
+
+
+class Upload:
+    """A buffer in pinned host memory and its twin on the device; `grow` replaces both."""
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._where = dtype, device
+        self.grow(count)
+
+    def grow(self, count: int) -> None:
+        pinned = self._where.type == "cuda"
+        self._host = torch.empty(count, dtype=self._dtype, pin_memory=pinned)
+        self.host: np.ndarray = self._host.numpy()
+        self.device: Tensor = torch.empty(count, dtype=self._dtype, device=self._where)
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    def send(self, count: int) -> None:
+        """Copy the first `count` numbers, in the order of the stream."""
+        self.device[:count].copy_(self._host[:count], non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """What stands behind a step's columns: page tables, one a segment that has rows, and the runs of each mask set."""
+
+    segments: tuple[Segment, ...]
+    tables: list[np.ndarray]
+    runs: list[tuple[np.ndarray, np.ndarray]]  # where each row's begin, in runs [T + 1]; their ends, flat
+
+    def __len__(self) -> int:
+        return sum(len(t) for t in self.tables) + sum(len(pairs) for _, pairs in self.runs)
+
+
+@dataclass(frozen=True)
+class StepInts:
+    """Lays out the numbers of steps for a model's windows."""
+
+    windows: tuple[int | None, ...]
+    page_size: int
+
+    @property
+    def columns(self) -> int:
+        return layout.columns(len(self.windows))
+
+    def read(self, batch: Batch) -> Numbers:
+        """What a batch's rows read and attend to."""
+        used = tuple([s for s in batch.segments if len(s.rows)])
+        found = [runs(used, window, self.page_size) for window in self.windows]
+        return Numbers(used, [_table(s) for s in used], [(np.asarray(at), np.asarray(pairs)) for at, pairs in found])
+
+    def size(self, numbers: Numbers, rows: int) -> int:
+        """How many numbers a step of so many rows takes."""
+        return self.columns * rows + len(numbers)
+
+    def fill(self, host: np.ndarray, batch: Batch, numbers: Numbers, rows: int) -> int:
+        """Write a step of `rows` rows, those behind the batch's own empty. How many numbers it has."""
+        count, head = len(batch.tokens), host[: self.columns * rows].reshape(self.columns, rows)
+        head[:, count:] = 0
+        head[layout.WRITE] = -1
+        head[layout.TOKEN, :count], head[layout.POSITION, :count] = batch.tokens, batch.positions
+        head[layout.WRITE, batch.write_rows] = batch.write_slots
+        at = self.columns * rows
+        sizes = [len(t) for t in numbers.tables]
+        starts = np.cumsum([at, *sizes])
+        whole = np.array([len(s.pages) == size for s, size in zip(numbers.segments, sizes, strict=True)])
+        host[at : starts[-1]] = np.concatenate(numbers.tables)
+        at, starts = int(starts[-1]), starts[:-1]
+        if count > len(sizes):
+            lengths = [len(s.rows) for s in numbers.segments]
+            starts, whole = np.repeat(starts, lengths), np.repeat(whole, lengths)
+        head[layout.PAGE_AT, :count], head[layout.WHOLE, :count] = starts, whole
+        for i, (where, pairs) in enumerate(numbers.runs):
+            field = layout.run_field(i)
+            head[field, :count] = at + 2 * where[:-1]
+            head[field + 1, :count] = np.diff(where)
+            host[at : at + len(pairs)] = pairs
+            at += len(pairs)
+        return at
+
+
+def _table(segment: Segment) -> np.ndarray:
+    """The physical page of every page number, 0 for one that is not read."""
+    pages, numbers = segment.pages, segment.numbers
+    if not len(numbers) or int(numbers[-1]) == len(numbers) - 1:
+        return pages
+    table = np.zeros(int(numbers[-1]) + 1, np.int64)
+    table[numbers] = pages
+    return table

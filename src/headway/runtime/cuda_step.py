@@ -1,0 +1,205 @@
+"""A decoder's forward on a CUDA device, kernel by kernel: the same for eager steps, prompts and captured graphs.
+
+Everything that varies lies in device memory (the step's numbers), every intermediate in a `Buffers`; a forward of so
+many rows launches the same kernels whatever the batch. One row goes through Triton products with the norms inside,
+several through cuBLAS with the small steps between its products fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway.kernels.triton import attention, fused, layout
+from headway.kernels.triton.attention import Paged, Scratch, Splits
+from headway.kernels.triton.fused import Heads
+from headway.kernels.triton.products import Norm, row_product
+from headway.kv.pool import Pool
+from headway.models.decoder import Decoder
+from headway.models.layers import Layer, Linear
+
+Mark = Callable[[str], None]
+PROGRAMS = 264  # that keep the device busy: two a multiprocessor
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One forward of `count` rows. `ints` is laid out for `rows` of them; attention takes the rows of `singles` one by
+    one (None: all of them) and those of `items` [n, 2] together."""
+
+    ints: Tensor
+    rows: int
+    count: int
+    singles: Tensor | None = None
+    items: Tensor | None = None
+
+
+class Buffers:
+    """Room for the intermediates of `rows` rows. Kernels of one stream use it in turn."""
+
+    def __init__(self, decoder: Decoder, rows: int) -> None:
+        c, dtype, device = decoder.config, decoder.dtype, decoder.device
+
+        def empty(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+            return torch.empty(rows, *shape, dtype=kind, device=device)
+
+        self.rows = rows
+        self.x, self.h, self.delta = (empty(c.hidden_size) for _ in range(3))
+        self.qkv = empty((c.heads + 2 * c.kv_heads) * c.head_dim)
+        self.q, self.mixed = empty(c.heads, c.head_dim), empty(c.heads, c.head_dim)
+        self.gate_up, self.inner = empty(2 * c.intermediate_size), empty(c.intermediate_size)
+        self.cs = empty(2, len(decoder.inv_freq), kind=torch.float32)
+
+
+class CudaModel:
+    """Weights and pages, bound together."""
+
+    def __init__(self, decoder: Decoder, pool: Pool) -> None:
+        self.decoder, self.config, self.pool = decoder, decoder.config, pool
+        self.device, self.dtype = decoder.device, decoder.dtype
+        self.windows = tuple(dict.fromkeys(decoder.config.windows))
+        self._run_at = [layout.run_field(self.windows.index(w)) for w in decoder.config.windows]
+        self._kv = [(pool.keys[l], pool.values[l]) for l in range(decoder.config.layers)]
+        self._heads = [
+            Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.q_norm, layer.k_norm, layer.eps)
+            for layer in decoder.layers
+        ]
+        self._scratch: dict[Splits, list[Scratch]] = {}
+        c = decoder.config
+        self.chunk = attention.chunk_tokens(c.heads, c.kv_heads, c.head_dim, decoder.dtype)
+        self.ahead = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
+
+    def run(self, step: Step, room: Buffers, mark: Mark) -> None:
+        """`forward`, whose rows are in the room."""
+        self.forward(step, room, mark)
+
+    def forward(self, step: Step, room: Buffers, mark: Mark) -> Tensor:
+        """Residual rows [T, E] before the final norm; keys and values are in their pages."""
+        x = room.x[: step.count]
+        fused.embed(step.ints, step.rows, self.decoder.embedding, x)
+        mark("embed")
+        fused.angles(step.ints, step.rows, room.cs[: step.count], self.decoder.inv_freq, self.config.rope.scale)
+        mark("rope")
+        if step.count == 1:
+            self._one_row(step, room, mark)
+        else:
+            self._rows(step, room, mark)
+        return x
+
+    def _one_row(self, step: Step, room: Buffers, mark: Mark) -> None:
+        x, inner, mixed = room.x[0], room.inner[0], room.mixed[0].flatten()
+        for l, layer in enumerate(self.decoder.layers):
+            norm = Norm(layer.input_norm, layer.eps)
+            self._product(x, layer.qkv, room.qkv[0], norm=norm)
+            mark("qkv")
+            self._attention(l, step, room, mark)
+            self._product(mixed, layer.out, x, add=True)
+            mark("output projection")
+            self._product(x, layer.gate_up, inner, norm=Norm(layer.mlp_norm, layer.eps), gated=True)
+            self._product(inner, layer.down, x, add=True)
+            mark("feed-forward")
+
+    def _product(
+        self, x: Tensor, w: Linear, y: Tensor, *, norm: Norm | None = None, gated: bool = False, add: bool = False
+    ) -> None:
+        row_product(x, w.weight, y, bias=w.bias, norm=norm, gated=gated, add=add, ahead=self.ahead)
+
+    def _rows(self, step: Step, room: Buffers, mark: Mark) -> None:
+        n, layers = step.count, self.decoder.layers
+        x, h, delta = room.x[:n], room.h[:n], room.delta[:n]
+        fused.norm(x, layers[0].input_norm, layers[0].eps, h)
+        mark("norm")
+        for l, layer in enumerate(layers):
+            _linear(h, layer.qkv, room.qkv[:n])
+            mark("qkv")
+            self._attention(l, step, room, mark)
+            _linear(room.mixed[:n].flatten(1), layer.out, delta)
+            mark("output projection")
+            fused.norm(x, layer.mlp_norm, layer.eps, h, add=delta)
+            mark("norm")
+            _linear(h, layer.gate_up, room.gate_up[:n])
+            fused.gated(room.gate_up[:n], room.inner[:n])
+            _linear(room.inner[:n], layer.down, delta)
+            mark("feed-forward")
+            following: Layer | None = layers[l + 1] if l + 1 < len(layers) else None
+            if following is None:
+                fused.add(x, delta)
+            else:
+                fused.norm(x, following.input_norm, following.eps, h, add=delta)
+            mark("norm")
+
+    def _attention(self, l: int, step: Step, room: Buffers, mark: Mark) -> None:
+        n, (keys, values) = step.count, self._kv[l]
+        q, mixed = room.q[:n], room.mixed[:n]
+        fused.rotate_and_write(room.qkv[:n], q, keys, values, step.ints, step.rows, room.cs[:n], self._heads[l])
+        mark("rope")
+        paged = Paged(keys, values, step.ints, step.rows, self._run_at[l], self.config.head_dim**-0.5)
+        if step.singles is None or len(step.singles):
+            count = n if step.singles is None else len(step.singles)
+            splits = pick_splits(count, self.config.kv_heads)
+            attention.attend_rows(q, mixed, paged, splits, self._room(splits, count), step.singles)
+        if step.items is not None:
+            attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
+        mark("attention")
+
+    def _room(self, splits: Splits, rows: int) -> Scratch:
+        """Room for the parts of so many rows. It is never given back: graphs go on using it."""
+        found = [room for room in self._scratch.get(splits, ()) if len(room.arrived) >= rows]
+        if found:
+            return found[0]
+        c = self.config
+        made = attention.scratch(rows, c.heads, c.kv_heads, c.head_dim, splits, self.device)
+        self._scratch.setdefault(splits, []).append(made)
+        return made
+
+    # -- what the reader asks for ----------------------------------------------------------------------------------
+
+    def finish(self, x: Tensor, tile: int | None) -> Tensor:
+        """The final norm of residual rows [R, E]."""
+        return self.decoder.finish(x, tile)
+
+    def logits(self, x: Tensor, tile: int | None) -> Tensor:
+        """Logits [R, V] float32 of residual rows [R, E]."""
+        found = torch.empty(len(x), self.config.vocab_size, dtype=torch.float32, device=self.device)
+        self.head(x, None, torch.empty_like(x), found)
+        return found
+
+    def best(self, logits: Tensor) -> tuple[list[bool], list[int] | None]:
+        """For each row whether it has a NaN."""
+        return self.decoder.best(logits)
+
+    def head(self, x: Tensor, rows: Tensor | None, h: Tensor, logits: Tensor) -> None:
+        """Logits into [R, V] float32, of residual rows x, or of those that `rows` [R] int32 names. h [R, E] is room."""
+        d = self.decoder
+        if len(h) == 1 and rows is None:
+            norm = Norm(d.final_norm, self.config.norm_eps)
+            row_product(x[0], d.output, logits[0], norm=norm, ahead=self.ahead)
+            return
+        fused.norm(x, d.final_norm, self.config.norm_eps, h, rows=rows)
+        if len(h) == 1:
+            row_product(h[0], d.output, logits[0], ahead=self.ahead)
+        elif self.dtype == torch.float32:
+            torch.mm(h, d.output.t(), out=logits)
+        else:
+            torch.mm(h, d.output.t(), out_dtype=torch.float32, out=logits)
+
+
+def pick_splits(rows: int, kv_heads: int) -> Splits:
+    """How the keys of so many single rows are divided: enough programs for the device, none with too little to do."""
+    programs = rows * kv_heads
+    most = 1
+    while most < 32 and most * programs < PROGRAMS:
+        most *= 2
+    if most < 4:
+        return Splits(4 if rows <= 128 else 2, 1024)  # long sequences among short ones
+    return Splits(most, 32 if most >= 16 else 64 if most >= 8 else 128)
+
+
+def _linear(x: Tensor, w: Linear, y: Tensor) -> None:
+    if w.bias is None:
+        torch.mm(x, w.weight.t(), out=y)
+    else:
+        torch.addmm(w.bias, x, w.weight.t(), out=y)
