@@ -147,9 +147,10 @@ def test_rows_are_written_at_physical_slots() -> None:
 def test_copying_takes_the_first_slots_in_every_layer_and_clearing_takes_all() -> None:
     pool = randn(2, 2, 5, PAGE, 2, 3)
     before = pool.clone()
-    kv.copy(pool, 1, 3, 5)
-    assert torch.equal(pool[:, :, 3, :5], before[:, :, 1, :5])
-    assert torch.equal(pool[:, :, 3, 5:], before[:, :, 3, 5:])
+    kv.copy(pool[:, 1], 1, 3, 5)
+    assert torch.equal(pool[:, 1, 3, :5], before[:, 1, 1, :5])
+    assert torch.equal(pool[:, 1, 3, 5:], before[:, 1, 3, 5:])
+    assert torch.equal(pool[:, 0], before[:, 0])
     kv.clear(pool, torch.tensor([1, 4]))
     assert int(pool[:, :, [1, 4]].count_nonzero()) == 0
     assert torch.equal(pool[:, :, [0, 2]], before[:, :, [0, 2]])

@@ -478,4 +478,4 @@ def test_pages_that_were_another_contexts_are_clean(pair: tuple[hw.Engine, Judge
         with engine.context() as context:
             Twin(context, judge).run(random_tokens(V, 7, seed + 9))
             pages = np.array(context.table.held())
-            assert float(engine.pool.kv[:, :, pages, 7:].abs().max()) == 0.0
+            assert float(engine.pool.read(pages.tolist())[:, :, :, 7:].abs().max()) == 0.0

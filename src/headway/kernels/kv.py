@@ -14,10 +14,10 @@ def write(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 def copy(pool: Tensor, source: int, target: int, slots: int) -> None:
-    """The first `slots` slots of one page of pool [L, 2, P, page, Hkv, D] into another, in every layer."""
-    pool[:, :, target, :slots] = pool[:, :, source, :slots]
+    """The first `slots` slots of one page of pool [L, P, page, Hkv, D] into another, in every layer."""
+    pool[:, target, :slots] = pool[:, source, :slots]
 
 
 def clear(pool: Tensor, pages: Tensor) -> None:
-    """Zero whole pages, so that a new owner can never meet an old owner's infinities behind a mask."""
+    """Zero whole pages of pool [L, 2, P, …], so that a new owner can never meet an old owner's infinities behind a mask."""
     pool.index_fill_(2, pages, 0.0)

@@ -12,10 +12,11 @@ from headway.kv.allocator import Clear, Copy, Edit, Export, Import
 
 
 class Pool:
-    """Keys and values of every page: [L, 2, P + 1, page, Hkv, D]; page 0 stays zero.
+    """`keys` and `values` of every page, [L, P + 1, page, Hkv, D] each; page 0 stays zero.
 
-    With `by_head` a head's slots of a page lie together in memory (`raw` is [L, 2, P + 1, Hkv, page, D]), which a
-    kernel that reads pages in place wants; `kv` is a view of it then.
+    They are views of `raw` [L, 2, P + 1, numbers of a page]. With `by_head` a head's slots of a page lie together in
+    memory, which a kernel that reads pages in place wants; with `across` a head's keys moreover stand dimension by
+    dimension, [Hkv, D, page], so that scores of neighbouring slots are computed side by side.
     """
 
     def __init__(
@@ -29,11 +30,17 @@ class Pool:
         dtype: torch.dtype,
         device: torch.device,
         by_head: bool = False,
+        across: bool = False,
     ) -> None:
-        inner = (kv_heads, page_size) if by_head else (page_size, kv_heads)
-        shape = (layers, 2, pages + 1, *inner, head_dim)
+        shape = (layers, 2, pages + 1, page_size * kv_heads * head_dim)
         self.raw = _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
-        self.kv = self.raw.transpose(3, 4) if by_head else self.raw
+        keys, values = self.raw.unbind(1)
+        slots, heads = (page_size, kv_heads, head_dim), (kv_heads, page_size, head_dim)
+        self.values = values.unflatten(2, heads).transpose(2, 3) if by_head else values.unflatten(2, slots)
+        if across:
+            self.keys = keys.unflatten(2, (kv_heads, head_dim, page_size)).permute(0, 1, 4, 2, 3)
+        else:
+            self.keys = keys.unflatten(2, heads).transpose(2, 3) if by_head else keys.unflatten(2, slots)
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Do noted edits in order; neighbouring clears go in one call."""
@@ -46,23 +53,36 @@ class Pool:
             run = []
             match edit:
                 case Clear(page, start):
-                    self.kv[:, :, page, start:] = 0
+                    self.keys[:, page, start:] = 0
+                    self.values[:, page, start:] = 0
                 case Copy(source, target, slots):
-                    kv.copy(self.kv, source, target, slots)
+                    kv.copy(self.keys, source, target, slots)
+                    kv.copy(self.values, source, target, slots)
                 case Export(pages, target):
-                    target.data = self.kv.index_select(2, self._index(pages)).cpu()
+                    target.data = self.read(pages).cpu()
                 case Import(source, places, pages):
                     data = source.data
                     assert isinstance(data, torch.Tensor)
-                    self.kv.index_copy_(2, self._index(pages), data[:, :, list(places)].to(self.kv.device))
+                    self.write(pages, data[:, :, list(places)])
         self._clear(run)
 
+    def read(self, pages: Sequence[int]) -> torch.Tensor:
+        """Keys and values of these pages, [L, 2, pages, page, Hkv, D], however they lie in memory."""
+        index = self._index(pages)
+        return torch.stack([self.keys.index_select(1, index), self.values.index_select(1, index)], 1)
+
+    def write(self, pages: Sequence[int], data: torch.Tensor) -> None:
+        """What `read` gave, into these pages."""
+        index, data = self._index(pages), data.to(self.raw.device)
+        self.keys.index_copy_(1, index, data[:, 0])
+        self.values.index_copy_(1, index, data[:, 1])
+
     def _index(self, pages: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(pages, dtype=torch.int64, device=self.kv.device)
+        return torch.tensor(pages, dtype=torch.int64, device=self.raw.device)
 
     def _clear(self, pages: list[int]) -> None:
         if pages:
-            kv.clear(self.kv, self._index(pages))
+            kv.clear(self.raw, self._index(pages))
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -61,8 +61,8 @@ class Decoder:
     inv_freq: Tensor  # [rope dim / 2]
 
     @torch.inference_mode()
-    def forward(self, step: Step, kv: Tensor, taps: Taps, mark: Mark, tile: int | None) -> Tensor:
-        """Residual rows [T, E] before the final norm. kv is [L, 2, P, page, Hkv, D].
+    def forward(self, step: Step, kv: tuple[Tensor, Tensor], taps: Taps, mark: Mark, tile: int | None) -> Tensor:
+        """Residual rows [T, E] before the final norm. Keys and values are [L, P, page, Hkv, D] each.
 
         With a tile every row-wise part runs on exactly that many rows and attention sums in a fixed order: a row's
         bits then depend only on the row.
@@ -82,12 +82,13 @@ class Decoder:
             q, k = by_rows(tile, layer.rotate, q, k, cos, sin)
             mark("rope")
             keep = slice(None) if step.write_rows is None else step.write_rows
-            pages.write(kv[l, 0], step.write_slots, k[keep])
-            pages.write(kv[l, 1], step.write_slots, v[keep])
+            keys, values = kv[0][l], kv[1][l]
+            pages.write(keys, step.write_slots, k[keep])
+            pages.write(values, step.write_slots, v[keep])
             mark("kv write")
-            mixed = mix(q, kv[l, 0], kv[l, 1], step.groups[self.config.windows[l]], scale)
+            mixed = mix(q, keys, values, step.groups[self.config.windows[l]], scale)
             mark("attention")
-            taps.see_attention(l, q, kv[l, 0], scale)
+            taps.see_attention(l, q, keys, scale)
             (x,) = by_rows(tile, layer.project_out, x, mixed)
             mark("output projection")
             (h,) = by_rows(tile, layer.norm_mlp, x)

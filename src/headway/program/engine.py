@@ -147,7 +147,8 @@ class Engine:
             head_dim=self.config.head_dim,
             dtype=decoder.dtype,
             device=decoder.device,
-            by_head=self._backend.team is not None,
+            by_head=self._backend.by_head,
+            across=self._backend.team is not None,
         )
         self._profiler = Profiler(_synchronizer(decoder.device), str(decoder.device))
         if runner is None:

@@ -105,8 +105,8 @@ class Snapshots:
         found: list[np.ndarray] = []
 
         def read() -> None:
-            pages = torch.tensor(table.held(), dtype=torch.int64, device=engine.pool.kv.device)
-            kv = engine.pool.kv.index_select(2, pages).movedim(2, 0).contiguous().cpu()
+            pages = table.held()
+            kv = engine.pool.read(pages).movedim(2, 0).contiguous().cpu()
             found.append(_bytes(kv).reshape(len(pages), kv[:1].nbytes if len(pages) else 0))
             state = table.state
             found.append(_bytes(state.cpu()) if isinstance(state, torch.Tensor) else np.empty(0, np.uint8))
@@ -156,7 +156,8 @@ class Snapshots:
     def _restore(self, table: PageTable, saved: Snapshot) -> None:
         """Pages as they were."""
         engine = self._engine
-        shape = (len(saved.kv), *engine.pool.kv.shape[:2], *engine.pool.kv.shape[3:])
+        layers, _, *page = engine.pool.keys.shape
+        shape = (len(saved.kv), layers, 2, *page)
         pages = -(-len(saved.tokens) // saved.page_size)
         self._check(saved, shape, pages)
         with engine.lock:
@@ -166,18 +167,18 @@ class Snapshots:
             table.spans, table.repeatable = list(saved.spans), saved.repeatable
 
         def fill() -> None:
-            kv = engine.pool.kv
+            raw = engine.pool.raw
             if table.held():
-                data = torch.from_numpy(np.ascontiguousarray(saved.kv)).view(kv.dtype).view(shape).movedim(0, 2)
-                kv.index_copy_(2, torch.tensor(table.held(), device=kv.device), data.to(kv.device))
+                data = torch.from_numpy(np.ascontiguousarray(saved.kv)).view(raw.dtype).view(shape).movedim(0, 2)
+                engine.pool.write(table.held(), data)
             if saved.state.size:
-                table.state = torch.from_numpy(saved.state.copy()).view(kv.dtype).to(kv.device)
+                table.state = torch.from_numpy(saved.state.copy()).view(raw.dtype).to(raw.device)
 
         engine.loop.call(fill)
 
     def _check(self, saved: Snapshot, shape: tuple[int, ...], pages: int) -> None:
         """Raise unless the saved bytes are as many as this model's pages and last token take: kernels do not ask."""
-        item = self._engine.pool.kv.element_size()
+        item = self._engine.pool.raw.element_size()
         fits = saved.kv.nbytes == int(np.prod(shape)) * item and len(saved.kv) + len(set(saved.discarded)) == pages
         if not fits or saved.kv.dtype != np.uint8:
             raise SnapshotError("the snapshot's pages do not have this model's shape; delete it and save it again")

@@ -49,7 +49,11 @@ class NativeModel:
         assert kv.dtype == torch.float32
         assert kv.is_contiguous()
         assert kv.shape[:2] == (c.layers, 2)
-        assert kv.shape[3:] == (c.kv_heads, page_size, c.head_dim), "the pool is not laid out by head"
+        inner = page_size * c.head_dim
+        assert self.pool.keys.stride()[2:] == (1, inner, page_size), "keys do not lie as the native step wants"
+        assert self.pool.values.stride()[2:] == (c.head_dim, inner, 1), (
+            "values do not lie as the native step wants"
+        )
         return library.Model(
             layers=c.layers,
             hidden=c.hidden_size,
@@ -194,7 +198,7 @@ class NativeRunner:
             found = taps.scores_found[l] = []
             for group in groups:
                 alone = replace(group, rows=torch.zeros_like(group.rows))
-                found.append(scores(queries[at : at + 1], self.pool.kv[l, 0], alone, 1.0))
+                found.append(scores(queries[at : at + 1], self.pool.keys[l], alone, 1.0))
                 at += 1
 
 

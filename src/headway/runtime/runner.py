@@ -56,7 +56,7 @@ class TorchRunner:
         self.profiler.begin(len(batch.write_rows))
         x = None
         if step is not None:
-            x = self.decoder.forward(step, self.pool.kv, taps, self.profiler.mark, self.tile)
+            x = self.decoder.forward(step, (self.pool.keys, self.pool.values), taps, self.profiler.mark, self.tile)
         values = self.reader.read(batch, x, taps, self.profiler.mark)
         self.profiler.end(step_bytes(self.decoder, batch, self.page_size))
         return segment_results(batch, x, values)

@@ -10,7 +10,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HW_VERSION 4
+#define HW_VERSION 5
 
 enum { HW_F32 = 0, HW_F16 = 1, HW_BF16 = 2, HW_INT8 = 3, HW_GROUPS = 4 };
 enum { HW_SCALE_F16 = 0, HW_SCALE_F32 = 1, HW_SCALE_K = 2 };
@@ -45,7 +45,7 @@ typedef struct {
   const float* final_norm;  // [hidden]
   const hw_layer* layer;
   hw_matrix embedding, output;
-  float* kv;                // [layers, 2, pages, kv_heads, page_size, head_dim]
+  float* kv;                // [layers, 2, pages, …]: keys [kv_heads, head_dim, page_size], values [kv_heads, page_size, head_dim]
   int64_t kv_pages;
 } hw_model;
 

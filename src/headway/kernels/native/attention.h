@@ -26,10 +26,15 @@ struct Layout {
 };
 
 struct Cache {
-  const float* keys;    // [pages, kv_heads, page, head_dim]
-  const float* values;
+  const float* keys;    // [pages, kv_heads, head_dim, page]: a unit's slots lie side by side, as scores want them
+  const float* values;  // [pages, kv_heads, page, head_dim]
   int heads, kv_heads, dim, page;
-  const float* row(const float* from, int64_t place, int head) const { return from + (place + (int64_t)head * page) * dim; }
+  const float* value(int64_t place, int head) const { return values + (place + (int64_t)head * page) * dim; }
+  // The first number of a slot's key; the others follow a page apart.
+  const float* key(int64_t place, int head) const {
+    const int64_t at = place % page;
+    return keys + (place - at + (int64_t)head * page) * dim + at;
+  }
 };
 
 inline void lay_out(const hw_step& step, int segment, int page_size, int kv_heads, Layout& out) {
@@ -118,14 +123,31 @@ struct Desk {
   }
 };
 
+// One head's keys of a unit: the 16 slots' numbers of a dimension side by side, those of the next `apart` from them.
+struct Keys {
+  const float* at;
+  size_t apart;
+  int dims;  // an even number
+};
+
+// They are read in their page where they lie in one, else copied together; zeros where a slot is not there.
+inline Keys unit_keys(const Cache& kv, const Unit& unit, int head, Desk& desk) {
+  if (kv.page % LANES == 0 && kv.dim % 2 == 0) return {kv.key(unit.place[0], head), (size_t)kv.page, kv.dim};
+  std::fill(desk.keys.begin(), desk.keys.end(), 0.0f);
+  for (int s = 0; s < LANES; s++)
+    if (unit.present >> s & 1)
+      for (int d = 0; d < kv.dim; d++) desk.keys[d * LANES + s] = kv.key(unit.place[s], head)[(size_t)d * kv.page];
+  return {desk.keys.data(), LANES, (int)up(kv.dim, 2)};
+}
+
 // Scores of Q queries with a unit's slots: even and odd dimensions are summed apart, so that few queries do not wait.
 template <int Q>
-inline void score(const float* keys, const float* queries, size_t wide, float* out, size_t stride) {
+inline void score(const Keys& keys, const float* queries, size_t wide, float* out, size_t stride) {
   vf even[Q], odd[Q];
   HW_UNROLL
   for (int q = 0; q < Q; q++) even[q] = odd[q] = vf_zero();
-  for (size_t d = 0; d < wide; d += 2) {
-    vf k = vf_load(keys + d * LANES), l = vf_load(keys + (d + 1) * LANES);
+  for (int d = 0; d < keys.dims; d += 2) {
+    vf k = vf_load(keys.at + d * keys.apart), l = vf_load(keys.at + (d + 1) * keys.apart);
     HW_UNROLL
     for (int q = 0; q < Q; q++) {
       even[q] = vf_fma(k, vf_set1(queries[q * wide + d]), even[q]);
@@ -136,20 +158,20 @@ inline void score(const float* keys, const float* queries, size_t wide, float* o
   for (int q = 0; q < Q; q++) vf_store(out + q * stride, vf_add(even[q], odd[q]));
 }
 
-inline void score_all(const float* keys, const float* queries, size_t wide, int count, float* out, size_t stride) {
-  constexpr void (*few[8])(const float*, const float*, size_t, float*, size_t) = {nullptr, score<1>, score<2>, score<3>, score<4>, score<5>, score<6>, score<7>};
+inline void score_all(const Keys& keys, const float* queries, size_t wide, int count, float* out, size_t stride) {
+  constexpr void (*few[8])(const Keys&, const float*, size_t, float*, size_t) = {nullptr, score<1>, score<2>, score<3>, score<4>, score<5>, score<6>, score<7>};
   int q = 0;
   for (; q + 8 <= count; q += 8) score<8>(keys, queries + q * wide, wide, out + q * stride, stride);
   if (q < count) few[count - q](keys, queries + q * wide, wide, out + q * stride, stride);
 }
 
-// One head's rows of a unit, slot by slot; zeros where a slot is not there. Rows narrower than a vector are copied.
+// One head's values of a unit, slot by slot; zeros where a slot is not there. Rows narrower than a vector are copied.
 struct Heads {
   const float* row[LANES];
-  Heads(const float* from, const Cache& kv, const Unit& unit, int head, Desk& desk) {
+  Heads(const Cache& kv, const Unit& unit, int head, Desk& desk) {
     const size_t wide = desk.zeros.size();
     for (int s = 0; s < LANES; s++) {
-      row[s] = unit.present >> s & 1 ? kv.row(from, unit.place[s], head) : desk.zeros.data();
+      row[s] = unit.present >> s & 1 ? kv.value(unit.place[s], head) : desk.zeros.data();
       if (kv.dim % LANES == 0) continue;
       float* copy = &desk.values[s * wide];
       for (size_t d = 0; d < wide; d++) copy[d] = (int)d < kv.dim ? row[s][d] : 0.0f;
@@ -158,11 +180,11 @@ struct Heads {
   }
 };
 
-// Asks for one head's rows of a unit that is needed soon.
-inline void fetch(const float* from, const Cache& kv, const Unit& unit, int head) {
+// Asks for one head's values of a unit that are needed soon.
+inline void fetch(const Cache& kv, const Unit& unit, int head) {
   for (int s = 0; s < LANES; s++)
     if (unit.present >> s & 1)
-      for (int d = 0; d < kv.dim; d += LANES) __builtin_prefetch(kv.row(from, unit.place[s], head) + d);
+      for (int d = 0; d < kv.dim; d += LANES) __builtin_prefetch(kv.value(unit.place[s], head) + d);
 }
 
 // Adds weights times values of one unit for Q queries, over V vectors of the head. `bits` are the slots to take.
@@ -223,12 +245,10 @@ inline void score_chunk(const Piece& p, Desk& desk) {
   for (int i = 0; i < n; i++) {
     const Unit& unit = p.lay.units[desk.active[i]];
     for (int h = 0; h < p.heads; h++) {
-      fetch(p.kv.values, p.kv, unit, p.head + h);
-      if (i + 1 < n) fetch(p.kv.keys, p.kv, p.lay.units[desk.active[i + 1]], p.head + h);
-      const Heads keys(p.kv.keys, p.kv, unit, p.head + h, desk);
-      for (size_t d = 0; d < wide; d += LANES) transpose16(keys.row, d, &desk.keys[d * LANES]);
+      fetch(p.kv, unit, p.head + h);
+      const Keys keys = unit_keys(p.kv, unit, p.head + h, desk);
       float* out = desk.scores.data() + (size_t)h * each * stride + i * LANES;
-      score_all(desk.keys.data(), &desk.queries[(size_t)h * each * wide], wide, each, out, stride);
+      score_all(keys, &desk.queries[(size_t)h * each * wide], wide, each, out, stride);
       for (int q = 0; q < each; q++, out += stride) {
         const uint16_t on = desk.sight[q][desk.active[i]];
         if (on != 0xffff) vf_store(out, vf_select(on, vf_load(out), vf_set1(-INFINITY)));
@@ -267,7 +287,7 @@ inline void mix_chunk(const Piece& p, Desk& desk) {
   for (size_t i = 0; i < desk.active.size(); i++)
     for (int h = 0; h < p.heads; h++) {
       const int unit = desk.active[i];
-      const Heads values(p.kv.values, p.kv, p.lay.units[unit], p.head + h, desk);
+      const Heads values(p.kv, p.lay.units[unit], p.head + h, desk);
       for (int q = h * each, end = q + each, same; q < end; q += same) {
         const uint32_t take = desk.sight[q][unit];
         for (same = 1; same < 4 && q + same < end && desk.sight[q + same][unit] == take;) same++;

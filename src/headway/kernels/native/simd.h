@@ -73,32 +73,6 @@ inline vi vi_dot8(vi acc, vb codes, int32_t a) {
 }
 #endif
 
-// 16 floats from column `at` of each of 16 rows, with rows and columns exchanged, at `to`.
-inline void transpose16(const float* const* rows, size_t at, float* to) {
-  __m512 r[16], t[16];
-  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_ps(rows[i] + at);
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    for (int j = 0; j < 2; j++) {
-      __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + j + 2]);
-      r[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
-      r[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
-    }
-  }
-  // r[4q + c] holds, in its 128-bit part p, column 4p + c of rows 4q to 4q + 3.
-  for (int c = 0; c < 4; c++) {
-    __m512 a = _mm512_shuffle_f32x4(r[c], r[4 + c], 0x88), b = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0x88);
-    __m512 d = _mm512_shuffle_f32x4(r[c], r[4 + c], 0xdd), e = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0xdd);
-    _mm512_storeu_ps(to + (0 + c) * 16, _mm512_shuffle_f32x4(a, b, 0x88));
-    _mm512_storeu_ps(to + (8 + c) * 16, _mm512_shuffle_f32x4(a, b, 0xdd));
-    _mm512_storeu_ps(to + (4 + c) * 16, _mm512_shuffle_f32x4(d, e, 0x88));
-    _mm512_storeu_ps(to + (12 + c) * 16, _mm512_shuffle_f32x4(d, e, 0xdd));
-  }
-}
-
 #elif HW_ISA == 1
 // ---- AVX2 --------------------------------------------------------------------------------------------------------
 struct vf { __m256 a, b; };
@@ -188,26 +162,6 @@ inline vi vi_dot8(vi acc, vb codes, int32_t a) {
                                _mm256_madd_epi16(_mm256_srli_epi16(codes.b, 8), odd));
   return {_mm256_add_epi32(acc.a, p), _mm256_add_epi32(acc.b, q)};
 }
-inline void transpose16(const float* const* rows, size_t at, float* to) {
-  for (int i = 0; i < 16; i += 8)
-    for (int j = 0; j < 16; j += 8) {
-      __m256 r[8], t[8];
-      for (int n = 0; n < 8; n++) r[n] = _mm256_loadu_ps(rows[i + n] + at + j);
-      for (int n = 0; n < 8; n += 2) {
-        t[n] = _mm256_unpacklo_ps(r[n], r[n + 1]);
-        t[n + 1] = _mm256_unpackhi_ps(r[n], r[n + 1]);
-      }
-      for (int n = 0; n < 8; n += 4)
-        for (int m = 0; m < 2; m++) {
-          r[n + 2 * m] = _mm256_shuffle_ps(t[n + m], t[n + m + 2], 0x44);
-          r[n + 2 * m + 1] = _mm256_shuffle_ps(t[n + m], t[n + m + 2], 0xee);
-        }
-      for (int c = 0; c < 4; c++) {
-        _mm256_storeu_ps(to + (j + c) * 16 + i, _mm256_permute2f128_ps(r[c], r[4 + c], 0x20));
-        _mm256_storeu_ps(to + (j + 4 + c) * 16 + i, _mm256_permute2f128_ps(r[c], r[4 + c], 0x31));
-      }
-    }
-}
 
 #else
 // ---- plain C++ ---------------------------------------------------------------------------------------------------
@@ -273,10 +227,6 @@ inline vi vi_dot8(vi acc, vb codes, int32_t a) {
   return acc;
 }
 inline vi vi_dot4(vi acc, vb codes, int32_t a) { return vi_dot8(acc, codes, a); }
-inline void transpose16(const float* const* rows, size_t at, float* to) {
-  for (int i = 0; i < 16; i++)
-    for (int j = 0; j < 16; j++) to[j * 16 + i] = rows[i][at + j];
-}
 #undef HW_EACH
 #endif
 

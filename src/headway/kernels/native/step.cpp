@@ -373,7 +373,8 @@ struct Run {
       if (step.write_slots[r] < 0) continue;
       const size_t page = step.write_slots[r] / m.page_size, slot = step.write_slots[r] % m.page_size;
       const size_t at = ((page * m.kv_heads + kh) * m.page_size + slot) * D;
-      std::memcpy(keys + at, k, D * sizeof(float));
+      float* key = keys + (page * m.kv_heads + kh) * m.page_size * D + slot;
+      for (int d = 0; d < D; d++) key[(size_t)d * m.page_size] = k[d];
       std::memcpy(values + at, space.v.at + r * K + (size_t)kh * D, D * sizeof(float));
     }
   }
