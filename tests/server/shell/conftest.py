@@ -18,6 +18,9 @@ from typing import Any
 
 import pytest
 
+import headway as hw
+from headway.testing import scripted_engine
+
 SCRIPT = Path(__file__).with_name("served.py")
 PATIENCE = 60.0  # seconds until a test gives up; nothing is asserted about times
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
@@ -173,6 +176,18 @@ def post(path: str, body: Any, *headers: str, host: str = "127.0.0.1") -> bytes:
     data = json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {len(data)}", *headers, "", ""]
     return "\r\n".join(lines).encode() + data
+
+
+def alone(prompt: list[int], count: int) -> list[int]:
+    """The tokens that a server gives for a prompt when nobody else is there."""
+
+    async def generate(engine: hw.Engine) -> list[int]:
+        async with engine.context() as ctx:
+            ctx.fill(prompt)
+            return await ctx.generate(hw.Argmax(), max_tokens=count).tokens()
+
+    with scripted_engine(pages=256) as engine:
+        return list(engine.run(generate))
 
 
 def command(settings: Mapping[str, Any] | None = None, **engine: Any) -> list[str]:

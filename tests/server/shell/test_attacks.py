@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from conftest import Server, parse, post, read_all
+from conftest import Server, alone, parse, post, read_all
 
 BYSTANDER, COUNT = list(range(40, 75)), 60
 
@@ -35,12 +35,12 @@ def server(start: Callable[..., Server]) -> Server:
 
 
 @pytest.fixture(scope="module")
-def alone(server: Server) -> list[int]:
-    return server.tokens(BYSTANDER, COUNT).json["tokens"]
+def right() -> list[int]:
+    return alone(BYSTANDER, COUNT)
 
 
 @pytest.fixture(autouse=True)
-def bystander(server: Server, alone: list[int]) -> Iterator[None]:
+def bystander(server: Server, right: list[int]) -> Iterator[None]:
     """Asks the same again and again on one connection, from before the attack until after it."""
     replies: list[list[int]] = []
     end, asked = threading.Event(), threading.Event()
@@ -62,7 +62,7 @@ def bystander(server: Server, alone: list[int]) -> Iterator[None]:
         finally:
             end.set()
         asking.result()
-    assert all(tokens == alone for tokens in replies)
+    assert all(tokens == right for tokens in replies)
     server.until(server.is_quiet)
     assert server.get("/health").status == 200
 

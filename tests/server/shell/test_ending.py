@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import headway as hw
-from conftest import Reply, Server
+from conftest import Reply, Server, alone
 from headway.testing import random_model, scripted_engine
 
 PROMPT = list(range(20, 40))
@@ -91,14 +91,14 @@ def small(start: Callable[..., Server]) -> Server:
 
 
 def test_a_queue_full_of_requests_says_when_to_come_back(small: Server, later: Any) -> None:
-    alone = small.tokens(PROMPT, 100).json["tokens"]
+    right = alone(PROMPT, 100)
     asked = [later(small.tokens, PROMPT, 100) for _ in range(3)]
     under_way(small, 3)
     refused = small.tokens(PROMPT, 1)
     assert (refused.status, refused.error["code"]) == (429, "queue_full")
     assert refused.headers["retry-after"] == "1"
     assert "3 requests of 3" in refused.error["message"]
-    assert all(reply.result().json["tokens"] == alone for reply in asked)
+    assert all(reply.result().json["tokens"] == right for reply in asked)
     assert small.tokens(PROMPT, 1).status == 200
     small.until(small.is_quiet)
 
@@ -140,16 +140,17 @@ def test_a_request_that_takes_too_long_is_ended_and_says_so(start: Callable[...,
 def test_a_signal_lets_what_is_under_way_finish(
     start: Callable[..., Server], later: Any, number: int, stream: bool
 ) -> None:
-    server = start(step_seconds=0.01).ready()
-    alone = server.tokens(PROMPT, 150, stream=stream).body
-    asked = later(server.tokens, PROMPT, 150, stream=stream)
+    right = alone(PROMPT, 100)
+    server = start(step_seconds=0.02).ready()
+    asked = later(server.tokens, PROMPT, 100, stream=stream)
     under_way(server, 1)
     server.signal(number)
     server.until(lambda: server.logged("draining"))
     assert server.get("/health").json == {"status": "draining"}
     refused = server.tokens(PROMPT, 1)
     assert (refused.status, refused.error["code"]) == (503, "draining")
-    assert asked.result().body == alone
+    events = "".join(f"data: {token}\n\n" for token in right) + "data: [DONE]\n\n"
+    assert asked.result().body.decode() == events if stream else asked.result().json["tokens"] == right
     assert server.end() == 0
     assert not server.errors
 

@@ -1,0 +1,270 @@
+"""What a server says about itself: logs, request ids, metrics, stats; and what it never says."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conftest import QUIET, Server
+from headway.base.errors import InvalidInput
+from headway.cli.top_server import ServerWatch
+from headway.server import logs
+from headway.server.auth import Keys, add_key
+
+SECRET = [7, 7, 42, 42, 77]
+SENT = "my secret prompt"
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Server]) -> Server:
+    return start().ready()
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing", 404),
+        ("GET", "/health/", 404),
+        ("GET", "/docs", 404),
+        ("GET", "/../../etc/passwd", 404),
+        ("GET", "/%2e%2e/%00", 404),
+        ("PUT", "/health", 405),
+        ("GET", "/tokens", 405),
+        ("BREW", "/health", 405),
+        ("GET", "/fail", 500),
+    ],
+)
+def test_errors_have_one_shape_and_nothing_of_the_inside(server: Server, method: str, path: str, status: int) -> None:
+    reply = server.ask(method, path, headers={"X-Request-Id": "mine-1"})
+    assert reply.status == status
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.headers["x-request-id"] == "mine-1"
+    assert not re.search(r"Traceback|\.py|0x[0-9a-f]{4}|site-packages|passwd|RuntimeError", reply.error["message"])
+
+
+def test_what_failed_is_in_the_log_under_its_id_without_its_text(server: Server) -> None:
+    server.get("/fail", {"X-Request-Id": "mine-2"})
+    (line,) = server.logged("a request failed", request_id="mine-2")
+    assert line["error"] == "RuntimeError"
+    assert line["frames"][-1].endswith(" fail")
+    assert "passwd" not in str(line)
+
+
+# -- logs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["a", "req:1.2_3-4", "x" * 128])
+def test_a_well_formed_request_id_is_kept(server: Server, given: str) -> None:
+    assert server.get("/health", {"X-Request-Id": given}).headers["x-request-id"] == given
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "a\tb", "<script>", "é", 'a"b'])
+def test_another_is_replaced(server: Server, given: str) -> None:
+    made = server.ask("GET", "/health", headers={"X-Request-Id": given}).headers["x-request-id"]
+    assert re.fullmatch(r"req-[0-9a-f]{24}", made)
+
+
+def test_every_request_is_a_line_without_what_it_says(server: Server) -> None:
+    body = {"prompt": SECRET, "max_tokens": 3, "note": SENT}
+    server.ask("POST", "/tokens?secret=query", body, {"X-Request-Id": "line", "Authorization": f"Bearer {SENT}"})
+    (line,) = server.until(lambda: server.logged("request", request_id="line"))
+    assert (line["method"], line["path"], line["status"]) == ("POST", "/tokens", 200)
+    assert line["bytes_in"] > 0
+    assert line["bytes_out"] > 0
+    assert line["complete"] is True
+    written = str(server.lines) + str(server.errors)
+    assert SENT not in written
+    assert "secret=query" not in written
+    assert str(SECRET)[1:-1] not in written
+
+
+def test_prompts_are_written_only_when_asked_for(start: Callable[..., Server]) -> None:
+    server = start({"log_prompts": True}).ready()
+    server.ask("POST", "/tokens", {"prompt": SECRET, "max_tokens": 3, "note": SENT}, {"X-Request-Id": "line"})
+    (line,) = server.until(lambda: server.logged("body", request_id="line"))
+    assert SENT in line["body"]
+
+
+def test_no_line_can_be_forged(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.set_up(as_json=False)
+    logs.info("request", path='/a" level=error\nfake line', id="plain")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith('request path="/a\\" level=error\\nfake line" id=plain')
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def figures(server: Server, headers: dict[str, str] | None = None) -> dict[str, float]:
+    text = server.get("/metrics", headers).body.decode()
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
+
+
+def test_requests_and_tokens_are_counted(server: Server) -> None:
+    before = figures(server)
+    for stream in (True, False):
+        assert server.tokens(list(range(20)), 7, stream=stream).status == 200
+    after = figures(server)
+
+    def added(name: str, labels: str = 'model="scripted"') -> float:
+        return after[f"{name}{{{labels}}}"] - before.get(f"{name}{{{labels}}}", 0.0)
+
+    assert added("headway_prompt_tokens_total") == 40
+    assert added("headway_generated_tokens_total") == 14
+    assert added("headway_time_to_first_token_seconds_count") == 2
+    assert added("headway_inter_token_seconds_count") == 12
+    assert added("headway_request_seconds_count") == 2
+    assert added("headway_requests_finished_total", 'model="scripted",reason="length"') == 2
+    assert added("headway_request_generated_tokens_sum") == 14
+    answers = 'method="POST",model="scripted",route="/tokens",status="200"'
+    assert added("headway_http_responses_total", answers) == 2
+    assert added("headway_computed_tokens_total") > 0
+    assert after['headway_requests_running{model="scripted"}'] == 0
+    assert after['headway_requests_waiting{model="scripted"}'] == 0
+    assert after['headway_pages_total{model="scripted"}'] == 64
+
+
+def test_what_clients_write_makes_no_new_names(server: Server) -> None:
+    for i in range(5):
+        server.ask(f"M{i}", f"/nothing/{i}")
+    names = [name for name in figures(server) if name.startswith("headway_http_responses_total")]
+    assert not [name for name in names if "nothing" in name or "M1" in name]
+    assert any('method="other",model="scripted",route="other"' in name for name in names)
+
+
+def test_vllms_dashboards_find_their_names(start: Callable[..., Server]) -> None:
+    server = start({"metrics_style": "vllm", "served_names": ["tiny"]}).ready()
+    server.tokens(list(range(20)), 7)
+    found = figures(server)
+    labels = 'engine="0",model_name="tiny"'
+    for name, value in {
+        "vllm:num_requests_running": 0,
+        "vllm:num_requests_waiting": 0,
+        "vllm:kv_cache_usage_perc": 0,
+        "vllm:prompt_tokens_total": 20,
+        "vllm:generation_tokens_total": 7,
+        "vllm:time_to_first_token_seconds_count": 1,
+        "vllm:inter_token_latency_seconds_count": 6,
+        "vllm:e2e_request_latency_seconds_count": 1,
+        "vllm:request_prompt_tokens_count": 1,
+        "vllm:request_generation_tokens_sum": 7,
+        "vllm:num_preemptions_total": 0,
+    }.items():
+        assert found[f"{name}{{{labels}}}"] == value, name
+    assert found['vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}'] == 1
+
+
+def test_stats_are_the_engines_own(server: Server) -> None:
+    server.tokens(list(range(20)), 7)
+    answer = server.get("/stats").json
+    assert answer["model"] == {"name": "scripted", "dtype": "float32", "device": "cpu"}
+    assert answer["stats"]["pages_total"] == 64
+    assert answer["stats"]["passes"] >= 7
+    assert answer["steps"]["batch"] == 1
+    assert all(seconds >= 0 for seconds in answer["steps"]["seconds"])
+
+
+@pytest.fixture
+def locked(start: Callable[..., Server], tmp_path: Path) -> tuple[Server, str]:
+    key = add_key(tmp_path / "keys.json", "watcher")
+    return start({"key_file": str(tmp_path / "keys.json")}).ready(), key
+
+
+def test_a_server_is_watched_until_it_ends(locked: tuple[Server, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    server, key = locked
+    url = f"http://127.0.0.1:{server.port}"
+    with pytest.raises(InvalidInput, match="needs an API key"):
+        ServerWatch(url)
+    monkeypatch.setenv("HEADWAY_API_KEY", key)
+    watch = ServerWatch(url)
+    server.tokens(list(range(20)), 7, key=key)
+    server.until(lambda: watch.look() or watch.stats.tokens >= 26)
+    assert watch.line().startswith(f"scripted · float32 · cpu · {url}")
+    assert "of 64 pages" in watch.line()
+    assert len(watch.seconds) == watch.stats.steps
+    server.signal(signal.SIGTERM)
+    assert server.end() == 0
+    server.until(lambda: watch.look() or watch.over)
+    assert "closed" in watch.line()
+
+
+@pytest.mark.slow
+def test_top_shows_a_server_line_by_line(locked: tuple[Server, str]) -> None:
+    server, key = locked
+    command = [sys.executable, "-m", "headway.cli.main", "top", "--url", f"http://127.0.0.1:{server.port}"]
+    env = os.environ | QUIET | {"HEADWAY_API_KEY": key}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as top:
+        assert top.stderr is not None
+        assert "of 64 pages" in top.stderr.readline()
+        server.signal(signal.SIGTERM)
+        assert server.end() == 0
+        rest = top.stderr.read()
+    assert "closed" in rest.splitlines()[-1]
+    assert top.returncode == 0
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def headway(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "headway.cli.main", "serve", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | QUIET)
+
+
+def test_a_key_is_printed_once_and_kept_as_a_hash(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    done = headway("--keys", str(path), "--new-key", "team", "--limit", "max_requests=4")
+    assert done.returncode == 0, done.stderr
+    key = done.stdout.strip()
+    assert key.startswith("hw-")
+    assert key not in path.read_text()
+    tenant = Keys.read(path).find(key)
+    assert tenant is not None
+    assert (tenant.name, tenant.limits.max_requests) == ("team", 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--new-key", "a"), "--keys FILE"),
+        (("--keys", "/nowhere/keys.json"), "no key file"),
+        (("--limit", "max_everything=1"), "max_queue_requests"),
+        (("--limit", "max_n=0"), "above 0"),
+        (("--limit", "max_n=many"), "whole number"),
+        (("--host", "0.0.0.0"), "--allowed-host"),
+        (("--host", "256.1.1.1"), "cannot listen"),
+        (("--port", "70000"), "65535"),
+        (("--cors-origin", "example.org"), "https://app.example.org"),
+        (("--allowed-host", "http://a"), "host name without port"),
+        (("--metrics-style", "other"), "vllm"),
+        (("--request-timeout", "-1"), "above 0"),
+    ],
+)
+@pytest.mark.slow
+def test_a_mistake_on_the_command_line_is_one_sentence(arguments: tuple[str, ...], says: str) -> None:
+    done = headway("--port", "0", *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_connection_is_kept_for_the_next_request(server: Server) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    for _ in range(3):
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (200, b'{"status":"ready"}')
+    assert connection.sock is not None
+    connection.close()
