@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.live import Live, live
 
 import headway as hw
+from support.live import Live, live
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,13 @@
 """Tokens that a request allows or forbids, as a constraint: a list of allowed ids, and words that must not come.
 
-A word is a sequence of tokens; its last one is forbidden where the others have just been generated. A text is forbidden
-as the tokenizer writes it at the beginning of a line and behind a space.
+A word that is given as token ids is that sequence. One that is given as text must not come as a run of whole tokens, at
+the beginning or behind a space, however it is cut into tokens; inside a longer token it is part of another word.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,6 +15,66 @@ import numpy as np
 
 from headway.base.errors import InvalidInput
 from headway.program.constraints import Constraint
+from headway.text.tokenizer import Tokenizer
+
+
+class Words:
+    """Words that must not come: what each may still become, and the tokens that would complete one."""
+
+    def __init__(self, texts: Iterable[str], sequences: Iterable[Sequence[int]], tokenizer: Tokenizer | None) -> None:
+        spaced = (spelled for text in texts for spelled in (text, " " + text.lstrip(" ")))
+        self._texts = tuple(dict.fromkeys(spelled.encode() for spelled in spaced))
+        self._sequences = tuple(dict.fromkeys(map(tuple, sequences)))
+        self._tokenizer = tokenizer
+        self._ids = {} if tokenizer is None or not self._texts else ids_by_bytes(tokenizer)
+        self._open: list[list[bytes | tuple[int, ...]]] = [[]]  # after each token, what is left of words that began
+
+    def __bool__(self) -> bool:
+        return bool(self._texts or self._sequences)
+
+    def fresh(self) -> Words:
+        """The same words, and nothing said yet."""
+        twin = object.__new__(Words)
+        twin.__dict__.update(self.__dict__)
+        twin._open = [[]]
+        return twin
+
+    def copy(self) -> Words:
+        """The same after the same tokens."""
+        twin = self.fresh()
+        twin._open = list(self._open)
+        return twin
+
+    def forbidden(self) -> set[int]:
+        """The tokens that would complete a word."""
+        found: set[int] = set()
+        for rest in (*self._texts, *self._sequences, *self._open[-1]):
+            if isinstance(rest, bytes):
+                found.update(self._ids.get(rest, ()))
+            elif len(rest) == 1:
+                found.add(rest[0])
+        return found
+
+    def push(self, token: int) -> None:
+        """One more token."""
+        spelled = self._spelled(token) if self._texts else b""
+        left: list[bytes | tuple[int, ...]] = []
+        for rest in (*self._texts, *self._sequences, *self._open[-1]):
+            if isinstance(rest, bytes):
+                if spelled and len(rest) > len(spelled) and rest.startswith(spelled):
+                    left.append(rest[len(spelled) :])
+            elif len(rest) > 1 and rest[0] == token:
+                left.append(rest[1:])
+        self._open.append(list(dict.fromkeys(left)))
+
+    def drop(self, n: int) -> None:
+        """Take the last n tokens back."""
+        del self._open[len(self._open) - n :]
+
+    def _spelled(self, token: int) -> bytes:
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        return tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
 
 
 class Bounded:
@@ -25,31 +87,28 @@ class Bounded:
         self,
         vocab: int,
         allowed: Iterable[int] | None = None,
-        words: Iterable[Sequence[int]] = (),
+        words: Words | None = None,
         other: Constraint | None = None,
     ) -> None:
         self._vocab = vocab
         self._allowed = None if allowed is None else _packed(allowed, vocab)
-        self._ends: dict[tuple[int, ...], set[int]] = {}  # the tokens before the last → those
-        for word in words:
-            self._ends.setdefault(tuple(word[:-1]), set()).add(word[-1])
-        self._lengths = sorted({len(head) for head in self._ends})
+        self._words = words.fresh() if words else None
         self._other = other
-        self._said: list[int] = []
+        self._count = 0
 
     def mask(self) -> np.ndarray | None:
-        words = None if self._other is None else self._other.mask()
+        bits = None if self._other is None else self._other.mask()
         if self._allowed is not None:
-            words = self._allowed if words is None else words & self._allowed
+            bits = self._allowed if bits is None else bits & self._allowed
         if forbidden := self._forbidden():
             all_but = ~_packed(forbidden, self._vocab)
-            words = all_but & _packed(range(self._vocab), self._vocab) if words is None else words & all_but
-        if words is not None and not words.any():
+            bits = all_but & _packed(range(self._vocab), self._vocab) if bits is None else bits & all_but
+        if bits is not None and not bits.any():
             raise InvalidInput(
-                f"nothing may come after {len(self._said)} tokens: allowed_token_ids, bad_words and the form that was "
+                f"nothing may come after {self._count} tokens: allowed_token_ids, bad_words and the form that was "
                 "asked for leave no token; relax one of them"
             )
-        return words
+        return bits
 
     def accept(self, token: int) -> None:
         if token in self._forbidden():
@@ -58,18 +117,23 @@ class Bounded:
             raise InvalidInput(f"token {token} is not one of allowed_token_ids")
         if self._other is not None:
             self._other.accept(token)
-        self._said.append(token)
+        if self._words is not None:
+            self._words.push(token)
+        self._count += 1
 
     def rollback(self, n: int) -> None:
         if self._other is not None:
             self._other.rollback(n)
-        del self._said[len(self._said) - n :]
+        if self._words is not None:
+            self._words.drop(n)
+        self._count -= n
 
     def copy(self) -> Bounded:
         twin = object.__new__(Bounded)
         twin.__dict__.update(self.__dict__)
         other: Any = self._other
-        twin._other, twin._said = None if other is None else other.copy(), list(self._said)
+        twin._other = None if other is None else other.copy()
+        twin._words = None if self._words is None else self._words.copy()
         return twin
 
     @property
@@ -81,11 +145,7 @@ class Bounded:
         return bool(getattr(self._other, "finished", False))
 
     def _forbidden(self) -> set[int]:
-        found: set[int] = set()
-        for length in self._lengths:
-            if length <= len(self._said):
-                found |= self._ends.get(tuple(self._said[len(self._said) - length :]), set())
-        return found
+        return set() if self._words is None else self._words.forbidden()
 
 
 def _packed(ids: Iterable[int], vocab: int) -> np.ndarray:
@@ -93,3 +153,21 @@ def _packed(ids: Iterable[int], vocab: int) -> np.ndarray:
     bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
     bits[np.fromiter(ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+# -- tokens by their bytes -----------------------------------------------------------------------------------------
+
+_known: weakref.WeakKeyDictionary[Tokenizer, dict[bytes, tuple[int, ...]]] = weakref.WeakKeyDictionary()
+_knowing = threading.Lock()
+
+
+def ids_by_bytes(tokenizer: Tokenizer) -> dict[bytes, tuple[int, ...]]:
+    """The plain tokens that have each spelling. Made once a tokenizer, which takes a moment."""
+    with _knowing:
+        if tokenizer not in _known:
+            found: dict[bytes, tuple[int, ...]] = {}
+            for id in set(tokenizer.backend.get_vocab(with_added_tokens=True).values()) - tokenizer.special_ids:
+                spelled = tokenizer.token_bytes(id)
+                found[spelled] = (*found.get(spelled, ()), id)
+            _known[tokenizer] = found
+        return _known[tokenizer]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headway.program.engine import Engine
 from headway.runtime.scheduler import BID_LIMIT
 from headway.server.auth import Tenant
 from headway.server.errors import ApiError, bad_request
+from headway.server.openai.bounds import Words
 from headway.server.settings import Settings
 
 
@@ -43,17 +44,18 @@ class Check:
             raise bad_request("allowed_token_ids is empty, so nothing could come; leave it out", "allowed_token_ids")
         return None if ids is None else self.ids("allowed_token_ids", ids)
 
-    def words(self, words: Sequence[str | list[int]]) -> Iterable[tuple[int, ...]]:
-        """The token sequences of words that must not come."""
-        self.size("bad_words", len(words), self.settings.max_ids)
+    def words(self, words: Sequence[str | list[int]]) -> Words | None:
+        """Words that must not come."""
+        self.size("bad_words", len(words), self.settings.max_bias)
         for i, word in enumerate(words):
             if not word:
                 raise bad_request(f"bad_words[{i}] is empty, so nothing could come; leave it out", "bad_words")
-            if not isinstance(word, str):
-                yield self.ids("bad_words", word, f"bad_words[{i}]")
-                continue
-            for spelled in dict.fromkeys((word, " " + word.lstrip(" "))):
-                yield tuple(self.engine.tokenizer.encode(spelled))
+            if len(word) > self.settings.max_stop_length:
+                most = self.settings.max_stop_length
+                raise bad_request(f"bad_words[{i}] has {len(word)} entries; at most {most} are allowed", "bad_words")
+        sequences = [self.ids("bad_words", w, f"bad_words[{i}]") for i, w in enumerate(words) if not isinstance(w, str)]
+        texts = [word for word in words if isinstance(word, str)]
+        return Words(texts, sequences, self.engine.tokenizer if texts else None) if words else None
 
     def stops(self, stop: str | Sequence[str] | None) -> tuple[str, ...]:
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())

@@ -28,7 +28,7 @@ from headway.program.several import derived_seed
 from headway.program.sync import SamplingParams
 from headway.server.auth import Tenant
 from headway.server.errors import bad_request
-from headway.server.openai.bounds import Bounded
+from headway.server.openai.bounds import Bounded, Words
 from headway.server.openai.checks import Check
 from headway.server.openai.wire import Knobs, StructuredOutputs
 from headway.server.settings import Settings
@@ -50,7 +50,7 @@ class Plan:
     ignore_eos: bool = False
     grammar: Grammar | None = None
     allowed: tuple[int, ...] | None = None
-    words: tuple[tuple[int, ...], ...] = ()
+    words: Words | None = None
     top: int | None = None  # how many of the likeliest tokens come with each token; None for no log-probabilities
     prompt_top: int | None = None  # the same for the tokens of the prompt
     processed: bool = False
@@ -92,7 +92,7 @@ class Plan:
         )
 
     def _constraint(self, grammar: Grammar | None) -> Grammar | Constraint | None:
-        bounded = self.allowed is not None or self.words
+        bounded = self.allowed is not None or self.words is not None
         if not bounded and (grammar is None or self.top is None):
             return grammar
         other = None if grammar is None else self.made[grammar].copy()
@@ -123,7 +123,7 @@ async def plan(
         ignore_eos=bool(asked.ignore_eos),
         grammar=grammar,
         allowed=check.allowed(asked.allowed_token_ids),
-        words=tuple(check.words(asked.bad_words or ())),
+        words=await asyncio.to_thread(check.words, asked.bad_words or ()),
         top=check.between("logprobs", top, 0, settings.max_logprobs),
         prompt_top=prompt_top,
         processed=asked.logprobs_mode == "processed",
