@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from headway.program.engine import Engine
 from headway.server.errors import ApiError, bad_request
 from headway.server.openai.answers import check_model
+from headway.server.openai.bodies import JsonRoute
 from headway.server.openai.checks import outside
 from headway.server.openai.messages import read_talk
 from headway.server.openai.prompts import decode, encode
@@ -18,7 +19,7 @@ from headway.server.openai.wire import DetokenizeRequest, TokenizeRequest
 from headway.server.serving import Serving
 from headway.text.tokenizer import Tokenizer
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.get("/v1/models", summary="The models that are served")

@@ -14,6 +14,7 @@ from headway.program.context import Context
 from headway.program.grammar import Grammar
 from headway.server.errors import bad_request
 from headway.server.openai.answers import Usage, check_model, check_stream, respond
+from headway.server.openai.bodies import JsonRoute
 from headway.server.openai.checks import Check
 from headway.server.openai.messages import Talk, read_talk
 from headway.server.openai.plan import Plan, check_size, grammar_of, plan
@@ -26,7 +27,7 @@ from headway.server.serving import Serving, Ticket
 from headway.server.settings import Settings
 from headway.text.parse_parts import Content, Part, Reasoning, ToolCallArguments, ToolCallStart
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/chat/completions", summary="The next message of a chat", responses=STREAM)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from headway.program.context import Context
 from headway.server.errors import bad_request
 from headway.server.openai.answers import REASONS, Usage, check_model, check_stream, respond
+from headway.server.openai.bodies import JsonRoute
 from headway.server.openai.checks import Check
 from headway.server.openai.plan import Plan, plan
 from headway.server.openai.prompts import Prompt, read_prompts, score, spelled
@@ -24,7 +25,7 @@ from headway.server.serving import Serving, Ticket
 MAX_TOKENS = 16  # where a request says nothing, as with OpenAI
 AT_ONCE = 16  # prompts of one request that are worked on together
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/completions", summary="Text that goes on from a prompt", responses=STREAM)
