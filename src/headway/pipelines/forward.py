@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headway.base.errors import InvalidInput, Unsupported
+from headway.pipelines.arrays import Ragged
 from headway.runtime.device import DTYPES, pick_device, pick_dtype
 
 FORWARD_PARAMETERS = ("output_hidden_states", "output_attentions", "return_dict")
@@ -150,20 +152,29 @@ def _rebuilt(like: Mapping[str, Any], fields: dict[str, Any]) -> Any:
 
 
 class HostCopy:
-    """Tensors on their way to the host; `wait` gives them as numpy arrays once they have arrived."""
+    """Tensors on their way to the host; `wait` gives them row by row once they have arrived."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = {name: _start_copy(tensor) for name, tensor in tensors.items()}
+    def __init__(self, answer: Mapping[str, Tensor | Ragged]) -> None:
+        found = {name: value.values if isinstance(value, Ragged) else value for name, value in answer.items()}
+        self._counts = {name: value.counts for name, value in answer.items() if isinstance(value, Ragged)}
+        self._tensors = {name: _start_copy(tensor) for name, tensor in found.items()}
         self._event = None
-        if any(tensor.device.type == "cuda" for tensor in tensors.values()):
+        if any(tensor.device.type == "cuda" for tensor in found.values()):
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def wait(self) -> dict[str, Any]:
-        """name → array."""
+    def wait(self) -> dict[str, Sequence[Any]]:
+        """name → one array a row."""
         if self._event is not None:
             self._event.synchronize()
-        return {name: tensor.numpy() for name, tensor in self._tensors.items()}
+        return {name: self._rows(name, tensor.numpy()) for name, tensor in self._tensors.items()}
+
+    def _rows(self, name: str, array: Any) -> Sequence[Any]:
+        counts = self._counts.get(name)
+        if counts is None:
+            return array
+        ends = list(accumulate(counts))
+        return [array[end - count : end] for count, end in zip(counts, ends)]
 
 
 def _start_copy(tensor: Tensor) -> Tensor:

@@ -10,14 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
-import numpy as np
 import torch
 
 from headway.base.errors import InvalidInput
 from headway.base.machine import read_machine
 from headway.pipelines.batcher import Batcher, Ticket
 from headway.pipelines.budget import Budget
-from headway.pipelines.forward import FORWARD_PARAMETERS, bring_back
+from headway.pipelines.forward import FORWARD_PARAMETERS, HostCopy, bring_back
 from headway.pipelines.outputs import ModelOutput
 from headway.pipelines.stream import Stream, item_failed
 from headway.pipelines.task import MISSING, Batch, PreparedItem, Task
@@ -144,8 +143,8 @@ class Pipeline:
         prepared = self.task.preprocess(item, options)
         batch = self.task.collate(prepared.rows)
         with torch.inference_mode():
-            reduced = self.task.reduce(output, batch, options)
-        rows = [{name: np.asarray(value[i]) for name, value in reduced.items()} for i in range(len(prepared.rows))]
+            arrays = HostCopy(self.task.reduce(output, batch, options)).wait()
+        rows = [{name: value[i] for name, value in arrays.items()} for i in range(len(prepared.rows))]
         return self.task.postprocess(prepared, rows, options)
 
     def _tensors(self, inputs: Any) -> Mapping[str, Any]:

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 # name → module under headway.pipelines.tasks and class
 BUILT_IN: dict[str, tuple[str, str]] = {
     "text-classification": ("classification", "TextClassification"),
+    "zero-shot-classification": ("zero_shot", "ZeroShotClassification"),
+    "token-classification": ("tagging", "TokenClassification"),
+    "fill-mask": ("filling", "FillMask"),
+    "question-answering": ("answering", "QuestionAnswering"),
+    "feature-extraction": ("embedding", "FeatureExtraction"),
+    "sentence-embedding": ("embedding", "SentenceEmbedding"),
+    "sentence-similarity": ("embedding", "SentenceSimilarity"),
+    "rerank": ("embedding", "Rerank"),
 }
 ALIASES = {
     "sentiment-analysis": "text-classification",

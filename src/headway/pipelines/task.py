@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from headway.pipelines.arrays import Ragged
     from headway.pipelines.loading import Loaded
     from headway.pipelines.opening import Request
 
@@ -21,10 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Row:
-    """One row of a batch: a model's inputs without the batch dimension, and what the row costs."""
+    """One row of a batch: a model's inputs without the batch dimension, what the row costs, tokens to be read.
+
+    `marks` are positions that the task's head must read, where it does not read all of them (`Task.reads = "marks"`).
+    """
 
     inputs: Mapping[str, Any]
     length: int
+    marks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -37,10 +42,14 @@ class PreparedItem:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Batch:
-    """Rows together: the tensors a model is called with."""
+    """Rows together: the tensors a model is called with.
+
+    Usually each is [R, …] with sequences padded. A `packed` batch has its tokens end to end, [T], without any padding.
+    """
 
     inputs: dict[str, Any]
     rows: tuple[Row, ...]
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class Task:
     needs: ClassVar[tuple[str, ...]] = ("tokenizer",)  # tokenizer, image_processor, feature_extractor, processor
     default_model: ClassVar[str | None] = None
     lookahead: ClassVar[int] = 1024  # rows that may be prepared ahead
-    reads: ClassVar[str] = "all"  # the final states its head needs: all, first (of each row) or masked; see `packed`
+    reads: ClassVar[str] = "all"  # the final states its head needs: all, first (of each row) or marks
 
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
@@ -90,12 +99,15 @@ class Task:
 
         return Batch(collate(rows, self.padding(), self.loaded.run.takes), tuple(rows))
 
-    def forward(self, batch: Batch, options: Any) -> Mapping[str, Tensor]:
-        """The model's answer on the device, reduced to what `postprocess` needs: name → [R, …]."""
+    def forward(self, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
+        """The model's answer on the device, reduced to what `postprocess` needs: name → [R, …], or Ragged by token."""
         return self.reduce(self.loaded.run(batch.inputs), batch, options)
 
-    def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Tensor]:
-        """The part of the model's own output that must leave the device; by default its logits as float32."""
+    def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
+        """The part of the model's own output that must leave the device; by default its logits as float32.
+
+        What comes by token is padded, or packed, or at marks only; `arrays.by_token` and `arrays.at_marks` take all.
+        """
         return {"logits": output.logits.float()}
 
     def postprocess(self, prepared: PreparedItem, results: Results, options: Any) -> Any:

@@ -1,0 +1,272 @@
+"""Vectors of texts: all tokens' states, one vector a sentence, similarities and rankings."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel, WrongType
+from headway.pipelines.arrays import by_token, pooled
+from headway.pipelines.loading import read_json
+from headway.pipelines.task import MISSING, Batch, PreparedItem, Row, Task, check_text
+from headway.pipelines.tasks.classification import apply, check_function
+from headway.pipelines.text import TextOptions
+
+if TYPE_CHECKING:
+    from headway.pipelines.loading import Loaded
+    from headway.pipelines.task import Results
+
+POOLING = ("auto", "mean", "cls", "last", "max")
+POOLING_KEYS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_max_tokens": "max",
+}
+KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True)
+class FeatureOptions(TextOptions):
+    """Nested lists [1, tokens, width], or a torch tensor with `return_tensors=True`."""
+
+    return_tensors: bool = False
+
+
+class FeatureExtraction(Task):
+    """The final states of all tokens of a text."""
+
+    Options = FeatureOptions
+
+    def batch_key(self, options: FeatureOptions) -> Hashable:
+        return None
+
+    def preprocess(self, item: Any, options: FeatureOptions) -> PreparedItem:
+        return self.preprocess_many([item], options)[0]
+
+    def preprocess_many(self, items: Sequence[Any], options: FeatureOptions) -> list[PreparedItem]:
+        assert self.loaded.text is not None
+        rows = self.loaded.text.rows([check_text(item) for item in items], options)
+        return [PreparedItem(tuple(some)) for some in rows]
+
+    def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Any]:
+        return {"states": by_token(output.last_hidden_state, batch)}
+
+    def postprocess(self, prepared: PreparedItem, results: Results, options: FeatureOptions) -> Any:
+        states = np.concatenate([result["states"] for result in results])[None]
+        return torch.from_numpy(states.copy()) if options.return_tensors else states.tolist()
+
+
+@dataclass(frozen=True)
+class EmbeddingOptions(TextOptions):
+    """`pooling` is auto (as the model's own files say, else mean), mean, cls, last or max.
+
+    `normalize` to length 1 (None: as the model's files say, else yes); `dimensions` keeps only the first of them.
+    """
+
+    pooling: str = "auto"
+    normalize: bool | None = None
+    dimensions: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pooling not in POOLING:
+            raise InvalidInput(f"pooling is {self.pooling!r}; it takes {', '.join(POOLING)}")
+        if self.normalize not in (None, True, False):
+            raise InvalidInput(f"normalize is {self.normalize!r}; it takes True, False or None")
+        d = self.dimensions
+        if d is not None and (isinstance(d, bool) or not isinstance(d, int) or d < 1):
+            raise InvalidInput(f"dimensions is {d!r}; it takes a whole number from 1, or None for all")
+
+
+class SentenceEmbedding(Task):
+    """One float32 vector a text. Pieces of a text divided by `stride` count by their lengths."""
+
+    Options = EmbeddingOptions
+    default_model: ClassVar[str | None] = "minilm"
+
+    def __init__(self, loaded: Loaded) -> None:
+        super().__init__(loaded)
+        self._pooling, self._normalize = declared_pooling(loaded)
+
+    def options(self, base: Any, given: Mapping[str, Any]) -> Any:
+        found: EmbeddingOptions = super().options(base, given)
+        width = getattr(self.config, "hidden_size", getattr(self.config, "dim", None))
+        if found.dimensions is not None and width is not None and found.dimensions > width:
+            raise InvalidInput(f"dimensions is {found.dimensions} and the model's vectors have {width}")
+        return found
+
+    def batch_key(self, options: EmbeddingOptions) -> Hashable:
+        return self.pooling(options)
+
+    def pooling(self, options: EmbeddingOptions) -> str:
+        return self._pooling if options.pooling == "auto" else options.pooling
+
+    def preprocess(self, item: Any, options: EmbeddingOptions) -> PreparedItem:
+        return self.preprocess_many([item], options)[0]
+
+    def preprocess_many(self, items: Sequence[Any], options: EmbeddingOptions) -> list[PreparedItem]:
+        assert self.loaded.text is not None
+        rows = self.loaded.text.rows([check_text(item) for item in items], options)
+        return [PreparedItem(tuple(some)) for some in rows]
+
+    def reduce(self, output: Any, batch: Batch, options: EmbeddingOptions) -> Mapping[str, Any]:
+        return {"vector": pooled(output.last_hidden_state, batch, self.pooling(options))}
+
+    def postprocess(self, prepared: PreparedItem, results: Results, options: EmbeddingOptions) -> Any:
+        return self.finished([result["vector"] for result in results], prepared.rows, options)
+
+    def finished(self, vectors: Sequence[np.ndarray], rows: Sequence[Row], options: EmbeddingOptions) -> np.ndarray:
+        """The vector of one text from those of its pieces."""
+        if len(vectors) == 1:
+            vector = vectors[0]
+        else:
+            vector = np.average(np.stack(vectors), axis=0, weights=[row.length for row in rows]).astype(np.float32)
+        vector = vector[: options.dimensions]
+        if options.normalize or (options.normalize is None and self._normalize):
+            return vector / max(float(np.sqrt(np.dot(vector, vector))), 1e-12)
+        return vector.copy()
+
+
+def declared_pooling(loaded: Loaded) -> tuple[str, bool]:
+    """Pooling and whether to normalise, as a sentence-transformers folder says; mean and yes where nothing is said."""
+    modules = read_json(loaded.path, "modules.json").get("", [])
+    if not modules:
+        return "mean", True
+    kinds = [str(module.get("type", "")).rsplit(".", 1)[-1] for module in modules]
+    if unknown := [kind for kind in kinds if kind not in KNOWN_MODULES]:
+        raise Unsupported(
+            f"{loaded.name} ends in modules that are not supported: {', '.join(unknown)}; "
+            f"{', '.join(KNOWN_MODULES)} are"
+        )
+    how = "mean"
+    for module, kind in zip(modules, kinds):
+        if kind == "Pooling" and loaded.path is not None:
+            said = read_json(loaded.path / str(module.get("path", "")), "config.json")
+            how = _pooling_named(said, loaded.name)
+    return how, "Normalize" in kinds
+
+
+def _pooling_named(said: Mapping[str, Any], name: str) -> str:
+    if said.get("pooling_mode") in POOLING_KEYS.values():
+        return str(said["pooling_mode"])
+    asked = [key for key, on in said.items() if key.startswith("pooling_mode_") and on]
+    if len(asked) == 1 and asked[0] in POOLING_KEYS:
+        return POOLING_KEYS[asked[0]]
+    raise Unsupported(f"{name} asks for the pooling {asked or said}; {', '.join(POOLING_KEYS.values())} are supported")
+
+
+class SentenceSimilarity(SentenceEmbedding):
+    """Cosines between a sentence and others: a list of floats for `{"source_sentence": ..., "sentences": [...]}`."""
+
+    def wanted(self) -> str:
+        return '{"source_sentence": ..., "sentences": [...]}, or source_sentence=... and sentences=...'
+
+    def gather(self, item: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return gathered(self, item, given, ("source_sentence", "sentences"), super().gather)
+
+    def preprocess(self, item: Any, options: EmbeddingOptions) -> PreparedItem:
+        source, others = pair_of(item, "source_sentence", "sentences", self.wanted())
+        assert self.loaded.text is not None
+        parts = self.loaded.text.rows([source, *others], options)
+        return PreparedItem(tuple(row for some in parts for row in some), [len(some) for some in parts])
+
+    def preprocess_many(self, items: Sequence[Any], options: EmbeddingOptions) -> list[PreparedItem]:
+        return [self.preprocess(item, options) for item in items]
+
+    def postprocess(self, prepared: PreparedItem, results: Results, options: EmbeddingOptions) -> list[float]:
+        vectors, start = [], 0
+        for count in prepared.facts:
+            part = slice(start, start + count)
+            vectors.append(self.finished([r["vector"] for r in results[part]], prepared.rows[part], options))
+            start += count
+        table = F.normalize(torch.from_numpy(np.stack(vectors)), dim=-1).numpy()
+        return [float(cosine) for cosine in table[1:] @ table[0]]
+
+
+@dataclass(frozen=True)
+class RerankOptions(TextOptions):
+    """The best `top_n` (None: all). `function_to_apply` to the model's score: sigmoid, none, or None for sigmoid."""
+
+    top_n: int | None = None
+    function_to_apply: str | None = None
+    return_documents: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_function(self.function_to_apply)
+        if self.function_to_apply == "softmax":
+            raise InvalidInput("function_to_apply is 'softmax', which is 1 for a single score; take sigmoid or none")
+        n = self.top_n
+        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+            raise InvalidInput(f"top_n is {n!r}; it takes a whole number from 1, or None for all")
+
+
+class Rerank(Task):
+    """Documents by how well they answer a query: a list of `index`, `score`, `text`, best first.
+
+    A document divided by `stride` counts as its best piece.
+    """
+
+    Options = RerankOptions
+    auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
+    reads: ClassVar[str] = "first"
+
+    def __init__(self, loaded: Loaded) -> None:
+        super().__init__(loaded)
+        if self.config.num_labels != 1:
+            raise UnsupportedModel(f"{loaded.name} has {self.config.num_labels} outputs; a reranker has one score")
+
+    def wanted(self) -> str:
+        return '{"query": ..., "documents": [...]}, or query=... and documents=...'
+
+    def gather(self, item: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return gathered(self, item, given, ("query", "documents"), super().gather)
+
+    def batch_key(self, options: RerankOptions) -> Hashable:
+        return None
+
+    def preprocess(self, item: Any, options: RerankOptions) -> PreparedItem:
+        query, documents = pair_of(item, "query", "documents", self.wanted())
+        text = self.loaded.text
+        assert text is not None
+        parts = text.encode([(query, document) for document in documents], options, cut="only_second")
+        rows = tuple(text.row(part) for some in parts for part in some)
+        return PreparedItem(rows, (documents, [len(some) for some in parts]))
+
+    def postprocess(self, prepared: PreparedItem, results: Results, options: RerankOptions) -> list[dict[str, Any]]:
+        documents, counts = prepared.facts
+        logits = np.array([result["logits"][0] for result in results])
+        ends = np.cumsum(counts)
+        best = np.array([logits[end - count : end].max() for count, end in zip(counts, ends)])
+        scores = apply(best, options.function_to_apply or "sigmoid")
+        order = np.argsort(-best, kind="stable")[: options.top_n].tolist()
+        found = [{"index": i, "score": float(scores[i])} for i in order]
+        return [one | {"text": documents[one["index"]]} for one in found] if options.return_documents else found
+
+
+def pair_of(item: Any, one: str, many: str, wanted: str) -> tuple[str, list[str]]:
+    """The text and the list of texts of an item."""
+    if not isinstance(item, Mapping):
+        raise WrongType(f"{item!r:.60} of type {type(item).__name__} was given where {wanted} is wanted")
+    if set(item) != {one, many}:
+        raise InvalidInput(f"an item has {one} and {many}; {sorted(map(str, item))} were given")
+    texts = item[many]
+    if isinstance(texts, str) or not isinstance(texts, Sequence):
+        raise WrongType(f"{many} is a {type(texts).__name__}; it takes a list of strings")
+    if not texts:
+        raise InvalidInput(f"{many} is empty; at least one is needed")
+    return check_text(item[one]), [check_text(text) for text in texts]
+
+
+def gathered(task: Task, item: Any, given: dict[str, Any], names: tuple[str, str], otherwise: Any) -> Any:
+    """An item put together from keywords, where that is how it was given."""
+    if item is MISSING and set(names) <= set(given):
+        rest = {name: value for name, value in given.items() if name not in names}
+        return {name: given[name] for name in names}, rest
+    return otherwise(item, given)
