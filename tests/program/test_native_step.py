@@ -19,6 +19,7 @@ from support.checks import all_logits, assert_close, logit_rows, random_tokens
 from support.gguf_files import write_gguf
 from support.hf import random_hf, save_hf
 from support.mates import SUBJECTS, read, run
+from support.scripted import by_hand
 
 pytestmark = pytest.mark.skipif(open_library().calls is None, reason=open_library().missing or "-")
 
@@ -273,6 +274,43 @@ def test_a_pass_has_the_same_bits_alone_batched_chunked_and_trimmed(
         with native(monkeypatch, path, **(base | options)) as engine:
             assert_same_bits([bits_of(found) for found in run(engine, crowd)], together)
             assert (engine.stats().set_asides > 0) == ("pages" in options)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("forks", [2, 5, 37])
+@pytest.mark.parametrize(
+    ("page_size", "windows"), [(16, (None, None)), (24, (None, 60)), (5, (None, None)), (64, (200, None))]
+)
+def test_forks_that_read_their_common_pages_together_have_the_bits_of_each_alone(
+    monkeypatch: pytest.MonkeyPatch, page_size: int, windows: tuple[int | None, ...], forks: int, threads: int
+) -> None:
+    """They part at several depths, each with a mask of its own; in one step, and in a step for each."""
+    model = random_model(seed=4, layers=2, heads=6, kv_heads=2, head_dim=20, windows=windows, vocab_size=V)
+    masks = (None, Mask.window(150), Mask.sink(3, 40))
+    with native(monkeypatch, model, threads=threads, page_size=page_size, pages=4000 // page_size) as engine:
+        stem = engine.context()
+        stem.forward().input(random_tokens(V, 410, 1)).execute().result()
+        found = []
+        for together in (True, False):
+            with by_hand(engine) as hand:
+                running = []
+                for i in range(forks):
+                    context = stem.fork()
+                    context.truncate((0, 3, 130, 290, 409)[i % 5])
+                    forward = context.forward().input([i])
+                    if (mask := masks[i % 3]) is not None:
+                        forward.attention_mask(mask)
+                    handle = forward.probe(0, hw.Logits())
+                    running.append((forward.execute(), handle, context))
+                    if not together:
+                        hand.until(running[-1][0])
+                steps = hand.until(*[execution for execution, _, _ in running])
+                assert steps == (1 if together else 0)
+                found.append([execution.result(0).logits(handle) for execution, handle, _ in running])
+                for _, _, context in running:
+                    context.release()
+        for one, other in zip(*found, strict=True):
+            assert np.array_equal(one, other)
 
 
 @pytest.mark.parametrize("threads", [9, 17])

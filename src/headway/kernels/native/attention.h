@@ -23,6 +23,16 @@ struct Layout {
   std::vector<Unit> units;
   std::vector<int> chunks;      // where each chunk's units begin, and the end
   std::vector<uint16_t> bits;   // [mask sets, rows, units]
+  int family, place;            // which family its row belongs to, and where it stands there; -1 for none
+  const uint16_t* sight(int set, int row) const { return bits.data() + ((size_t)set * rows + row) * units.size(); }
+};
+
+// Segments of one row each that begin with the same pages, as forks do: the chunks that all of them have are computed
+// for them together, so that keys and values are loaded once.
+struct Family {
+  std::vector<int> segments;
+  int chunks;
+  size_t task;  // the first of its partial results: by kv head, then by chunk
 };
 
 struct Cache {
@@ -220,22 +230,27 @@ inline void weigh_all(const Heads& values, const float* weights, size_t stride, 
   for (; at < end; at += LANES) weigh<Q, 1>(values, at, weights, stride, bits, mixed, wide);
 }
 
-// A piece of work: rows [first, first + rows) of a segment and kv heads [head, head + heads). Its queries stand by kv
-// head, then by row, then by head of the group.
+// A piece of work: rows [first, first + rows) of a segment, or the row of each of a family's segments, and kv heads
+// [head, head + heads). Its queries stand by kv head, then by row, then by head of the group.
 struct Piece {
-  const Layout& lay;
-  const uint16_t* bits;  // of the layer's mask set
+  const Layout* layouts;  // of all segments
+  const int* family;      // the segments of its rows; null for rows of one segment
+  const Layout& lay;      // the segment's, or that of the family's first
   const Cache& kv;
-  int first, rows, head, heads;
+  int mask_set, first, rows, head, heads;
 
   int group() const { return kv.heads / kv.kv_heads; }
   int each() const { return rows * group(); }  // queries of one kv head
   int queries() const { return heads * each(); }
   int row(int query) const { return first + query / group() % rows; }
+  // The row of a query in the batch.
+  int place(int query) const { return family ? layouts[family[row(query)]].row : lay.row + row(query); }
   // Where a query stands among the row's heads, in floats.
   size_t column(int query) const { return (size_t)((head + query / each()) * group() + query % group()) * kv.dim; }
   // What the row of a query attends to, unit by unit.
-  const uint16_t* sight(int query) const { return bits + (size_t)row(query) * lay.units.size(); }
+  const uint16_t* sight(int query) const {
+    return family ? layouts[family[row(query)]].sight(mask_set, 0) : lay.sight(mask_set, row(query));
+  }
 };
 
 // The scores of the chunk's units, -infinity where a query must not look. Units outside, heads inside: keys lie so.
@@ -318,24 +333,32 @@ inline void take_queries(const Piece& p, const float* q, size_t stride, Desk& de
   for (int i = 0; i < p.queries(); i++) {
     float* to = &desk.queries[i * wide];
     desk.sight[i] = p.sight(i);
-    std::memcpy(to, q + (size_t)(p.lay.row + p.row(i)) * stride + p.column(i), p.kv.dim * sizeof(float));
+    std::memcpy(to, q + (size_t)p.place(i) * stride + p.column(i), p.kv.dim * sizeof(float));
     for (size_t d = p.kv.dim; d < wide; d++) to[d] = 0;
   }
 }
 
 // A query's sum over all slots, divided, to its place in out [T, heads * dim].
 inline void finish(const Piece& p, int query, const Partial& sum, const float* total, float* out, size_t stride) {
-  float* y = out + (size_t)(p.lay.row + p.row(query)) * stride + p.column(query);
+  float* y = out + (size_t)p.place(query) * stride + p.column(query);
   const float factor = 1.0f / sum.sum;
   for (int d = 0; d < p.kv.dim; d++) y[d] = total[d] * factor;
 }
 
-// All chunks of a piece.
-inline void attend(const Piece& p, const float* q, float* out, size_t stride, Desk& desk) {
+// All chunks of a piece. known(query, chunk) is the partial result of a chunk that is there already, or null.
+template <class F>
+inline void attend(const Piece& p, const float* q, float* out, size_t stride, Desk& desk, F&& known) {
   const size_t wide = up(p.kv.dim, LANES);
   take_queries(p, q, stride, desk);
   for (int i = 0; i < p.queries(); i++) desk.sums[i] = {-INFINITY, 0};
   for (int c = 0; c + 1 < (int)p.lay.chunks.size(); c++) {
+    if (known(0, c)) {
+      for (int i = 0; i < p.queries(); i++) {
+        const float* done = known(i, c);
+        merge(desk.sums[i], &desk.total[i * wide], {done[0], done[1]}, done + 2, (int)wide);
+      }
+      continue;
+    }
     attend_chunk(p, c, desk);
     for (int i = 0; i < p.queries(); i++) merge(desk.sums[i], &desk.total[i * wide], desk.partial[i], &desk.mixed[i * wide], (int)wide);
   }

@@ -206,7 +206,8 @@ class Team:
 
     def __del__(self) -> None:
         # In a child the threads can be neither told to end nor joined; the memory goes with the process.
-        if getattr(self, "_handle", None) and os.getpid() == self._process:
+        # When Python ends modules go first, and the process is about to take everything with it.
+        if getattr(self, "_handle", None) and os is not None and os.getpid() == self._process:
             self.calls.hw_threads_free(self._handle)
 
 

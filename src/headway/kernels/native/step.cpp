@@ -2,6 +2,7 @@
 //
 // Compiled once for each instruction set (HW_ISA, HW_NS). Owns its working memory (Space); reads weights, writes the
 // residual, the pages and what was tapped.
+#include <algorithm>
 #include <chrono>
 #include <memory>
 
@@ -53,6 +54,8 @@ struct Space {
   Buffer<float> x, h, q, k, v, mixed, gate, up_, act, turn, partial;
   Coded grouped[8], whole[8];  // for member i where every member makes its own, else the first
   std::vector<Layout> layouts;
+  std::vector<Family> families;
+  std::vector<int> order;  // of the segments, for finding families
   std::vector<Desk> desks;
   std::unique_ptr<std::atomic<int>[]> next;
   int counters = 0;
@@ -189,11 +192,11 @@ struct Run {
     for (int i = 0; i < (own ? members : 1); i++) space.grouped[i].fit(T, wide, false), space.whole[i].fit(T, wide, true);
     for (int r = 0; r < T; r++) pad(space.mixed.at + r * Q, m.heads * m.head_dim, Q);
     lay_out_all();
-    if (space.counters < m.layers) {
-      space.next.reset(new std::atomic<int>[m.layers]);
-      space.counters = m.layers;
+    if (space.counters < 2 * m.layers) {  // two for each layer: pieces, and tasks of families
+      space.next.reset(new std::atomic<int>[2 * m.layers]);
+      space.counters = 2 * m.layers;
     }
-    for (int l = 0; l < m.layers; l++) space.next[l].store(0, std::memory_order_relaxed);
+    for (int l = 0; l < 2 * m.layers; l++) space.next[l].store(0, std::memory_order_relaxed);
     if (step.phases) last = std::chrono::steady_clock::now();
   }
 
@@ -213,9 +216,56 @@ struct Run {
     most_queries = std::max(TILE * (m.heads / m.kv_heads), m.heads);
     split = members > 1 && pieces_ < 3 * members && tasks > pieces_;
     partial_size = up(m.head_dim, LANES) + 2;
-    if (split) space.partial.fit((size_t)tasks * most_queries * partial_size);
+    const size_t all = find_families(split ? tasks : 0);
+    if (all) space.partial.fit(all * most_queries * partial_size);
     if ((int)space.desks.size() < members) space.desks.resize(members);
     for (int i = 0; i < members; i++) space.desks[i].fit(most_queries, m.head_dim, most_units);
+  }
+
+  // Segments that may share what they begin with, side by side. Partial results of families stand behind `task` others;
+  // how many there are in all.
+  size_t find_families(size_t task) {
+    std::vector<int>& order = space.order;
+    order.clear();
+    space.families.clear();
+    for (int s = 0; s < step.segments; s++) {
+      space.layouts[s].family = -1;
+      if (space.layouts[s].rows == 1) order.push_back(s);
+    }
+    auto page = [&](int s, int p) { return step.pages[step.segment_pages[s] + p]; };
+    auto count = [&](int s) { return step.segment_pages[s + 1] - step.segment_pages[s]; };
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+      return std::lexicographical_compare(step.pages + step.segment_pages[a], step.pages + step.segment_pages[a] + count(a),
+                                          step.pages + step.segment_pages[b], step.pages + step.segment_pages[b] + count(b));
+    });
+    // The whole chunks that two segments begin with and that lie in the same pages under the same numbers.
+    auto alike = [&](int a, int b) {
+      int same = 0;
+      while (same < std::min(count(a), count(b)) && page(a, same) == page(b, same) &&
+             step.numbers[step.segment_pages[a] + same] == step.numbers[step.segment_pages[b] + same])
+        same++;
+      const std::vector<int>&one = space.layouts[a].chunks, &other = space.layouts[b].chunks;
+      size_t end = 1;  // of a chunk: it must be the same in both, for either may go on where the other has no page
+      while (end < std::min(one.size(), other.size()) && one[end] == other[end] && one[end] * LANES <= same * m.page_size) end++;
+      return (int)end - 1;
+    };
+    for (size_t at = 0; at < order.size();) {
+      size_t end = at + 1;
+      int chunks = 0;
+      for (; end < order.size() && end - at < TILE; end++) {
+        const int now = alike(order[at], order[end]);
+        if (now == 0 || (end > at + 1 && now < chunks)) break;
+        chunks = end == at + 1 ? now : chunks;
+      }
+      if (end - at > 1) {
+        Family family{{order.begin() + at, order.begin() + end}, chunks, task};
+        for (size_t j = at; j < end; j++) space.layouts[order[j]].family = (int)space.families.size(), space.layouts[order[j]].place = (int)(j - at);
+        task += (size_t)m.kv_heads * chunks;
+        space.families.push_back(std::move(family));
+      }
+      at = end;
+    }
+    return task;
   }
 
   void meet() { team.barrier.wait(); }
@@ -382,31 +432,70 @@ struct Run {
   // Calls f(piece, chunks) for every piece of a layer's attention. A single row takes all heads, which lie together.
   template <class F>
   void pieces(int l, F&& f) {
-    const size_t plane = (size_t)m.kv_pages * m.page_size * m.kv_heads * m.head_dim;
-    const Cache kv{m.kv + (size_t)l * 2 * plane, m.kv + ((size_t)l * 2 + 1) * plane, m.heads, m.kv_heads, m.head_dim, m.page_size};
+    const Cache kv = cache(l);
     for (int s = 0; s < step.segments; s++) {
       const Layout& lay = space.layouts[s];
-      const uint16_t* bits = lay.bits.data() + (size_t)m.layer[l].mask_set * lay.rows * lay.units.size();
       for (int first = 0; first < lay.rows; first += TILE) {
         const int rows = std::min(TILE, lay.rows - first), heads = rows == 1 ? m.kv_heads : 1;
-        for (int head = 0; head < m.kv_heads; head += heads) f(Piece{lay, bits, kv, first, rows, head, heads}, (int)lay.chunks.size() - 1);
+        for (int head = 0; head < m.kv_heads; head += heads)
+          f(Piece{space.layouts.data(), nullptr, lay, kv, m.layer[l].mask_set, first, rows, head, heads}, (int)lay.chunks.size() - 1);
       }
     }
   }
 
+  Cache cache(int l) const {
+    const size_t plane = (size_t)m.kv_pages * m.page_size * m.kv_heads * m.head_dim;
+    return {m.kv + (size_t)l * 2 * plane, m.kv + ((size_t)l * 2 + 1) * plane, m.heads, m.kv_heads, m.head_dim, m.page_size};
+  }
+
+  // The chunks that families share.
+  void together(int i, int l) {
+    Desk& desk = space.desks[i];
+    const Cache kv = cache(l);
+    auto claim = [&] { return space.next[m.layers + l].fetch_add(1, std::memory_order_relaxed); };
+    int mine = claim(), n = 0;
+    for (const Family& family : space.families)
+      for (int task = 0; task < m.kv_heads * family.chunks; task++) {
+        if (n++ != mine) continue;
+        const Layout& lay = space.layouts[family.segments[0]];
+        const Piece piece{space.layouts.data(), family.segments.data(), lay, kv, m.layer[l].mask_set, 0, (int)family.segments.size(), task / family.chunks, 1};
+        take_queries(piece, space.q.at, Q, desk);
+        attend_chunk(piece, task % family.chunks, desk);
+        keep_partial(family.task + task, piece, desk);
+        mine = claim();
+      }
+  }
+
+  // The partial result of a query of a one-row piece where its family has computed the chunk; null where not.
+  const float* shared(const Piece& piece, int query, int chunk) {
+    if (piece.lay.family < 0) return nullptr;
+    const Family& family = space.families[piece.lay.family];
+    if (chunk >= family.chunks) return nullptr;
+    const int group = piece.group(), head = query / group;
+    return partial(family.task + (size_t)head * family.chunks + chunk, piece.lay.place * group + query % group);
+  }
+
   void attention(int i, int l) {
+    if (!space.families.empty()) {
+      together(i, l);
+      meet();
+    }
     Desk& desk = space.desks[i];
     auto claim = [&] { return space.next[l].fetch_add(1, std::memory_order_relaxed); };
     int mine = claim(), n = 0;
     pieces(l, [&](const Piece& piece, int chunks) {
       if (!split) {
         if (n++ != mine) return;
-        attend(piece, space.q.at, space.mixed.at, Q, desk);
+        attend(piece, space.q.at, space.mixed.at, Q, desk, [&](int query, int chunk) { return shared(piece, query, chunk); });
         mine = claim();
         return;
       }
       for (int c = 0; c < chunks; c++) {
         if (n++ != mine) continue;
+        if (shared(piece, 0, c)) {
+          mine = claim();
+          continue;
+        }
         take_queries(piece, space.q.at, Q, desk);
         attend_chunk(piece, c, desk);
         keep_partial(n - 1, piece, desk);
@@ -439,7 +528,8 @@ struct Run {
         if (n++ % members != i) continue;
         Partial sum{-INFINITY, 0};
         for (int c = 0; c < chunks; c++) {
-          const float* p = partial(task + c, q);
+          const float* done = shared(piece, q, c);
+          const float* p = done ? done : partial(task + c, q);
           merge(sum, total, {p[0], p[1]}, p + 2, (int)wide);
         }
         finish(piece, q, sum, total, space.mixed.at, Q);
