@@ -78,7 +78,7 @@ async def _load_and_watch(serving: Serving, open_engine: Callable[[], Engine], o
     """Load the engine, then look after its worker until it dies."""
     logs.info("loading", model=serving.settings.model)
     try:
-        engine = await _opened(open_engine)
+        engine = await _opened(serving, open_engine)
     except asyncio.CancelledError:
         raise
     except BaseException as error:
@@ -92,7 +92,7 @@ async def _load_and_watch(serving: Serving, open_engine: Callable[[], Engine], o
     on_end()
 
 
-def _opened(open_engine: Callable[[], Engine]) -> asyncio.Future[Engine]:
+def _opened(serving: Serving, open_engine: Callable[[], Engine]) -> asyncio.Future[Engine]:
     """The engine, once a thread has opened it. Nobody waits for the thread when the server ends before it does."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Engine] = loop.create_future()
@@ -112,7 +112,8 @@ def _opened(open_engine: Callable[[], Engine]) -> asyncio.Future[Engine]:
         with suppress(RuntimeError):  # the loop is closed, and the process about to end
             loop.call_soon_threadsafe(settle, engine, error)
 
-    threading.Thread(target=work, name="headway-load", daemon=True).start()
+    serving.loader = threading.Thread(target=work, name="headway-load", daemon=True)
+    serving.loader.start()
     return future
 
 
@@ -124,7 +125,7 @@ def _facts(engine: Engine) -> dict[str, Any]:
 router = APIRouter()
 
 
-@router.get("/health", summary="Whether the server can answer")
+@router.get("/health", summary="Whether the server can answer", responses={503: {"description": "Not now"}})
 async def health(request: Request) -> JSONResponse:
     """200 when requests can be answered; 503 while the model loads, while the server drains, and once it is dead."""
     state = request.app.state.serving.state
@@ -137,7 +138,7 @@ async def metrics(request: Request) -> Response:
     return Response(request.app.state.serving.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
 
-@router.get("/stats", summary="What the engine holds and has done")
+@router.get("/stats", summary="What the engine holds and has done", responses={503: {"description": "No engine"}})
 async def stats(request: Request) -> dict[str, Any]:
     """The figures of `engine.stats()`, and of its latest steps; `headway top --url` shows them."""
     serving: Serving = request.app.state.serving

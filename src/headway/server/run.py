@@ -9,14 +9,17 @@ the model cannot load      its error is raised
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import uvicorn
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI
 
 from headway.base.errors import InvalidInput
 from headway.server import logs
@@ -24,7 +27,7 @@ from headway.server.app import create_app
 from headway.server.errors import ApiError
 from headway.server.protocol import protocol
 from headway.server.serving import Serving
-from headway.server.settings import Settings
+from headway.server.settings import EVERYWHERE, Settings
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
@@ -39,26 +42,36 @@ def serve(settings: Settings, open_engine: Callable[[], Engine], routers: Sequen
     """Serve until told to stop; the exit code. `routers` are routes beside the server's own."""
     check_exposure(settings)
     logs.set_up(as_json=settings.log_json)
+    end = _End()
+    app = create_app(settings, open_engine, routers=routers, on_end=end.nothing_left)
+    serving: Serving = app.state.serving
     with _listen(settings) as listener:
-        return asyncio.run(_serve(settings, open_engine, routers, listener))
+        asyncio.run(_serve(serving, app, end, listener))
+    if serving.failure is not None:
+        raise serving.failure
+    if serving.loader is not None and serving.loader.is_alive():
+        _leave(end.code)
+    return end.code
+
+
+def _leave(code: int) -> None:
+    """End the process while a thread is still loading: it cannot be stopped, and Python would trip over it."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def check_exposure(settings: Settings) -> None:
     """Refuse to listen on every address for anyone under any name; warn where anyone may come."""
-    everywhere = settings.host in ("", "0.0.0.0", "::")
-    if everywhere and settings.key_file is None and not settings.allowed_hosts:
+    if settings.host in EVERYWHERE and settings.key_file is None and not settings.allowed_hosts:
         raise InvalidInput(
             f"host {settings.host!r} is reachable from elsewhere; give --keys FILE (made with --new-key), or name what "
             "clients call this server with --allowed-host, or allow any name with --allowed-host '*'"
         )
 
 
-async def _serve(
-    settings: Settings, open_engine: Callable[[], Engine], routers: Sequence[APIRouter], listener: socket.socket
-) -> int:
-    end = _End()
-    app = create_app(settings, open_engine, routers=routers, on_end=end.nothing_left)
-    serving: Serving = app.state.serving
+async def _serve(serving: Serving, app: FastAPI, end: _End, listener: socket.socket) -> None:
+    settings = serving.settings
     server = _Server(_configure(settings, app))
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
@@ -74,9 +87,6 @@ async def _serve(
     finally:
         server.should_exit = True
         await work
-    if serving.failure is not None:
-        raise serving.failure
-    return end.code
 
 
 async def _wind_down(serving: Serving, end: _End) -> None:
@@ -128,9 +138,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _configure(settings: Settings, app: object) -> uvicorn.Config:
+def _configure(settings: Settings, app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
-        app,  # type: ignore[arg-type]
+        app,
         http=protocol(settings),
         loop="asyncio",
         ws="none",

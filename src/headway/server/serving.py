@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -36,10 +37,11 @@ class Serving:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.keys = None if settings.key_file is None else Keys.read(settings.key_file)
-        self.model_name = (*settings.served_names, settings.model or "default")[0]
+        self.model_name = (*settings.served_names, settings.public_name)[0]
         self.loaded_at: int | None = None  # as time.time() says
         self.failure: BaseException | None = None
         self.draining = False
+        self.loader: threading.Thread | None = None
         self.ends: set[Callable[[ApiError], None]] = set()  # of the requests under way; each ends one
         self.metrics = Metrics(settings.metrics_style, self.model_name, self._stats)
         self._engine: Engine | None = None

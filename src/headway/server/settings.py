@@ -13,6 +13,7 @@ from headway.base.errors import InvalidInput
 MIB = 1 << 20
 METRICS_STYLES = ("headway", "vllm")
 ANY_HOST = "*"
+EVERYWHERE = frozenset({"", "0.0.0.0", "::"})  # addresses that stand for all of a machine's
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,252}[a-z0-9])?|\[[0-9a-f:.]{2,45}\]|\*", re.IGNORECASE)
 _ORIGIN = re.compile(r"https?://[a-z0-9.\[\]:-]{1,260}|\*", re.IGNORECASE)
 _NAME = re.compile(r"[!-~]{1,256}")
@@ -56,7 +57,6 @@ class Settings:
     max_ids: int = 65_536  # of a list of allowed, stop or bad-word ids
     max_schema_bytes: int = 256 << 10
     max_grammar_seconds: float = 10.0
-    max_image_bytes: int = 20 * MIB
     max_messages: int = 4096
     max_tools: int = 256
     max_prompts: int = 256  # of one completions request
@@ -73,6 +73,14 @@ class Settings:
             value = getattr(self, field.name)
             if field.type in ("int", "float") and field.name != "port":
                 _positive(field.name, value, whole=field.type == "int")
+
+    @property
+    def public_name(self) -> str:
+        """What clients see of the model that was asked for: never the folder it lies in."""
+        path = Path(self.model)
+        if path.is_absolute() or self.model.startswith((".", "~")) or path.suffix == ".gguf" or path.exists():
+            return path.resolve().name.removesuffix(".gguf") or "default"
+        return self.model or "default"
 
     @property
     def on_loopback(self) -> bool:

@@ -26,7 +26,7 @@ from headway.server import logs
 from headway.server.auth import bearer
 from headway.server.errors import FAILED, ApiError, error_body
 from headway.server.serving import Serving
-from headway.server.settings import ANY_HOST, Settings
+from headway.server.settings import ANY_HOST, EVERYWHERE, Settings
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 LINGER_SECONDS, LINGER_PAUSE, LINGER_BYTES = 2.0, 0.3, 64 << 20  # for a client that still sends what was refused
@@ -167,7 +167,8 @@ class HostCheck:
     def __init__(self, settings: Settings, *, has_keys: bool) -> None:
         named = {host.lower() for host in settings.allowed_hosts}
         self._any = ANY_HOST in named or (has_keys and not named and not settings.on_loopback)
-        self._names = named | {"localhost", settings.host.lower(), f"[{settings.host.lower()}]"}
+        own = settings.host.lower()
+        self._names = named | {"localhost"} | (set() if own in EVERYWHERE else {own, f"[{own}]"})
 
     def check(self, values: list[bytes]) -> None:
         """Raise unless there is exactly one Host, well-formed and allowed."""

@@ -136,7 +136,9 @@ def test_a_request_that_takes_too_long_is_ended_and_says_so(start: Callable[...,
 # -- signals -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "stream"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
+@pytest.mark.parametrize(
+    ("number", "stream"), [(signal.SIGTERM, True), pytest.param(signal.SIGINT, False, marks=pytest.mark.slow)]
+)
 def test_a_signal_lets_what_is_under_way_finish(
     start: Callable[..., Server], later: Any, number: int, stream: bool
 ) -> None:
