@@ -58,8 +58,8 @@ class Ticket:
 class Batcher:
     """Start it by adding work; `close` ends the thread."""
 
-    def __init__(self, task: Task, budget: Budget, *, padded: Callable[[Hashable], bool], depth: int) -> None:
-        """`padded` says whether rows of a key are padded to one length; `depth` batches may follow the running one."""
+    def __init__(self, task: Task, budget: Budget, *, padded: bool, depth: int) -> None:
+        """`padded` says whether rows are padded to one length; `depth` batches may follow the running one."""
         self._task, self.budget, self._padded, self._depth = task, budget, padded, depth
         self._wake = threading.Condition()
         self._arrived: deque[Sequence[Ticket]] = deque()
@@ -160,7 +160,7 @@ class Batcher:
         """The next batch: of the key whose oldest row is oldest."""
         while busy := [key for key, line in self._lines.items() if len(line)]:
             key = min(busy, key=lambda k: self._lines[k].oldest)
-            limits = Limits(self.budget.tokens, self.budget.rows, self._padded(key))
+            limits = Limits(self.budget.tokens, self.budget.rows, self._padded)
             if slots := [slot for slot in self._lines[key].take(limits) if slot.ticket.error is None]:
                 return slots, self._options[key]
         self._lines.clear()  # keys of calls that are over must not pile up
@@ -170,10 +170,10 @@ class Batcher:
     def _launch(self, slots: list[Slot], options: Any) -> list[tuple[list[Slot], HostCopy]]:
         """Start the batch on the device; halves of it where it is too large or fails."""
         began = time.perf_counter()
-        longest, real = max(slot.length for slot in slots), sum(slot.length for slot in slots)
-        size = longest * len(slots)
+        real = sum(slot.length for slot in slots)
+        size = max(slot.length for slot in slots) * len(slots) if self._padded else real
         try:
-            batch = self._task.collate([slot.row for slot in slots])
+            batch = self._task.assemble([slot.row for slot in slots])
             with self._task.loaded.run.context():
                 copy = HostCopy(self._task.forward(batch, options))
         except Exception as error:  # whatever a model raises belongs to its rows, not to this thread

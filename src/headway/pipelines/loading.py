@@ -13,12 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import BadModelFile, ModelError, Unsupported, UnsupportedModel, WrongType
 from headway.models.store import resolve
 from headway.pipelines.forward import Forward, Placement
 from headway.pipelines.text import TextEncoder, length_limit
+
+if TYPE_CHECKING:
+    from headway.pipelines.packed import PackedEncoder
 
 EXTRA = "pip install 'headway[pipelines]'"
 PARTS = {
@@ -42,14 +45,15 @@ class Loaded:
     feature_extractor: Any = None
     processor: Any = None
     text: TextEncoder | None = None  # the tokenizer made safe for threads, where there is one
+    packed: PackedEncoder | None = None  # the same model over rows without padding, where that is known to be right
 
     @property
     def module(self) -> Any:
         return self.run.module
 
-    def with_run(self, run: Forward) -> Loaded:
-        """The same model, computed another way."""
-        return replace(self, run=run)
+    def but(self, **changes: Any) -> Loaded:
+        """The same model with another way to compute it."""
+        return replace(self, **changes)
 
 
 def transformers() -> ModuleType:

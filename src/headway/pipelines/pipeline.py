@@ -40,7 +40,7 @@ class Pipeline:
         self._batcher = Batcher(
             task,
             Budget(batch_size, cpu=device.type == "cpu", key=key),
-            padded=task.pads,
+            padded=task.pads(),
             depth=1 if device.type == "cuda" else 0,
         )
         workers = max(2, min(8, read_machine().fair_threads))

@@ -70,7 +70,7 @@ class Task:
     needs: ClassVar[tuple[str, ...]] = ("tokenizer",)  # tokenizer, image_processor, feature_extractor, processor
     default_model: ClassVar[str | None] = None
     lookahead: ClassVar[int] = 1024  # rows that may be prepared ahead
-    reads: ClassVar[str] = "all"  # the final states its head needs: all, first (of each row) or marks
+    reads: ClassVar[str | None] = None  # the states its head needs: all, first (of a row), marks; None: never packed
 
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
@@ -101,6 +101,10 @@ class Task:
 
     def forward(self, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
         """The model's answer on the device, reduced to what `postprocess` needs: name → [R, …], or Ragged by token."""
+        if batch.packed:
+            assert self.loaded.packed is not None
+            assert self.reads is not None
+            return self.reduce(self.loaded.packed(batch, self.reads), batch, options)
         return self.reduce(self.loaded.run(batch.inputs), batch, options)
 
     def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
@@ -120,9 +124,14 @@ class Task:
         """Rows share a batch when their keys are equal: whatever of the options `forward` looks at."""
         return options
 
-    def pads(self, key: Hashable) -> bool:
+    def pads(self) -> bool:
         """Whether rows of a batch are padded to one length, so that a batch costs its longest row times its rows."""
-        return True
+        return self.reads is None or self.loaded.packed is None
+
+    def assemble(self, rows: Sequence[Row]) -> Batch:
+        """The batch that `forward` is given: packed where the task and the model allow, else collated."""
+        packed = None if self.pads() else self.loaded.packed
+        return self.collate(rows) if packed is None else packed.batch(rows)
 
     def gather(self, item: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The item and the options of a call; a task that takes an item in keywords puts it together here."""

@@ -51,6 +51,7 @@ class QuestionAnswering(Task):
     """`{"score": ..., "start": ..., "end": ..., "answer": ...}` for `{"question": ..., "context": ...}`."""
 
     Options = AnsweringOptions
+    reads: ClassVar[str | None] = "all"
     auto_class: ClassVar[str] = "AutoModelForQuestionAnswering"
 
     def wanted(self) -> str:

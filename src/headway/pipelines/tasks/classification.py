@@ -50,7 +50,7 @@ class TextClassification(Task):
 
     Options = ClassificationOptions
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
-    reads: ClassVar[str] = "first"
+    reads: ClassVar[str | None] = "first"
 
     def __init__(self, loaded: Loaded) -> None:
         super().__init__(loaded)

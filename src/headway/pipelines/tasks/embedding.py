@@ -42,6 +42,7 @@ class FeatureExtraction(Task):
     """The final states of all tokens of a text."""
 
     Options = FeatureOptions
+    reads: ClassVar[str | None] = "all"
 
     def batch_key(self, options: FeatureOptions) -> Hashable:
         return None
@@ -88,6 +89,7 @@ class SentenceEmbedding(Task):
     """One float32 vector a text. Pieces of a text divided by `stride` count by their lengths."""
 
     Options = EmbeddingOptions
+    reads: ClassVar[str | None] = "all"
     default_model: ClassVar[str | None] = "minilm"
 
     def __init__(self, loaded: Loaded) -> None:
@@ -215,7 +217,7 @@ class Rerank(Task):
 
     Options = RerankOptions
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
-    reads: ClassVar[str] = "first"
+    reads: ClassVar[str | None] = "first"
 
     def __init__(self, loaded: Loaded) -> None:
         super().__init__(loaded)

@@ -44,7 +44,7 @@ class FillMask(Task):
 
     Options = FillingOptions
     auto_class: ClassVar[str] = "AutoModelForMaskedLM"
-    reads: ClassVar[str] = "marks"
+    reads: ClassVar[str | None] = "marks"
 
     def __init__(self, loaded: Loaded) -> None:
         super().__init__(loaded)

@@ -56,6 +56,7 @@ class TokenClassification(Task):
     """A list of entities for a text: `entity` or `entity_group`, `score`, `word`, `start`, `end`."""
 
     Options = TaggingOptions
+    reads: ClassVar[str | None] = "all"
     auto_class: ClassVar[str] = "AutoModelForTokenClassification"
 
     def __init__(self, loaded: Loaded) -> None:

@@ -59,7 +59,7 @@ class ZeroShotClassification(Task):
 
     Options = ZeroShotOptions
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
-    reads: ClassVar[str] = "first"
+    reads: ClassVar[str | None] = "first"
 
     def __init__(self, loaded: Loaded) -> None:
         super().__init__(loaded)

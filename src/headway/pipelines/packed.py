@@ -1,0 +1,227 @@
+"""Encoders of the BERT family over rows laid end to end: no padding is computed, every row attends to itself alone.
+
+The embeddings and the head are the model's own modules; the layers between are computed here, on the same weights, with
+query, key and value in one product. `PackedEncoder(batch, reads)` gives what the model's own forward would, for the
+tokens that are read: all of them, each row's first, or its marks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headway.pipelines.arrays import Group, groups_of, pack
+from headway.pipelines.forward import Forward, to_device
+from headway.pipelines.products import Maker, Product, float_product
+from headway.pipelines.task import Batch, Row
+
+FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert")
+POSITIONED = ("roberta", "xlm-roberta", "camembert")  # whose positions begin behind the padding token
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer: attention and feed-forward, each with its residual before its norm."""
+
+    qkv: Product
+    out: Product
+    norm1: nn.LayerNorm
+    up: Product
+    down: Product
+    norm2: nn.LayerNorm
+
+
+def can_pack(module: Any) -> bool:
+    """Whether this module is an encoder that is computed here."""
+    config = getattr(module, "config", None)
+    family = getattr(config, "model_type", None)
+    if family not in FAMILIES or getattr(config, "is_decoder", False):
+        return False
+    plain = getattr(config, "position_embedding_type", "absolute") in ("absolute", None)
+    return plain and not getattr(config, "chunk_size_feed_forward", 0)
+
+
+class PackedEncoder:
+    """The layers of an encoder for packed batches."""
+
+    def __init__(self, run: Forward, make: Maker = float_product) -> None:
+        module: Any = run.module
+        config = module.config
+        self._run, self._module = run, module
+        self._base = getattr(module, module.base_model_prefix, module)
+        self._family: str = config.model_type
+        self._heads: int = config.num_attention_heads
+        self._layers = [_layer(layer, self._family, make) for layer in _layers_of(self._base, self._family)]
+        self._activation = activation_of(config)
+        self._attend = attention_for(run)
+        self._head = _with_states(module) if self._base is not module else None
+        self.takes_types = self._family != "distilbert"
+        self.first_position = int(config.pad_token_id) + 1 if self._family in POSITIONED else 0
+
+    def batch(self, rows: Sequence[Row]) -> Batch:
+        """Rows as one packed batch."""
+        return pack(rows, self.takes_types, self.first_position)
+
+    def __call__(self, batch: Batch, reads: str) -> Any:
+        """The model's output for what is read of each row: `first` as [R, …], all and marks as [1, N, …]."""
+        groups = groups_of(batch.rows)
+        states = self.states(batch, groups)  # [T, H]
+        if reads == "first":
+            firsts = [s for g in groups for s in range(g.start, g.end, g.length)]
+            states = states[torch.tensor(firsts, device=states.device)].unsqueeze(1)
+        elif reads == "marks":
+            states = states[torch.tensor(_marks(batch), device=states.device)].unsqueeze(0)
+        else:
+            states = states.unsqueeze(0)
+        return self._answer(states, pool=reads == "first")
+
+    def states(self, batch: Batch, groups: Sequence[Group]) -> Tensor:
+        """The final states of all tokens, [T, H]."""
+        inputs = to_device(batch.inputs, self._run.device)
+        x = self._embed({name: ids.unsqueeze(0) for name, ids in inputs.items()}).squeeze(0)
+        for layer in self._layers:
+            x = self._layer(layer, x, groups)
+        return x
+
+    def _embed(self, inputs: dict[str, Tensor]) -> Tensor:
+        x = self._base.embeddings(**inputs)
+        project = getattr(self._base, "embeddings_project", None)
+        return x if project is None else project(x)
+
+    def _layer(self, layer: Layer, x: Tensor, groups: Sequence[Group]) -> Tensor:
+        mixed = self._attend(layer.qkv(x), groups, self._heads)
+        x = _normed(layer.norm1, layer.out.plus(mixed, x))
+        up = layer.up.gelu(x) if self._activation is None else self._activation(layer.up(x))
+        return _normed(layer.norm2, layer.down.plus(up, x))
+
+    def _answer(self, states: Tensor, *, pool: bool) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        pooler = getattr(self._base, "pooler", None)
+        pooled = pooler(states) if pool and pooler is not None else None
+        found = BaseModelOutputWithPooling(last_hidden_state=states, pooler_output=pooled)  # type: ignore[arg-type]
+        if self._head is None:
+            return found
+        self._head._modules[self._module.base_model_prefix].found = found  # type: ignore[union-attr]
+        return self._head(input_ids=torch.empty(states.shape[:2], dtype=torch.int64, device=states.device))
+
+
+class _States(nn.Module):
+    """Stands where a head expects its encoder, and gives it states that are computed already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Any = None
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.found
+
+
+def _with_states(module: Any) -> Any:
+    """`module` with its encoder replaced; parameters are shared, the module itself is not touched."""
+    head = copy.copy(module)
+    head._modules = dict(module._modules)
+    head._modules[module.base_model_prefix] = _States()
+    return head
+
+
+def _marks(batch: Batch) -> list[int]:
+    places, start = [], 0
+    for row in batch.rows:
+        places += [start + mark for mark in row.marks]
+        start += row.length
+    return places
+
+
+def _normed(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+
+
+def activation_of(config: Any) -> Callable[[Tensor], Tensor] | None:
+    """The activation between the two feed-forward products; None for the exact GELU, which products compute."""
+    name = getattr(config, "hidden_act", None) or getattr(config, "activation", "gelu")
+    if name == "gelu":
+        return None
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[name]
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def _layers_of(base: Any, family: str) -> Any:
+    return base.transformer.layer if family == "distilbert" else base.encoder.layer
+
+
+def _layer(layer: Any, family: str, make: Maker) -> Layer:
+    if family == "distilbert":
+        a, f = layer.attention, layer.ffn
+        linears = (a.q_lin, a.k_lin, a.v_lin), a.out_lin, f.lin1, f.lin2
+        norms = layer.sa_layer_norm, layer.output_layer_norm
+    else:
+        a = layer.attention
+        inner, outer = layer.intermediate.dense, layer.output
+        linears = (a.self.query, a.self.key, a.self.value), a.output.dense, inner, outer.dense
+        norms = a.output.LayerNorm, outer.LayerNorm
+    parts, out, up, down = linears
+    weight = torch.cat([part.weight.data for part in parts])
+    bias = torch.cat([part.bias.data for part in parts])
+    return Layer(make(weight, bias), _made(out, make), norms[0], _made(up, make), _made(down, make), norms[1])
+
+
+def _made(linear: nn.Linear, make: Maker) -> Product:
+    return make(linear.weight.data, linear.bias.data if linear.bias is not None else None)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+Attention = Callable[[Tensor, Sequence[Group], int], Tensor]
+
+
+def attention_for(run: Forward) -> Attention:
+    """How packed rows attend on this device: fused over rows of any length where it can be, else length by length."""
+    if run.device.type == "cuda" and run.placement.dtype in (torch.float16, torch.bfloat16) and _varlen() is not None:
+        return attend_ragged
+    return attend_by_length
+
+
+def attend_by_length(qkv: Tensor, groups: Sequence[Group], heads: int) -> Tensor:
+    """Attention within each row, qkv [T, 3·H·D] → [T, H·D]; rows of one length are one call without a mask."""
+    width = qkv.shape[1] // 3
+    parts = []
+    for g in groups:
+        q, k, v = qkv[g.start : g.end].view(g.rows, g.length, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v)  # [R, H, L, D]
+        parts.append(mixed.transpose(1, 2).reshape(-1, width))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def attend_ragged(qkv: Tensor, groups: Sequence[Group], heads: int) -> Tensor:
+    """The same on a GPU in half precision: one fused call over rows of any length."""
+    attend = _varlen()
+    assert attend is not None
+    total, width = qkv.shape[0], qkv.shape[1] // 3
+    q, k, v = qkv.view(total, 3, heads, width // heads).unbind(1)
+    ends, longest = _ends(groups, qkv.device)
+    return attend(q, k, v, ends, ends, longest, longest).reshape(total, width)
+
+
+def _ends(groups: Sequence[Group], device: torch.device) -> tuple[Tensor, int]:
+    starts = [0, *(g.start + (i + 1) * g.length for g in groups for i in range(g.rows))]
+    ends = torch.tensor(starts, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
+    return ends, max(g.length for g in groups)
+
+
+def _varlen() -> Any:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
