@@ -160,15 +160,16 @@ class Door:
 class HostCheck:
     """Which names a client may call this server by.
 
-    This machine's own (localhost, loopback addresses), the address it listens on, and those that were named. Beyond
-    loopback, with keys and nothing named, any: a page that gets here under its own name still has no key.
+    This machine's own (localhost, loopback addresses), what it listens on, and those that were named. Beyond loopback
+    also plain addresses, which no page can have for a name of its own (health checks use them); and with keys and
+    nothing named, any: a page that gets here under its own name still has no key.
     """
 
     def __init__(self, settings: Settings, *, has_keys: bool) -> None:
         named = {host.lower() for host in settings.allowed_hosts}
         self._any = ANY_HOST in named or (has_keys and not named and not settings.on_loopback)
-        own = settings.host.lower()
-        self._names = named | {"localhost"} | (set() if own in EVERYWHERE else {own, f"[{own}]"})
+        self._loopback_only = settings.on_loopback
+        self._names = named | {"localhost", settings.host.lower()} - EVERYWHERE
 
     def check(self, values: list[bytes]) -> None:
         """Raise unless there is exactly one Host, well-formed and allowed."""
@@ -176,13 +177,20 @@ class HostCheck:
         found = _HOST.fullmatch(text)
         if found is None:
             raise ApiError(400, "this request needs exactly one well-formed Host header", code="invalid_host")
-        if not (self._any or found[1] in self._names or _is_loopback(found[1])):
+        if not (self._any or found[1] in self._names or self._is_ours(found[1])):
             raise ApiError(
                 400,
                 "this server does not go by the name in the Host header; whoever runs it can add the name with "
                 "--allowed-host",
                 code="host_not_allowed",
             )
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            address = ipaddress.ip_address(host.strip("[]"))
+        except ValueError:
+            return False
+        return address.is_loopback if self._loopback_only else not address.is_unspecified
 
 
 class Origins:
@@ -261,10 +269,3 @@ class KeyCheck:
 
 def _state(scope: Scope) -> dict[str, Any]:
     return scope.setdefault("state", {})
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

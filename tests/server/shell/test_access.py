@@ -116,8 +116,18 @@ def test_an_address_everywhere_needs_keys_or_names(tmp_path: Path) -> None:
 def test_with_keys_an_address_everywhere_takes_any_name() -> None:
     HostCheck(Settings(host="0.0.0.0"), has_keys=True).check([b"anything.example.org"])
     for settings, has_keys in ((Settings(host="127.0.0.1"), True), (Settings(host="10.0.0.1"), False)):
+        HostCheck(settings, has_keys=has_keys).check([settings.host.encode()])
         with pytest.raises(Exception, match="--allowed-host"):
             HostCheck(settings, has_keys=has_keys).check([b"anything.example.org"])
+
+
+def test_beyond_loopback_plain_addresses_are_names_too() -> None:
+    check = HostCheck(Settings(host="0.0.0.0", allowed_hosts=("models.example.org",)), has_keys=False).check
+    for host in (b"models.example.org:80", b"10.1.2.3:8000", b"[fd00::1]:8000", b"127.0.0.1", b"localhost"):
+        check([host])
+    for host in (b"evil.example.org", b"0.0.0.0:8000", b"[::]", b"10.1.2.3.evil.org", b"167838211"):
+        with pytest.raises(Exception, match="--allowed-host"):
+            check([host])
 
 
 # -- web pages ---------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ def server(start: Callable[..., Server]) -> Server:
         "keep_alive_timeout": 1,
         "max_header_bytes": 8192,
         "max_body_bytes": 100_000,
+        "max_bodies_bytes": 150_000,
         "max_connections": 40,
     }
     return start(limits, step_seconds=0.005, pages=256).ready()
@@ -191,6 +192,16 @@ def test_a_body_that_never_comes_is_given_up(server: Server) -> None:
 def test_a_client_that_waits_for_leave_to_send_is_refused_before_it_sends(server: Server) -> None:
     head = b"POST /tokens HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000000\r\nExpect: 100-continue\r\n\r\n"
     assert server.raw(head).status == 413
+
+
+def test_bodies_together_are_bounded(server: Server) -> None:
+    head = b"POST /tokens HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100000\r\n\r\n"
+    with server.connect() as first, server.connect() as second:
+        first.sendall(head + b"x" * 90_000)
+        second.sendall(head + b"x" * 90_000)
+        refused = {parse(read_all(connection)).status for connection in (first, second)}
+    assert 503 in refused
+    assert refused <= {408, 503}
 
 
 # -- readers and leavers -----------------------------------------------------------------------------------------------
