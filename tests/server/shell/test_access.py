@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from shell import Server
 
-from conftest import Server
 from headway.base.errors import InvalidInput
 from headway.server.auth import Keys, TenantLimits, add_key, bearer
 from headway.server.run import check_exposure

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
-from conftest import Server, alone, parse, post, read_all
+from shell import Server, alone, parse, post, read_all
 
 BYSTANDER, COUNT = list(range(40, 75)), 60
 

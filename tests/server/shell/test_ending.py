@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shell import Reply, Server, alone
 
 import headway as hw
-from conftest import Reply, Server, alone
 from headway.testing import random_model, scripted_engine
 
 PROMPT = list(range(20, 40))

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shell import QUIET, Server
 
-from conftest import QUIET, Server
 from headway.base.errors import InvalidInput
 from headway.cli.top_server import ServerWatch
 from headway.server import logs
