@@ -105,7 +105,7 @@ def by_rows(case: Case, splits: attention.Splits, which: torch.Tensor | None = N
     heads, dim = case.q.shape[1:]
     out = torch.full_like(case.q, float("nan"))
     room = attention.scratch(case.rows, heads, case.keys.shape[2], dim, splits, case.q.device)
-    attention.attend_rows(case.q, out, _paged(case, **paged), splits, room, which)
+    attention.attend_rows(case.q, out, _paged(case, **paged), splits, room, which=which)
     assert int(room.arrived.abs().sum()) == 0
     return out
 

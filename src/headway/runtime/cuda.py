@@ -6,8 +6,8 @@
 
 Data, and who owns it: the model's weights and the pool's pages belong to the engine; the runner has the uploads (pinned
 host buffers and their twins), the buffers of intermediates (one for graphs, which must not move, one that grows for
-prompts), the graphs and the reader's logits. All of it is used by the worker thread alone, on one stream, and a step
-ends with the host waiting for its tokens, so nothing is overwritten while it is read.
+prompts), the graphs and the reader's logits. All of it is used by the worker thread alone, on one stream: what the
+device writes is overwritten in the order of the stream, and an upload waits for its last copy before it is filled.
 
 A batch whose readouts look inside the model (hidden states, attention, logit lens) goes through the torch runner, over
 the same pages; so does everything in deterministic mode, which `open_backend` decides.
@@ -76,6 +76,7 @@ class CudaRunner:
         if size is None or self._layout.size(numbers, size) > GRAPH_INTS or self.profiler.measuring:
             return self._by_hand(batch, numbers)
         room = self._graph_room()
+        self._fixed.wait()
         self._fixed.send(self._layout.fill(self._fixed.host, batch, numbers, size))
         step = Step(self._fixed.device, size, size)
         mark = self.profiler.mark
@@ -93,6 +94,7 @@ class CudaRunner:
         needed = used + len(items) + len(singles)
         if needed > len(self._free):
             self._free.grow(2 * needed)
+        self._free.wait()
         host, device = self._free.host, self._free.device
         self._layout.fill(host, batch, numbers, count)
         host[used : used + len(items)] = items

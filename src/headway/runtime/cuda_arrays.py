@@ -1,6 +1,6 @@
 """A batch's numbers on their way to the device: laid out as kernels/triton/layout says, copied in one piece.
 
-Whoever fills owns the host buffer until the copy has been made, which the runner knows at the end of its step.
+The worker fills the host's buffer, and waits before it does until the copy of what was there has been made.
 """
 
 from __future__ import annotations
@@ -17,11 +17,20 @@ from headway.runtime.native_arrays import runs
 
 
 class Upload:
-    """A buffer in pinned host memory and its twin on the device; `grow` replaces both."""
+    """A buffer in pinned host memory and its twin on the device; `grow` replaces both.
+
+    A copy is made when the stream gets there, so whoever writes into `host` calls `wait` first.
+    """
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._where = dtype, device
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
         self.grow(count)
+
+    def wait(self) -> None:
+        """Until the last copy has been made."""
+        if self._sent is not None:
+            self._sent.synchronize()
 
     def grow(self, count: int) -> None:
         pinned = self._where.type == "cuda"
@@ -35,6 +44,8 @@ class Upload:
     def send(self, count: int) -> None:
         """Copy the first `count` numbers, in the order of the stream."""
         self.device[:count].copy_(self._host[:count], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
 
 
 @dataclass(frozen=True, eq=False)

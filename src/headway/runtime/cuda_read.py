@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import HeadwayError
+from headway.base.probes import Ranking
 from headway.base.rng import uniforms
 from headway.base.samplers import Sampling
 from headway.kernels.triton import sampling
@@ -100,6 +101,7 @@ class CudaReader:
         if len(x) == 1:
             self._graphs.run(("head", 1, x.data_ptr()), lambda: self.model.head(x, None, h, logits))
             return logits[:1]
+        self._rows.wait()
         self._rows.host[:count] = [place.row for place in places]
         self._rows.host[count:size] = 0
         self._rows.send(size)
@@ -121,9 +123,11 @@ class CudaReader:
     def _answer(self, asked: list[tuple[int, Ask]], logits: Tensor, batch: Batch, values: Values) -> None:
         """Values of asks, each with its row of logits."""
         shared = _shared(asked)
+        ranked = {at for at, ask in asked if isinstance(ask.what.what, Ranking)}  # it looks at what is drawn beside it
         quick, slow = [], []
         for at, ask in asked:
-            (quick if self._is_quick(ask.what, at in shared) else slow).append((at, ask))
+            fast = at not in ranked and self._is_quick(ask.what, at in shared)
+            (quick if fast else slow).append((at, ask))
         for start in range(0, len(quick), MOST):
             slow += self._draw(quick[start : start + MOST], logits, batch, values)
         if slow:
@@ -173,6 +177,8 @@ class CudaReader:
     def _fill(self, asked: list[tuple[int, Ask]], bound: dict[Key, int], batch: Batch, size: int) -> None:
         """The asks' numbers, on the device."""
         count, ways = len(asked), [self._way(ask.what.what) for _, ask in asked]
+        self._ints.wait()
+        self._floats.wait()
         ints = self._ints.host[: size * ASK_INTS].reshape(size, ASK_INTS)
         floats = self._floats.host[: size * ASK_FLOATS].reshape(size, ASK_FLOATS)
         ints[count:, 0] = -1
@@ -218,6 +224,7 @@ class CudaReader:
             return {}
         if len(found) * self._words > len(self._masks):
             self._masks.grow((len(found) if len(found) < 64 else MOST) * self._words)
+        self._masks.wait()
         bits = self._masks.host.view(np.uint8).reshape(-1, self._words * 4)
         for i, (_, allowed) in enumerate(found):
             packed = np.packbits(allowed, bitorder="little")

@@ -7,15 +7,17 @@ several through cuBLAS with the small steps between its products fused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from headway.kernels.sampling import Draw
 from headway.kernels.triton import attention, fused, layout
 from headway.kernels.triton.attention import Paged, Scratch, Splits
 from headway.kernels.triton.fused import Heads
+from headway.kernels.triton.launch import can_go_ahead
 from headway.kernels.triton.products import Norm, row_product
 from headway.kv.pool import Pool
 from headway.models.decoder import Decoder
@@ -70,7 +72,7 @@ class CudaModel:
         self._scratch: dict[Splits, list[Scratch]] = {}
         c = decoder.config
         self.chunk = attention.chunk_tokens(c.heads, c.kv_heads, c.head_dim, decoder.dtype)
-        self.ahead = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self.ahead = can_go_ahead(self.device)
 
     def run(self, step: Step, room: Buffers, mark: Mark) -> None:
         """`forward`, whose rows are in the room."""
@@ -118,29 +120,33 @@ class CudaModel:
             self._attention(l, step, room, mark)
             _linear(room.mixed[:n].flatten(1), layer.out, delta)
             mark("output projection")
-            fused.norm(x, layer.mlp_norm, layer.eps, h, add=delta)
+            fused.norm(x, layer.mlp_norm, layer.eps, h, add=delta, ahead=self.ahead)
             mark("norm")
             _linear(h, layer.gate_up, room.gate_up[:n])
-            fused.gated(room.gate_up[:n], room.inner[:n])
+            fused.gated(room.gate_up[:n], room.inner[:n], ahead=self.ahead)
             _linear(room.inner[:n], layer.down, delta)
             mark("feed-forward")
             following: Layer | None = layers[l + 1] if l + 1 < len(layers) else None
             if following is None:
                 fused.add(x, delta)
             else:
-                fused.norm(x, following.input_norm, following.eps, h, add=delta)
+                fused.norm(x, following.input_norm, following.eps, h, add=delta, ahead=self.ahead)
             mark("norm")
 
     def _attention(self, l: int, step: Step, room: Buffers, mark: Mark) -> None:
         n, (keys, values) = step.count, self._kv[l]
         q, mixed = room.q[:n], room.mixed[:n]
-        fused.rotate_and_write(room.qkv[:n], q, keys, values, step.ints, step.rows, room.cs[:n], self._heads[l])
+        fused.rotate_and_write(
+            room.qkv[:n], q, keys, values, step.ints, step.rows, room.cs[:n], self._heads[l], self.ahead
+        )
         mark("rope")
         paged = Paged(keys, values, step.ints, step.rows, self._run_at[l], self.config.head_dim**-0.5)
         if step.singles is None or len(step.singles):
             count = n if step.singles is None else len(step.singles)
             splits = pick_splits(count, self.config.kv_heads)
-            attention.attend_rows(q, mixed, paged, splits, self._room(splits, count), step.singles)
+            attention.attend_rows(
+                q, mixed, paged, splits, self._room(splits, count), which=step.singles, ahead=self.ahead
+            )
         if step.items is not None:
             attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
         mark("attention")
@@ -171,6 +177,10 @@ class CudaModel:
         """For each row whether it has a NaN."""
         return self.decoder.best(logits)
 
+    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+        """The token drawn at each row."""
+        return self.decoder.choose(logits, draws)
+
     def head(self, x: Tensor, rows: Tensor | None, h: Tensor, logits: Tensor) -> None:
         """Logits into [R, V] float32, of residual rows x, or of those that `rows` [R] int32 names. h [R, E] is room."""
         d = self.decoder
@@ -195,7 +205,7 @@ def pick_splits(rows: int, kv_heads: int) -> Splits:
         most *= 2
     if most < 4:
         return Splits(4 if rows <= 128 else 2, 1024)  # long sequences among short ones
-    return Splits(most, 32 if most >= 16 else 64 if most >= 8 else 128)
+    return Splits(most, 64 if most >= 8 else 128)
 
 
 def _linear(x: Tensor, w: Linear, y: Tensor) -> None:

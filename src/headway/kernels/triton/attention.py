@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.kernels.triton.launch import follow, options, wait
 from headway.kernels.triton.layout import PAGE_AT, WHOLE
 
 FAR = tl.constexpr(1 << 30)  # behind every slot
@@ -53,6 +54,15 @@ class Splits:
     least: int
 
 
+@dataclass(frozen=True)
+class Tile:
+    """Slots that a decode program looks at at a time, and how it runs."""
+
+    slots: int
+    warps: int = 4
+    stages: int = 3
+
+
 @dataclass(frozen=True, eq=False)
 class Scratch:
     """Room for the parts of `rows` decode rows. `arrived` is zero between calls."""
@@ -72,13 +82,20 @@ def scratch(rows: int, heads: int, kv_heads: int, dim: int, splits: Splits, devi
 
 
 def attend_rows(
-    q: Tensor, out: Tensor, paged: Paged, splits: Splits, room: Scratch, which: Tensor | None = None, tile: int = 0
+    q: Tensor,
+    out: Tensor,
+    paged: Paged,
+    splits: Splits,
+    room: Scratch,
+    *,
+    which: Tensor | None = None,
+    tile: Tile = Tile(32),
+    ahead: bool = False,
 ) -> None:
     """q [T, H, D] → out [T, H, D], every row by itself; `which` [n] int32 names the rows, else all of them."""
     rows = q.shape[0] if which is None else which.shape[0]
     heads, kv_heads, dim = q.shape[1], paged.keys.shape[2], q.shape[2]
     group = heads // kv_heads
-    tile = tile or (32 if splits.least <= 64 else 64)
     if rows:
         _decode[(rows, kv_heads, splits.most)](
             q, out, paged.keys, paged.values, paged.ints, paged.ints if which is None else which,
@@ -87,8 +104,9 @@ def attend_rows(
             paged.rows, paged.scale * LOG2E,
             CHOSEN=which is not None, SOFTCAP=paged.softcap, SINKS=paged.sinks is not None,
             RUN_AT=paged.run_at, PAGE_FIELD=PAGE_AT, HEADS=heads, GROUP=group, DIM=dim, WIDE=_width(dim),
-            PAGE=paged.keys.shape[1], BM=max(16, triton.next_power_of_2(group)), BN=tile,
-            SPLITS=splits.most, LEAST=splits.least, PRECISION=_precision(q), num_warps=4, num_stages=3,
+            PAGE=paged.keys.shape[1], BM=max(16, triton.next_power_of_2(group)), BN=tile.slots,
+            GP=triton.next_power_of_2(group), SPLITS=splits.most, SB=min(8, splits.most), LEAST=splits.least,
+            PRECISION=_precision(q), AHEAD=ahead, num_warps=tile.warps, num_stages=tile.stages, **options(ahead),
         )  # fmt: skip
 
 
@@ -132,7 +150,7 @@ def _chunk_shape(group: int, dim: int, dtype: torch.dtype) -> tuple[int, int, in
         return max(32, triton.next_power_of_2(group)), 32, 4, 1
     if dim > 128:
         return max(64, triton.next_power_of_2(group)), 32, 8, 2
-    return max(128, triton.next_power_of_2(group)), 64, 8, 3
+    return max(128, triton.next_power_of_2(group)), 128, 8, 2
 
 
 def _width(dim: int) -> int:
@@ -172,8 +190,11 @@ def _decode(
     q_row, out_row, page_stride, slot_stride, head_stride, rows, scale,
     CHOSEN: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, RUN_AT: tl.constexpr, PAGE_FIELD: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, SB: tl.constexpr, LEAST: tl.constexpr,
+    PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    follow(AHEAD)
+    wait(AHEAD)
     at, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(which + at) if CHOSEN else at
     run = tl.load(ints + RUN_AT * rows + row)
@@ -257,25 +278,48 @@ def _decode(
             before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
             if before == parts - 1:
                 tl.atomic_xchg(counter, 0)
-                s = tl.arange(0, SPLITS)
-                for i in tl.static_range(GROUP):
-                    cells = (at * HEADS + head * GROUP + i) * SPLITS + s
-                    ps = tl.load(peaks + cells * 2, mask=s < parts, other=float("-inf"), cache_modifier=".cg")
-                    ts = tl.load(peaks + cells * 2 + 1, mask=s < parts, other=0.0, cache_modifier=".cg")
-                    there = (s < parts)[:, None] & (d < DIM)[None, :]
-                    ms = tl.load(sums + cells[:, None] * DIM + d[None, :], mask=there, other=0.0, cache_modifier=".cg")
-                    top = tl.max(ps, 0)
-                    if SINKS:
-                        sink = tl.load(sinks + head * GROUP + i) * 1.4426950408889634
-                        top = tl.maximum(top, sink)
-                    level = tl.where(top == float("-inf"), 0.0, top)
-                    weight = tl.exp2(ps - level)
-                    whole = tl.sum(ts * weight, 0)
-                    if SINKS:
-                        whole += tl.exp2(sink - level)
-                    result = tl.sum(ms * weight[:, None], 0) / tl.where(whole == 0, 1.0, whole)
-                    spot = out + row * out_row + (head * GROUP + i) * DIM + d
-                    tl.store(spot, result.to(out.dtype.element_ty), mask=d < DIM)
+                _join(
+                    out + row * out_row, sums, peaks, sinks, at, head, parts, SINKS, HEADS, GROUP, DIM, WIDE, GP,
+                    SPLITS, SB,
+                )  # fmt: skip
+
+
+@triton.jit
+def _join(
+    out, sums, peaks, sinks, at, head, parts,
+    SINKS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    GP: tl.constexpr, SPLITS: tl.constexpr, SB: tl.constexpr,
+):  # fmt: skip
+    """The parts of a row's heads put together, SB of them at a time, in their order."""
+    g, d, every = tl.arange(0, GP), tl.arange(0, WIDE), tl.arange(0, SPLITS)
+    first = (at * HEADS + head * GROUP + g) * SPLITS
+    there = (g < GROUP)[:, None] & (every < parts)[None, :]
+    places = peaks + (first[:, None] + every[None, :]) * 2
+    top = tl.max(tl.load(places, mask=there, other=float("-inf"), cache_modifier=".cg"), 1)
+    whole = tl.zeros((GP,), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head * GROUP + g, mask=g < GROUP, other=float("-inf")) * 1.4426950408889634
+        top = tl.maximum(top, sink)
+    level = tl.where(top == float("-inf"), 0.0, top)
+    if SINKS:
+        whole += tl.exp2(sink - level)
+    result = tl.zeros((GP, WIDE), tl.float32)
+    for base in range(0, parts, SB):
+        s = base + tl.arange(0, SB)
+        some = (g < GROUP)[:, None] & (s < parts)[None, :]
+        cell = first[:, None] + s[None, :]
+        weight = tl.exp2(
+            tl.load(peaks + cell * 2, mask=some, other=float("-inf"), cache_modifier=".cg") - level[:, None]
+        )
+        whole += tl.sum(tl.load(peaks + cell * 2 + 1, mask=some, other=0.0, cache_modifier=".cg") * weight, 1)
+        mixed = tl.load(
+            sums + cell[:, :, None] * DIM + d[None, None, :], mask=some[:, :, None] & (d < DIM)[None, None, :],
+            other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        result += tl.sum(mixed * weight[:, :, None], 1)
+    result = result / tl.where(whole == 0, 1.0, whole)[:, None]
+    place = out + (head * GROUP + g)[:, None] * DIM + d[None, :]
+    tl.store(place, result.to(out.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < DIM)[None, :])
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.kernels.triton.launch import follow, options, wait
 from headway.kernels.triton.layout import POSITION, TOKEN, WRITE
 
 
@@ -31,7 +32,14 @@ def embed(ints: Tensor, rows: int, table: Tensor, x: Tensor) -> None:
 
 
 def norm(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor, add: Tensor | None = None, rows: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    *,
+    add: Tensor | None = None,
+    rows: Tensor | None = None,
+    ahead: bool = False,
 ) -> None:
     """The root-mean-square norm of x [T, E] times weight into out [T, E].
 
@@ -40,7 +48,8 @@ def norm(
     e, block = x.shape[1], _wide(x.shape[1])
     _norm[(out.shape[0],)](
         x, x if add is None else add, weight, out, x if rows is None else rows, eps,
-        ADD=add is not None, CHOSEN=rows is not None, E=e, BLOCK=block, num_warps=_warps(block),
+        ADD=add is not None, CHOSEN=rows is not None, E=e, BLOCK=block, AHEAD=ahead,
+        num_warps=_warps(block), **options(ahead),
     )  # fmt: skip
 
 
@@ -63,7 +72,15 @@ class Heads:
 
 
 def rotate_and_write(
-    qkv: Tensor, q: Tensor, keys: Tensor, values: Tensor, ints: Tensor, rows: int, cs: Tensor, how: Heads
+    qkv: Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ints: Tensor,
+    rows: int,
+    cs: Tensor,
+    how: Heads,
+    ahead: bool = False,
 ) -> None:
     """Of qkv [T, (H + 2 Hkv) D] the queries, normed and turned, into q [T, H, D]; keys and values into their pages.
 
@@ -76,15 +93,15 @@ def rotate_and_write(
         qkv, q, keys, values, ints, cs, some, how.k_norm if how.k_norm is not None else qkv, rows, how.eps,
         keys.stride(0), keys.stride(1), keys.stride(2),
         FIELD=WRITE, NORMED=how.q_norm is not None, H=how.heads, KV=how.kv_heads, DIM=how.dim, WIDE=_wide(how.dim),
-        HALF=cs.shape[2], PAGE=keys.shape[1], GROUP=group, num_warps=4,
+        HALF=cs.shape[2], PAGE=keys.shape[1], GROUP=group, AHEAD=ahead, num_warps=4, **options(ahead),
     )  # fmt: skip
 
 
-def gated(gate_up: Tensor, out: Tensor) -> None:
+def gated(gate_up: Tensor, out: Tensor, *, ahead: bool = False) -> None:
     """silu(gate) × up of gate_up [T, 2F] into out [T, F]."""
     t, f = out.shape
     block = 1024
-    _gated[(t, triton.cdiv(f, block))](gate_up, out, F=f, BLOCK=block, num_warps=4)
+    _gated[(t, triton.cdiv(f, block))](gate_up, out, F=f, BLOCK=block, AHEAD=ahead, num_warps=4, **options(ahead))
 
 
 def _wide(n: int) -> int:
@@ -113,16 +130,20 @@ def _embed(ints, table, x, rows, FIELD: tl.constexpr, E: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _norm(
-    x, delta, weight, out, rows, eps, ADD: tl.constexpr, CHOSEN: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, delta, weight, out, rows, eps,
+    ADD: tl.constexpr, CHOSEN: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    follow(AHEAD)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    w = tl.load(weight + i, mask=i < E, other=0.0).to(tl.float32)
+    wait(AHEAD)
     source = tl.load(rows + row).to(tl.int64) if CHOSEN else row
     v = tl.load(x + source * E + i, mask=i < E, other=0.0)
     if ADD:
         v = (v.to(tl.float32) + tl.load(delta + source * E + i, mask=i < E, other=0.0).to(tl.float32)).to(v.dtype)
         tl.store(x + source * E + i, v, mask=i < E)
     wide = v.to(tl.float32)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / E + eps) * tl.load(weight + i, mask=i < E, other=0.0).to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / E + eps) * w
     tl.store(out + row * E + i, wide.to(out.dtype.element_ty), mask=i < E)
 
 
@@ -138,8 +159,10 @@ def _add(x, delta, count, BLOCK: tl.constexpr):
 def _rotate(
     qkv, q, keys, values, ints, cs, q_norm, k_norm, rows, eps, page_stride, slot_stride, head_stride,
     FIELD: tl.constexpr, NORMED: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr,
-    WIDE: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+    WIDE: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    follow(AHEAD)
+    wait(AHEAD)
     row, h, d = tl.program_id(0), tl.program_id(1) * GROUP + tl.arange(0, GROUP), tl.arange(0, WIDE)
     # Dimension i < HALF is turned with i + HALF; those from 2 HALF on stay as they are.
     turned = d < 2 * HALF
@@ -173,7 +196,9 @@ def _rotate(
 
 
 @triton.jit
-def _gated(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr):
+def _gated(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+    follow(AHEAD)
+    wait(AHEAD)
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * F + i, mask=i < F, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F + F + i, mask=i < F, other=0.0).to(tl.float32)

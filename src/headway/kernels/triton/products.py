@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.kernels.triton.launch import follow, options, wait
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -52,21 +54,30 @@ def row_product(
     """
     n, k = y.shape[-1], weight.shape[1]
     t = tile or pick_tile(n, k, gated)
-    options = {"launch_pdl": True} if ahead else {}
     _row_product[(triton.cdiv(n, t.outputs),)](
         x, weight, y, x if bias is None else bias, x if norm is None else norm.weight,
         0.0 if norm is None else norm.eps, n, K=k, BIAS=bias is not None, NORM=norm is not None, GATED=gated,
-        ADD=add, BN=t.outputs, BK=t.inputs,
-        EVEN=n % t.outputs == 0 and k % t.inputs == 0, AHEAD=ahead, num_warps=t.warps, num_stages=t.stages, **options,
+        ADD=add, BN=t.outputs, BK=t.inputs, EVEN=n % t.outputs == 0 and k % t.inputs == 0, AHEAD=ahead,
+        num_warps=t.warps, num_stages=t.stages, **options(ahead),
     )  # fmt: skip
 
 
 def pick_tile(n: int, k: int, gated: bool) -> Tile:
     """What was fastest on an H200 for matrices of about this size."""
-    inputs = min(1024, max(16, triton.next_power_of_2(k)))
-    if gated:
-        return Tile(1 if n > 4096 else 2, inputs, 4)
-    return Tile(1 if k > 4096 else 2, inputs, 4)
+    wide = max(16, triton.next_power_of_2(k))
+    if gated or n > 8192:
+        return Tile(1, min(4096, wide), 8) if k >= 4096 else Tile(1, min(1024, wide), 4)
+    if k >= 8192 or n > 2 * k:
+        return Tile(2, min(1024, wide), 4)
+    return Tile(2, min(2048, wide), 8)
+
+
+@triton.jit
+def _weights(at, r, c, n, K: tl.constexpr, EVEN: tl.constexpr):
+    """A part of rows r, from input c on; every weight is read once."""
+    if EVEN:
+        return tl.load(at, eviction_policy="evict_first")
+    return tl.load(at, mask=(r < n)[:, None] & (c < K)[None, :], other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -82,28 +93,31 @@ def _row_product(
     total = tl.zeros((BN, BK), tl.float32)
     up = tl.zeros((BN, BK), tl.float32)
     square = tl.zeros((BK,), tl.float32)
-    if AHEAD:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(AHEAD)
+    # Weights of the first inputs are on their way before the kernel in front has ended, and each part's before the
+    # part in front of it is computed.
+    w = _weights(at, r, c, n, K, EVEN)
+    if GATED:
+        u = _weights(above, r, c, n, K, EVEN)
+    wait(AHEAD)
     for k in range(0, K, BK):
         if EVEN:
-            w = tl.load(at + k, eviction_policy="evict_first")
             v = tl.load(x + k + c).to(tl.float32)
         else:
-            w = tl.load(at + k, mask=(r < n)[:, None] & (k + c < K)[None, :], other=0.0, eviction_policy="evict_first")
             v = tl.load(x + k + c, mask=k + c < K, other=0.0).to(tl.float32)
-        if GATED:
-            if EVEN:
-                u = tl.load(above + k, eviction_policy="evict_first")
-            else:
-                inside = (r < n)[:, None] & (k + c < K)[None, :]
-                u = tl.load(above + k, mask=inside, other=0.0, eviction_policy="evict_first")
         if NORM:
             square += v * v
             v = v * tl.load(norm + k + c, mask=k + c < K, other=0.0).to(tl.float32)
-        total += w.to(tl.float32) * v[None, :]
+        now = w.to(tl.float32)
         if GATED:
-            up += u.to(tl.float32) * v[None, :]
+            beside = u.to(tl.float32)
+        if k + BK < K:
+            w = _weights(at + k + BK, r, k + BK + c, n, K, EVEN)
+            if GATED:
+                u = _weights(above + k + BK, r, k + BK + c, n, K, EVEN)
+        total += now * v[None, :]
+        if GATED:
+            up += beside * v[None, :]
     result = tl.sum(total, 1)
     size = 1.0
     if NORM:

@@ -1,0 +1,355 @@
+"""Decoding, prompts, batches, masks and samplers on a CUDA device, through the engine, on random weights.
+
+    python benchmarks/gpu.py                    # everything, in some minutes
+    python benchmarks/gpu.py --only decode      # one section
+    python benchmarks/gpu.py --quick            # a tiny model, on any device: does it run?
+
+Each row has what was measured, what bytes and operations allow on this device (measured in the same run) and the
+target. Medians of --repeats runs after one to warm up. Table and JSON go to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_models import Limits, config, decode_limit, measure, prompt_limit, random_decoder
+
+import headway as hw
+
+RESULTS = Path(__file__).parent / "results"
+Build = Callable[[hw.Context, int], Any]  # a generation for sequence i
+SECTIONS = ("decode", "small", "batch", "many", "prompt", "varied", "window", "idle")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was measured, beside what is possible and what was aimed for."""
+
+    work: str
+    value: float
+    unit: str
+    limit: float | None = None
+    target: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything."""
+
+    big: str = "8b"
+    small: str = "1b"
+    context: int = 512
+    tokens: int = 128
+    batch: int = 64
+    many: int = 256
+    ask: int = 128  # prompt and answer of each of the many
+    prompt: int = 4096
+    long: int = 16_000
+    window: int = 1024
+    idle: int = 200
+    repeats: int = 3
+
+
+QUICK = Size("tiny", "tiny", 24, 6, 3, 4, 6, 40, 60, 8, 6, 1)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds until every sequence had its first token, then seconds for `tokens` more in all of them."""
+
+    first: float
+    rest: float
+    tokens: int
+    whole: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.rest if self.rest > 0 else 0.0
+
+
+def generate(engine: hw.Engine, prompts: Sequence[Sequence[int]], build: Build) -> Timing:
+    """All prompts at once, each continued as `build` says."""
+
+    async def one(i: int, prompt: Sequence[int]) -> list[float]:
+        async with engine.context() as ctx:
+            moments = []
+            async for step in build(ctx.fill(prompt), i):
+                moments += [time.perf_counter()] * len(step.tokens)
+            return moments
+
+    async def everyone(_: hw.Engine) -> tuple[float, list[list[float]]]:
+        began = time.perf_counter()
+        return began, await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts)))
+
+    began, found = engine.run(everyone)
+    ready, ended = max(m[0] for m in found), max(m[-1] for m in found)
+    after = sum(moment > ready for moments in found for moment in moments)
+    return Timing(ready - began, ended - ready, after, ended - began)
+
+
+def greedy(tokens: int) -> Build:
+    return lambda ctx, i: ctx.generate(hw.Argmax(), max_tokens=tokens, stop_only=True)
+
+
+class HalfOfTheWords:
+    """A constraint of its own for a sequence: another half of the vocabulary at every token."""
+
+    def __init__(self, vocab: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self._masks = [rng.random(vocab) < 0.5 for _ in range(4)]
+        self._at = 0
+
+    def mask(self) -> np.ndarray:
+        return self._masks[self._at % len(self._masks)]
+
+    def accept(self, token: int) -> None:
+        self._at += 1
+
+    def rollback(self, count: int) -> None:
+        self._at -= count
+
+
+class Bench:
+    """Measures one section after the other."""
+
+    def __init__(self, size: Size, device: torch.device, limits: Limits) -> None:
+        self.size, self.device, self.limits = size, device, limits
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.rows: list[Row] = []
+        self._random = random.Random(0)
+
+    def add(self, work: str, value: float, unit: str, **more: Any) -> None:
+        row = Row(work, value, unit, **more)
+        self.rows.append(row)
+        print(_line(row), flush=True)
+
+    def prompts(self, count: int, tokens: int) -> list[list[int]]:
+        vocab = config(self.size.big).vocab_size
+        return [self._random.choices(range(vocab), k=tokens) for _ in range(count)]
+
+    @contextmanager
+    def engine(self, shape: str, sequences: int, slots: int, budget: int | None = None) -> Iterator[hw.Engine]:
+        """An engine with room for so many sequences twice over."""
+        pages = 2 * sequences * (2 + slots // 16) + 64
+        decoder = random_decoder(shape, self.device, self.dtype)
+        with hw.Engine(decoder, pages=pages, max_batch_tokens=budget) as engine:
+            yield engine
+        del engine, decoder
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def rates(self, engine: hw.Engine, sequences: int, tokens: int, build: Build | None = None) -> float:
+        """Tokens a second while all sequences decode at the standard context: the median."""
+        found = []
+        for _ in range(self.size.repeats + 1):
+            done = generate(engine, self.prompts(sequences, self.size.context), build or greedy(tokens))
+            found.append(done.rate)
+        return statistics.median(found[1:])
+
+    # -- sections --------------------------------------------------------------------------------------------------
+
+    def one(self, shape: str, target: float) -> None:
+        """Milliseconds a token of one sequence."""
+        s = self.size
+        with self.engine(shape, 1, s.context + s.tokens) as engine:
+            rate = self.rates(engine, 1, s.tokens)
+        least = decode_limit(config(shape), 1, s.context, self.limits)
+        self.add(f"{shape}, 1 sequence, {s.context} context", 1e3 / rate, "ms", limit=1e3 * least, target=target)
+
+    def batch(self) -> None:
+        s, c = self.size, config(self.size.big)
+        with self.engine(s.big, s.batch, s.context + s.tokens, 4096) as engine:
+            plain = self.rates(engine, s.batch, s.tokens)
+            least = decode_limit(c, s.batch, s.context + s.tokens // 2, self.limits)
+            self.add(
+                f"{s.big}, {s.batch} sequences, {s.context} context",
+                plain,
+                "tok/s",
+                limit=s.batch / least,
+                target=10_500,
+            )
+            self._varied(engine, plain)
+            self._idle(engine)
+
+    def _varied(self, engine: hw.Engine, plain: float) -> None:
+        """The same decode with a mask on every row, and with another sampler, seed and constraint in every row."""
+        s, vocab = self.size, engine.vocab_size
+        masked = self.rates(
+            engine,
+            s.batch,
+            s.tokens,
+            lambda ctx, i: ctx.generate(
+                hw.Argmax(), max_tokens=s.tokens, stop_only=True, attention_mask=hw.Mask.sink(4, s.context // 2)
+            ),
+        )
+        self.add("… with sink and window masks", masked / plain, "of plain", target=0.9)
+        samplers = [
+            lambda i: hw.Multinomial(0.8, seed=i),
+            lambda i: hw.TopK(20 + i, seed=i),
+            lambda i: hw.TopP(0.9, seed=i),
+            lambda i: hw.MinP(0.05, seed=i),
+            lambda i: hw.TopKTopP(40, 0.95, temperature=0.7, seed=i),
+        ]
+        mixed = self.rates(
+            engine,
+            s.batch,
+            s.tokens,
+            lambda ctx, i: ctx.generate(samplers[i % 5](i), max_tokens=s.tokens, stop_only=True),
+        )
+        self.add("… with a sampler and seed for each row", mixed / plain, "of plain", target=0.9)
+        bound = self.rates(
+            engine,
+            s.batch,
+            s.tokens,
+            lambda ctx, i: ctx.generate(
+                samplers[i % 5](i), max_tokens=s.tokens, stop_only=True, constrain=HalfOfTheWords(vocab, i)
+            ),
+        )
+        self.add("… and a constraint for each row", bound / plain, "of plain", target=0.9)
+
+    def _idle(self, engine: hw.Engine) -> None:
+        """The share of the time in which no kernel runs, while all sequences decode."""
+        s = self.size
+        if self.device.type != "cuda":
+            return
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            done = generate(engine, self.prompts(s.batch, 16), greedy(s.idle))
+        spans = sorted(
+            (e.time_range.start, e.time_range.end)
+            for e in found.events()
+            if e.device_type != torch.autograd.DeviceType.CPU
+        )
+        spans = spans[len(spans) // 4 :]  # decoding alone: the first steps computed the prompts
+        busy, reached = 0.0, spans[0][0]
+        for start, end in spans:
+            busy += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+        share = 1 - busy / (reached - spans[0][0])
+        self.add(f"idle share, {s.batch} sequences", 100 * share, "%", target=5, note=f"{done.rate:.0f} tok/s profiled")
+
+    def many(self) -> None:
+        """A whole run of many requests with sampling: generated tokens over all of its time."""
+        s, c = self.size, config(self.size.big)
+        found = []
+        with self.engine(s.big, s.many, 2 * s.ask, 8192) as engine:
+            for _ in range(s.repeats + 1):
+                build: Build = lambda ctx, i: ctx.generate(  # noqa: E731
+                    hw.Sampling(temperature=0.8, top_p=0.95, seed=i), max_tokens=s.ask, stop_only=True
+                )
+                found.append(s.many * s.ask / generate(engine, self.prompts(s.many, s.ask), build).whole)
+        least = prompt_limit(c, s.ask, self.limits) * s.many
+        least += s.ask * decode_limit(c, s.many, s.ask + s.ask // 2, self.limits)
+        name = f"{s.big}, {s.many} sequences, {s.ask} in, {s.ask} out, whole run"
+        self.add(name, statistics.median(found[1:]), "tok/s", limit=s.many * s.ask / least, target=13_000)
+
+    def prompt(self) -> None:
+        s = self.size
+        with self.engine(s.big, 1, s.prompt, s.prompt) as engine:
+            taken = [generate(engine, self.prompts(1, s.prompt), greedy(1)).first for _ in range(s.repeats + 2)]
+        rate = s.prompt / statistics.median(taken[2:])
+        most = s.prompt / prompt_limit(config(s.big), s.prompt, self.limits)
+        self.add(f"{s.big}, prompt of {s.prompt}", rate, "tok/s", limit=most, target=38_000)
+
+    def window(self) -> None:
+        """A long context: full attention, a window by mask, and the same without trimming its pages."""
+        s, found = self.size, {}
+        with self.engine(s.big, 9, s.long + s.tokens, 4096) as engine:
+            prompts = self.prompts(1, s.long)
+            for name, mask in (("full", None), ("window", hw.Mask.window(s.window))):
+                for count in (1, 8):
+
+                    async def forks(engine: hw.Engine, mask: Any = mask, count: int = count) -> float:
+                        async with engine.context() as ctx:
+                            await ctx.fill(prompts[0]).flush()
+                            twins = [ctx.fork().fill([1]) for _ in range(count)]
+                            gens = [
+                                t.generate(hw.Argmax(), max_tokens=s.tokens, stop_only=True, attention_mask=mask)
+                                for t in twins
+                            ]
+                            await asyncio.gather(*(anext(g) for g in gens))
+                            began = time.perf_counter()
+                            await asyncio.gather(*(g.tokens() for g in gens))
+                            for twin in twins:
+                                twin.release()
+                            return (time.perf_counter() - began) / (s.tokens - 1)
+
+                    engine.run(forks)
+                    found[name, count] = engine.run(forks)
+        for count in (1, 8):
+            full, part = 1e3 * found["full", count], 1e3 * found["window", count]
+            self.add(
+                f"{s.big}, {count} × {s.long} context, window {s.window}", part, "ms",
+                note=f"full attention {full:.2f} ms: {full / part:.2f} times",
+            )  # fmt: skip
+
+
+def _line(row: Row) -> str:
+    parts = [f"{row.work:<58}{row.value:>10.2f} {row.unit:<9}"]
+    parts.append(f"limit {row.limit:>9.2f} " if row.limit is not None else " " * 16)
+    parts.append(f"target {row.target:>9.2f}  " if row.target is not None else " " * 18)
+    return "".join(parts) + row.note
+
+
+def run(bench: Bench, sections: Sequence[str]) -> None:
+    size = bench.size
+    if "decode" in sections:
+        bench.one(size.big, 4.1)
+    if "small" in sections:
+        bench.one(size.small, 0.85)
+    if "batch" in sections:
+        bench.batch()
+    if "many" in sections:
+        bench.many()
+    if "prompt" in sections:
+        bench.prompt()
+    if "window" in sections:
+        bench.window()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tiny model: does it run?")
+    parser.add_argument("--only", default=",".join(SECTIONS), help=f"sections of {', '.join(SECTIONS)}")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not options.quick:
+        print("there is no CUDA device here; --quick runs a tiny model on the CPU", file=sys.stderr)
+        return 2
+    limits = measure(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(
+        f"{name}, torch {torch.__version__}: {limits.bandwidth / 1e12:.2f} TB/s, {limits.operations / 1e12:.0f} TFLOP/s"
+    )
+    bench = Bench(QUICK if options.quick else Size(), device, limits)
+    began = time.perf_counter()
+    run(bench, options.only.split(","))
+    about = {"device": name, "torch": torch.__version__, "seconds": time.perf_counter() - began, **asdict(limits)}
+    options.out.mkdir(parents=True, exist_ok=True)
+    data = {"about": about, "results": [asdict(row) for row in bench.rows]}
+    (options.out / "gpu.json").write_text(json.dumps(data, indent=1) + "\n")
+    lines = [f"{name} · torch {torch.__version__} · {time.strftime('%FT%TZ', time.gmtime())}", *map(_line, bench.rows)]
+    (options.out / "gpu.txt").write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

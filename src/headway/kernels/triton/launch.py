@@ -1,0 +1,39 @@
+"""Launching a kernel before the one in front of it has ended, where the device can.
+
+A kernel that is launched `ahead` starts when the one in front of it has begun its last blocks. It says at its own start
+that the next one may come (`follow`), fetches what nobody computes, weights above all, and waits (`wait`) before it
+touches what the kernels in front compute. All of its blocks wait, so whatever comes after it finds everything done.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+def can_go_ahead(device: torch.device) -> bool:
+    """Whether the device can start a kernel before the one in front of it has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def options(ahead: bool) -> dict[str, Any]:
+    """Launch options; no such word is said to Triton's interpreter."""
+    return {"launch_pdl": True} if ahead else {}
+
+
+@triton.jit
+def follow(AHEAD: tl.constexpr):
+    """The next kernel may start."""
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(AHEAD: tl.constexpr):
+    """What the kernels in front compute is there from here on."""
+    if AHEAD:
+        tl.extra.cuda.gdc_wait()

@@ -1,0 +1,110 @@
+"""The fused row-wise kernels and the one-row products in Triton, against the torch functions they stand for."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from headway.kernels.mlp import gated_silu  # noqa: E402
+from headway.kernels.norm import rms_norm  # noqa: E402
+from headway.kernels.rope import rotate, rotation  # noqa: E402
+from headway.kernels.triton import fused, layout, products  # noqa: E402
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+EPS = 1e-5
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def numbers(rows: int, **columns: list[int]) -> torch.Tensor:
+    found = np.zeros((layout.FIELDS, rows), np.int32)
+    for name, values in columns.items():
+        found[getattr(layout, name), : len(values)] = values
+    return torch.from_numpy(found.ravel()).to(DEVICE)
+
+
+@pytest.mark.parametrize("n", [1, 5, 48])
+@pytest.mark.parametrize("k", [16, 84, 1024, 1500])
+@pytest.mark.parametrize("ahead", [False] if DEVICE == "cpu" else [False, True])
+def test_products_of_one_row(n: int, k: int, ahead: bool) -> None:
+    x, w, bias, weight = draw(k), draw(n, k, seed=1), draw(n, seed=2), draw(k, seed=3)
+    y = torch.full((n,), float("nan"), device=DEVICE)
+    products.row_product(x, w, y, ahead=ahead)
+    torch.testing.assert_close(y, F.linear(x, w), atol=1e-3, rtol=1e-4)
+    onto = draw(n, seed=4)
+    before = onto.clone()
+    products.row_product(x, w, onto, bias=bias, norm=products.Norm(weight, EPS), add=True, ahead=ahead)
+    torch.testing.assert_close(onto, before + F.linear(rms_norm(x, weight, EPS), w, bias), atol=1e-3, rtol=1e-4)
+    pair, both = draw(2 * n, k, seed=5) / k**0.5, draw(2 * n, seed=6)
+    products.row_product(x, pair, y, bias=both, norm=products.Norm(weight, EPS), gated=True, ahead=ahead)
+    expected = gated_silu(F.linear(rms_norm(x, weight, EPS), pair, both), exact=False)
+    torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("e", [16, 84, 576])
+def test_residual_and_norm(e: int) -> None:
+    x, delta, weight = draw(5, e), draw(5, e, seed=1), draw(e, seed=2)
+    out = torch.full_like(x, float("nan"))
+    fused.norm(x, weight, EPS, out)
+    torch.testing.assert_close(out, rms_norm(x, weight, EPS))
+    total = x + delta
+    fused.norm(x, weight, EPS, out, add=delta)
+    assert torch.equal(x, total)
+    torch.testing.assert_close(out, rms_norm(total, weight, EPS))
+    few = torch.full((3, e), float("nan"), device=DEVICE)
+    fused.norm(x, weight, EPS, few, rows=torch.tensor([4, 0, 0], dtype=torch.int32, device=DEVICE))
+    torch.testing.assert_close(few, rms_norm(total[[4, 0, 0]], weight, EPS))
+    fused.add(x, delta)
+    assert torch.equal(x, total + delta)
+
+
+def test_embedding_and_gate() -> None:
+    table, x = draw(97, 84), torch.full((4, 84), float("nan"), device=DEVICE)
+    fused.embed(numbers(6, TOKEN=[96, 0, 5, 5]), 6, table, x)
+    assert torch.equal(x, table[[96, 0, 5, 5]])
+    both = draw(3, 2 * 1030)
+    out = torch.full((3, 1030), float("nan"), device=DEVICE)
+    fused.gated(both, out)
+    torch.testing.assert_close(out, gated_silu(both, exact=False))
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 16, 16), (9, 3, 64, 64), (6, 1, 80, 40)])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_rotation_and_page_write(shape: tuple[int, int, int, int], normed: bool, by_head: bool) -> None:
+    heads, kv_heads, dim, turned = shape
+    rows, page, scale = 5, 4, 1.2
+    positions, slots = [0, 3, 70, 1000, 9], [7, -1, 4, 12, 5]
+    inv_freq = 1 / 10_000 ** (torch.arange(0, turned, 2, device=DEVICE) / turned)
+    qkv = draw(rows, (heads + 2 * kv_heads) * dim)
+    pool = draw(2, 4, kv_heads, page, dim, seed=1) if by_head else draw(2, 4, page, kv_heads, dim, seed=1)
+    keys, values = (p.transpose(1, 2) for p in pool) if by_head else pool
+    q_norm, k_norm = (draw(dim, seed=2), draw(dim, seed=3)) if normed else (None, None)
+    q, k, v = qkv.view(rows, -1, dim).split((heads, kv_heads, kv_heads), 1)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, EPS), rms_norm(k, k_norm, EPS)
+    cos, sin = rotation(inv_freq, torch.tensor(positions, device=DEVICE), scale, torch.float32)
+    expected_keys, expected_values = keys.clone(), values.clone()
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            expected_keys[slot // page, slot % page] = rotate(k, cos, sin)[row]
+            expected_values[slot // page, slot % page] = v[row]
+    ints, cs = numbers(8, POSITION=positions, WRITE=slots), torch.empty(rows, 2, turned // 2, device=DEVICE)
+    fused.angles(ints, 8, cs, inv_freq, scale)
+    out = torch.full((rows, heads, dim), float("nan"), device=DEVICE)
+    how = fused.Heads(heads, kv_heads, dim, q_norm, k_norm, EPS)
+    fused.rotate_and_write(qkv, out, keys, values, ints, 8, cs, how)
+    torch.testing.assert_close(out, rotate(q, cos, sin), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(keys, expected_keys, atol=1e-4, rtol=1e-4)
+    assert torch.equal(values, expected_values)
