@@ -131,8 +131,35 @@ Results packed(int kind, int n, int k, bool mapped, int threads) {
   return all;
 }
 
+// Tokens drawn with every mix of filters, from rows with infinities and a NaN.
+Results drawn(int vocab, int threads) {
+  constexpr int ROWS = 40;
+  Memory m;
+  void* team = hw_threads_new(threads);
+  require(team, "threads start");
+  std::vector<hw_draw> draws(ROWS);
+  for (hw_draw& d : draws) {
+    float* logits = m.floats(vocab);
+    if (!below(4)) logits[below(vocab)] = below(2) ? -INFINITY : INFINITY;
+    if (!below(20)) logits[below(vocab)] = NAN;
+    uint8_t* allowed = m.bytes(vocab);
+    for (int i = 0; i < vocab; i++) allowed[i] &= 1;
+    const std::vector<int32_t> changed{below(vocab)};
+    double* scores = m.make<double>(1, [] { return 3.5; });
+    const double temperatures[] = {0, 0.2, 1, 4}, shares[] = {1, 0.5, 0.999}, least[] = {0, 0.1, 1};
+    d = {logits, below(2) ? allowed : nullptr, m.copy(changed), scores, temperatures[below(4)], shares[below(3)], least[below(3)],
+         below(1000) / 1000.0, vocab, below(3) ? below(vocab + 2) : 0, below(2), 0};
+  }
+  require(hw_draw_all(team, draws.data(), ROWS) == 0, "hw_draw_all");
+  Results all;
+  for (const hw_draw& d : draws) keep(all, &d.token, 1);
+  hw_threads_free(team);
+  return all;
+}
+
 struct Shape {
   int hidden, inner, heads, kv_heads, head_dim, page, segments, rows, past;
+  int common = 0;  // pages that all sequences begin with; each then has `rows` rows
 };
 
 // A step of several sequences: `past` slots before each, pages in random places, two mask sets, rows that are not kept.
@@ -147,9 +174,10 @@ struct Sequences {
     for (int i = 0; i < all_pages; i++) places[i] = i;
     for (int i = all_pages - 1; i > 0; i--) std::swap(places[i], places[below(i + 1)]);
     for (int g = 0; g < s.segments; g++) {
-      const int32_t* place = places.data() + g * each;
+      std::vector<int32_t> place(places.begin() + g * each, places.begin() + (g + 1) * each);
+      std::copy(places.begin(), places.begin() + s.common, place.begin());
       for (int p = 0; p < each; p++) pages.push_back(place[p]), numbers.push_back(p);
-      for (int r = 0; r < s.rows + g; r++) {
+      for (int r = 0; r < s.rows + (s.common ? 0 : g); r++) {
         const int slot = std::min(s.past + r, each * s.page - 1);
         tokens.push_back(below(vocab));
         positions.push_back(slot);
@@ -251,8 +279,10 @@ void all_of(int isa, int most) {
   for (int kind = 0; kind < 4; kind++)
     for (int n : {1, 31, 48})
       same_for_all_threads("pack", isa, most, [&](int t) { return packed(kind, n, 512, n > 31, t); });
+  for (int vocab : {1, 5, 33, 700}) same_for_all_threads("draw", isa, most, [&](int t) { return drawn(vocab, t); });
   const Shape shapes[] = {{64, 96, 4, 2, 16, 16, 1, 1, 300}, {50, 70, 6, 2, 20, 8, 3, 2, 140}, {256, 256, 4, 4, 32, 32, 2, 19, 0},
-                          {40, 33, 8, 1, 24, 40, 1, 2, 500}, {96, 64, 2, 1, 64, 64, 4, 5, 70}};
+                          {40, 33, 8, 1, 24, 40, 1, 2, 500}, {96, 64, 2, 1, 64, 64, 4, 5, 70},
+                          {48, 32, 4, 2, 16, 16, 19, 1, 300, 17}, {50, 40, 2, 1, 20, 24, 3, 1, 290, 11}};
   for (const Shape& s : shapes) same_for_all_threads("step", isa, most, [&](int t) { return step(s, t); }, true);
 }
 

@@ -19,5 +19,5 @@ def copy(pool: Tensor, source: int, target: int, slots: int) -> None:
 
 
 def clear(pool: Tensor, pages: Tensor) -> None:
-    """Zero whole pages of pool [L, 2, P, …], so that a new owner can never meet an old owner's infinities behind a mask."""
+    """Zero whole pages of pool [L, 2, P, …]: a new owner never meets an old owner's infinities behind a mask."""
     pool.index_fill_(2, pages, 0.0)

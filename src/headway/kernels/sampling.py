@@ -182,16 +182,40 @@ def _candidates(logits: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     return ids[alive], scores[alive]
 
 
+def check_bias(how: Sampling, vocab: int) -> None:
+    """Raise for a bias that no token of the vocabulary has."""
+    if how.bias and (largest := how.bias[-1][0]) >= vocab:
+        raise InvalidToken(f"token id {largest} in logit_bias is outside the vocabulary; ids are 0 … {vocab - 1}")
+
+
 def _biased(scores: Tensor, how: Sampling) -> Tensor:
     if not how.bias:
         return scores
-    if (largest := how.bias[-1][0]) >= scores.numel():
-        raise InvalidToken(
-            f"token id {largest} in logit_bias is outside the vocabulary; ids are 0 … {scores.numel() - 1}"
-        )
+    check_bias(how, scores.numel())
     ids, amounts = zip(*how.bias)
     index = torch.tensor(ids, device=scores.device)
     return scores.index_add(0, index, torch.tensor(amounts, dtype=scores.dtype, device=scores.device))
+
+
+def changed(logits: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+    """The ids whose scores bias and penalties change, rising, and those scores in float64."""
+    how, parts = draw.sampling, []
+    check_bias(how, logits.numel())
+    if how.bias:
+        parts.append(torch.tensor([id for id, _ in how.bias]))
+    if how.repetition_penalty != 1 and draw.seen is not None:
+        parts.append(draw.seen)
+    if (how.presence_penalty or how.frequency_penalty) and draw.generated is not None:
+        parts.append(draw.generated[0])
+    ids = torch.cat(parts).unique() if parts else torch.empty(0, dtype=torch.int64)
+    # The few as a vocabulary of their own, with every id's place among them.
+    few = replace(
+        draw,
+        sampling=replace(how, logit_bias={int(torch.searchsorted(ids, id)): amount for id, amount in how.bias}),
+        seen=None if draw.seen is None else torch.searchsorted(ids, draw.seen),
+        generated=None if draw.generated is None else (torch.searchsorted(ids, draw.generated[0]), draw.generated[1]),
+    )
+    return ids, _penalised(_biased(logits[ids].double(), few.sampling), few)
 
 
 def _penalised(scores: Tensor, draw: Draw) -> Tensor:

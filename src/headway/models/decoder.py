@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.kernels import kv as pages
+from headway.kernels import sampling
 from headway.kernels.attention import Group, attend, attend_exact, scores
 from headway.kernels.linear import by_rows, linear
 from headway.kernels.norm import rms_norm
@@ -115,6 +116,10 @@ class Decoder:
     def best(self, logits: Tensor) -> tuple[list[bool], list[int] | None]:
         """For each row whether it has a NaN, and, where that comes with it, its first largest."""
         return logits.isnan().any(1).tolist(), None
+
+    def choose(self, logits: Tensor, draws: Sequence[sampling.Draw]) -> list[int]:
+        """The token drawn at each row."""
+        return sampling.choose(logits, draws).tolist()
 
     @property
     def device(self) -> torch.device:

@@ -7,6 +7,7 @@ deterministic mode costs nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from headway.base.samplers import Sampling
 from headway.kernels.attention import scores
-from headway.kernels.native import library
+from headway.kernels.native import drawing, library
 from headway.kernels.native.library import Team, check
 from headway.kernels.native.products import float_rows, matrix
 from headway.kernels.norm import rms_norm
+from headway.kernels.sampling import Draw
 from headway.kv.pool import Pool
 from headway.models.decoder import Taps
 from headway.models.packed import MATRICES, PackedDecoder, PackedLayer
@@ -51,9 +53,7 @@ class NativeModel:
         assert kv.shape[:2] == (c.layers, 2)
         inner = page_size * c.head_dim
         assert self.pool.keys.stride()[2:] == (1, inner, page_size), "keys do not lie as the native step wants"
-        assert self.pool.values.stride()[2:] == (c.head_dim, inner, 1), (
-            "values do not lie as the native step wants"
-        )
+        assert self.pool.values.stride()[2:] == (c.head_dim, inner, 1), "values do not lie as the native step wants"
         return library.Model(
             layers=c.layers,
             hidden=c.hidden_size,
@@ -116,6 +116,10 @@ class NativeModel:
         call = self.team.calls.hw_choose
         check(call(handle, logits.data_ptr(), rows, vocab, stride, best.ctypes.data, bad.ctypes.data))
         return bad.astype(bool).tolist(), best.tolist()
+
+    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+        """The token drawn at each row."""
+        return drawing.choose(self.team, logits, draws)
 
 
 class NativeRunner:

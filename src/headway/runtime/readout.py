@@ -61,6 +61,7 @@ class Head(Protocol):
     def finish(self, x: Tensor, tile: int | None) -> Tensor: ...
     def logits(self, x: Tensor, tile: int | None) -> Tensor: ...
     def best(self, logits: Tensor) -> tuple[list[bool], list[int] | None]: ...
+    def choose(self, logits: Tensor, draws: Sequence[sampling.Draw]) -> list[int]: ...
 
 
 def make_taps(batch: Batch, decoder: Head, page_size: int) -> Taps:
@@ -151,8 +152,8 @@ class Reader:
                 owners.append(key)
                 rows.append(i)
         if draws:
-            tokens = sampling.choose(logits[rows] if rows != list(range(len(logits))) else logits, draws)
-            values.update(zip(owners, tokens.tolist(), strict=True))
+            tokens = self.decoder.choose(logits[rows] if rows != list(range(len(logits))) else logits, draws)
+            values.update(zip(owners, tokens, strict=True))
         for ask, i in zip(chosen, at, strict=True):
             if isinstance(ask.what.what, Ranking):
                 mates = [a for a in chosen if (a.segment, a.row) == (ask.segment, ask.row)]

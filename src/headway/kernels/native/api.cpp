@@ -15,8 +15,9 @@
   void alone(hw::Team&, void*, const hw_matrix&, const float*, int, float*, size_t, const float*, float);           \
   void gather(hw::Team&, const hw_matrix&, const int32_t*, int, float*);                                            \
   void choose(hw::Team&, const float*, int, int64_t, int64_t, int64_t*, uint8_t*);                                  \
+  void draw_all(hw::Team&, void*, hw_draw*, int);                                                                   \
   }                                                                                                                 \
-  static const Kernels table_##NS = {NS::space_new, NS::space_free, NS::run, NS::alone, NS::gather, NS::choose};
+  static const Kernels table_##NS = {NS::space_new, NS::space_free, NS::run, NS::alone, NS::gather, NS::choose, NS::draw_all};
 
 namespace {
 struct Kernels {
@@ -26,6 +27,7 @@ struct Kernels {
   void (*alone)(hw::Team&, void*, const hw_matrix&, const float*, int, float*, size_t, const float*, float);
   void (*gather)(hw::Team&, const hw_matrix&, const int32_t*, int, float*);
   void (*choose)(hw::Team&, const float*, int, int64_t, int64_t, int64_t*, uint8_t*);
+  void (*draw_all)(hw::Team&, void*, hw_draw*, int);
 };
 }  // namespace
 
@@ -136,6 +138,11 @@ int32_t hw_gather(void* handle, const hw_matrix* w, const int32_t* rows, int32_t
 int32_t hw_choose(void* handle, const float* logits, int32_t rows, int64_t vocab, int64_t stride, int64_t* best_, uint8_t* bad) {
   Handle& h = *(Handle*)handle;
   return guarded([&] { h.kernels.choose(h.team, logits, rows, vocab, stride, best_, bad); });
+}
+
+int32_t hw_draw_all(void* handle, hw_draw* draws, int32_t count) {
+  Handle& h = *(Handle*)handle;
+  return guarded([&] { h.kernels.draw_all(h.team, h.space, draws, count); });
 }
 
 int32_t hw_pack(void* handle, int32_t kind, const uint8_t* raw, int32_t n, int32_t k, const int32_t* rows, uint8_t* codes, void* scales, uint16_t* super) {

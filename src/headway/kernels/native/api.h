@@ -10,7 +10,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HW_VERSION 5
+#define HW_VERSION 6
 
 enum { HW_F32 = 0, HW_F16 = 1, HW_BF16 = 2, HW_INT8 = 3, HW_GROUPS = 4 };
 enum { HW_SCALE_F16 = 0, HW_SCALE_F32 = 1, HW_SCALE_K = 2 };
@@ -75,6 +75,17 @@ typedef struct {
   uint8_t* bad;                  // [reads] whether a logit is NaN
 } hw_step;
 
+// A token to be drawn from a row of logits.
+typedef struct {
+  const float* logits;      // [vocab]
+  const uint8_t* allowed;   // [vocab] 0 for what must not be drawn, or null
+  const int32_t* changed;   // [changes] ids whose score is another one
+  const double* scores;     // [changes]
+  double temperature, top_p, min_p, uniform;
+  int64_t vocab, top_k, changes;
+  int64_t token;            // the answer; -1 where a logit is NaN, -2 where nothing is allowed
+} hw_draw;
+
 enum { HW_EMBED, HW_NORM, HW_QKV, HW_ROPE, HW_KV_WRITE, HW_ATTENTION, HW_OUT, HW_MLP, HW_HEAD, HW_SAMPLE, HW_PHASES };
 
 #ifdef __cplusplus
@@ -92,6 +103,7 @@ int32_t hw_head(void* threads, const hw_model* model, const float* x, int32_t ro
 int32_t hw_linear(void* threads, const hw_matrix* w, const float* x, int32_t rows, float* y, int64_t stride);   // y [rows, stride], stride >= n
 int32_t hw_gather(void* threads, const hw_matrix* w, const int32_t* rows, int32_t count, float* out);           // dequantised rows [count, k]
 int32_t hw_choose(void* threads, const float* logits, int32_t rows, int64_t vocab, int64_t stride, int64_t* best, uint8_t* bad);
+int32_t hw_draw_all(void* threads, hw_draw* draws, int32_t count);
 // GGUF blocks (0 Q4_0, 1 Q4_1, 2 Q8_0, 3 Q4_K) to packed weights; rows maps outputs to the file's rows, or is null.
 // 3 for a kind that is not one of these.
 int32_t hw_pack(void* threads, int32_t kind, const uint8_t* raw, int32_t n, int32_t k, const int32_t* rows, uint8_t* codes, void* scales, uint16_t* super);

@@ -9,14 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from headway.base.errors import InvalidInput, Unsupported
 
-VERSION = 5
+VERSION = 6
 ISAS = ("plain", "avx2", "avx512", "vnni")
 ISA_NAMES = {"plain": "plain C++", "avx2": "AVX2", "avx512": "AVX-512", "vnni": "AVX-512 VNNI"}
 KINDS = ("f32", "f16", "bf16", "int8", "groups")
@@ -122,6 +122,16 @@ class Step(Structure):
     )
 
 
+class Draw(Structure):
+    """hw_draw."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "allowed", "changed", "scores")),
+        *((name, c_double) for name in ("temperature", "top_p", "min_p", "uniform")),
+        *((name, c_int64) for name in ("vocab", "top_k", "changes", "token")),
+    )
+
+
 @dataclass(frozen=True)
 class Library:
     """The loaded library, or why there is none."""
@@ -174,6 +184,7 @@ def _declare(calls: ctypes.CDLL) -> ctypes.CDLL:
     calls.hw_head.argtypes = (c_void_p, POINTER(Model), c_void_p, c_int32, c_int32, c_void_p, c_int64)
     calls.hw_linear.argtypes = (c_void_p, POINTER(Matrix), c_void_p, c_int32, c_void_p, c_int64)
     calls.hw_gather.argtypes = (c_void_p, POINTER(Matrix), c_void_p, c_int32, c_void_p)
+    calls.hw_draw_all.argtypes = (c_void_p, POINTER(Draw), c_int32)
     calls.hw_choose.argtypes = (c_void_p, c_void_p, c_int32, c_int64, c_int64, c_void_p, c_void_p)
     calls.hw_pack.argtypes = (c_void_p, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_void_p)
     return calls

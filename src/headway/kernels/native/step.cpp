@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "attention.h"
+#include "draw.h"
 #include "threads.h"
 
 namespace HW_NS {
@@ -54,6 +55,7 @@ struct Space {
   Buffer<float> x, h, q, k, v, mixed, gate, up_, act, turn, partial;
   Coded grouped[8], whole[8];  // for member i where every member makes its own, else the first
   std::vector<Layout> layouts;
+  std::vector<Chooser> choosers;  // of the members
   std::vector<Family> families;
   std::vector<int> order;  // of the segments, for finding families
   std::vector<Desk> desks;
@@ -616,6 +618,18 @@ void gather(hw::Team& team, const hw_matrix& w, const int32_t* rows, int count, 
   const int members = team.count();
   team.run([&](int i) {
     for (int64_t r = (int64_t)count * i / members; r < (int64_t)count * (i + 1) / members; r++) dequantise(w, rows[r], out + r * w.k);
+  });
+}
+
+void draw_all(hw::Team& team, void* space, hw_draw* draws, int count) {
+  std::vector<Chooser>& choosers = ((Space*)space)->choosers;
+  if ((int)choosers.size() < team.count()) choosers.resize(team.count());
+  int64_t vocab = 0;
+  for (int i = 0; i < count; i++) vocab = std::max(vocab, draws[i].vocab);
+  for (Chooser& chooser : choosers) chooser.fit(vocab);
+  std::atomic<int> next{0};
+  team.run([&](int i) {
+    for (int n = next++; n < count; n = next++) draws[n].token = choosers[i].draw(draws[n]);
   });
 }
 
