@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
+import re
 import socket
 import threading
 import time
@@ -296,6 +298,59 @@ def test_too_many_connections_are_refused_and_the_others_stay(server: Server) ->
     assert reply.status == 503
     assert reply.headers["retry-after"] == "1"
     server.until(lambda: _answers(server))
+
+
+@pytest.mark.slow
+def test_a_crowd_that_does_everything_wrong_at_once(start: Callable[..., Server]) -> None:
+    """Random clients for half a minute: nobody gets a wrong token, nothing fails inside, everything is given back."""
+    limits = {"body_timeout": 1, "write_timeout": 1, "header_timeout": 1, "max_queue_requests": 24}
+    server = start(limits | {"max_connections": 100}, step_seconds=0.002, pages=512).ready()
+    prompts = [[a] * 20 + [b] for a in range(3) for b in range(3)]
+    right = {tuple(prompt): alone(prompt, 30) for prompt in prompts}
+    end = time.monotonic() + 30
+
+    def client(number: int) -> int:
+        dice, served = random.Random(number), 0
+        while time.monotonic() < end:
+            prompt = dice.choice(prompts)
+            body = {"prompt": prompt, "max_tokens": 30, "stream": dice.random() < 0.5, "pad": dice.choice([0, 30_000])}
+            whole = post("/tokens", body, "Connection: close")
+            try:
+                with server.connect() as connection:
+                    connection.sendall(whole[: dice.choice([len(whole), len(whole), dice.randrange(len(whole))])])
+                    match dice.randrange(4):
+                        case 0:
+                            time.sleep(dice.random() / 10)  # and leave
+                        case 1:
+                            connection.recv(dice.randrange(1, 5000))
+                        case _:
+                            served += _right_or_refused(read_all(connection), right[tuple(prompt)])
+            except OSError:  # refused or cut off
+                continue
+        return served
+
+    with ThreadPoolExecutor(60) as threads:
+        served = sum(threads.map(client, range(60)))
+    assert served > 60
+    server.until(server.is_quiet)
+    assert not server.logged("a request failed")
+    assert not [line for line in server.lines if line["level"] in ("error", "critical")]
+
+
+def _right_or_refused(answer: bytes, right: list[int]) -> bool:
+    """Whether it is a whole answer; then its tokens must be right. Else it must be a refusal, or nothing."""
+    if not answer.startswith(b"HTTP/1.1 200"):
+        assert answer == b"" or parse(answer).status in (408, 429, 503), answer[:200]
+        return False
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if b"chunked" in head:
+        if not body.endswith(b"0\r\n\r\n"):
+            return False
+        tokens = [int(token) for token in re.findall(rb"data: (\d+)", body)]
+    else:
+        tokens = json.loads(body)["tokens"]
+    assert tokens == right
+    return True
 
 
 def _answers(server: Server) -> bool:

@@ -15,6 +15,9 @@ import pytest
 from shell import Reply, Server, alone
 
 import headway as hw
+from headway.base.errors import InvalidInput
+from headway.server.run import serve
+from headway.server.settings import Settings
 from headway.testing import random_model, scripted_engine
 
 PROMPT = list(range(20, 40))
@@ -73,12 +76,14 @@ def test_a_model_that_cannot_be_loaded_ends_the_process_with_its_reason(tmp_path
     assert "nothing" in server.lines[-1]["error"]["message"]
 
 
-def test_a_port_that_is_taken_is_named_at_once() -> None:
+def test_a_port_that_is_taken_is_named_before_anything_is_loaded() -> None:
+    def load() -> hw.Engine:
+        raise AssertionError("nothing was to be loaded")
+
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        server = Server([*COMMAND[:-1], str(port)])
-        assert server.end() == 2
-    assert f"127.0.0.1:{port}" in server.lines[-1]["error"]["message"]
+        with pytest.raises(InvalidInput, match=f"127.0.0.1:{port}"):
+            serve(Settings(port=port), load)
 
 
 # -- a full queue ------------------------------------------------------------------------------------------------------
