@@ -171,3 +171,8 @@ def ids_by_bytes(tokenizer: Tokenizer) -> dict[bytes, tuple[int, ...]]:
                 found[spelled] = (*found.get(spelled, ()), id)
             _known[tokenizer] = found
         return _known[tokenizer]
+
+
+def longest_token(tokenizer: Tokenizer) -> int:
+    """The bytes of the longest token."""
+    return max(map(len, ids_by_bytes(tokenizer)), default=1)

@@ -22,7 +22,7 @@ from headway.server.openai.prompts import Prompt, score, spelled
 from headway.server.openai.running import Put, copies, together
 from headway.server.openai.speech import Manner, Said, Speech, call_id
 from headway.server.openai.tokens import Token, chat_logprobs, prompt_logprobs
-from headway.server.openai.wire import STREAM, ChatRequest, NamedTool
+from headway.server.openai.wire import STREAM, ChatRequest, NamedTool, Tool
 from headway.server.serving import Serving, Ticket
 from headway.server.settings import Settings
 from headway.text.parse_parts import Content, Part, Reasoning, ToolCallArguments, ToolCallStart
@@ -46,7 +46,7 @@ async def chat_completions(asked: ChatRequest, request: Request) -> Response:
     shown = [] if asked.tool_choice == "none" else asked.tools or []
     for i, tool in enumerate(shown):
         check_size(tool.function.parameters or {}, f"tools[{i}].function.parameters", settings)
-    talk = await asyncio.to_thread(read_talk, asked.messages, shown, engine)
+    talk = await asyncio.to_thread(_read, asked, shown, check)
     await how.prepare(await asyncio.to_thread(_argument_grammars, talk, manner))
     most = check.between("max_tokens", _max_tokens(asked), 1, engine.config.max_positions)
     limit = check.length(len(talk.ids), most, how.min_tokens, "messages")
@@ -54,6 +54,12 @@ async def chat_completions(asked: ChatRequest, request: Request) -> Response:
     return await respond(
         serving, request, asked, Chat(asked, how, talk, manner), tokens=len(talk.ids) + how.count * limit
     )
+
+
+def _read(asked: ChatRequest, shown: list[Tool], check: Check) -> Talk:
+    texts = [message.content for message in asked.messages if isinstance(message.content, str)]
+    check.text(texts, "messages")
+    return read_talk(asked.messages, shown, check.engine)
 
 
 def _top(asked: ChatRequest) -> int | None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headway.program.engine import Engine
 from headway.runtime.scheduler import BID_LIMIT
 from headway.server.auth import Tenant
 from headway.server.errors import ApiError, bad_request
-from headway.server.openai.bounds import Words
+from headway.server.openai.bounds import Words, longest_token
 from headway.server.settings import Settings
+
+SHRINKS = 4  # as many characters may become one in a normal form
 
 
 class Check:
@@ -96,9 +98,26 @@ class Check:
             )
         return min(0.0, most) if priority is None else priority
 
+    def text(self, texts: Iterable[str], param: str) -> None:
+        """Raise where texts are longer than any tokens that fit, before time is spent on them."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer.pieces.kind == "opaque":
+            return
+        slack = 1 if tokenizer.backend.normalizer is None else SHRINKS
+        limit, size = self.engine.config.max_positions, sum(map(len, texts))
+        if size > limit * longest_token(tokenizer) * slack:
+            raise bad_request(
+                f"this model's context length is {limit} tokens; the prompt has {size} characters, more than so many "
+                "tokens can have: shorten it",
+                param,
+                "context_length_exceeded",
+            )
+
     def length(self, prompt: int, max_tokens: int | None, min_tokens: int, param: str) -> int:
         """How many tokens may follow a prompt: what was asked for, or what the model's limit leaves."""
-        limit = self.engine.config.max_positions
+        pool = self.engine.allocator.total * self.engine.page_size
+        limit = min(self.engine.config.max_positions, pool)
+        whose = "this server's pages hold" if limit == pool else "this model's context length is"
         if max_tokens is not None and min_tokens > max_tokens:
             raise bad_request(
                 f"min_tokens is {min_tokens} and max_tokens is {max_tokens}; it must not be larger", "min_tokens"
@@ -108,7 +127,7 @@ class Check:
         if prompt + (1 if max_tokens is None else max_tokens) > limit:
             asked = "" if max_tokens is None else f" and {max_tokens} for the answer, {prompt + max_tokens} in all"
             raise bad_request(
-                f"this model's context length is {limit} tokens; the request has {prompt} in its prompt{asked}: "
+                f"{whose} {limit} tokens; the request has {prompt} in its prompt{asked}: "
                 "shorten the prompt, or ask for fewer tokens",
                 param,
                 "context_length_exceeded",

@@ -54,7 +54,9 @@ def _strange(listed: list[Any]) -> ApiError:
 def _prompt(given: str | list[Any], number: int, check: Check) -> Prompt:
     engine = check.engine
     if isinstance(given, str):
+        check.text([given], "prompt")
         return Prompt(encode(given, engine), given, True)
+    check.length(len(given), None, 0, "prompt")
     vocab = engine.vocab_size
     for i, id in enumerate(given):
         if type(id) is not int:

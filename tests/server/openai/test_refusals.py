@@ -1,0 +1,237 @@
+"""What cannot be answered is a 400 that names the field, the value and the limit; nothing that matters is ignored."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from headway.server.openai.wire import IDLE, ChatRequest, CompletionRequest
+
+C, M = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+F = {"type": "function", "function": {"name": "f"}}
+CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}
+
+COMMON = [
+    ({"nonsense": 1}, "nonsense", ["not known"]),
+    ({"guided_json": {}}, "guided_json", ["structured_outputs.json"]),
+    ({"temperature": -1}, "temperature", ["-1"]),
+    ({"temperature": "hot"}, "temperature", ["hot"]),
+    ({"temperature": True}, "temperature", ["number"]),
+    ({"top_p": 0}, "top_p", ["0"]),
+    ({"top_p": 1.5}, "top_p", ["1.5"]),
+    ({"top_k": -2}, "top_k", ["-2"]),
+    ({"top_k": 1.5}, "top_k", ["integer"]),
+    ({"min_p": 2}, "min_p", ["2"]),
+    ({"typical_p": 0}, "typical_p", ["0"]),
+    ({"repetition_penalty": 0}, "repetition_penalty", ["0"]),
+    ({"seed": -1}, "seed", ["-1"]),
+    ({"seed": 1 << 64}, "seed", [str(1 << 64)]),
+    ({"n": 0}, "n", ["0", "64"]),
+    ({"n": 10**9}, "n", ["1000000000", "64"]),
+    ({"max_tokens": -1}, "max_tokens", ["-1"]),
+    ({"max_tokens": 8193}, "max_tokens", ["8193", "8192"]),
+    ({"min_tokens": -1}, "min_tokens", ["-1"]),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", ["9", "8"]),
+    ({"priority": 1001}, "priority", ["1001", "1000"]),
+    ({"stop": ""}, "stop", ["empty"]),
+    ({"stop": ["a"] * 65}, "stop", ["65", "64"]),
+    ({"stop": "a" * 1025}, "stop", ["1025", "1024"]),
+    ({"stop": [5]}, "stop[0]", ["5"]),
+    ({"stop_token_ids": [49152]}, "stop_token_ids", ["49152", "49151"]),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", ["integer"]),
+    ({"logit_bias": {"49152": 1}}, "logit_bias", ["49152", "49151"]),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", ["-1"]),
+    ({"logit_bias": {"one": 1}}, "logit_bias", ["one"]),
+    ({"logit_bias": {"1": "much"}}, "logit_bias", ["much"]),
+    ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias", ["twice"]),
+    ({"logit_bias": {str(i): 1 for i in range(4097)}}, "logit_bias", ["4097", "4096"]),
+    ({"allowed_token_ids": [0, 1 << 40]}, "allowed_token_ids", [str(1 << 40), "49152"]),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids", ["-1"]),
+    ({"allowed_token_ids": []}, "allowed_token_ids", ["empty"]),
+    ({"bad_words": [""]}, "bad_words", ["empty"]),
+    ({"bad_words": [[]]}, "bad_words", ["empty"]),
+    ({"bad_words": [[49152]]}, "bad_words", ["49152", "49151"]),
+    ({"bad_words": ["a"] * 4097}, "bad_words", ["4097", "4096"]),
+    ({"prompt_logprobs": 65}, "prompt_logprobs", ["65", "64"]),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ["stream"]),
+    ({"stream_options": {"include_usage": True}}, "stream_options", ["stream"]),
+    ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other", ["not known"]),
+    ({"logprobs_mode": "cooked"}, "logprobs_mode", ["raw", "processed"]),
+    ({"structured_outputs": {}}, "structured_outputs", ["exactly one"]),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", ["exactly one"]),
+    ({"structured_outputs": {"regex": "(a"}}, None, ["(a"]),
+    ({"structured_outputs": {"regex": "a" * 5000}}, "structured_outputs.regex", ["5000"]),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", ["empty"]),
+    ({"structured_outputs": {"grammar": "start: nowhere"}}, None, ["Lark"]),
+    ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs.json", ["nothing"]),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", ["JSON"]),
+    ({"structured_outputs": {"json": {"enum": ["x" * 300_000]}}}, "structured_outputs.json", ["262144"]),
+    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml", ["not known"]),
+]
+COMPLETIONS = [
+    ({"suffix": "end"}, "suffix", ["suffix"]),
+    ({"prompt": ""}, "prompt", ["empty"]),
+    ({"prompt": []}, "prompt", ["empty"]),
+    ({"prompt": [[]]}, "prompt", ["empty"]),
+    ({"prompt": None}, "prompt", ["NoneType"]),
+    ({"prompt": {"a": 1}}, "prompt", ["dict"]),
+    ({"prompt": ["a", 1]}, "prompt", ["int", "str"]),
+    ({"prompt": [["a"]]}, "prompt", ["'a'"]),
+    ({"prompt": [1, True]}, "prompt", ["bool"]),
+    ({"prompt": [0, 49152]}, "prompt", ["49152", "49151"]),
+    ({"prompt": [[0], [-1]]}, "prompt", ["prompt[1][0]", "-1"]),
+    ({"prompt": ["a"] * 257}, "prompt", ["257", "256"]),
+    ({"prompt": [5] * 8190}, "prompt", ["8190", "8192", "16", "8206"]),
+    ({"prompt": [5] * 9000}, "prompt", ["9000", "8192"]),
+    ({"prompt": "a" * 4_000_000}, "prompt", ["4000000", "8192"]),
+    ({"prompt": [5] * 8000, "max_tokens": 193}, "prompt", ["8000", "8192", "193"]),
+    ({"prompt": "\ud800"}, None, ["D800"]),
+    ({"max_tokens": 0}, "max_tokens", ["echo"]),
+    ({"best_of": 65}, "best_of", ["65", "64"]),
+    ({"best_of": 1, "n": 2}, "best_of", ["1", "2"]),
+    ({"best_of": 2, "stream": True}, "best_of", ["stream"]),
+    ({"logprobs": 65}, "logprobs", ["65", "64"]),
+    ({"logprobs": True}, "logprobs", ["integer"]),
+    ({"messages": USER}, "messages", ["not known"]),
+]
+CHATS = [
+    ({"messages": []}, "messages", ["empty"]),
+    ({"messages": "hi"}, "messages", ["list"]),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role", ["missing"]),
+    ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role", ["robot"]),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", ["no content"]),
+    ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood", ["not known"]),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        None,
+        ["text only"],
+    ),
+    ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", ["neither"]),
+    ({"messages": [*USER, CALLED, {"role": "tool", "content": "5"}]}, "messages[2].tool_call_id", ["which call"]),
+    (
+        {"messages": [*USER, CALLED, {"role": "tool", "content": "5", "tool_call_id": "b"}]},
+        "messages[2].tool_call_id",
+        ["'b'"],
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+        ["JSON"],
+    ),
+    ({"messages": [{"role": "user", "content": "a", "tool_call_id": "x"}]}, "messages[0].tool_call_id", ["tool"]),
+    ({"messages": USER * 4097}, "messages", ["4097", "4096"]),
+    ({"messages": [{"role": "user", "content": "word " * 9000}]}, "messages", ["8192"]),
+    ({"max_tokens": 0}, "max_tokens", ["0"]),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", ["5", "6"]),
+    ({"max_tokens": 8190}, "messages", ["8192", "8190"]),
+    ({"top_logprobs": 2}, "top_logprobs", ["logprobs"]),
+    ({"logprobs": True, "top_logprobs": 65}, "logprobs", ["65", "64"]),
+    ({"logprobs": 2}, "logprobs", ["boolean"]),
+    ({"functions": []}, "functions", ["tools"]),
+    ({"function_call": "auto"}, "function_call", ["tool_choice"]),
+    ({"reasoning_effort": "high"}, "reasoning_effort", ["not known"]),
+    ({"modalities": ["audio"]}, "modalities[0]", ["text"]),
+    ({"audio": {}}, "audio", ["text"]),
+    ({"tool_choice": "required"}, "tool_choice", ["no tools"]),
+    ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", ["'g'", "f"]),
+    ({"tools": [F, F]}, "tools", ["two tools"]),
+    ({"tools": [{"type": "function", "function": {"name": "bad name"}}]}, "tools", ["bad name"]),
+    ({"tools": [{"type": "search"}]}, "tools[0].type", ["function"]),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}],
+            "tool_choice": "required",
+        },
+        "tools (f)",
+        ["no"],
+    ),
+    ({"response_format": {"type": "yaml"}}, "response_format.type", ["json_schema"]),
+    ({"response_format": {"type": "json_schema"}}, "response_format", ["json_schema"]),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+        ["both"],
+    ),
+    ({"response_format": {"type": "json_object"}, "tools": [F]}, "response_format", ["tools"]),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
+        "response_format.json_schema.schema",
+        ["no"],
+    ),
+    ({"prompt": "hi"}, "prompt", ["not known"]),
+]
+ALL = [
+    *((C, {"prompt": "hi", **body}, *rest) for body, *rest in [*COMMON, *COMPLETIONS]),
+    *((M, {"messages": USER, **body}, *rest) for body, *rest in [*COMMON, *CHATS]),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "words"), ALL, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_answered_is_named(served, path, body, param, words):
+    error = served.refused(path, **body)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param or param is None
+    for word in words:
+        assert word in error["message"]
+    assert len(error["message"]) < 500
+
+
+def test_after_all_that_nothing_is_held(served):
+    served.until(served.is_quiet)
+
+
+@pytest.mark.parametrize("path", [C, M])
+def test_an_unknown_model_is_a_404(served, path):
+    answer = (
+        served.post(path, model="gpt-4", prompt="x") if path == C else served.post(path, model="gpt-4", messages=USER)
+    )
+    assert answer.status == 404
+    assert answer.error["code"] == "model_not_found"
+    assert "'gpt-4'" in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b'"text"', b"null", b'{"prompt": "a", "prompt"}', b"\xff\xfe", b"[" * 100_000]
+)
+def test_bodies_that_are_no_request(served, body):
+    answer = served.ask("POST", C, body)
+    assert answer.status == 400
+    assert answer.error["message"]
+
+
+def test_numbers_that_json_lacks_are_refused(served):
+    for text in ("NaN", "Infinity", "1e999"):
+        answer = served.ask("POST", C, b'{"prompt": "hi", "temperature": %s}' % text.encode())
+        assert answer.status == 400
+        assert answer.error["param"] == "temperature"
+
+
+def test_a_million_wrong_entries_are_one_error(served):
+    for body in (
+        {"prompt": "a", "allowed_token_ids": ["x"] * 500_000},
+        {"prompt": "a", "stop": [1] * 500_000},
+        {"prompt": "a", **{f"x{i}": 1 for i in range(200_000)}},
+    ):
+        answer = served.ask("POST", C, json.dumps(body).encode())
+        assert answer.status == 400
+        assert len(answer.body) < 1000
+
+
+def test_fields_that_change_nothing_are_those_of_the_list(served):
+    """Every other field does something or is refused."""
+    plain = served.complete("The sky is", max_tokens=6, temperature=0)["choices"]
+    values = {"metadata": {"a": "b"}, "prediction": {"type": "content", "content": "x"}, "store": True}
+    idle = {name: values.get(name, "x") for name in IDLE}
+    assert served.complete("The sky is", max_tokens=6, temperature=0, **idle)["choices"] == plain
+    for model in (CompletionRequest, ChatRequest):
+        assert set(IDLE) <= set(model.model_fields)
+
+
+def test_no_error_shows_the_inside(served):
+    for path, body, *_ in ALL[::7]:
+        text = served.post(path, **body).body.decode()
+        assert "Traceback" not in text
+        assert "/site-packages/" not in text
+        assert "0x7" not in text
