@@ -143,3 +143,20 @@ def test_text_prompts_score_alike(served, expected):
     found = evaluated("local-completions", {**address, "tokenized_requests": False, "max_retries": 1})
     assert found["results"]["counting"] == expected["results"]["counting"]
     assert found["results"]["capitals"]["acc,none"] == expected["results"]["capitals"]["acc,none"]
+
+
+def test_chats(served):
+    """The chat interface, which can only generate: the template is applied by the server."""
+    found = simple_evaluate(
+        model="local-chat-completions",
+        model_args={"model": "smollm2", "base_url": f"{served.url}/v1/chat/completions", "max_retries": 1},
+        tasks=[WRITING],
+        task_manager=TaskManager(include_defaults=False, include_path=str(TASKS)),
+        bootstrap_iters=0,
+        apply_chat_template=True,
+    )
+    assert found is not None
+    for sample in found["samples"]["counting"]:
+        text = sample["doc"]["start"]
+        expected = served.chat(text, max_tokens=8, temperature=0, stop=["\n", ",", "."])
+        assert sample["resps"] == [[expected["choices"][0]["message"]["content"]]]

@@ -218,3 +218,16 @@ def test_prompt_logprobs_of_a_chat(served):
     answer = served.chat(HELLO, max_tokens=1, prompt_logprobs=1)
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert answer["prompt_logprobs"][0] is None
+
+
+def test_a_message_can_be_sent_back_as_it_was_received(served):
+    """With the fields that clients' own classes add to it."""
+    first = message(served.chat("Weather?", tools=[WEATHER], tool_choice="required", max_tokens=120, seed=1))
+    (call,) = first["tool_calls"]
+    added = {"annotations": [], "audio": None, "function_call": None, "parsed": None, "name": None}
+    again = first | added | {"tool_calls": [call | {"index": 0}]}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "12"}
+    plain = [{"role": "user", "content": "Weather?"}, first, result]
+    full = [{"role": "user", "content": "Weather?"}, again, result]
+    found = [served.chat(one, tools=[WEATHER], max_tokens=6, temperature=0)["choices"] for one in (plain, full)]
+    assert found[0] == found[1]

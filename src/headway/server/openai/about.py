@@ -11,8 +11,8 @@ from headway.program.engine import Engine
 from headway.server.errors import ApiError, bad_request
 from headway.server.openai.answers import check_model
 from headway.server.openai.bodies import JsonRoute
-from headway.server.openai.checks import outside
-from headway.server.openai.messages import read_talk
+from headway.server.openai.checks import Check, outside
+from headway.server.openai.messages import read_talk, texts_of
 from headway.server.openai.prompts import decode, encode
 from headway.server.openai.tokens import text_of
 from headway.server.openai.wire import DetokenizeRequest, TokenizeRequest
@@ -58,14 +58,20 @@ async def tokenize(asked: TokenizeRequest, request: Request) -> dict[str, Any]:
     check_model(serving, asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise bad_request("give exactly one of prompt and messages", "prompt")
-    if asked.messages is None:
-        ids = await asyncio.to_thread(_text_ids, asked, engine)
-    else:
-        ids = await asyncio.to_thread(_chat_ids, asked, engine)
+    ids = await asyncio.to_thread(_ids, asked, Check(engine, serving.settings))
     found: dict[str, Any] = {"count": len(ids), "max_model_len": engine.config.max_positions, "tokens": ids}
     if asked.return_token_strs:
         found["token_strs"] = [text_of(id, engine) for id in ids]
     return found
+
+
+def _ids(asked: TokenizeRequest, check: Check) -> tuple[int, ...]:
+    if asked.messages is None:
+        check.text([asked.prompt or ""], "prompt")
+        return _text_ids(asked, check.engine)
+    check.size("messages", len(asked.messages), check.settings.max_messages)
+    check.text(texts_of(asked.messages), "messages")
+    return _chat_ids(asked, check.engine)
 
 
 def _text_ids(asked: TokenizeRequest, engine: Engine) -> tuple[int, ...]:

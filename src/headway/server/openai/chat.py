@@ -16,7 +16,7 @@ from headway.server.errors import bad_request
 from headway.server.openai.answers import Usage, check_model, check_stream, respond
 from headway.server.openai.bodies import JsonRoute
 from headway.server.openai.checks import Check
-from headway.server.openai.messages import Talk, read_talk
+from headway.server.openai.messages import Talk, read_talk, texts_of
 from headway.server.openai.plan import Plan, check_size, grammar_of, plan
 from headway.server.openai.prompts import Prompt, score, spelled
 from headway.server.openai.running import Put, copies, together
@@ -50,6 +50,8 @@ async def chat_completions(asked: ChatRequest, request: Request) -> Response:
     await how.prepare(await asyncio.to_thread(_argument_grammars, talk, manner))
     most = check.between("max_tokens", _max_tokens(asked), 1, engine.config.max_positions)
     limit = check.length(len(talk.ids), most, how.min_tokens, "messages")
+    if most is None and (usual := engine.generation_defaults.max_new_tokens) is not None:
+        limit = min(limit, usual)
     manner = Manner(manner.must_call, manner.strict, manner.one_call, limit)
     return await respond(
         serving, request, asked, Chat(asked, how, talk, manner), tokens=len(talk.ids) + how.count * limit
@@ -57,8 +59,7 @@ async def chat_completions(asked: ChatRequest, request: Request) -> Response:
 
 
 def _read(asked: ChatRequest, shown: list[Tool], check: Check) -> Talk:
-    texts = [message.content for message in asked.messages if isinstance(message.content, str)]
-    check.text(texts, "messages")
+    check.text(texts_of(asked.messages), "messages")
     return read_talk(asked.messages, shown, check.engine)
 
 

@@ -6,7 +6,7 @@ Everything here is pure work on values: it runs in a thread, with no context and
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,16 @@ def read_talk(messages: Sequence[Message], tools: Sequence[Tool], engine: Engine
             ids += added
     form = None if format is None or not box else call_form(format, source)
     return Talk(tuple(token_ids(ids, engine.vocab_size)), talk.rendered, format, box, form)
+
+
+def texts_of(messages: Sequence[Message]) -> Iterator[str]:
+    """All texts that messages have."""
+    for message in messages:
+        match message.content:
+            case str(text):
+                yield text
+            case list(parts):
+                yield from (part.text or "" for part in parts)
 
 
 def _takes_tools(engine: Engine) -> bool:

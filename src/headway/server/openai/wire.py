@@ -186,18 +186,20 @@ class Part(Wire):
 class CalledFunction(Wire):
     name: str
     arguments: str
+    parsed_arguments: Any = None  # what a client made of them
 
 
 class Call(Wire):
-    """A call that an assistant made earlier."""
+    """A call that an assistant made earlier, as a client got it."""
 
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None
 
 
 class Message(Wire):
-    """One message of a chat, of any role."""
+    """One message of a chat, of any role. A client may send one back with all the fields that answers can have."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[Part], First()] | None = None
@@ -206,6 +208,10 @@ class Message(Wire):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    parsed: Any = None  # what a client made of the content
 
 
 class ChatRequest(Knobs):
