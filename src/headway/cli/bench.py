@@ -15,7 +15,7 @@ import typer
 
 from headway.base.errors import InvalidInput
 from headway.base.machine import read_machine
-from headway.cli import bench_speed
+from headway.cli import bench_serve, bench_speed
 from headway.cli.options import Json, whole_number
 from headway.cli.render import emit_json, show_table
 
@@ -31,8 +31,11 @@ DEVICE_STEP, DEVICE_ROW = 0.02, 0.0005  # seconds a step of the stand-in takes: 
 ROWS_LIMIT = 512  # what one step computes
 VOCAB, PAGE = 97, 16
 
-app = typer.Typer(help="Measure speed here: decoding, prompts, batches, start-up, and what the engine itself costs.")
+app = typer.Typer(
+    help="Measure speed here: decoding, prompts, batches, start-up, a server, and what the engine itself costs."
+)
 bench_speed.register(app)
+app.command("serve")(bench_serve.serve)
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Overhead:
 
 @app.callback()
 def bench() -> None:
-    """Measure speed here: decoding, prompts, batches, start-up, and what the engine itself costs."""
+    """Measure speed here: decoding, prompts, batches, start-up, a server, and what the engine itself costs."""
 
 
 @app.command("overhead")
