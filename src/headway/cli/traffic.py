@@ -1,8 +1,8 @@
 """Requests for text, sent at a concurrency or at a rate, and when each of their tokens came.
 
 Words as other servers' benchmarks use them: the time to the first token (TTFT) runs from sending a request to its first
-event; the time per output token (TPOT) is what remains of a request over its remaining tokens; inter-token latency (ITL)
-is the time between two events that follow one another; end-to-end latency (E2EL) is the whole.
+event; the time per output token (TPOT) is the rest of a request over its other tokens; inter-token latency (ITL) is the
+time between two events that follow one another; end-to-end latency (E2EL) is the whole.
 """
 
 from __future__ import annotations
