@@ -197,7 +197,7 @@ def test_cancelled_after_its_result_was_there(parts: tuple[hw.Engine, Gate, Judg
         execution = twin.build([7, 8]).execute()
         task = asyncio.ensure_future(wait_for_execution(execution))
         await asyncio.sleep(0)
-        while not execution._job.future.done():
+        while not execution._job.outcome.done():
             time.sleep(0.001)  # the event loop stands still: nobody has heard of it
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -303,7 +303,7 @@ def test_a_result_that_was_delivered_stays(parts: tuple[hw.Engine, Gate, Judge])
 def finished(twin: Twin, tokens: list[int]) -> Any:
     """A pass that has succeeded and whose result nobody has heard of."""
     execution = twin.build(tokens).execute()
-    while not execution._job.future.done():
+    while not execution._job.outcome.done():
         time.sleep(0.001)
     return execution
 
@@ -404,7 +404,7 @@ def test_cancelling_a_chain_that_has_all_succeeded_undoes_what_nobody_has_heard_
     twin = begun(engine, judge)
     before = snapshot(twin.context)
     running = chain(twin.context)
-    while not all(e._job.future.done() for e in running):
+    while not all(e._job.outcome.done() for e in running):
         time.sleep(0.001)
     running[0].cancel()
     assert snapshot(twin.context)[:3] == before[:3]
@@ -441,7 +441,7 @@ def test_a_token_of_a_pass_that_was_undone_cannot_be_fed(parts: tuple[hw.Engine,
         handle = forward.sample([-1], hw.Argmax())
         execution = forward.execute()
         if tokens == [1]:
-            while not execution._job.future.done():
+            while not execution._job.outcome.done():
                 time.sleep(0.001)
             execution.cancel()
         else:
@@ -690,7 +690,7 @@ def test_slots_that_hold_no_numbers_and_were_cut_off_are_forgotten(deterministic
                     forward = context.forward().input([POISON] * 5).defer_commit()
                     execution = forward.execute()
                     if way == "cancel":
-                        while not execution._job.future.done():
+                        while not execution._job.outcome.done():
                             time.sleep(0.001)
                         execution.cancel()
                     else:

@@ -357,27 +357,27 @@ class Execution(Generic[Result]):
         waiter = loop.create_future()
         job.waiters.append((loop, waiter))  # before looking: the worker resolves first and wakes waiters after
         try:
-            if not job.future.done():
+            if not job.outcome.done():
                 yield from waiter
         except asyncio.CancelledError:
             self.cancel()
             raise
-        if job.future.cancelled():
+        if job.outcome.cancelled():
             raise asyncio.CancelledError
-        return self._delivered(job.future.result())
+        return self._delivered(job.outcome.result())
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait in this thread; a pass that does not end in time is undone."""
         try:
-            return self._delivered(self._job.future.result(timeout))
+            return self._delivered(self._job.outcome.result(timeout))
         except BaseException:
-            if not self._job.future.done():
+            if not self._job.outcome.done():
                 self.cancel()
             raise
 
     def done(self) -> bool:
         """Whether there is a result, or an error."""
-        return self._job.future.done()
+        return self._job.outcome.done()
 
     def cancel(self) -> None:
         """Undo the pass."""

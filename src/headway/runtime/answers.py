@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import InvalidStateError
 from contextlib import suppress
 
 from headway.base.errors import HeadwayError
@@ -15,11 +14,10 @@ Answer = tuple[Job, HeadwayError | None]  # it failed with this, or it succeeded
 def resolve(box: list[Answer]) -> None:
     """Give every job in a box its result or its error."""
     for job, error in box:
-        with suppress(InvalidStateError):  # cancelled meanwhile, or resolved before
-            if error is not None:
-                job.future.set_exception(error)
-            elif not job.future.done():
-                job.future.set_result(job.result())
+        if error is not None:
+            job.outcome.fail(error)
+        elif not job.outcome.done():
+            job.outcome.succeed(job.result())
 
 
 def wake_all(jobs: list[Job]) -> None:

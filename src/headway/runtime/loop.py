@@ -14,8 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from headway.base.errors import Closed, HeadwayError, OutOfPages, PassFailed, TokenBudgetExceeded
 from headway.base.events import StepEvent
@@ -32,6 +31,9 @@ from headway.runtime.turn import Turn, Turns, late
 
 GATHER = 0.02  # seconds at most to wait for programs to come back after a step, and never longer than the step took
 GATHER_SHARE = 0.1  # of the step's own time: when nobody comes back for so long, the rest are busy with something else
+
+
+Begin = Callable[[Batch], Callable[[], list[SegmentResult]]]  # sets the device to work; what it gives waits for it
 
 
 class Loop:
@@ -52,6 +54,7 @@ class Loop:
         self.listeners: list[Callable[[StepEvent], None]] = []
         self._changed = threading.Condition(self.lock)
         self._runner, self._allocator, self._trim = runner, allocator, trim
+        self._begin: Begin | None = getattr(runner, "begin", None)  # a runner that computes beside the host has it
         self._positions = positions  # whether the runner looks at the position ids of slots
         self._queue = Queue()
         self._turns = Turns(self._queue, self.supply, budget)
@@ -143,10 +146,9 @@ class Loop:
                 job.on_undo()
                 job.settle()
         if error is None:
-            job.future.cancel()
+            job.outcome.cancel()
         else:
-            with suppress(InvalidStateError):  # it has an answer already
-                job.future.set_exception(error)
+            job.outcome.fail(error)
         wake_all([job])
 
     def last_job(self, table: PageTable) -> Job | None:
@@ -286,13 +288,15 @@ class Loop:
             turn = self._turns.form()
             self._running = [job for job, _ in turn]
             edits, batch = self._allocator.take_edits(), self._pack([chunk for _, chunk in turn])
-        self._hand_out()
+        if self._begin is None:
+            self._hand_out()
         start = time.perf_counter()
         if edits:  # by themselves: a pass that fails must not take other contexts' pages with it
             damage = carry_out(edits, self._do)
             if damage:
                 turn, batch = self._spared(turn, damage)
         results = self._execute(batch, turn) if turn else []
+        self._hand_out()  # unless it was done beside the device
         for call in calls:
             call()
         seconds = time.perf_counter() - start
@@ -351,7 +355,12 @@ class Loop:
     def _execute(self, batch: Batch, turn: Turn) -> list[SegmentResult | HeadwayError]:
         """The batch's results; when the device fails, each pass alone, so that only the guilty one fails."""
         try:
-            return list(self._runner.execute(batch))
+            if self._begin is None:
+                return list(self._runner.execute(batch))
+            # The programs wait until the device is at work: they would keep this thread from setting it to work.
+            finish = self._begin(batch)
+            self._hand_out()
+            return list(finish())
         except Exception as e:
             error = _as_error(e)
         if len(turn) == 1:

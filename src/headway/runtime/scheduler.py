@@ -12,12 +12,12 @@ from __future__ import annotations
 from asyncio import AbstractEventLoop
 from asyncio import Future as AsyncFuture
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from headway.base.samplers import Sampling
 from headway.kv.table import Mark, PageTable
 from headway.runtime.batch import Chunk
+from headway.runtime.outcome import Outcome
 from headway.runtime.passes import Pass, PassResult, PassStats
 
 BID_LIMIT = 1000.0
@@ -43,7 +43,7 @@ class Job:
     order: int  # of arrival
     arrived: float
     after: Job | None = None  # the pass of the same context that must end before it
-    future: Future[PassResult] = field(default_factory=Future)
+    outcome: Outcome[PassResult] = field(default_factory=Outcome)
     waiters: list[tuple[AbstractEventLoop, AsyncFuture[None]]] = field(default_factory=list)
     on_success: Callable[[], None] = _nothing  # called under the lock when the table advances
     on_undo: Callable[[], None] = _nothing  # called under the lock when a pass that succeeded is taken back
