@@ -35,6 +35,6 @@ def forced_call(tools: Toolbox, form: CallForm, name: str, lead: str = "") -> Sc
         text = yield Grammar.choices(name + form.border for name in names)
         name = next(name for name in names if text.endswith(form.opening + name + form.border))
         yield form.between.removeprefix(form.border)
-    yield tools.get(name).arguments()
+    yield tools.get(name).arguments
     if form.closing:
         yield form.closing

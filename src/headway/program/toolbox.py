@@ -17,6 +17,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from headway.base.errors import InvalidInput, WrongType
@@ -52,6 +53,7 @@ class Tool:
     def parameters(self) -> dict[str, Any]:
         return {"type": "object", **self.schema["function"].get("parameters", {})}
 
+    @cached_property
     def arguments(self) -> Grammar:
         """The JSON texts that are arguments of this tool."""
         return Grammar.json_schema(self.parameters)

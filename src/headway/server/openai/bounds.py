@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,13 @@ class Words:
         self._sequences = tuple(dict.fromkeys(map(tuple, sequences)))
         self._tokenizer = tokenizer
         self._ids = {} if tokenizer is None or not self._texts else ids_by_bytes(tokenizer)
+        self._always = frozenset(self._completed((*self._texts, *self._sequences)))
+        self._starts: dict[int, list[bytes]] = {}  # by their first byte
+        for text in self._texts:
+            self._starts.setdefault(text[0], []).append(text)
+        self._heads: dict[int, list[tuple[int, ...]]] = {}  # by their first token
+        for sequence in self._sequences:
+            self._heads.setdefault(sequence[0], []).append(sequence)
         self._open: list[list[bytes | tuple[int, ...]]] = [[]]  # after each token, what is left of words that began
 
     def __bool__(self) -> bool:
@@ -45,10 +52,13 @@ class Words:
         twin._open = list(self._open)
         return twin
 
-    def forbidden(self) -> set[int]:
+    def forbidden(self) -> Set[int]:
         """The tokens that would complete a word."""
+        return self._always | self._completed(self._open[-1]) if self._open[-1] else self._always
+
+    def _completed(self, rests: Iterable[bytes | tuple[int, ...]]) -> set[int]:
         found: set[int] = set()
-        for rest in (*self._texts, *self._sequences, *self._open[-1]):
+        for rest in rests:
             if isinstance(rest, bytes):
                 found.update(self._ids.get(rest, ()))
             elif len(rest) == 1:
@@ -59,7 +69,8 @@ class Words:
         """One more token."""
         spelled = self._spelled(token) if self._texts else b""
         left: list[bytes | tuple[int, ...]] = []
-        for rest in (*self._texts, *self._sequences, *self._open[-1]):
+        begun = (*self._starts.get(spelled[0], ()), *self._open[-1]) if spelled else self._open[-1]
+        for rest in (*begun, *self._heads.get(token, ())):
             if isinstance(rest, bytes):
                 if spelled and len(rest) > len(spelled) and rest.startswith(spelled):
                     left.append(rest[len(spelled) :])
@@ -92,6 +103,7 @@ class Bounded:
     ) -> None:
         self._vocab = vocab
         self._allowed = None if allowed is None else _packed(allowed, vocab)
+        self._all = _packed(range(vocab), vocab) if words else None
         self._words = words.fresh() if words else None
         self._other = other
         self._count = 0
@@ -102,7 +114,8 @@ class Bounded:
             bits = self._allowed if bits is None else bits & self._allowed
         if forbidden := self._forbidden():
             all_but = ~_packed(forbidden, self._vocab)
-            bits = all_but & _packed(range(self._vocab), self._vocab) if bits is None else bits & all_but
+            assert self._all is not None
+            bits = (self._all if bits is None else bits) & all_but
         if bits is not None and not bits.any():
             raise InvalidInput(
                 f"nothing may come after {self._count} tokens: allowed_token_ids, bad_words and the form that was "
@@ -144,8 +157,8 @@ class Bounded:
     def finished(self) -> bool:
         return bool(getattr(self._other, "finished", False))
 
-    def _forbidden(self) -> set[int]:
-        return set() if self._words is None else self._words.forbidden()
+    def _forbidden(self) -> Set[int]:
+        return frozenset() if self._words is None else self._words.forbidden()
 
 
 def _packed(ids: Iterable[int], vocab: int) -> np.ndarray:

@@ -128,7 +128,7 @@ def _argument_grammars(talk: Talk, manner: Manner) -> list[Grammar]:
         names = tuple(name for name in names if name in manner.strict)
     elif manner.must_call:
         names = (manner.must_call,)
-    found = [grammar_of(talk.tools.get(name).arguments, f"tools ({name})") for name in names]
+    found = [grammar_of(lambda tool=talk.tools.get(name): tool.arguments, f"tools ({name})") for name in names]
     if manner.must_call == "" and len(names) > 1 and talk.form is not None:
         border = talk.form.border
         found.append(Grammar.choices(name + border for name in names))

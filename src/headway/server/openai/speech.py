@@ -161,7 +161,7 @@ class Speech:
     def _rest_of_call(self, name: str, form: CallForm, lead: str) -> Script:
         """The arguments by their schema, the end of the call, and what the model likes to say behind it."""
         yield lead + form.between
-        yield self._talk.tools.get(name).arguments()
+        yield self._talk.tools.get(name).arguments
         if form.closing:
             yield form.closing
         if not self._manner.one_call:
