@@ -104,12 +104,13 @@ def serve(
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write what clients send into the log.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Serve a model over HTTP to OpenAI's clients. Listens on this machine only unless told otherwise.
+    """Serve a model over HTTP to OpenAI's clients, and the Lab at /lab. Only this machine can reach it by default.
 
     SIGTERM or ctrl-C lets what is under way finish and ends with 0; a second one does not wait.
     """
     if new_key is not None:
         return _make_key(keys, new_key, limit or (), as_json)
+    from headway.server import lab
     from headway.server.run import serve as run
     from headway.server.settings import Settings
 
@@ -132,7 +133,7 @@ def serve(
     )
     options = EngineOptions(model, dtype, device, threads, quantize)
     try:
-        code = run(settings, lambda: _open(options, pages, max_batch_tokens))
+        code = run(settings, lambda: open_served(options, pages, max_batch_tokens), [lab.router])
     except HeadwayError as error:
         if not as_json:
             raise
@@ -141,7 +142,8 @@ def serve(
     raise typer.Exit(code)
 
 
-def _open(options: EngineOptions, pages: int | None, max_batch_tokens: int | None) -> Engine:
+def open_served(options: EngineOptions, pages: int | None = None, max_batch_tokens: int | None = None) -> Engine:
+    """The engine of a server, with everything loaded that a first request would otherwise wait for."""
     import headway as hw
     from headway.models import store
 

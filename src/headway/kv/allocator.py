@@ -87,6 +87,10 @@ class Allocator:
     def cached(self) -> int:
         return len(self._cached)
 
+    def cached_pages(self) -> list[int]:
+        """The cached pages, least recently used first."""
+        return list(self._cached)
+
     @property
     def available(self) -> int:
         """Pages that can be taken now: free ones and cached ones that nobody holds."""

@@ -145,6 +145,12 @@ class Profiler:
             self._samples.append(Sample(self._tokens, sum(p.seconds for p in phases), phases))
         self._current, self._tokens = {}, 0
 
+    def take(self) -> Sample | None:
+        """What was measured since the last record, as a sample that the profile does not keep."""
+        before = len(self._samples)
+        self.record()
+        return self._samples.pop() if len(self._samples) > before else None
+
     def profile(self) -> Profile:
         """Everything recorded so far."""
         phases = []

@@ -38,14 +38,23 @@ END_SECONDS = 2  # for requests that were ended to end
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def serve(settings: Settings, open_engine: Callable[[], Engine], routers: Sequence[APIRouter] = ()) -> int:
-    """Serve until told to stop; the exit code. `routers` are routes beside the server's own."""
+def serve(
+    settings: Settings,
+    open_engine: Callable[[], Engine],
+    routers: Sequence[APIRouter] = (),
+    on_listening: Callable[[str], None] = lambda url: None,
+) -> int:
+    """Serve until told to stop; the exit code. `routers` are routes beside the server's own.
+
+    `on_listening` is told the server's address before the model is loaded.
+    """
     check_exposure(settings)
     logs.set_up(as_json=settings.log_json)
     end = _End()
     app = create_app(settings, open_engine, routers=routers, on_end=end.nothing_left)
     serving: Serving = app.state.serving
     with _listen(settings) as listener:
+        on_listening(f"http://{_address(listener)}")
         asyncio.run(_serve(serving, app, end, listener))
     if serving.failure is not None:
         raise serving.failure

@@ -3,7 +3,7 @@
     Trail    a request id, the access log, counts; any error that comes back becomes an answer in OpenAI's shape
     Door     the size of the head, and the Host it names (a web page must not reach a local server under its own name)
     Origins  which web pages may call; all others are refused, not only kept from reading the answer
-    KeyCheck every path but /health, when there are keys
+    KeyCheck every path but /health and the files of the Lab's page, when there are keys
     Body     see bodies.py: size and time, before anything is parsed
     Life     see lives.py: the client is still there, and the request is not too old
 
@@ -244,13 +244,13 @@ async def _preflight(origin: str, headers: Headers, send: Send) -> None:
 
 
 class KeyCheck:
-    """Every path but /health is closed without a key, when there are keys; also those that do not exist."""
+    """Every path but the open ones is closed without a key, when there are keys; also those that do not exist."""
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app, self._keys = app, serving.keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys is not None and scope["path"] != "/health":
+        if scope["type"] == "http" and self._keys is not None and not _is_open(scope):
             given = [value for name, value in scope["headers"] if name == b"authorization"]
             key = bearer(given[0].decode("latin-1")) if len(given) == 1 else None
             tenant = None if key is None else self._keys.find(key)
@@ -265,6 +265,13 @@ class KeyCheck:
                 )
             _state(scope)["tenant"] = tenant
         await self._app(scope, receive, send)
+
+
+def _is_open(scope: Scope) -> bool:
+    """Health, and the files of the Lab's page: a browser can send a key only once it has the page that asks for it."""
+    path = scope["path"]
+    files = path == "/lab" or (path.startswith("/lab/") and "/" not in path.removeprefix("/lab/"))
+    return path == "/health" or (files and scope["method"] in ("GET", "HEAD"))
 
 
 def _state(scope: Scope) -> dict[str, Any]:

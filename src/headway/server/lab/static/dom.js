@@ -1,0 +1,146 @@
+// Elements, made from data. Text is only ever inserted as text: nothing here reads HTML.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** An element: h("button", {class: "x", onclick: f, hidden: false}, "text", child, [children]). */
+export function h(tag, attributes = {}, ...children) {
+  return filled(document.createElement(tag), attributes, children);
+}
+
+/** The same for SVG. */
+export function s(tag, attributes = {}, ...children) {
+  return filled(document.createElementNS(SVG, tag), attributes, children);
+}
+
+function filled(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes ?? {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "style") for (const [key, part] of Object.entries(value)) element.style.setProperty(key, part);
+    else if (name === "value") element.value = value;
+    else element.setAttribute(name, value === true ? "" : String(value));
+  }
+  add(element, children);
+  return element;
+}
+
+function add(element, children) {
+  for (const child of children) {
+    if (Array.isArray(child)) add(element, child);
+    else if (child !== null && child !== undefined && child !== false) element.append(child);
+  }
+}
+
+/** Put these children in the place of those that are there. The element that had the focus gets it back by its id. */
+export function fill(element, ...children) {
+  const focused = element.contains(document.activeElement) ? document.activeElement.id : "";
+  element.replaceChildren();
+  add(element, children);
+  if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
+  return element;
+}
+
+/** A token as people can see it: blanks as dots, line ends as arrows. */
+export function tokenText(text) {
+  const parts = [];
+  for (const piece of text.split(/( |\n|\t|\r)/)) {
+    if (piece === "") continue;
+    const mark = { " ": "·", "\n": "↵", "\t": "⇥", "\r": "␍" }[piece];
+    parts.push(mark ? h("span", { class: "blank" }, mark) : piece);
+  }
+  return parts.length ? parts : [h("span", { class: "blank" }, "∅")];
+}
+
+/** A token's name for those who listen. */
+export function tokenName(text) {
+  if (text.trim() === "") return text === "" ? "empty token" : { " ": "space", "\n": "line end", "\t": "tab" }[text] ?? "blanks";
+  return (text.startsWith(" ") ? "space " : "") + text.trim();
+}
+
+/** A token in a frame. */
+export function chip(text, attributes = {}, ...more) {
+  const { class: extra = "", ...rest } = attributes;
+  const tag = attributes.onclick ? "button" : "span";
+  const spoken = tag === "button" && !rest["aria-label"] ? { "aria-label": tokenName(text) } : {};
+  return h(tag, { class: `chip ${extra}`, ...(tag === "button" ? { type: "button" } : {}), ...spoken, ...rest },
+    h("span", { class: "chip-text" }, tokenText(text)), ...more);
+}
+
+export const whole = (n) => Math.round(n).toLocaleString("en-US");
+
+/** A probability as a percentage with as many digits as it has something to say. */
+export function percent(p) {
+  if (!Number.isFinite(p)) return "–";
+  if (p === 0) return "0%";
+  if (p >= 0.99995) return "100%";
+  const v = p * 100;
+  if (v >= 10) return `${v.toFixed(1)}%`;
+  if (v >= 0.1) return `${v.toFixed(2)}%`;
+  if (v >= 0.001) return `${v.toFixed(4)}%`;
+  return `${v.toExponential(1)}%`;
+}
+
+export function fixed(x, digits = 2) {
+  if (x === Infinity) return "∞";
+  if (x === -Infinity) return "−∞";
+  return Number.isNaN(x) ? "NaN" : x.toFixed(digits).replace("-", "−");
+}
+
+export function seconds(t) {
+  if (t >= 1) return `${t.toFixed(2)} s`;
+  return t >= 1e-3 ? `${(t * 1e3).toFixed(1)} ms` : `${(t * 1e6).toFixed(0)} µs`;
+}
+
+export function bytes(n) {
+  for (const [unit, size] of [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) if (n >= size) return `${(n / size).toFixed(1)} ${unit}`;
+  return `${n} B`;
+}
+
+/** Calls the last of many calls, once they stop coming. */
+export function settled(wait, call) {
+  let timer = 0;
+  return (...args) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => call(...args), wait);
+  };
+}
+
+/** Calls at most once a frame. */
+export function perFrame(call) {
+  let asked = false;
+  return () => {
+    if (asked) return;
+    asked = true;
+    requestAnimationFrame(() => {
+      asked = false;
+      call();
+    });
+  };
+}
+
+/** Say something to those who listen to the page. */
+export function announce(text) {
+  const place = document.getElementById("announce");
+  place.textContent = "";
+  setTimeout(() => { place.textContent = text; }, 30);
+}
+
+/** A button that copies a text, and says so. */
+export function copyButton(text, label = "Copy") {
+  const button = h("button", { type: "button", class: "quiet small" }, label);
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(typeof text === "function" ? text() : text);
+      button.textContent = "Copied";
+      announce("Copied");
+    } catch {
+      button.textContent = "Select it and copy by hand";
+    }
+    setTimeout(() => { button.textContent = label; }, 1600);
+  });
+  return button;
+}
+
+let next = 0;
+/** A fresh id for a label and what it labels. */
+export const freshId = (stem) => `${stem}-${++next}`;

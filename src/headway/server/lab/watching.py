@@ -1,0 +1,151 @@
+"""What is served and what the engine does, for a page that watches: the model, its tokens, its pages, its steps.
+
+The map of pages says in which state each one is and nothing of what is in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter, deque
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from headway.program.engine import Engine
+from headway.program.events import EventStream
+from headway.server.errors import bad_request
+from headway.server.openai.tokens import text_of
+from headway.server.serving import Serving
+
+STEPS = 256  # that are kept for those who watch
+STATES: tuple[str, ...] = ("free", "cached", "working", "committed", "shared")
+
+router = APIRouter()
+
+
+class PageMap(BaseModel):
+    """The state of every page, as runs [state, length] over the pages 1 … total, and how many there are of each."""
+
+    total: int
+    page_size: int
+    states: list[str]
+    runs: list[tuple[int, int]]
+    counts: dict[str, int]
+    contexts: int
+    queued: int
+
+
+class Watch:
+    """The latest steps of one engine; made when somebody first asks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._stream: EventStream = engine.events(STEPS)
+        self._steps: deque[dict[str, Any]] = deque(maxlen=STEPS)
+
+    def steps(self, after: int) -> list[dict[str, Any]]:
+        """Those with a number above `after`."""
+        while (event := self._stream.poll()) is not None:
+            self._steps.append(asdict(event))
+        return [step for step in self._steps if step["step"] > after]
+
+
+@router.get("/lab/api/model", summary="The model at hand")
+async def model(request: Request) -> dict[str, Any]:
+    """What a page needs to know of the model: its sizes, where it runs, and what it can do.
+
+    While there is no engine it has `state` alone: loading, failed or dead. That is no error for a page that waits.
+    """
+    serving: Serving = request.app.state.serving
+    if not serving.is_loaded or serving.state == "dead":
+        return {"state": serving.state}
+    engine = serving.engine
+    config, facts = engine.config, engine.info
+    return {
+        "state": serving.state,
+        "name": serving.model_name,
+        "loaded_at": serving.loaded_at,
+        "vocab_size": engine.vocab_size,
+        "layers": config.layers,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "hidden_size": config.hidden_size,
+        "max_positions": config.max_positions,
+        "parameters": facts.parameters,
+        "weight_bytes": facts.weight_bytes,
+        "kv_bytes_per_token": facts.kv_bytes_per_token,
+        "dtype": facts.dtype,
+        "device": facts.device,
+        "threads": facts.threads,
+        "runner": facts.runner,
+        "page_size": engine.page_size,
+        "pages": engine.allocator.total,
+        "has_tokenizer": engine.has_tokenizer,
+        "has_chat": engine.chat_template is not None,
+        "eos_ids": list(engine.eos_ids),
+    }
+
+
+@router.get("/lab/api/vocab", summary="The text of every token")
+async def vocab(request: Request) -> Response:
+    """A JSON list with the text of each of the V tokens; bytes that are no whole character are escaped."""
+    engine = request.app.state.serving.engine
+    body = await asyncio.to_thread(_vocab, engine)
+    return Response(body, media_type="application/json")
+
+
+def _vocab(engine: Engine) -> bytes:
+    texts = [text_of(id, engine, "") for id in range(engine.vocab_size)]
+    return json.dumps(texts, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+
+
+@router.get("/lab/api/pages", summary="The state of every page")
+async def pages(request: Request) -> PageMap:
+    """Which pages are free, cached, working, committed, or shared by several contexts, at this moment."""
+    return await asyncio.to_thread(page_map, request.app.state.serving.engine)
+
+
+def page_map(engine: Engine) -> PageMap:
+    """Copied under the engine's lock, counted beside it."""
+    with engine.lock:
+        engine.loop.drain()
+        tables = [(list(table.held()), table.pages, table.committed) for table in list(engine.loop.supply.tables)]
+        cached = engine.allocator.cached_pages()
+        total, queued = engine.allocator.total, len(engine.loop.jobs())
+    found = [0] * (total + 1)
+    for page in cached:
+        found[page] = 1
+    holders = Counter(page for held, _, _ in tables for page in held)
+    for _, numbers, committed in tables:
+        for number, page in enumerate(numbers):
+            if page:  # neither discarded nor set aside
+                found[page] = 4 if holders[page] > 1 else 3 if number < committed else 2
+    runs = [(state, len(list(group))) for state, group in groupby(found[1:])]
+    counts = Counter(found[1:])
+    return PageMap(
+        total=total,
+        page_size=engine.page_size,
+        states=list(STATES),
+        runs=runs,
+        counts={name: counts[i] for i, name in enumerate(STATES)},
+        contexts=sum(bool(held) for held, _, _ in tables),
+        queued=queued,
+    )
+
+
+@router.get("/lab/api/steps", summary="The engine's latest steps")
+async def steps(request: Request, after: int = -1) -> dict[str, Any]:
+    """The steps since somebody first asked, of which the latest are kept; `after` leaves out those up to a number."""
+    if after < -1:
+        raise bad_request(f"after is {after}; it takes the number of a step, or -1 for all", "after")
+    serving: Serving = request.app.state.serving
+    engine = serving.engine
+    watch: Watch | None = getattr(request.app.state, "lab_watch", None)
+    if watch is None or watch.engine is not engine:
+        watch = request.app.state.lab_watch = Watch(engine)
+    return {"steps": watch.steps(after), "kept": STEPS}
