@@ -86,7 +86,8 @@ def make(
         at += count
         for i, bits in enumerate(sequence.seen):
             edges = np.flatnonzero(np.diff(np.concatenate(([0], bits.astype(np.int8), [0]))))
-            header[layout.run_field(0), row + i], header[layout.run_field(0) + 1, row + i] = at, len(edges) // 2
+            edge = (edges[0], edges[-1]) if len(edges) else (0, 0)
+            header[layout.run_field(0) :, row + i] = (at, len(edges) // 2, *edge)
             behind.append(edges)
             at += len(edges)
         segments.append((row, len(seen)))

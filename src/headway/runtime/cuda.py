@@ -15,6 +15,7 @@ the same pages; so does everything in deterministic mode, which `open_backend` d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -26,7 +27,7 @@ from headway.models.decoder import Decoder
 from headway.runtime.batch import Batch, reads_final_state
 from headway.runtime.cuda_arrays import Numbers, StepInts, Upload
 from headway.runtime.cuda_graphs import SIZES, Graphs, padded
-from headway.runtime.cuda_read import CudaReader
+from headway.runtime.cuda_read import CudaReader, Values
 from headway.runtime.cuda_step import Buffers, CudaModel, Step
 from headway.runtime.profile import Profiler
 from headway.runtime.runner import SegmentResult, TorchRunner, step_bytes
@@ -52,17 +53,25 @@ class CudaRunner:
         self._free = Upload(1 << 14, torch.int32, decoder.device)
         self._free_room: Buffers | None = None
 
-    @torch.inference_mode()
     def execute(self, batch: Batch) -> list[SegmentResult]:
         """Apply the edits, run the model over the rows, read what was asked."""
+        return self.begin(batch)()
+
+    @torch.inference_mode()
+    def begin(self, batch: Batch) -> Callable[[], list[SegmentResult]]:
+        """Set the device to work; what comes back waits for it. The host is free meanwhile."""
         if batch.edits:
             self.pool.apply(batch.edits)
         if any(not reads_final_state(r.what) for s in batch.segments for _, _, r in s.readouts):
-            return self._torch.execute(replace(batch, edits=()))
+            found = self._torch.execute(replace(batch, edits=()))
+            return lambda: found
         self.profiler.begin(len(batch.write_rows))
         x = self._forward(batch) if len(batch.tokens) else None
-        kept = None if x is None else _kept(batch, x)  # before the host waits for tokens
-        values = self._reader.read(batch, x, self.profiler.mark)
+        kept = None if x is None else _kept(batch, x)
+        read = self._reader.begin(batch, x, self.profiler.mark)
+        return torch.inference_mode()(lambda: self._finish(batch, read(), kept))
+
+    def _finish(self, batch: Batch, values: Values, kept: list[Tensor | None] | None) -> list[SegmentResult]:
         if self.profiler.measuring:
             self.profiler.end(step_bytes(self.decoder, batch, self.page_size))
         return [

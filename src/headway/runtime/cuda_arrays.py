@@ -100,8 +100,11 @@ class StepInts:
         head[layout.PAGE_AT, :count], head[layout.WHOLE, :count] = starts, whole
         for i, (where, pairs) in enumerate(numbers.runs):
             field = layout.run_field(i)
-            head[field, :count] = at + 2 * where[:-1]
-            head[field + 1, :count] = np.diff(where)
+            first, behind = 2 * where[:-1], 2 * where[1:]
+            head[field + layout.RUN_AT, :count] = at + first
+            head[field + layout.RUN_COUNT, :count] = (behind - first) // 2
+            head[field + layout.FIRST, :count] = pairs[first]
+            head[field + layout.BEHIND, :count] = pairs[behind - 1]
             host[at : at + len(pairs)] = pairs
             at += len(pairs)
         return at

@@ -25,8 +25,14 @@ class Graphs:
     enabled: bool
     graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = field(default_factory=dict)
 
-    def run(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Do the work, which launches the same kernels on the same memory whenever the key is the same."""
+    def run(self, key: Hashable | None, work: Callable[[], None]) -> None:
+        """Do the work, which launches the same kernels on the same memory whenever the key is the same.
+
+        Work without a key is done by hand each time.
+        """
+        if key is None:
+            work()
+            return
         graph = self.graphs.get(key)
         if graph is not None:
             graph.replay()

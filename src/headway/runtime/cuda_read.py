@@ -6,7 +6,7 @@ the same logits. The logits of a step are overwritten by the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ COLDEST = 1e-30  # the lowest temperature that float32 divides by safely
 
 Key = tuple[int, int]  # a segment and the index of one of its readouts
 Values = dict[Key, object]
+_Asked = tuple[int, int, int, Readout]  # a segment, the index of a readout, its row, and what it reads
 
 
 class _Place(NamedTuple):
@@ -38,6 +39,19 @@ class _Place(NamedTuple):
 
     row: int
     segment: int
+
+
+class _Way(NamedTuple):
+    """How a sampler draws, as the device is told."""
+
+    numbers: tuple[float, float, float]  # temperature, top-p, min-p
+    top_k: int
+    quick: bool  # whether the device can
+    adjusts: bool  # whether it has bias or penalties
+
+    @property
+    def plain(self) -> bool:
+        return self.quick and not self.adjusts
 
 
 class CudaReader:
@@ -54,25 +68,94 @@ class CudaReader:
         self._masks = Upload(self._words, torch.int32, device)
         self._found = sampling.room(MOST, vocab, device)
         self._tokens = torch.empty(MOST, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._ways: dict[int, tuple[Sampling, tuple[int, float, float, float]]] = {}
+        self._ways: dict[int, tuple[Sampling, _Way]] = {}
         self._grow(1)
 
-    def read(self, batch: Batch, x: Tensor | None, mark: Mark) -> Values:
-        """Values by segment and readout. x [T, E] is the residual before the final norm; None when T is 0."""
-        values: Values = {}
+    def begin(self, batch: Batch, x: Tensor | None, mark: Mark) -> Callable[[], Values]:
+        """Set the device to work on what is read; what comes back waits for it and gives values by segment and readout.
+
+        x [T, E] is the residual before the final norm; None when T is 0.
+        """
+        asked = [(s, index, row, r) for s, segment in enumerate(batch.segments) for index, row, r in segment.readouts]
+        if x is not None and len(x) > 1 and 0 < len(asked) <= MOST and self._is_plain(asked):
+            return self._plain(asked, x, batch)
         by_place: dict[_Place, list[Ask]] = {}
-        for s, segment in enumerate(batch.segments):
-            for index, row, what in segment.readouts:
-                place = _Place(row, s if row == BEFORE else 0)
-                by_place.setdefault(place, []).append(Ask(s, index, row, what))
+        for s, index, row, what in asked:
+            place = _Place(row, s if row == BEFORE else 0)
+            by_place.setdefault(place, []).append(Ask(s, index, row, what))
         places = list(by_place)
-        for start in range(0, len(places), MOST):
-            part = places[start : start + MOST]
-            logits = self._logits(part, batch, x)
-            mark("head")
-            self._answer([(i, ask) for i, place in enumerate(part) for ask in by_place[place]], logits, batch, values)
+        parts = [places[start : start + MOST] for start in range(0, len(places), MOST)]
+        if not parts:
+            return dict
+        first = self._part(parts[0], by_place, batch, x, mark)
+
+        def finish() -> Values:
+            values = first()
+            for part in parts[1:]:
+                values |= self._part(part, by_place, batch, x, mark)()
+            return values
+
+        return finish
+
+    def _is_plain(self, asked: list[_Asked]) -> bool:
+        """Whether each row of the step is read once at most, by a sampler that needs nothing but its numbers."""
+        ways, rows = self._ways, set()
+        for _, _, row, r in asked:
+            way = ways.get(id(r.what))
+            if way is None or way[0] is not r.what:
+                if not isinstance(r.what, Sampling):
+                    return False
+                way = r.what, self._way(r.what)
+            if row == BEFORE or not way[1].plain or r.allowed is not None or r.later is not None:
+                return False
+            rows.add(row)
+        return len(rows) == len(asked)
+
+    def _plain(self, asked: list[_Asked], x: Tensor, batch: Batch) -> Callable[[], Values]:
+        """Most decodes: the same with less of the host's time."""
+        rows = [row for _, _, row, _ in asked]
+        logits = self._chosen(rows, x)
+        readouts = [r for _, _, _, r in asked]
+        size = self._fill(range(len(asked)), readouts, batch.positions[rows], ())
+        self._launch(logits, size)
+
+        def finish() -> Values:
+            values: Values = {}
+            for (segment, index, row, r), token in zip(asked, self._wait(len(asked)), strict=True):
+                if token >= 0:
+                    values[segment, index] = token
+                elif token == NO_TOKEN:
+                    values[segment, index] = not_a_number()
+                else:
+                    values |= self._slow.answers([Ask(segment, index, row, r)], [rows.index(row)], logits, batch)
+            return values
+
+        return finish
+
+    def _part(
+        self, places: list[_Place], by_place: dict[_Place, list[Ask]], batch: Batch, x: Tensor | None, mark: Mark
+    ) -> Callable[[], Values]:
+        logits = self._logits(places, batch, x)
+        mark("head")
+        quick, slow = self._sorted([(i, ask) for i, place in enumerate(places) for ask in by_place[place]])
+        values: Values = {}
+        # A mask that comes later is waited for when the device has all it can be given.
+        now = len(quick) <= MOST and not any(ask.what.later is not None for _, ask in quick)
+        begun = self._draw(quick, logits, batch, values) if now else None
+
+        def finish() -> Values:
+            left = list(slow)
+            if begun is not None:
+                left += begun()
+            else:
+                for start in range(0, len(quick), MOST):
+                    left += self._draw(quick[start : start + MOST], logits, batch, values)()
+            if left:
+                values.update(self._slow.answers([a for _, a in left], [at for at, _ in left], logits, batch))
             mark("sample")
-        return values
+            return values
+
+        return finish
 
     # -- logits ----------------------------------------------------------------------------------------------------
 
@@ -89,23 +172,28 @@ class CudaReader:
 
     def _logits(self, places: Sequence[_Place], batch: Batch, x: Tensor | None) -> Tensor:
         """Logits [R, V] of these places, in the reader's own room."""
-        count = len(places)
         if any(place.row == BEFORE for place in places):
             rows = [self._residual(place, batch, x) for place in places]
             return self.model.logits(torch.stack(rows), None)
         assert x is not None
-        size = padded(count)
+        if len(x) == 1:
+            self._grow(1)
+            logits, h = self._out[:1], self._h[:1]
+            self._graphs.run(("head", 0, x.data_ptr()), lambda: self.model.head(x, None, h, logits))
+            return logits
+        return self._chosen([place.row for place in places], x)
+
+    def _chosen(self, rows: list[int], x: Tensor) -> Tensor:
+        """Logits [R, V] of these rows of x."""
+        count, size = len(rows), padded(len(rows))
         assert size is not None
         self._grow(size)
-        logits, h = self._out[:size], self._h[:size]
-        if len(x) == 1:
-            self._graphs.run(("head", 1, x.data_ptr()), lambda: self.model.head(x, None, h, logits))
-            return logits[:1]
-        self._rows.wait()
-        self._rows.host[:count] = [place.row for place in places]
-        self._rows.host[count:size] = 0
-        self._rows.send(size)
-        chosen = self._rows.device[:size]
+        logits, h, upload = self._out[:size], self._h[:size], self._rows
+        upload.wait()
+        upload.host[:count] = rows
+        upload.host[count:size] = 0
+        upload.send(size)
+        chosen = upload.device[:size]
         self._graphs.run(("head", size, x.data_ptr()), lambda: self.model.head(x, chosen, h, logits))
         return logits[:count]
 
@@ -120,50 +208,60 @@ class CudaReader:
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
-    def _answer(self, asked: list[tuple[int, Ask]], logits: Tensor, batch: Batch, values: Values) -> None:
-        """Values of asks, each with its row of logits."""
-        shared = _shared(asked)
-        ranked = {at for at, ask in asked if isinstance(ask.what.what, Ranking)}  # it looks at what is drawn beside it
+    def _sorted(self, asked: list[tuple[int, Ask]]) -> tuple[list[tuple[int, Ask]], list[tuple[int, Ask]]]:
+        """Asks, each with its row of logits: those that the device can draw, and the others."""
+        once: set[int] = set()
+        shared: set[int] = set()
+        ranked: set[int] = set()
+        for at, ask in asked:
+            (shared if at in once else once).add(at)
+            if isinstance(ask.what.what, Ranking):
+                ranked.add(at)  # it looks at what is drawn beside it
         quick, slow = [], []
         for at, ask in asked:
-            fast = at not in ranked and self._is_quick(ask.what, at in shared)
-            (quick if fast else slow).append((at, ask))
-        for start in range(0, len(quick), MOST):
-            slow += self._draw(quick[start : start + MOST], logits, batch, values)
-        if slow:
-            values.update(self._slow.answers([a for _, a in slow], [at for at, _ in slow], logits, batch))
-
-    @staticmethod
-    def _is_quick(readout: Readout, shared: bool) -> bool:
-        """Whether the device can draw it."""
-        how = readout.what
-        if not isinstance(how, Sampling) or how.typical_p < 1 or 0 < how.temperature < COLDEST:
-            return False
-        return not (shared and (how.penalises or how.bias))
+            what = ask.what.what
+            way = self._way(what) if isinstance(what, Sampling) else None
+            fits = way is not None and way.quick and not (way.adjusts and at in shared) and at not in ranked
+            (quick if fits else slow).append((at, ask))
+        return quick, slow
 
     def _draw(
         self, asked: list[tuple[int, Ask]], logits: Tensor, batch: Batch, values: Values
-    ) -> list[tuple[int, Ask]]:
-        """Tokens of at most MOST asks; those that the device leaves undecided come back."""
-        self._adjust(asked, logits)
+    ) -> Callable[[], list[tuple[int, Ask]]]:
+        """Have the device draw tokens of at most MOST asks. What comes back waits; it gives those left undecided."""
+        if any(self._way(ask.what.what).adjusts for _, ask in asked):
+            self._adjust(asked, logits)
         bound = self._bind(asked, values)
-        drawn = [(at, ask) for at, ask in asked if (ask.segment, ask.index) not in values]
+        drawn = [(at, ask) for at, ask in asked if (ask.segment, ask.index) not in values] if values else asked
         if not drawn:
-            return []
-        size = padded(len(drawn))
-        assert size is not None
-        self._fill(drawn, bound, batch, size)
+            return list
+        positions = np.array([_position(batch, ask) for _, ask in drawn])
+        masks = [bound.get((ask.segment, ask.index), -1) for _, ask in drawn] if bound else ()
+        size = self._fill([at for at, _ in drawn], [ask.what for _, ask in drawn], positions, masks)
+        self._launch(logits, size)
+        return lambda: self._tell(drawn, values)
+
+    def _launch(self, logits: Tensor, size: int) -> None:
+        """Draw what `_fill` has said."""
         asks = Asks(
             self._ints.device[: size * ASK_INTS].view(size, ASK_INTS),
             self._floats.device[: size * ASK_FLOATS].view(size, ASK_FLOATS),
             self._masks.device.view(-1, self._words),
         )
-        key = ("draw", size, logits.data_ptr(), self._masks.device.data_ptr())
+        own = logits.data_ptr() == self._out.data_ptr()
+        key = ("draw", size, self._masks.device.data_ptr()) if own else None
         self._graphs.run(key, lambda: self._choose(logits, asks, size))
-        if logits.is_cuda:
-            torch.cuda.current_stream(logits.device).synchronize()
+
+    def _wait(self, count: int) -> list[int]:
+        """The tokens, once they are there."""
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream(self.model.device).synchronize()
+        return self._tokens[:count].tolist()
+
+    def _tell(self, drawn: list[tuple[int, Ask]], values: Values) -> list[tuple[int, Ask]]:
+        """Wait for the tokens; those that the device leaves undecided come back."""
         undecided = []
-        for (at, ask), token in zip(drawn, self._tokens[: len(drawn)].tolist(), strict=True):
+        for (at, ask), token in zip(drawn, self._wait(len(drawn)), strict=True):
             if token == UNDECIDED:
                 undecided.append((at, ask))
             else:
@@ -174,36 +272,45 @@ class CudaReader:
         sampling.choose(logits, asks, self._found)
         self._tokens[:size].copy_(self._found.tokens[:size], non_blocking=True)
 
-    def _fill(self, asked: list[tuple[int, Ask]], bound: dict[Key, int], batch: Batch, size: int) -> None:
-        """The asks' numbers, on the device."""
-        count, ways = len(asked), [self._way(ask.what.what) for _, ask in asked]
+    def _fill(
+        self, rows: Sequence[int], readouts: Sequence[Readout], positions: np.ndarray, masks: Sequence[int]
+    ) -> int:
+        """Tell the device how to draw at these rows of logits, and how many numbers that are with padding."""
+        count, ways = len(rows), [self._way(r.what) for r in readouts]
+        size = padded(count)
+        assert size is not None
         self._ints.wait()
         self._floats.wait()
         ints = self._ints.host[: size * ASK_INTS].reshape(size, ASK_INTS)
         floats = self._floats.host[: size * ASK_FLOATS].reshape(size, ASK_FLOATS)
         ints[count:, 0] = -1
-        ints[:count, 0] = [at for at, _ in asked]
-        ints[:count, 1] = [way[0] for way in ways]
-        ints[:count, 2] = [bound.get((ask.segment, ask.index), -1) for _, ask in asked] if bound else -1
-        floats[:count, :3] = [way[1:] for way in ways]
-        if any(way[1] > 0 for way in ways):
-            floats[:count, 3] = uniforms(
-                np.array([ask.what.seed for _, ask in asked], np.uint64),
-                np.array([_position(batch, ask) for _, ask in asked], np.uint64),
-                np.array([ask.what.ordinal for _, ask in asked], np.uint64),
+        ints[:count, 0] = rows
+        ints[:count, 1] = [way.top_k for way in ways]
+        ints[:count, 2] = masks if len(masks) else -1
+        floats[:count, :3] = [way.numbers for way in ways]
+        if any(way.numbers[0] > 0 for way in ways):
+            seeds, ordinals = (
+                np.array(n, np.uint64) for n in zip(*((r.seed, r.ordinal) for r in readouts), strict=True)
             )
+            floats[:count, 3] = uniforms(seeds, positions.astype(np.uint64), ordinals)
         self._ints.send(size * ASK_INTS)
         self._floats.send(size * ASK_FLOATS)
+        return size
 
-    def _way(self, what: object) -> tuple[int, float, float, float]:
-        """Top-k, temperature, top-p and min-p; a generation's sampler is one object from its first step to its last."""
+    def _way(self, what: object) -> _Way:
+        """How it draws; a generation's sampler is one object from its first step to its last."""
         found = self._ways.get(id(what))
         if found is not None and found[0] is what:
             return found[1]
         assert isinstance(what, Sampling)
         if len(self._ways) > 4 * MOST:
             self._ways.clear()
-        way = min(what.top_k, self.model.config.vocab_size), what.temperature, what.top_p, what.min_p
+        way = _Way(
+            numbers=(what.temperature, what.top_p, what.min_p),
+            top_k=min(what.top_k, self.model.config.vocab_size),
+            quick=what.typical_p == 1 and not 0 < what.temperature < COLDEST,
+            adjusts=bool(what.penalises or what.bias),
+        )
         self._ways[id(what)] = what, way
         return way
 
@@ -253,15 +360,6 @@ class CudaReader:
             whole = (torch.tensor(part, dtype=torch.int32, device=device) for part in (rows, ends, ids))
             exact = (torch.tensor(part, dtype=torch.float64, device=device) for part in (amounts, ways))
             sampling.adjust(logits, *whole, *exact)
-
-
-def _shared(asked: list[tuple[int, Ask]]) -> set[int]:
-    """Rows of logits that more than one readout looks at."""
-    once: set[int] = set()
-    twice: set[int] = set()
-    for at, _ in asked:
-        (twice if at in once else once).add(at)
-    return twice
 
 
 def _position(batch: Batch, ask: Ask) -> int:

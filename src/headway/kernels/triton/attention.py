@@ -105,8 +105,8 @@ def attend_rows(
             CHOSEN=which is not None, SOFTCAP=paged.softcap, SINKS=paged.sinks is not None,
             RUN_AT=paged.run_at, PAGE_FIELD=PAGE_AT, HEADS=heads, GROUP=group, DIM=dim, WIDE=_width(dim),
             PAGE=paged.keys.shape[1], BM=max(16, triton.next_power_of_2(group)), BN=tile.slots,
-            GP=triton.next_power_of_2(group), SPLITS=splits.most, SB=min(8, splits.most), LEAST=splits.least,
-            PRECISION=_precision(q), AHEAD=ahead, num_warps=tile.warps, num_stages=tile.stages, **options(ahead),
+            GP=triton.next_power_of_2(group), SPLITS=splits.most, SB=min(_joined(group, dim), splits.most),
+            LEAST=splits.least, PRECISION=_precision(q), AHEAD=ahead, num_warps=tile.warps, num_stages=tile.stages, **options(ahead),
         )  # fmt: skip
 
 
@@ -151,6 +151,11 @@ def _chunk_shape(group: int, dim: int, dtype: torch.dtype) -> tuple[int, int, in
     if dim > 128:
         return max(64, triton.next_power_of_2(group)), 32, 8, 2
     return max(128, triton.next_power_of_2(group)), 128, 8, 2
+
+
+def _joined(group: int, dim: int) -> int:
+    """How many parts of a row's heads are put together at a time: as many as registers hold."""
+    return max(2, min(16, 8192 // (triton.next_power_of_2(group) * _width(dim))))
 
 
 def _width(dim: int) -> int:
@@ -199,12 +204,12 @@ def _decode(
     row = tl.load(which + at) if CHOSEN else at
     run = tl.load(ints + RUN_AT * rows + row)
     count = tl.load(ints + (RUN_AT + 1) * rows + row)
+    start = tl.load(ints + (RUN_AT + 2) * rows + row)
+    behind = tl.load(ints + (RUN_AT + 3) * rows + row)
+    table = ints + tl.load(ints + PAGE_FIELD * rows + row)
+    first = start // BN * BN
     g, d = tl.arange(0, BM), tl.arange(0, WIDE)
     live = (g < GROUP)[:, None] & (d < DIM)[None, :]
-    first, behind = 0, 0
-    if count > 0:
-        first = tl.load(ints + run) // BN * BN
-        behind = tl.load(ints + run + 2 * count - 1)
     # Where a row is cut depends on what it sees alone, so that its bits do too.
     part = tl.maximum(LEAST, tl.cdiv(tl.cdiv(behind - first, SPLITS), BN) * BN)
     parts = tl.maximum(1, tl.cdiv(behind - first, part))
@@ -213,14 +218,12 @@ def _decode(
         peak = tl.full((BM,), float("-inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
         mixed = tl.zeros((BM, WIDE), tl.float32)
-        table = ints + tl.load(ints + PAGE_FIELD * rows + row)
         begin = first + split * part
         end = tl.minimum(behind, begin + part)
         n = tl.arange(0, BN)
         keys += head * head_stride
         values += head * head_stride
         if count == 1:
-            start = tl.load(ints + run)
             for base in range(begin, end, BN):
                 slot = base + n
                 inside = (slot >= start) & (slot < end)
@@ -291,32 +294,30 @@ def _join(
     GP: tl.constexpr, SPLITS: tl.constexpr, SB: tl.constexpr,
 ):  # fmt: skip
     """The parts of a row's heads put together, SB of them at a time, in their order."""
-    g, d, every = tl.arange(0, GP), tl.arange(0, WIDE), tl.arange(0, SPLITS)
+    g, d = tl.arange(0, GP), tl.arange(0, WIDE)
     first = (at * HEADS + head * GROUP + g) * SPLITS
-    there = (g < GROUP)[:, None] & (every < parts)[None, :]
-    places = peaks + (first[:, None] + every[None, :]) * 2
-    top = tl.max(tl.load(places, mask=there, other=float("-inf"), cache_modifier=".cg"), 1)
+    peak = tl.full((GP,), float("-inf"), tl.float32)
     whole = tl.zeros((GP,), tl.float32)
-    if SINKS:
-        sink = tl.load(sinks + head * GROUP + g, mask=g < GROUP, other=float("-inf")) * 1.4426950408889634
-        top = tl.maximum(top, sink)
-    level = tl.where(top == float("-inf"), 0.0, top)
-    if SINKS:
-        whole += tl.exp2(sink - level)
     result = tl.zeros((GP, WIDE), tl.float32)
+    if SINKS:
+        peak = tl.load(sinks + head * GROUP + g, mask=g < GROUP, other=float("-inf")) * 1.4426950408889634
+        whole += 1.0
     for base in range(0, parts, SB):
         s = base + tl.arange(0, SB)
         some = (g < GROUP)[:, None] & (s < parts)[None, :]
         cell = first[:, None] + s[None, :]
-        weight = tl.exp2(
-            tl.load(peaks + cell * 2, mask=some, other=float("-inf"), cache_modifier=".cg") - level[:, None]
-        )
-        whole += tl.sum(tl.load(peaks + cell * 2 + 1, mask=some, other=0.0, cache_modifier=".cg") * weight, 1)
         mixed = tl.load(
             sums + cell[:, :, None] * DIM + d[None, None, :], mask=some[:, :, None] & (d < DIM)[None, None, :],
             other=0.0, cache_modifier=".cg",
         )  # fmt: skip
-        result += tl.sum(mixed * weight[:, :, None], 1)
+        tops = tl.load(peaks + cell * 2, mask=some, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(peaks + cell * 2 + 1, mask=some, other=0.0, cache_modifier=".cg")
+        new = tl.maximum(peak, tl.max(tops, 1))
+        level = tl.where(new == float("-inf"), 0.0, new)
+        weight, fade = tl.exp2(tops - level[:, None]), tl.exp2(peak - level)
+        whole = whole * fade + tl.sum(totals * weight, 1)
+        result = result * fade[:, None] + tl.sum(mixed * weight[:, :, None], 1)
+        peak = new
     result = result / tl.where(whole == 0, 1.0, whole)[:, None]
     place = out + (head * GROUP + g)[:, None] * DIM + d[None, :]
     tl.store(place, result.to(out.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < DIM)[None, :])

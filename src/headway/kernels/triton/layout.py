@@ -1,7 +1,7 @@
 """The numbers of a step in device memory: one buffer of int32, filled by the host, read by every kernel.
 
 First come FIELDS columns of `rows` numbers each, one number a row of the step (field f of row r is at f * rows + r),
-then, for each set of masks a model needs (one for each window that occurs in it), two columns more. What a column says
+then, for each set of masks a model needs (one for each window that occurs in it), four columns more. What a column says
 to be elsewhere follows behind, anywhere in the buffer:
 
     TOKEN, POSITION   the row's token and position id
@@ -11,17 +11,19 @@ to be elsewhere follows behind, anywhere in the buffer:
     WHOLE             1 when that table has no holes
     RUN_AT, RUN_COUNT where its mask begins, and how many runs it has: (first slot, slot behind the last) each,
                       in rising order; no run: the row attends to nothing, and its result is zero
+    FIRST, BEHIND     the first slot of its first run, and the slot behind the last
 """
 
 from __future__ import annotations
 
 TOKEN, POSITION, WRITE, PAGE_AT, WHOLE = range(5)
 FIELDS = 5
-RUN_FIELDS = 2  # RUN_AT and RUN_COUNT, for each set of masks
+RUN_AT, RUN_COUNT, FIRST, BEHIND = range(4)  # in the columns of a set of masks
+RUN_FIELDS = 4
 
 
 def run_field(mask_set: int) -> int:
-    """The column of a mask set's RUN_AT; RUN_COUNT is the next."""
+    """The first column of a mask set."""
     return FIELDS + RUN_FIELDS * mask_set
 
 

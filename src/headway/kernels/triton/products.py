@@ -65,11 +65,11 @@ def row_product(
 def pick_tile(n: int, k: int, gated: bool) -> Tile:
     """What was fastest on an H200 for matrices of about this size."""
     wide = max(16, triton.next_power_of_2(k))
-    if gated or n > 8192:
-        return Tile(1, min(4096, wide), 8) if k >= 4096 else Tile(1, min(1024, wide), 4)
-    if k >= 8192 or n > 2 * k:
-        return Tile(2, min(1024, wide), 4)
-    return Tile(2, min(2048, wide), 8)
+    if gated:
+        return Tile(2, min(4096, wide), 8)
+    if k > 2 * n or k < 4096:
+        return Tile(4, min(512 if k > 8192 else 1024, wide), 4 if k > 8192 or k < 4096 else 8)
+    return Tile(4, min(2048, wide), 8)
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def _row_product(
     r = tl.program_id(0) * BN + tl.arange(0, BN)
     c = tl.arange(0, BK)
     at = weight + r.to(tl.int64)[:, None] * K + c[None, :]
-    above = at + n.to(tl.int64) * K
+    above = weight + (r + n).to(tl.int64)[:, None] * K + c[None, :]
     total = tl.zeros((BN, BK), tl.float32)
     up = tl.zeros((BN, BK), tl.float32)
     square = tl.zeros((BK,), tl.float32)
