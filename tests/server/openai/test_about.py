@@ -70,7 +70,7 @@ def test_the_tokenizer_describes_itself(served):
 
 def test_embeddings_say_when_they_come(served):
     answer = served.post("/v1/embeddings", model="smollm2", input="x")
-    assert answer.status == 501
+    assert answer.status == 400
     assert "pipelines" in answer.error["message"]
 
 

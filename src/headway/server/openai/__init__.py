@@ -15,7 +15,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from headway.server.openai import about, chat, completions
-from headway.server.openai.wire import ERRORS
+from headway.server.shapes import ERRORS
 
 router = APIRouter(responses=ERRORS)
 for part in (completions, chat, about):

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from headway.program.engine import Engine
-from headway.server.errors import ApiError, bad_request
+from headway.server.errors import bad_request
 from headway.server.openai.answers import check_model
 from headway.server.openai.bodies import JsonRoute
 from headway.server.openai.checks import Check, outside
@@ -17,19 +17,20 @@ from headway.server.openai.prompts import decode, encode
 from headway.server.openai.tokens import text_of
 from headway.server.openai.wire import DetokenizeRequest, TokenizeRequest
 from headway.server.serving import Serving
+from headway.server.shapes import Detokenized, ErrorAnswer, Model, ModelList, Tokenized, TokenizerInfo, ok
 from headway.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.get("/v1/models", summary="The models that are served")
+@router.get("/v1/models", summary="The models that are served", response_model=None, responses=ok(ModelList))
 async def models(request: Request) -> dict[str, Any]:
     """The one model of this server, under each of its names."""
     serving: Serving = request.app.state.serving
     return {"object": "list", "data": [_model(serving, name) for name in serving.model_names()]}
 
 
-@router.get("/v1/models/{model:path}", summary="One model")
+@router.get("/v1/models/{model:path}", summary="One model", response_model=None, responses=ok(Model))
 async def model(model: str, request: Request) -> dict[str, Any]:
     """One model, by a name that it goes by."""
     serving: Serving = request.app.state.serving
@@ -50,7 +51,7 @@ def _model(serving: Serving, name: str) -> dict[str, Any]:
     }
 
 
-@router.post("/tokenize", summary="The tokens of a text or a chat")
+@router.post("/tokenize", summary="The tokens of a text or a chat", response_model=None, responses=ok(Tokenized))
 async def tokenize(asked: TokenizeRequest, request: Request) -> dict[str, Any]:
     """The token ids of a text, with the begin token if the model wants one, or of a chat as its template writes it."""
     serving: Serving = request.app.state.serving
@@ -105,7 +106,7 @@ def _chat_ids(asked: TokenizeRequest, engine: Engine) -> tuple[int, ...]:
     return read_talk(asked.messages, asked.tools or [], engine, cue=cue).ids
 
 
-@router.post("/detokenize", summary="The text of tokens")
+@router.post("/detokenize", summary="The text of tokens", response_model=None, responses=ok(Detokenized))
 async def detokenize(asked: DetokenizeRequest, request: Request) -> dict[str, Any]:
     """The text of token ids, with the names of special tokens."""
     serving: Serving = request.app.state.serving
@@ -118,7 +119,7 @@ async def detokenize(asked: DetokenizeRequest, request: Request) -> dict[str, An
     return {"prompt": await asyncio.to_thread(decode, asked.tokens, engine)}
 
 
-@router.get("/tokenizer_info", summary="The tokenizer")
+@router.get("/tokenizer_info", summary="The tokenizer", response_model=None, responses=ok(TokenizerInfo))
 async def tokenizer_info(request: Request) -> dict[str, Any]:
     """What a client needs to tokenize as the server does."""
     serving: Serving = request.app.state.serving
@@ -136,12 +137,7 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
     }
 
 
-@router.post("/v1/embeddings", summary="Embeddings, which come later")
+@router.post("/v1/embeddings", summary="Embeddings, which come later", status_code=400, response_model=ErrorAnswer)
 async def embeddings() -> None:
     """Says that embeddings come with the pipelines."""
-    raise ApiError(
-        501,
-        "embeddings come with the pipelines, which this version does not have yet",
-        type="invalid_request_error",
-        code="unsupported",
-    )
+    raise bad_request("embeddings come with the pipelines, which this version does not have yet", code="unsupported")

@@ -22,15 +22,16 @@ from headway.server.openai.prompts import Prompt, score, spelled
 from headway.server.openai.running import Put, copies, together
 from headway.server.openai.speech import Manner, Said, Speech, call_id
 from headway.server.openai.tokens import Token, chat_logprobs, prompt_logprobs
-from headway.server.openai.wire import STREAM, ChatRequest, NamedTool, Tool
+from headway.server.openai.wire import ChatRequest, NamedTool, Tool
 from headway.server.serving import Serving, Ticket
 from headway.server.settings import Settings
+from headway.server.shapes import ChatCompletion, streams
 from headway.text.parse_parts import Content, Part, Reasoning, ToolCallArguments, ToolCallStart
 
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/chat/completions", summary="The next message of a chat", responses=STREAM)
+@router.post("/v1/chat/completions", summary="The next message of a chat", responses=streams(ChatCompletion))
 async def chat_completions(asked: ChatRequest, request: Request) -> Response:
     """The assistant's next message, whole or as a stream of events."""
     serving: Serving = request.app.state.serving

@@ -19,8 +19,9 @@ from headway.server.openai.plan import Plan, plan
 from headway.server.openai.prompts import Prompt, read_prompts, score, spelled
 from headway.server.openai.running import Put, copies, together
 from headway.server.openai.tokens import Spelling, Token, completion_logprobs, prompt_logprobs
-from headway.server.openai.wire import STREAM, CompletionRequest
+from headway.server.openai.wire import CompletionRequest
 from headway.server.serving import Serving, Ticket
+from headway.server.shapes import Completion, streams
 
 MAX_TOKENS = 16  # where a request says nothing, as with OpenAI
 AT_ONCE = 16  # prompts of one request that are worked on together
@@ -28,7 +29,7 @@ AT_ONCE = 16  # prompts of one request that are worked on together
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/completions", summary="Text that goes on from a prompt", responses=STREAM)
+@router.post("/v1/completions", summary="Text that goes on from a prompt", responses=streams(Completion))
 async def completions(asked: CompletionRequest, request: Request) -> Response:
     """Text that goes on from each prompt, whole or as a stream of events."""
     serving: Serving = request.app.state.serving

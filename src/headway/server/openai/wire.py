@@ -246,30 +246,3 @@ class DetokenizeRequest(Wire):
 
     model: str | None = None
     tokens: Ids
-
-
-class ErrorDetail(BaseModel):
-    """What went wrong: a sentence, its kind, the field it is about, and a word for programs."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(BaseModel):
-    """The body of every error."""
-
-    error: ErrorDetail
-
-
-STREAM: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The answer; with `stream`, server-sent events that end with `data: [DONE]`.",
-        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
-    }
-}
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorAnswer, "description": "The request cannot be answered as it is."},
-    "5XX": {"model": ErrorAnswer, "description": "The server cannot answer, or not now."},
-}
