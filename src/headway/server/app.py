@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.middleware import Middleware
 
 from headway.server import logs, openai
@@ -20,6 +20,7 @@ from headway.server.lives import Life
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.serving import Serving
 from headway.server.settings import Settings
+from headway.server.shapes import COMMON, ErrorAnswer, Health, Stats, ok
 from headway.server.walls import Door, KeyCheck, Origins, Trail
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def create_app(
     Clients must use a Host that `HostCheck` allows, such as 127.0.0.1.
     """
     serving = Serving(settings)
-    app = FastAPI(
+    app = Api(
         title="Headway",
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
@@ -57,6 +58,19 @@ def create_app(
     for routes in (router, openai.router, *routers):
         app.include_router(routes)
     return app
+
+
+class Api(FastAPI):
+    """FastAPI, whose description of itself has its own answer to a wrong body (422), which is never given here."""
+
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        return document
 
 
 @asynccontextmanager
@@ -122,23 +136,27 @@ def _facts(engine: Engine) -> dict[str, Any]:
     return {"dtype": facts.dtype, "device": facts.device, "threads": facts.threads, "pages": pages}
 
 
-router = APIRouter()
+router = APIRouter(responses=COMMON)
 
 
-@router.get("/health", summary="Whether the server can answer", responses={503: {"description": "Not now"}})
+@router.get(
+    "/health",
+    summary="Whether the server can answer",
+    responses=ok(Health) | {503: {"model": Health | ErrorAnswer, "description": "Not now"}},
+)
 async def health(request: Request) -> JSONResponse:
     """200 when requests can be answered; 503 while the model loads, while the server drains, and once it is dead."""
     state = request.app.state.serving.state
     return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
 
-@router.get("/metrics", summary="Counts and times for Prometheus")
+@router.get("/metrics", summary="Counts and times for Prometheus", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Counts and times, in Prometheus' text format."""
     return Response(request.app.state.serving.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
 
-@router.get("/stats", summary="What the engine holds and has done", responses={503: {"description": "No engine"}})
+@router.get("/stats", summary="What the engine holds and has done", response_model=None, responses=ok(Stats))
 async def stats(request: Request) -> dict[str, Any]:
     """The figures of `engine.stats()`, and of its latest steps; `headway top --url` shows them."""
     serving: Serving = request.app.state.serving
