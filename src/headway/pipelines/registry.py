@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import threading
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -23,6 +24,16 @@ BUILT_IN: dict[str, tuple[str, str]] = {
     "sentence-embedding": ("embedding", "SentenceEmbedding"),
     "sentence-similarity": ("embedding", "SentenceSimilarity"),
     "rerank": ("embedding", "Rerank"),
+    "image-classification": ("vision", "ImageClassification"),
+    "image-feature-extraction": ("vision", "ImageFeatureExtraction"),
+    "zero-shot-image-classification": ("zero_shot_image", "ZeroShotImageClassification"),
+    "image-to-text": ("multimodal", "ImageToText"),
+    "visual-question-answering": ("multimodal", "VisualQuestionAnswering"),
+    "automatic-speech-recognition": ("audio", "SpeechRecognition"),
+    "audio-classification": ("audio", "AudioClassification"),
+    "text2text-generation": ("seq2seq", "Text2TextGeneration"),
+    "summarization": ("seq2seq", "Summarization"),
+    "translation": ("seq2seq", "Translation"),
 }
 ALIASES = {
     "sentiment-analysis": "text-classification",
@@ -32,6 +43,7 @@ ALIASES = {
     "asr": "automatic-speech-recognition",
     "vqa": "visual-question-answering",
 }
+TRANSLATION = re.compile(r"translation_[A-Za-z0-9-]+_to_[A-Za-z0-9-]+")  # languages in the name
 _added: dict[str, type[Task]] = {}
 _lock = threading.Lock()
 
@@ -60,11 +72,12 @@ def task_named(name: str) -> tuple[str, type[Task]]:
     own = name if name in _added else ALIASES.get(name, name)
     if own in _added:
         return own, _added[own]
-    if own not in BUILT_IN:
+    built_in = "translation" if TRANSLATION.fullmatch(own) else own
+    if built_in not in BUILT_IN:
         close = difflib.get_close_matches(own, task_names(), n=2)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         raise Unsupported(f"there is no task {name!r}{hint} Known tasks: {', '.join(task_names())}")
-    module, kind = BUILT_IN[own]
+    module, kind = BUILT_IN[built_in]
     return own, getattr(import_module(f"headway.pipelines.tasks.{module}"), kind)
 
 
