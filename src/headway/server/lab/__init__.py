@@ -34,7 +34,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from headway.server.lab import branches, page, tracing, watching
-from headway.server.openai.wire import ERRORS
+from headway.server.shapes import ERRORS
 
 router = APIRouter(responses=ERRORS)
 for part in (tracing, branches, watching, page):
