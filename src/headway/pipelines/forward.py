@@ -64,7 +64,7 @@ class Forward:
     """A module that is ready to be called: `run(inputs)`, `run(inputs, method="generate", max_new_tokens=5)`."""
 
     def __init__(self, module: nn.Module, placement: Placement) -> None:
-        self.module = module.eval().requires_grad_(False).to(device=placement.device, dtype=placement.dtype)
+        self.module = module.eval().to(device=placement.device, dtype=placement.dtype)
         self.placement = placement
 
     @property

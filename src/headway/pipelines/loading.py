@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from headway.pipelines.text import TextEncoder, length_limit
 
 if TYPE_CHECKING:
     from headway.pipelines.packed import PackedEncoder
+    from headway.pipelines.quantize import QuantizationReport
 
 EXTRA = "pip install 'headway[pipelines]'"
 PARTS = {
@@ -46,6 +48,7 @@ class Loaded:
     processor: Any = None
     text: TextEncoder | None = None  # the tokenizer made safe for threads, where there is one
     packed: PackedEncoder | None = None  # the same model over rows without padding, where that is known to be right
+    quantization: QuantizationReport | None = None  # what quantize= did
 
     @property
     def module(self) -> Any:
@@ -66,17 +69,24 @@ def transformers() -> ModuleType:
 
 
 def load(
-    model: Any, auto_class: str, needs: tuple[str, ...], placement: Placement, parts: dict[str, Any] | None = None
+    model: Any,
+    auto_class: str,
+    needs: tuple[str, ...],
+    placement: Placement,
+    parts: dict[str, Any] | None = None,
+    *,
+    changes: bool = False,
 ) -> Loaded:
     """Load what `model` names (a known name, a folder, a hub id) or take a module that is in memory already.
 
-    `parts` are a tokenizer and the like that the caller has; the rest of `needs` is read from the model's folder.
+    `parts` are a tokenizer and the like that the caller has; the rest of `needs` is read from the model's folder. If
+    the weights are going to be changed (`changes`, or another dtype), a module of the caller's is copied first.
     """
     library, given = transformers(), dict(parts or {})
     import torch
 
     if isinstance(model, torch.nn.Module):
-        name, path, module = type(model).__name__, None, model
+        name, path, module = type(model).__name__, None, _own(model, placement, changes)
     elif isinstance(model, (str, Path)):
         name, path = str(model), _folder(model)
         module = _module(library, path, auto_class)
@@ -90,6 +100,12 @@ def load(
     tokenizer = given.get("tokenizer") or getattr(given.get("processor"), "tokenizer", None)
     text = text_encoder(tokenizer, config, path, run) if tokenizer is not None else None
     return Loaded(name, path, run, config, **{**given, "tokenizer": tokenizer}, text=text)
+
+
+def _own(module: Any, placement: Placement, changes: bool) -> Any:
+    """A module that may be changed: the caller's own only if it stays as it is."""
+    cast = any(p.is_floating_point() and p.dtype != placement.dtype for p in module.parameters())
+    return copy.deepcopy(module) if changes or cast or module.training else module
 
 
 def text_encoder(tokenizer: Any, config: Any, path: Path | None, run: Forward) -> TextEncoder:

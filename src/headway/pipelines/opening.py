@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from headway.pipelines.forward import Forward, place
 from headway.pipelines.loading import Loaded, load
 from headway.pipelines.packed import PackedEncoder, attend_ragged, attention_for, can_pack
 from headway.pipelines.pipeline import Pipeline
+from headway.pipelines.products import int8_maker
+from headway.pipelines.quantize import difference, quantize_linears
 from headway.pipelines.task import Task
 
 
@@ -35,24 +37,49 @@ class Request:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def open_here(request: Request) -> Pipeline:
-    """A pipeline over a transformers model in this process."""
+def open_here(request: Request, face: type[Pipeline] = Pipeline) -> Pipeline:
+    """A pipeline over a transformers model in this process, with the face that a task wants."""
     model = request.model if request.model is not None else request.kind.default_model
     if model is None:
         raise InvalidInput(f"{request.name} has no default model; pass model=... (a folder, a name or a hub id)")
     placement = place(request.device, request.dtype)
-    loaded = load(model, request.kind.auto_class, request.kind.needs, placement, request.parts)
+    loaded = load(
+        model,
+        request.kind.auto_class,
+        request.kind.needs,
+        placement,
+        request.parts,
+        changes=request.quantize is not None,
+    )
     task = request.kind(computed_as(request, loaded))
     task.name = request.name
     defaults = task.options(task.Options(), request.options)
-    return Pipeline(task, batch_size=request.batch_size, key=_key(request, loaded), defaults=defaults)
+    return face(task, batch_size=request.batch_size, key=_key(request, loaded), defaults=defaults)
 
 
 def computed_as(request: Request, loaded: Loaded) -> Loaded:
     """The model, with the way of computing it that was asked for."""
-    if _packs(request, loaded):
-        loaded = loaded.but(packed=PackedEncoder(loaded.run))
-    return loaded
+    packs = _packs(request, loaded)
+    if request.quantize == "int8":
+        return _in_int8(request, loaded, packs)
+    return loaded.but(packed=PackedEncoder(loaded.run)) if packs else loaded
+
+
+def _in_int8(request: Request, loaded: Loaded, packs: bool) -> Loaded:
+    """The model with 8-bit linear layers, and what that changed on sample items."""
+    run = loaded.run
+    if run.device.type != "cpu" or run.placement.dtype != torch.float32 or run.placement.autocast is not None:
+        raise Unsupported(f'quantize="int8" is for float32 on a CPU, not {run.placement}; use device="cpu"')
+    make = int8_maker(torch.get_num_threads())
+    task = request.kind(loaded)
+    batches = [task.collate([row]).inputs for row in task.samples()]
+    floats = [run(inputs) for inputs in batches]
+    packed = PackedEncoder(run, make) if packs else None  # from the float weights, before they go
+    report = quantize_linears(loaded.module, make)
+    if batches:
+        worst, cosine = difference(floats, [run(inputs) for inputs in batches])
+        report = replace(report, relative_error=worst, cosine=cosine)
+    return loaded.but(packed=packed, quantization=report)
 
 
 def _packs(request: Request, loaded: Loaded) -> bool:

@@ -27,7 +27,10 @@ POSITIONED = ("roberta", "xlm-roberta", "camembert")  # whose positions begin be
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer: attention and feed-forward, each with its residual before its norm."""
+    """One layer: attention and feed-forward, each with its residual before its norm.
+
+    The last layer has its query apart (`qkv` is then key and value): only tokens that are read need one.
+    """
 
     qkv: Product
     out: Product
@@ -35,6 +38,7 @@ class Layer:
     up: Product
     down: Product
     norm2: nn.LayerNorm
+    query: Product | None = None
 
 
 def can_pack(module: Any) -> bool:
@@ -57,7 +61,9 @@ class PackedEncoder:
         self._base = getattr(module, module.base_model_prefix, module)
         self._family: str = config.model_type
         self._heads: int = config.num_attention_heads
-        self._layers = [_layer(layer, self._family, make) for layer in _layers_of(self._base, self._family)]
+        layers = list(_layers_of(self._base, self._family))
+        self._layers = [_layer(layer, self._family, make) for layer in layers]
+        self._last = _layer(layers[-1], self._family, make, apart=True)
         self._activation = activation_of(config)
         self._attend = attention_for(run)
         self._head = _with_states(module) if self._base is not module else None
@@ -70,24 +76,22 @@ class PackedEncoder:
 
     def __call__(self, batch: Batch, reads: str) -> Any:
         """The model's output for what is read of each row: `first` as [R, …], all and marks as [1, N, …]."""
-        groups = groups_of(batch.rows)
-        states = self.states(batch, groups)  # [T, H]
-        if reads == "first":
-            firsts = [s for g in groups for s in range(g.start, g.end, g.length)]
-            states = states[torch.tensor(firsts, device=states.device)].unsqueeze(1)
-        elif reads == "marks":
-            states = states[torch.tensor(_marks(batch), device=states.device)].unsqueeze(0)
-        else:
-            states = states.unsqueeze(0)
-        return self._answer(states, pool=reads == "first")
+        groups, places = groups_of(batch.rows), _places(batch, reads)
+        states = self.states(batch, groups, places)
+        return self._answer(states.unsqueeze(1 if reads == "first" else 0), pool=reads == "first")
 
-    def states(self, batch: Batch, groups: Sequence[Group]) -> Tensor:
-        """The final states of all tokens, [T, H]."""
+    def states(self, batch: Batch, groups: Sequence[Group], places: list[int] | None = None) -> Tensor:
+        """The final states of the tokens at `places`, or of all, [N, H]."""
         inputs = to_device(batch.inputs, self._run.device)
         x = self._embed({name: ids.unsqueeze(0) for name, ids in inputs.items()}).squeeze(0)
-        for layer in self._layers:
+        for layer in self._layers[:-1]:
             x = self._layer(layer, x, groups)
-        return x
+        if places is None:
+            return self._layer(self._layers[-1], x, groups)
+        at = torch.tensor(places, device=x.device)
+        if len(places) == len(batch.rows):  # one of each row: nothing else of the last layer is needed
+            return self._last_layer(x, x[at], groups)
+        return self._layer(self._layers[-1], x, groups)[at]
 
     def _embed(self, inputs: dict[str, Tensor]) -> Tensor:
         x = self._base.embeddings(**inputs)
@@ -95,7 +99,15 @@ class PackedEncoder:
         return x if project is None else project(x)
 
     def _layer(self, layer: Layer, x: Tensor, groups: Sequence[Group]) -> Tensor:
-        mixed = self._attend(layer.qkv(x), groups, self._heads)
+        return self._rest(layer, self._attend(layer.qkv(x), groups, self._heads), x)
+
+    def _last_layer(self, x: Tensor, read: Tensor, groups: Sequence[Group]) -> Tensor:
+        """The last layer for one token of each row: x [T, H], read [R, H] → [R, H]."""
+        assert self._last.query is not None
+        mixed = attend_to_one(self._last.query(read), self._last.qkv(x), groups, self._heads)
+        return self._rest(self._last, mixed, read)
+
+    def _rest(self, layer: Layer, mixed: Tensor, x: Tensor) -> Tensor:
         x = _normed(layer.norm1, layer.out.plus(mixed, x))
         up = layer.up.gelu(x) if self._activation is None else self._activation(layer.up(x))
         return _normed(layer.norm2, layer.down.plus(up, x))
@@ -131,10 +143,14 @@ def _with_states(module: Any) -> Any:
     return head
 
 
-def _marks(batch: Batch) -> list[int]:
-    places, start = [], 0
+def _places(batch: Batch, reads: str) -> list[int] | None:
+    """Where in the packed batch the tokens are that are read; None for all."""
+    if reads == "all":
+        return None
+    places: list[int] = []
+    start = 0
     for row in batch.rows:
-        places += [start + mark for mark in row.marks]
+        places += [start] if reads == "first" else [start + mark for mark in row.marks]
         start += row.length
     return places
 
@@ -160,7 +176,7 @@ def _layers_of(base: Any, family: str) -> Any:
     return base.transformer.layer if family == "distilbert" else base.encoder.layer
 
 
-def _layer(layer: Any, family: str, make: Maker) -> Layer:
+def _layer(layer: Any, family: str, make: Maker, *, apart: bool = False) -> Layer:
     if family == "distilbert":
         a, f = layer.attention, layer.ffn
         linears = (a.q_lin, a.k_lin, a.v_lin), a.out_lin, f.lin1, f.lin2
@@ -171,9 +187,10 @@ def _layer(layer: Any, family: str, make: Maker) -> Layer:
         linears = (a.self.query, a.self.key, a.self.value), a.output.dense, inner, outer.dense
         norms = a.output.LayerNorm, outer.LayerNorm
     parts, out, up, down = linears
-    weight = torch.cat([part.weight.data for part in parts])
-    bias = torch.cat([part.bias.data for part in parts])
-    return Layer(make(weight, bias), _made(out, make), norms[0], _made(up, make), _made(down, make), norms[1])
+    query, stacked = (_made(parts[0], make), parts[1:]) if apart else (None, parts)
+    weight = torch.cat([part.weight.data for part in stacked])
+    bias = torch.cat([part.bias.data for part in stacked])
+    return Layer(make(weight, bias), _made(out, make), norms[0], _made(up, make), _made(down, make), norms[1], query)
 
 
 def _made(linear: nn.Linear, make: Maker) -> Product:
@@ -200,6 +217,18 @@ def attend_by_length(qkv: Tensor, groups: Sequence[Group], heads: int) -> Tensor
         q, k, v = qkv[g.start : g.end].view(g.rows, g.length, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v)  # [R, H, L, D]
         parts.append(mixed.transpose(1, 2).reshape(-1, width))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def attend_to_one(query: Tensor, kv: Tensor, groups: Sequence[Group], heads: int) -> Tensor:
+    """One query a row, [R, H·D], over the keys and values of its row, kv [T, 2·H·D] → [R, H·D]."""
+    width = query.shape[1]
+    parts, first = [], 0
+    for g in groups:
+        q = query[first : first + g.rows].view(g.rows, 1, heads, width // heads).transpose(1, 2)
+        k, v = kv[g.start : g.end].view(g.rows, g.length, 2, heads, width // heads).permute(2, 0, 3, 1, 4)
+        parts.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, width))
+        first += g.rows
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -162,6 +162,11 @@ class Pipeline:
         return self.task.loaded.module
 
     @property
+    def quantization(self) -> Any:
+        """What `quantize=` did to the model and to its answers, a QuantizationReport; None without it."""
+        return self.task.loaded.quantization
+
+    @property
     def tokenizer(self) -> Any:
         return self.task.loaded.tokenizer
 

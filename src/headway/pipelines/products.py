@@ -7,16 +7,16 @@ A Product is made once from a weight and a bias, and computes x·Wᵀ + b, with 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.base.errors import Unsupported
-from headway.kernels.native.library import Team, open_library
-from headway.kernels.native.products import linear as native_linear
-from headway.kernels.packed import quantise_int8
+
+if TYPE_CHECKING:
+    from headway.kernels.native.library import Team
 
 ROWS = 512  # the number of rows that blocked weights are laid out for
 
@@ -48,7 +48,7 @@ class Plain:
         return F.linear(x, self._weight, self._bias)
 
     def gelu(self, x: Tensor) -> Tensor:
-        return F.gelu(self(x))
+        return torch.ops.aten.gelu_(self(x))
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         return self(x).add_(residual)
@@ -85,17 +85,20 @@ class Int8Native:
     """8-bit products of the native library; a team of threads is shared by all products of a model."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, team: Team) -> None:
-        self._packed, self._team = quantise_int8(weight, bias), team
+        from headway.kernels.native.products import linear
+        from headway.kernels.packed import quantise_int8
+
+        self._packed, self._team, self._linear = quantise_int8(weight, bias), team, linear
 
     @property
     def nbytes(self) -> int:
         return self._packed.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return native_linear(self._team, x, self._packed)
+        return self._linear(self._team, x, self._packed)
 
     def gelu(self, x: Tensor) -> Tensor:
-        return F.gelu(self(x))
+        return torch.ops.aten.gelu_(self(x))
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         return self(x).add_(residual)
@@ -121,7 +124,7 @@ class Int8Torch:
         return y if self._bias is None else y.add_(self._bias)
 
     def gelu(self, x: Tensor) -> Tensor:
-        return F.gelu(self(x))
+        return torch.ops.aten.gelu_(self(x))
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         return self(x).add_(residual)
@@ -129,6 +132,8 @@ class Int8Torch:
 
 def int8_maker(threads: int) -> Maker:
     """Makes 8-bit products: native where the library is there, torch's otherwise."""
+    from headway.kernels.native.library import Team, open_library
+
     if open_library().calls is None:
         return Int8Torch
     team = Team(threads)

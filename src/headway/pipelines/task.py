@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     Results = Sequence[Mapping[str, np.ndarray]]
 
 
+SAMPLES = (
+    "The film was a great pleasure from its first minute to its last.",
+    "Trains from Paris to London leave every hour, except on Sundays.",
+    "No.",
+    "She said that the results of the second experiment could not be repeated by anybody else.",
+)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Row:
     """One row of a batch: a model's inputs without the batch dimension, what the row costs, tokens to be read.
@@ -146,6 +154,13 @@ class Task:
     def wanted(self) -> str:
         """What one item is, in words, for messages."""
         return "a string"
+
+    def samples(self) -> list[Row]:
+        """Rows on which the effect of quantisation is measured; a task over something else than text has its own."""
+        from headway.pipelines.text import TextOptions
+
+        text = self.loaded.text if self.needs == ("tokenizer",) else None
+        return [row for rows in text.rows(SAMPLES, TextOptions(truncation=True)) for row in rows] if text else []
 
     def padding(self) -> Mapping[str, int]:
         """What sequences are padded with, by input name; the special name `side` says where (1: at the end)."""
