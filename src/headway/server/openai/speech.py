@@ -123,19 +123,19 @@ class Speech:
             parts, tokens = self._reader.push(step), spelling.push(step, kept)
             self.count += kept - before
             new, before = max(0, kept - before), kept
-            at = next((i + 1 for i, part in enumerate(parts) if self._ends_here(part)), None)
+            at = next((i + 1 for i, part in enumerate(parts) if self._ends_here(part, item)), None)
             if at is None:
                 yield Said(parts, tokens, new, step.finish)
                 continue
             cut = self._take_over(last) if isinstance(last := parts[at - 1], ToolCallStart) else 0
             why = "constraint" if self._taken is not None else ENOUGH
-            yield Said(parts[:at], tokens[: len(tokens) - cut], new - cut, why)
+            yield Said(parts[:at], tokens[: max(0, len(tokens) - cut)], max(0, new - cut), why)
             return
 
-    def _ends_here(self, part: Part) -> bool:
+    def _ends_here(self, part: Part, item: Item) -> bool:
         """Whether the model's own text ends with this: a call that its schema takes over, or the only call there is."""
         if isinstance(part, ToolCallStart):
-            return part.name in self._manner.strict and part.index not in self._announced
+            return item is None and part.name in self._manner.strict and part.index not in self._announced
         return self._manner.one_call and isinstance(part, ToolCallEnd)
 
     # -- calls of strict tools -------------------------------------------------------------------------------------

@@ -32,9 +32,21 @@ class First(FailFast):
         return id(self)
 
 
-Ids = Annotated[list[int], First()]
-Texts = Annotated[list[str], First()]
-Words = Annotated[list[str | Ids], First()]
+def shown(**schema: Any) -> Any:
+    """What the description says of a value beside its type. It is checked where a request is planned."""
+    return Field(json_schema_extra=schema)
+
+
+Id = Annotated[int, shown(minimum=0)]
+Ids = Annotated[list[Id], First()]
+Some = Annotated[list[Id], First(), shown(minItems=1)]
+Text = Annotated[str, shown(minLength=1)]
+Texts = Annotated[list[Text], First()]
+Words = Annotated[list[Text | Some], First()]
+Count = Annotated[int, shown(minimum=1)]
+Number = Annotated[int, shown(minimum=0)]
+Share = Annotated[float, shown(exclusiveMinimum=0, maximum=1)]
+Penalty = Annotated[float, shown(exclusiveMinimum=0)]
 
 
 class Wire(BaseModel):
@@ -70,7 +82,7 @@ class StructuredOutputs(Wire):
     grammar: str | None = None
 
 
-BIAS = Field(json_schema_extra={"additionalProperties": {"type": "number"}})
+BIAS = shown(additionalProperties={"type": "number"}, propertyNames={"pattern": "^[0-9]{1,18}$"})
 
 
 class Knobs(Wire):
@@ -79,29 +91,29 @@ class Knobs(Wire):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    seed: int | None = None
-    priority: float | None = None
+    n: Count | None = None
+    seed: Annotated[int, shown(minimum=0, maximum=2**64 - 1)] | None = None
+    priority: Annotated[float, shown(minimum=-1000, maximum=1000)] | None = None
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
+    temperature: Annotated[float, shown(minimum=0)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, shown(minimum=-1)] | None = None
+    min_p: Annotated[float, shown(minimum=0, maximum=1)] | None = None
+    typical_p: Share | None = None
+    repetition_penalty: Penalty | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, Any], BIAS] | None = None  # its numbers are looked at once there are not too many
-    allowed_token_ids: Ids | None = None
+    allowed_token_ids: Some | None = None
     bad_words: Words | None = None
 
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: str | Texts | None = None
+    max_tokens: Number | None = None
+    min_tokens: Number | None = None
+    stop: Text | Texts | None = None
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
 
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Number | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -129,9 +141,9 @@ class CompletionRequest(Knobs):
     """`POST /v1/completions`."""
 
     prompt: Annotated[Any, Field(json_schema_extra=PROMPT)]  # told apart in `prompts`, not by trying each form
-    best_of: int | None = None
+    best_of: Count | None = None
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Number | None = None
 
 
 class Function(Wire):
@@ -217,10 +229,10 @@ class Message(Wire):
 class ChatRequest(Knobs):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], First()]
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[Message], First(), shown(minItems=1)]
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Number | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], First()] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
