@@ -10,11 +10,15 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from support.live import Live, live
+from support.pages import check_lm_eval, check_serve, check_top
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -22,6 +26,7 @@ PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1``` *$", re.MULTILINE | re.DOTALL)
 # A make above this test must not hand its own variables to the makes that are tested.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS")}
+SERVED = "http://127.0.0.1:8000"  # in the pages; a server of the tests stands in for it
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 # Runs a page's snippets in one namespace, as a reader would type them; prints what each of them printed, as JSON.
@@ -73,12 +78,26 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@pytest.fixture(scope="module")
+def served(smollm2_path: Path) -> Iterator[Live]:
+    """What `headway serve` serves, on a free port."""
+    import headway as hw
+
+    with live(hw.Engine("smollm2", pages=1024, threads=1)) as server:
+        yield server
+
+
+def at_server(text: str, request: pytest.FixtureRequest) -> str:
+    """Text with the address of a server that is there, if it has one at all."""
+    return text.replace(SERVED, request.getfixturevalue("served").url) if SERVED in text else text
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if with_output(p)], ids=name)
-def test_snippets_print_what_the_page_shows(page: Path, smollm2_path: Path) -> None:
+def test_snippets_print_what_the_page_shows(page: Path, smollm2_path: Path, request: pytest.FixtureRequest) -> None:
     blocks = with_output(page)
     done = subprocess.run(
         [sys.executable, "-c", RUNNER, str(page)],
-        input=json.dumps([(block.line, block.text) for block, _ in blocks]),
+        input=json.dumps([(block.line, at_server(block.text, request)) for block, _ in blocks]),
         text=True,
         capture_output=True,
         cwd=ROOT,
@@ -104,10 +123,20 @@ def assert_alike(printed: str, shown: str, where: str) -> None:
 @pytest.mark.parametrize(
     ("page", "command"), [pytest.param(p, c, id=f"{name(p)}: {c}") for p in PAGES for c in dict.fromkeys(commands(p))]
 )
-def test_commands_run(page: Path, command: str, smollm2_path: Path) -> None:
-    match shlex.split(command):
+def test_commands_run(page: Path, command: str, smollm2_path: Path, request: pytest.FixtureRequest) -> None:
+    match shlex.split(at_server(command, request)):
         case ["make", *arguments]:
             _run("make", "-n", *arguments)
+        case ["headway", "serve", *arguments]:
+            check_serve(*arguments)
+        case ["headway", "top", "--url", url]:
+            check_top(url)
+        case ["curl", *arguments]:
+            _run("curl", "-sS", "--fail-with-body", *arguments)
+        case ["lm_eval", *arguments]:
+            check_lm_eval(arguments)
+        case ["sudo" | "docker", *arguments]:
+            assert [path for path in arguments if path.startswith("deploy/") and not (ROOT / path).is_file()] == []
         case ["headway", *arguments]:
             _run(sys.executable, "-m", "headway.cli.main", *arguments)
         case ["pip" | ".venv/bin/pip", "install", *arguments]:

@@ -1,0 +1,75 @@
+"""Commands of the pages that need more than running: servers that are started and stopped, and what watches one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+HEADWAY = [sys.executable, "-m", "headway.cli.main"]
+PATIENCE = 120.0  # seconds until a test gives up; nothing is asserted about times
+
+
+@cache  # several pages begin with the same line
+def check_serve(*arguments: str) -> None:
+    """A line of `headway serve` makes a key, or a server that becomes ready and ends with 0 when it is told to stop."""
+    with tempfile.TemporaryDirectory() as folder:
+        if "--new-key" in arguments:
+            return _make_key(folder, arguments)
+        if "--keys" in arguments:
+            _make_key(folder, ["--keys", arguments[arguments.index("--keys") + 1], "--new-key", "ada"])
+        with _process([*HEADWAY, "serve", *arguments, "--port", "0", "--json"], cwd=folder) as server:
+            assert server.stdout is not None
+            assert any(json.loads(line)["message"] == "ready" for line in server.stdout), server.communicate()
+            server.send_signal(signal.SIGTERM)
+            server.communicate(timeout=PATIENCE)
+            assert server.returncode == 0
+
+
+def _make_key(folder: str, arguments: Sequence[str]) -> None:
+    command = [*HEADWAY, "serve", *arguments]
+    made = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert made.stdout.startswith("hw-")
+
+
+def check_top(url: str) -> None:
+    """`headway top --url` shows the server's model."""
+    with _process([*HEADWAY, "top", "--url", url]) as top:
+        assert top.stderr is not None
+        assert "smollm2" in top.stderr.readline()
+
+
+def check_lm_eval(arguments: Sequence[str]) -> None:
+    """The client that a line of `lm_eval` makes scores a text; the line's task would be fetched from elsewhere."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.registry import get_model
+
+    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    assert set(given) == {"--model", "--model_args", "--tasks"}, shlex.join(arguments)
+    client = get_model(given["--model"]).create_from_arg_string(given["--model_args"])
+    pair = Instance("loglikelihood", {}, ("Paris is the capital of", " France"), 0)
+    ((score, is_best),) = client.loglikelihood([pair])
+    assert score < 0
+    assert isinstance(is_best, bool)
+
+
+@contextmanager
+def _process(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process that is ended at the end."""
+    environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
