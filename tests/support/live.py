@@ -15,6 +15,7 @@ import uvicorn
 
 import headway as hw
 from headway.server.app import create_app
+from headway.server.run import configure
 from headway.server.settings import Settings
 
 PATIENCE = 120.0  # seconds until a test gives up; nothing is asserted about times
@@ -103,8 +104,8 @@ class Live:
 @contextmanager
 def live(engine: hw.Engine, **settings: Any) -> Iterator[Live]:
     """Serve an engine, which is closed at the end."""
-    app = create_app(Settings(model="smollm2", **settings), lambda: engine)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False))
+    how = Settings(**{"model": "smollm2", "port": 0, **settings})
+    server = uvicorn.Server(configure(how, create_app(how, lambda: engine)))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), name="served", daemon=True)
     thread.start()
     try:

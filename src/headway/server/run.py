@@ -81,7 +81,7 @@ def check_exposure(settings: Settings) -> None:
 
 async def _serve(serving: Serving, app: FastAPI, end: _End, listener: socket.socket) -> None:
     settings = serving.settings
-    server = _Server(_configure(settings, app))
+    server = _Server(configure(settings, app))
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, end.signalled, number)
@@ -147,9 +147,12 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _configure(settings: Settings, app: FastAPI) -> uvicorn.Config:
+def configure(settings: Settings, app: FastAPI) -> uvicorn.Config:
+    """uvicorn, as every server here runs it."""
     return uvicorn.Config(
         app,
+        host=settings.host,
+        port=settings.port,
         http=protocol(settings),
         loop="asyncio",
         ws="none",
