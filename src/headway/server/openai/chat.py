@@ -48,7 +48,7 @@ async def chat_completions(asked: ChatRequest, request: Request) -> Response:
     for i, tool in enumerate(shown):
         check_size(tool.function.parameters or {}, f"tools[{i}].function.parameters", settings)
     talk = await asyncio.to_thread(_read, asked, shown, check)
-    await how.prepare(await asyncio.to_thread(_argument_grammars, talk, manner))
+    await how.prepare(await asyncio.to_thread(_argument_grammars, talk, manner), "tools")
     most = check.between("max_tokens", _max_tokens(asked), 1, engine.config.max_positions)
     limit = check.length(len(talk.ids), most, how.min_tokens, "messages")
     if most is None and (usual := engine.generation_defaults.max_new_tokens) is not None:

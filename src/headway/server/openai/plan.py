@@ -62,8 +62,8 @@ class Plan:
         """An empty context for one prompt."""
         return self.engine.context(priority=self.priority, salt=self.tenant.salt)
 
-    async def prepare(self, grammars: Iterable[Grammar]) -> None:
-        """Compile grammars before anything is computed, within the time there is for it."""
+    async def prepare(self, grammars: Iterable[Grammar], where: str) -> None:
+        """Compile the grammars of a field before anything is computed, within the time there is for it."""
         limit = self.settings.max_grammar_seconds
         for grammar in grammars:
             work = compiled(grammar, self.engine.tokenizer, self.engine.vocab_size)
@@ -71,8 +71,10 @@ class Plan:
                 self.made[grammar] = await asyncio.wait_for(work, limit)
             except TimeoutError:
                 raise bad_request(
-                    f"the grammar or schema was not ready within {limit:g} s; simplify it", code="grammar_too_slow"
+                    f"the grammar or schema was not ready within {limit:g} s; simplify it", where, "grammar_too_slow"
                 ) from None
+            except (InvalidInput, Unsupported) as error:
+                raise bad_request(str(error), where, "invalid_grammar") from error
 
     def generation(
         self, context: Context, number: int, grammar: Grammar | None, max_tokens: int, *, free: bool = True
@@ -131,7 +133,7 @@ async def plan(
         no_repeat_ngram_size=engine.generation_defaults.no_repeat_ngram_size,
     )
     if grammar is not None:
-        await made.prepare([grammar])
+        await made.prepare([grammar], "response_format" if asked.structured_outputs is None else "structured_outputs")
     return made
 
 
