@@ -253,6 +253,11 @@ class TokenizerInfo(BaseModel):
 # -- responses ---------------------------------------------------------------------------------------------------------
 
 RETRY = {"Retry-After": {"description": "Seconds until another try makes sense", "schema": {"type": "integer"}}}
+EVENT = {  # of a stream, one by one
+    "type": "object",
+    "properties": {"data": {"type": "string", "description": "A chunk of the answer as JSON, an error, or [DONE]"}},
+    "required": ["data"],
+}
 
 
 def _error(description: str, **more: Any) -> dict[str, Any]:
@@ -285,6 +290,6 @@ def streams(model: type[BaseModel]) -> Responses:
         200: {
             "model": model,
             "description": "The answer; with `stream`, server-sent events that end with `data: [DONE]`.",
-            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            "content": {"text/event-stream": {"schema": EVENT}},
         }
     }

@@ -1,0 +1,173 @@
+"""Requests drawn from the server's own description, and what every answer must be whatever was asked."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from pydantic import BaseModel
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import load_all_checks
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from headway.server.shapes import ChatChunk, CompletionChunk, ErrorAnswer
+from support.live import Live
+
+CHUNKS: dict[str, type[BaseModel]] = {"/v1/completions": CompletionChunk, "/v1/chat/completions": ChatChunk}
+INSIDE = ("Traceback", "site-packages", "0x7f", 'File "', "/headway/", "/tmp/")
+NARROW = {  # fields, and what they are drawn from so that most requests can be answered
+    "n": {"maximum": 3},
+    "best_of": {"maximum": 3},
+    "max_tokens": {"maximum": 12},
+    "max_completion_tokens": {"maximum": 12},
+    "min_tokens": {"maximum": 2},
+    "logprobs": {"maximum": 8},
+    "top_logprobs": {"maximum": 8},
+    "prompt_logprobs": {"maximum": 8},
+}
+TEXT = {"maxLength": 40}
+REQUESTS = ("CompletionRequest", "ChatRequest", "TokenizeRequest", "DetokenizeRequest")
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+CHOSEN: dict[str, list[Any]] = {  # forms that are hard to come by at random
+    "structured_outputs": [None, {"regex": "[ab]{3}"}, {"choice": ["yes", "no"]}, {"json": {"type": "integer"}}],
+    "response_format": [None, {"type": "json_object"}, {"type": "text"}],
+    "tools": [None, [], [TOOL]],
+    "tool_choice": [None, "auto", "none"],
+}
+
+load_all_checks()
+
+
+class Fuzzer:
+    """Draws requests, sends them, and looks at every answer."""
+
+    def __init__(self, served: Live) -> None:
+        self.served, self.session = served, requests.Session()
+        self.seen: Counter[tuple[str, int]] = Counter()  # how often an operation had a status
+        self._document = served.get("/openapi.json").json
+        self._wide = self._schema(self._document)
+        self._narrow = self._schema(narrowed(self._document, served.engine.vocab_size))
+
+    def _schema(self, document: Any) -> Any:
+        schema = schemathesis.openapi.from_dict(document)
+        schema.config.update(base_url=self.served.url)
+        return schema
+
+    def rounds(self, seconds: float, number: int = 0) -> None:
+        """Every operation in every mode, again and again with other seeds, until the time is over."""
+        end = time.monotonic() + seconds
+        dice = random.Random(number)
+        while time.monotonic() < end:
+            for schema, mode in (
+                (self._narrow, GenerationMode.POSITIVE),
+                (self._wide, GenerationMode.POSITIVE),
+                (self._wide, GenerationMode.NEGATIVE),
+            ):
+                for found in schema.get_all_operations():
+                    operation = found.ok()
+                    if mode is GenerationMode.POSITIVE or operation.body:
+                        self._operation(operation, mode, dice.getrandbits(32), end)
+
+    def _operation(self, operation: Any, mode: GenerationMode, number: int, end: float) -> None:
+        @seed(number)
+        @settings(
+            max_examples=15,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.generate, Phase.shrink),
+        )
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def one(case: Case) -> None:
+            if time.monotonic() < end:
+                self.check(case)
+
+        one()
+
+    def check(self, case: Case) -> None:
+        """Send a request; its answer must be a documented one, in its documented shape, and say nothing of the inside.
+
+        That a request follows the description does not mean it can be answered: which ids, lengths and grammars can
+        be had is for the model and the server's limits to say.
+        """
+        response = case.call(session=self.session, timeout=120)
+        self.seen[case.operation.label, response.status_code] += 1
+        case.validate_response(response, excluded_checks=[positive_data_acceptance])
+        text = response.text or ""
+        if response.status_code >= 400:
+            ErrorAnswer.model_validate_json(text)
+        elif response.headers["content-type"][0].startswith("text/event-stream"):
+            check_stream(text, CHUNKS[case.path])
+        else:
+            return
+        told = [word for word in INSIDE if word in text and word not in json.dumps(_plain(case.body))]
+        assert not told, (told, text[:500])
+
+
+def check_stream(text: str, shape: type[BaseModel]) -> None:
+    """Raise unless every event has its shape, and the stream ends as streams do: with [DONE], or with an error."""
+    *events, last, rest = text.split("\n\n")
+    assert rest == "", text[-200:]
+    for event in events:
+        shape.model_validate_json(event.removeprefix("data: "))
+    if last != "data: [DONE]":
+        ErrorAnswer.model_validate_json(last.removeprefix("data: "))
+
+
+def narrowed(document: dict[str, Any], vocab: int) -> dict[str, Any]:
+    """The description, with numbers and texts that a small model can serve: what is left out is drawn elsewhere."""
+    made = copy.deepcopy(document)
+    schemas = made["components"]["schemas"]
+    for name in REQUESTS:
+        fields = schemas[name]["properties"]
+        for field in ("model", "stream_options"):
+            fields.pop(field, None)
+        for field, value in fields.items():
+            for one in (value, *value.get("anyOf", ())):
+                _tighten(field, one, vocab)
+        fields |= {field: {"enum": values} for field, values in CHOSEN.items() if field in fields}
+    _simple_messages(schemas)
+    return made
+
+
+def _tighten(field: str, schema: dict[str, Any], vocab: int) -> None:
+    match schema.get("type"):
+        case "integer" | "number" if field in NARROW:
+            schema |= NARROW[field]
+        case "string":
+            schema |= TEXT
+        case "array":
+            schema["maxItems"] = 4
+            for item in (schema.get("items", {}), *schema.get("items", {}).get("anyOf", ())):
+                _tighten("id" if item.get("type") == "integer" else "", item, vocab)
+                if item.get("type") == "integer":
+                    item |= {"minimum": 0, "maximum": vocab - 1}
+        case "object" if field == "logit_bias":
+            schema |= {"propertyNames": {"pattern": "^[1-9][0-9]?$"}, "maxProperties": 4}
+    for one in schema.get("anyOf", ()) if field == "prompt" else ():
+        _tighten(field, one, vocab)
+
+
+def _simple_messages(schemas: dict[str, Any]) -> None:
+    """Messages of people, with text."""
+    message = schemas["Message"]
+    message["properties"] = {
+        "role": {"enum": ["user", "system", "assistant"]},
+        "content": {"type": "string", "maxLength": 40},
+    }
+    message["required"] = ["role", "content"]
+
+
+def _plain(body: Any) -> Any:
+    try:
+        json.dumps(body)
+    except (TypeError, ValueError):
+        return repr(body)
+    return body
