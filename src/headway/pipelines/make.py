@@ -39,8 +39,6 @@ def pipeline(
     and runs there. `packed=False` never computes rows without padding. Further keywords become defaults of the task's
     options.
     """
-    from headway.pipelines.loading import transformers
-
     name, kind = task_named(task)
     _check(quantize, compile, backend, packed)
     parts = {
@@ -49,7 +47,6 @@ def pipeline(
         "feature_extractor": feature_extractor,
         "processor": processor,
     }
-    transformers()  # says which extra is missing, before anything is fetched
     from headway.pipelines.opening import Request
 
     request = Request(

@@ -10,8 +10,10 @@ import torch
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.machine import read_machine
 from headway.pipelines.budget import key_of
+from headway.pipelines.compiled import CompiledForward
 from headway.pipelines.forward import Forward, place
 from headway.pipelines.loading import Loaded, load
+from headway.pipelines.onnx import OnnxForward
 from headway.pipelines.packed import PackedEncoder, attend_ragged, attention_for, can_pack
 from headway.pipelines.pipeline import Pipeline
 from headway.pipelines.products import int8_maker
@@ -60,9 +62,26 @@ def open_here(request: Request, face: type[Pipeline] = Pipeline) -> Pipeline:
 def computed_as(request: Request, loaded: Loaded) -> Loaded:
     """The model, with the way of computing it that was asked for."""
     packs = _packs(request, loaded)
+    if request.quantize is not None and (request.compile or request.backend != "torch"):
+        raise Unsupported("quantize is for the torch backend without compile; choose one of them")
+    if request.compile and request.backend != "torch":
+        raise Unsupported("compile is for the torch backend; choose compile=True or backend='onnxruntime'")
+    if request.backend == "onnxruntime":
+        return loaded.but(run=OnnxForward(loaded.run, _example(request, loaded)))
+    if request.compile:
+        return loaded.but(run=CompiledForward(loaded.run, loaded.text.limit if loaded.text else None))
     if request.quantize == "int8":
         return _in_int8(request, loaded, packs)
     return loaded.but(packed=PackedEncoder(loaded.run)) if packs else loaded
+
+
+def _example(request: Request, loaded: Loaded) -> dict[str, Any]:
+    """Inputs of the kind the task's model is called with, two rows."""
+    task = request.kind(loaded)
+    rows = task.samples()[:2]
+    if not rows:
+        raise Unsupported(f"{request.name} has no example that its model could be exported with; use backend='torch'")
+    return task.collate(rows).inputs
 
 
 def _in_int8(request: Request, loaded: Loaded, packs: bool) -> Loaded:

@@ -1,0 +1,217 @@
+"""Other ways to compute the same: packed, int8, compiled, onnxruntime. Each is held against the plain model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import headway as hw
+from headway.pipelines.arrays import groups_of
+from headway.pipelines.compiled import row_bucket, token_bucket
+from headway.pipelines.packed import FAMILIES, attend_by_length, can_pack
+from headway.pipelines.products import Blocked, Int8Torch, Plain, QuantizedLinear, can_block, int8_maker
+from headway.pipelines.task import Row
+from support import encoders
+
+LENGTHS = (1, 3, 3, 3, 9, 9, 20)
+
+
+def pipe(task: str, model: Any, family: str, **more: Any) -> hw.Pipeline:
+    return hw.pipeline(task, model, tokenizer=encoders.tokenizer(family), device="cpu", **more)
+
+
+def vectors(p: hw.Pipeline, texts: list[str]) -> np.ndarray:
+    with p:
+        return np.stack(p(texts))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    return tmp_path
+
+
+class TestPacked:
+    @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "electra"])
+    @pytest.mark.parametrize("act", ["gelu", "relu"])
+    def test_gives_what_padded_rows_give(self, family: str, act: str) -> None:
+        named = {"activation": act} if family == "distilbert" else {"hidden_act": act}
+        model = encoders.model(family, "base", **named)
+        texts = encoders.texts(40)
+        packed = pipe("sentence-embedding", model, family, packed=True)
+        assert packed.task.loaded.packed is not None
+        padded = pipe("sentence-embedding", model, family, packed=False)
+        assert padded.task.loaded.packed is None
+        np.testing.assert_allclose(vectors(packed, texts), vectors(padded, texts), rtol=1e-4, atol=2e-6)
+
+    def test_no_padding_is_computed(self) -> None:
+        model = encoders.model("bert", "base")
+        with pipe("sentence-embedding", model, "bert") as p:
+            p(encoders.texts(50))
+            assert p.stats()["padded_tokens"] == p.stats()["tokens"]
+
+    def test_attention_by_length_is_attention_under_a_block_mask(self) -> None:
+        torch.manual_seed(0)
+        rows = [Row({}, length) for length in LENGTHS]
+        qkv = torch.randn(sum(LENGTHS), 3 * 4 * 8)
+        mask = torch.block_diag(*(torch.ones(n, n) for n in LENGTHS)).bool()
+        q, k, v = qkv.view(-1, 3, 4, 8).permute(1, 2, 0, 3)
+        want = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1).reshape(-1, 32)
+        torch.testing.assert_close(attend_by_length(qkv, groups_of(rows), 4), want, rtol=1e-5, atol=1e-6)
+
+    def test_other_architectures_are_padded_unless_packed_was_demanded(self) -> None:
+        model = encoders.model("deberta", "base")
+        assert not can_pack(model)
+        with pipe("sentence-embedding", model, "deberta") as p:
+            assert p.task.loaded.packed is None
+        with pytest.raises(hw.Unsupported, match=r"deberta-v2 models are computed on padded rows only"):
+            pipe("sentence-embedding", model, "deberta", packed=True)
+
+    def test_every_family_that_is_named_can_be_packed(self) -> None:
+        for family in ("bert", "roberta", "distilbert", "electra"):
+            assert can_pack(encoders.model(family, "base"))
+        assert set(FAMILIES) >= {"bert", "roberta", "distilbert", "electra"}
+        assert not can_pack(encoders.model("bert", "base", is_decoder=True))
+
+
+class TestProducts:
+    def test_blocked_products_are_plain_ones(self) -> None:
+        torch.manual_seed(0)
+        weight, bias, x, r = torch.randn(24, 16), torch.randn(24), torch.randn(9, 16), torch.randn(9, 24)
+        assert can_block(weight)
+        for b in (bias, None):
+            plain, blocked = Plain(weight, b), Blocked(weight, b)
+            torch.testing.assert_close(blocked(x), plain(x), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(blocked.gelu(x), plain.gelu(x), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(blocked.plus(x, r), plain.plus(x, r), rtol=1e-5, atol=1e-5)
+
+    def test_native_and_torch_int8_are_the_same_numbers(self) -> None:
+        torch.manual_seed(0)
+        weight, bias, x = torch.randn(48, 64), torch.randn(48), torch.randn(17, 64)
+        native, reference = int8_maker(1)(weight, bias), Int8Torch(weight, bias)
+        torch.testing.assert_close(native(x), reference(x), rtol=1e-4, atol=2e-4)
+        assert float((reference(x) - Plain(weight, bias)(x)).abs().max()) > 1e-3  # it really is 8 bits
+
+    def test_a_row_does_not_depend_on_its_neighbours(self) -> None:
+        torch.manual_seed(0)
+        product = int8_maker(1)(torch.randn(48, 64), None)
+        x = torch.randn(5, 64)
+        loud = torch.cat([x, 1000 * torch.randn(3, 64)])
+        torch.testing.assert_close(product(loud)[:5], product(x), rtol=1e-6, atol=1e-6)
+
+
+class TestInt8:
+    @pytest.mark.parametrize("family", ["bert", "deberta"])
+    def test_is_near_the_float_model_and_says_how_near(self, family: str) -> None:
+        model = encoders.model(family, "base")
+        texts = encoders.texts(20)
+        with pipe("sentence-embedding", model, family, quantize="int8") as p:
+            report = p.quantization
+            got = np.stack(p(texts))
+        assert report.layers >= 12
+        assert report.bytes_after < report.bytes_before
+        assert 0 < report.relative_error < 0.3
+        assert 0.9 < report.cosine < 1
+        want = vectors(pipe("sentence-embedding", model, family), texts)
+        assert ((got * want).sum(1) > 0.95).all()
+        assert not np.allclose(got, want, atol=1e-6)
+
+    def test_the_callers_model_stays_as_it_is(self) -> None:
+        model = encoders.model("bert", "classify", num_labels=2)
+        pipe("text-classification", model, "bert", quantize="int8").close()
+        assert not any(isinstance(part, QuantizedLinear) for part in model.modules())
+
+    def test_packed_and_padded_give_the_same(self) -> None:
+        model, texts = encoders.model("bert", "base"), encoders.texts(20)
+        found = [
+            vectors(pipe("sentence-embedding", model, "bert", quantize="int8", packed=p), texts) for p in (True, False)
+        ]
+        np.testing.assert_allclose(found[0], found[1], rtol=1e-3, atol=2e-3)
+
+    def test_only_float32_on_a_cpu(self) -> None:
+        with pytest.raises(hw.Unsupported, match=r"float32 on a CPU, not cpu bfloat16"):
+            pipe("sentence-embedding", encoders.model("bert", "base"), "bert", quantize="int8", dtype="bfloat16")
+        with pytest.raises(hw.InvalidInput, match=r"quantize is 'int4'; it takes None or 'int8'"):
+            pipe("sentence-embedding", encoders.model("bert", "base"), "bert", quantize="int4")
+
+
+class TestOnnx:
+    def test_same_numbers_exported_once(self, cache: Path) -> None:
+        model, texts = encoders.model("bert", "classify", num_labels=3), encoders.texts(30)
+        with pipe("text-classification", model, "bert") as plain:
+            want = plain(texts, top_k=None)
+        for _ in range(2):
+            with pipe("text-classification", model, "bert", backend="onnxruntime") as p:
+                got = p(texts, top_k=None)
+                with pytest.raises(hw.InvalidInput, match=r"takes .* and nothing else"):
+                    p.forward("the film", output_hidden_states=True)
+            for mine, other in zip(got, want):
+                assert [one["label"] for one in mine] == [one["label"] for one in other]
+                assert [o["score"] for o in mine] == pytest.approx([o["score"] for o in other], rel=1e-4)
+        assert len(list((cache / "pipelines/onnx").glob("*/model.onnx"))) == 1
+
+    def test_states_by_token_and_other_weights_are_another_export(self, cache: Path) -> None:
+        texts = encoders.texts(12)
+        for seed in (0, 1):
+            model = encoders.model("distilbert", "base", seed=seed)
+            got = vectors(pipe("sentence-embedding", model, "distilbert", backend="onnxruntime"), texts)
+            want = vectors(pipe("sentence-embedding", model, "distilbert"), texts)
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5)
+        assert len(list((cache / "pipelines/onnx").glob("*/model.onnx"))) == 2
+
+
+class TestCompiled:
+    def test_buckets(self) -> None:
+        assert [token_bucket(n, 512) for n in (1, 16, 17, 64, 65, 128, 129, 500)] == [16, 16, 32, 64, 96, 128, 192, 512]
+        assert token_bucket(60, 62) == 62
+        assert [row_bucket(n) for n in (1, 2, 8, 9, 200, 257)] == [1, 8, 8, 32, 256, 512]
+
+    @pytest.mark.slow
+    def test_gives_what_the_plain_model_gives(self) -> None:
+        model, texts = encoders.model("bert", "classify", num_labels=3), encoders.texts(20)
+        with pipe("text-classification", model, "bert") as plain:
+            want = plain(texts)
+        with pipe("text-classification", model, "bert", compile=True) as p:
+            got = p(texts)
+        assert [one["label"] for one in got] == [one["label"] for one in want]
+        assert [one["score"] for one in got] == pytest.approx([one["score"] for one in want], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"quantize": "int8", "backend": "onnxruntime"}, "choose one"),
+        ({"compile": True, "backend": "onnxruntime"}, "choose compile"),
+        ({"packed": True, "compile": True}, "padded rows only"),
+        ({"device": "tpu"}, r"'tpu' is refused: there is no TPU backend"),
+        ({"device": "tensorrt"}, r"'tensorrt' is refused: there is no TensorRT"),
+    ],
+)
+def test_what_cannot_go_together_is_refused(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(hw.Unsupported, match=words):
+        hw.pipeline(
+            "sentence-embedding",
+            encoders.model("bert", "base"),
+            tokenizer=encoders.tokenizer("bert"),
+            **({"device": "cpu"} | more),
+        )
+
+
+def test_the_backend_tensorrt_is_refused_by_name() -> None:
+    with pytest.raises(hw.InvalidInput, match="TensorRT is refused"):
+        hw.pipeline("sentence-embedding", backend="tensorrt")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "autocast", "autocast:float16"])
+def test_other_dtypes_are_near_float32(dtype: str) -> None:
+    model, texts = encoders.model("bert", "base"), encoders.texts(10)
+    got = vectors(pipe("sentence-embedding", model, "bert", dtype=dtype), texts)
+    want = vectors(pipe("sentence-embedding", model, "bert"), texts)
+    assert got.dtype == np.float32
+    assert ((got * want).sum(1) > 0.99).all()
+    assert next(model.parameters()).dtype == torch.float32  # the caller's model stays as it is
