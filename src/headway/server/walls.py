@@ -31,7 +31,7 @@ from headway.server.settings import ANY_HOST, EVERYWHERE, Settings
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 LINGER_SECONDS, LINGER_PAUSE, LINGER_BYTES = 2.0, 0.3, 64 << 20  # for a client that still sends what was refused
 CLIENT_GONE = 499
-WATCHED = frozenset({"/health", "/metrics", "/stats"})
+WATCHED = frozenset({"/health", "/metrics", "/stats", "/lab/api/model", "/lab/api/pages", "/lab/api/steps"})
 _HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,253})(?::[0-9]{1,5})?")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]+(\s*,\s*[A-Za-z0-9-]+)*")
 

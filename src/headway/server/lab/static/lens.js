@@ -1,0 +1,47 @@
+// The logit lens: which token would the model have said, had it ended at each layer?
+
+import { bars } from "./charts.js";
+import { chip, fill, h, percent } from "./dom.js";
+
+const DEEP = 64; // tokens of each layer that are looked through for the answer
+const COLUMNS = 5;
+
+export function lensPanel(lab, body) {
+  const now = lab.now;
+  fill(body, h("p", { class: "soft", role: "status" }, "Reading every layer …"));
+  load(lab, now).then((layers) => {
+    if (now === lab.now && lab.main && lab.state.tab === "lens") fill(body, table(lab, layers));
+  }).catch((error) => {
+    if (now === lab.now && lab.main) fill(body, h("div", { class: "note" }, h("p", {}, error.message)));
+  });
+  return {};
+}
+
+async function load(lab, now) {
+  if (!now.extra.lens) {
+    const { tokens, prompt_tokens: count, lens } = now.trace;
+    now.extra.lens = lens ?? (await lab.source.trace({ prompt: tokens.slice(0, count), take: tokens.slice(count), logits: false, lens: { k: Math.min(DEEP, now.row.size) } })).lens;
+  }
+  return now.extra.lens;
+}
+
+function table(lab, layers) {
+  const answer = layers.at(-1).ids[0];
+  const rank = (layer) => layer.ids.indexOf(answer) + 1;
+  let wins = layers.length - 1;
+  while (wins > 0 && layers[wins - 1].ids[0] === answer) wins--;
+  const first = layers.findIndex((layer) => layer.ids[0] === answer);
+  const name = (i) => (layers[i].layer === 0 ? "the embedding" : `layer ${layers[i].layer}`);
+  return h("div", {}, h("div", { class: "panel" }, h("h2", {}, "At which layer does the answer win?"),
+    h("p", {}, chip(lab.text(answer)), ` is the model's best token in the end. It is first at `, h("strong", {}, name(wins)), ` and stays there`, first < wins ? `; it was first once before, at ${name(first)}.` : "."),
+    bars(layers.map((layer, i) => {
+      const place = rank(layer);
+      return { text: layer.layer === 0 ? "emb" : `L${layer.layer}`, value: place ? layer.probs[place - 1] : 0, second: i >= wins, label: place ? `${percent(layer.probs[place - 1])} · #${place}` : `> #${layer.ids.length}` };
+    }), { max: 1 }),
+    h("p", { class: "soft small" }, "Each bar: the probability of that token if the model ended at this layer, and its rank there. Orange from where it wins.")),
+  h("details", { class: "panel", open: true }, h("summary", {}, h("h2", {}, "Layer by layer")),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "The likeliest tokens of each layer" }, h("table", { class: "lens" },
+      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Layer"), Array.from({ length: COLUMNS }, (_, i) => h("th", { scope: "col" }, `#${i + 1}`)))),
+      h("tbody", {}, [...layers].reverse().map((layer) => h("tr", {}, h("th", { scope: "row", class: "num" }, layer.layer === 0 ? "embedding" : layer.layer),
+        layer.ids.slice(0, COLUMNS).map((id, i) => h("td", { class: id === answer ? "answer-cell" : "" }, chip(lab.text(id)), " ", h("span", { class: "num soft small" }, percent(layer.probs[i])))))))))));
+}

@@ -1,0 +1,77 @@
+// A permanent link: prompt, knobs, seed, mask and tree as text behind the # of the address. No server sees it.
+
+import { OFF } from "./sampling.js";
+
+export const VERSION = 1;
+export const TABS = ["next", "tree", "lens", "attention", "engine", "call"];
+const RANGES = {
+  temperature: [0, 100], top_k: [0, 1e7, true], top_p: [1e-9, 1], min_p: [0, 1], typical_p: [1e-9, 1],
+  repetition_penalty: [1e-3, 100], presence_penalty: [-100, 100], frequency_penalty: [-100, 100],
+};
+const MAX_NODES = 4096;
+
+/** The state as text that an address can hold. */
+export function encode(state) {
+  const { prompt, chat, knobs, seed, bias, mask, tree, at, tab, model } = state;
+  const text = JSON.stringify({ v: VERSION, model, prompt, chat, knobs, seed, bias: [...bias], mask, tree, at, tab });
+  const octets = new TextEncoder().encode(text);
+  let raw = "";
+  for (const octet of octets) raw += String.fromCharCode(octet);
+  return btoa(raw).replaceAll("+", "-").replaceAll("/", "_").replace(/=+$/, "");
+}
+
+/** The state in a link's text; raises an Error that says what is wrong with it. */
+export function decode(text) {
+  let found;
+  try {
+    const raw = atob(text.replaceAll("-", "+").replaceAll("_", "/"));
+    found = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(Uint8Array.from(raw, (c) => c.charCodeAt(0))));
+  } catch {
+    throw new Error("it is cut off or was changed on its way");
+  }
+  if (found === null || typeof found !== "object" || found.v !== VERSION) throw new Error(`it is of version ${JSON.stringify(found?.v)?.slice(0, 20)}; this page reads version ${VERSION}`);
+  must(typeof found.prompt === "string" || wholes(found.prompt), "it has no prompt");
+  must(Number.isSafeInteger(found.seed) && found.seed >= 0, "its seed is no whole number");
+  must(Array.isArray(found.tree) && found.tree.length <= MAX_NODES, "its tree is no list, or too long");
+  found.tree.forEach((node, i) => must(Array.isArray(node) && node.length === 2 && node.every(Number.isSafeInteger) && node[0] >= 0 && node[1] >= -1 && node[1] < i, `node ${i} of its tree hangs on nothing`));
+  must(Number.isSafeInteger(found.at) && found.at >= -1 && found.at < found.tree.length, "it stands at a node that is not there");
+  return {
+    model: String(found.model ?? ""), prompt: found.prompt, chat: found.chat === true, knobs: readKnobs(found.knobs), seed: found.seed,
+    bias: readBias(found.bias ?? []), mask: readMask(found.mask ?? null), tree: found.tree, at: found.at, tab: TABS.includes(found.tab) ? found.tab : "next",
+  };
+}
+
+function must(holds, what) {
+  if (!holds) throw new Error(what);
+}
+
+const wholes = (list) => Array.isArray(list) && list.every((n) => Number.isSafeInteger(n) && n >= 0);
+
+export function readKnobs(given) {
+  must(given && typeof given === "object", "it has no knobs");
+  const knobs = { ...OFF };
+  for (const [name, [low, high, isWhole]] of Object.entries(RANGES)) {
+    const value = given[name] ?? OFF[name];
+    must(typeof value === "number" && value >= low && value <= high && (!isWhole || Number.isInteger(value)), `its ${name} is ${String(value).slice(0, 20)}`);
+    knobs[name] = value;
+  }
+  return knobs;
+}
+
+function readBias(list) {
+  must(Array.isArray(list) && list.length <= 256 && list.every((pair) => Array.isArray(pair) && pair.length === 2 && Number.isSafeInteger(pair[0]) && pair[0] >= 0 && Number.isFinite(pair[1])), "its bias is no list of tokens and numbers");
+  return new Map(list);
+}
+
+function readMask(mask) {
+  if (mask === null) return null;
+  must(typeof mask === "object" && ["window", "sink", "cells"].includes(mask.kind) && ["last", "all"].includes(mask.bind), "its mask is of no kind that is known");
+  const number = (n, low) => Number.isSafeInteger(n) && n >= low && n <= 1e6;
+  if (mask.kind === "cells") {
+    must(Array.isArray(mask.runs) && mask.runs.length > 0 && mask.runs.length <= 512 && mask.runs.every(wholes), "its mask has no runs");
+    return { kind: "cells", bind: mask.bind, runs: mask.runs };
+  }
+  must(number(mask.window, 1), "its mask's window is no number");
+  if (mask.kind === "sink") must(number(mask.sink, 0), "its mask's sink is no number");
+  return { kind: mask.kind, bind: mask.bind, window: mask.window, ...(mask.kind === "sink" ? { sink: mask.sink } : {}) };
+}

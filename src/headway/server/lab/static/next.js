@@ -1,0 +1,198 @@
+// The next token: knobs on one side, every stage from logits to the draw on the other. All numbers are worked out
+// here in float64 for the whole vocabulary, and held against the engine's own `Sampling`.
+
+import { unpack } from "./api.js";
+import { bars } from "./charts.js";
+import { chip, fill, fixed, freshId, h, percent, settled, whole } from "./dom.js";
+import { distribution, draw, OFF, probAt, Row, stages } from "./sampling.js";
+
+const KNOBS = [
+  ["temperature", "Temperature", 0, 2, 0.01, "0 is greedy"], ["top_k", "Top-k", 0, 200, 1, "0 is off"], ["top_p", "Top-p", 0.01, 1, 0.01, "1 is off"],
+  ["min_p", "Min-p", 0, 1, 0.01, "0 is off"], ["typical_p", "Typical", 0.01, 1, 0.01, "1 is off"],
+  ["repetition_penalty", "Repetition penalty", 0.5, 2, 0.01, "1 is off"], ["presence_penalty", "Presence penalty", -2, 2, 0.05, "0 is off"], ["frequency_penalty", "Frequency penalty", -2, 2, 0.05, "0 is off"],
+];
+const PRESETS = [
+  ["All off", { ...OFF }], ["Evals: T 0", { ...OFF, temperature: 0 }], ["Chat: T 0.7, top-p 0.9", { ...OFF, temperature: 0.7, top_p: 0.9 }], ["Wild: T 1.5", { ...OFF, temperature: 1.5 }],
+];
+const STAGES = [["penalties", "Bias & penalties"], ["temperature", "Temperature"], ["top_k", "Top-k"], ["top_p", "Top-p"], ["min_p", "Min-p"], ["typical_p", "Typical"]];
+const SHOWN = 12;
+const DRAWS = 200;
+
+export function nextPanel(lab, body) {
+  const numbers = h("div", { class: "numbers" });
+  const check = h("div", { class: "check", id: "engine-check", role: "status" });
+  let more = false;
+  let drawn = null;
+  const compare = settled(350, () => engineCheck(lab, check));
+
+  function renumber() {
+    const found = lab.stages;
+    const last = found.at(-1);
+    const { row, trace } = lab.now;
+    const ranked = row.scored(lab.state.knobs, lab.past, lab.state.bias).order;
+    const top = Array.from(ranked.slice(0, more ? 40 : SHOWN));
+    const kept = top.filter((id) => probAt(last, id) > 0).length;
+    const hot = found[1];
+    fill(numbers, strip(lab, found),
+      h("div", { class: "panel" },
+        h("div", { class: "spread" }, h("h2", {}, "What can come next"), h("span", { class: "soft small" }, `entropy ${row.entropy.toFixed(3)} nats`)),
+        h("p", { class: "soft small" }, "Press a token to take it. Bars show the final probability; striped ones were cut, and show what they had."),
+        bars(top.map((id) => {
+          const p = probAt(last, id);
+          return { text: lab.text(id), value: p || probAt(hot, id), cut: p === 0, label: p === 0 ? `cut (${percent(probAt(hot, id))})` : percent(p), onclick: () => lab.take(id), title: `token ${id}` };
+        }), { cutAfter: last.ids.length < row.size ? kept : null, cutLabel: `cut: ${whole(last.ids.length)} stay` }),
+        h("div", { class: "row" },
+          h("button", { type: "button", id: "more", class: "quiet small", onclick: () => { more = !more; renumber(); } }, more ? "Fewer" : "More tokens"),
+          h("button", { type: "button", id: "draw-take", class: "small", onclick: () => lab.take(draw(found, lab.state.seed, trace.position)[0]) }, "Draw one and take it"),
+          h("button", { type: "button", id: "draw-many", class: "small", onclick: () => { drawn = DRAWS; renumber(); } }, `${DRAWS} draws`)),
+        drawn && draws(lab, found, drawn)),
+      stageTable(lab, found, top.slice(0, SHOWN)));
+    check.textContent = lab.source.isLive ? "Comparing with the engine …" : "Recorded: there is no engine to compare with.";
+    if (lab.source.isLive) compare();
+  }
+
+  fill(body, h("div", { class: "next" }, h("div", { class: "side" }, knobs(lab, renumber), check), numbers));
+  renumber();
+  return { numbers: renumber };
+}
+
+function knobs(lab, redraw) {
+  const fields = {};
+  const show = () => {
+    for (const [name] of KNOBS) {
+      fields[name].slider.value = lab.state.knobs[name];
+      fields[name].box.value = lab.state.knobs[name];
+    }
+  };
+  const rows = KNOBS.map(([name, label, low, high, step, hint]) => {
+    const id = `knob-${name}`;
+    const slider = h("input", { type: "range", id, min: low, max: high, step, value: lab.state.knobs[name] });
+    const box = h("input", { type: "number", id: `${id}-n`, min: name.endsWith("penalty") ? undefined : low, step: "any", value: lab.state.knobs[name], "aria-label": `${label}, as a number` });
+    fields[name] = { slider, box };
+    const turn = (value) => {
+      if (!valid(name, value)) return box.setAttribute("aria-invalid", "true");
+      box.removeAttribute("aria-invalid");
+      lab.turn({ [name]: value });
+    };
+    slider.addEventListener("input", () => { box.value = slider.value; turn(Number(slider.value)); });
+    box.addEventListener("input", () => { if (box.value !== "") { slider.value = box.value; turn(Number(box.value)); } });
+    return h("div", { class: "knob" }, h("label", { for: id }, label, " ", h("span", { class: "soft" }, hint)), box, slider);
+  });
+  const seedId = freshId("seed");
+  const seed = h("input", { type: "number", id: seedId, min: 0, step: 1, value: lab.state.seed });
+  seed.addEventListener("input", () => {
+    const value = Number(seed.value);
+    if (Number.isSafeInteger(value) && value >= 0) { lab.state.seed = value; lab.turn({}); }
+  });
+  return h("form", { class: "panel knobs", onsubmit: (event) => event.preventDefault() }, h("h2", {}, "Knobs"),
+    h("div", { class: "row presets", role: "group", "aria-label": "Presets" }, PRESETS.map(([label, values]) => h("button", { type: "button", class: "quiet small", onclick: () => { lab.turn(values); show(); } }, label))),
+    rows, h("div", { class: "knob" }, h("label", { for: seedId }, "Seed"), seed), biasField(lab, redraw));
+}
+
+function valid(name, value) {
+  if (!Number.isFinite(value)) return false;
+  if (name === "top_k") return Number.isInteger(value) && value >= 0;
+  if (name === "temperature") return value >= 0;
+  if (name === "min_p") return value >= 0 && value <= 1;
+  if (name === "top_p" || name === "typical_p") return value > 0 && value <= 1;
+  return name !== "repetition_penalty" || value > 0;
+}
+
+/** A bias for one token. */
+function biasField(lab, redraw) {
+  const token = h("select", { id: "bias-token" }, Array.from(lab.now.row.order.slice(0, 24), (id) => h("option", { value: id }, `${JSON.stringify(lab.text(id))}`)));
+  const amount = h("input", { type: "number", id: "bias-amount", step: 0.5, value: -2 });
+  const list = h("ul", { class: "chips" });
+  const show = () => fill(list, [...lab.state.bias].map(([id, value]) => h("li", {}, chip(lab.text(id), { onclick: () => { lab.state.bias.delete(id); show(); lab.turn({}); }, "aria-label": `Remove the bias of ${lab.text(id)}` }, h("span", { class: "num" }, `${value > 0 ? "+" : ""}${value} ×`)))));
+  const set = () => {
+    if (!Number.isFinite(amount.valueAsNumber)) return;
+    lab.state.bias.set(Number(token.value), amount.valueAsNumber);
+    show();
+    redraw();
+    lab.remember();
+  };
+  show();
+  return h("fieldset", { class: "bias" }, h("legend", {}, "Bias"), h("div", { class: "bias-row" }, h("label", { for: "bias-token", class: "unseen" }, "Token"), token,
+    h("label", { for: "bias-amount", class: "unseen" }, "Amount"), amount, h("button", { type: "button", class: "small", onclick: set }, "Set")), list);
+}
+
+/** The order of the filters, with what each leaves. */
+function strip(lab, found) {
+  const { knobs: k } = lab.state;
+  const settings = { temperature: `T = ${k.temperature}`, top_k: k.top_k || "off", top_p: k.top_p < 1 ? k.top_p : "off", min_p: k.min_p || "off", typical_p: k.typical_p < 1 ? k.typical_p : "off" };
+  const item = (label, value, under, on = true) => h("li", { class: on ? "on" : "" }, h("span", { class: "stage" }, label), h("strong", { class: "num" }, value), h("span", { class: "soft" }, under));
+  const size = lab.now.row.size;
+  return h("ol", { class: "strip", "aria-label": "From logits to a token" },
+    item("Logits", whole(size), "scores"),
+    item("Bias & penalties", found[0].changed.size ? `${whole(found[0].changed.size)} changed` : "off", "scores", found[0].changed.size > 0),
+    STAGES.slice(1).map(([name, label], i) => {
+      const at = found[i + 1];
+      const on = settings[name] !== "off" && !(name === "temperature" && k.temperature === 1);
+      return item(label, settings[name], name === "temperature" && k.temperature !== 0 ? "reshapes" : `${whole(at.ids.length)} stay · ${percent(at.kept)}`, on);
+    }),
+    item("Draw", `seed ${lab.state.seed}`, `position ${lab.now.trace.position}`));
+}
+
+/** Every stage of the tokens on top. */
+function stageTable(lab, found, top) {
+  const { row } = lab.now;
+  const { scores } = row.scored(lab.state.knobs, lab.past, lab.state.bias);
+  const cell = (p) => h("td", { class: "num" }, p > 0 ? percent(p) : h("span", { class: "soft" }, "cut"));
+  return h("details", { class: "panel" }, h("summary", {}, h("h2", {}, "Every stage, token by token")),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Every stage, token by token" }, h("table", { class: "stages" },
+      h("thead", {}, h("tr", {}, ["Token", "Logit", "After bias & penalties", "Temperature", "Top-k", "Top-p", "Min-p", "Typical"].map((text, i) => h("th", { scope: "col", class: i ? "num" : "" }, text)))),
+      h("tbody", {}, top.map((id) => h("tr", {}, h("td", {}, chip(lab.text(id)), " ", h("span", { class: "soft small num" }, id)),
+        h("td", { class: "num" }, fixed(row.logits[id], 3)), h("td", { class: "num" }, fixed(scores[id], 3)), found.slice(1).map((stage) => cell(probAt(stage, id)))))))));
+}
+
+function draws(lab, found, count) {
+  const tokens = draw(found, lab.state.seed, lab.now.trace.position, count);
+  const counts = new Map();
+  for (const id of tokens) counts.set(id, (counts.get(id) ?? 0) + 1);
+  const rows = [...counts].sort((a, b) => b[1] - a[1] || a[0] - b[0]);
+  return h("div", { id: "draws" }, h("h3", {}, `${count} draws: ${whole(counts.size)} different tokens`),
+    bars(rows.slice(0, 12).map(([id, n]) => ({ text: lab.text(id), value: n / count, second: true, label: `${n}× · expected ${(count * probAt(found.at(-1), id)).toFixed(1)}` }))),
+    rows.length > 12 && h("p", { class: "soft small" }, `… and ${whole(rows.length - 12)} more, drawn ${whole(rows.slice(12).reduce((sum, [, n]) => sum + n, 0))} times.`));
+}
+
+/** Hold the page's numbers against what the engine's `Sampling` makes of the same row. */
+async function engineCheck(lab, place) {
+  const now = lab.now;
+  const asked = JSON.stringify([lab.state.knobs, lab.state.seed, [...lab.state.bias]]);
+  try {
+    const answer = await lab.source.trace({
+      prompt: now.trace.tokens.slice(0, now.trace.prompt_tokens), take: now.trace.tokens.slice(now.trace.prompt_tokens),
+      sampling: { ...lab.state.knobs, seed: lab.state.seed, draws: 16, logit_bias: Object.fromEntries(lab.state.bias) },
+    });
+    if (now !== lab.now || asked !== JSON.stringify([lab.state.knobs, lab.state.seed, [...lab.state.bias]])) return;
+    // Two passes may round differently, so the same pass's logits are compared with what the engine made of them.
+    const found = stages(new Row(unpack(answer.logits)), lab.state.knobs, lab.past, lab.state.bias);
+    const { most, missing } = difference(distribution(found), unpack(answer.sampling.ids), unpack(answer.sampling.probs));
+    const ours = draw(found, lab.state.seed, now.trace.position, 16);
+    const same = ours.filter((id, i) => id === answer.sampling.tokens[i]).length;
+    place.dataset.difference = most;
+    place.dataset.draws = same;
+    fill(place, h("p", {}, h("strong", {}, most < 1e-6 && !missing ? "Equal to the engine's Sampling. " : "Differs from the engine's Sampling. "),
+      `Largest difference over all ${whole(now.row.size)} tokens: `, h("span", { class: "num" }, most.toExponential(1)), `; ${same} of 16 seeded draws are the same.`));
+  } catch (error) {
+    fill(place, h("p", {}, `Not compared with the engine: ${error.message}`));
+  }
+}
+
+/** The largest difference of two distributions, and how many tokens only one of them has. */
+export function difference(ours, ids, probs) {
+  let most = 0;
+  let missing = 0;
+  let i = 0;
+  let j = 0;
+  while (i < ours.ids.length || j < ids.length) {
+    const a = ours.ids[i] ?? Infinity;
+    const b = ids[j] ?? Infinity;
+    if (a === b) most = Math.max(most, Math.abs(ours.probs[i++] - probs[j++]));
+    else {
+      missing++;
+      most = Math.max(most, a < b ? ours.probs[i++] : probs[j++]);
+    }
+  }
+  return { most, missing };
+}
