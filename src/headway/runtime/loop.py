@@ -104,7 +104,9 @@ class Loop:
             self._queue.add(job)
             if self._running:
                 self._turns.prepare(job)
-            self._changed.notify_all()
+            # While the worker waits for many it looks by itself: waking it for each would take longer than the pass.
+            if len(self._queue) == 1 or len(self._queue) >= self._returning:
+                self._changed.notify_all()
         return job
 
     def _check_size(self, table: PageTable, base: int, tokens: int) -> None:
@@ -339,7 +341,10 @@ class Loop:
             self._changed.wait(timeout=1.0)
             self.drain()
         while len(self._queue) < self._returning and not (self._closing or self._calls):
-            if time.perf_counter() > self._window or not self._changed.wait(self._gap):
+            before = len(self._queue)
+            if time.perf_counter() > self._window:
+                break
+            if not self._changed.wait(self._gap) and len(self._queue) == before:
                 break
         self.drain()
         self._returning = 0

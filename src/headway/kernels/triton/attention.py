@@ -106,7 +106,8 @@ def attend_rows(
             RUN_AT=paged.run_at, PAGE_FIELD=PAGE_AT, HEADS=heads, GROUP=group, DIM=dim, WIDE=_width(dim),
             PAGE=paged.keys.shape[1], BM=max(16, triton.next_power_of_2(group)), BN=tile.slots,
             GP=triton.next_power_of_2(group), SPLITS=splits.most, SB=min(_joined(group, dim), splits.most),
-            LEAST=splits.least, PRECISION=_precision(q), AHEAD=ahead, num_warps=tile.warps, num_stages=tile.stages, **options(ahead),
+            LEAST=splits.least, PRECISION=_precision(q), AHEAD=ahead, num_warps=tile.warps,
+            num_stages=tile.stages, **options(ahead),
         )  # fmt: skip
 
 

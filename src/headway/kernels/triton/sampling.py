@@ -20,7 +20,7 @@ from torch import Tensor
 NO_TOKEN = -1  # a row with NaN in it
 UNDECIDED = -2  # a row in which every allowed token has no chance: the reference decides
 PIECE = 4096  # logits that one program of the first pass looks at
-BLOCK = 8192  # logits that one program of the second pass looks at at a time
+BLOCK = 4096  # logits that one program of the second pass looks at at a time
 ROW, TOP_K, MASK, ASK_INTS = 0, 1, 2, 3
 TEMPERATURE, TOP_P, MIN_P, UNIFORM, ASK_FLOATS = 0, 1, 2, 3, 4
 
@@ -149,33 +149,53 @@ def _scan(
 
 @triton.jit
 def _beyond(line, masks, mask, level, peak, rate, vocab, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the scores above a level: how many (or how much weight), and the smallest; and the largest of the others."""
-    amount = tl.zeros((), tl.float64)
-    above = float("inf")
-    below = float("-inf")
+    """How many scores there are above a level, or how much weight they have."""
+    amount = tl.zeros((BLOCK,), tl.float32)
     for base in range(0, vocab, BLOCK):
         s = _scores(line, masks, mask, base + tl.arange(0, BLOCK), vocab)
-        over = s > level
-        if MASS:
-            amount += tl.sum(tl.where(over, _weight(s, peak, rate), 0.0), 0)
-        else:
-            amount += tl.sum(over.to(tl.int32), 0)
-        above = tl.minimum(above, tl.min(tl.where(over, s, float("inf")), 0))
-        below = tl.maximum(below, tl.max(tl.where(over, float("-inf"), s), 0))
-    return amount, above, below
+        amount += tl.where(s > level, _weight(s, peak, rate) if MASS else 1.0, 0.0)
+    return tl.sum(amount.to(tl.float64), 0)
 
 
 @triton.jit
 def _edge(line, masks, mask, low, high, goal, peak, rate, vocab, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest score of the row above which there is less than `goal`: it lies between two scores of the row."""
+    """The smallest score of the row above which there is less than `goal`: it lies between two scores of the row.
+
+    Each pass over the row compares with three levels between them; the next span again ends at scores of the row. Sums
+    stay apart, one for each place of a block, until the end of a pass.
+    """
     while low < high:
-        middle = low + (high - low) * 0.5
-        middle = tl.where(middle < high, middle, low)
-        amount, above, below = _beyond(line, masks, mask, middle, peak, rate, vocab, MASS, BLOCK)
-        if amount >= goal:
-            low = above
+        half = low + (high - low) * 0.5
+        half = tl.where(half < high, half, low)
+        left = tl.where(half > low, low + (half - low) * 0.5, low)
+        right = half + (high - half) * 0.5
+        right = tl.where(right < high, right, half)
+        n0 = tl.zeros((BLOCK,), tl.float32)
+        n1, n2 = n0, n0
+        up0 = tl.full((BLOCK,), float("inf"), tl.float32)
+        up1, up2 = up0, up0
+        down0 = tl.full((BLOCK,), float("-inf"), tl.float32)
+        down1, down2 = down0, down0
+        for base in range(0, vocab, BLOCK):
+            s = _scores(line, masks, mask, base + tl.arange(0, BLOCK), vocab)
+            w = _weight(s, peak, rate) if MASS else 1.0
+            n0 += tl.where(s > left, w, 0.0)
+            n1 += tl.where(s > half, w, 0.0)
+            n2 += tl.where(s > right, w, 0.0)
+            up0 = tl.minimum(up0, tl.where(s > left, s, float("inf")))
+            up1 = tl.minimum(up1, tl.where(s > half, s, float("inf")))
+            up2 = tl.minimum(up2, tl.where(s > right, s, float("inf")))
+            down0 = tl.maximum(down0, tl.where(s > left, float("-inf"), s))
+            down1 = tl.maximum(down1, tl.where(s > half, float("-inf"), s))
+            down2 = tl.maximum(down2, tl.where(s > right, float("-inf"), s))
+        if tl.sum(n2.to(tl.float64), 0) >= goal:
+            low = tl.min(up2, 0)
+        elif tl.sum(n1.to(tl.float64), 0) >= goal:
+            low, high = tl.min(up1, 0), tl.max(down2, 0)
+        elif tl.sum(n0.to(tl.float64), 0) >= goal:
+            low, high = tl.min(up0, 0), tl.max(down1, 0)
         else:
-            high = below
+            high = tl.max(down0, 0)
     return low
 
 
@@ -230,29 +250,29 @@ def _draw(
                 edge, ties = low, alive  # kept: what is above the edge, and the first `ties` at it
                 if (top_k > 0) & (top_k < alive):
                     edge = _edge(line, bits, mask, low, peak, top_k.to(tl.float64), peak, rate, vocab, False, BLOCK)
-                    over, _, _ = _beyond(line, bits, mask, edge, peak, rate, vocab, False, BLOCK)
+                    over = _beyond(line, bits, mask, edge, peak, rate, vocab, False, BLOCK)
                     ties = top_k - over.to(tl.int32)
                 if top_p < 1.0:
                     one = _weight(edge, peak, rate).to(tl.float64)
-                    over, _, _ = _beyond(line, bits, mask, edge, peak, rate, vocab, True, BLOCK)
+                    over = _beyond(line, bits, mask, edge, peak, rate, vocab, True, BLOCK)
                     if (top_k > 0) & (top_k < alive):
                         total = over + one * ties
                     goal = top_p * total
                     edge = _edge(line, bits, mask, edge, peak, goal, peak, rate, vocab, True, BLOCK)
-                    over, _, _ = _beyond(line, bits, mask, edge, peak, rate, vocab, True, BLOCK)
+                    over = _beyond(line, bits, mask, edge, peak, rate, vocab, True, BLOCK)
                     one = _weight(edge, peak, rate).to(tl.float64)
                     needed = tl.ceil((goal - over) / one)
                     ties = tl.minimum(ties, tl.maximum(1.0, tl.minimum(needed, 2.0e9)).to(tl.int32))
-                kept = tl.zeros((), tl.float64)
-                past = 0
+                kept = tl.zeros((BLOCK,), tl.float32)
+                equal = tl.zeros((BLOCK,), tl.int32)
                 for base in range(0, vocab, BLOCK):
                     s = _scores(line, bits, mask, base + tl.arange(0, BLOCK), vocab)
-                    tied = (s == edge).to(tl.int32)
-                    w = tl.where(s > float("-inf"), _weight(s, peak, rate), 0.0)
-                    stays = (s > edge) | ((tied == 1) & (past + tl.cumsum(tied, 0) <= ties))
-                    kept += tl.sum(tl.where(stays & (w >= min_p), w, 0.0), 0)
-                    past += tl.sum(tied, 0)
-                goal = uniform * kept
+                    w = _weight(s, peak, rate)
+                    kept += tl.where((s > edge) & (w >= min_p), w, 0.0)
+                    equal += (s == edge).to(tl.int32)
+                ties = tl.minimum(ties, tl.sum(equal, 0))
+                last = _weight(edge, peak, rate)
+                goal = uniform * (tl.sum(kept.to(tl.float64), 0) + tl.where(last >= min_p, last * ties, 0.0))
                 passed = tl.zeros((), tl.float64)
                 past = 0
                 token = vocab
