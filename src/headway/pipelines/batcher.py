@@ -111,14 +111,18 @@ class Batcher:
     def _work(self) -> None:
         flying: deque[tuple[list[Slot], HostCopy]] = deque()
         while self._take_in(block=not flying):
-            slots, options = self._next()
-            if slots:
-                flying.extend(self._launch(slots, options))
-            while flying and (len(flying) > self._depth or not slots):
-                self._land(*flying.popleft())
+            self._turn(flying)
         while flying:
             self._land(*flying.popleft())
         self._abandon()
+
+    def _turn(self, flying: deque[tuple[list[Slot], HostCopy]]) -> None:
+        """Start one batch and finish those that are due. Nothing of it is held when this returns."""
+        slots, options = self._next()
+        if slots:
+            flying.extend(self._launch(slots, options))
+        while flying and (len(flying) > self._depth or not slots):
+            self._land(*flying.popleft())
 
     def _take_in(self, *, block: bool) -> bool:
         """Put arrivals in line and run jobs; False when closed. Waits for something to do if `block`."""

@@ -61,12 +61,10 @@ class Budget:
     def shrink(self, tokens: int) -> None:
         """Batches of `tokens` were too large for memory: none as large any more."""
         smaller = max(tokens // 2, 1)
-        if smaller >= self.tokens:
-            return
-        self.tokens = smaller
+        self.tokens = min(self.tokens, smaller)
         self._measured = {size: rates for size, rates in self._measured.items() if size <= smaller}
         if self.searching:
-            self.tokens = max(self._measured)
+            self.tokens = min(self.tokens, max(self._measured))
 
     def _settle(self) -> None:
         rates = {size: statistics.median(found[1:]) for size, found in self._measured.items()}

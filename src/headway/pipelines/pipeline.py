@@ -6,13 +6,13 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import torch
 
-from headway.base.errors import InvalidInput
+from headway.base.errors import Closed, InvalidInput
 from headway.base.machine import read_machine
 from headway.pipelines.batcher import Batcher, Ticket
 from headway.pipelines.budget import Budget
@@ -93,7 +93,7 @@ class Pipeline:
             return error
 
     def _stream(self, source: Iterable[Any], options: Any, on_error: str) -> Iterator[Any]:
-        stream = Stream(source, self._start, self.task.lookahead, options)
+        stream = Stream(source, self._intake.start, self.task.lookahead, options)
         for index, ticket in stream.tickets():
             try:
                 if ticket.error is not None:
@@ -105,9 +105,6 @@ class Pipeline:
                 else:
                     raise item_failed(error, index) from error
             yield result
-
-    def _start(self, tickets: list[Ticket]) -> None:
-        self._pool.submit(prepare, self.task, self._batcher, tickets)
 
     # -- by hand -------------------------------------------------------------------------------------------------------
 
@@ -214,13 +211,23 @@ class _Waiter:
 
 
 class _Intake:
-    """Items from event loops: collected, preprocessed together in the pool, answered on their own loops."""
+    """Items on their way to the batcher: preprocessed in the pool; those of event loops are collected and answered."""
 
     def __init__(self, task: Task, batcher: Batcher, pool: ThreadPoolExecutor) -> None:
         self._task, self._batcher, self._pool = task, batcher, pool
         self._lock = threading.Lock()
         self._raw: deque[Ticket] = deque()
         self._busy = False
+
+    def start(self, tickets: list[Ticket]) -> None:
+        """Prepare tickets of a stream and hand them on, in the pool."""
+        self._begin(prepare, self._task, self._batcher, tickets)
+
+    def _begin(self, work: Callable[..., None], *args: Any) -> None:
+        try:
+            self._pool.submit(work, *args)
+        except RuntimeError:  # the pool has ended with the pipeline
+            raise Closed("this pipeline is closed; make a new one") from None
 
     def put(self, item: Any, options: Any) -> asyncio.Future[Any]:
         """A future of the running loop."""
@@ -231,7 +238,7 @@ class _Intake:
             self._raw.append(ticket)
             start, self._busy = not self._busy, True
         if start:
-            self._pool.submit(self._drain)
+            self._begin(self._drain)
         return future
 
     def _drain(self) -> None:
@@ -245,7 +252,10 @@ class _Intake:
             prepare(self._task, self._batcher, tickets)
 
     def finished(self, tickets: list[Ticket]) -> None:
-        self._pool.submit(self._answer, tickets)
+        try:
+            self._pool.submit(self._answer, tickets)
+        except RuntimeError:  # the pool has ended with the pipeline
+            self._answer(tickets)
 
     def _answer(self, tickets: list[Ticket]) -> None:
         answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any, BaseException | None]]] = {}
@@ -329,4 +339,4 @@ def _show_attention(module: Any) -> None:
 
 def _end(batcher: Batcher, pool: ThreadPoolExecutor) -> None:
     batcher.close()
-    pool.shutdown(wait=False, cancel_futures=True)
+    pool.shutdown(wait=False)  # what it still holds finds the batcher closed and fails its items
