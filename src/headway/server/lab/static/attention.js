@@ -52,9 +52,9 @@ async function drawHeads(lab, place) {
       const from = Math.max(0, scores.slots - WIDE);
       const texts = now.trace.texts.slice(from);
       const mine = Array.from(scores.at(lab.head).subarray(from));
-      fill(grid, heat(scores, from, texts, lab.head), h("h3", {}, `Layer ${lab.layer}, head ${lab.head}`),
+      fill(grid, h("div", { class: "heads" }, heat(scores, from, texts, lab.head), h("div", {}, h("h3", {}, `Layer ${lab.layer}, head ${lab.head}`),
         from > 0 && h("p", { class: "soft small" }, `The last ${WIDE} of ${whole(scores.slots)} slots; those before hold ${percent(scores.at(lab.head).subarray(0, from).reduce((a, b) => a + b, 0))}.`),
-        bars(texts.map((text, i) => ({ text, value: mine[i], label: percent(mine[i]) })), { max: 1 }));
+        bars(texts.map((text, i) => ({ text, value: mine[i], label: percent(mine[i]) })), { max: 1, dense: texts.length > 12 }))));
     } catch (error) {
       if (now === lab.now) fill(grid, h("div", { class: "note" }, h("p", {}, error.message)));
     }
@@ -72,7 +72,8 @@ function heat(scores, from, texts, chosen) {
     return h("tr", { class: head === chosen ? "chosen" : "" }, h("th", { scope: "row", class: "num" }, head), row.map((value) => h("td", { style: tint(Math.sqrt(value)), title: percent(value) }, h("span", { class: "unseen" }, percent(value)))));
   });
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Attention of all heads of this layer" },
-    h("table", { class: "heat" }, h("caption", { class: "soft small" }, "Lines are heads, columns are slots. Dark is 0, yellow is 1; the numbers of one head are below."),
+    h("p", { class: "soft small" }, "Lines are heads, columns are slots. Dark is 0, yellow is 1; the numbers of the chosen head stand beside it."),
+    h("table", { class: "heat" },
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "head"), texts.map((text) => h("th", { scope: "col" }, h("span", { class: "slanted" }, chip(text)))))), h("tbody", {}, lines)));
 }
 

@@ -6,7 +6,7 @@ import { chip, fixed, h, percent, s, whole } from "./dom.js";
  * Bars, one line each: [{text, value, label?, guess?, cut?, second?, onclick?}] with values from 0 to `max`.
  * `cutAfter` draws a line behind that many of them.
  */
-export function bars(rows, { max = null, cutAfter = null, cutLabel = "", kind = "" } = {}) {
+export function bars(rows, { max = null, cutAfter = null, cutLabel = "", kind = "", dense = false } = {}) {
   const most = max ?? Math.max(...rows.map((row) => row.value), 1e-300);
   const items = rows.map((row) => h("li", { class: row.cut ? "cut" : "" },
     chip(row.text, row.onclick ? { onclick: row.onclick, title: row.title } : {}),
@@ -17,15 +17,18 @@ export function bars(rows, { max = null, cutAfter = null, cutLabel = "", kind = 
   if (cutAfter !== null && cutAfter > 0 && cutAfter < rows.length) {
     items.splice(cutAfter, 0, h("li", { class: "cut-line", "aria-hidden": "true" }, h("span", {}, cutLabel)));
   }
-  return h("ul", { class: "bars" }, items);
+  return h("ul", { class: dense ? "bars dense" : "bars" }, items);
 }
+
+/** As wide as there is room for, so that text in a picture is as large as text beside it. */
+const room = () => Math.max(280, Math.min(640, document.documentElement.clientWidth - 72));
 
 /** How many values fall into each of `count` equal steps. */
 export function histogram(values, { count = 48, marks = [], unit = "logit" } = {}) {
   const finite = Array.from(values).filter(Number.isFinite);
   const low = Math.min(...bounds(finite).slice(0, 1));
   const high = Math.max(...bounds(finite).slice(1));
-  const width = 640;
+  const width = room();
   const height = 200;
   const foot = 26;
   const head = 22;
@@ -59,7 +62,7 @@ function bounds(values) {
 
 /** Running probability by rank, on a logarithmic axis, with a cut. */
 export function cumulative(sorted, cut, share, guess = null) {
-  const width = 640;
+  const width = room();
   const height = 240;
   const foot = 28;
   const left = 44;
@@ -77,7 +80,7 @@ export function cumulative(sorted, cut, share, guess = null) {
   }
   const inside = points.filter((point) => Number(point.split(",")[0]) <= x(cut) + 0.5);
   const decades = [];
-  for (let n = 1; n <= total; n *= 10) decades.push(n);
+  for (let n = 1; n <= total; n *= width < 400 ? 100 : 10) decades.push(n);
   const side = (at) => (at > width * 0.62 ? ["end", -7] : ["start", 7]);
   const line = (rank, label, above, style) => {
     const [anchor, shift] = side(x(rank));

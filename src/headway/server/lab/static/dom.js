@@ -80,6 +80,12 @@ export function percent(p) {
   return `${v.toExponential(1)}%`;
 }
 
+/** The same for narrow places. */
+export const brief = (p) => (p > 0 && p < 1e-4 ? "< 0.01%" : percent(p));
+
+/** A share that may be more than the whole. */
+export const ratio = (x) => `${(100 * x).toFixed(x < 0.1 ? 1 : 0)}%`;
+
 export function fixed(x, digits = 2) {
   if (x === Infinity) return "∞";
   if (x === -Infinity) return "−∞";

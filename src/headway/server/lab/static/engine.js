@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { bars } from "./charts.js";
-import { bytes, fill, h, percent, s, seconds, whole } from "./dom.js";
+import { bytes, fill, h, percent, ratio, s, seconds, whole } from "./dom.js";
 
 const EVERY = 1000; // milliseconds
 const STEPS = 60;
@@ -62,7 +62,7 @@ function drawMap(place, pages) {
 
 function drawSteps(place, steps, start) {
   const most = Math.max(...steps.map((step) => step.seconds), 1e-6);
-  const width = 640;
+  const width = Math.max(280, Math.min(640, document.documentElement.clientWidth - 72));
   const height = 120;
   const wide = width / STEPS;
   const passes = Math.max(...steps.map((step) => step.passes), 1);
@@ -94,10 +94,10 @@ async function measure(lab, place) {
     const { phases, seconds: all, bandwidth_limit: limit } = answer.time;
     const moved = phases.reduce((sum, phase) => sum + phase.bytes, 0);
     fill(place, h("h2", {}, "Time of one pass"),
-      h("p", {}, `${seconds(all)} in phases for ${answer.time.tokens} ${answer.time.tokens === 1 ? "token" : "tokens"}; ${bytes(moved)} moved, ${bytes(moved / all)}/s, which is ${percent(moved / all / limit)} of the ${bytes(limit)}/s that the memory gives a plain sum.`),
+      h("p", {}, `${seconds(all)} in phases for ${answer.time.tokens} ${answer.time.tokens === 1 ? "token" : "tokens"}; ${bytes(moved)} moved, ${bytes(moved / all)}/s, which is ${ratio(moved / all / limit)} of the ${bytes(limit)}/s that the memory gives a plain sum.`),
       bars(phases.map((phase) => ({ text: phase.name, value: phase.seconds / all, label: `${seconds(phase.seconds)} · ${percent(phase.seconds / all)}` })), { max: 1 }),
       h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Phases of the pass" }, h("table", {}, h("thead", {}, h("tr", {}, ["Phase", "Time", "Bytes", "Bandwidth", "Of the limit"].map((text, i) => h("th", { scope: "col", class: i ? "num" : "" }, text)))),
-        h("tbody", {}, phases.map((phase) => h("tr", {}, h("td", {}, phase.name), h("td", { class: "num" }, seconds(phase.seconds)), h("td", { class: "num" }, bytes(phase.bytes)), h("td", { class: "num" }, `${bytes(phase.bytes / phase.seconds)}/s`), h("td", { class: "num" }, percent(phase.bytes / phase.seconds / limit))))))),
+        h("tbody", {}, phases.map((phase) => h("tr", {}, h("td", {}, phase.name), h("td", { class: "num" }, seconds(phase.seconds)), h("td", { class: "num" }, bytes(phase.bytes)), h("td", { class: "num" }, `${bytes(phase.bytes / phase.seconds)}/s`), h("td", { class: "num" }, ratio(phase.bytes / phase.seconds / limit))))))),
       h("p", { class: "soft small" }, `Pages: ${answer.stats.pages}, found in the cache: ${answer.stats.cache_hits}; passes in the step: ${answer.stats.batch_size}.`),
       h("button", { type: "button", id: "measure", onclick: () => measure(lab, place) }, "Measure again"));
   } catch (error) {

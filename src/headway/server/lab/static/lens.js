@@ -37,7 +37,7 @@ function table(lab, layers) {
     bars(layers.map((layer, i) => {
       const place = rank(layer);
       return { text: layer.layer === 0 ? "emb" : `L${layer.layer}`, value: place ? layer.probs[place - 1] : 0, second: i >= wins, label: place ? `${percent(layer.probs[place - 1])} · #${place}` : `> #${layer.ids.length}` };
-    }), { max: 1 }),
+    }), { max: 1, dense: true }),
     h("p", { class: "soft small" }, "Each bar: the probability of that token if the model ended at this layer, and its rank there. Orange from where it wins.")),
   h("details", { class: "panel", open: true }, h("summary", {}, h("h2", {}, "Layer by layer")),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "The likeliest tokens of each layer" }, h("table", { class: "lens" },

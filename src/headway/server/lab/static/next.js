@@ -9,7 +9,7 @@ import { distribution, draw, OFF, probAt, Row, stages } from "./sampling.js";
 const KNOBS = [
   ["temperature", "Temperature", 0, 2, 0.01, "0 is greedy"], ["top_k", "Top-k", 0, 200, 1, "0 is off"], ["top_p", "Top-p", 0.01, 1, 0.01, "1 is off"],
   ["min_p", "Min-p", 0, 1, 0.01, "0 is off"], ["typical_p", "Typical", 0.01, 1, 0.01, "1 is off"],
-  ["repetition_penalty", "Repetition penalty", 0.5, 2, 0.01, "1 is off"], ["presence_penalty", "Presence penalty", -2, 2, 0.05, "0 is off"], ["frequency_penalty", "Frequency penalty", -2, 2, 0.05, "0 is off"],
+  ["repetition_penalty", "Repetition", 0.5, 2, 0.01, "1 is off"], ["presence_penalty", "Presence", -2, 2, 0.05, "0 is off"], ["frequency_penalty", "Frequency", -2, 2, 0.05, "0 is off"],
 ];
 const PRESETS = [
   ["All off", { ...OFF }], ["Evals: T 0", { ...OFF, temperature: 0 }], ["Chat: T 0.7, top-p 0.9", { ...OFF, temperature: 0.7, top_p: 0.9 }], ["Wild: T 1.5", { ...OFF, temperature: 1.5 }],
@@ -20,9 +20,11 @@ const DRAWS = 200;
 
 export function nextPanel(lab, body) {
   const numbers = h("div", { class: "numbers" });
+  const peek = h("div", { class: "peek", "aria-hidden": "true" });
   const check = h("div", { class: "check", id: "engine-check", role: "status" });
   let more = false;
   let drawn = null;
+  let open = false;
   const compare = settled(350, () => engineCheck(lab, check));
 
   function renumber() {
@@ -33,7 +35,8 @@ export function nextPanel(lab, body) {
     const top = Array.from(ranked.slice(0, more ? 40 : SHOWN));
     const kept = top.filter((id) => probAt(last, id) > 0).length;
     const hot = found[1];
-    fill(numbers, strip(lab, found),
+    fill(peek, top.slice(0, 3).map((id) => h("span", {}, chip(lab.text(id)), " ", h("span", { class: "num" }, percent(probAt(last, id))))), h("span", { class: "soft" }, `${whole(last.ids.length)} stay`));
+    fill(numbers, strip(lab, found), check,
       h("div", { class: "panel" },
         h("div", { class: "spread" }, h("h2", {}, "What can come next"), h("span", { class: "soft small" }, `entropy ${row.entropy.toFixed(3)} nats`)),
         h("p", { class: "soft small" }, "Press a token to take it. Bars show the final probability; striped ones were cut, and show what they had."),
@@ -46,12 +49,12 @@ export function nextPanel(lab, body) {
           h("button", { type: "button", id: "draw-take", class: "small", onclick: () => lab.take(draw(found, lab.state.seed, trace.position)[0]) }, "Draw one and take it"),
           h("button", { type: "button", id: "draw-many", class: "small", onclick: () => { drawn = DRAWS; renumber(); } }, `${DRAWS} draws`)),
         drawn && draws(lab, found, drawn)),
-      stageTable(lab, found, top.slice(0, SHOWN)));
+      stageTable(lab, found, top.slice(0, SHOWN), open, (now) => { open = now; }));
     check.textContent = lab.source.isLive ? "Comparing with the engine …" : "Recorded: there is no engine to compare with.";
     if (lab.source.isLive) compare();
   }
 
-  fill(body, h("div", { class: "next" }, h("div", { class: "side" }, knobs(lab, renumber), check), numbers));
+  fill(body, h("div", { class: "next" }, peek, h("div", { class: "side" }, knobs(lab, renumber)), numbers));
   renumber();
   return { numbers: renumber };
 }
@@ -86,7 +89,7 @@ function knobs(lab, redraw) {
   });
   return h("form", { class: "panel knobs", onsubmit: (event) => event.preventDefault() }, h("h2", {}, "Knobs"),
     h("div", { class: "row presets", role: "group", "aria-label": "Presets" }, PRESETS.map(([label, values]) => h("button", { type: "button", class: "quiet small", onclick: () => { lab.turn(values); show(); } }, label))),
-    rows, h("div", { class: "knob" }, h("label", { for: seedId }, "Seed"), seed), biasField(lab, redraw));
+    rows.slice(0, 5), h("h3", {}, "Penalties"), rows.slice(5), h("div", { class: "knob" }, h("label", { for: seedId }, "Seed"), seed), biasField(lab, redraw));
 }
 
 function valid(name, value) {
@@ -134,11 +137,11 @@ function strip(lab, found) {
 }
 
 /** Every stage of the tokens on top. */
-function stageTable(lab, found, top) {
+function stageTable(lab, found, top, open, opened) {
   const { row } = lab.now;
   const { scores } = row.scored(lab.state.knobs, lab.past, lab.state.bias);
   const cell = (p) => h("td", { class: "num" }, p > 0 ? percent(p) : h("span", { class: "soft" }, "cut"));
-  return h("details", { class: "panel" }, h("summary", {}, h("h2", {}, "Every stage, token by token")),
+  return h("details", { class: "panel", open, ontoggle: (event) => opened(event.target.open) }, h("summary", { id: "stages-summary" }, h("h2", {}, "Every stage, token by token")),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Every stage, token by token" }, h("table", { class: "stages" },
       h("thead", {}, h("tr", {}, ["Token", "Logit", "After bias & penalties", "Temperature", "Top-k", "Top-p", "Min-p", "Typical"].map((text, i) => h("th", { scope: "col", class: i ? "num" : "" }, text)))),
       h("tbody", {}, top.map((id) => h("tr", {}, h("td", {}, chip(lab.text(id)), " ", h("span", { class: "soft small num" }, id)),

@@ -6,7 +6,7 @@
 // `facts` has the trace of the lesson's prompt, its row of logits, and the source for more passes.
 
 import { bars, cumulative, dots, histogram } from "./charts.js";
-import { chip, fill, fixed, freshId, h, percent, whole } from "./dom.js";
+import { brief, chip, fill, fixed, freshId, h, percent, whole } from "./dom.js";
 import { draw, OFF, probAt, softmax, stages } from "./sampling.js";
 
 const TOP = 8;
@@ -160,8 +160,8 @@ const temperature = {
         })))));
   },
   ready: (guess) => HEATS.every((heat) => Array.from({ length: DRAWN }, (_, i) => i).some((i) => guess.bars?.[`${heat}:${i}`] !== undefined)),
-  said: (facts, guess) => HEATS.map((heat) => `T ${heat}: ${Array.from({ length: DRAWN }, (_, i) => guess.bars[`${heat}:${i}`] ?? 0).join(" / ")}%`).join(" · "),
-  truth: (facts) => HEATS.map((heat) => `T ${heat}: ${heated(facts.row, heat).ofTop.slice(0, DRAWN).map((p) => Math.round(100 * p)).join(" / ")}%`).join(" · "),
+  said: (facts, guess) => HEATS.map((heat) => `T ${heat}: ${Array.from({ length: DRAWN }, (_, i) => guess.bars[`${heat}:${i}`] ?? 0).join(" / ")}%`).join("\n"),
+  truth: (facts) => HEATS.map((heat) => `T ${heat}: ${heated(facts.row, heat).ofTop.slice(0, DRAWN).map((p) => Math.round(100 * p)).join(" / ")}%`).join("\n"),
   points: (facts, guess) => {
     let off = 0;
     for (const heat of HEATS) heated(facts.row, heat).ofTop.slice(0, DRAWN).forEach((p, i) => { off += Math.abs(100 * p - (guess.bars[`${heat}:${i}`] ?? 0)); });
@@ -172,12 +172,12 @@ const temperature = {
     h("p", { class: "soft small" }, "◆ is your bar."),
     h("div", { class: "trio" }, HEATS.map((heat) => {
       const { top, ofTop } = heated(facts.row, heat);
-      return h("div", { class: "sub" }, h("h3", {}, `T = ${heat}`), bars(top.map((id, i) => ({ text: facts.text(id), value: ofTop[i], guess: i < DRAWN ? (guess.bars[`${heat}:${i}`] ?? 0) / 100 : undefined })), { max: 1 }));
+      return h("div", { class: "sub" }, h("h3", {}, `T = ${heat}`), bars(top.map((id, i) => ({ text: facts.text(id), value: ofTop[i], label: brief(ofTop[i]), guess: i < DRAWN ? (guess.bars[`${heat}:${i}`] ?? 0) / 100 : undefined })), { max: 1 }));
     })),
     h("h3", {}, "Of the whole vocabulary"),
     h("div", { class: "trio" }, HEATS.map((heat) => {
       const { top, ofAll, mass } = heated(facts.row, heat);
-      return h("div", { class: "sub" }, h("h3", {}, `T = ${heat}`), bars(top.map((id, i) => ({ text: facts.text(id), value: ofAll[i], second: true })), { max: 1 }), h("p", { class: "small" }, `Together ${percent(mass)}.`));
+      return h("div", { class: "sub" }, h("h3", {}, `T = ${heat}`), bars(top.map((id, i) => ({ text: facts.text(id), value: ofAll[i], label: brief(ofAll[i]), second: true })), { max: 1 }), h("p", { class: "small" }, `Together ${percent(mass)}.`));
     })),
     h("p", {}, `Why the two differ: the other ${whole(facts.row.size - TOP)} tokens. Each has next to nothing, but heat lifts them all at once. At T = 2 the best eight keep only ${percent(heated(facts.row, 2).mass)} of the whole; at T = 0.1 they have ${percent(heated(facts.row, 0.1).mass)}. A chart of the top eight alone hides that.`),
   ],
@@ -235,9 +235,9 @@ const cut = {
     const sorted = Float64Array.from(facts.row.order, (id) => facts.row.probs[id]);
     const top = Array.from(facts.row.order.slice(0, TOP));
     return [
-      h("p", {}, `${whole(last.ids.length)} tokens hold ${percent(last.kept)} of the probability. The other ${whole(facts.row.size - last.ids.length)} share what is left.`),
+      h("p", {}, `${whole(last.ids.length)} tokens hold ${percent(found.find(({ name }) => name === "top_p").kept)} of the probability. The other ${whole(facts.row.size - last.ids.length)} share what is left.`),
       cumulative(sorted, last.ids.length, SHARE, guess.count),
-      h("p", { class: "soft small" }, "Across: rank of the token, each mark ten times the one before. Up: probability of all tokens up to it."),
+      h("p", { class: "soft small" }, "Across: rank of the token, in equal ratios. Up: probability of all tokens up to it."),
       h("p", {}, "What stays is scaled up to 1 again. The best eight, before → after the cut:"),
       bars(top.map((id) => ({ text: facts.text(id), value: probAt(last, id), label: `${percent(facts.row.probs[id])} → ${percent(probAt(last, id))}` }))),
       h("h3", {}, `${DRAWS} draws, with and without the cut`),
@@ -258,7 +258,7 @@ function drawsAt(facts, heat) {
     const off = tail.filter(Boolean).length;
     return h("div", { class: "sub" }, h("p", {}, h("strong", {}, label), ` · ${off} of ${DRAWS} from the tail`), dots(tail, `${off} of ${DRAWS} draws from the tail`));
   };
-  return h("div", {}, h("h3", {}, `T = ${heat}`), h("div", { class: "trio" }, row("No cut", free), row("Top-p 0.9", safe)),
+  return h("div", {}, h("h3", {}, `T = ${heat}: ${whole(head.size)} of ${whole(facts.row.size)} tokens stay`), h("div", { class: "trio" }, row("No cut", free), row("Top-p 0.9", safe)),
     derailed.length ? [h("p", { class: "small soft" }, "Drawn from the tail, for example:"), h("ul", { class: "chips" }, [...new Set(derailed)].slice(0, 10).map((id) => h("li", {}, chip(facts.text(id)))))] : null);
 }
 

@@ -28,7 +28,7 @@ export function treePanel(lab, body) {
         h("button", { type: "button", class: "small", onclick: () => lab.back(), disabled: lab.state.at < 0 }, "Back"),
         h("button", { type: "button", class: "quiet small", onclick: () => { lab.state.tree = []; lab.goTo(-1); }, disabled: !lab.state.tree.length }, "Clear the tree")),
       h("div", { class: "tree", role: "group", "aria-label": "The tree" },
-        chip(promptText(lab), { class: lab.state.at < 0 ? "here root" : "root", onclick: () => lab.goTo(-1), "aria-label": "The prompt", "aria-current": lab.state.at < 0 ? "true" : null }),
+        h("button", { type: "button", class: `chip root ${lab.state.at < 0 ? "here" : ""}`, onclick: () => lab.goTo(-1), "aria-current": lab.state.at < 0 ? "true" : null }, promptText(lab)),
         branch(lab, -1, scores, by)),
       h("p", { class: "soft small" }, lab.state.tree.length ? `${whole(lab.state.tree.length)} tokens taken. Press one to go there; take another one to branch.` : "Take a token, go back, take another one: the tree grows branches.", " Colours run from dark (0) to yellow (", by === "probability" ? "100%" : "6 nats and more", "); the number is in each token.")));
   }
