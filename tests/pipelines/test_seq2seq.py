@@ -13,9 +13,10 @@ import transformers
 
 import headway as hw
 from headway.pipelines.generation import GenerationOptions
+from headway.pipelines.seq2seq import Seq2SeqPipeline
 from support import encoders, writers
 
-TEXTS = [*encoders.texts(9, seed=5), "a", "the film was great in paris and dull in london at the bank of anna"]
+TEXTS = [*encoders.texts(5, seed=5), "a", "the film was great in paris and dull in london at the bank of anna"]
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "greedy, no cache": {"use_cache": False},
@@ -38,13 +39,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def ours(model: Any, task: str = "text2text-generation", **more: Any) -> hw.Pipeline:
-    return hw.pipeline(task, model, tokenizer=writers.tokenizer(), device="cpu", **more)
+def ours(model: Any, task: str = "text2text-generation", **more: Any) -> Seq2SeqPipeline:
+    made = hw.pipeline(task, model, tokenizer=writers.tokenizer(), device="cpu", **more)
+    assert isinstance(made, Seq2SeqPipeline)
+    return made
 
 
 def alone(model: Any, text: str, more: dict[str, Any], prefix: str = "") -> list[list[int]]:
     """What transformers gives for this text by itself, each sequence up to its end."""
-    given = {"max_new_tokens": 10, **more}
+    given = {"max_new_tokens": 8, **more}
     if (seed := given.pop("seed", None)) is not None:
         torch.manual_seed(seed)
     found = model.generate(**writers.tokenizer()(prefix + text, return_tensors="pt"), **given)
@@ -67,15 +70,15 @@ class TestAgainstGenerate:
     def test_every_way_of_decoding(self, family: str, way: str) -> None:
         model, more = writers.model(family), WAYS[way]
         with ours(model) as mine:
-            found = mine(TEXTS, return_tensors=True, **{"max_new_tokens": 10, **more})
+            found = mine(TEXTS, return_tensors=True, **{"max_new_tokens": 8, **more})
             assert mine.stats()["batches"] < len(TEXTS)
         want = [alone(model, text, more) for text in TEXTS]
         assert [ids(one) for one in found] == want
-        assert len({tuple(map(tuple, one)) for one in want}) > 3  # the model does not say the same of everything
+        assert len({tuple(map(tuple, one)) for one in want}) > 2  # the model does not say the same of everything
 
     def test_text_is_the_tokenizers_own(self, family: str) -> None:
         model, words = writers.model(family), writers.tokenizer()
-        with ours(model, max_new_tokens=10) as mine:
+        with ours(model, max_new_tokens=8) as mine:
             found = mine(TEXTS)
             several = mine(TEXTS[0], num_beams=2, num_return_sequences=2)
         want = [words.decode(alone(model, text, {})[0], skip_special_tokens=True) for text in TEXTS]
@@ -197,7 +200,7 @@ class TestTasks:
 
     def test_t5_is_told_the_languages_in_words(self) -> None:
         model = writers.model("t5")
-        with ours(model, "translation_en_to_de", max_new_tokens=10) as mine:
+        with ours(model, "translation_en_to_de", max_new_tokens=8) as mine:
             rows = mine.preprocess(["film"]).inputs["input_ids"].tolist()
             assert rows == writers.tokenizer()(["translate English to German: film"])["input_ids"]
             with pytest.raises(hw.InvalidInput, match="language 'xx'"):
@@ -210,7 +213,7 @@ class TestTasks:
         words.model_max_length = writers.LIMIT
         torch.manual_seed(0)
         shape = writers.config("mbart", vocab_size=len(words), pad_token_id=1, eos_token_id=2, decoder_start_token_id=2)
-        model = transformers.MBartForConditionalGeneration(shape).eval()
+        model: Any = transformers.MBartForConditionalGeneration(shape).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0, 0.3)

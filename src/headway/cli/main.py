@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from headway.base.errors import HeadwayError
-from headway.cli import bench, chat, doctor, lab, models, run, serve, top
+from headway.cli import bench, chat, doctor, lab, models, pipeline, run, serve, top
 from headway.cli.render import emit_json
 
 EXIT_MISTAKE = 2
@@ -35,6 +35,7 @@ app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("lab")(lab.lab)
 app.add_typer(models.app, name="models")
+app.command("pipeline")(pipeline.pipeline)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 # What stands behind the script's name is the script's own, options too.

@@ -1,0 +1,354 @@
+"""`headway pipeline`: a task over a file, line by line, with progress, that goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headway.base.errors import HeadwayError, InvalidInput
+from headway.cli.journal import Journal, dumped
+from headway.cli.options import ENGINE, Device
+from headway.cli.records import PIPE, Record, item_of, kind_of, pyarrow_parquet, records
+from headway.cli.render import PLAIN_SECONDS, fetching, note
+
+FILES = "Files"
+WORDS = {"True": True, "False": False, "None": None}
+
+Model = Annotated[
+    str | None, typer.Option("--model", "-m", help="A known name, a folder or a hub id.", rich_help_panel=ENGINE)
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype", help="auto, float32, bfloat16, float16, autocast[:bfloat16|:float16].", rich_help_panel=ENGINE
+    ),
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option("--quantize", metavar="FORMAT", help="int8: 8-bit linear layers on a CPU.", rich_help_panel=ENGINE),
+]
+BatchSize = Annotated[
+    str, typer.Option("--batch-size", metavar="N", help="Rows of a batch, or auto.", rich_help_panel=ENGINE)
+]
+Input = Annotated[
+    str,
+    typer.Option(
+        "--input", "-i", metavar="FILE", help=".jsonl, .csv, .parquet; - reads a pipe.", rich_help_panel=FILES
+    ),
+]
+Output = Annotated[
+    str,
+    typer.Option(
+        "--output", "-o", metavar="FILE", help=".jsonl, .csv, .parquet; - is standard output.", rich_help_panel=FILES
+    ),
+]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--column", metavar="NAME", help="What of a record is the item. May be repeated.", rich_help_panel=FILES
+    ),
+]
+WithInput = Annotated[
+    bool, typer.Option("--with-input", help="Put each item beside its result.", rich_help_panel=FILES)
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output that is there.", rich_help_panel=FILES)]
+Restart = Annotated[
+    bool, typer.Option("--restart", help="Forget what an interrupted job has done.", rich_help_panel=FILES)
+]
+OnError = Annotated[str, typer.Option("--on-error", metavar="stop|skip", help="What a bad line means.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="An option of the task; values are JSON or text. May be repeated."
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do with which lines."""
+
+    input: str
+    output: str
+    columns: tuple[str, ...]
+    skip: bool
+    with_input: bool
+
+
+def pipeline(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="text-classification, sentence-embedding, …")],
+    *,
+    input: Input,
+    output: Output,
+    model: Model = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    quantize: Quantize = None,
+    batch_size: BatchSize = "auto",
+    set: Set = None,
+    column: Columns = None,
+    with_input: WithInput = False,
+    on_error: OnError = "stop",
+    overwrite: Overwrite = False,
+    restart: Restart = False,
+) -> None:
+    """Run TASK over every line of a file. A job that was interrupted goes on when the same command is given again.
+
+    Each result has the number of its line. A line that cannot be computed ends the job (--on-error stop), or is told
+    and left out (--on-error skip).
+    """
+    plan = Plan(input, output, tuple(column or ()), _skips(on_error), with_input)
+    options = read_options(set or ())
+    _check_files(plan, overwrite)
+    arguments = {"device": device, "dtype": dtype, "quantize": quantize, "batch_size": _batch_size(batch_size)}
+    if output == PIPE:
+        _run(lambda: _open(task, model, arguments, options), plan, _Pipe())
+        return
+    job = {"task": task, "model": model, "dtype": dtype, "quantize": quantize, "options": options}
+    job |= {"input": input if input == PIPE else str(Path(input).resolve()), "columns": list(plan.columns)}
+    job |= {"with_input": with_input}
+    with Journal(Path(output), job, restart=restart) as journal:
+        if journal.before:
+            note(f"going on after {journal.before} lines that {journal.path} has")
+        try:
+            _run(lambda: _open(task, model, arguments, options), plan, journal)
+        except KeyboardInterrupt:
+            note(f"stopped; the same command goes on from {journal.path}")
+            raise
+        journal.finish()
+
+
+def _run(open_pipeline: Callable[[], Any], plan: Plan, sink: Journal | _Pipe) -> None:
+    """Every record that is not done yet, through the pipeline and into the sink."""
+    todo = (record for record in records(plan.input) if not sink.has(record))
+    with open_pipeline() as ready, _progress() as progress:
+        for record, item, result in _results(ready, todo, plan.columns):
+            if isinstance(result, Exception):
+                _failed(record, result, plan, sink)
+            else:
+                _put(record, item if plan.with_input else None, result, plan, sink)
+            progress(record)
+    sink.check_complete()
+    if sink.failed:
+        shown = ", ".join(map(str, sink.failed[:10])) + (" …" if len(sink.failed) > 10 else "")
+        note(f"{len(sink.failed)} of the lines could not be computed and were left out: {shown}")
+
+
+def _results(ready: Any, todo: Iterable[Record], columns: tuple[str, ...]) -> Iterator[tuple[Record, Any, Any]]:
+    """Records in order, each with its item and its result or its error."""
+    waiting: deque[tuple[Record, Any, Exception | None]] = deque()
+
+    def items() -> Iterator[Any]:
+        for record in todo:
+            try:
+                if record.error is not None:
+                    raise InvalidInput(record.error)
+                item = item_of(record.value, columns)
+            except HeadwayError as error:
+                waiting.append((record, None, error))
+                continue
+            waiting.append((record, item, None))
+            yield item
+
+    def unreadable() -> Iterator[tuple[Record, Any, Any]]:
+        while waiting and waiting[0][2] is not None:
+            yield waiting.popleft()
+
+    for result in ready(items(), on_error="return"):
+        yield from unreadable()
+        record, item, _ = waiting.popleft()
+        yield record, item, result
+    yield from unreadable()
+
+
+def _put(record: Record, item: Any, result: Any, plan: Plan, sink: Journal | _Pipe) -> None:
+    try:
+        sink.add(record, plain(result), item)
+    except ValueError as error:
+        _failed(record, InvalidInput(f"the result is no JSON: {error}"), plan, sink)
+
+
+def _failed(record: Record, error: Exception, plan: Plan, sink: Journal | _Pipe) -> None:
+    message = f"line {record.line}: {_sentence(error)}"
+    if not plan.skip:
+        raise InvalidInput(f"{message}; correct it, or leave such lines out with --on-error skip") from error
+    note(f"headway: {message}")
+    sink.add_failure(record, _sentence(error))
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, HeadwayError) else f"{type(error).__name__}: {text}"
+
+
+def plain(value: Any) -> Any:
+    """A result as JSON has it: arrays and tensors become lists."""
+    if isinstance(value, dict):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    return plain(value.tolist()) if hasattr(value, "tolist") else value
+
+
+class _Pipe:
+    """Results on standard output, one JSON line each; nothing is remembered."""
+
+    def __init__(self) -> None:
+        self.failed: list[int] = []
+
+    def has(self, record: Record) -> bool:
+        return False
+
+    def check_complete(self) -> None:
+        sys.stdout.flush()
+
+    def add(self, record: Record, result: Any, item: Any = None) -> None:
+        more = {} if item is None else {"input": item}
+        sys.stdout.buffer.write(dumped({"line": record.line, **more, "result": result}) + b"\n")
+        sys.stdout.buffer.flush()
+
+    def add_failure(self, record: Record, error: str) -> None:
+        self.failed.append(record.line)
+
+
+# -- what was asked for ------------------------------------------------------------------------------------------------
+
+
+def read_options(given: Sequence[str]) -> dict[str, Any]:
+    """`NAME=VALUE` for a task's options."""
+    found: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise InvalidInput(f"--set {text!r} is no NAME=VALUE")
+        if name in found:
+            raise InvalidInput(f"--set {name} was given twice")
+        try:
+            found[name] = WORDS[value] if value in WORDS else json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def _skips(on_error: str) -> bool:
+    if on_error not in ("stop", "skip"):
+        raise InvalidInput(f"--on-error is {on_error!r}; it takes stop or skip")
+    return on_error == "skip"
+
+
+def _batch_size(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _check_files(plan: Plan, overwrite: bool) -> None:
+    kinds = {kind_of(plan.input, "--input"), kind_of(plan.output, "--output")}
+    if ".parquet" in kinds:
+        pyarrow_parquet()
+    if plan.output == PIPE:
+        return
+    path = Path(plan.output)
+    if path.exists() and not overwrite and not path.with_name(path.name + ".partial").exists():
+        raise InvalidInput(f"--output {plan.output!r} is there already; choose another, or give --overwrite")
+    if plan.input != PIPE and path.resolve() == Path(plan.input).resolve():
+        raise InvalidInput(f"--input and --output are both {plan.input!r}; choose another output")
+
+
+def _open(task: str, model: str | None, arguments: dict[str, Any], options: dict[str, Any]) -> Any:
+    import headway as hw
+    from headway.models import store
+
+    path: str | None = model
+    if model is not None:
+        with fetching() as progress:
+            path = str(store.resolve(model, progress=progress))
+    clash = options.keys() & {"model", "tokenizer", *arguments}
+    if clash:
+        raise InvalidInput(f"--set {min(clash)} is no option of a task; there is a flag for it")
+    return hw.pipeline(task, path, **arguments, **options)
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Record], None]]:
+    """A callback for every record that is done: a bar on a terminal, a line now and then in a pipe."""
+    if not sys.stderr.isatty():
+        plain = _Lines()
+        try:
+            yield plain
+        finally:
+            plain.end()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.fields[lines]} lines"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rate]}/s"),
+        TimeRemainingColumn(),
+    )
+    pace = _Pace()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task("", total=None, lines=0, rate="0")
+
+        def show(record: Record) -> None:
+            pace.count += 1
+            share = record.reached
+            total = None if share is None else 1.0
+            bars.update(bar, completed=share or 0, total=total, lines=pace.count, rate=pace.rate_text())
+
+        yield show
+    note(pace.summary())
+
+
+class _Pace:
+    """How many lines were done, and how quickly."""
+
+    def __init__(self) -> None:
+        self.began, self.count = time.monotonic(), 0
+        self.first: float | None = None  # the share of the file that was done before this run
+
+    def rate_text(self) -> str:
+        return f"{self.count / max(time.monotonic() - self.began, 1e-9):.3g}"
+
+    def summary(self) -> str:
+        return f"{self.count} lines in {time.monotonic() - self.began:.1f} s, {self.rate_text()}/s"
+
+
+class _Lines(_Pace):
+    """Progress as plain lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = self.began + PLAIN_SECONDS
+
+    def __call__(self, record: Record) -> None:
+        self.count += 1
+        if self.first is None:
+            self.first = record.reached
+        if (now := time.monotonic()) < self._next:
+            return
+        self._next = now + PLAIN_SECONDS
+        note(f"{self.count} lines{self._share(record.reached, now)}, {self.rate_text()}/s")
+
+    def _share(self, reached: float | None, now: float) -> str:
+        if reached is None or self.first is None:
+            return ""
+        gone = reached - self.first
+        left = f", {(now - self.began) * (1 - reached) / gone:.0f} s left" if gone > 0 else ""
+        return f" ({reached:.0%}{left})"
+
+    def end(self) -> None:
+        note(self.summary())
