@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from headway.base.errors import InvalidInput, UnsupportedModel, WrongType
 from headway.pipelines.arrays import Ragged
@@ -180,10 +182,26 @@ class ChosenAnswers(Questions):
         super().__init__(loaded)
         self._labels = labels_of(self.config)
 
+    def compute(self, batch: Batch, options: AnswerOptions) -> Mapping[str, Tensor | Ragged]:
+        with Repeatable():
+            return super().compute(batch, options)
+
     def postprocess(self, prepared: PreparedItem, results: Results, options: AnswerOptions) -> list[dict[str, Any]]:
         scores = apply(results[0]["logits"], "sigmoid")
         order = np.argsort(-scores, kind="stable")[: options.top_k].tolist()
         return [{"score": float(scores[i]), "answer": self._labels[i]} for i in order]
+
+
+class Repeatable(TorchFunctionMode):
+    """Within it, on this thread, draws are always the same: ViLT shuffles a picture's patches, and drops some."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        more = dict(kwargs or {})
+        if func is torch.multinomial:
+            more["generator"] = torch.Generator(args[0].device).manual_seed(0)
+        return func(*args, **more)
 
 
 @dataclass(frozen=True)
