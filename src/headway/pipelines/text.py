@@ -94,7 +94,15 @@ class TextEncoder:
         shortens = limit is not None and (options.truncation or options.stride is not None)
         backend = self._cutter(limit, options.stride or 0, cut, special) if shortens and limit else self._plain
         encode = backend.encode_batch if offsets else backend.encode_batch_fast
-        found = encode(list(texts), add_special_tokens=special)
+        try:
+            found = encode(list(texts), add_special_tokens=special)
+        except BaseException as error:  # the library has no class for it, and panics over a stride that does not fit
+            if "runcation" in str(error) or "stride" in str(error) or type(error).__name__ == "PanicException":
+                raise InvalidInput(
+                    f"the text that must stay whole leaves too little of {limit} tokens for the one that is divided; "
+                    "shorten it, take a smaller stride or a larger limit"
+                ) from error
+            raise
         if options.stride is not None:
             return [[one, *one.overflowing] for one in found]
         if limit is not None and not options.truncation:
