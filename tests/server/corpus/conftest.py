@@ -2,21 +2,18 @@
 
 The bystander's tokens must be those it gets alone, and in the end every page is free or cached and none is held.
 
-| what clients do                              | here                                          | and also                   |
-| -------------------------------------------- | --------------------------------------------- | -------------------------- |
-| ids out of range: bias, allowed, bad words   | test_hostile_values                           | openai/test_refusals       |
-| a million stop strings, and other crowds     | test_hostile_values                           | openai/test_refusals       |
-| n = 10^9, and other counts                   | test_hostile_values                           | openai/test_refusals       |
-| numbers at the edge of floats                | test_hostile_values                           | openai/test_mixtures       |
-| schemas 30,000 deep; grammars that grow      | test_hostile_grammars                         | fuzz/test_description      |
-| regex bombs                                  | test_hostile_grammars                         |                            |
-| Host tricks                                  | test_hostile_clients                          | shell/test_access          |
-| template injection in messages               | test_hostile_templates                        | text/test_chat             |
-| template injection in model files            | test_hostile_templates                        | text/test_chat             |
-| a slow client, writing or reading            | test_hostile_clients                          | shell/test_attacks         |
-| disconnects at every point                   | test_hostile_clients                          | shell/test_attacks,        |
-|                                              |                                               | openai/test_streams        |
-| all of it at once                            | benchmarks/serve_load.py, test_serving_load   | shell/test_attacks         |
+    ids out of range in bias, allowed and bad words    test_hostile_values      openai/test_refusals
+    a million stop strings, and other crowds           test_hostile_values      openai/test_refusals
+    n = 10^9, and other counts                         test_hostile_values      openai/test_refusals
+    numbers at the edge of floats                      test_hostile_values      openai/test_mixtures
+    schemas 30,000 deep, grammars that grow            test_hostile_grammars    fuzz/test_description
+    regex bombs                                        test_hostile_grammars
+    template injection in messages                     test_hostile_templates   text/test_chat
+    template injection in model files                  test_hostile_templates   text/test_chat
+    Host tricks                                        test_hostile_clients     shell/test_access
+    a slow client, writing or reading                  test_hostile_clients     shell/test_attacks
+    disconnects at every point                         test_hostile_clients     shell/test_attacks, openai/test_streams
+    many of these at once                              test_serving_load        shell/test_attacks
 """
 
 from __future__ import annotations

@@ -21,28 +21,25 @@ def asked(path: str, **more: Any) -> dict[str, Any]:
     return ({"prompt": PROMPT} if path == C else {"messages": USER}) | {"max_tokens": 4} | more
 
 
-@pytest.mark.parametrize("id", FAR)
 @pytest.mark.parametrize("path", [C, M])
-def test_ids_out_of_range(served: Live, path: str, id: int) -> None:
-    for field, value in (
-        ("logit_bias", {str(id): 100}),
-        ("logit_bias", {"5": 1, str(id): -100}),
-        ("allowed_token_ids", [id]),
-        ("allowed_token_ids", [5, id]),
-        ("bad_words", [[id]]),
-        ("bad_words", [[5, id, 5]]),
-        ("stop_token_ids", [id]),
-    ):
-        error = served.refused(path, **asked(path, **{field: value}))
-        assert error["param"] in (field, f"{field}[0]", f"{field}[1]")
-        assert str(id)[:18] in error["message"]
+@pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids", "bad_words", "stop_token_ids"])
+def test_ids_out_of_range(served: Live, path: str, field: str) -> None:
+    for id in FAR:
+        forms: dict[str, list[Any]] = {
+            "logit_bias": [{str(id): 100}, {"5": 1, str(id): -100}],
+            "bad_words": [[[id]], [[5, id, 5]]],
+        }
+        for value in forms.get(field, [[id], [5, id]]):
+            error = served.refused(path, **asked(path, **{field: value}))
+            assert error["param"] == field
+            assert str(id) in error["message"]
 
 
-@pytest.mark.parametrize("id", FAR)
-def test_ids_out_of_range_in_prompts(served: Live, id: int) -> None:
-    for prompt in ([id], [5, id], [[5], [5, id]]):
-        assert served.refused(C, prompt=prompt)["param"] == "prompt"
-    assert served.refused("/detokenize", tokens=[5, id])["code"] == "invalid_token"
+def test_ids_out_of_range_in_prompts(served: Live) -> None:
+    for id in FAR:
+        for prompt in ([id], [5, id], [[5], [5, id]]):
+            assert served.refused(C, prompt=prompt)["param"] == "prompt"
+        assert served.refused("/detokenize", tokens=[5, id])["code"] == "invalid_token"
 
 
 def refused_whole(served: Live, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +86,7 @@ def test_many_messages_tools_prompts_and_fields(served: Live) -> None:
         refused_whole(served, path, body)
 
 
-@pytest.mark.parametrize("count", [10**9, 2**31, 2**64, 10**30, -(10**9)])
+@pytest.mark.parametrize("count", [10**9, 2**64, -(10**9)])
 def test_counts_beyond_reason(served: Live, count: int) -> None:
     for path, field in (
         (C, "n"),
@@ -143,19 +140,21 @@ EDGES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("edge", EDGES, ids=str)
 @pytest.mark.parametrize("stream", [False, True])
-def test_numbers_at_the_edge(served: Live, edge: dict[str, Any], stream: bool) -> None:
+@pytest.mark.parametrize("part", range(4))
+def test_numbers_at_the_edge(served: Live, part: int, stream: bool) -> None:
     """Answered with tokens of the vocabulary and numbers that JSON has, or refused; never a failure."""
-    asked_logprobs = {"logprobs": 3, "logprobs_mode": "processed", "stream": stream}
-    answer = served.post(C, prompt=PROMPT, max_tokens=6, ignore_eos=True, **asked_logprobs, **edge)
-    assert answer.status in (200, 400), answer.body
-    if answer.status == 400 or b'"error"' in answer.body:
-        return
-    json.loads(answer.body, parse_constant=pytest.fail) if not stream else answer.events
+    ranked = {"logprobs": 3, "logprobs_mode": "processed", "stream": stream}
+    for edge in EDGES[part::4]:
+        answer = served.post(C, prompt=PROMPT, max_tokens=6, ignore_eos=True, **ranked, **edge)
+        assert answer.status in (200, 400), (edge, answer.body)
+        for text in answer.body.decode().split("data: ") if stream else [answer.body.decode()]:
+            if text and not text.startswith("[DONE]"):
+                found = json.loads(text, parse_constant=pytest.fail)
+                assert "error" not in found or found["error"]["type"] == "invalid_request_error", (edge, found)
 
 
-@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 5000, "true", '"1"', "[]", "{}"])
+@pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e999", "1" + "0" * 5000, "true", '"1"', "{}"])
 def test_numbers_that_are_none(served: Live, text: str) -> None:
     for field in ("temperature", "top_p", "n", "seed", "max_tokens", "priority", "presence_penalty", "logit_bias"):
         body = (
@@ -169,7 +168,9 @@ def test_numbers_that_are_none(served: Live, text: str) -> None:
         assert len(answer.body) < 1000
 
 
-@pytest.mark.parametrize("text", ["\x00", "\ud800", "\U0010ffff" * 50, "‮" * 50, "\r\n" * 50, "a" + "́" * 100])
+@pytest.mark.parametrize(
+    "text", ["\x00", "\ud800", "\U0010ffff" * 50, "\u202e" * 50, "\r\n" * 50, "a" + "\u0301" * 100]
+)
 def test_strange_texts(served: Live, text: str) -> None:
     """Anywhere a text may stand: answered or refused, whatever it is."""
     for path, body in (
