@@ -25,7 +25,7 @@ from headway.kernels.triton.attention import chunk_items
 from headway.kv.pool import Pool
 from headway.models.decoder import Decoder
 from headway.runtime.batch import Batch, reads_final_state
-from headway.runtime.cuda_arrays import Numbers, StepInts, Upload
+from headway.runtime.cuda_arrays import Numbers, StepInts, Upload, even
 from headway.runtime.cuda_graphs import SIZES, Graphs, padded
 from headway.runtime.cuda_read import CudaReader, Values
 from headway.runtime.cuda_step import Buffers, CudaModel, Step
@@ -82,38 +82,40 @@ class CudaRunner:
     def _forward(self, batch: Batch) -> Tensor:
         numbers, count = self._layout.read(batch), len(batch.tokens)
         size = padded(count)
-        if size is None or self._layout.size(numbers, size) > GRAPH_INTS or self.profiler.measuring:
-            return self._by_hand(batch, numbers)
+        rows = even(count if size is None else size)
+        if size is None or self._layout.size(numbers, rows) > GRAPH_INTS or self.profiler.measuring:
+            return self._by_hand(batch, numbers, rows)
         room = self._graph_room()
         self._fixed.wait()
-        self._fixed.send(self._layout.fill(self._fixed.host, batch, numbers, size))
-        step = Step(self._fixed.device, size, size)
+        self._fixed.send(self._layout.fill(self._fixed.host, batch, numbers, rows))
+        step = Step(self._fixed.device, rows, size)
         mark = self.profiler.mark
         self._graphs.run(("step", size), lambda: self.model.run(step, room, mark))
         return room.x[:size]
 
-    def _by_hand(self, batch: Batch, numbers: Numbers) -> Tensor:
+    def _by_hand(self, batch: Batch, numbers: Numbers, rows: int) -> Tensor:
         """Rows of any number: long segments on the matrix units, the others one by one."""
         count = len(batch.tokens)
         items = chunk_items(
             [(s.rows.start, len(s.rows)) for s in batch.segments if len(s.rows) > FEW], self.model.chunk
         )
         singles = [row for s in batch.segments if len(s.rows) <= FEW for row in s.rows]
-        used = self._layout.size(numbers, count)
-        needed = used + len(items) + len(singles)
+        used = even(self._layout.size(numbers, rows))
+        behind = used + even(len(items))
+        needed = behind + len(singles)
         if needed > len(self._free):
             self._free.grow(2 * needed)
         self._free.wait()
         host, device = self._free.host, self._free.device
-        self._layout.fill(host, batch, numbers, count)
+        self._layout.fill(host, batch, numbers, rows)
         host[used : used + len(items)] = items
-        host[used + len(items) : needed] = singles
+        host[behind:needed] = singles
         self._free.send(needed)
         step = Step(
             device,
+            rows,
             count,
-            count,
-            singles=device[used + len(items) : needed],
+            singles=device[behind:needed],
             items=device[used : used + len(items)].view(-1, 2) if items else None,
         )
         if self._free_room is None or self._free_room.rows < count:

@@ -110,6 +110,11 @@ class StepInts:
         return at
 
 
+def even(count: int) -> int:
+    """The next multiple of 16. Triton compiles a kernel once more for sizes and addresses that are none."""
+    return -(-count // 16) * 16
+
+
 def _table(segment: Segment) -> np.ndarray:
     """The physical page of every page number, 0 for one that is not read."""
     pages, numbers = segment.pages, segment.numbers

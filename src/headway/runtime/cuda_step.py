@@ -25,6 +25,7 @@ from headway.models.layers import Layer, Linear
 
 Mark = Callable[[str], None]
 PROGRAMS = 264  # that keep the device busy: two a multiprocessor
+MIXED = Splits(8, 256)  # of single rows beside longer segments, however many
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +144,7 @@ class CudaModel:
         paged = Paged(keys, values, step.ints, step.rows, self._run_at[l], self.config.head_dim**-0.5)
         if step.singles is None or len(step.singles):
             count = n if step.singles is None else len(step.singles)
-            splits = pick_splits(count, self.config.kv_heads)
+            splits = MIXED if step.singles is not None else pick_splits(count, self.config.kv_heads)
             attention.attend_rows(
                 q, mixed, paged, splits, self._room(splits, count),
                 which=step.singles, tile=pick_tile(count, splits), ahead=self.ahead,

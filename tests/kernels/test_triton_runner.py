@@ -1,0 +1,122 @@
+"""Whole engines on the Triton kernels against the same engines on torch: every readout, masks, trims, samplers.
+
+On a GPU captured graphs are compared too; without one the kernels run in Triton's interpreter, on fewer passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+import headway as hw  # noqa: E402
+from headway.testing import random_model  # noqa: E402
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+V = 97
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3") if DEVICE == "cuda" else ("mistral", "qwen3")
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, V, count).tolist()
+
+
+async def everything(engine: hw.Engine, seed: int) -> tuple[list[np.ndarray], list[int]]:
+    """Passes of every kind over one context: numbers to be compared, and the tokens that were drawn."""
+    async with engine.context() as ctx:
+        forward = ctx.fill(tokens(19, seed)).forward().input(tokens(5, seed + 1))
+        rows = [forward.probe(i, hw.Logits()) for i in range(-6, 5)]
+        read = [
+            forward.probe(2, hw.Distribution(k=7)),
+            forward.probe(2, hw.Logprobs([1, 5])),
+            forward.probe(1, hw.Entropy()),
+        ]
+        drawn = [
+            forward.sample([-1, -1, 0], hw.TopP(0.8, seed=seed)),
+            forward.sample([2], hw.Sampling(temperature=0.7, repetition_penalty=1.3, logit_bias={3: 2.0}, seed=3)),
+            forward.sample([3], hw.Typical(0.7, seed=4)),
+        ]
+        forward.mask(forbid=list(range(40, 60)))
+        out = await forward.execute()
+        found: list[Any] = [out.logits(h) for h in rows]
+        found += [out.distribution(read[0])[1], out.logprobs(read[1]), np.array(out.entropy(read[2]))]
+        chosen = [token for handle in drawn for token in out.tokens(handle)]
+        assert not {*chosen} & {*range(40, 60)}
+        penal = hw.Sampling(temperature=0.9, top_k=20, frequency_penalty=0.4, seed=9)
+        chosen += await ctx.generate(penal, max_tokens=3, stop_only=True).tokens()
+        ctx.inner().discard_pages(0, 1)
+        chosen += await ctx.generate(hw.Argmax(), max_tokens=3, stop_only=True).tokens()
+        sparse = np.random.default_rng(seed).random((2, ctx.seq_len + len(ctx.pending) + 2)) < 0.4
+        sparse[:, :16] = False
+        sparse[np.arange(2), -2 + np.arange(2)] = True
+        forward = ctx.forward().input(tokens(2, seed + 2)).attention_mask(hw.Mask.from_bool(sparse))
+        last = [forward.probe(0, hw.Logits()), forward.probe(1, hw.Logits()), forward.probe(1, hw.Hidden(1))]
+        scores = forward.probe(1, hw.AttentionScores(1))
+        out = await forward.execute()
+        found += [out.logits(last[0]), out.logits(last[1]), out.hidden(last[2]), out.attention(scores)]
+        return found, chosen
+
+
+async def several(engine: hw.Engine, seeds: range) -> list[tuple[list[np.ndarray], list[int]]]:
+    return list(await asyncio.gather(*(everything(engine, seed) for seed in seeds)))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, mode: str, family: str, seeds: range, **options: Any) -> list[Any]:
+    monkeypatch.setenv("HEADWAY_NATIVE", mode)
+    with hw.Engine(random_model(family, device=DEVICE, **options), pages=64, threads=1) as engine:
+        assert engine.info.runner == ("torch" if mode == "off" else "triton")
+        return engine.run(several, seeds)
+
+
+def agree(found: list[Any], expected: list[Any], limit: float) -> None:
+    for (values, drawn), (others, chosen) in zip(found, expected, strict=True):
+        for value, other in zip(values, others, strict=True):
+            assert value.shape == other.shape
+            assert np.abs(value - other).max() <= limit * max(1.0, np.abs(other).max())
+        assert drawn == chosen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kind_of_pass_equals_torch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = range(6 if DEVICE == "cuda" else 2)
+    agree(run(monkeypatch, "triton", family, seeds), run(monkeypatch, "off", family, seeds), 1e-4)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs need a CUDA device")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_is_the_same_alone_and_among_any_number(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    among = run(monkeypatch, "triton", family, range(9))
+    for seed in range(9):
+        agree(run(monkeypatch, "triton", family, range(seed, seed + 1)), among[seed : seed + 1], 1e-4)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs need a CUDA device")
+def test_graphs_of_every_size_give_what_the_kernels_give_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_NATIVE", "auto")
+
+    async def decode(engine: hw.Engine, count: int) -> list[list[int]]:
+        async def one(i: int) -> list[int]:
+            async with engine.context() as ctx:
+                how = hw.Sampling(temperature=0.8 if i % 3 else 0.0, top_p=0.9 if i % 2 else 1.0, seed=i)
+                return await ctx.fill(tokens(3 + i % 40, i)).generate(how, max_tokens=6, stop_only=True).tokens()
+
+        return list(await asyncio.gather(*(one(i) for i in range(count))))
+
+    with (
+        hw.Engine(random_model(device=DEVICE), pages=4000) as graphs,
+        hw.Engine(random_model(device=DEVICE), pages=4000) as hand,
+    ):
+        hand.loop._runner._graphs.enabled = False  # type: ignore[attr-defined]
+        for count in (1, 2, 3, 7, 33, 100):
+            for _ in range(2):
+                assert graphs.run(decode, count) == hand.run(decode, count)
+        assert len(graphs.loop._runner._graphs.graphs) > 5  # type: ignore[attr-defined]
