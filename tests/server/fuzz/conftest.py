@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.live import Live, live
 from support.small import small_engine
 
-LIMITS = {"max_queue_tokens": 20_000, "max_grammar_seconds": 3.0, "request_timeout": 60.0}
+LIMITS: dict[str, Any] = {"max_queue_tokens": 20_000, "max_grammar_seconds": 3.0, "request_timeout": 60.0}
 
 
 @pytest.fixture(scope="module")
