@@ -164,12 +164,14 @@ function drawEditor(lab, place) {
   else fill(result, h("p", { class: "soft" }, "This is the causal mask: the distribution is the one you know."));
 }
 
+let painting = null; // what a drag over cells does to them: true lets see, false masks
+addEventListener("pointerup", () => { painting = null; });
+
 /** Cells to paint: one tab stop, arrows to move, space to turn a cell. */
 function paintGrid(lab, place, cells, count, changed) {
   const texts = lab.now.trace.texts;
   const size = lab.now.trace.page_size;
   const boxes = [];
-  let painting = null;
   const turn = (r, c, to) => {
     if (cells[r][c] === to || (!to && cells[r].filter(Boolean).length === 1)) return to === false && announce("A row must see at least one slot");
     cells[r][c] = to;
@@ -200,7 +202,6 @@ function paintGrid(lab, place, cells, count, changed) {
     dress(box, r, c);
     return box;
   })));
-  addEventListener("pointerup", () => { painting = null; }, { once: false });
   const single = cells.length === 1;
   fill(place, h("div", { class: "scroll" }, h("div", { class: `mask-grid ${single ? "single" : ""}`, role: "grid", "aria-label": "Who sees whom: rows are tokens, columns are the slots they may attend to" },
     boxes.map((line, r) => h("div", { class: "mask-row", role: "row" }, h("span", { class: "mask-name", role: "rowheader" }, chip(texts[count - cells.length + r])), line.map((box, c) => (single ? h("span", { class: "labelled", role: "none" }, box, h("span", { class: "mono clip soft", "aria-hidden": "true" }, texts[c])) : box))))),

@@ -5,7 +5,7 @@ import { OFF } from "./sampling.js";
 
 export function callPanel(lab, body) {
   const show = () => fill(body, snippets(lab).map(([title, about, code]) => h("section", { class: "panel" },
-    h("div", { class: "spread" }, h("h2", {}, title), copyButton(code)), h("p", { class: "soft" }, about), h("pre", { tabindex: "0", "aria-label": title }, h("code", {}, code)))));
+    h("div", { class: "spread" }, h("h2", {}, title), copyButton(code)), h("p", { class: "soft" }, about), h("pre", { tabindex: "0", role: "region", "aria-label": title }, h("code", {}, code)))));
   show();
   return { numbers: show };
 }

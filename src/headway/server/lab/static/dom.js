@@ -46,9 +46,11 @@ export function tokenText(text) {
   for (const piece of text.split(/( |\n|\t|\r)/)) {
     if (piece === "") continue;
     const mark = { " ": "·", "\n": "↵", "\t": "⇥", "\r": "␍" }[piece];
-    parts.push(mark ? h("span", { class: "blank" }, mark) : piece);
+    parts.push(mark ? h("span", { class: "blank", "aria-hidden": "true" }, mark) : piece);
   }
-  return parts.length ? parts : [h("span", { class: "blank" }, "∅")];
+  if (!parts.length) parts.push(h("span", { class: "blank", "aria-hidden": "true" }, "∅"));
+  if (text.trim() === "") parts.push(h("span", { class: "unseen" }, tokenName(text)));
+  return parts;
 }
 
 /** A token's name for those who listen. */
@@ -61,8 +63,7 @@ export function tokenName(text) {
 export function chip(text, attributes = {}, ...more) {
   const { class: extra = "", ...rest } = attributes;
   const tag = attributes.onclick ? "button" : "span";
-  const spoken = tag === "button" && !rest["aria-label"] ? { "aria-label": tokenName(text) } : {};
-  return h(tag, { class: `chip ${extra}`, ...(tag === "button" ? { type: "button" } : {}), ...spoken, ...rest },
+  return h(tag, { class: `chip ${extra}`, ...(tag === "button" ? { type: "button" } : {}), ...rest },
     h("span", { class: "chip-text" }, tokenText(text)), ...more);
 }
 

@@ -268,7 +268,7 @@ export class LabView {
     fill(this.crumbs, h("span", { class: "soft small" }, `${whole(texts.length)} tokens`),
       far > 0 && h("span", { class: "soft small" }, `… ${whole(far)} before`),
       texts.slice(far, count).map((text) => chip(text)),
-      nodes.map((node, i) => chip(texts[count + i], { class: "taken", onclick: () => this.goTo(node), "aria-label": `Go to taken token ${texts[count + i]}` })),
+      nodes.map((node, i) => chip(texts[count + i], { class: "taken", onclick: () => this.goTo(node), title: "taken; press to go there" })),
       this.state.at >= 0 && h("button", { type: "button", class: "quiet small", id: "back", onclick: () => this.back() }, "← Back"));
   }
 

@@ -164,14 +164,14 @@ document.addEventListener("visibilitychange", () => { if (!document.hidden && ap
 
 // -- colours ----------------------------------------------------------------------------------------------------------
 
-const THEMES = [["", "Auto", "as the system"], ["light", "Light", "light"], ["dark", "Dark", "dark"]];
+const THEMES = [["", "Auto", "colours as the system"], ["light", "Light", "colours"], ["dark", "Dark", "colours"]];
 function paint(name) {
   const [value, label, spoken] = THEMES.find(([one]) => one === name) ?? THEMES[0];
   if (value) document.documentElement.dataset.theme = value;
   else delete document.documentElement.dataset.theme;
   const button = document.getElementById("theme");
   button.textContent = label;
-  button.setAttribute("aria-label", `Colours: ${spoken}`);
+  button.setAttribute("aria-label", `${label}: ${spoken}`);
 }
 let theme = localStorage.getItem("headway-theme") ?? "";
 paint(theme);

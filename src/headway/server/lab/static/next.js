@@ -106,7 +106,7 @@ function biasField(lab, redraw) {
   const token = h("select", { id: "bias-token" }, Array.from(lab.now.row.order.slice(0, 24), (id) => h("option", { value: id }, `${JSON.stringify(lab.text(id))}`)));
   const amount = h("input", { type: "number", id: "bias-amount", step: 0.5, value: -2 });
   const list = h("ul", { class: "chips" });
-  const show = () => fill(list, [...lab.state.bias].map(([id, value]) => h("li", {}, chip(lab.text(id), { onclick: () => { lab.state.bias.delete(id); show(); lab.turn({}); }, "aria-label": `Remove the bias of ${lab.text(id)}` }, h("span", { class: "num" }, `${value > 0 ? "+" : ""}${value} ×`)))));
+  const show = () => fill(list, [...lab.state.bias].map(([id, value]) => h("li", {}, chip(lab.text(id), { onclick: () => { lab.state.bias.delete(id); show(); lab.turn({}); }, title: "press to remove" }, h("span", { class: "num" }, `${value > 0 ? "+" : ""}${value} ×`)))));
   const set = () => {
     if (!Number.isFinite(amount.valueAsNumber)) return;
     lab.state.bias.set(Number(token.value), amount.valueAsNumber);

@@ -119,7 +119,6 @@ function nodeChip(lab, node, scores, by) {
   const here = lab.state.at === node;
   return chip(lab.text(token), {
     class: `node ${here ? "here" : ""}`, onclick: () => lab.goTo(node), "aria-current": here ? "true" : null,
-    "aria-label": `${lab.text(token)}, ${score ? (by === "probability" ? `probability ${label}` : `entropy ${label} nats`) : "not computed yet"}`,
   }, h("span", { class: "value num", style: value === null ? {} : tint(value) }, label));
 }
 

@@ -1,0 +1,285 @@
+"""The Lab's API: traces are what the engine computes, masks are what the oracle computes, and limits hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headway as hw
+from headway.base.brle import Brle
+from headway.server.lab.page import HEADERS, STATIC, TYPES, files
+from headway.server.lab.wire import Packed
+from lab_models import nasty_folder
+from lab_serving import lab_live
+from support.live import Live
+from support.oracle import Oracle
+
+PROMPT = "Once upon a time, there was a little"
+
+
+def unpacked(value: dict[str, Any]) -> np.ndarray:
+    return Packed(**value).array()
+
+
+def traced(server: Live, prompt: Any = PROMPT, **fields: Any) -> dict[str, Any]:
+    """A trace that must succeed."""
+    answer = server.post("/lab/api/trace", prompt=prompt, **fields)
+    assert answer.status == 200, answer.body
+    return answer.json
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, Oracle]]:
+    """A served random model, and the oracle of the same weights."""
+    folder, config, model = nasty_folder(tmp_path_factory.mktemp("nasty"))
+    weights = {name: tensor for name, tensor in model.state_dict().items() if "rotary" not in name}
+    engine = hw.Engine(folder, dtype="float32", pages=64, threads=1)
+    with lab_live(engine, model="nasty") as server:
+        yield server, Oracle(config, weights)
+
+
+def dense(oracle: Oracle, tokens: list[int], attend: np.ndarray) -> Any:
+    return oracle.run(tokens, list(range(len(tokens))), torch.from_numpy(attend))
+
+
+def check_close(found: np.ndarray, wanted: np.ndarray) -> None:
+    assert np.abs(found - wanted).max() <= 1e-4 * max(1.0, np.abs(wanted).max())
+
+
+def test_a_trace_has_the_logits_of_the_same_pass_in_process(lab_server: Live) -> None:
+    found = traced(lab_server)
+
+    async def passed(engine: hw.Engine) -> np.ndarray:
+        async with engine.context() as ctx:
+            ctx.fill(PROMPT)
+            forward = ctx.forward()
+            handle = forward.probe(-1, hw.Logits())
+            return (await forward.execute()).logits(handle)
+
+    wanted = lab_server.engine.run(passed)
+    logits = unpacked(found["logits"])
+    assert logits.dtype == np.float32
+    assert logits.shape == (lab_server.engine.vocab_size,)
+    check_close(logits, wanted)
+    assert "".join(found["texts"]) == PROMPT
+    assert found["position"] == len(found["tokens"]) - 1
+    assert "lens" not in found
+    assert "attention" not in found
+
+
+def test_what_a_sampler_keeps_adds_up_and_its_draws_are_the_engines(lab_server: Live) -> None:
+    knobs = {"temperature": 0.8, "top_p": 0.9, "seed": 11, "draws": 32}
+    found = traced(lab_server, take=[3, 3, 5], sampling=knobs)
+    ids, probs = unpacked(found["sampling"]["ids"]), unpacked(found["sampling"]["probs"])
+    assert probs.dtype == np.float64
+    assert probs.sum() == pytest.approx(1.0, abs=1e-12)
+    assert (np.diff(ids) > 0).all()
+    assert set(found["sampling"]["tokens"]) <= set(ids.tolist())
+    assert found["sampling"]["tokens"] == traced(lab_server, take=[3, 3, 5], sampling=knobs)["sampling"]["tokens"]
+
+
+def test_lens_and_attention_are_the_oracles(small: tuple[Live, Oracle]) -> None:
+    server, oracle = small
+    tokens = list(range(40, 70))
+    causal = np.tril(np.ones((len(tokens), len(tokens)), bool))
+    wanted = dense(oracle, tokens, causal)
+    found = traced(server, tokens, lens={"k": 4}, attention={}, scores=5)
+    check_close(unpacked(found["logits"]), wanted.logits[-1].numpy())
+    for layer, scores in zip(wanted.attention, unpacked(found["attention"]["array"]), strict=True):
+        assert np.allclose(scores, layer[:, -1].numpy(), atol=1e-5)
+    for one in found["lens"][:-1]:
+        lens = torch.softmax(oracle.unembed(wanted.hidden[one["layer"]][-1]).double(), -1)
+        assert np.allclose(one["probs"], lens.sort(descending=True).values[:4].numpy(), atol=1e-5)
+    logs = torch.log_softmax(wanted.logits.double(), -1)
+    for row, score in zip(range(len(tokens) - 6, len(tokens) - 1), found["scores"], strict=True):
+        assert score["id"] == tokens[row + 1]
+        assert score["logprob"] == pytest.approx(float(logs[row, tokens[row + 1]]), abs=1e-3)
+        assert score["entropy"] == pytest.approx(float(-(logs[row].exp() * logs[row]).sum()), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rule", "rows"),
+    [
+        ({"window": 3}, None),
+        ({"window": 2, "sink": 4}, None),
+        ({"window": 5, "rows": 1}, 1),
+        ({"sink": 2, "window": 1, "rows": 7}, 7),
+    ],
+)
+def test_a_masked_trace_is_the_oracles(small: tuple[Live, Oracle], rule: dict[str, int], rows: int | None) -> None:
+    server, oracle = small
+    tokens = list(range(30, 75))
+    n = len(tokens)
+    attend = np.tril(np.ones((n, n), bool))
+    for i in range(0 if rows is None else n - rows, n):
+        attend[i] = [i - rule["window"] < j <= i or j < min(rule.get("sink", 0), i + 1) for j in range(n)]
+    found = traced(server, tokens, mask=rule)
+    check_close(unpacked(found["logits"]), dense(oracle, tokens, attend).logits[-1].numpy())
+    assert len(found["mask"]["trimmed"]) == found["stats"]["pages_trimmed"]
+    first = found["mask"]["first"]
+    for i, row in enumerate(found["mask"]["rows"]):
+        wanted = attend[first + i, : first + i + 1]
+        assert Brle.from_runs(row["attend"]).to_bool().tolist() == wanted.tolist()
+        assert Brle.from_runs(row["raw"]).to_bool().tolist() == (~wanted).tolist()
+
+
+def test_painted_cells_are_the_oracles_and_spare_pages(small: tuple[Live, Oracle]) -> None:
+    server, oracle = small
+    tokens = list(range(20, 84))
+    n = len(tokens)
+    generator = np.random.default_rng(5)
+    attend = np.tril(np.ones((n, n), bool))
+    attend[-2:] &= generator.random((2, n)) < 0.5
+    attend[-2:, 16:48] = False  # two pages that neither row sees
+    attend[-2, n - 2] = attend[-1, n - 1] = True
+    runs = [list((~Brle.from_bool(attend[i, : i + 1])).runs) for i in (n - 2, n - 1)]
+    found = traced(server, tokens, mask={"runs": runs})
+    check_close(unpacked(found["logits"]), dense(oracle, tokens, attend).logits[-1].numpy())
+    assert found["mask"]["trimmed"] == [1, 2]
+    assert found["stats"]["pages_trimmed"] == 2
+
+
+def test_branches_share_full_pages_and_are_scored_as_traces_are(lab_server: Live) -> None:
+    prompt = list(range(500, 540))
+    branches = [[7, 8, 9], [7, 8, 10, 11], [12]]
+    answer = lab_server.post("/lab/api/branches", prompt=prompt, branches=branches)
+    assert answer.status == 200, answer.body
+    found = answer.json
+    tables = [[page["page"] for page in branch["pages"]] for branch in found["branches"]]
+    assert [table[:2] for table in tables] == [tables[0][:2]] * 3  # 40 tokens fill two pages
+    assert len({table[2] for table in tables}) == 3
+    assert found["pages"] == len({page for table in tables for page in table})
+    assert found["pages_alone"] == sum(map(len, tables))
+    alone = traced(lab_server, prompt, take=branches[1], scores=4)["scores"]
+    for mine, other in zip(found["branches"][1]["scores"], alone, strict=True):
+        assert mine["id"] == other["id"]
+        assert mine["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
+    lab_server.until(lab_server.is_quiet)
+
+
+def test_the_page_map_counts_what_the_engine_counts(lab_server: Live) -> None:
+    engine = lab_server.engine
+    context = engine.context()
+    context.fill(range(100, 140))
+    engine.run(lambda engine: context.flush())
+    twin = context.fork()
+    found = lab_server.get("/lab/api/pages").json
+    counts, stats = found["counts"], engine.stats()
+    context.release()
+    twin.release()
+    assert counts["shared"] == 2  # two full pages of 40 tokens
+    assert counts["working"] == 2
+    assert counts["free"] == stats.pages_free
+    assert counts["cached"] == stats.pages_cached
+    assert sum(length for _, length in found["runs"]) == found["total"] == sum(counts.values())
+    lab_server.until(lab_server.is_quiet)
+
+
+def test_steps_are_told_once_to_who_asks_for_those_after(lab_server: Live) -> None:
+    lab_server.get("/lab/api/steps")
+    traced(lab_server)
+    found = lab_server.get("/lab/api/steps").json["steps"]
+    assert found[-1]["rows"] >= 1
+    assert lab_server.get(f"/lab/api/steps?after={found[-1]['step']}").json["steps"] == []
+
+
+def test_a_measured_pass_says_where_its_time_went_and_leaves_nothing_behind(lab_server: Live) -> None:
+    found = traced(lab_server, profile=True, logits=False)["time"]
+    assert {"attention", "feed-forward", "head"} <= {phase["name"] for phase in found["phases"]}
+    assert found["bandwidth_limit"] > 0
+    assert lab_server.engine.profile().samples == ()
+    assert not lab_server.engine.profiler.enabled
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "word"),
+    [
+        ({"prompt": ""}, "prompt", "empty"),
+        ({"prompt": []}, "prompt", "empty"),
+        ({"prompt": "word " * 20_000}, "prompt", "tokens"),
+        ({"prompt": [49152]}, "prompt", "vocabulary"),
+        ({"prompt": "a", "take": [-1]}, "take", "vocabulary"),
+        ({"prompt": "a", "lens": {"k": 0}}, "lens.k", "1 to 256"),
+        ({"prompt": "a", "lens": {"layers": [31]}}, "lens.layers", "0 to 30"),
+        ({"prompt": "a", "attention": {"layers": [30]}}, "attention.layers", "0 to 29"),
+        ({"prompt": [5] * 8000, "attention": {"layers": [3] * 400}}, "attention.layers", "fewer layers"),
+        ({"prompt": "a b c", "mask": {"window": 0}}, "mask", "at least 1"),
+        ({"prompt": "a b c", "mask": {"rows": 9}}, "mask.rows", "1 to 3"),
+        ({"prompt": "a b c", "mask": {"runs": [[0, 3]]}}, "mask", "at least 1"),
+        ({"prompt": "a b c", "mask": {"runs": [[7]]}}, "mask", "slots"),
+        ({"prompt": "a b c", "mask": {"runs": [[-1, 3]]}}, "mask", "-1"),
+        ({"prompt": "a b c", "mask": {"runs": [[3]], "window": 2}}, "mask.runs", "one of them"),
+        ({"prompt": "a", "sampling": {"top_p": 0}}, "sampling", "top_p is 0"),
+        ({"prompt": "a", "sampling": {"draws": 5000}}, "sampling.draws", "1024"),
+        ({"prompt": "a", "sampling": {"logit_bias": {"x": 1}}}, "logit_bias", "token ids"),
+        ({"prompt": "a", "scores": 1}, "scores", "0 to 0"),
+        ({"prompt": "a", "colour": "red"}, "colour", "not known"),
+        ({}, "prompt", "missing"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused_by_name(
+    lab_server: Live, body: dict[str, Any], param: str, word: str
+) -> None:
+    error = lab_server.refused("/lab/api/trace", **body)
+    assert error["param"] == param, error
+    assert word in error["message"]
+
+
+def test_branches_have_limits_too(lab_server: Live) -> None:
+    assert "at most 64" in lab_server.refused("/lab/api/branches", prompt="a", branches=[[1]] * 65)["message"]
+    assert "empty" in lab_server.refused("/lab/api/branches", prompt="a", branches=[[]])["message"]
+    error = lab_server.refused("/lab/api/branches", prompt=[5] * 400, branches=[[1] * 500] * 60)
+    assert error["code"] == "context_length_exceeded"
+    assert lab_server.post("/lab/api/trace", prompt="a", model="other").status == 404
+
+
+def test_the_vocabulary_has_every_token_as_text(small: tuple[Live, Oracle], lab_server: Live) -> None:
+    server, _ = small
+    texts = server.get("/lab/api/vocab").json
+    assert len(texts) == server.engine.vocab_size
+    assert "<script>window.broken = 1</script>" in texts
+    assert "🙂" in texts
+    assert len(lab_server.get("/lab/api/vocab").json) == 49152
+
+
+def test_files_are_served_with_a_strict_policy_and_nothing_else_is(lab_server: Live) -> None:
+    assert lab_server.get("/lab").status == 308
+    for name in ["", *files()]:
+        answer = lab_server.get(f"/lab/{name}")
+        assert answer.status == 200, name
+        headers = {key.lower(): value for key, value in answer.headers.items()}
+        for header, value in HEADERS.items():
+            assert headers[header.lower()] == value, name
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["content-type"] == TYPES[Path(name or "x.html").suffix]
+    assert "unsafe" not in HEADERS["Content-Security-Policy"]
+    for path in ("/lab/none.js", "/lab/..%2fpage.py", "/lab/static/main.js", "/lab/%2e%2e/wire.py", "/lab/main.js/"):
+        assert lab_server.get(path).status == 404, path
+
+
+def test_the_page_names_no_other_place() -> None:
+    for path in STATIC.iterdir():
+        if path.suffix in (".js", ".css", ".html"):
+            text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+            assert "http://" not in text, path.name
+            assert "https://" not in text, path.name
+            assert "innerHTML" not in text, path.name
+
+
+def test_what_is_recorded_is_a_real_distribution() -> None:
+    import gzip
+    import json
+
+    found = json.loads(gzip.decompress((STATIC / "recorded.bin").read_bytes()))
+    logits = unpacked(found["trace"]["logits"])
+    assert logits.shape == (len(found["vocab"]),) == (found["model"]["vocab_size"],)
+    probs = np.exp(logits.astype(np.float64) - logits.max())
+    assert 1 < -(probs / probs.sum() * np.log(probs / probs.sum())).sum() < math.log(len(logits))
+    assert "".join(found["trace"]["texts"]) == found["prompt"] == PROMPT
+    assert len(found["greedy"]) == 96
