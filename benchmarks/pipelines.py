@@ -1,0 +1,465 @@
+"""Pipelines, measured: Headway, Hugging Face's pipeline and sentence-transformers on the all-MiniLM shape, in turns.
+
+    python benchmarks/pipelines.py                 # some minutes
+    python benchmarks/pipelines.py --quick         # a tiny random model, seconds: does it run?
+
+Three workloads: (a) short texts of 10 to 20 words; (b) a long-tailed mix, 6 to 10 words and every 64th text 50 times
+longer; (c) the texts of (a) arriving from 64 concurrent tasks, each with one text at a time. Hugging Face's pipeline is
+called with batches of 1, 8 and 64; on (c) each task calls it for its own text, as it has no batching across callers,
+and in a further row through a queue of our own that collects what waits. Every figure is the median of --rounds rounds,
+all engines in turns within each. The table and the JSON go to benchmarks/results/, with a description of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+TARGETS = {  # times Hugging Face's best, on a CPU and on a GPU
+    "cpu": {
+        ("headway", "short"): 1.5,
+        ("headway", "mix"): 4.0,
+        ("headway", "tasks"): 5.0,
+        ("headway int8", "short"): 3.0,
+    },
+    "cuda": {("headway", "short"): 3.0, ("headway", "mix"): 3.0, ("headway", "tasks"): 3.0},
+}
+Way = Callable[[list[str]], list[Any]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of everything."""
+
+    texts: int = 512
+    tasks: int = 64
+    batches: tuple[int, ...] = (1, 8, 64)
+    rounds: int = 5
+    layers: int = 6
+    hidden: int = 384
+
+
+QUICK = Plan(texts=70, tasks=8, batches=(1, 8), rounds=1, layers=1, hidden=48)
+
+
+@dataclass
+class Report:
+    """Rows as they come."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, **row: Any) -> None:
+        self.rows.append(row)
+        print("  ".join(f"{name} {_figure(value)}" for name, value in row.items()), flush=True)
+
+    def table(self) -> str:
+        """All rows as text."""
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        cells = [names, *([_figure(row.get(name, "")) for name in names] for row in self.rows)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
+        return "\n".join([*lines, "", *self.notes, ""])
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+
+
+def workloads(tokenizer: Any, plan: Plan) -> dict[str, list[str]]:
+    """The texts of (a) and (b), of words that are one token each."""
+    draw = random.Random(0)
+    words = sorted(word for word in tokenizer.get_vocab() if word.isalpha() and word.isascii() and len(word) > 2)
+
+    def text(least: int, most: int) -> str:
+        return " ".join(draw.choices(words, k=draw.randint(least, most)))
+
+    short = [text(10, 20) for _ in range(plan.texts)]
+    mix = [text(6, 10) if i % 64 else text(400, 400) for i in range(plan.texts)]
+    return {"short": short, "mix": mix}
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
+def from_tasks(call: Callable[[str], Any], tasks: int) -> Way:
+    """The texts from that many concurrent tasks, each waiting for its answer before its next text."""
+
+    def way(texts: list[str]) -> list[Any]:
+        results: list[Any] = [None] * len(texts)
+
+        async def task(first: int) -> None:
+            for i in range(first, len(texts), tasks):
+                results[i] = await call(texts[i])
+
+        async def everyone() -> None:
+            await asyncio.gather(*map(task, range(tasks)))
+
+        asyncio.run(everyone())
+        return results
+
+    return way
+
+
+def in_threads(call: Callable[[str], Any], stack: ExitStack) -> Callable[[str], Any]:
+    """A blocking call as tasks use it: in a thread, one at a time, as the model serves one caller at a time."""
+    pool = stack.enter_context(ThreadPoolExecutor(1))
+
+    async def answer(text: str) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(pool, call, text)
+
+    return answer
+
+
+class Queue:
+    """What people write around a pipeline to batch callers: one thread that takes whatever waits, up to a number."""
+
+    def __init__(self, call: Way, most: int) -> None:
+        self._call, self._most = call, most
+        self._waiting: list[tuple[str, asyncio.AbstractEventLoop, asyncio.Future[Any]]] = []
+        self._wake = threading.Condition()
+        self._over = False
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    async def __call__(self, text: str) -> Any:
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        with self._wake:
+            self._waiting.append((text, loop, future))
+            self._wake.notify()
+        return await future
+
+    def close(self) -> None:
+        with self._wake:
+            self._over = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._waiting or self._over)
+                if self._over:
+                    return
+                taken, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
+            for (_, loop, future), result in zip(taken, self._call([text for text, _, _ in taken])):
+                loop.call_soon_threadsafe(future.set_result, result)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One competitor: how it takes a list, and how it takes texts from many tasks."""
+
+    name: str
+    many: Way
+    tasks: Way | None = None
+
+
+def headway_engines(
+    task: str, model: Any, tokenizer: Any, *, options: argparse.Namespace, plan: Plan, stack: ExitStack
+) -> list[tuple[Engine, Any]]:
+    """Headway in float32 and, on a CPU, in int8."""
+    import headway as hw
+
+    ways: list[dict[str, Any]] = [{"name": "headway"}]
+    if options.device == "cpu":
+        ways.append({"name": "headway int8", "quantize": "int8"})
+    found = []
+    for way in ways:
+        name = way.pop("name")
+        pipe = stack.enter_context(
+            hw.pipeline(
+                task, model, tokenizer=tokenizer, device=options.device, dtype=options.dtype, truncation=True, **way
+            )
+        )
+        found.append((Engine(name, pipe, from_tasks(pipe.submit, plan.tasks)), pipe))
+    return found
+
+
+def settle(pipe: Any, texts: dict[str, list[str]], report: Report, name: str) -> None:
+    """Warm up until the pipeline has found its budget."""
+    for _ in range(8):
+        for some in texts.values():
+            pipe(some)
+        if not pipe._batcher.budget.searching:
+            break
+    report.notes.append(f"{name}: batches of {int(pipe.stats()['budget_tokens'])} tokens were found best")
+    if pipe.quantization is not None:
+        report.notes.append(
+            f"{name}: relative error {pipe.quantization.relative_error:.3g}, cosine {pipe.quantization.cosine:.5f} "
+            "of the least like sample"
+        )
+
+
+def hugging_face(model: Any, tokenizer: Any, options: argparse.Namespace, plan: Plan, stack: ExitStack) -> list[Engine]:
+    """transformers' pipeline at each batch size."""
+    import transformers
+
+    pipe = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer, device=options.device)
+
+    def many(size: int) -> Way:
+        return lambda texts: pipe(texts, batch_size=size, truncation=True)
+
+    largest = max(plan.batches)
+    queue = Queue(many(largest), largest)
+    stack.callback(queue.close)
+    one = in_threads(lambda text: pipe(text, truncation=True), stack)
+    found = [Engine(f"hugging face {size}", many(size)) for size in plan.batches]
+    found[0] = Engine(found[0].name, found[0].many, from_tasks(one, plan.tasks))
+    return [*found, Engine(f"hugging face, queue of {largest}", many(largest), from_tasks(queue, plan.tasks))]
+
+
+def sentence_transformers(folder: Path, options: argparse.Namespace, plan: Plan, stack: ExitStack) -> list[Engine]:
+    """sentence-transformers at its own batch size and at the largest."""
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(folder), device=options.device)
+
+    def many(size: int) -> Way:
+        return lambda texts: list(model.encode(texts, batch_size=size))
+
+    one = in_threads(model.encode, stack)
+    return [
+        Engine(f"sentence-transformers {size}", many(size), from_tasks(one, plan.tasks) if size == 32 else None)
+        for size in (32, max(plan.batches))
+    ]
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def measure(section: str, engines: Sequence[Engine], texts: dict[str, list[str]], plan: Plan, report: Report) -> None:
+    """Items a second of every engine on every workload, in turns."""
+    for work, label in (("short", "(a) short"), ("mix", "(b) long-tailed"), ("tasks", f"(c) {plan.tasks} tasks")):
+        some = texts["short"] if work == "tasks" else texts[work]
+        ways = {
+            e.name: e.tasks if work == "tasks" else e.many for e in engines if "queue" not in e.name or work == "tasks"
+        }
+        seconds: dict[str, list[float]] = {name: [] for name, way in ways.items() if way is not None}
+        for turn in range(plan.rounds + 1):  # the first is to warm up
+            for name in list(seconds)[:: -1 if turn % 2 else 1]:
+                way = ways[name]
+                assert way is not None
+                began = time.perf_counter()
+                found = way(some)
+                took = time.perf_counter() - began
+                if len(found) != len(some):
+                    raise SystemExit(f"{name} gave {len(found)} results for {len(some)} texts")
+                if turn:
+                    seconds[name].append(took)
+        add_rows(section, work, label, seconds=seconds, count=len(some), report=report)
+
+
+def add_rows(
+    section: str, work: str, label: str, *, seconds: dict[str, list[float]], count: int, report: Report
+) -> None:
+    rates = {name: count / statistics.median(times) for name, times in seconds.items()}
+    rivals = {name: rate for name, rate in rates.items() if not name.startswith("headway") and "queue" not in name}
+    best = max(rivals.values())
+    for name, rate in rates.items():
+        spread = f"{count / max(seconds[name]):.4g}–{count / min(seconds[name]):.4g}"
+        row: dict[str, Any] = {"task": section, "work": label, "engine": name, "items/s": rate, "least–most": spread}
+        if name.startswith("headway"):
+            row["ahead"] = f"{rate / best:.2f} ×"
+            row["key"] = (name, work)
+        report.add(**row)
+
+
+def judge(report: Report, device: str) -> None:
+    """Say beside each figure that has a target whether it was met."""
+    targets = TARGETS.get(device, {})
+    for row in report.rows:
+        wanted = targets.get(row.pop("key", None))
+        if wanted is not None and row["task"] == "classification":
+            met = float(row["ahead"].split()[0]) >= wanted
+            row["wanted"] = f"{wanted:g} ×: {'met' if met else 'missed'}"
+
+
+def memory(pipe: Any, texts: list[str], report: Report) -> None:
+    """What a stream costs in memory: the resident size after one length of it and after four."""
+
+    def resident() -> float:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    def stream(times: int) -> Iterator[str]:
+        for _ in range(times):
+            yield from texts
+
+    sizes = []
+    for times in (2, 2, 8):
+        for _ in pipe(stream(times)):
+            pass
+        sizes.append(resident())
+    report.notes.append(
+        f"resident after {2 * len(texts)} and {8 * len(texts)} texts: {sizes[1]:.0f} and {sizes[2]:.0f} MB"
+    )
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    options = _options()
+    plan = QUICK if options.quick else Plan()
+    if options.rounds:
+        plan = Plan(**(asdict(plan) | {"rounds": options.rounds}))
+    import torch
+    import transformers
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    report, began = Report(), time.time()
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.quick:
+            os.environ["HEADWAY_CACHE"] = scratch  # a tiny model's budget is of no use to anyone
+        with ExitStack() as stack:
+            classification(options, plan, report, stack)
+        with ExitStack() as stack:
+            embedding(options, plan, report, stack)
+    judge(report, options.device)
+    _write(options.out, report, plan, _about(options, began))
+
+
+def classification(options: argparse.Namespace, plan: Plan, report: Report, stack: ExitStack) -> None:
+    """A random classifier of the all-MiniLM shape: Headway and Hugging Face's pipeline."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(_folder())
+    config = transformers.AutoConfig.from_pretrained(
+        _folder(),
+        num_hidden_layers=plan.layers,
+        hidden_size=plan.hidden,
+        intermediate_size=4 * plan.hidden,
+        num_labels=2,
+    )
+    model = transformers.BertForSequenceClassification(config).eval()
+    texts = workloads(tokenizer, plan)
+    ours = headway_engines("text-classification", model, tokenizer, options=options, plan=plan, stack=stack)
+    rivals = hugging_face(_in(model, options.dtype), tokenizer, options, plan, stack)
+    check_twins(ours[0][0], rivals[0], texts["short"], report)
+    for engine, pipe in ours:
+        settle(pipe, texts, report, engine.name)
+    measure("classification", [*(engine for engine, _ in ours), *rivals], texts, plan, report)
+    memory(ours[0][1], texts["short"], report)
+
+
+def embedding(options: argparse.Namespace, plan: Plan, report: Report, stack: ExitStack) -> None:
+    """The real all-MiniLM: Headway and sentence-transformers."""
+    try:
+        rivals = sentence_transformers(_folder(), options, plan, stack)
+    except ImportError as error:
+        report.notes.append(f"sentence-transformers was not measured: {error}")
+        return
+    import transformers
+
+    texts = workloads(transformers.AutoTokenizer.from_pretrained(_folder()), plan)
+    ours = headway_engines("sentence-embedding", _folder(), None, options=options, plan=plan, stack=stack)
+    for engine, pipe in ours:
+        settle(pipe, texts, report, engine.name)
+    measure("embedding", [*(engine for engine, _ in ours), *rivals], texts, plan, report)
+
+
+def check_twins(ours: Engine, rival: Engine, texts: list[str], report: Report) -> None:
+    """Whether both compute the same model."""
+    pairs = list(zip(ours.many(texts[:32]), rival.many(texts[:32])))
+    same = sum(a["label"] == b["label"] for a, b in pairs)
+    apart = max(abs(a["score"] - b["score"]) for a, b in pairs)
+    report.notes.append(f"{same} of {len(pairs)} labels as Hugging Face's, scores at most {apart:.1e} apart")
+
+
+def _folder() -> Path:
+    from headway.models.store import resolve
+
+    return resolve("minilm")
+
+
+def _in(model: Any, dtype: str) -> Any:
+    """A copy of the model in the numbers that Headway computes with."""
+    import copy
+
+    import torch
+
+    return copy.deepcopy(model).to(getattr(torch, dtype))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--dtype", help="float32 on a CPU, bfloat16 elsewhere unless told", choices=("float32", "bfloat16")
+    )
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--rounds", type=int, help="rounds of which the median is taken")
+    parser.add_argument("--quick", action="store_true", help="a tiny random model, to see that it runs")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    options.dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
+    return options
+
+
+def _about(options: argparse.Namespace, began: float) -> dict[str, Any]:
+    import torch
+
+    from headway.base.machine import read_machine
+
+    packages = ("headway", "torch", "transformers", "tokenizers", "sentence-transformers")
+    return {
+        "machine": asdict(read_machine()),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "dtype": options.dtype,
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in packages},
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
+        "seconds": round(time.time() - began, 1),
+    }
+
+
+def _write(folder: Path, report: Report, plan: Plan, about: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "pipelines" if about["device"] == "cpu" else "pipelines-gpu"
+    where = f"{about['machine']['cpu']} · {about['device']} · {about['dtype']}"
+    head = f"{where} · {about['threads']} threads · load {about['load']:.1f} · {about['started']}"
+    text = f"{head}\n{plan.rounds} rounds in turns, medians\n\n{report.table()}"
+    (folder / f"{name}.txt").write_text(text)
+    data = {"about": about, "plan": asdict(plan), "results": report.rows, "notes": report.notes}
+    (folder / f"{name}.json").write_text(json.dumps(data, indent=2) + "\n")
+    print(f"\n{text}\nwritten to {folder}")
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    main()
