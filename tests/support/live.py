@@ -15,6 +15,7 @@ import uvicorn
 
 import headway as hw
 from headway.server.app import create_app
+from headway.server.pooling import Pools
 from headway.server.run import configure
 from headway.server.settings import Settings
 
@@ -102,10 +103,10 @@ class Live:
 
 
 @contextmanager
-def live(engine: hw.Engine, **settings: Any) -> Iterator[Live]:
-    """Serve an engine, which is closed at the end."""
+def live(engine: hw.Engine, pools: Pools | None = None, **settings: Any) -> Iterator[Live]:
+    """Serve an engine, which is closed at the end, and models beside it."""
     how = Settings(**{"model": "smollm2", "port": 0, **settings})
-    server = uvicorn.Server(configure(how, create_app(how, lambda: engine)))
+    server = uvicorn.Server(configure(how, create_app(how, lambda: engine, pools=pools)))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), name="served", daemon=True)
     thread.start()
     try:

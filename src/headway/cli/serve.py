@@ -28,9 +28,11 @@ from headway.models.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
+    from headway.server.pooling import Pools
 
 ACCESS = "Who may come in"
 LIMITS = "Limits"
+BESIDE = "Models beside it"
 
 Pages = Annotated[
     int | None,
@@ -42,6 +44,16 @@ BatchTokens = Annotated[
 Names = Annotated[
     list[str] | None,
     typer.Option("--served-model-name", help="What clients call the model. May be repeated.", rich_help_panel=ENGINE),
+]
+Embed = Annotated[
+    str | None,
+    typer.Option("--embed", metavar="MODEL", help="A model for /v1/embeddings and /pooling.", rich_help_panel=BESIDE),
+]
+Rerank = Annotated[
+    str | None, typer.Option("--rerank", metavar="MODEL", help="A reranker for /rerank.", rich_help_panel=BESIDE)
+]
+Classify = Annotated[
+    str | None, typer.Option("--classify", metavar="MODEL", help="A classifier for /classify.", rich_help_panel=BESIDE)
 ]
 KeyFile = Annotated[
     Path | None,
@@ -91,6 +103,9 @@ def serve(
     pages: Pages = None,
     max_batch_tokens: BatchTokens = None,
     served_model_name: Names = None,
+    embed: Embed = None,
+    rerank: Rerank = None,
+    classify: Classify = None,
     keys: KeyFile = None,
     new_key: NewKey = None,
     cors_origin: CorsOrigins = None,
@@ -133,13 +148,30 @@ def serve(
     )
     options = EngineOptions(model, dtype, device, threads, quantize)
     try:
-        code = run(settings, lambda: open_served(options, pages, max_batch_tokens), [lab.router])
+        code = run(
+            settings,
+            lambda: open_served(options, pages, max_batch_tokens),
+            [lab.router],
+            pools=_pools({"embed": embed, "rerank": rerank, "classify": classify}, device),
+        )
     except HeadwayError as error:
         if not as_json:
             raise
         emit_json({"error": {"type": type(error).__name__, "message": str(error)}}, indent=None)  # a line, as the log's
         code = 2
     raise typer.Exit(code)
+
+
+def _pools(models: dict[str, str | None], device: str) -> Pools:
+    """The models beside the engine's, to be fetched and loaded with it."""
+    from headway.models import store
+    from headway.server.pooling import Pools
+
+    def find(model: str) -> Path:
+        with fetching() as progress:
+            return store.resolve(model, progress=progress)
+
+    return Pools({role: model for role, model in models.items() if model is not None}, device=device, find=find)
 
 
 def open_served(options: EngineOptions, pages: int | None = None, max_batch_tokens: int | None = None) -> Engine:

@@ -13,11 +13,12 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.middleware import Middleware
 
-from headway.server import logs, openai
+from headway.server import logs, openai, pooling
 from headway.server.bodies import Body
 from headway.server.errors import install
 from headway.server.lives import Life
 from headway.server.metrics import CONTENT_TYPE
+from headway.server.pooling import Pools
 from headway.server.serving import Serving
 from headway.server.settings import Settings
 from headway.server.shapes import COMMON, ErrorAnswer, Health, Stats, ok
@@ -35,27 +36,34 @@ def create_app(
     open_engine: Callable[[], Engine],
     *,
     routers: Sequence[APIRouter] = (),
+    pools: Pools | None = None,
     on_end: Callable[[], None] = lambda: None,
 ) -> FastAPI:
     """An ASGI application that serves one engine.
 
     `open_engine` is called in a thread when the application starts; until it returns, /health says 503. The engine is
-    closed when the application ends. `routers` are routes beside its own, behind the same walls. `on_end` is called
-    when there is nothing left to serve: the engine could not be loaded (`serving.failure`), or its worker died.
+    closed when the application ends. `pools` are models for vectors, scores and labels, opened and closed with it.
+    `routers` are routes beside its own, behind the same walls. `on_end` is called when there is nothing left to serve:
+    a model could not be loaded (`serving.failure`), or the engine's worker died.
     Clients must use a Host that `HostCheck` allows, such as 127.0.0.1.
     """
-    serving = Serving(settings)
+    serving, beside = Serving(settings), pools or Pools()
+
+    def open_all() -> Engine:
+        beside.open()
+        return open_engine()
+
     app = Api(
         title="Headway",
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        lifespan=lambda _: _lifespan(serving, open_engine, on_end),
+        lifespan=lambda _: _lifespan(serving, open_all, beside, on_end),
         middleware=[Middleware(wall, serving=serving) for wall in WALLS],
     )
-    app.state.serving = serving
+    app.state.serving, app.state.pools = serving, beside
     install(app)
-    for routes in (router, openai.router, *routers):
+    for routes in (router, openai.router, pooling.router, *routers):
         app.include_router(routes)
     return app
 
@@ -75,7 +83,7 @@ class Api(FastAPI):
 
 @asynccontextmanager
 async def _lifespan(
-    serving: Serving, open_engine: Callable[[], Engine], on_end: Callable[[], None]
+    serving: Serving, open_engine: Callable[[], Engine], pools: Pools, on_end: Callable[[], None]
 ) -> AsyncIterator[None]:
     watch = asyncio.create_task(_load_and_watch(serving, open_engine, on_end))
     try:
@@ -86,6 +94,7 @@ async def _lifespan(
             await watch
         if serving.is_loaded:
             await asyncio.to_thread(serving.close)
+        await asyncio.to_thread(pools.close)
 
 
 async def _load_and_watch(serving: Serving, open_engine: Callable[[], Engine], on_end: Callable[[], None]) -> None:

@@ -25,6 +25,7 @@ from headway.base.errors import InvalidInput
 from headway.server import logs
 from headway.server.app import create_app
 from headway.server.errors import ApiError
+from headway.server.pooling import Pools
 from headway.server.protocol import protocol
 from headway.server.serving import Serving
 from headway.server.settings import EVERYWHERE, Settings
@@ -43,15 +44,16 @@ def serve(
     open_engine: Callable[[], Engine],
     routers: Sequence[APIRouter] = (),
     on_listening: Callable[[str], None] = lambda url: None,
+    pools: Pools | None = None,
 ) -> int:
     """Serve until told to stop; the exit code. `routers` are routes beside the server's own.
 
-    `on_listening` is told the server's address before the model is loaded.
+    `on_listening` is told the server's address before the model is loaded. `pools` are models beside the engine's.
     """
     check_exposure(settings)
     logs.set_up(as_json=settings.log_json)
     end = _End()
-    app = create_app(settings, open_engine, routers=routers, on_end=end.nothing_left)
+    app = create_app(settings, open_engine, routers=routers, pools=pools, on_end=end.nothing_left)
     serving: Serving = app.state.serving
     with _listen(settings) as listener:
         on_listening(f"http://{_address(listener)}")

@@ -60,6 +60,7 @@ class Settings:
     max_messages: int = 4096
     max_tools: int = 256
     max_prompts: int = 256  # of one completions request
+    max_inputs: int = 2048  # texts of one request for vectors, labels or a ranking
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -76,16 +77,21 @@ class Settings:
 
     @property
     def public_name(self) -> str:
-        """What clients see of the model that was asked for: never the folder it lies in."""
-        path = Path(self.model)
-        if path.is_absolute() or self.model.startswith((".", "~")) or path.suffix == ".gguf" or path.exists():
-            return path.resolve().name.removesuffix(".gguf") or "default"
-        return self.model or "default"
+        """What clients see of the model that was asked for."""
+        return public_name(self.model)
 
     @property
     def on_loopback(self) -> bool:
         """Whether only this machine can reach the server."""
         return self.host == "localhost" or _is_loopback(self.host)
+
+
+def public_name(model: str) -> str:
+    """What clients see of a model: never the folder it lies in."""
+    path = Path(model)
+    if path.is_absolute() or model.startswith((".", "~")) or path.suffix == ".gguf" or path.exists():
+        return path.resolve().name.removesuffix(".gguf") or "default"
+    return model or "default"
 
 
 def _is_loopback(host: str) -> bool:

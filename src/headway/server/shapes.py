@@ -217,7 +217,7 @@ class Model(Shape):
     owned_by: str
     root: str
     parent: None
-    max_model_len: int
+    max_model_len: int | None
 
 
 class ModelList(Shape):

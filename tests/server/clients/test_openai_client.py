@@ -180,7 +180,7 @@ def test_errors_are_the_clients_own(client):
     with pytest.raises(openai.BadRequestError) as strange:
         client.chat.completions.create(model="smollm2", messages=HELLO, reasoning_effort="low")
     assert strange.value.param == "reasoning_effort"
-    with pytest.raises(openai.APIStatusError, match="pipelines"):
+    with pytest.raises(openai.APIStatusError, match="--embed MODEL"):
         client.embeddings.create(model="smollm2", input="x")
 
 

@@ -68,10 +68,10 @@ def test_the_tokenizer_describes_itself(served):
     assert info["chat_template"] == served.engine.chat_template.source
 
 
-def test_embeddings_say_when_they_come(served):
+def test_embeddings_say_how_to_have_them(served):
     answer = served.post("/v1/embeddings", model="smollm2", input="x")
     assert answer.status == 400
-    assert "pipelines" in answer.error["message"]
+    assert "--embed MODEL" in answer.error["message"]
 
 
 def test_the_description_covers_every_route(served):

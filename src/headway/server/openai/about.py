@@ -1,4 +1,4 @@
-"""What a client can ask about the model: its names, its tokens, its tokenizer. And what comes later."""
+"""What a client can ask about the model: its names, its tokens, its tokenizer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from headway.server.openai.messages import read_talk, texts_of
 from headway.server.openai.prompts import decode, encode
 from headway.server.openai.tokens import text_of
 from headway.server.openai.wire import DetokenizeRequest, TokenizeRequest
+from headway.server.pooling.pools import Pool
 from headway.server.serving import Serving
-from headway.server.shapes import Detokenized, ErrorAnswer, Model, ModelList, Tokenized, TokenizerInfo, ok
+from headway.server.shapes import Detokenized, Model, ModelList, Tokenized, TokenizerInfo, ok
 from headway.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
@@ -25,17 +26,27 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.get("/v1/models", summary="The models that are served", response_model=None, responses=ok(ModelList))
 async def models(request: Request) -> dict[str, Any]:
-    """The one model of this server, under each of its names."""
+    """The model of this server under each of its names, and those beside it for vectors, scores and labels."""
     serving: Serving = request.app.state.serving
-    return {"object": "list", "data": [_model(serving, name) for name in serving.model_names()]}
+    own = [_model(serving, name) for name in serving.model_names()]
+    return {
+        "object": "list",
+        "data": own + [_beside(serving, pool) for pool in request.app.state.pools.names().values()],
+    }
 
 
 @router.get("/v1/models/{model:path}", summary="One model", response_model=None, responses=ok(Model))
 async def model(model: str, request: Request) -> dict[str, Any]:
     """One model, by a name that it goes by."""
     serving: Serving = request.app.state.serving
+    if (pool := request.app.state.pools.names().get(model)) is not None and model not in serving.model_names():
+        return _beside(serving, pool)
     check_model(serving, model)
     return _model(serving, model)
+
+
+def _beside(serving: Serving, pool: Pool) -> dict[str, Any]:
+    return _model(serving, pool.name) | {"root": pool.name, "max_model_len": pool.task.limit}
 
 
 def _model(serving: Serving, name: str) -> dict[str, Any]:
@@ -135,9 +146,3 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
         **tokenizer.special_tokens,
         "chat_template": None if template is None else template.source,
     }
-
-
-@router.post("/v1/embeddings", summary="Embeddings, which come later", status_code=400, response_model=ErrorAnswer)
-async def embeddings() -> None:
-    """Says that embeddings come with the pipelines."""
-    raise bad_request("embeddings come with the pipelines, which this version does not have yet", code="unsupported")
