@@ -29,10 +29,12 @@ import torch
 from gpu_models import Limits, config, decode_limit, measure, prompt_limit, random_decoder
 
 import headway as hw
+from headway.base.samplers import Sampling
+from headway.models.decoder import Decoder
 
 RESULTS = Path(__file__).parent / "results"
 Build = Callable[[hw.Context, int], Any]  # a generation for sequence i
-SECTIONS = ("decode", "small", "batch", "many", "prompt", "varied", "window", "idle")
+SECTIONS = ("step", "int4", "decode", "small", "batch", "many", "prompt", "window")
 
 
 @dataclass(frozen=True)
@@ -146,13 +148,11 @@ class Bench:
     def engine(self, shape: str, sequences: int, slots: int, budget: int | None = None) -> Iterator[hw.Engine]:
         """An engine with room for so many sequences twice over."""
         pages = 2 * sequences * (2 + slots // 16) + 64
-        decoder = random_decoder(shape, self.device, self.dtype)
+        decoder = self.decoder(shape)
         with hw.Engine(decoder, pages=pages, max_batch_tokens=budget) as engine:
             yield engine
         del engine, decoder
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.clear()
 
     def rates(self, engine: hw.Engine, sequences: int, tokens: int, build: Build | None = None) -> float:
         """Tokens a second while all sequences decode at the standard context: the median."""
@@ -164,13 +164,69 @@ class Bench:
 
     # -- sections --------------------------------------------------------------------------------------------------
 
+    def steps(self) -> None:
+        """Decode steps alone, by the device's clock."""
+        from gpu_steps import decode_batch, runner_for, step_seconds
+
+        s = self.size
+        for shape, rows, target in ((s.big, 1, 4.1), (s.small, 1, 0.85), (s.big, s.batch, None), (s.big, s.many, None)):
+            decoder, least = self.decoder(shape), decode_limit(config(shape), rows, s.context, self.limits)
+            runner = runner_for(decoder, rows, s.context)
+            taken = step_seconds(runner, decode_batch(rows, s.context))
+            name = f"{shape}, {rows} sequences, {s.context} context, step"
+            self.add(name, 1e3 * taken, "ms", limit=1e3 * least, target=target, note=f"{rows / taken:.0f} tok/s")
+            if rows == s.batch:
+                self._step_variants(runner, taken)
+            del runner, decoder
+            self.clear()
+
+    def _step_variants(self, runner: Any, plain: float) -> None:
+        from gpu_steps import decode_batch, step_seconds
+
+        s = self.size
+        sink = hw.Mask.sink(4, s.context // 2).bind(s.context, 1)[0]
+        masked = step_seconds(runner, decode_batch(s.batch, s.context, sink))
+        self.add("… step with sink and window masks", plain / masked, "of plain", target=0.9)
+        for name, how in (("top-p 0.95", Sampling(top_p=0.95)), ("top-k 40, top-p 0.9", Sampling(top_k=40, top_p=0.9))):
+            drawn = step_seconds(runner, decode_batch(s.batch, s.context, None, how))
+            self.add(f"… step with {name}", plain / drawn, "of plain", target=0.9)
+
+    def int4(self) -> None:
+        from gpu_steps import decode_batch, runner_for, step_seconds
+
+        from headway.runtime.cuda_int4 import quantised
+
+        s, batch = self.size, decode_batch(1, self.size.context)
+        decoder = self.decoder(s.big)
+        floats = step_seconds(runner_for(decoder, 1, s.context), batch)
+        decoder = quantised(decoder)
+        self.clear()
+        taken = step_seconds(runner_for(decoder, 1, s.context), batch)
+        least = sum(decoder.nbytes().values()) / self.limits.bandwidth
+        name = f"{s.big} in int4, 1 sequence, {s.context} context, step"
+        self.add(name, 1e3 * taken, "ms", limit=1e3 * least, note=f"bfloat16 {1e3 * floats:.2f} ms")
+        self.add("… against bfloat16", floats / taken, "times", target=2.2)
+        del decoder
+        self.clear()
+
+    def decoder(self, shape: str) -> Decoder:
+        return random_decoder(shape, self.device, self.dtype)
+
+    def clear(self) -> None:
+        """Give memory back to the device."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def one(self, shape: str, target: float) -> None:
         """Milliseconds a token of one sequence."""
         s = self.size
         with self.engine(shape, 1, s.context + s.tokens) as engine:
             rate = self.rates(engine, 1, s.tokens)
         least = decode_limit(config(shape), 1, s.context, self.limits)
-        self.add(f"{shape}, 1 sequence, {s.context} context", 1e3 / rate, "ms", limit=1e3 * least, target=target)
+        self.add(
+            f"{shape}, 1 sequence, {s.context} context, engine", 1e3 / rate, "ms", limit=1e3 * least, target=target
+        )
 
     def batch(self) -> None:
         s, c = self.size, config(self.size.big)
@@ -310,6 +366,10 @@ def _line(row: Row) -> str:
 
 def run(bench: Bench, sections: Sequence[str]) -> None:
     size = bench.size
+    if "step" in sections and bench.device.type == "cuda":
+        bench.steps()
+    if "int4" in sections and bench.device.type == "cuda":
+        bench.int4()
     if "decode" in sections:
         bench.one(size.big, 4.1)
     if "small" in sections:

@@ -47,7 +47,8 @@ class Backend:
         """How the weights are kept."""
         if isinstance(self.decoder, PackedDecoder):
             return ", ".join(self.decoder.formats())
-        return str(self.decoder.dtype).removeprefix("torch.")
+        found = getattr(self.decoder.layers[0].qkv, "label", None)  # a matrix that is no float has one
+        return found or str(self.decoder.dtype).removeprefix("torch.")
 
     def runner(self, pool: Pool, page_size: int, *, deterministic: bool, profiler: Profiler) -> Runner:
         if isinstance(self.decoder, PackedDecoder):
@@ -88,6 +89,10 @@ def open_backend(
         if settings.native == "require" and fast is not None:
             why = reason if device.type == "cpu" else fast
             raise Unsupported(f"HEADWAY_NATIVE asks for the native step, and {why}")
+        if quantize == "int4" and fast is None:
+            from headway.runtime.cuda_int4 import quantised
+
+            return Backend(quantised(_torch_model(model, dtype, device)), None, "", triton=True)
         if quantize is not None:
             raise Unsupported(f"quantize={quantize!r} needs the native step, and {reason}")
         return Backend(_torch_model(model, dtype, device), None, reason if fast else "", triton=fast is None)

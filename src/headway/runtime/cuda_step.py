@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from headway.kernels.sampling import Draw
-from headway.kernels.triton import attention, fused, layout
+from headway.kernels.triton import attention, fused, int4, layout
 from headway.kernels.triton.attention import Paged, Scratch, Splits, Tile
 from headway.kernels.triton.fused import Heads
+from headway.kernels.triton.int4 import Int4
 from headway.kernels.triton.launch import can_go_ahead
 from headway.kernels.triton.products import Norm, row_product
 from headway.kv.pool import Pool
@@ -106,9 +107,19 @@ class CudaModel:
             mark("feed-forward")
 
     def _product(
-        self, x: Tensor, w: Linear, y: Tensor, *, norm: Norm | None = None, gated: bool = False, add: bool = False
+        self,
+        x: Tensor,
+        w: Linear | Int4,
+        y: Tensor,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        add: bool = False,
     ) -> None:
-        row_product(x, w.weight, y, bias=w.bias, norm=norm, gated=gated, add=add, ahead=self.ahead)
+        if isinstance(w, Int4):
+            int4.row_product(x, w, y, norm=norm, gated=gated, add=add, ahead=self.ahead)
+        else:
+            row_product(x, w.weight, y, bias=w.bias, norm=norm, gated=gated, add=add, ahead=self.ahead)
 
     def _rows(self, step: Step, room: Buffers, mark: Mark) -> None:
         n, layers = step.count, self.decoder.layers

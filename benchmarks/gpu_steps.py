@@ -1,0 +1,80 @@
+"""The step alone: a decode batch through the runner over and over, by the device's own clock.
+
+What the engine adds to it (programs, scheduling, pages) is in the other rows of gpu.py.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+import torch
+
+from headway.base.brle import Brle
+from headway.base.samplers import Sampling
+from headway.kv.pool import Pool
+from headway.models.decoder import Decoder
+from headway.runtime.batch import NO_POSITIONS, Batch, Segment
+from headway.runtime.cuda import CudaRunner
+from headway.runtime.passes import Readout
+from headway.runtime.profile import Profiler
+
+PAGE = 16
+
+
+def decode_batch(rows: int, context: int, mask: Brle | None = None, how: Sampling = Sampling(temperature=0.0)) -> Batch:
+    """One token of each of so many sequences, each with so many slots before it, all of them read."""
+    pages = context // PAGE + 1
+    where = np.full(rows, context)
+    tables = 1 + np.arange(rows * pages).reshape(rows, pages)
+    segments = tuple(
+        Segment(
+            rows=range(i, i + 1),
+            slots=where[i : i + 1],
+            pages=tables[i],
+            numbers=np.arange(pages),
+            masks=(mask,),
+            slot_positions=NO_POSITIONS,
+            readouts=((0, i, Readout(0, how, seed=i)),),
+            keep_last=True,
+            kept=None,
+            before_position=context - 1,
+        )
+        for i in range(rows)
+    )
+    slots = tables[:, -1] * PAGE + context % PAGE
+    tokens = np.random.default_rng(0).integers(0, 100, rows)
+    return Batch(tokens, where, np.arange(rows), slots, segments, ())
+
+
+def runner_for(decoder: Decoder, rows: int, context: int) -> CudaRunner:
+    """A runner with random keys and values in pages for so many sequences."""
+    c = decoder.config
+    pool = Pool(
+        layers=c.layers,
+        pages=rows * (context // PAGE + 1),
+        page_size=PAGE,
+        kv_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        dtype=decoder.dtype,
+        device=decoder.device,
+        by_head=True,
+    )
+    pool.raw.normal_()
+    return CudaRunner(decoder, pool, PAGE, profiler=Profiler(torch.cuda.synchronize, str(decoder.device)))
+
+
+def step_seconds(runner: CudaRunner, batch: Batch, count: int = 30) -> float:
+    """Seconds of the device for a step, from the copy of its numbers to its tokens: the median."""
+    for _ in range(4):
+        runner.execute(batch)
+    found = []
+    for _ in range(count):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        finish = runner.begin(batch)
+        end.record()
+        finish()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(found)
