@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from headway.base.errors import InvalidInput, WrongType
-from headway.pipelines.task import PreparedItem, Task, check_text
+from headway.pipelines.task import Batch, PreparedItem, Task, check_text
 from headway.pipelines.text import TextOptions
 
 if TYPE_CHECKING:
@@ -54,13 +54,17 @@ class TextClassification(Task):
 
     def __init__(self, loaded: Loaded) -> None:
         super().__init__(loaded)
-        self._labels = labels_of(self.config)
+        self._labels, self._function = labels_of(self.config), default_function(self.config)
 
     def wanted(self) -> str:
         return 'a string or {"text": ..., "text_pair": ...}'
 
     def batch_key(self, options: ClassificationOptions) -> Hashable:
-        return None
+        return (options.function_to_apply or self._function) if self._wants_best(options) else None
+
+    def _wants_best(self, options: ClassificationOptions) -> bool:
+        """Whether one label of one piece is asked for, which is then found on the device."""
+        return options.top_k == UNSET and options.stride is None
 
     def preprocess(self, item: Any, options: ClassificationOptions) -> PreparedItem:
         return self.preprocess_many([item], options)[0]
@@ -70,9 +74,23 @@ class TextClassification(Task):
         texts = [text_or_pair(item) for item in items]
         return [PreparedItem(tuple(rows)) for rows in self.loaded.text.rows(texts, options)]
 
+    def reduce(self, output: Any, batch: Batch, options: ClassificationOptions) -> Mapping[str, Any]:
+        logits = output.logits.float()
+        if not self._wants_best(options):
+            return {"logits": logits}
+        match options.function_to_apply or self._function:
+            case "softmax":
+                logits = logits.softmax(-1)
+            case "sigmoid":
+                logits = logits.sigmoid()
+        score, best = logits.max(-1)
+        return {"score": score, "best": best}
+
     def postprocess(self, prepared: PreparedItem, results: Results, options: ClassificationOptions) -> Any:
+        if self._wants_best(options):
+            return {"label": self._labels[results[0]["best"]], "score": float(results[0]["score"])}
         logits = weighted_mean([r["logits"] for r in results], [row.length for row in prepared.rows])
-        scores = apply(logits, options.function_to_apply or default_function(self.config))
+        scores = apply(logits, options.function_to_apply or self._function)
         if options.top_k == UNSET:
             best = int(scores.argmax())
             return {"label": self._labels[best], "score": float(scores[best])}

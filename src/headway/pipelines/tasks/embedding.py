@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel, WrongType
 from headway.pipelines.arrays import by_token, pooled
@@ -104,7 +105,8 @@ class SentenceEmbedding(Task):
         return found
 
     def batch_key(self, options: EmbeddingOptions) -> Hashable:
-        return self.pooling(options)
+        whole = options.stride is None
+        return self.pooling(options), whole, whole and self._normal(options), whole and options.dimensions
 
     def pooling(self, options: EmbeddingOptions) -> str:
         return self._pooling if options.pooling == "auto" else options.pooling
@@ -118,21 +120,26 @@ class SentenceEmbedding(Task):
         return [PreparedItem(tuple(some)) for some in rows]
 
     def reduce(self, output: Any, batch: Batch, options: EmbeddingOptions) -> Mapping[str, Any]:
-        return {"vector": pooled(output.last_hidden_state, batch, self.pooling(options))}
+        vectors = pooled(output.last_hidden_state, batch, self.pooling(options))
+        return {"vector": self._cut(vectors, options) if options.stride is None else vectors}
+
+    def _cut(self, vectors: Tensor, options: EmbeddingOptions) -> Tensor:
+        """Vectors [R, H] in the length and the size that was asked for."""
+        vectors = vectors[:, : options.dimensions]
+        return F.normalize(vectors, dim=-1) if self._normal(options) else vectors
+
+    def _normal(self, options: EmbeddingOptions) -> bool:
+        return self._normalize if options.normalize is None else options.normalize
 
     def postprocess(self, prepared: PreparedItem, results: Results, options: EmbeddingOptions) -> Any:
         return self.finished([result["vector"] for result in results], prepared.rows, options)
 
     def finished(self, vectors: Sequence[np.ndarray], rows: Sequence[Row], options: EmbeddingOptions) -> np.ndarray:
         """The vector of one text from those of its pieces."""
-        if len(vectors) == 1:
-            vector = vectors[0]
-        else:
-            vector = np.average(np.stack(vectors), axis=0, weights=[row.length for row in rows]).astype(np.float32)
-        vector = vector[: options.dimensions]
-        if options.normalize or (options.normalize is None and self._normalize):
-            return vector / max(float(np.sqrt(np.dot(vector, vector))), 1e-12)
-        return vector.copy()
+        if options.stride is None:
+            return vectors[0].copy()  # not a view, which would keep the whole batch alive
+        mean = np.average(np.stack(vectors), axis=0, weights=[row.length for row in rows]).astype(np.float32)
+        return self._cut(torch.from_numpy(mean)[None], options)[0].numpy()
 
 
 def declared_pooling(loaded: Loaded) -> tuple[str, bool]:
