@@ -243,6 +243,29 @@ def test_audio_classification_of_spectrograms() -> None:
         same(mine(SHORT[:2], top_k=5), one_by_one(peer, SHORT[:2], top_k=5))
 
 
+def test_other_ways_to_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    model = senses.wav2vec2("SequenceClassification", num_labels=4)  # drops parts of its states while it is trained
+    mine, _ = pair("audio-classification", model, senses.wave_extractor())
+    with mine:
+        want = mine(SHORT[0])
+        with hw.pipeline(
+            "audio-classification", model, feature_extractor=senses.wave_extractor(), device="cpu", quantize="int8"
+        ) as eight:
+            assert eight.quantization.cosine > 0.9
+            assert eight(SHORT[0]) != want
+        pytest.importorskip("onnxruntime")
+        with hw.pipeline(
+            "audio-classification",
+            model,
+            feature_extractor=senses.wave_extractor(),
+            device="cpu",
+            backend="onnxruntime",
+        ) as exported:
+            same(exported(SHORT[0]), want)
+        same(mine(SHORT[0]), want)
+
+
 # -- what may be given -------------------------------------------------------------------------------------------------
 
 

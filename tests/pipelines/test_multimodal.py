@@ -56,6 +56,7 @@ class TestZeroShot:
             output = mine.forward(batch)
             with torch.no_grad():
                 want = model(pixel_values=images(images=pictures, return_tensors="pt").pixel_values, **texts(batch))
+            assert "vision_model_output={last_hidden_state: float32[3, " in repr(output)
             for name in ("image_embeds", "text_embeds", "logits_per_image"):
                 torch.testing.assert_close(output[name], want[name], rtol=1e-4, atol=1e-5)
             one = mine.forward(mine.preprocess(pictures[0], candidate_labels=LABELS))
@@ -132,10 +133,10 @@ def caption(made: tuple[Any, Any, Any], picture: Any, **more: Any) -> list[str]:
     return [words.decode(ids, skip_special_tokens=True) for ids in found]
 
 
-@pytest.mark.parametrize("family", ["blip", "ved"])
+@pytest.mark.parametrize("family", ["blip", "vision_encoder_decoder", "git"])
 class TestCaptions:
     def made(self, family: str) -> tuple[Any, Any, Any]:
-        return senses.blip("ConditionalGeneration") if family == "blip" else senses.vision_encoder_decoder()
+        return senses.blip("ConditionalGeneration") if family == "blip" else getattr(senses, family)()
 
     def test_they_are_the_models_alone(self, family: str) -> None:
         made, pictures = self.made(family), senses.pictures(10)
@@ -189,6 +190,9 @@ def test_a_prompt_goes_on() -> None:
                 max_new_tokens=8,
             )
             assert one == [{"generated_text": words.decode(found[0], skip_special_tokens=True)}]
+        with pytest.raises(InvalidInput, match=r"has 53 tokens and 12 new ones may follow.* pass max_new_tokens=11"):
+            mine(pictures[0], prompt="the film was " * 17 + "a", max_new_tokens=12)
+        assert mine(pictures[0], prompt="the film was " * 17 + "a", max_new_tokens=11)
         with pytest.raises(InvalidInput, match="fixed by BLIP models"):
             mine(pictures[0], eos_token_id=3)
     with (
@@ -254,6 +258,7 @@ def test_ways_to_ask() -> None:
         assert mine(image=pictures[0], question="the film") == want
         assert mine(image=np.asarray(pictures[0]), question="the film") == want
         same(mine(pictures, question="the film")[0], want)
+        same(next(mine(iter(pictures), question="the film")), want)
         for given, words in [
             (pictures[0], 'was given where {"image": ..., "question": ...}'),
             ("picture.png", "'picture.png' of type str was given"),

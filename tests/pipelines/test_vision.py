@@ -309,6 +309,8 @@ def test_models_of_one_channel() -> None:
         ("no/such/file.png", "the image 'no/such/file.png' cannot be read: No such file"),
         ("data:image/png,abc", "is no data:image/...;base64, text"),
         ("data:image/png;base64,####", "is no base64"),
+        ("/dev/zero", "the image '/dev/zero' is no file"),
+        ("/", "the image '/' is no file"),
         (b"", "the 0 bytes has nothing in it"),
         (b"not an image at all", "the 19 bytes is no image of a known kind"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no image of a known kind"),
@@ -401,6 +403,20 @@ def test_options_are_checked() -> None:
         for given, words in [({"pool": "max"}, "pool is 'max'"), ({"normalize": True}, "normalize=True is for pooled")]:
             with pytest.raises(InvalidInput, match=words):
                 mine(senses.pictures(1)[0], **given)
+
+
+def test_what_a_processor_refuses_is_said() -> None:
+    preparer = Preparer(senses.processor("Levit", size={"height": 4, "width": 4}))
+    preparer.processor.image_mean = "red"
+    with pytest.raises(InvalidInput, match="takes no picture of 5×4"):
+        preparer.prepare(np.zeros((4, 5, 3), dtype=np.uint8))
+
+
+def test_compiling_is_refused() -> None:
+    with pytest.raises(Unsupported, match="compile=True is for tasks over text; leave it out for image-classification"):
+        hw.pipeline(
+            "image-classification", senses.classifier("vit"), image_processor=senses.square("ViT"), compile=True
+        )
 
 
 def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,15 @@ def vision_encoder_decoder() -> tuple[Any, Any, Any]:
 
 
 @cache
+def git() -> tuple[Any, Any, Any]:
+    """GIT, a decoder that reads a picture ahead of its text."""
+    words = encoders.tokenizer("bert")
+    shape = {**TEXT, "vocab_size": len(words), "max_position_embeddings": 64}
+    config = transformers.GitConfig(vision_config=VISION, **shape, pad_token_id=0, bos_token_id=2, eos_token_id=3)
+    return enliven(transformers.GitForCausalLM(config)), square("CLIP", do_center_crop=False), words
+
+
+@cache
 def vilt() -> tuple[Any, Any, Any]:
     """ViLT with nine answers."""
     words = encoders.tokenizer("bert")

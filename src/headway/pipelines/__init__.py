@@ -36,7 +36,10 @@ Who owns what:
     outputs       ModelOutput: attribute, item and tuple access; JSON and safetensors
     loading       model folders → module, tokenizer, processor (safetensors only, never remote code)
     text          str → token ids: limits, truncation, strides
+    images        any picture → a PIL image; `recipes` do what an image processor does, bit by bit
+    sounds        any recording → float32 samples; `pieces` divide long ones
+    shapes        tasks whose rows padding would change; `writing` what models write of pictures and recordings
     packed, quantize, compiled, onnx    other ways to compute the same numbers
     tasks/        one file a family of tasks: classification, tagging, filling, answering, embedding, generation (text);
-                  vision, audio, seq2seq, multimodal
+                  vision, zero_shot_image, multimodal, audio, speech, whisper, seq2seq
 """

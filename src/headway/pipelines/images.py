@@ -10,6 +10,7 @@ import base64
 import binascii
 import io
 import os
+import stat
 import threading
 from collections.abc import Mapping
 from functools import lru_cache
@@ -21,6 +22,7 @@ import numpy as np
 from headway.base.errors import InvalidInput, Unsupported, WrongType
 
 MAX_PIXELS = 89_478_485  # a quarter of a gigabyte in RGB, where PIL begins to warn too
+MAX_BYTES = 1 << 32  # of a file
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO")  # none runs programs
 WANTED = "a picture: a PIL image, a numpy array, bytes or the path of an image file"
 ORIENTATION = 0x0112
@@ -100,7 +102,14 @@ def read_file(path: str | os.PathLike[str], what: str) -> tuple[bytes, str]:
             f"fetch the {what} first and pass its bytes or its path"
         )
     try:
+        state = Path(text).stat()
+        if not stat.S_ISREG(state.st_mode):
+            raise InvalidInput(f"the {what} {str(text)!r:.80} is no file; pass the path of a file or its bytes")
+        if state.st_size > MAX_BYTES:
+            raise InvalidInput(f"the {what} {str(text)!r:.80} has {state.st_size} bytes and the limit is {MAX_BYTES}")
         return Path(text).read_bytes(), str(text)
+    except InvalidInput:
+        raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InvalidInput(f"the {what} {str(text)!r:.80} cannot be read: {reason}") from error

@@ -88,7 +88,7 @@ def _export(module: nn.Module, inputs: Mapping[str, Tensor], path: Path) -> None
             by_token = whole[name].ndim > 1 and whole[name].shape[1] == tokens
             axes[name] = {0: "rows", 1: "tokens"} if by_token else {0: "rows"}
         torch.onnx.export(
-            _Answers(module, list(inputs), found),
+            _Answers(module, list(inputs), found).eval(),  # or the export would leave the model in training mode
             tuple(value.clone() for value in inputs.values()),
             str(path),
             input_names=list(inputs),

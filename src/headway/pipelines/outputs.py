@@ -204,4 +204,6 @@ def _equal(a: Any, b: Any) -> bool:
 def _sketch(value: Any) -> str:
     if isinstance(value, (Tensor, np.ndarray)):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_sketch(part)}' for key, part in value.items())}}}"
     return f"({', '.join(map(_sketch, value))})" if isinstance(value, tuple) else repr(value)

@@ -76,12 +76,19 @@ class Preparer:
         """The inputs of one picture."""
         image = load_image(item, max_pixels=max_pixels, mode=self.mode)
         if self.recipe is None:
-            made = self.processor(images=image, return_tensors="np")
+            made = self._processed(image)
             return {name: np.asarray(value)[0] for name, value in made.items() if isinstance(value, np.ndarray)}
         pixels = self._pixels(image, self.recipe, max_pixels)
         if self.recipe.kind == "Vilt":
             return {"pixel_values": pixels, "pixel_mask": np.ones(pixels.shape[1:], dtype=np.int64)}
         return {"pixel_values": pixels}
+
+    def _processed(self, image: Any) -> Any:
+        try:
+            return self.processor(images=image, return_tensors="np")
+        except Exception as error:  # the model's own, with reasons of its own
+            kind, reason = type(self.processor).__name__, " ".join(str(error).split())[:160]
+            raise InvalidInput(f"{kind} takes no picture of {image.size[0]}×{image.size[1]}: {reason}") from error
 
     def _pixels(self, image: Any, recipe: Recipe, max_pixels: int) -> np.ndarray:
         """[C, H, W] in float32."""

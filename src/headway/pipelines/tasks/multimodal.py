@@ -15,7 +15,6 @@ from headway.base.errors import InvalidInput, UnsupportedModel, WrongType
 from headway.pipelines.arrays import Ragged
 from headway.pipelines.generation import NAMES, GenerationOptions, Writer, without_rivals
 from headway.pipelines.images import MAX_PIXELS, is_image
-from headway.pipelines.opening import Request, open_here
 from headway.pipelines.peek import model_type
 from headway.pipelines.task import MISSING, Batch, PreparedItem, Row, check_text
 from headway.pipelines.tasks.classification import apply, check_top_k, labels_of
@@ -25,6 +24,7 @@ from headway.pipelines.writing import cut, flattened, written
 
 if TYPE_CHECKING:
     from headway.pipelines.loading import Loaded
+    from headway.pipelines.opening import Request
     from headway.pipelines.task import Results
 
 CAPTIONERS = ("blip", "vision-encoder-decoder", "git")
@@ -108,6 +108,12 @@ class ImageToText(WritingTask):
             raise InvalidInput(f"{self._family} models take no prompt; leave prompt out")
         assert self.loaded.text is not None
         ids = self.loaded.text.encode([options.prompt], TextOptions())[0][0].ids
+        new, room = self._writer.new_tokens(options), (self._writer.positions or len(ids) + 1) - len(ids) + 1
+        if self._writer.positions is not None and new > room:
+            raise InvalidInput(
+                f"the prompt has {len(ids) - 1} tokens and {new} new ones may follow, and the model's decoder has "
+                f"{self._writer.positions} positions; shorten the prompt or pass max_new_tokens={max(room, 1)}"
+            )
         return PreparedItem((self.image_row(item, options, input_ids=ids),), len(ids) - 1)
 
     def batch_key(self, options: CaptionOptions) -> Hashable:
@@ -145,7 +151,7 @@ class Questions(ImageTask):
         return is_image(value)
 
     def gather(self, item: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """`p(image, question=...)`, `p(image=..., question=...)`; a list of pictures takes the same question."""
+        """`p(image, question=...)`, `p(image=..., question=...)`; several pictures are asked the same question."""
         rest = {name: value for name, value in given.items() if name not in ("image", "question")}
         if "image" in given and item is MISSING:
             item = given["image"]
@@ -153,9 +159,12 @@ class Questions(ImageTask):
             raise InvalidInput("a picture was given twice, by itself and as image=...; give it once")
         if "question" not in given:
             return super().gather(item, rest)
+        question = given["question"]
         if isinstance(item, (list, tuple)):
-            return [{"image": one, "question": given["question"]} for one in item], rest
-        return {"image": item, "question": given["question"]}, rest
+            return [{"image": one, "question": question} for one in item], rest
+        if not is_image(item) and hasattr(item, "__iter__"):
+            return ({"image": one, "question": question} for one in item), rest
+        return {"image": item, "question": question}, rest
 
     def preprocess(self, item: Any, options: Any) -> PreparedItem:
         if not isinstance(item, Mapping):
@@ -236,4 +245,4 @@ class VisualQuestionAnswering(Questions):
             raise UnsupportedModel(
                 f"{request.model!s:.60} is a {family} model; visual question answering takes {', '.join(ways)}"
             )
-        return open_here(replace(request, kind=ways[family]))
+        return ways[family].open(replace(request, kind=ways[family]))

@@ -13,7 +13,6 @@ from torch import Tensor
 from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel
 from headway.pipelines.arrays import Ragged
 from headway.pipelines.generation import NAMES, GenerationOptions, Writer, without_rivals
-from headway.pipelines.opening import Request, open_here
 from headway.pipelines.peek import config_of
 from headway.pipelines.pieces import Piece, Pieces, check_pieces
 from headway.pipelines.sounds import MAX_SECONDS, check_seconds
@@ -23,6 +22,7 @@ from headway.pipelines.writing import cut, flattened, written
 
 if TYPE_CHECKING:
     from headway.pipelines.loading import Loaded
+    from headway.pipelines.opening import Request
     from headway.pipelines.task import Results
 
 BEAMS = 5  # where neither the call nor the model's files say; what Hugging Face takes
@@ -33,7 +33,8 @@ class SpeechRecognition(SoundTask):
 
     @classmethod
     def open(cls, request: Request) -> Any:
-        return open_here(replace(request, kind=way_of(config_of(request.model))))
+        way = way_of(config_of(request.model))
+        return way.open(replace(request, kind=way))
 
 
 def way_of(config: Mapping[str, Any]) -> type[SoundTask]:

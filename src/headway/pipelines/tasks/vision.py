@@ -160,6 +160,9 @@ class ImageFeatureExtraction(ImageTask):
     def batch_key(self, options: ImageFeatureOptions) -> Hashable:
         return options.pool, options.normalize
 
+    def samples(self) -> list[Row]:
+        return [] if self._dual else super().samples()
+
     def options(self, base: Any, given: Mapping[str, Any]) -> Any:
         found: ImageFeatureOptions = super().options(base, given)
         if found.pool is True and not self._pooler:
