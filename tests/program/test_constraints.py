@@ -505,6 +505,31 @@ def test_constraints_of_one_grammar_do_not_share_state(start, tokenizer, closers
         assert list(pool.map(walk, range(6))) == alone
 
 
+def test_a_text_can_be_followed_however_many_states_the_texts_of_others_took(start, monkeypatch):
+    """Copies share a table of states, which has an end; a text that alone fits into one always does."""
+    monkeypatch.setitem(constraints.LIMITS, "max_lexer_states", 6500)
+    grammar = Grammar.regex("(.*a.{12}b|[^c]*d.{11}e)Q")
+    renewed = []
+
+    def walk(seed):
+        rng, constraint, seen = np.random.default_rng(seed), start(grammar), []
+        table = constraint._matcher
+        for turn in range(8):
+            mask = constraint.mask()
+            seen.append(mask.tobytes())
+            constraint.accept(int(rng.choice(ids(mask))))
+            if turn == 4:
+                constraint.rollback(2)
+        renewed.append(constraint._matcher is not table)
+        return seen
+
+    first = walk(0)
+    for seed in range(1, 9):
+        walk(seed)
+    assert any(renewed)  # else the limit was never met
+    assert walk(0) == first
+
+
 # --- other vocabularies
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -136,10 +137,8 @@ class Machine(RuleBasedStateMachine):
         forward = twin.context.forward().input(twin.flight.handle).input([2] * more)
         handle = forward.sample([-1], hw.Argmax())
         rows = [np.ones(s + 1, bool) for s in range(total - 1 - more, total)]
-        try:
+        with suppress(hw.PassFailed):  # the one before has failed in the step that is going on
             twin.next = Flight(forward.execute(), handle, [-1] + [2] * more, rows, total - 1)
-        except hw.PassFailed as e:  # the one before has failed in the step that is going on
-            assert "so there is no token" in str(e)
 
     @rule(
         what=st.sampled_from(["submits", "submits", "submits_the_next", "submits_the_next", "cancels", "releases"]),

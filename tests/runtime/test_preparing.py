@@ -92,6 +92,30 @@ def test_a_pass_over_a_token_to_come_is_laid_out_before_the_token_is_there(lengt
         assert token == continued(prompt, 2)[1]
 
 
+def test_a_pass_is_laid_out_behind_one_that_only_reads() -> None:
+    """As when a generation begins on a context that has nothing pending."""
+    device, found = Meanwhile(), []
+    with faulty_engine(device, pages=64, max_batch_tokens=64) as engine, by_hand(engine) as hand:
+        prompt, context = numbers(16, 8), engine.context()
+        hand.compute(context, prompt)
+        forward = context.forward()
+        first = forward.sample([-1], hw.Argmax())
+        running = forward.execute()
+
+        def come() -> None:
+            forward = context.forward().input(first)
+            handle = forward.sample([-1], hw.Argmax())
+            found.append((forward.execute(), handle, laid_out(context)))
+
+        device.what = come
+        hand.until(running)
+        ((execution, handle, was),) = found
+        assert was
+        hand.until(execution)
+        assert execution.result(0).token(handle) == continued(prompt, 2)[1]
+        check_pages(engine)
+
+
 def test_a_chunk_laid_out_ahead_is_the_one_that_would_be_laid_out_at_its_turn() -> None:
     """Arrays of the batch that a pass runs in, prepared during the step before or, where pages are short, after it."""
     found = []

@@ -18,8 +18,9 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,12 +32,13 @@ if TYPE_CHECKING:
 
     from headway.text.tokenizer import Tokenizer
 
+Result = TypeVar("Result")
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
-    "max_lexer_states": 50_000,  # 1 to 2 kB each
+    "max_lexer_states": 20_000,  # 1 to 2 kB each
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
@@ -85,10 +87,10 @@ def compile(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> Matched:
     shelf = _shelf(tokenizer, min(vocab_size, tokenizer.vocab_size))
     matcher = shelf.taken(grammar.key)
     if matcher is None:
-        matcher = _with_deep_stack(lambda: _matcher(grammar, shelf.words), grammar)
-        _rehearse(grammar, Matched(matcher.deep_copy(), tokenizer, vocab_size, ()))
+        matcher = shelf.made(grammar)
+        _rehearse(grammar, Matched(matcher.deep_copy(), grammar, shelf, tokenizer, vocab_size))
         shelf.put(grammar.key, matcher.deep_copy())
-    return Matched(matcher, tokenizer, vocab_size, ())
+    return Matched(matcher, grammar, shelf, tokenizer, vocab_size)
 
 
 async def compiled(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> Matched:
@@ -114,20 +116,31 @@ def _kept(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> Matched | 
     finally:
         _shelving.release()
     matcher = None if shelf is None else shelf.taken(grammar.key)
-    return None if matcher is None else Matched(matcher, tokenizer, vocab_size, ())
+    return None if matcher is None or shelf is None else Matched(matcher, grammar, shelf, tokenizer, vocab_size)
 
 
 class Matched:
     """A compiled grammar that follows one text. End tokens are ours: the compiler never sees them.
 
     Where only one text can follow, the mask allows it as the tokenizer spells it, and `accept` takes every spelling.
+    Copies share a table of states that grows as they are followed. When it is full, one compiled anew takes its place,
+    so that what a text may be never depends on the texts that others write.
     """
 
-    def __init__(self, matcher: LLMatcher, tokenizer: Tokenizer, vocab_size: int, accepted: tuple[int, ...]) -> None:
-        self._matcher, self._tokenizer, self._vocab = matcher, tokenizer, vocab_size
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        grammar: Grammar,
+        shelf: _Shelf,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+    ) -> None:
+        self._matcher, self._grammar, self._shelf = matcher, grammar, shelf
+        self._tokenizer, self._vocab = tokenizer, vocab_size
+        self._shares = True  # its table may have the states of other texts
         self._known = min(vocab_size, tokenizer.vocab_size)
         self._ends = tuple(id for id in tokenizer.eos_ids if id < vocab_size)
-        self._accepted = list(accepted)
+        self._accepted: list[int] = []
         self._mask: np.ndarray | None = None  # of the state as it is
 
     @property
@@ -157,12 +170,11 @@ class Matched:
         if token in self._ends:
             allowed = self.may_end
         else:
-            allowed = not self._ended and token < self._known and self._matcher.validate_tokens([token]) == 1
+            allowed = not self._ended and token < self._known and self._do(lambda m: m.validate_tokens([token])) == 1
         if not allowed:
             raise InvalidInput(f"token {token} is not allowed after the {len(self._accepted)} tokens so far")
         if token not in self._ends:
-            self._matcher.consume_token(token)
-            self._check()
+            self._do(lambda m: m.consume_token(token))
             self._mask = None
         self._accepted.append(token)
 
@@ -171,22 +183,21 @@ class Matched:
             raise InvalidInput(f"{n} tokens cannot be taken back; {len(self._accepted)} were accepted")
         text = sum(token not in self._ends for token in self._accepted[len(self._accepted) - n :])
         if text:
-            self._matcher.rollback(text)
-            self._check()
+            self._do(lambda m: m.rollback(text))
             self._mask = None
         del self._accepted[len(self._accepted) - n :]
 
     def copy(self) -> Matched:
-        twin = Matched(self._matcher.deep_copy(), self._tokenizer, self._vocab, tuple(self._accepted))
-        twin._mask = self._mask
+        twin = copy(self)
+        twin._matcher, twin._accepted = self._matcher.deep_copy(), self._accepted[:]
+        self._shares = twin._shares = True
         return twin
 
     def forced(self) -> list[int]:
         if self.may_end:
             return []  # the end is another way on
-        tokens = self._matcher.compute_ff_tokens()
-        self._check()
-        return tokens[: self._matcher.validate_tokens(tokens)] if tokens else []
+        tokens = self._do(lambda m: m.compute_ff_tokens())
+        return tokens[: self._do(lambda m: m.validate_tokens(tokens))] if tokens else []
 
     @property
     def _ended(self) -> bool:
@@ -204,12 +215,11 @@ class Matched:
         out = np.zeros(-(-self._vocab // 32), np.uint32)
         if not self._matcher.is_stopped():
             words = np.zeros(-(-(self._known + 1) // 32), np.uint32)
-            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            self._do(lambda m: m.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes))
             words[self._known // 32] &= np.uint32((1 << self._known % 32) - 1)  # the compiler's own end token
             out[: len(words)] = words[: len(out)]
             for id in self._ends:
                 out[id // 32] &= ~np.uint32(1 << id % 32)
-        self._check()
         if not out.any() and not self._matcher.is_accepting():
             raise InvalidInput(
                 f"the grammar allows nothing after {len(self._accepted)} tokens and the text is not complete: "
@@ -218,10 +228,18 @@ class Matched:
         out.flags.writeable = False
         return out
 
-    def _check(self) -> None:
+    def _do(self, work: Callable[[LLMatcher], Result]) -> Result:
+        """What work gives, once more on a table of its own where the shared one is full."""
+        result = work(self._matcher)
+        if self._matcher.is_error() and self._shares:
+            self._shelf.drop(self._grammar.key)
+            self._matcher, self._shares = self._shelf.made(self._grammar), False
+            self._matcher.consume_tokens([token for token in self._accepted if token not in self._ends])
+            result = work(self._matcher)
         if self._matcher.is_error():
             why = _brief(self._matcher.get_error())
             raise InvalidInput(f"the grammar cannot be followed after {len(self._accepted)} tokens: {why}")
+        return result
 
 
 # --- compiling
@@ -341,6 +359,15 @@ class _Shelf:
                 return None
             self._kept.move_to_end(key)
             return kept.deep_copy()
+
+    def made(self, grammar: Grammar) -> LLMatcher:
+        """The grammar compiled anew."""
+        return _with_deep_stack(lambda: _matcher(grammar, self.words), grammar)
+
+    def drop(self, key: bytes) -> None:
+        """Keep it no longer: its table is full."""
+        with self._lock:
+            self._kept.pop(key, None)
 
     def put(self, key: bytes, matcher: LLMatcher) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.base.errors import DeadlineExceeded, HeadwayError, OutOfPages, PassFailed
-from headway.kv.table import Log
+from headway.kv.table import Log, PageTable
 from headway.runtime.answers import Answer
 from headway.runtime.batch import Chunk, lay_out
 from headway.runtime.edits import Damage
@@ -69,7 +69,7 @@ class Turns:
                     base=job.base,
                     part=(0, whole),
                     kept=job.kept_pages,
-                    before_position=after.work.positions[-1],
+                    before_position=after.work.positions[-1] if after.work.positions else _last_position(table),
                 )
 
     # -- before a step ---------------------------------------------------------------------------------------------
@@ -259,8 +259,12 @@ def _chunk(job: Job, tokens: int) -> Chunk:
     else:
         assert job.base == table.length
         pages = _joined(pages, job.pages)
-    before = table.positions[-1] if table.length else -1
-    return lay_out(work, table, pages, base=base, part=(done, done + tokens), kept=kept, before_position=before)
+    part, before = (done, done + tokens), _last_position(table)
+    return lay_out(work, table, pages, base=base, part=part, kept=kept, before_position=before)
+
+
+def _last_position(table: PageTable) -> int:
+    return table.positions[-1] if table.length else -1
 
 
 def _joined(pages: np.ndarray, more: list[int]) -> np.ndarray:
