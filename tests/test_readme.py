@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from support.live import Live, live
-from support.pages import check_lm_eval, check_serve, check_top
+from support.pages import check_lm_eval, check_pipeline, check_serve, check_top
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -82,8 +82,9 @@ def name(page: Path) -> str:
 def served(smollm2_path: Path) -> Iterator[Live]:
     """What `headway serve` serves, on a free port."""
     import headway as hw
+    from headway.server.pooling import Pools
 
-    with live(hw.Engine("smollm2", pages=1024, threads=1)) as server:
+    with live(hw.Engine("smollm2", pages=1024, threads=1), Pools({"embed": "minilm"}, device="cpu")) as server:
         yield server
 
 
@@ -129,6 +130,8 @@ def test_commands_run(page: Path, command: str, smollm2_path: Path, request: pyt
             _run("make", "-n", *arguments)
         case ["headway", "serve", *arguments]:
             check_serve(*arguments)
+        case ["headway", "pipeline", *arguments]:
+            check_pipeline(arguments)
         case ["headway", "top", "--url", url]:
             check_top(url)
         case ["curl", *arguments]:

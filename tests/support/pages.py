@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 HEADWAY = [sys.executable, "-m", "headway.cli.main"]
@@ -38,6 +39,18 @@ def _make_key(folder: str, arguments: Sequence[str]) -> None:
     command = [*HEADWAY, "serve", *arguments]
     made = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     assert made.stdout.startswith("hw-")
+
+
+def check_pipeline(arguments: Sequence[str]) -> None:
+    """A line of `headway pipeline` computes the files that it names, which have a few lines here."""
+    texts = ["A cat sleeps.", "The tax rate rose."]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+        (Path(folder) / "table.csv").write_text("id,text\n" + "".join(f"{i},{text}\n" for i, text in enumerate(texts)))
+        command = [*HEADWAY, "pipeline", *arguments]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=PATIENCE)
+        output = arguments[arguments.index("--output") + 1]
+        assert len(done.stdout.splitlines()) == 2 if output == "-" else (Path(folder) / output).stat().st_size > 0
 
 
 def check_top(url: str) -> None:
