@@ -345,9 +345,9 @@ def classification(options: argparse.Namespace, plan: Plan, report: Report, stac
     import transformers
 
     torch.manual_seed(0)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(_folder())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(_folder(options.model))
     config = transformers.AutoConfig.from_pretrained(
-        _folder(),
+        _folder(options.model),
         num_hidden_layers=plan.layers,
         hidden_size=plan.hidden,
         intermediate_size=4 * plan.hidden,
@@ -366,15 +366,18 @@ def classification(options: argparse.Namespace, plan: Plan, report: Report, stac
 
 def embedding(options: argparse.Namespace, plan: Plan, report: Report, stack: ExitStack) -> None:
     """The real all-MiniLM: Headway and sentence-transformers."""
+    if not (_folder(options.model) / "model.safetensors").is_file():
+        report.notes.append(f"{options.model} has no weights, so embeddings were not measured")
+        return
     try:
-        rivals = sentence_transformers(_folder(), options, plan, stack)
+        rivals = sentence_transformers(_folder(options.model), options, plan, stack)
     except ImportError as error:
         report.notes.append(f"sentence-transformers was not measured: {error}")
         return
     import transformers
 
-    texts = workloads(transformers.AutoTokenizer.from_pretrained(_folder()), plan)
-    ours = headway_engines("sentence-embedding", _folder(), None, options=options, plan=plan, stack=stack)
+    texts = workloads(transformers.AutoTokenizer.from_pretrained(_folder(options.model)), plan)
+    ours = headway_engines("sentence-embedding", _folder(options.model), None, options=options, plan=plan, stack=stack)
     for engine, pipe in ours:
         settle(pipe, texts, report, engine.name)
     measure("embedding", [*(engine for engine, _ in ours), *rivals], texts, plan, report)
@@ -388,10 +391,10 @@ def check_twins(ours: Engine, rival: Engine, texts: list[str], report: Report) -
     report.notes.append(f"{same} of {len(pairs)} labels as Hugging Face's, scores at most {apart:.1e} apart")
 
 
-def _folder() -> Path:
+def _folder(model: str) -> Path:
     from headway.models.store import resolve
 
-    return resolve("minilm")
+    return resolve(model)
 
 
 def _in(model: Any, dtype: str) -> Any:
@@ -409,6 +412,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--dtype", help="float32 on a CPU, bfloat16 elsewhere unless told", choices=("float32", "bfloat16")
     )
+    parser.add_argument("--model", default="minilm", help="all-MiniLM; config and tokenizer will do to classify")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, help="rounds of which the median is taken")
     parser.add_argument("--quick", action="store_true", help="a tiny random model, to see that it runs")

@@ -13,7 +13,7 @@ from torch import nn
 import headway as hw
 from headway.pipelines.arrays import groups_of
 from headway.pipelines.compiled import row_bucket, token_bucket
-from headway.pipelines.packed import FAMILIES, attend_by_length, can_pack
+from headway.pipelines.packed import FAMILIES, ByLength, Layout, can_pack
 from headway.pipelines.products import Blocked, Int8Torch, Plain, QuantizedLinear, can_block, int8_maker
 from headway.pipelines.task import Row
 from support import encoders
@@ -62,7 +62,12 @@ class TestPacked:
         mask = torch.block_diag(*(torch.ones(n, n) for n in LENGTHS)).bool()
         q, k, v = qkv.view(-1, 3, 4, 8).permute(1, 2, 0, 3)
         want = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1).reshape(-1, 32)
-        torch.testing.assert_close(attend_by_length(qkv, groups_of(rows), 4), want, rtol=1e-5, atol=1e-6)
+        layout = Layout(groups_of(rows), qkv.device)
+        torch.testing.assert_close(ByLength().all(qkv, layout, 4), want, rtol=1e-5, atol=1e-6)
+        firsts = layout.ends[:-1].long()
+        one = ByLength().one(qkv[firsts, :32].contiguous(), qkv[:, 32:].contiguous(), layout, 4)
+        torch.testing.assert_close(one, want[firsts], rtol=1e-5, atol=1e-6)
+        assert layout.ends.diff().tolist() == list(LENGTHS)
 
     def test_other_architectures_are_padded_unless_packed_was_demanded(self) -> None:
         model = encoders.model("deberta", "base")

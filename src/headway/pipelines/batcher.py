@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +56,17 @@ class Ticket:
         self.error, self.done = error, True
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Flight:
+    """A batch on the device: its rows, its answer on the way, and what the budget wants to know of it."""
+
+    slots: list[Slot]
+    copy: HostCopy
+    size: int
+    budget: int  # tokens that it might have had
+    began: float
+
+
 class Batcher:
     """Start it by adding work; `close` ends the thread."""
 
@@ -70,6 +82,7 @@ class Batcher:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._last_rows = 0
+        self._landed = 0.0
         self.batches = self.rows = self.tokens = self.real_tokens = self.halvings = 0
 
     # -- from any thread -----------------------------------------------------------------------------------------------
@@ -109,20 +122,20 @@ class Batcher:
     # -- on the batcher's thread ---------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        flying: deque[tuple[list[Slot], HostCopy]] = deque()
+        flying: deque[Flight] = deque()
         while self._take_in(block=not flying):
             self._turn(flying)
         while flying:
-            self._land(*flying.popleft())
+            self._land(flying.popleft())
         self._abandon()
 
-    def _turn(self, flying: deque[tuple[list[Slot], HostCopy]]) -> None:
+    def _turn(self, flying: deque[Flight]) -> None:
         """Start one batch and finish those that are due. Nothing of it is held when this returns."""
         slots, options = self._next()
         if slots:
             flying.extend(self._launch(slots, options))
         while flying and (len(flying) > self._depth or not slots):
-            self._land(*flying.popleft())
+            self._land(flying.popleft())
 
     def _take_in(self, *, block: bool) -> bool:
         """Put arrivals in line and run jobs; False when closed. Waits for something to do if `block`."""
@@ -171,7 +184,7 @@ class Batcher:
         self._options.clear()
         return [], None
 
-    def _launch(self, slots: list[Slot], options: Any) -> list[tuple[list[Slot], HostCopy]]:
+    def _launch(self, slots: list[Slot], options: Any) -> list[Flight]:
         """Start the batch on the device; halves of it where it is too large or fails."""
         began = time.perf_counter()
         real = sum(slot.length for slot in slots)
@@ -187,13 +200,9 @@ class Batcher:
         self.tokens += size
         self.real_tokens += real
         self._last_rows = len(slots)
-        if self._depth == 0:
-            self.budget.record(size, time.perf_counter() - began)
-        return [(slots, copy)]
+        return [Flight(slots, copy, size, self.budget.tokens, began)]
 
-    def _halved(
-        self, slots: list[Slot], options: Any, size: int, error: Exception
-    ) -> list[tuple[list[Slot], HostCopy]]:
+    def _halved(self, slots: list[Slot], options: Any, size: int, error: Exception) -> list[Flight]:
         short = out_of_memory(error)
         if short and torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -213,13 +222,18 @@ class Batcher:
         halves = (half for half in (slots[:middle], slots[middle:]))
         return [done for half in halves for done in self._launch(half, options)]
 
-    def _land(self, slots: list[Slot], copy: HostCopy) -> None:
+    def _land(self, flight: Flight) -> None:
         """Bring a batch's results to the host and to whoever waits for them."""
+        slots = flight.slots
         try:
-            arrays = copy.wait()
+            arrays = flight.copy.wait()
         except Exception as error:  # a device that failed while computing
             self._fail(slots, _failed(error))
             return
+        now = time.perf_counter()
+        # of two batches on the device the second began to count when the first was done
+        self.budget.record(flight.size, now - max(flight.began, self._landed), flight.budget)
+        self._landed = now
         sinks: dict[Sink, list[Ticket]] = {}
         names = list(arrays.items())
         for i, slot in enumerate(slots):

@@ -47,11 +47,12 @@ class Budget:
         """Whether the best size is not known yet."""
         return bool(self._measured)
 
-    def record(self, tokens: int, seconds: float) -> None:
-        """A batch of `tokens` (padding counted) took `seconds`."""
-        if not self._measured or tokens < FULL * self.tokens or seconds <= 0:
+    def record(self, tokens: int, seconds: float, budget: int | None = None) -> None:
+        """A batch of `tokens` (padding counted) took `seconds`; it might have had `budget`, the current one if None."""
+        size = self.tokens if budget is None else budget
+        if size not in self._measured or tokens < FULL * size or seconds <= 0:
             return
-        self._measured[self.tokens].append(tokens / seconds)
+        self._measured[size].append(tokens / seconds)
         short = min(self._measured.values(), key=len)
         if len(short) >= ROUNDS:
             self._settle()

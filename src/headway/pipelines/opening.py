@@ -14,7 +14,7 @@ from headway.pipelines.compiled import CompiledForward
 from headway.pipelines.forward import Forward, place
 from headway.pipelines.loading import Loaded, load
 from headway.pipelines.onnx import OnnxForward
-from headway.pipelines.packed import PackedEncoder, attend_ragged, attention_for, can_pack
+from headway.pipelines.packed import PackedEncoder, Ragged, attention_for, can_pack
 from headway.pipelines.pipeline import Pipeline
 from headway.pipelines.products import int8_maker
 from headway.pipelines.quantize import difference, quantize_linears
@@ -118,7 +118,7 @@ def _packing_pays(run: Forward) -> bool:
     """On a CPU always; on a GPU where attention over rows of any length is one call."""
     if run.placement.autocast is not None:
         return False
-    return run.device.type == "cpu" or attention_for(run) is attend_ragged
+    return run.device.type == "cpu" or isinstance(attention_for(run), Ragged)
 
 
 def _key(request: Request, loaded: Loaded) -> str:

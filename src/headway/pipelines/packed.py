@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -76,35 +77,35 @@ class PackedEncoder:
 
     def __call__(self, batch: Batch, reads: str) -> Any:
         """The model's output for what is read of each row: `first` as [R, …], all and marks as [1, N, …]."""
-        groups, places = groups_of(batch.rows), _places(batch, reads)
-        states = self.states(batch, groups, places)
+        layout, places = Layout(groups_of(batch.rows), self._run.device), _places(batch, reads)
+        states = self.states(batch, layout, places)
         return self._answer(states.unsqueeze(1 if reads == "first" else 0), pool=reads == "first")
 
-    def states(self, batch: Batch, groups: Sequence[Group], places: list[int] | None = None) -> Tensor:
+    def states(self, batch: Batch, layout: Layout, places: list[int] | None = None) -> Tensor:
         """The final states of the tokens at `places`, or of all, [N, H]."""
         inputs = to_device(batch.inputs, self._run.device)
         x = self._embed({name: ids.unsqueeze(0) for name, ids in inputs.items()}).squeeze(0)
         for layer in self._layers[:-1]:
-            x = self._layer(layer, x, groups)
+            x = self._layer(layer, x, layout)
         if places is None:
-            return self._layer(self._layers[-1], x, groups)
+            return self._layer(self._layers[-1], x, layout)
         at = torch.tensor(places, device=x.device)
         if len(places) == len(batch.rows):  # one of each row: nothing else of the last layer is needed
-            return self._last_layer(x, x[at], groups)
-        return self._layer(self._layers[-1], x, groups)[at]
+            return self._last_layer(x, x[at], layout)
+        return self._layer(self._layers[-1], x, layout)[at]
 
     def _embed(self, inputs: dict[str, Tensor]) -> Tensor:
         x = self._base.embeddings(**inputs)
         project = getattr(self._base, "embeddings_project", None)
         return x if project is None else project(x)
 
-    def _layer(self, layer: Layer, x: Tensor, groups: Sequence[Group]) -> Tensor:
-        return self._rest(layer, self._attend(layer.qkv(x), groups, self._heads), x)
+    def _layer(self, layer: Layer, x: Tensor, layout: Layout) -> Tensor:
+        return self._rest(layer, self._attend.all(layer.qkv(x), layout, self._heads), x)
 
-    def _last_layer(self, x: Tensor, read: Tensor, groups: Sequence[Group]) -> Tensor:
+    def _last_layer(self, x: Tensor, read: Tensor, layout: Layout) -> Tensor:
         """The last layer for one token of each row: x [T, H], read [R, H] → [R, H]."""
         assert self._last.query is not None
-        mixed = attend_to_one(self._last.query(read), self._last.qkv(x), groups, self._heads)
+        mixed = self._attend.one(self._last.query(read), self._last.qkv(x), layout, self._heads)
         return self._rest(self._last, mixed, read)
 
     def _rest(self, layer: Layer, mixed: Tensor, x: Tensor) -> Tensor:
@@ -199,56 +200,89 @@ def _made(linear: nn.Linear, make: Maker) -> Product:
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
-Attention = Callable[[Tensor, Sequence[Group], int], Tensor]
+
+class Layout:
+    """Where the rows of a packed batch lie: as runs of one length, and as boundaries on the device."""
+
+    def __init__(self, groups: Sequence[Group], device: torch.device) -> None:
+        self.groups, self.device = groups, device
+
+    @property
+    def rows(self) -> int:
+        return sum(g.rows for g in self.groups)
+
+    @property
+    def longest(self) -> int:
+        return max(g.length for g in self.groups)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """0 and the end of each row, [R + 1] int32."""
+        ends = [0, *(g.start + (i + 1) * g.length for g in self.groups for i in range(g.rows))]
+        return to_device(torch.tensor(ends, dtype=torch.int32), self.device)
+
+    @cached_property
+    def ones(self) -> Tensor:
+        """The boundaries of one token a row, [R + 1] int32."""
+        return torch.arange(self.rows + 1, dtype=torch.int32, device=self.device)
+
+
+class Attention(Protocol):
+    """Attention within each row: for all tokens, qkv [T, 3·H·D] → [T, H·D]; for one a row, [R, H·D] → [R, H·D]."""
+
+    def all(self, qkv: Tensor, layout: Layout, heads: int) -> Tensor: ...
+    def one(self, query: Tensor, kv: Tensor, layout: Layout, heads: int) -> Tensor: ...
+
+
+class ByLength:
+    """Rows of one length are one call, without a mask. On any device, in any dtype."""
+
+    def all(self, qkv: Tensor, layout: Layout, heads: int) -> Tensor:
+        width = qkv.shape[1] // 3
+        parts = []
+        for g in layout.groups:
+            q, k, v = qkv[g.start : g.end].view(g.rows, g.length, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
+            mixed = F.scaled_dot_product_attention(q, k, v)  # [R, H, L, D]
+            parts.append(mixed.transpose(1, 2).reshape(-1, width))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def one(self, query: Tensor, kv: Tensor, layout: Layout, heads: int) -> Tensor:
+        width = query.shape[1]
+        parts, first = [], 0
+        for g in layout.groups:
+            q = query[first : first + g.rows].view(g.rows, 1, heads, width // heads).transpose(1, 2)
+            k, v = kv[g.start : g.end].view(g.rows, g.length, 2, heads, width // heads).permute(2, 0, 3, 1, 4)
+            parts.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, width))
+            first += g.rows
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Ragged:
+    """One fused call over rows of any length: a GPU, in half precision."""
+
+    def __init__(self, attend: Callable[..., Any]) -> None:
+        self._attend = attend
+
+    def all(self, qkv: Tensor, layout: Layout, heads: int) -> Tensor:
+        q, k, v = qkv.unflatten(1, (3, heads, -1)).unbind(1)
+        return self._attend(q, k, v, layout.ends, layout.ends, layout.longest, layout.longest).flatten(1)
+
+    def one(self, query: Tensor, kv: Tensor, layout: Layout, heads: int) -> Tensor:
+        k, v = kv.unflatten(1, (2, heads, -1)).unbind(1)
+        q = query.unflatten(1, (heads, -1))
+        return self._attend(q, k, v, layout.ones, layout.ends, 1, layout.longest).flatten(1)
 
 
 def attention_for(run: Forward) -> Attention:
-    """How packed rows attend on this device: fused over rows of any length where it can be, else length by length."""
-    if run.device.type == "cuda" and run.placement.dtype in (torch.float16, torch.bfloat16) and _varlen() is not None:
-        return attend_ragged
-    return attend_by_length
+    """How packed rows attend on this device."""
+    config: Any = run.module.config
+    width = getattr(config, "hidden_size", 0) // max(getattr(config, "num_attention_heads", 1), 1)
+    half = run.placement.dtype in (torch.float16, torch.bfloat16)
+    fused = _varlen() if run.device.type == "cuda" and half and width % 8 == 0 and width <= 256 else None
+    return ByLength() if fused is None else Ragged(fused)
 
 
-def attend_by_length(qkv: Tensor, groups: Sequence[Group], heads: int) -> Tensor:
-    """Attention within each row, qkv [T, 3·H·D] → [T, H·D]; rows of one length are one call without a mask."""
-    width = qkv.shape[1] // 3
-    parts = []
-    for g in groups:
-        q, k, v = qkv[g.start : g.end].view(g.rows, g.length, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v)  # [R, H, L, D]
-        parts.append(mixed.transpose(1, 2).reshape(-1, width))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def attend_to_one(query: Tensor, kv: Tensor, groups: Sequence[Group], heads: int) -> Tensor:
-    """One query a row, [R, H·D], over the keys and values of its row, kv [T, 2·H·D] → [R, H·D]."""
-    width = query.shape[1]
-    parts, first = [], 0
-    for g in groups:
-        q = query[first : first + g.rows].view(g.rows, 1, heads, width // heads).transpose(1, 2)
-        k, v = kv[g.start : g.end].view(g.rows, g.length, 2, heads, width // heads).permute(2, 0, 3, 1, 4)
-        parts.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, width))
-        first += g.rows
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def attend_ragged(qkv: Tensor, groups: Sequence[Group], heads: int) -> Tensor:
-    """The same on a GPU in half precision: one fused call over rows of any length."""
-    attend = _varlen()
-    assert attend is not None
-    total, width = qkv.shape[0], qkv.shape[1] // 3
-    q, k, v = qkv.view(total, 3, heads, width // heads).unbind(1)
-    ends, longest = _ends(groups, qkv.device)
-    return attend(q, k, v, ends, ends, longest, longest).reshape(total, width)
-
-
-def _ends(groups: Sequence[Group], device: torch.device) -> tuple[Tensor, int]:
-    starts = [0, *(g.start + (i + 1) * g.length for g in groups for i in range(g.rows))]
-    ends = torch.tensor(starts, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
-    return ends, max(g.length for g in groups)
-
-
-def _varlen() -> Any:
+def _varlen() -> Callable[..., Any] | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
