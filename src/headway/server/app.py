@@ -159,6 +159,12 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
 
+@router.head("/health", include_in_schema=False)
+async def health_alone(request: Request) -> JSONResponse:
+    """The same without a body, for those who only look at the status."""
+    return await health(request)
+
+
 @router.get("/metrics", summary="Counts and times for Prometheus", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Counts and times, in Prometheus' text format."""

@@ -126,7 +126,8 @@ def add_key(path: Path, name: str, limits: TenantLimits = TenantLimits()) -> str
 def bearer(value: str) -> str | None:
     """The key in an Authorization header, or None."""
     scheme, _, key = value.partition(" ")
-    return key.strip() if scheme.lower() == "bearer" and key.strip() else None
+    key = key.strip(" ")  # no other blank, such as U+00A0: a key has none
+    return key if scheme.lower() == "bearer" and key else None
 
 
 def _digest(secret: str) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from headway.server import logs
 from headway.server.errors import ApiError, error_body
 from headway.server.settings import Settings
 
@@ -89,9 +90,11 @@ class _Connection(H11Protocol):
     def _refuse(self, error: ApiError) -> None:
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # in the middle of an answer
             return self._cut()
-        body = error_body(error)
+        body, id = error_body(error), logs.new_request_id()
+        logs.info("refused", request_id=id, status=error.status, **({"client": self.client[0]} if self.client else {}))
         reason = http.HTTPStatus(error.status).phrase
         headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        headers |= {"x-request-id": id, "x-content-type-options": "nosniff"}
         lines = [f"HTTP/1.1 {error.status} {reason}", *(f"{k}: {v}" for k, v in (headers | error.headers).items())]
         self.transport.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
         self.transport.close()

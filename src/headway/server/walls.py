@@ -1,7 +1,8 @@
 """What stands around every route, as plain ASGI: each wall looks at one thing before the next one sees the request.
 
     Trail    a request id, the access log, counts; any error that comes back becomes an answer in OpenAI's shape
-    Door     the size of the head, and the Host it names (a web page must not reach a local server under its own name)
+    Door     the size of the head, its one length, and the Host it names (a web page must not reach a local server under
+             its own name)
     Origins  which web pages may call; all others are refused, not only kept from reading the answer
     KeyCheck every path but /health and the files of the Lab's page, when there are keys
     Body     see bodies.py: size and time, before anything is parsed
@@ -140,7 +141,7 @@ class _Exchange:
 
 
 class Door:
-    """Refuses a head that is too large and a Host that is not this server's."""
+    """Refuses a head that is too large or says two lengths, and a Host that is not this server's."""
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app, self._limit = app, serving.settings.max_header_bytes
@@ -153,6 +154,13 @@ class Door:
             size += len(scope.get("raw_path", b"")) + len(scope["query_string"])
             if size > self._limit:
                 raise ApiError(431, f"the head of this request has {size} bytes; the limit is {self._limit}")
+            names = [name for name, _ in scope["headers"]]
+            if b"content-length" in names and b"transfer-encoding" in names:  # a proxy may have read the other one
+                raise ApiError(
+                    400,
+                    "this request has a Content-Length and a Transfer-Encoding; send one of them",
+                    headers={"Connection": "close"},
+                )
             self._hosts.check([value for name, value in scope["headers"] if name == b"host"])
         await self._app(scope, receive, send)
 
@@ -205,6 +213,10 @@ class Origins:
         origin = headers.get("origin")
         if origin is None:
             return await self._app(scope, receive, send)
+        if len(headers.getlist("origin")) > 1:
+            raise ApiError(
+                403, "this request has several Origin headers; a browser sends one", code="origin_not_allowed"
+            )
         if origin.lower() in {f"http://{headers['host']}".lower(), f"https://{headers['host']}".lower()}:
             return await self._app(scope, receive, send)  # a page of this server's own
         if "*" not in self._allowed and origin.lower() not in self._allowed:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.request
 
 import pytest
 
@@ -26,7 +28,7 @@ COMMON = [
     ({"min_p": 2}, "min_p", ["2"]),
     ({"typical_p": 0}, "typical_p", ["0"]),
     ({"repetition_penalty": 0}, "repetition_penalty", ["0"]),
-    ({"seed": -1}, "seed", ["-1"]),
+    ({"seed": -(1 << 63) - 1}, "seed", [str(-(1 << 63) - 1)]),
     ({"seed": 1 << 64}, "seed", [str(1 << 64)]),
     ({"n": 0}, "n", ["0", "64"]),
     ({"n": 10**9}, "n", ["1000000000", "64"]),
@@ -45,6 +47,7 @@ COMMON = [
     ({"logit_bias": {"-1": 1}}, "logit_bias", ["-1"]),
     ({"logit_bias": {"one": 1}}, "logit_bias", ["one"]),
     ({"logit_bias": {"1": "much"}}, "logit_bias", ["much"]),
+    ({"logit_bias": {"1": 10**400}}, "logit_bias", ["1000", "number"]),
     ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias", ["twice"]),
     ({"logit_bias": {str(i): 1 for i in range(4097)}}, "logit_bias", ["4097", "4096"]),
     ({"allowed_token_ids": [0, 1 << 40]}, "allowed_token_ids", [str(1 << 40), "49152"]),
@@ -199,6 +202,67 @@ def test_bodies_that_are_no_request(served, body):
     answer = served.ask("POST", C, body)
     assert answer.status == 400
     assert answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", ["nested too deeply"]),
+        (b'{"prompt": "\\ud800", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}", ["nested too deeply"]),
+        (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", ["digits"]),
+        (b'{"prompt": "\xff"}', ["UTF-8", "12"]),
+        (b'{"prompt": }', ["not JSON", "11"]),
+    ],
+)
+@pytest.mark.parametrize("path", [C, "/tokenize"])
+def test_what_cannot_be_read_says_why(served, path, body, words):
+    answer = served.ask("POST", path, body)
+    assert (answer.status, answer.error["code"]) == (400, "invalid_json")
+    for word in words:
+        assert word in answer.error["message"]
+
+
+@pytest.mark.parametrize("kind", ["text/html", "application/xml", "multipart/form-data; boundary=x"])
+def test_a_body_of_another_type_is_refused_by_its_name(served, kind):
+    asked = urllib.request.Request(f"{served.url}{C}", b'{"prompt": "a"}', {"content-type": kind})
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(asked)
+    message = json.loads(error.value.read())["error"]["message"]
+    assert error.value.code == 400
+    assert kind.partition(";")[0] in message
+    assert "b'" not in message
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "temperature",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "priority",
+        "n",
+        "seed",
+        "max_tokens",
+        "min_tokens",
+        "logprobs",
+        "prompt_logprobs",
+        "best_of",
+    ],
+)
+def test_a_number_that_no_float_holds_is_refused(served, field):
+    error = served.refused(C, prompt="a", **{field: 10**400})
+    assert error["param"] == field
+    assert len(error["message"]) < 300
+
+
+def test_a_negative_seed_is_a_seed(served):
+    asked = {"max_tokens": 8, "logprobs": 0}
+    first, again, same = (served.complete("Once", seed=seed, **asked)["choices"] for seed in (-7, -7, 2**64 - 7))
+    assert first == again == same
+    assert served.complete("Once", seed=-8, **asked)["choices"] != first
 
 
 def test_numbers_that_json_lacks_are_refused(served):

@@ -144,6 +144,12 @@ def test_other_web_pages_are_refused_before_anything_is_done(server: Server, ori
     assert server.ask("OPTIONS", "/tokens", headers=preflight).status == 403
 
 
+def test_an_origin_behind_another_is_refused(server: Server) -> None:
+    origins = f"Origin: http://127.0.0.1:{server.port}\r\nOrigin: https://evil.example.org\r\nConnection: close\r\n"
+    reply = server.raw(f"GET /health HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n{origins}\r\n".encode())
+    assert (reply.status, reply.error["code"]) == (403, "origin_not_allowed")
+
+
 def test_an_allowed_page_may_call(server: Server) -> None:
     preflight = {
         "Origin": PAGE,
@@ -230,7 +236,8 @@ def test_a_key_has_its_own_share_of_the_cache(closed: Server, keys: dict[str, st
 def test_a_key_is_held_to_its_requests_at_once(closed: Server, keys: dict[str, str]) -> None:
     slow = threading.Thread(target=closed.tokens, args=([5] * 20, 450, keys["one"]))
     slow.start()
-    closed.until(lambda: closed.tokens([5], 1, key=keys["one"]).status == 429)
+    watcher = {"Authorization": f"Bearer {keys['wide']}"}
+    closed.until(lambda: closed.get("/stats", watcher).json["stats"]["pages_held"])
     reply = closed.tokens([5], 1, key=keys["one"])
     assert (reply.status, reply.error["code"]) == (429, "queue_full")
     assert int(reply.headers["retry-after"]) >= 1
@@ -321,7 +328,16 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "key"), [("Bearer a", "a"), ("bearer  a ", "a"), ("Bearer", None), ("Basic a", None), ("", None)]
+    ("value", "key"),
+    [
+        ("Bearer a", "a"),
+        ("bearer  a ", "a"),
+        ("Bearer", None),
+        ("Bearer  ", None),
+        ("Basic a", None),
+        ("", None),
+        ("Bearer \u00a0a\u00a0", "\u00a0a\u00a0"),
+    ],
 )
 def test_a_key_is_taken_from_its_header(value: str, key: str | None) -> None:
     assert bearer(value) == key

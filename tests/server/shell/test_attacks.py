@@ -136,6 +136,25 @@ def test_what_is_no_http_is_refused(server: Server, junk: bytes) -> None:
         reply = parse(answer)
         assert 400 <= reply.status < 600
         assert reply.error["message"]
+        id = reply.headers["x-request-id"]
+        server.until(lambda: server.logged("refused", request_id=id) or server.logged("request", request_id=id))
+
+
+def test_a_request_of_two_lengths_is_refused_and_nothing_behind_it_is_read(server: Server) -> None:
+    hidden = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    lengths = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    with server.connect() as connection:
+        connection.sendall(b"POST /tokens HTTP/1.1\r\nHost: 127.0.0.1\r\n" + lengths + hidden)
+        answer = read_all(connection)
+    assert answer.count(b"HTTP/1.1 ") == 1
+    reply = parse(answer.split(b"\r\n\r\nHTTP/1.1")[0])
+    assert reply.status == 400
+    assert "Transfer-Encoding" in reply.error["message"]
+
+
+def test_a_look_at_health_needs_no_body(server: Server) -> None:
+    reply = server.ask("HEAD", "/health")
+    assert (reply.status, reply.body) == (200, b"")
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------

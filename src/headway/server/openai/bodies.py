@@ -1,4 +1,4 @@
-"""Bodies are JSON, whatever a client calls them: `curl -d` says that it sends a form.
+"""Bodies are JSON, also where a client calls them a form or text, as `curl -d` does; what it calls a page is refused.
 
 What has too many parts is refused by counting them, before each of them is looked at; what is no Unicode (half of a
 character, as an escape) before anything meets it that cannot encode it.
@@ -9,17 +9,18 @@ from __future__ import annotations
 import gc
 import json
 import re
+import sys
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.datastructures import MutableHeaders
 
-from headway.server.errors import bad_request
+from headway.server.errors import ApiError, bad_request
 from headway.server.settings import Settings
 
+JSON = re.compile(r"application/(json|[\w.-]+\+json)")
 HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape of half a character; two of them make a whole one
 OTHERS = ("", "application/x-www-form-urlencoded", "text/plain", "application/octet-stream")
 
@@ -49,13 +50,10 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
-            headers = MutableHeaders(scope=request.scope)
-            if headers.get("content-type", "").partition(";")[0].strip().lower() in OTHERS:
-                headers["content-type"] = "application/json"
             asked = JsonRequest(request.scope, request.receive, request._send)
-            body = await asked.body()
-            with suppress(ValueError, RecursionError):  # what is no JSON is said where it is read
-                value = await asked.json()
+            if self.body_field is not None and (body := await asked.body()):
+                check_kind(MutableHeaders(scope=request.scope))
+                value = await _parsed(asked)
                 check_counts(value, request.app.state.serving.settings)
                 if HALF.search(body):
                     check_unicode(value)
@@ -64,9 +62,40 @@ class JsonRoute(APIRoute):
         return handle_json
 
 
+def check_kind(headers: MutableHeaders) -> None:
+    """Raise where a client says that it sends something else; what may be JSON is called so from here on."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind in OTHERS:
+        headers["content-type"] = "application/json"
+    elif not JSON.fullmatch(kind):
+        raise bad_request(f"the body is of type {kind!r:.60}; send JSON, as application/json", code="invalid_json")
+
+
+async def _parsed(asked: JsonRequest) -> Any:
+    try:
+        return await asked.json()
+    except RecursionError:
+        raise _too_deep() from None
+    except UnicodeDecodeError as error:
+        raise bad_request(f"the body is not UTF-8, from byte {error.start} on", code="invalid_json") from None
+    except json.JSONDecodeError as error:
+        raise bad_request(f"the body is not JSON: {error.msg} at character {error.pos}", code="invalid_json") from None
+    except ValueError:  # the only other one: int() reads so many digits and no more
+        raise bad_request(
+            f"the body has a number of more than {sys.get_int_max_str_digits()} digits", code="invalid_json"
+        ) from None
+
+
+def _too_deep() -> ApiError:
+    return bad_request("the body is nested too deeply to be read; make it flatter", code="invalid_json")
+
+
 def check_unicode(body: Any) -> None:
     """Raise where a text of a body has half of a character: no token can spell it, and nothing can be written of it."""
-    text = json.dumps(body, ensure_ascii=False)
+    try:
+        text = json.dumps(body, ensure_ascii=False)
+    except RecursionError:
+        raise _too_deep() from None
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -25,7 +25,9 @@ class Check:
 
     def between(self, name: str, value: int | None, low: int, high: int) -> int | None:
         if value is not None and not low <= value <= high:
-            raise bad_request(f"{name} is {value}; it takes a whole number from {low} to {high}", name, "out_of_range")
+            raise bad_request(
+                f"{name} is {value!r:.60}; it takes a whole number from {low} to {high}", name, "out_of_range"
+            )
         return value
 
     def size(self, name: str, count: int, limit: int) -> None:
@@ -83,10 +85,19 @@ class Check:
                 raise outside("a token of logit_bias", int(key), self.engine.vocab_size, "logit_bias")
             if int(key) in found:
                 raise bad_request(f"logit_bias names token {int(key)} twice; give each one number", "logit_bias")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            number = as_number(value)
+            if number is None:
                 raise bad_request(f"logit_bias of token {int(key)} is {value!r:.60}; it takes a number", "logit_bias")
-            found[int(key)] = float(value)
+            found[int(key)] = number
         return found
+
+    def seed(self, seed: int | None) -> int | None:
+        """A seed as the engine has them; a negative one, which OpenAI allows, is the number with the same 64 bits."""
+        if seed is not None and not -(1 << 63) <= seed < 1 << 64:
+            raise bad_request(
+                f"seed is {seed!r:.60}; it takes a whole number from -2**63 to 2**64 - 1", "seed", "out_of_range"
+            )
+        return None if seed is None else seed % (1 << 64)
 
     def priority(self, priority: float | None, tenant: Tenant) -> float:
         most = BID_LIMIT if tenant.limits.max_priority is None else tenant.limits.max_priority
@@ -135,7 +146,18 @@ class Check:
         return limit - prompt if max_tokens is None else max_tokens
 
 
+def as_number(value: object) -> float | None:
+    """A value as a number that floats can hold; None for any other."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
+    return number if math.isfinite(number) else None
+
+
 def outside(where: str, id: int, vocab: int, param: str) -> ApiError:
     """A token id that the model does not have."""
-    message = f"{where} is {id}; this model's vocabulary has {vocab} tokens, with ids 0 to {vocab - 1}"
+    message = f"{where} is {id!r:.60}; this model's vocabulary has {vocab} tokens, with ids 0 to {vocab - 1}"
     return bad_request(message, param, "invalid_token")

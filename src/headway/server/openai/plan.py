@@ -148,7 +148,7 @@ def sampler(asked: Knobs, check: Check) -> Sampling:
     base |= {name: value for name in DRAWN if (value := getattr(asked, name)) is not None}
     if base.get("top_k") == -1:  # how other servers turn it off
         base["top_k"] = 0
-    typical, seed = base.pop("typical_p", 1.0), asked.seed
+    typical, seed = base.pop("typical_p", 1.0), check.seed(asked.seed)
     try:
         params = SamplingParams(
             **base, presence_penalty=asked.presence_penalty or 0.0, frequency_penalty=asked.frequency_penalty or 0.0

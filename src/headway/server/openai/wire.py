@@ -92,7 +92,7 @@ class Knobs(Wire):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Count | None = None
-    seed: Annotated[int, shown(minimum=0, exclusiveMaximum=2**64)] | None = None
+    seed: Annotated[int, shown(minimum=-(2**63), exclusiveMaximum=2**64)] | None = None
     priority: Annotated[float, shown(minimum=-1000, maximum=1000)] | None = None
 
     temperature: Annotated[float, shown(minimum=0)] | None = None
