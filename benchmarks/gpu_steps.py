@@ -1,4 +1,4 @@
-"""The step alone: a decode batch through the runner over and over, by the device's own clock.
+"""The step alone: a decode batch through the runner over and over.
 
 What the engine adds to it (programs, scheduling, pages) is in the other rows of gpu.py.
 """
@@ -6,6 +6,7 @@ What the engine adds to it (programs, scheduling, pages) is in the other rows of
 from __future__ import annotations
 
 import statistics
+import time
 
 import numpy as np
 import torch
@@ -64,17 +65,28 @@ def runner_for(decoder: Decoder, rows: int, context: int) -> CudaRunner:
     return CudaRunner(decoder, pool, PAGE, profiler=Profiler(torch.cuda.synchronize, str(decoder.device)))
 
 
-def step_seconds(runner: CudaRunner, batch: Batch, count: int = 30) -> float:
-    """Seconds of the device for a step, from the copy of its numbers to its tokens: the median."""
-    for _ in range(4):
+def step_seconds(runner: CudaRunner, batch: Batch, count: int = 20) -> float:
+    """Seconds of the device for a step, samplers included: the median of replays of what was captured of it."""
+    for _ in range(3):
         runner.execute(batch)
     found = []
     for _ in range(count):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
         begin.record()
-        finish = runner.begin(batch)
+        for graph in runner.captured:
+            graph.replay()
         end.record()
-        finish()
         end.synchronize()
         found.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(found)
+
+
+def host_seconds(runner: CudaRunner, batch: Batch, count: int = 20) -> float:
+    """Seconds from a batch to its tokens on the host, one step after the other: the median."""
+    found = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        runner.execute(batch)
+        found.append(time.perf_counter() - begin)
     return statistics.median(found)

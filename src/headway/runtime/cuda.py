@@ -79,6 +79,11 @@ class CudaRunner:
             for i, segment in enumerate(batch.segments)
         ]
 
+    @property
+    def captured(self) -> list[torch.cuda.CUDAGraph]:
+        """The graphs so far, in the order in which they were first needed: a step's own, its head, its samplers."""
+        return [graph for graph in self._graphs.graphs.values() if graph is not None]
+
     def _forward(self, batch: Batch) -> Tensor:
         numbers, count = self._layout.read(batch), len(batch.tokens)
         size = padded(count)

@@ -56,6 +56,15 @@ class Buffers:
         self.q, self.mixed = empty(c.heads, c.head_dim), empty(c.heads, c.head_dim)
         self.gate_up, self.inner = empty(2 * c.intermediate_size), empty(c.intermediate_size)
         self.cs = empty(2, len(decoder.inv_freq), kind=torch.float32)
+        self._halves: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def halves(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Room in float16 for one row, normed [1, E], between gate and down [F], and out of attention [1, H, D]."""
+        if self._halves is None:
+            shapes = (self.h[:1], self.inner[0], self.mixed[:1])
+            h, inner, mixed = (torch.empty_like(t, dtype=torch.float16) for t in shapes)
+            self._halves = h, inner, mixed
+        return self._halves
 
 
 class CudaModel:
@@ -87,7 +96,9 @@ class CudaModel:
         mark("embed")
         fused.angles(step.ints, step.rows, room.cs[: step.count], self.decoder.inv_freq, self.config.rope.scale)
         mark("rope")
-        if step.count == 1:
+        if step.count == 1 and isinstance(self.decoder.layers[0].qkv, Int4):
+            self._one_coded_row(step, room, mark)
+        elif step.count == 1:
             self._one_row(step, room, mark)
         else:
             self._rows(step, room, mark)
@@ -109,17 +120,35 @@ class CudaModel:
     def _product(
         self,
         x: Tensor,
-        w: Linear | Int4,
+        w: Linear,
         y: Tensor,
         *,
         norm: Norm | None = None,
         gated: bool = False,
         add: bool = False,
     ) -> None:
-        if isinstance(w, Int4):
-            int4.row_product(x, w, y, norm=norm, gated=gated, add=add, ahead=self.ahead)
-        else:
-            row_product(x, w.weight, y, bias=w.bias, norm=norm, gated=gated, add=add, ahead=self.ahead)
+        row_product(x, w.weight, y, bias=w.bias, norm=norm, gated=gated, add=add, ahead=self.ahead)
+
+    def _one_coded_row(self, step: Step, room: Buffers, mark: Mark) -> None:
+        """The same with 4-bit matrices, whose products take rows in float16."""
+        x, (h, inner, mixed) = room.x[:1], room.halves()
+        for l, layer in enumerate(self.decoder.layers):
+            fused.norm(x, layer.input_norm, layer.eps, h, ahead=self.ahead)
+            self._coded(h[0], layer.qkv, room.qkv[0])
+            mark("qkv")
+            self._attention(l, step, room, mark, mixed)
+            self._coded(mixed.flatten(), layer.out, x[0], add=True)
+            mark("output projection")
+            fused.norm(x, layer.mlp_norm, layer.eps, h, ahead=self.ahead)
+            self._coded(h[0], layer.gate_up, inner, gated=True)
+            self._coded(inner, layer.down, x[0], factor=1 / int4.INNER, add=True)
+            mark("feed-forward")
+
+    def _coded(
+        self, x: Tensor, w: Linear | Int4, y: Tensor, *, factor: float = 1.0, gated: bool = False, add: bool = False
+    ) -> None:
+        assert isinstance(w, Int4)
+        int4.row_product(x, w, y, factor=factor, gated=gated, add=add, ahead=self.ahead)
 
     def _rows(self, step: Step, room: Buffers, mark: Mark) -> None:
         n, layers = step.count, self.decoder.layers
@@ -145,9 +174,9 @@ class CudaModel:
                 fused.norm(x, following.input_norm, following.eps, h, add=delta, ahead=self.ahead)
             mark("norm")
 
-    def _attention(self, l: int, step: Step, room: Buffers, mark: Mark) -> None:
+    def _attention(self, l: int, step: Step, room: Buffers, mark: Mark, out: Tensor | None = None) -> None:
         n, (keys, values) = step.count, self._kv[l]
-        q, mixed = room.q[:n], room.mixed[:n]
+        q, mixed = room.q[:n], room.mixed[:n] if out is None else out
         fused.rotate_and_write(
             room.qkv[:n], q, keys, values, step.ints, step.rows, room.cs[:n], self._heads[l], self.ahead
         )

@@ -1,16 +1,15 @@
-"""Matrices of 4-bit codes, and their product with one row at the speed of memory.
+"""Matrices of 4-bit codes, and their product with one row.
 
-A weight is scale × code + least, for groups of 32 inputs, scale and least in float16: what `packed.quantise_int4` makes
-for a CPU. Activations stay floats.
+A weight is scale × (code - 8), the scale in float16, one for a group of 32 inputs. Activations stay floats: a row comes
+in float16, and sums of eight products leave it at once.
 
 Codes lie eight to a word of int32, inputs 2j and 2j + 1 of the eight at bits 4j and 16 + 4j: the bits of two neighbours
 under one mask, joined with the exponent of 1024, are two float16 numbers, 1024 + code each. So a product unpacks two
-weights with one instruction and multiplies two with another. A row is divided by its largest value first, so that
-float16 holds it; sums of eight products leave float16 at once.
+weights with one instruction and multiplies two with another.
 """
 
 # pyright: reportIndexIssue=false, reportMissingImports=false, reportPossiblyUnboundVariable=false
-# ruff: noqa: PLR0915, PLR0917
+# ruff: noqa: PLR0917
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -23,15 +22,15 @@ from torch import Tensor
 
 from headway.base.errors import Unsupported
 from headway.kernels.triton.launch import follow, options, wait
-from headway.kernels.triton.products import Norm
 
 GROUP = 32
+INNER = 0.0625  # what goes into float16 is divided by 16: there is room for large values between gate and down
 PLACES = (0, 16, 4, 20, 8, 24, 12, 28)  # where the code of each of eight inputs begins in its word
 
 
 @dataclass(frozen=True, eq=False)
 class Int4:
-    """A matrix [N, K] and its bias [N] or none: codes [N, K / 8] int32; scale and least [N, K / 32, 2] float16."""
+    """A matrix [N, K] and its bias [N] or none: codes [N, K / 8] int32, scales [N, K / 32] float16."""
 
     codes: Tensor
     scales: Tensor
@@ -58,20 +57,20 @@ class Int4:
 
 
 def quantise(weight: Tensor, bias: Tensor | None = None) -> Int4:
-    """The nearest of 16 steps between the least and the largest of each group of 32 weights."""
+    """The nearest of 16 steps around 0, the first of which is the value farthest from it, in each group of 32."""
     n, k = weight.shape
     if k % GROUP:
         raise Unsupported(f"int4 takes groups of {GROUP} inputs and this matrix has {k}; leave quantize out")
     grouped = weight.float().view(n, -1, GROUP)
-    least = grouped.amin(2).half()
-    scale = ((grouped.amax(2) - least.float()) / 15).half()
-    step = torch.where(scale > 0, scale.float(), 1)[..., None]
-    codes = torch.round((grouped - least.float()[..., None]) / step).clamp(0, 15).to(torch.int32)
+    far = grouped.gather(2, grouped.abs().argmax(2, keepdim=True))
+    scale = (far / -8).half()  # [N, K / 32, 1]
+    step = torch.where(scale != 0, scale.float(), 1)
+    codes = (torch.round(grouped / step) + 8).clamp(0, 15).to(torch.int32)
     words = codes.view(n, k // 8, 8)
     packed = torch.zeros(n, k // 8, dtype=torch.int32, device=weight.device)
     for i, place in enumerate(PLACES):
         packed |= words[..., i] << place
-    return Int4(packed, torch.stack([scale, least], 2).contiguous(), bias, weight.dtype)
+    return Int4(packed, scale.squeeze(2).contiguous(), bias, weight.dtype)
 
 
 def dequantise(w: Int4) -> Tensor:
@@ -79,8 +78,7 @@ def dequantise(w: Int4) -> Tensor:
     n, words = w.codes.shape
     places = torch.tensor(PLACES, device=w.codes.device, dtype=torch.int32)
     codes = ((w.codes[..., None] >> places) & 15).view(n, -1, GROUP)
-    scale, least = w.scales.float().unbind(2)
-    return (codes * scale[..., None] + least[..., None]).view(n, 8 * words).to(w.dtype)
+    return ((codes - 8) * w.scales.float()[..., None]).view(n, 8 * words).to(w.dtype)
 
 
 def row_product(
@@ -88,23 +86,24 @@ def row_product(
     w: Int4,
     y: Tensor,
     *,
-    norm: Norm | None = None,
     gated: bool = False,
     add: bool = False,
+    factor: float = 1.0,
     ahead: bool = False,
     tile: tuple[int, int, int] | None = None,
 ) -> None:
-    """x [K] times the matrix into y [N], or onto it with `add`; `norm`, `gated` and `ahead` as for float matrices.
+    """factor × x [K] float16 times the matrix into y [N], or onto it with `add`; silu(gate) × up with `gated`.
 
-    `tile` is outputs and groups of a program, and its warps.
+    What goes into float16 (y, where it is) is INNER times itself. `tile` is outputs and groups of a program, and warps.
     """
     n, groups = y.shape[-1], w.scales.shape[1]
     outputs, part, warps = tile or pick_tile(groups, gated)
+    assert x.dtype == torch.float16
     _row_product[(triton.cdiv(n, outputs),)](
-        x, w.codes, w.scales.view(torch.int32), y, x if w.bias is None else w.bias, x if norm is None else norm.weight,
-        0.0 if norm is None else norm.eps, n, GROUPS=groups, WIDE=triton.next_power_of_2(groups * 32),
-        BIAS=w.bias is not None, NORM=norm is not None, GATED=gated, ADD=add, BN=outputs, BG=part,
-        EVEN=n % outputs == 0 and groups % part == 0, PACKED=x.is_cuda, AHEAD=ahead, num_warps=warps, **options(ahead),
+        x.view(torch.int32) if x.is_cuda else x, w.codes, w.scales, y, x if w.bias is None else w.bias, n,
+        FACTOR=factor, GROUPS=groups, BIAS=w.bias is not None, GATED=gated, ADD=add, BN=outputs, BG=part,
+        SCALE=INNER if y.dtype == torch.float16 else 1.0, EVEN=n % outputs == 0 and groups % part == 0,
+        PACKED=x.is_cuda, AHEAD=ahead, num_warps=warps, **options(ahead),
     )  # fmt: skip
 
 
@@ -114,33 +113,30 @@ def pick_tile(groups: int, gated: bool) -> tuple[int, int, int]:
 
 
 @triton.jit
-def _pair(low, high):
-    """Two float32 as two float16 in one int32."""
-    return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, True, 1)
-
-
-@triton.jit
 def _eight(w, x0, x1, x2, x3):
-    """The sum of eight codes times their inputs, which come as pairs; x1 and x3 are sixteenths."""
+    """The sum of eight weights, in steps, times their inputs, which come in pairs."""
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 h, k, s, t;
+        .reg .b32 h, k, m, p, q, s, t;
         .reg .f16 a, b;
         .reg .f32 c, d;
         mov.b32 k, 0x64006400;
+        mov.b32 m, 0x64086408;
+        mov.b32 p, 0x2c002c00;
+        mov.b32 q, 0xd480d480;
+        shr.u32 t, $1, 8;
         lop3.b32 h, $1, 0x000f000f, k, 0xea;
-        sub.rn.f16x2 h, h, k;
+        sub.rn.f16x2 h, h, m;
         mul.rn.f16x2 s, h, $2;
         lop3.b32 h, $1, 0x00f000f0, k, 0xea;
-        sub.rn.f16x2 h, h, k;
+        fma.rn.f16x2 h, h, p, q;
         fma.rn.f16x2 s, h, $3, s;
-        shr.u32 t, $1, 8;
         lop3.b32 h, t, 0x000f000f, k, 0xea;
-        sub.rn.f16x2 h, h, k;
+        sub.rn.f16x2 h, h, m;
         fma.rn.f16x2 s, h, $4, s;
         lop3.b32 h, t, 0x00f000f0, k, 0xea;
-        sub.rn.f16x2 h, h, k;
+        fma.rn.f16x2 h, h, p, q;
         fma.rn.f16x2 s, h, $5, s;
         mov.b32 {a, b}, s;
         cvt.f32.f16 c, a;
@@ -157,122 +153,85 @@ def _eight(w, x0, x1, x2, x3):
 
 
 @triton.jit
-def _inputs(x, norm, at, inside, scale, NORM: tl.constexpr):
-    """Inputs in float32, through the norm's weight, divided by the row's largest."""
-    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        v = v * tl.load(norm + at, mask=inside, other=0.0).to(tl.float32)
-    return v * scale
-
-
-@triton.jit
-def _coded(codes, r, g, n, GROUPS: tl.constexpr, EVEN: tl.constexpr):
-    """Words of rows r and groups g: [BN, BG, 4]."""
-    i = tl.arange(0, 4)
-    at = codes + (r.to(tl.int64)[:, None, None] * GROUPS + g[None, :, None]) * 4 + i[None, None, :]
+def _words(codes, row, g, i, inside, EVEN: tl.constexpr):
+    """Words of rows and groups: [BN, BG, 4]."""
+    at = codes + (row + g) * 4 + i
     if EVEN:
         return tl.load(at, eviction_policy="evict_first")
-    inside = (r < n)[:, None, None] & (g < GROUPS)[None, :, None] & (i < 4)[None, None, :]
-    return tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
+    return tl.load(at, mask=inside & (i < 4), other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _scaled(scales, r, g, n, GROUPS: tl.constexpr, EVEN: tl.constexpr):
-    """Scale and least of rows r and groups g, [BN, BG] each."""
-    at = scales + r.to(tl.int64)[:, None] * GROUPS + g[None, :]
+def _sums(
+    w, x, scales, row, g, i, inside, BN: tl.constexpr, BG: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr
+):
+    """Each word's weights times their inputs: [BN, BG, 4].
+
+    Inputs and scales are read in the shape of the words, the same ones by many threads: so no thread waits for another.
+    """
+    shape: tl.constexpr = (BN, BG, 4)
+    there = tl.broadcast_to(inside, shape)
     if EVEN:
-        both = tl.load(at, eviction_policy="evict_first")
+        scale = tl.load(scales + tl.broadcast_to(row + g, shape)).to(tl.float32)
     else:
-        both = tl.load(at, mask=(r < n)[:, None] & (g < GROUPS)[None, :], other=0, eviction_policy="evict_first")
-    scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    least = ((both >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return scale, least
-
-
-@triton.jit
-def _unpacked(w, x, norm, first, inside, scale, NORM: tl.constexpr):
-    """As `_eight`, from inputs `first` on, in plain float32."""
-    total = tl.zeros(w.shape, tl.float32)
+        scale = tl.load(scales + tl.broadcast_to(row + g, shape), mask=there, other=0.0).to(tl.float32)
+    if PACKED:
+        at = x + tl.broadcast_to(g * 16 + i * 4, shape)
+        if EVEN:
+            x0, x1, x2, x3 = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+        else:
+            x0, x1 = tl.load(at, mask=there, other=0), tl.load(at + 1, mask=there, other=0)
+            x2, x3 = tl.load(at + 2, mask=there, other=0), tl.load(at + 3, mask=there, other=0)
+        return _eight(w, x0, x1, x2, x3) * scale
+    total = tl.zeros(shape, tl.float32)
+    at = x + tl.broadcast_to(g * 32 + i * 8, shape)
     for j in tl.static_range(4):
-        a = _inputs(x, norm, first + 2 * j, inside, scale, NORM)
-        b = _inputs(x, norm, first + 2 * j + 1, inside, scale, NORM)
-        total += ((w >> (4 * j)) & 15).to(tl.float32) * a[None, :, :]
-        total += ((w >> (16 + 4 * j)) & 15).to(tl.float32) * b[None, :, :]
-    return total
+        low = tl.load(at + 2 * j, mask=there, other=0.0).to(tl.float32)
+        high = tl.load(at + 2 * j + 1, mask=there, other=0.0).to(tl.float32)
+        total += (((w >> (4 * j)) & 15) - 8).to(tl.float32) * low + (((w >> (16 + 4 * j)) & 15) - 8).to(
+            tl.float32
+        ) * high
+    return total * scale
 
 
 @triton.jit
 def _row_product(
-    x, codes, scales, y, bias, norm, eps, n,
-    GROUPS: tl.constexpr, WIDE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    ADD: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr,
+    x, codes, scales, y, bias, n,
+    FACTOR: tl.constexpr, GROUPS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    BN: tl.constexpr, BG: tl.constexpr, SCALE: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     follow(AHEAD)
-    r, i = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, 4)
-    total = tl.zeros((BN, BG), tl.float32)
-    up = tl.zeros((BN, BG), tl.float32)
-    w = _coded(codes, r, tl.arange(0, BG), n, GROUPS, EVEN)
+    r = tl.program_id(0) * BN + tl.arange(0, BN)
+    row, above = r.to(tl.int64)[:, None, None] * GROUPS, (r + n).to(tl.int64)[:, None, None] * GROUPS
+    g, i = tl.arange(0, BG)[None, :, None], tl.arange(0, 4)[None, None, :]
+    real = (r < n)[:, None, None]
+    total = tl.zeros((BN, BG, 4), tl.float32)
+    up = tl.zeros((BN, BG, 4), tl.float32)
+    w = _words(codes, row, g, i, real & (g < GROUPS), EVEN)
     if GATED:
-        u = _coded(codes, r + n, tl.arange(0, BG), 2 * n, GROUPS, EVEN)
+        u = _words(codes, above, g, i, real & (g < GROUPS), EVEN)
     wait(AHEAD)
-    every = tl.arange(0, WIDE)
-    row = tl.load(x + every, mask=every < 32 * GROUPS, other=0.0).to(tl.float32)
-    size = 1.0
-    if NORM:
-        size = tl.rsqrt(tl.sum(row * row, 0) / (32 * GROUPS) + eps)
-        row = row * tl.load(norm + every, mask=every < 32 * GROUPS, other=0.0).to(tl.float32)
-    most = tl.max(tl.abs(row), 0)
-    most = tl.where(most > 0, most, 1.0)
     for base in range(0, GROUPS, BG):
-        g = base + tl.arange(0, BG)
-        inside = (g < GROUPS)[:, None] & (i < 4)[None, :]
-        first = g[:, None] * 32 + i[None, :] * 8
-        whole = tl.zeros((BG, 4), tl.float32)
-        if PACKED:
-            a = _inputs(x, norm, first, inside, 1.0 / most, NORM)
-            b = _inputs(x, norm, first + 1, inside, 1.0 / most, NORM)
-            whole += a + b
-            x0 = _pair(a, b)
-            a = _inputs(x, norm, first + 2, inside, 1.0 / most, NORM)
-            b = _inputs(x, norm, first + 3, inside, 1.0 / most, NORM)
-            whole += a + b
-            x1 = _pair(a * 0.0625, b * 0.0625)
-            a = _inputs(x, norm, first + 4, inside, 1.0 / most, NORM)
-            b = _inputs(x, norm, first + 5, inside, 1.0 / most, NORM)
-            whole += a + b
-            x2 = _pair(a, b)
-            a = _inputs(x, norm, first + 6, inside, 1.0 / most, NORM)
-            b = _inputs(x, norm, first + 7, inside, 1.0 / most, NORM)
-            whole += a + b
-            x3 = _pair(a * 0.0625, b * 0.0625)
-            parts = _eight(w, x0[None, :, :], x1[None, :, :], x2[None, :, :], x3[None, :, :])
-            if GATED:
-                others = _eight(u, x0[None, :, :], x1[None, :, :], x2[None, :, :], x3[None, :, :])
-        else:
-            for j in tl.static_range(8):
-                whole += _inputs(x, norm, first + j, inside, 1.0 / most, NORM)
-            parts = _unpacked(w, x, norm, first, inside, 1.0 / most, NORM)
-            if GATED:
-                others = _unpacked(u, x, norm, first, inside, 1.0 / most, NORM)
-        if base + BG < GROUPS:
-            w = _coded(codes, r, g + BG, n, GROUPS, EVEN)
-            if GATED:
-                u = _coded(codes, r + n, g + BG, 2 * n, GROUPS, EVEN)
-        inputs = tl.sum(whole, 1)[None, :]
-        scale, least = _scaled(scales, r, g, n, GROUPS, EVEN)
-        total += tl.sum(parts, 2) * scale + least * inputs
+        now = w
         if GATED:
-            scale, least = _scaled(scales, r + n, g, 2 * n, GROUPS, EVEN)
-            up += tl.sum(others, 2) * scale + least * inputs
-    result = tl.sum(total, 1) * (most * size)
+            beside = u
+        if base + BG < GROUPS:
+            w = _words(codes, row, base + BG + g, i, real & (base + BG + g < GROUPS), EVEN)
+            if GATED:
+                u = _words(codes, above, base + BG + g, i, real & (base + BG + g < GROUPS), EVEN)
+        inside = real & (base + g < GROUPS)
+        total += _sums(now, x, scales, row, base + g, i, inside, BN, BG, EVEN, PACKED)
+        if GATED:
+            up += _sums(beside, x, scales, above, base + g, i, inside, BN, BG, EVEN, PACKED)
+    result = tl.sum(tl.sum(total, 2), 1) * FACTOR
     if BIAS:
         result += tl.load(bias + r, mask=r < n, other=0.0).to(tl.float32)
     if GATED:
-        other = tl.sum(up, 1) * (most * size)
+        other = tl.sum(tl.sum(up, 2), 1) * FACTOR
         if BIAS:
             other += tl.load(bias + n + r, mask=r < n, other=0.0).to(tl.float32)
         result = result / (1.0 + tl.exp(-result)) * other
     if ADD:
         result += tl.load(y + r, mask=r < n, other=0.0).to(tl.float32)
-    tl.store(y + r, result.to(y.dtype.element_ty), mask=r < n)
+    tl.store(y + r, (result * SCALE).to(y.dtype.element_ty), mask=r < n)
