@@ -34,6 +34,7 @@ class Served:
         self._command = [sys.executable, "-P", "-m", "headway.cli.main", "serve", "--port", "0", "--json"]
         self._command += [*given, *more]
         self._lines: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self.failures: deque[dict[str, Any]] = deque(maxlen=KEPT)  # what its log has of errors
 
     def __enter__(self) -> Served:
         note("starting a server")
@@ -65,6 +66,8 @@ class Served:
                 continue  # an object over several lines
             text = ""
             self._lines.append(entry)
+            if entry.get("level") in ("error", "critical"):
+                self.failures.append(entry)
             if entry.get("message") == "listening":
                 self.url = entry["url"]
             if entry.get("message") == "ready":

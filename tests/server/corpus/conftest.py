@@ -13,7 +13,7 @@ The bystander's tokens must be those it gets alone, and in the end every page is
     Host tricks                                        test_hostile_clients     shell/test_access
     a slow client, writing or reading                  test_hostile_clients     shell/test_attacks
     disconnects at every point                         test_hostile_clients     shell/test_attacks, openai/test_streams
-    many of these at once                              test_serving_load        shell/test_attacks
+    many of these at once                              load/test_serving_load   shell/test_attacks
 """
 
 from __future__ import annotations
