@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
+from lab_serving import lab_live
 
 import headway as hw
-from lab_serving import lab_live
 from support.live import Live
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lab_models import nasty_folder
+from lab_serving import lab_live
 
 import headway as hw
 from headway.base.brle import Brle
 from headway.server.lab.page import HEADERS, STATIC, TYPES, files
 from headway.server.lab.wire import Packed
-from lab_models import nasty_folder
-from lab_serving import lab_live
 from support.live import Live
 from support.oracle import Oracle
 

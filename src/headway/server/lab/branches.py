@@ -33,14 +33,15 @@ async def branches(asked: BranchesRequest, request: Request) -> Branches:
     serving: Serving = request.app.state.serving
     engine, tenant = serving.engine, serving.tenant(request)
     check_model(serving, asked.model)
-    check = Check(engine, serving.settings)
+    check = Check(serving)
     priority = check.priority(asked.priority, tenant)
     check.size("branches", len(asked.branches), MAX_BRANCHES)
     for i, branch in enumerate(asked.branches):
         if not branch:
             raise bad_request(f"branches[{i}] is empty; a branch has at least one token", "branches")
         check.size(f"branches[{i}]", len(branch), MAX_ROWS)
-    read = [await read_sequence(asked.prompt, branch, check) for branch in asked.branches or [[]]]
+    with serving.counted(tenant):
+        read = [await read_sequence(asked.prompt, branch, check) for branch in asked.branches or [[]]]
     prompt = read[0].prompt
     takes = [one.take for one in read if one.take]
     total = len(prompt) + sum(map(len, takes))

@@ -95,16 +95,17 @@ async def trace(asked: TraceRequest, request: Request) -> Response:
     serving: Serving = request.app.state.serving
     engine, tenant = serving.engine, serving.tenant(request)
     check_model(serving, asked.model)
-    check = Check(engine, serving.settings)
+    check = Check(serving)
     priority = check.priority(asked.priority, tenant)
-    sequence = await read_sequence(asked.prompt, asked.take, check)
-    settled = await asyncio.to_thread(settle, asked, sequence, check)
+    with serving.counted(tenant):
+        sequence = await read_sequence(asked.prompt, asked.take, check)
+        settled = await serving.reading.run(settle, asked, sequence, check)
     async with serving.admit(tenant, tokens=len(sequence.tokens) + 1) as ticket:
         ticket.prompt(len(sequence.tokens))
         async with engine.context(priority=priority, salt=tenant.salt) as context:
             found = await _traced(context, settled, asked, serving)
         ticket.finish("stop")
-    body = await asyncio.to_thread(found.model_dump_json, exclude_none=True)
+    body = await serving.writing.run(lambda: found.model_dump_json(exclude_none=True))
     return Response(body, media_type="application/json")
 
 
@@ -226,7 +227,7 @@ async def _traced(context: Context, how: Asked, asked: TraceRequest, serving: Se
     else:
         out = await forward.execute()
     found = handles.read(out, pages_of(context), measured)
-    return await asyncio.to_thread(_answer, found, how, asked, serving.model_name, engine)
+    return await serving.writing.run(_answer, found, how, asked, serving.model_name, engine)
 
 
 class _Handles:

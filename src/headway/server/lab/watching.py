@@ -94,8 +94,10 @@ async def model(request: Request) -> dict[str, Any]:
 @router.get("/lab/api/vocab", summary="The text of every token")
 async def vocab(request: Request) -> Response:
     """A JSON list with the text of each of the V tokens; bytes that are no whole character are escaped."""
-    engine = request.app.state.serving.engine
-    body = await asyncio.to_thread(_vocab, engine)
+    serving: Serving = request.app.state.serving
+    engine = serving.engine
+    with serving.counted(serving.tenant(request)):
+        body = await serving.writing.run(_vocab, engine)
     return Response(body, media_type="application/json")
 
 

@@ -47,6 +47,8 @@ export class LabView {
     if (given && given !== this.written) this.openLink(given);
     if (this.source !== this.app.source) this.changeSource();
     this.frame();
+    this.say(this.problem);
+    if (this.now) this.problem = null;
     if (this.now) this.drawPanel();
     else this.load();
   }

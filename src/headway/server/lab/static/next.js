@@ -176,7 +176,7 @@ async function engineCheck(lab, place) {
     place.dataset.difference = most;
     place.dataset.draws = same;
     fill(place, h("p", {}, h("strong", {}, most < 1e-6 && !missing ? "Equal to the engine's Sampling. " : "Differs from the engine's Sampling. "),
-      `Largest difference over all ${whole(now.row.size)} tokens: `, h("span", { class: "num" }, most.toExponential(1)), `; ${same} of 16 seeded draws are the same.`));
+      `Largest difference over all ${whole(now.row.size)} tokens: `, h("span", { class: "num" }, most === 0 ? "0" : most.toExponential(1)), `; ${same} of 16 seeded draws are the same.`));
   } catch (error) {
     fill(place, h("p", {}, `Not compared with the engine: ${error.message}`));
   }
