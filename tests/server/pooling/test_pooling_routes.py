@@ -18,6 +18,7 @@ import headway as hw
 from headway.server.pooling import Pools
 from headway.server.pooling.shapes import Embeddings, Labels, PooledTexts, Ranking
 from support import encoders
+from support.fuzzing import Fuzzer
 from support.live import Live, live
 from support.small import small_engine
 
@@ -285,3 +286,14 @@ class TestBadModels:
         body = served.post("/v1/embeddings", input="hello").body
         assert json.loads(body)["data"][0]["embedding"]
         assert b"NaN" not in body
+
+
+@pytest.mark.slow
+def test_the_routes_are_as_the_server_describes_them(tmp_path: Path) -> None:
+    pools = Pools({"embed": "minilm"}, device="cpu")
+    with live(small_engine(tmp_path / "model"), pools, max_queue_tokens=20_000) as served:
+        fuzzer = Fuzzer(served)
+        fuzzer.rounds(60.0)
+        for path in ("/v1/embeddings", "/rerank", "/pooling"):
+            assert fuzzer.seen[f"POST {path}", 200] > 0
+            assert fuzzer.seen[f"POST {path}", 400] > 0

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from headway.pipelines.arrays import by_token
-from headway.pipelines.task import Batch, PreparedItem, Row, Task
-from headway.pipelines.tasks.classification import TextClassification, apply, default_function
-from headway.pipelines.tasks.embedding import EmbeddingOptions, SentenceEmbedding
+from headway.pipelines.arrays import by_token, pooled
+from headway.pipelines.task import Batch, PreparedItem, Row, Task, TaskOptions
+from headway.pipelines.tasks.classification import apply, default_function, labels_of
+from headway.pipelines.tasks.embedding import declared_pooling
 from headway.pipelines.text import Plain, TextOptions
 
-
-@dataclass(frozen=True)
-class ServedOptions(EmbeddingOptions):
-    """`level` is text (one vector) or token (the states of all tokens)."""
-
-    level: str = "text"
+if TYPE_CHECKING:
+    from headway.pipelines.loading import Loaded
 
 
 class Served(Task):
@@ -39,6 +35,9 @@ class Served(Task):
             return [text.row(one[0]) for one in text.encode(inputs, options, cut=cut, special=special)]
         return [text.row(Plain(list(ids), [0] * len(ids))) for ids in inputs]
 
+    def preprocess(self, item: Row, options: Any) -> PreparedItem:
+        return PreparedItem((item,))
+
     @property
     def limit(self) -> int | None:
         """The longest row the model takes."""
@@ -49,26 +48,37 @@ class Served(Task):
         return self.config.vocab_size
 
 
-class ServedEmbedding(Served, SentenceEmbedding):
-    """Vectors of rows."""
+@dataclass(frozen=True)
+class ServedOptions(TaskOptions):
+    """`level` is text (one vector, its first `dimensions` numbers) or token (the states of all tokens)."""
+
+    level: str = "text"
+    dimensions: int | None = None
+
+
+class ServedEmbedding(Served):
+    """Vectors of rows, pooled and normalised as the model's own files say."""
 
     Options = ServedOptions
+    reads: ClassVar[str | None] = "all"
 
-    def batch_key(self, options: ServedOptions) -> Hashable:  # type: ignore[override]
-        return options.level, self.pooling(options)
+    def __init__(self, loaded: Loaded) -> None:
+        super().__init__(loaded)
+        self._pooling, self._normalize = declared_pooling(loaded)
 
-    def preprocess_many(self, items: Sequence[Row], options: Any) -> list[PreparedItem]:
-        return [PreparedItem((row,)) for row in items]
+    def batch_key(self, options: ServedOptions) -> Hashable:
+        return options.level
 
-    def reduce(self, output: Any, batch: Batch, options: ServedOptions) -> Mapping[str, Any]:  # type: ignore[override]
+    def reduce(self, output: Any, batch: Batch, options: ServedOptions) -> Mapping[str, Any]:
         if options.level == "token":
             return {"states": by_token(output.last_hidden_state, batch)}
-        return super().reduce(output, batch, options)
+        return {"vector": pooled(output.last_hidden_state, batch, self._pooling)}
 
-    def postprocess(self, prepared: PreparedItem, results: Any, options: ServedOptions) -> np.ndarray:  # type: ignore[override]
+    def postprocess(self, prepared: PreparedItem, results: Any, options: ServedOptions) -> np.ndarray:
         if options.level == "token":
             return results[0]["states"]
-        return super().postprocess(prepared, results, options)
+        vector = results[0]["vector"][: options.dimensions]
+        return vector / max(float(np.linalg.norm(vector)), 1e-12) if self._normalize else vector
 
     @property
     def width(self) -> int:
@@ -85,17 +95,15 @@ class ServedEmbedding(Served, SentenceEmbedding):
         return bool(getattr(self.config, "is_matryoshka", False)) and dimensions < self.width
 
 
-class ServedClassifier(Served, TextClassification):
+class ServedClassifier(Served):
     """Scores of rows: one for each label."""
 
+    auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     reads: ClassVar[str | None] = "first"
 
-    def preprocess_many(self, items: Sequence[Row], options: Any) -> list[PreparedItem]:
-        return [PreparedItem((row,)) for row in items]
+    def __init__(self, loaded: Loaded) -> None:
+        super().__init__(loaded)
+        self.labels = labels_of(self.config)
 
     def postprocess(self, prepared: PreparedItem, results: Any, options: Any) -> np.ndarray:
         return apply(results[0]["logits"], default_function(self.config))
-
-    @property
-    def labels(self) -> list[str]:
-        return self._labels
