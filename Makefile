@@ -29,7 +29,7 @@ DOCS_STAMP := $(VENV)/.headway-docs-$(KEY)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: help run test test-all native-sanitize lint format docs clean clean-all
+.PHONY: help run test test-all browser native-sanitize lint format docs clean clean-all
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,17 +37,22 @@ help: ## list these commands
 run: $(RUN_STAMP) ## answer a prompt with the default model (PROMPT="…", ARGS="--max-tokens 64")
 	@$(PY) -m headway.cli.main run $(ARGS) -- "$$HEADWAY_PROMPT" </dev/null
 
-test: $(TEST_STAMP) ## run the tests (ARGS="tests/kv -x" narrows them)
+test: $(TEST_STAMP) browser ## run the tests (ARGS="tests/kv -x" narrows them)
 	@$(PY) -m headway.cli.main models pull >/dev/null || echo "Tests that need the default model will fail."
 	@$(PY) -m pytest $(ARGS)
 
 # All of it where nothing may fall back to torch unnoticed, then the program API once more on the torch reference.
-test-all: $(TEST_STAMP) ## run the slow tests too, and keep the log in benchmarks/results
+test-all: $(TEST_STAMP) browser ## run the slow tests too, and keep the log in benchmarks/results
 	@mkdir -p benchmarks/results
 	@{ failed=0; $(PY) tests/native/check.py || failed=1; \
 	HEADWAY_NATIVE=$${HEADWAY_NATIVE:-require} $(PY) -m pytest -m "not gpu" --color=no $(ARGS) || failed=1; \
 	$(if $(strip $(ARGS)),,HEADWAY_NATIVE=off $(PY) -m pytest -m "not gpu" --color=no tests/program tests/oracle || failed=1;) \
 	exit $$failed; } 2>&1 | tee benchmarks/results/test-all.log
+
+# Best effort: what is missing afterwards is said by the tests that need it.
+browser: $(TEST_STAMP) ## install chromium and axe-core for the tests of the Lab, where apt and npm are
+	@$(if $(filter 1,$(HEADWAY_NO_BROWSER)),true,$(get_chromium))
+	@$(if $(filter 1,$(HEADWAY_NO_BROWSER)),true,$(get_axe))
 
 native-sanitize: $(TEST_STAMP) ## run the native library under sanitizers and valgrind
 	@$(PY) tests/native/check.py
@@ -89,6 +94,23 @@ $(PY) -m pip --version >/dev/null 2>&1 || { $(new_venv); }; \
 $(PIP) install -c constraints.txt -e '$(1)'; \
 ls $(NATIVE)/_headway.* >/dev/null 2>&1 || echo "No C++ compiler: Headway has no native library here and is slower."; \
 for stamp in $(2); do rm -f $(VENV)/.headway-$$stamp-*; touch $(VENV)/.headway-$$stamp-$(KEY); done
+endef
+
+define get_chromium
+for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+if command -v apt-get >/dev/null && [[ $$(id -u) == 0 ]]; then \
+	echo "Installing chromium for the tests of the Lab."; \
+	{ apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends chromium; } >/dev/null 2>&1 || true; \
+fi; \
+command -v chromium >/dev/null || echo "No chromium, and it cannot be installed from here: the tests of the Lab fail without it. \
+Install it (on Debian: sudo apt install chromium), or set HEADWAY_NO_BROWSER=1 to leave them out."
+endef
+
+# Without npm, or without a network, the page is still held against the rules in tests/server/lab/test_lab_looks.py.
+define get_axe
+[[ -f $(VENV)/axe.min.js ]] || ! command -v npm >/dev/null || { \
+	folder=$$(mktemp -d) && (cd $$folder && timeout 60 npm pack axe-core@4 && tar xzf axe-core-*.tgz) >/dev/null 2>&1 \
+	&& cp $$folder/package/axe.min.js $(VENV)/axe.min.js; rm -rf $$folder; true; }
 endef
 
 define new_venv

@@ -130,6 +130,8 @@ def test_commands_run(page: Path, command: str, smollm2_path: Path, request: pyt
             _run("make", "-n", *arguments)
         case ["headway", "serve", *arguments]:
             check_serve(*arguments)
+        case ["headway", "lab", *arguments]:
+            _run(sys.executable, "-m", "headway.cli.main", "lab", *arguments, "--help")
         case ["headway", "pipeline", *arguments]:
             check_pipeline(arguments)
         case ["headway", "top", "--url", url]:
@@ -234,7 +236,7 @@ class Made:
 
     def __call__(self, *arguments: str, python: str = "") -> subprocess.CompletedProcess[str]:
         stubs = [f"VENV={self.folder}", f"PYTHON={self._script('system', python)}", f"PY={self._script('venv')}"]
-        command = ["make", *stubs, *arguments]
+        command = ["make", *stubs, "HEADWAY_NO_BROWSER=1", *arguments]
         return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, check=False)
 
     @property

@@ -8,7 +8,6 @@ rows mask can be left out, what comes before them is then computed in a pass of 
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any

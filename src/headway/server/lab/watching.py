@@ -5,7 +5,6 @@ The map of pages says in which state each one is and nothing of what is in it.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter, deque
 from dataclasses import asdict
@@ -109,7 +108,8 @@ def _vocab(engine: Engine) -> bytes:
 @router.get("/lab/api/pages", summary="The state of every page")
 async def pages(request: Request) -> PageMap:
     """Which pages are free, cached, working, committed, or shared by several contexts, at this moment."""
-    return await asyncio.to_thread(page_map, request.app.state.serving.engine)
+    serving: Serving = request.app.state.serving
+    return await serving.writing.run(page_map, serving.engine)
 
 
 def page_map(engine: Engine) -> PageMap:

@@ -67,6 +67,9 @@ export function chip(text, attributes = {}, ...more) {
     h("span", { class: "chip-text" }, tokenText(text)), ...more);
 }
 
+/** A count and its noun: 1 page, 2 pages. */
+export const many = (n, noun, plural = `${noun}s`) => `${whole(n)} ${n === 1 ? noun : plural}`;
+
 export const whole = (n) => Math.round(n).toLocaleString("en-US");
 
 /** A probability as a percentage with as many digits as it has something to say. */

@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { bars } from "./charts.js";
-import { bytes, fill, h, percent, ratio, s, seconds, whole } from "./dom.js";
+import { bytes, fill, h, many, percent, ratio, s, seconds, whole } from "./dom.js";
 
 const EVERY = 1000; // milliseconds
 const STEPS = 60;
@@ -52,7 +52,7 @@ function drawMap(place, pages) {
   const rows = Math.ceil(shown / across);
   const width = across * (CELL + 2);
   const label = pages.states.map((state) => `${pages.counts[state]} ${state}`).join(", ");
-  fill(place, h("div", { class: "spread" }, h("h2", {}, "Pages, now"), h("span", { class: "soft small" }, `${whole(pages.total)} pages of ${pages.page_size} slots · ${whole(pages.contexts)} contexts · ${whole(pages.queued)} passes waiting`)),
+  fill(place, h("div", { class: "spread" }, h("h2", {}, "Pages, now"), h("span", { class: "soft small" }, `${whole(pages.total)} pages of ${pages.page_size} slots · ${many(pages.contexts, "context")} · ${many(pages.queued, "pass", "passes")} waiting`)),
     s("svg", { class: "map", viewBox: `0 0 ${width} ${rows * (CELL + 2)}`, role: "img", "aria-label": `Page map: ${label}` },
       cells.slice(0, shown).map((state, i) => s("rect", { class: `p-${pages.states[state]}`, x: (i % across) * (CELL + 2), y: Math.floor(i / across) * (CELL + 2), width: CELL, height: CELL, rx: state === 4 ? CELL / 2 : 2 }))),
     shown < cells.length && h("p", { class: "soft small" }, `… and ${whole(cells.length - shown)} more, ${used <= shown ? "all free" : "not drawn"}.`),

@@ -4,7 +4,7 @@
 import { unpack } from "./api.js";
 import { attentionPanel } from "./attention.js";
 import { callPanel } from "./call.js";
-import { announce, chip, copyButton, fill, h, perFrame, settled, whole } from "./dom.js";
+import { announce, chip, copyButton, fill, h, many, perFrame, settled, whole } from "./dom.js";
 import { enginePanel } from "./engine.js";
 import { exportJson, exportPng } from "./export.js";
 import { lensPanel } from "./lens.js";
@@ -267,7 +267,7 @@ export class LabView {
     const nodes = [];
     for (let at = this.state.at; at >= 0; at = this.state.tree[at][1]) nodes.unshift(at);
     const far = Math.max(0, count - 24);
-    fill(this.crumbs, h("span", { class: "soft small" }, `${whole(texts.length)} tokens`),
+    fill(this.crumbs, h("span", { class: "soft small" }, many(texts.length, "token")),
       far > 0 && h("span", { class: "soft small" }, `… ${whole(far)} before`),
       texts.slice(far, count).map((text) => chip(text)),
       nodes.map((node, i) => chip(texts[count + i], { class: "taken", onclick: () => this.goTo(node), title: "taken; press to go there" })),

@@ -2,7 +2,7 @@
 // was, and the pages that the branches share.
 
 import { tint } from "./charts.js";
-import { chip, fill, h, percent, settled, whole } from "./dom.js";
+import { chip, fill, h, many, percent, settled } from "./dom.js";
 import { draw } from "./sampling.js";
 
 const GROW = 8;
@@ -30,7 +30,7 @@ export function treePanel(lab, body) {
       h("div", { class: "tree", role: "group", "aria-label": "The tree" },
         h("button", { type: "button", class: `chip root ${lab.state.at < 0 ? "here" : ""}`, onclick: () => lab.goTo(-1), "aria-current": lab.state.at < 0 ? "true" : null }, promptText(lab)),
         branch(lab, -1, scores, by)),
-      h("p", { class: "soft small" }, lab.state.tree.length ? `${whole(lab.state.tree.length)} tokens taken. Press one to go there; take another one to branch.` : "Take a token, go back, take another one: the tree grows branches.", " Colours run from dark (0) to yellow (", by === "probability" ? "100%" : "6 nats and more", "); the number is in each token.")));
+      h("p", { class: "soft small" }, lab.state.tree.length ? `${many(lab.state.tree.length, "token")} taken. Press one to go there; take another one to branch.` : "Take a token, go back, take another one: the tree grows branches.", " Colours run from dark (0) to yellow (", by === "probability" ? "100%" : "6 nats and more", "); the number is in each token.")));
   }
 
   /** Draw some tokens one after the other, as a generation would. */
@@ -130,7 +130,7 @@ function drawShared(place, answer, lab) {
   const uses = new Map();
   for (const one of answer.branches) for (const { page } of one.pages) uses.set(page, (uses.get(page) ?? 0) + 1);
   return fill(place, h("h2", {}, "Pages the branches share"),
-    h("p", {}, h("strong", { class: "num" }, answer.pages), ` pages hold ${answer.branches.length} ${answer.branches.length === 1 ? "branch" : "branches"}; without sharing it would be `, h("strong", { class: "num" }, answer.pages_alone), `. A page has ${answer.page_size} slots, and is shared once it is full. ${answer.batch_size > 1 ? `${answer.batch_size} branches were computed in one step.` : ""}`),
+    h("p", {}, h("strong", {}, many(answer.pages, "page")), ` for ${many(answer.branches.length, "branch", "branches")}; without sharing it would be `, h("strong", { class: "num" }, answer.pages_alone), `. A page has ${answer.page_size} slots, and is shared once it is full. ${answer.batch_size > 1 ? `${answer.batch_size} branches were computed in one step.` : ""}`),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Pages of each branch" }, h("table", { class: "pages" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Branch"), h("th", { scope: "col" }, "Pages, first to last"))),
       h("tbody", {}, answer.branches.map((one) => h("tr", {}, h("td", {}, h("span", { class: "mono clip" }, one.tokens.map((id) => lab.text(id)).join(""))),
         h("td", {}, h("span", { class: "chips" }, one.pages.map(({ page, state }) => h("span", { class: `page ${uses.get(page) > 1 ? "shared" : state}` }, h("span", { class: "num" }, `#${page ?? "–"}`), h("small", {}, uses.get(page) > 1 ? `shared by ${uses.get(page)}` : state)))))))))));
