@@ -74,23 +74,23 @@ class Chat:
         return self._sealed(talk, messages, rendered, text, self._tail(talk, text, rendered))
 
     def follow(
-        self, old: Conversation, new: Conversation, tokens: Sequence[int]
+        self, old: Conversation, new: Conversation, tokens: Sequence[int], *, cue: bool = True
     ) -> tuple[Conversation, int, list[int]]:
-        """`new` with the generation prompt, how many of the context's `tokens` it keeps, and the ids that follow.
+        """`new` with the generation prompt (`cue`), how many of the context's `tokens` it keeps, and ids that follow.
 
         Where the template does not rewrite what stands there, all are kept. Otherwise (reasoning of earlier turns
         dropped, tools shown from now on) the tokens from the first difference on are to be written anew, which is
         refused when the context holds anything but this conversation.
         """
-        text = self._rendered_with(new, old, prompt=True)
+        text = self._rendered_with(new, old, prompt=cue)
         if text.startswith(old.rendered):
-            extended, ids = self._extend(replace(new, cued=True), old, text)
+            extended, ids = self._extend(replace(new, cued=cue), old, text)
             return extended, len(tokens), ids
         if self.tokenizer.decode(tokens) != old.said:
             raise TemplateError(REWRITES + "; this one holds more than its messages and cannot be written anew")
         ids = self._encode(text)
         same = common(ids, tokens)
-        return replace(new, rendered=text, cued=True, said=_show(text, self._names)), same, ids[same:]
+        return replace(new, rendered=text, cued=cue, said=_show(text, self._names)), same, ids[same:]
 
     def _sealed(
         self, talk: Conversation, messages: tuple[Mapping[str, Any], ...], rendered: str, text: str, tail: str

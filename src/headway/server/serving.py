@@ -10,8 +10,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,14 @@ from headway.server.auth import ANYONE, Keys, Tenant
 from headway.server.errors import ApiError
 from headway.server.metrics import Metrics
 from headway.server.settings import Settings
+from headway.server.threads import Threads
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine, EngineStats
     from headway.program.events import EventStream
 
 MINUTE = 60.0
+READERS = WRITERS = 2  # threads; more would only wait for each other and keep the event loop waiting
 STEPS = 32  # whose times are kept for those who watch
 
 
@@ -44,6 +46,7 @@ class Serving:
         self.loader: threading.Thread | None = None
         self.ends: set[Callable[[ApiError], None]] = set()  # of the requests under way; each ends one
         self.metrics = Metrics(settings.metrics_style, self.model_name, self._stats)
+        self.reading, self.writing = Threads("read", READERS), Threads("write", WRITERS)
         self._engine: Engine | None = None
         self._events: EventStream | None = None
         self._seconds: deque[float] = deque(maxlen=STEPS)
@@ -89,6 +92,8 @@ class Serving:
 
     def close(self) -> None:
         """Close the engine; waits for the step that runs."""
+        self.reading.close()
+        self.writing.close()
         if self._events is not None:
             self._events.close()
         if self._engine is not None:
@@ -110,6 +115,28 @@ class Serving:
             raise ApiError(401, "this server needs an API key", code="invalid_api_key")
         return tenant or ANYONE
 
+    def check_rate(self, tenant: Tenant) -> None:
+        """Count a request of this minute, whatever it is for; raises a 429 where the tenant had its share."""
+        with self._refusals():
+            self._load(tenant).check_rate(tenant.limits.requests_per_minute)
+
+    @contextmanager
+    def counted(self, tenant: Tenant, *, tokens: int = 0) -> Iterator[None]:
+        """Count a request in while something is done for it, also what computes no token: reading, counting, spelling.
+
+        Raises as `admit` does. Leave it before `admit`: no other request can come between the two.
+        """
+        own = self._load(tenant)
+        with self._refusals():
+            self._check(tenant, own, tokens)
+        for load in (self._all, own):
+            load.add(tokens)
+        try:
+            yield
+        finally:
+            for load in (self._all, own):
+                load.remove(tokens)
+
     @asynccontextmanager
     async def admit(self, tenant: Tenant, *, tokens: int) -> AsyncIterator[Ticket]:
         """Count a request in until the body ends.
@@ -118,27 +145,30 @@ class Serving:
         Retry-After when the queue or the tenant's share of it is full, 503 while loading or draining, 400 when it
         alone is more than the queue ever takes. Tell the ticket of the prompt, of tokens and of the end.
         """
-        own = self._loads.setdefault(tenant.name, _Load())
+        with self.counted(tenant, tokens=tokens):
+            ticket = Ticket(logs.request_id.get() or logs.new_request_id(), tenant, self.metrics)
+            try:
+                yield ticket
+            except (asyncio.CancelledError, GeneratorExit):
+                ticket.finish("abort")
+                raise
+            except BaseException:
+                ticket.finish("error")
+                raise
+            finally:
+                ticket.close()
+
+    def _load(self, tenant: Tenant) -> _Load:
+        return self._loads.setdefault(tenant.name, _Load())
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Count an error as a request that was not let in."""
         try:
-            self._check(tenant, own, tokens)
+            yield
         except ApiError as refusal:
             self.metrics.refused(str(refusal.code))
             raise
-        ticket = Ticket(logs.request_id.get() or logs.new_request_id(), tenant, self.metrics)
-        for load in (self._all, own):
-            load.add(tokens)
-        try:
-            yield ticket
-        except (asyncio.CancelledError, GeneratorExit):
-            ticket.finish("abort")
-            raise
-        except BaseException:
-            ticket.finish("error")
-            raise
-        finally:
-            for load in (self._all, own):
-                load.remove(tokens)
-            ticket.close()
 
     def _check(self, tenant: Tenant, own: _Load, tokens: int) -> None:
         if self.state != "ready":
@@ -154,7 +184,6 @@ class Serving:
                 )
         self._all.check(settings.max_queue_requests, settings.max_queue_tokens, tokens, "the server's queue")
         own.check(limits.max_requests, limits.max_tokens, tokens, "this key's share of the queue")
-        own.check_rate(limits.requests_per_minute)
 
     @property
     def under_way(self) -> int:

@@ -58,9 +58,15 @@ class Settings:
     max_schema_bytes: int = 256 << 10
     max_grammar_seconds: float = 10.0
     max_messages: int = 4096
+    max_parts: int = 16_384  # of the contents of all messages, and calls in them
     max_tools: int = 256
+    max_tools_bytes: int = MIB  # of all tools together
     max_prompts: int = 256  # of one completions request
+    max_prompt_scores: int = 1 << 20  # log-probabilities of prompts in an answer: tokens × (likeliest + 1) × choices
+    max_answer_scores: int = 1 << 22  # the same of what is generated, when it is not streamed
+    max_detokenize: int = 1 << 18  # ids of a request to /detokenize
     max_inputs: int = 2048  # texts of one request for vectors, labels or a ranking
+    max_numbers: int = 1 << 22  # of the vectors in one answer
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

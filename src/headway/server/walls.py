@@ -4,7 +4,7 @@
     Door     the size of the head, its one length, and the Host it names (a web page must not reach a local server under
              its own name)
     Origins  which web pages may call; all others are refused, not only kept from reading the answer
-    KeyCheck every path but /health and the files of the Lab's page, when there are keys
+    KeyCheck every path but /health and the files of the Lab's page, when there are keys; how often each may come
     Body     see bodies.py: size and time, before anything is parsed
     Life     see lives.py: the client is still there, and the request is not too old
 
@@ -259,7 +259,7 @@ class KeyCheck:
     """Every path but the open ones is closed without a key, when there are keys; also those that do not exist."""
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
-        self._app, self._keys = app, serving.keys
+        self._app, self._keys, self._serving = app, serving.keys, serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._keys is not None and not _is_open(scope):
@@ -276,6 +276,8 @@ class KeyCheck:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
             _state(scope)["tenant"] = tenant
+            if scope["path"] not in WATCHED:
+                self._serving.check_rate(tenant)
         await self._app(scope, receive, send)
 
 

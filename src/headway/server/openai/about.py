@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.responses import Response
 
 from headway.program.engine import Engine
 from headway.server.errors import bad_request
@@ -13,7 +13,9 @@ from headway.server.openai.answers import check_model
 from headway.server.openai.bodies import JsonRoute
 from headway.server.openai.checks import Check, outside
 from headway.server.openai.messages import read_talk, texts_of
+from headway.server.openai.plan import check_tools
 from headway.server.openai.prompts import decode, encode
+from headway.server.openai.running import packed
 from headway.server.openai.tokens import text_of
 from headway.server.openai.wire import DetokenizeRequest, TokenizeRequest
 from headway.server.pooling.pools import Pool
@@ -63,25 +65,29 @@ def _model(serving: Serving, name: str) -> dict[str, Any]:
 
 
 @router.post("/tokenize", summary="The tokens of a text or a chat", response_model=None, responses=ok(Tokenized))
-async def tokenize(asked: TokenizeRequest, request: Request) -> dict[str, Any]:
+async def tokenize(asked: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text, with the begin token if the model wants one, or of a chat as its template writes it."""
     serving: Serving = request.app.state.serving
-    engine = serving.engine
     check_model(serving, asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise bad_request("give exactly one of prompt and messages", "prompt")
-    ids = await asyncio.to_thread(_ids, asked, Check(engine, serving.settings))
+    with serving.counted(serving.tenant(request)):
+        return Response(await serving.reading.run(_tokenized, asked, Check(serving)), media_type="application/json")
+
+
+def _tokenized(asked: TokenizeRequest, check: Check) -> bytes:
+    engine, ids = check.engine, _ids(asked, check)
     found: dict[str, Any] = {"count": len(ids), "max_model_len": engine.config.max_positions, "tokens": ids}
     if asked.return_token_strs:
         found["token_strs"] = [text_of(id, engine) for id in ids]
-    return found
+    return packed(found)
 
 
 def _ids(asked: TokenizeRequest, check: Check) -> tuple[int, ...]:
     if asked.messages is None:
         check.text([asked.prompt or ""], "prompt")
         return _text_ids(asked, check.engine)
-    check.size("messages", len(asked.messages), check.settings.max_messages)
+    check_tools(asked.tools or (), check.settings)
     check.text(texts_of(asked.messages), "messages")
     return _chat_ids(asked, check.engine)
 
@@ -118,16 +124,21 @@ def _chat_ids(asked: TokenizeRequest, engine: Engine) -> tuple[int, ...]:
 
 
 @router.post("/detokenize", summary="The text of tokens", response_model=None, responses=ok(Detokenized))
-async def detokenize(asked: DetokenizeRequest, request: Request) -> dict[str, Any]:
+async def detokenize(asked: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, with the names of special tokens."""
     serving: Serving = request.app.state.serving
-    engine = serving.engine
     check_model(serving, asked.model)
+    with serving.counted(serving.tenant(request)):
+        body = await serving.reading.run(_detokenized, asked, serving.engine)
+    return Response(body, media_type="application/json")
+
+
+def _detokenized(asked: DetokenizeRequest, engine: Engine) -> bytes:
     for i, id in enumerate(asked.tokens):
         if not 0 <= id < engine.vocab_size:
             raise outside(f"tokens[{i}]", id, engine.vocab_size, "tokens")
     _ = engine.tokenizer  # a model without one says so
-    return {"prompt": await asyncio.to_thread(decode, asked.tokens, engine)}
+    return packed({"prompt": decode(asked.tokens, engine)})
 
 
 @router.get("/tokenizer_info", summary="The tokenizer", response_model=None, responses=ok(TokenizerInfo))

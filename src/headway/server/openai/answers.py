@@ -6,7 +6,7 @@ A `Job` knows what to compute and how its answer looks; who may when, and who is
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,11 +16,13 @@ from starlette.responses import Response
 
 from headway.server import logs
 from headway.server.errors import FAILED, ApiError, as_api_error, bad_request, error_body
-from headway.server.openai.running import EventStream, Put, event, packed, relayed
+from headway.server.openai.running import EventStream, Put, event, packed, packed_in_pieces, relayed
 from headway.server.openai.wire import Knobs
 from headway.server.serving import Serving, Ticket
+from headway.server.threads import Threads
 
 DONE = b"data: [DONE]\n\n"
+LIGHT = 2048  # log-probabilities that the event loop writes itself, in some milliseconds
 REASONS = {"eos": "stop", "stop": "stop", "constraint": "stop", "enough": "stop", "length": "length"}
 
 
@@ -65,6 +67,15 @@ class Job(Protocol):
         """What a stream says about a delta."""
         ...
 
+    @property
+    def whole_weight(self) -> int:
+        """How many log-probabilities `answer` has."""
+        ...
+
+    def weight(self, deltas: Iterable[Any]) -> int:
+        """How many log-probabilities the chunks of these have."""
+        ...
+
 
 async def respond(serving: Serving, request: Request, asked: Knobs, job: Job, *, tokens: int) -> Response:
     """Answer a request that may compute so many tokens. What fails before the first event has its own status."""
@@ -77,37 +88,59 @@ async def respond(serving: Serving, request: Request, asked: Knobs, job: Job, *,
             async for batch in batches:
                 for delta in batch:
                     job.take(delta, ticket)
-            whole = head | {"object": job.kind} | job.answer() | {"usage": job.usage.wire()}
-            return Response(packed(whole), media_type="application/json")
+            return Response(await _whole(job, head, serving.writing), media_type="application/json")
         head["object"] = job.chunk_kind
         if asked.stream_options is not None and asked.stream_options.include_usage:
             head["usage"] = None
-        pieces = _pieces(job, ticket, head, await anext(batches, []), batches, log_text=serving.settings.log_prompts)
-        return EventStream(pieces, stack.pop_all())
+        first = await anext(batches, [])
+        return EventStream(_pieces(serving, job, ticket, head=head, first=first, rest=batches), stack.pop_all())
     raise AssertionError("the stack swallows nothing")
 
 
+async def _whole(job: Job, head: dict[str, Any], threads: Threads) -> bytes:
+    """The whole answer; a large one is put together beside the event loop."""
+
+    def made() -> dict[str, Any]:
+        return head | {"object": job.kind} | job.answer() | {"usage": job.usage.wire()}
+
+    if job.whole_weight <= LIGHT:
+        return packed(made())
+    return await threads.run(lambda: packed_in_pieces(made()))
+
+
 async def _pieces(
-    job: Job, ticket: Ticket, head: dict[str, Any], first: list[Any], rest: AsyncIterator[list[Any]], *, log_text: bool
+    serving: Serving,
+    job: Job,
+    ticket: Ticket,
+    *,
+    head: dict[str, Any],
+    first: list[Any],
+    rest: AsyncIterator[list[Any]],
 ) -> AsyncIterator[bytes]:
-    """The events of a stream. An error ends it, as an event of its own."""
+    """The events of a stream, in one piece for all that is there. An error ends it, as an event of its own."""
     batch: list[Any] | None = first
     try:
         while batch is not None:
-            pieces = []
             for delta in batch:
                 job.take(delta, ticket)
-                pieces += [event(head | chunk) for chunk in job.chunks(delta)]
-            if pieces:
-                yield b"".join(pieces)
+            if job.weight(batch) <= LIGHT:
+                piece = _events(job, head, batch)
+            else:
+                piece = await serving.writing.run(_events, job, head, batch, packed_in_pieces)
+            if piece:
+                yield piece
             batch = await anext(rest, None)
     except Exception as error:
         ticket.finish("error")
-        yield b"data: " + error_body(_known(error, log_text=log_text)) + b"\n\n"
+        yield b"data: " + error_body(_known(error, log_text=serving.settings.log_prompts)) + b"\n\n"
         return
     if "usage" in head:
-        yield event(head | {"choices": [], "usage": job.usage.wire()})
+        yield event(head | {"choices": [], "usage": job.usage.wire()}, packed)
     yield DONE
+
+
+def _events(job: Job, head: dict[str, Any], batch: list[Any], pack: Callable[[Any], bytes] = packed) -> bytes:
+    return b"".join(event(head | chunk, pack) for delta in batch for chunk in job.chunks(delta))
 
 
 def _known(error: Exception, *, log_text: bool) -> ApiError:

@@ -108,6 +108,7 @@ def check_counts(body: Any, settings: Settings) -> None:
     limits = {
         "messages": settings.max_messages,
         "tools": settings.max_tools,
+        "tokens": settings.max_detokenize,
         "stop": settings.max_stops,
         "stop_token_ids": settings.max_ids,
         "allowed_token_ids": settings.max_ids,
@@ -118,3 +119,16 @@ def check_counts(body: Any, settings: Settings) -> None:
         value = body.get(name)
         if isinstance(value, list | dict) and len(value) > limit:
             raise bad_request(f"{name} has {len(value)} entries; at most {limit} are allowed", name, "too_many")
+    messages = body.get("messages") if isinstance(body, dict) else None
+    parts = sum(map(_parts, messages)) if isinstance(messages, list) else 0
+    if parts > settings.max_parts:
+        raise bad_request(
+            f"messages have {parts} parts and tool_calls; at most {settings.max_parts} are allowed",
+            "messages",
+            "too_many",
+        )
+
+
+def _parts(message: Any) -> int:
+    values = (message.get("content"), message.get("tool_calls")) if isinstance(message, dict) else ()
+    return sum(len(value) for value in values if isinstance(value, list))

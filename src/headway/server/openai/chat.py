@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,17 +11,18 @@ from starlette.responses import Response
 
 from headway.program.context import Context
 from headway.program.grammar import Grammar
+from headway.server.auth import Tenant
 from headway.server.errors import bad_request
 from headway.server.openai.answers import Usage, check_model, check_stream, respond
 from headway.server.openai.bodies import JsonRoute
 from headway.server.openai.checks import Check
 from headway.server.openai.messages import Talk, read_talk, texts_of
-from headway.server.openai.plan import Plan, check_size, grammar_of, plan
+from headway.server.openai.plan import Plan, check_size, check_tools, grammar_of, plan
 from headway.server.openai.prompts import Prompt, score, spelled
 from headway.server.openai.running import Put, copies, together
 from headway.server.openai.speech import Manner, Said, Speech, call_id
 from headway.server.openai.tokens import Token, chat_logprobs, prompt_logprobs
-from headway.server.openai.wire import ChatRequest, NamedTool, Tool
+from headway.server.openai.wire import ChatRequest, NamedTool
 from headway.server.serving import Serving, Ticket
 from headway.server.settings import Settings
 from headway.server.shapes import ChatCompletion, streams
@@ -35,31 +35,35 @@ router = APIRouter(route_class=JsonRoute)
 async def chat_completions(asked: ChatRequest, request: Request) -> Response:
     """The assistant's next message, whole or as a stream of events."""
     serving: Serving = request.app.state.serving
-    engine, settings, tenant = serving.engine, serving.settings, serving.tenant(request)
+    tenant = serving.tenant(request)
     check_model(serving, asked.model)
     check_stream(asked)
-    check = Check(engine, settings)
-    check.size("messages", len(asked.messages), settings.max_messages)
-    check.size("tools", len(asked.tools or ()), settings.max_tools)
-    manner, grammar = _manner(asked), await asyncio.to_thread(_response_format, asked, settings)
+    with serving.counted(tenant):
+        job = await _settled(asked, serving, tenant)
+    return await respond(serving, request, asked, job, tokens=job.tokens)
+
+
+async def _settled(asked: ChatRequest, serving: Serving, tenant: Tenant) -> Chat:
+    """A request that can be answered, with its prompt."""
+    check = Check(serving)
+    engine, threads = check.engine, check.threads
+    manner, grammar = _manner(asked), await threads.run(_response_format, asked, check.settings)
     _check_together(asked, manner)
-    how = await plan(asked, engine, settings, tenant, top=_top(asked), grammar=grammar)
-    shown = [] if asked.tool_choice == "none" else asked.tools or []
-    for i, tool in enumerate(shown):
-        check_size(tool.function.parameters or {}, f"tools[{i}].function.parameters", settings)
-    talk = await asyncio.to_thread(_read, asked, shown, check)
-    await how.prepare(await asyncio.to_thread(_argument_grammars, talk, manner), "tools")
+    how = await plan(asked, serving, tenant, top=_top(asked), grammar=grammar)
+    talk = await threads.run(_read, asked, check)
+    await how.prepare(await threads.run(_argument_grammars, talk, manner), "tools")
     most = check.between("max_tokens", _max_tokens(asked), 1, engine.config.max_positions)
     limit = check.length(len(talk.ids), most, how.min_tokens, "messages")
     if most is None and (usual := engine.generation_defaults.max_new_tokens) is not None:
         limit = min(limit, usual)
-    manner = Manner(manner.must_call, manner.strict, manner.one_call, limit)
-    return await respond(
-        serving, request, asked, Chat(asked, how, talk, manner), tokens=len(talk.ids) + how.count * limit
-    )
+    check.prompt_scores("prompt_logprobs", len(talk.ids), how.prompt_top)
+    check.answer_scores(asked.stream, how.count * limit, how.top)
+    return Chat(asked, how, talk, Manner(manner.must_call, manner.strict, manner.one_call, limit))
 
 
-def _read(asked: ChatRequest, shown: list[Tool], check: Check) -> Talk:
+def _read(asked: ChatRequest, check: Check) -> Talk:
+    shown = [] if asked.tool_choice == "none" else asked.tools or []
+    check_tools(shown, check.settings)
     check.text(texts_of(asked.messages), "messages")
     return read_talk(asked.messages, shown, check.engine)
 
@@ -168,6 +172,7 @@ class Chat:
         self._choices = [Choice() for _ in range(how.count)]
         self._scores: list[Any] | None = None
         self.usage = Usage(prompt=len(talk.ids))
+        self.tokens = len(talk.ids) + how.count * manner.max_tokens  # that may be computed
 
     async def work(self, put: Put[Delta]) -> None:
         async with self._plan.context() as home:
@@ -181,9 +186,9 @@ class Chat:
         if k is None:
             home.fill(ids)
             return
-        scores = await score(home, ids, k)
-        tokens = spelled(Prompt(ids, "", False), scores, k, self._plan.engine)
-        self._scores = prompt_logprobs(tokens, self._plan.engine)
+        scores, engine = await score(home, ids, k), self._plan.engine
+        prompt = Prompt(ids, "", False)
+        self._scores = await self._plan.writing.run(lambda: prompt_logprobs(spelled(prompt, scores, k, engine), engine))
 
     async def _speak(self, context: Context, number: int, put: Put[Delta]) -> None:
         speech = Speech(self._plan, self._talk, self._manner, context, number)
@@ -201,7 +206,6 @@ class Chat:
         if said.finish is not None:
             ticket.finish(said.finish)
             choice.finish = said.finish
-        choice.waiting += said.tokens
         if self._asked.stream:
             return
         choice.tokens += said.tokens
@@ -241,8 +245,20 @@ class Chat:
         logprobs = chat_logprobs(choice.tokens, self._plan.engine) if self._asked.logprobs else None
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
 
+    def weight(self, deltas: Iterable[Delta]) -> int:
+        if not self._asked.logprobs or self._plan.top is None:
+            return 0
+        return sum(len(delta.said.tokens) for delta in deltas) * (self._plan.top + 1)
+
+    @property
+    def whole_weight(self) -> int:
+        own = sum(len(choice.tokens) for choice in self._choices) * ((self._plan.top or 0) + 1)
+        prompt = 0 if self._plan.prompt_top is None else self.usage.prompt * (self._plan.prompt_top + 1)
+        return own + prompt
+
     def chunks(self, delta: Delta) -> Iterable[dict[str, Any]]:
         choice = self._choices[delta.index]
+        choice.waiting += delta.said.tokens
         if not choice.begun:
             choice.begun = True
             yield self._chunk(delta.index, {"role": "assistant", "content": "", "refusal": None})

@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from headway.program.engine import Engine
 from headway.runtime.scheduler import BID_LIMIT
 from headway.server.auth import Tenant
 from headway.server.errors import ApiError, bad_request
 from headway.server.openai.bounds import Words, longest_token
-from headway.server.settings import Settings
+from headway.server.serving import Serving
 
 SHRINKS = 4  # as many characters may become one in a normal form
 
@@ -20,8 +19,8 @@ SHRINKS = 4  # as many characters may become one in a normal form
 class Check:
     """Each method gives the value it was given, or raises."""
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
-        self.engine, self.settings = engine, settings
+    def __init__(self, serving: Serving) -> None:
+        self.engine, self.settings, self.threads = serving.engine, serving.settings, serving.reading
 
     def between(self, name: str, value: int | None, low: int, high: int) -> int | None:
         if value is not None and not low <= value <= high:
@@ -108,6 +107,29 @@ class Check:
                 "out_of_range",
             )
         return min(0.0, most) if priority is None else priority
+
+    def prompt_scores(self, field: str, tokens: int, top: int | None, choices: int = 1) -> None:
+        """Raise where log-probabilities of prompts, in all choices that show them, are more than an answer may have."""
+        count, most = tokens * choices * ((-1 if top is None else top) + 1), self.settings.max_prompt_scores
+        if count > most:
+            shown = f" in {choices} choices" if choices > 1 else ""
+            raise bad_request(
+                f"{field} {top} with {tokens} tokens of prompts{shown} makes {count} log-probabilities; at most {most} "
+                "are allowed: ask for fewer, with fewer choices, or of shorter prompts",
+                field,
+                "too_many",
+            )
+
+    def answer_scores(self, streams: bool | None, tokens: int, top: int | None) -> None:
+        """Raise where log-probabilities of a whole answer may be more than it may have; a stream keeps none of them."""
+        count, most = tokens * ((-1 if top is None else top) + 1), self.settings.max_answer_scores
+        if count > most and not streams:
+            raise bad_request(
+                f"logprobs {top} with up to {tokens} tokens of an answer makes {count} log-probabilities; at most "
+                f"{most} are allowed: give a smaller max_tokens, n or logprobs, or stream",
+                "logprobs",
+                "too_many",
+            )
 
     def text(self, texts: Iterable[str], param: str) -> None:
         """Raise where texts are longer than any tokens that fit, before time is spent on them."""

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headway.program.context import Context
+from headway.server.auth import Tenant
 from headway.server.errors import bad_request
 from headway.server.openai.answers import REASONS, Usage, check_model, check_stream, respond
 from headway.server.openai.bodies import JsonRoute
@@ -33,20 +34,31 @@ router = APIRouter(route_class=JsonRoute)
 async def completions(asked: CompletionRequest, request: Request) -> Response:
     """Text that goes on from each prompt, whole or as a stream of events."""
     serving: Serving = request.app.state.serving
-    engine, settings, tenant = serving.engine, serving.settings, serving.tenant(request)
+    tenant = serving.tenant(request)
     check_model(serving, asked.model)
     check_stream(asked)
-    check = Check(engine, settings)
+    with serving.counted(tenant):
+        job = await _settled(asked, serving, tenant)
+    return await respond(serving, request, asked, job, tokens=job.tokens)
+
+
+async def _settled(asked: CompletionRequest, serving: Serving, tenant: Tenant) -> Completions:
+    """A request that can be answered, with its prompts."""
+    check, n = Check(serving), asked.n or 1
     count = _count(asked, check)
-    top = asked.logprobs if asked.logprobs is not None or count == (asked.n or 1) else 0  # the best are chosen by it
-    how = await plan(asked, engine, settings, tenant, top=top, grammar=None)
+    top = asked.logprobs if asked.logprobs is not None or count == n else 0  # the best are chosen by it
+    how = await plan(asked, serving, tenant, top=top, grammar=None)
     how = replace(how, count=count)
     most = _max_tokens(asked, check)
     prompts = await read_prompts(asked.prompt, check)
     for prompt in prompts:
         check.length(len(prompt.ids), most, how.min_tokens, "prompt")
     job = Completions(asked, how, prompts, most)
-    return await respond(serving, request, asked, job, tokens=job.usage.prompt + len(prompts) * count * most)
+    if asked.echo:
+        check.prompt_scores("logprobs", job.usage.prompt, asked.logprobs, n)
+    check.prompt_scores("prompt_logprobs", job.usage.prompt, how.prompt_top, n)
+    check.answer_scores(asked.stream, len(prompts) * count * most, how.top)
+    return job
 
 
 def _count(asked: CompletionRequest, check: Check) -> int:
@@ -71,13 +83,17 @@ def _max_tokens(asked: CompletionRequest, check: Check) -> int:
 
 @dataclass(frozen=True)
 class Delta:
-    """What has come of a sequence; `tokens` are those whose text is certain, and `new` how many were drawn."""
+    """What has come of a sequence; `tokens` are those whose text is certain, and `new` how many were drawn.
+
+    The first of a sequence may be its `prompt`, by its number.
+    """
 
     index: int
     text: str = ""
     tokens: tuple[Token, ...] = ()
     new: int = 0
     finish: str | None = None
+    prompt: int | None = None
 
 
 @dataclass
@@ -87,12 +103,11 @@ class Sequenced:
     texts: list[str] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     finish: str | None = None
-    prompt: int = 0  # of its tokens, those that are the prompt's
 
     @property
     def goodness(self) -> float:
         """The log-probability a token, by which the best are chosen."""
-        ranks = [token.rank.logprob for token in self.tokens[self.prompt :] if token.rank is not None]
+        ranks = [token.rank.logprob for token in self.tokens if token.rank is not None]
         return sum(ranks) / len(ranks) if ranks else float("-inf")
 
 
@@ -104,8 +119,10 @@ class Completions:
     def __init__(self, asked: CompletionRequest, how: Plan, prompts: Sequence[Prompt], max_tokens: int) -> None:
         self._asked, self._plan, self._prompts, self._max_tokens = asked, how, prompts, max_tokens
         self._found = [Sequenced() for _ in range(len(prompts) * how.count)]
-        self._scores: dict[int, list[Any]] = {}  # of a prompt's tokens, by the prompt's number
+        self._scores: dict[int, list[Any]] = {}  # `prompt_logprobs`, by the prompt's number; all its choices have them
+        self._echoed: dict[int, dict[str, Any]] = {}  # the same as `logprobs` have them, when the prompt is echoed
         self.usage = Usage(prompt=sum(len(prompt.ids) for prompt in prompts))
+        self.tokens = self.usage.prompt + len(prompts) * how.count * max_tokens  # that may be computed
 
     async def work(self, put: Put[Delta]) -> None:
         gate = asyncio.Semaphore(AT_ONCE)
@@ -113,30 +130,38 @@ class Completions:
 
     async def _prompt(self, number: int, prompt: Prompt, put: Put[Delta], gate: asyncio.Semaphore) -> None:
         async with gate, self._plan.context() as home:
-            tokens = await self._open(home, number, prompt)
+            await self._open(home, number, prompt)
             count, first = self._plan.count, number * self._plan.count
             for index in range(first, first + count):
-                self._found[index].prompt = len(tokens)
                 finish = None if self._max_tokens else "length"
                 if self._asked.echo or finish:
-                    await put(Delta(index, prompt.text if self._asked.echo else "", tuple(tokens), 0, finish))
+                    text = prompt.text if self._asked.echo else ""
+                    await put(Delta(index, text, finish=finish, prompt=number))
             if self._max_tokens:
                 offset = len(prompt.text) if self._asked.echo else 0
                 async with copies(home, count) as contexts:
                     await together(self._draw(one, i, first + i, offset, put) for i, one in enumerate(contexts))
             self.usage.cached += home.cached_tokens
 
-    async def _open(self, home: Context, number: int, prompt: Prompt) -> list[Token]:
-        """Write the prompt; its tokens, when they are wanted back, as far as log-probabilities were asked for."""
-        shown = self._asked.logprobs if self._asked.echo else None
-        if shown is None and self._plan.prompt_top is None:
+    async def _open(self, home: Context, number: int, prompt: Prompt) -> None:
+        """Write the prompt, and keep the log-probabilities that were asked for, spelled once for all its choices."""
+        shown, top, engine = (
+            self._asked.logprobs if self._asked.echo else None,
+            self._plan.prompt_top,
+            self._plan.engine,
+        )
+        if shown is None and top is None:
             home.fill(prompt.ids)
-            return []
-        scores = await score(home, prompt.ids, max(shown or 0, self._plan.prompt_top or 0))
-        if self._plan.prompt_top is not None:
-            tokens = spelled(prompt, scores, self._plan.prompt_top, self._plan.engine)
-            self._scores[number] = prompt_logprobs(tokens, self._plan.engine)
-        return [] if shown is None else spelled(prompt, scores, shown, self._plan.engine)
+            return
+        scores = await score(home, prompt.ids, max(shown or 0, top or 0))
+
+        def spell() -> None:
+            if top is not None:
+                self._scores[number] = prompt_logprobs(spelled(prompt, scores, top, engine), engine)
+            if shown is not None:
+                self._echoed[number] = completion_logprobs(spelled(prompt, scores, shown, engine), engine)
+
+        await self._plan.writing.run(spell)
 
     async def _draw(self, context: Context, number: int, index: int, offset: int, put: Put[Delta]) -> None:
         generation = self._plan.generation(context, number, self._plan.grammar, self._max_tokens)
@@ -177,17 +202,36 @@ class Completions:
         return {
             "index": index,
             "text": "".join(found.texts),
-            "logprobs": self._logprobs(found.tokens),
+            "logprobs": self._logprobs(found.tokens, number),
             "finish_reason": found.finish,
             **({"prompt_logprobs": self._scores[number]} if number in self._scores else {}),
         }
 
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        return None if self._asked.logprobs is None else completion_logprobs(tokens, self._plan.engine)
+    def _logprobs(self, tokens: Sequence[Token], prompt: int | None) -> dict[str, Any] | None:
+        """Those of tokens, behind those of a prompt that is echoed."""
+        if self._asked.logprobs is None:
+            return None
+        own, before = completion_logprobs(tokens, self._plan.engine), self._echoed.get(-1 if prompt is None else prompt)
+        return own if before is None else {name: before[name] + values for name, values in own.items()}
+
+    @property
+    def whole_weight(self) -> int:
+        n, own = self._asked.n or 1, sum(len(found.tokens) for found in self._found) * ((self._plan.top or 0) + 1)
+        shown = (self._asked.logprobs or 0) + 1 if self._echoed else 0
+        return own + n * self.usage.prompt * (
+            shown + (0 if self._plan.prompt_top is None else self._plan.prompt_top + 1)
+        )
+
+    def weight(self, deltas: Iterable[Delta]) -> int:
+        if self._asked.logprobs is None:
+            return 0
+        echoed = sum(len(self._prompts[delta.prompt].ids) for delta in deltas if delta.prompt is not None)
+        return (echoed + sum(len(delta.tokens) for delta in deltas)) * (self._asked.logprobs + 1)
 
     def chunks(self, delta: Delta) -> Iterable[dict[str, Any]]:
         if not (delta.text or delta.tokens or delta.finish):
             return
-        logprobs = self._logprobs(delta.tokens) if delta.tokens else None
+        shown = delta.tokens or (delta.prompt in self._echoed)
+        logprobs = self._logprobs(delta.tokens, delta.prompt) if shown else None
         choice = {"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
         yield {"choices": [choice]}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,8 +30,10 @@ from headway.server.auth import Tenant
 from headway.server.errors import bad_request
 from headway.server.openai.bounds import Bounded, Words
 from headway.server.openai.checks import Check
-from headway.server.openai.wire import Knobs, StructuredOutputs
+from headway.server.openai.wire import Knobs, StructuredOutputs, Tool
+from headway.server.serving import Serving
 from headway.server.settings import Settings
+from headway.server.threads import Threads
 
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
@@ -42,6 +44,7 @@ class Plan:
 
     engine: Engine
     settings: Settings
+    writing: Threads  # where answers are put together that take long
     tenant: Tenant
     sampler: Sampling  # with a seed
     count: int = 1  # sequences drawn for each prompt
@@ -101,15 +104,14 @@ class Plan:
         return Bounded(self.engine.vocab_size, self.allowed, self.words, other)
 
 
-async def plan(
-    asked: Knobs, engine: Engine, settings: Settings, tenant: Tenant, *, top: int | None, grammar: Grammar | None
-) -> Plan:
+async def plan(asked: Knobs, serving: Serving, tenant: Tenant, *, top: int | None, grammar: Grammar | None) -> Plan:
     """The plan of a request; `top` and `grammar` come from fields that differ between routes."""
-    check = Check(engine, settings)
+    check = Check(serving)
+    engine, settings, threads = check.engine, check.settings, check.threads
     if grammar is not None and asked.structured_outputs is not None:
         raise bad_request("response_format and structured_outputs were both given; give one", "structured_outputs")
     if asked.structured_outputs is not None:
-        grammar = await asyncio.to_thread(structured, asked.structured_outputs, settings)
+        grammar = await threads.run(structured, asked.structured_outputs, settings)
     priority = check.priority(asked.priority, tenant)
     prompt_top = check.between("prompt_logprobs", asked.prompt_logprobs, 0, settings.max_logprobs)
     if prompt_top is not None and asked.stream:
@@ -117,6 +119,7 @@ async def plan(
     made = Plan(
         engine=engine,
         settings=settings,
+        writing=serving.writing,
         tenant=tenant,
         sampler=sampler(asked, check),
         count=check.between("n", asked.n, 1, settings.max_n) or 1,
@@ -125,7 +128,7 @@ async def plan(
         ignore_eos=bool(asked.ignore_eos),
         grammar=grammar,
         allowed=check.allowed(asked.allowed_token_ids),
-        words=await asyncio.to_thread(check.words, asked.bad_words or ()),
+        words=await threads.run(check.words, asked.bad_words or ()),
         top=check.between("logprobs", top, 0, settings.max_logprobs),
         prompt_top=prompt_top,
         processed=asked.logprobs_mode == "processed",
@@ -185,6 +188,17 @@ def grammar_of(make: Any, where: str) -> Grammar:
         return make()
     except (InvalidInput, WrongType, Unsupported) as error:
         raise bad_request(str(error), where, "invalid_grammar") from error
+
+
+def check_tools(tools: Sequence[Tool], settings: Settings) -> None:
+    """Raise unless tools are as small as the server wants them, each and together."""
+    for i, tool in enumerate(tools):
+        check_size(tool.function.parameters or {}, f"tools[{i}].function.parameters", settings)
+    size = sum(len(tool.model_dump_json()) for tool in tools)
+    if size > settings.max_tools_bytes:
+        raise bad_request(
+            f"tools have {size} bytes; at most {settings.max_tools_bytes} are allowed", "tools", "schema_too_large"
+        )
 
 
 def check_size(value: Any, where: str, settings: Settings) -> None:

@@ -6,7 +6,6 @@ wants one, as `ctx.fill` gives it; token ids are taken as they are.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +34,7 @@ class Prompt:
 async def read_prompts(given: Any, check: Check) -> list[Prompt]:
     """The prompts of a request, encoded beside the event loop."""
     listed = given if isinstance(given, list) else [given]
-    if listed and all(type(one) is int for one in listed):
+    if set(map(type, listed)) == {int}:
         listed = [listed]
     if not listed:
         raise bad_request(f"prompt is empty; give {FORMS}", "prompt")
@@ -43,7 +42,7 @@ async def read_prompts(given: Any, check: Check) -> list[Prompt]:
     kinds = {type(one) for one in listed}
     if kinds not in ({str}, {list}):
         raise _strange(listed)
-    return await asyncio.to_thread(lambda: [_prompt(one, i, check) for i, one in enumerate(listed)])
+    return await check.threads.run(lambda: [_prompt(one, i, check) for i, one in enumerate(listed)])
 
 
 def _strange(listed: list[Any]) -> ApiError:

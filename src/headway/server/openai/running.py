@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,6 +22,8 @@ from starlette.types import Receive, Scope, Send
 from headway.program.context import Context
 
 ROOM = 64  # events that a slow reader leaves waiting before the work does
+DEPTH = 5  # from an answer through choices, a choice and its log-probabilities to those of one token
+_write = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 Event = TypeVar("Event")
 Put = Callable[[Event], Awaitable[None]]
 
@@ -94,14 +96,30 @@ async def copies(home: Context, count: int) -> AsyncIterator[list[Context]]:
             fork.release()
 
 
-def event(value: Any) -> bytes:
+def event(value: Any, pack: Callable[[Any], bytes]) -> bytes:
     """A server-sent event."""
-    return b"data: " + packed(value) + b"\n\n"
+    return b"data: " + pack(value) + b"\n\n"
 
 
 def packed(value: Any) -> bytes:
     """JSON, as short as it goes."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return _write(value).encode()
+
+
+def packed_in_pieces(value: Any) -> bytes:
+    """The same for a thread, made bit by bit: one that writes megabytes at once keeps all other threads waiting."""
+    return "".join(_bits(value, DEPTH)).encode()
+
+
+def _bits(value: Any, depth: int) -> Iterator[str]:
+    if not depth or not value or not isinstance(value, dict | list):
+        yield _write(value)
+        return
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    for i, (name, one) in enumerate(value.items() if isinstance(value, dict) else (("", one) for one in value)):
+        yield ("," if i else begin) + (f"{_write(name)}:" if isinstance(value, dict) else "")
+        yield from _bits(one, depth - 1)
+    yield end
 
 
 class EventStream(Response):

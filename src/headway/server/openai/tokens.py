@@ -8,8 +8,9 @@ infinity.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from headway.base.probes import Rank, Ranked
@@ -66,11 +67,11 @@ class Spelling:
 
 def completion_logprobs(tokens: Sequence[Token], engine: Engine) -> dict[str, Any]:
     """`logprobs` of a completion's choice."""
-    texts = [text_of(token.id, engine) for token in tokens]
+    spell = _speller(engine)
     return {
-        "tokens": texts,
+        "tokens": [spell(token.id) for token in tokens],
         "token_logprobs": [None if token.rank is None else plain(token.rank) for token in tokens],
-        "top_logprobs": [_by_text(token, engine) for token in tokens],
+        "top_logprobs": [_by_text(token, spell) for token in tokens],
         "text_offset": [token.offset for token in tokens],
     }
 
@@ -84,11 +85,12 @@ def chat_logprobs(tokens: Iterable[Token], engine: Engine) -> dict[str, Any]:
 
 def prompt_logprobs(tokens: Sequence[Token], engine: Engine) -> list[dict[str, Any] | None]:
     """Of every token of a prompt, where it and the likeliest stand, by id; nothing is known about the first."""
+    spell = _speller(engine)
     return [
         None
         if token.rank is None
         else {
-            str(one.id): {"logprob": plain(one), "rank": one.rank, "decoded_token": text_of(one.id, engine)}
+            str(one.id): {"logprob": plain(one), "rank": one.rank, "decoded_token": spell(one.id)}
             for one in (*token.best, token.rank)
         }
         for token in tokens
@@ -105,14 +107,19 @@ def text_of(id: int, engine: Engine, unfinished: str = "bytes:") -> str:
     return _spelled(_bytes(id, engine), unfinished)
 
 
-def _by_text(token: Token, engine: Engine) -> dict[str, float] | None:
+def _speller(engine: Engine) -> Callable[[int], str]:
+    """Spells each token once: the likeliest of many places are often the same."""
+    return cache(lambda id: text_of(id, engine))
+
+
+def _by_text(token: Token, spell: Callable[[int], str]) -> dict[str, float] | None:
     """The likeliest tokens and the token itself, by their texts; of two with one text the second is named by its id."""
     if token.rank is None:
         return None
     found: dict[str, float] = {}
     ids: dict[str, int] = {}
     for one in (*token.best, token.rank):
-        text = text_of(one.id, engine)
+        text = spell(one.id)
         if ids.setdefault(text, one.id) != one.id:
             text = f"token_id:{one.id}"
         found[text] = plain(one)
