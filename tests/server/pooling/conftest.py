@@ -33,5 +33,5 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def served(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder: Path = tmp_path_factory.mktemp("small") / "model"
     pools = Pools({"embed": "minilm", **folders}, device="cpu")
-    with live(small_engine(folder), pools, max_inputs=64, max_queue_tokens=4000) as server:
+    with live(small_engine(folder), pools, max_inputs=64, max_queue_tokens=4000, max_numbers=150_000) as server:
         yield server

@@ -128,6 +128,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("/rerank", {"query": "a", "documents": ["film " * 100]}, "documents", "the limit is 64"),
     ("/classify", {"input": ["film " * 100]}, "input", "the limit is 64"),
     ("/pooling", {"input": "a", "task": "score"}, "task", "token_embed"),
+    ("/pooling", {"input": ["hello " * 200] * 2}, "input", "would have 155136 numbers; at most 150000"),
     ("/pooling", {"input": "a", "dimensions": 384}, "dimensions", "belongs to"),
 ]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ async def embeddings(asked: EmbeddingRequest, request: Request) -> Response:
     serving, pool = _pool(request, "embed", model=asked.model)
     options = _shortened(pool, asked.dimensions)
     inputs = _inputs(asked.input, pool, serving)
-    done = await _computed(serving, request, pool, await _rows(pool, inputs, asked), **options)
+    done = await _computed(serving, request, pool, await _rows(serving, request, pool, inputs, asked), **options)
 
     def answer() -> bytes:
         data = [
@@ -56,7 +57,7 @@ async def embeddings(asked: EmbeddingRequest, request: Request) -> Response:
         ]
         return packed({"object": "list", "model": pool.name, "data": data, "usage": done.usage})
 
-    return await _response(answer)
+    return await _response(serving, answer)
 
 
 @router.post("/rerank", summary="Documents by how well they answer", response_model=None, responses=ok(Ranking))
@@ -72,14 +73,16 @@ async def rerank(asked: RerankRequest, request: Request) -> Response:
     if asked.top_n is not None and asked.top_n < 0:
         raise bad_request(f"top_n is {asked.top_n}; it takes a whole number from 0, which is all", "top_n")
     pairs = [(asked.query, one) for one in documents] if pool.role == "rerank" else [asked.query, *documents]
-    done = await _computed(serving, request, pool, await _rows(pool, pairs, asked, param="documents"))
+    rows = await _rows(serving, request, pool, pairs, asked, param="documents")
+    done = await _computed(serving, request, pool, rows)
     scores = _scores(done.arrays, pool)
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: asked.top_n or None]
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
     if asked.return_documents is not False:
         results = [one | {"document": {"text": documents[one["index"]]}} for one in results]
     return await _response(
-        lambda: packed({"id": f"rerank-{done.id}", "model": pool.name, "results": results, "usage": done.usage})
+        serving,
+        lambda: packed({"id": f"rerank-{done.id}", "model": pool.name, "results": results, "usage": done.usage}),
     )
 
 
@@ -88,13 +91,13 @@ async def classify(asked: ClassifyRequest, request: Request) -> Response:
     """The likeliest label of each text, and the probabilities of all."""
     serving, pool = _pool(request, "classify", model=asked.model)
     inputs = _inputs(asked.input, pool, serving)
-    done = await _computed(serving, request, pool, await _rows(pool, inputs, asked))
+    done = await _computed(serving, request, pool, await _rows(serving, request, pool, inputs, asked))
     labels = pool.task.labels
     data = [
         {"index": i, "label": labels[int(array.argmax())], "probs": array.tolist(), "num_classes": len(labels)}
         for i, array in enumerate(done.arrays)
     ]
-    return await _response(lambda: packed(_head("classify", done, pool) | {"data": data, "usage": done.usage}))
+    return await _response(serving, lambda: packed(_head("classify", done, pool) | {"data": data, "usage": done.usage}))
 
 
 @router.post("/pooling", summary="What a model makes of texts", response_model=None, responses=ok(PooledTexts))
@@ -108,7 +111,7 @@ async def pooling(asked: PoolingRequest, request: Request) -> Response:
     if pool.role == "embed" and asked.task != "embed":
         options["level"] = "token"
     inputs = _inputs(asked.input, pool, serving)
-    done = await _computed(serving, request, pool, await _rows(pool, inputs, asked), **options)
+    done = await _computed(serving, request, pool, await _rows(serving, request, pool, inputs, asked), **options)
 
     def answer() -> bytes:
         data = [
@@ -117,7 +120,7 @@ async def pooling(asked: PoolingRequest, request: Request) -> Response:
         ]
         return packed(_head("pool", done, pool) | {"data": data, "usage": done.usage})
 
-    return await _response(answer)
+    return await _response(serving, answer)
 
 
 # -- the way of a request ----------------------------------------------------------------------------------------------
@@ -181,17 +184,20 @@ def _check_ids(ids: Sequence[int], where: str, pool: Pool, serving: Serving) -> 
             raise outside(f"{where}[{i}]", id, pool.task.vocab, "input")
 
 
-async def _rows(pool: Pool, inputs: list[Any], asked: Pooled, param: str = "input") -> list[Row]:
-    """Inputs as rows of tokens, made in a thread."""
+async def _rows(
+    serving: Serving, request: Request, pool: Pool, inputs: list[Any], asked: Pooled, *, param: str = "input"
+) -> list[Row]:
+    """Inputs as rows of tokens, made in a thread that reads what clients send."""
     if asked.truncate_prompt_tokens not in (None, -1):
         raise bad_request(
             f"truncate_prompt_tokens is {asked.truncate_prompt_tokens}; it takes -1, which cuts at {pool.task.limit}",
             "truncate_prompt_tokens",
         )
     special = getattr(asked, "add_special_tokens", None) is not False
-    truncate = asked.truncate_prompt_tokens is not None
+    read = partial(pool.task.rows, inputs, truncate=asked.truncate_prompt_tokens is not None, special=special)
     try:
-        rows = await asyncio.to_thread(pool.task.rows, inputs, truncate=truncate, special=special)
+        with serving.counted(serving.tenant(request)):
+            rows = await serving.reading.run(read)
     except InvalidInput as error:
         raise bad_request(_in_fields(str(error)), param, "context_length_exceeded") from error
     if empty := [i for i, row in enumerate(rows) if row.length == 0]:
@@ -207,10 +213,22 @@ def _in_fields(message: str) -> str:
 async def _computed(serving: Serving, request: Request, pool: Pool, rows: list[Row], **options: Any) -> Computed:
     """Rows through the batcher, once the request is let in; they are given up when it ends before its end."""
     tokens = sum(row.length for row in rows)
+    _check_size(serving, pool, len(rows) if options.get("level") != "token" else tokens)
     async with serving.admit(serving.tenant(request), tokens=tokens) as ticket:
         ticket.prompt(tokens)
         arrays = await asyncio.gather(*(pool.pipeline.submit(row, **options) for row in rows))
         return Computed(arrays, ticket.request_id, tokens)
+
+
+def _check_size(serving: Serving, pool: Pool, vectors: int) -> None:
+    """Refuse answers that would be too long, before they are computed."""
+    numbers, most = vectors * getattr(pool.task, "width", 1), serving.settings.max_numbers
+    if numbers > most:
+        raise bad_request(
+            f"this answer would have {numbers} numbers; at most {most} are allowed: give fewer or shorter texts",
+            "input",
+            "too_many",
+        )
 
 
 def _scores(arrays: Sequence[np.ndarray], pool: Pool) -> list[float]:
@@ -231,6 +249,6 @@ def _head(prefix: str, done: Computed, pool: Pool) -> dict[str, Any]:
     return {"id": f"{prefix}-{done.id}", "object": "list", "created": int(time.time()), "model": pool.name}
 
 
-async def _response(answer: Any) -> Response:
+async def _response(serving: Serving, answer: Callable[[], bytes]) -> Response:
     """An answer, written in a thread: it may be millions of numbers."""
-    return Response(await asyncio.to_thread(answer), media_type="application/json")
+    return Response(await serving.writing.run(answer), media_type="application/json")
