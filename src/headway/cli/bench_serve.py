@@ -116,7 +116,11 @@ def serve(
         at_once = min(requests, pace.concurrency or requests)
         with Served(options, at_once, at_once * amounts.most) as server:
             address = Address.of(server.url)
-            report = asyncio.run(_measure(address, amounts, pace, stream=stream, model=None, vocab=vocab))
+            try:
+                report = asyncio.run(_measure(address, amounts, pace, stream=stream, model=None, vocab=vocab))
+            finally:
+                for entry in server.failures:
+                    note(f"the server's log: {entry}")
     else:
         _check_alone(dtype=dtype, device=device, threads=threads, quantize=quantize)
         address = Address.of(url, settings().api_key)

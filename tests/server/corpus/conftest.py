@@ -28,7 +28,7 @@ import pytest
 from support.live import Live, live
 from support.small import at_rest, small_engine, tokens_of
 
-LIMITS: dict[str, Any] = {"header_timeout": 3.0, "body_timeout": 3.0, "write_timeout": 2.0, "max_grammar_seconds": 5.0}
+LIMITS: dict[str, Any] = {"header_timeout": 2.0, "body_timeout": 2.0, "write_timeout": 1.0, "max_grammar_seconds": 2.0}
 
 
 @pytest.fixture(scope="session")
