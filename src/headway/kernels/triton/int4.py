@@ -3,9 +3,10 @@
 A weight is scale × (code - 8), the scale in float16, one for a group of 32 inputs. Activations stay floats: a row comes
 in float16, and sums of eight products leave it at once.
 
-Codes lie eight to a word of int32, inputs 2j and 2j + 1 of the eight at bits 4j and 16 + 4j: the bits of two neighbours
-under one mask, joined with the exponent of 1024, are two float16 numbers, 1024 + code each. So a product unpacks two
-weights with one instruction and multiplies two with another.
+Codes lie eight to a word of int32, two neighbouring inputs at bits 4j and 16 + 4j: their bits under one mask, joined
+with the exponent of 1024, are two float16 numbers, 1024 + code each. So a product unpacks two weights with one
+instruction and multiplies two with another. Group g has the pairs g, g + G, g + 2G, … of a row of G groups, and its
+four words lie G apart: whatever threads that work on neighbouring groups read lies side by side.
 """
 
 # pyright: reportIndexIssue=false, reportMissingImports=false, reportPossiblyUnboundVariable=false
@@ -25,12 +26,12 @@ from headway.kernels.triton.launch import follow, options, wait
 
 GROUP = 32
 INNER = 0.0625  # what goes into float16 is divided by 16: there is room for large values between gate and down
-PLACES = (0, 16, 4, 20, 8, 24, 12, 28)  # where the code of each of eight inputs begins in its word
+PAIRS = GROUP // 2
 
 
 @dataclass(frozen=True, eq=False)
 class Int4:
-    """A matrix [N, K] and its bias [N] or none: codes [N, K / 8] int32, scales [N, K / 32] float16."""
+    """A matrix [N, K] and its bias [N] or none: codes [N, 4, G] int32, scales [N, G] float16; G is K / 32."""
 
     codes: Tensor
     scales: Tensor
@@ -61,24 +62,24 @@ def quantise(weight: Tensor, bias: Tensor | None = None) -> Int4:
     n, k = weight.shape
     if k % GROUP:
         raise Unsupported(f"int4 takes groups of {GROUP} inputs and this matrix has {k}; leave quantize out")
-    grouped = weight.float().view(n, -1, GROUP)
-    far = grouped.gather(2, grouped.abs().argmax(2, keepdim=True))
-    scale = (far / -8).half()  # [N, K / 32, 1]
-    step = torch.where(scale != 0, scale.float(), 1)
-    codes = (torch.round(grouped / step) + 8).clamp(0, 15).to(torch.int32)
-    words = codes.view(n, k // 8, 8)
-    packed = torch.zeros(n, k // 8, dtype=torch.int32, device=weight.device)
-    for i, place in enumerate(PLACES):
-        packed |= words[..., i] << place
-    return Int4(packed, scale.squeeze(2).contiguous(), bias, weight.dtype)
+    grouped = weight.float().view(n, PAIRS, -1, 2).permute(0, 2, 1, 3)  # [N, G, 16, 2]
+    far = grouped.flatten(2).gather(2, grouped.flatten(2).abs().argmax(2, keepdim=True))
+    scale = (far / -8).half()  # [N, G, 1]
+    step = torch.where(scale != 0, scale.float(), 1)[..., None]
+    codes = (torch.round(grouped / step) + 8).clamp(0, 15).to(torch.int32).unflatten(2, (4, 4))  # word, pair, which
+    packed = torch.zeros(codes.shape[:3], dtype=torch.int32, device=weight.device)
+    for pair in range(4):
+        packed |= (codes[..., pair, 0] << (4 * pair)) | (codes[..., pair, 1] << (16 + 4 * pair))
+    return Int4(packed.transpose(1, 2).contiguous(), scale.squeeze(2).contiguous(), bias, weight.dtype)
 
 
 def dequantise(w: Int4) -> Tensor:
     """The weights [N, K] in the dtype they had."""
-    n, words = w.codes.shape
-    places = torch.tensor(PLACES, device=w.codes.device, dtype=torch.int32)
-    codes = ((w.codes[..., None] >> places) & 15).view(n, -1, GROUP)
-    return ((codes - 8) * w.scales.float()[..., None]).view(n, 8 * words).to(w.dtype)
+    n, groups = w.scales.shape
+    places = torch.tensor([[4 * pair, 16 + 4 * pair] for pair in range(4)], device=w.codes.device, dtype=torch.int32)
+    codes = (w.codes.transpose(1, 2)[..., None, None] >> places) & 15  # [N, G, word, pair, which]
+    values = (codes.reshape(n, groups, PAIRS, 2) - 8) * w.scales.float()[..., None, None]
+    return values.permute(0, 2, 1, 3).reshape(n, -1).to(w.dtype)
 
 
 def row_product(
@@ -153,45 +154,42 @@ def _eight(w, x0, x1, x2, x3):
 
 
 @triton.jit
-def _words(codes, row, g, i, inside, EVEN: tl.constexpr):
-    """Words of rows and groups: [BN, BG, 4]."""
-    at = codes + (row + g) * 4 + i
+def _words(codes, row, g, inside, GROUPS: tl.constexpr, EVEN: tl.constexpr):
+    """The four words of rows and groups, [ROWS, BG] each."""
+    at = codes + row * 4 + g
     if EVEN:
-        return tl.load(at, eviction_policy="evict_first")
-    return tl.load(at, mask=inside & (i < 4), other=0, eviction_policy="evict_first")
+        w0 = tl.load(at, eviction_policy="evict_first")
+        w1 = tl.load(at + GROUPS, eviction_policy="evict_first")
+        w2 = tl.load(at + 2 * GROUPS, eviction_policy="evict_first")
+        w3 = tl.load(at + 3 * GROUPS, eviction_policy="evict_first")
+    else:
+        w0 = tl.load(at, mask=inside, other=0)
+        w1 = tl.load(at + GROUPS, mask=inside, other=0)
+        w2 = tl.load(at + 2 * GROUPS, mask=inside, other=0)
+        w3 = tl.load(at + 3 * GROUPS, mask=inside, other=0)
+    return w0, w1, w2, w3
 
 
 @triton.jit
-def _sums(
-    w, x, scales, row, g, i, inside, BN: tl.constexpr, BG: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr
-):
-    """Each word's weights times their inputs: [BN, BG, 4].
-
-    Inputs and scales are read in the shape of the words, the same ones by many threads: so no thread waits for another.
-    """
-    shape: tl.constexpr = (BN, BG, 4)
-    there = tl.broadcast_to(inside, shape)
-    if EVEN:
-        scale = tl.load(scales + tl.broadcast_to(row + g, shape)).to(tl.float32)
-    else:
-        scale = tl.load(scales + tl.broadcast_to(row + g, shape), mask=there, other=0.0).to(tl.float32)
+def _sum(w, x, pair, inside, GROUPS: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr):
+    """The weights of words w, in steps, times their inputs, whose first pair is `pair`; all [ROWS, BG]."""
     if PACKED:
-        at = x + tl.broadcast_to(g * 16 + i * 4, shape)
         if EVEN:
-            x0, x1, x2, x3 = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+            x0, x1 = tl.load(x + pair), tl.load(x + pair + GROUPS)
+            x2, x3 = tl.load(x + pair + 2 * GROUPS), tl.load(x + pair + 3 * GROUPS)
         else:
-            x0, x1 = tl.load(at, mask=there, other=0), tl.load(at + 1, mask=there, other=0)
-            x2, x3 = tl.load(at + 2, mask=there, other=0), tl.load(at + 3, mask=there, other=0)
-        return _eight(w, x0, x1, x2, x3) * scale
-    total = tl.zeros(shape, tl.float32)
-    at = x + tl.broadcast_to(g * 32 + i * 8, shape)
+            x0, x1 = tl.load(x + pair, mask=inside, other=0), tl.load(x + pair + GROUPS, mask=inside, other=0)
+            x2 = tl.load(x + pair + 2 * GROUPS, mask=inside, other=0)
+            x3 = tl.load(x + pair + 3 * GROUPS, mask=inside, other=0)
+        return _eight(w, x0, x1, x2, x3)
+    total = tl.zeros(w.shape, tl.float32)
     for j in tl.static_range(4):
-        low = tl.load(at + 2 * j, mask=there, other=0.0).to(tl.float32)
-        high = tl.load(at + 2 * j + 1, mask=there, other=0.0).to(tl.float32)
-        total += (((w >> (4 * j)) & 15) - 8).to(tl.float32) * low + (((w >> (16 + 4 * j)) & 15) - 8).to(
-            tl.float32
-        ) * high
-    return total * scale
+        at = x + 2 * (pair + j * GROUPS)
+        low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        high = tl.load(at + 1, mask=inside, other=0.0).to(tl.float32)
+        total += (((w >> (4 * j)) & 15) - 8).to(tl.float32) * low
+        total += (((w >> (16 + 4 * j)) & 15) - 8).to(tl.float32) * high
+    return total
 
 
 @triton.jit
@@ -202,36 +200,43 @@ def _row_product(
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     follow(AHEAD)
-    r = tl.program_id(0) * BN + tl.arange(0, BN)
-    row, above = r.to(tl.int64)[:, None, None] * GROUPS, (r + n).to(tl.int64)[:, None, None] * GROUPS
-    g, i = tl.arange(0, BG)[None, :, None], tl.arange(0, 4)[None, None, :]
-    real = (r < n)[:, None, None]
-    total = tl.zeros((BN, BG, 4), tl.float32)
-    up = tl.zeros((BN, BG, 4), tl.float32)
-    w = _words(codes, row, g, i, real & (g < GROUPS), EVEN)
-    if GATED:
-        u = _words(codes, above, g, i, real & (g < GROUPS), EVEN)
+    ROWS: tl.constexpr = 2 * BN if GATED else BN  # gates, then the ups beside them
+    m = tl.arange(0, ROWS)
+    out = tl.program_id(0) * BN + m % BN
+    r = out + m // BN * n
+    row = r.to(tl.int64)[:, None] * GROUPS
+    g = tl.arange(0, BG)[None, :]
+    real = (out < n)[:, None]
+    total = tl.zeros((ROWS, BG), tl.float32)
+    w0, w1, w2, w3 = _words(codes, row, g, real & (g < GROUPS), GROUPS, EVEN)
     wait(AHEAD)
     for base in range(0, GROUPS, BG):
-        now = w
-        if GATED:
-            beside = u
+        v0, v1, v2, v3 = w0, w1, w2, w3
         if base + BG < GROUPS:
-            w = _words(codes, row, base + BG + g, i, real & (base + BG + g < GROUPS), EVEN)
-            if GATED:
-                u = _words(codes, above, base + BG + g, i, real & (base + BG + g < GROUPS), EVEN)
+            w0, w1, w2, w3 = _words(codes, row, base + BG + g, real & (base + BG + g < GROUPS), GROUPS, EVEN)
+        # Inputs are read in the shape of the words, the same ones by many threads: so none waits for another.
         inside = real & (base + g < GROUPS)
-        total += _sums(now, x, scales, row, base + g, i, inside, BN, BG, EVEN, PACKED)
-        if GATED:
-            up += _sums(beside, x, scales, above, base + g, i, inside, BN, BG, EVEN, PACKED)
-    result = tl.sum(tl.sum(total, 2), 1) * FACTOR
+        pair = tl.broadcast_to(base + g, (ROWS, BG))
+        if EVEN:
+            scale = tl.load(scales + row + base + g, eviction_policy="evict_first").to(tl.float32)
+        else:
+            scale = tl.load(scales + row + base + g, mask=inside, other=0.0).to(tl.float32)
+        part = _sum(v0, x, pair, inside, GROUPS, EVEN, PACKED)
+        part += _sum(v1, x, pair + 4 * GROUPS, inside, GROUPS, EVEN, PACKED)
+        part += _sum(v2, x, pair + 8 * GROUPS, inside, GROUPS, EVEN, PACKED)
+        part += _sum(v3, x, pair + 12 * GROUPS, inside, GROUPS, EVEN, PACKED)
+        total += part * scale
+    sums = tl.sum(total, 1) * FACTOR
     if BIAS:
-        result += tl.load(bias + r, mask=r < n, other=0.0).to(tl.float32)
+        sums += tl.load(bias + r, mask=out < n, other=0.0).to(tl.float32)
+    at = tl.program_id(0) * BN + tl.arange(0, BN)
     if GATED:
-        other = tl.sum(tl.sum(up, 2), 1) * FACTOR
-        if BIAS:
-            other += tl.load(bias + n + r, mask=r < n, other=0.0).to(tl.float32)
-        result = result / (1.0 + tl.exp(-result)) * other
+        both = tl.reshape(sums, (2, BN))
+        which = tl.arange(0, 2)[:, None]
+        gate, up = tl.sum(tl.where(which == 0, both, 0.0), 0), tl.sum(tl.where(which == 1, both, 0.0), 0)
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        result = sums
     if ADD:
-        result += tl.load(y + r, mask=r < n, other=0.0).to(tl.float32)
-    tl.store(y + r, (result * SCALE).to(y.dtype.element_ty), mask=r < n)
+        result += tl.load(y + at, mask=at < n, other=0.0).to(tl.float32)
+    tl.store(y + at, (result * SCALE).to(y.dtype.element_ty), mask=at < n)
