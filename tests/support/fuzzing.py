@@ -72,7 +72,7 @@ class Fuzzer:
             ):
                 for found in schema.get_all_operations():
                     operation = found.ok()
-                    if mode is GenerationMode.POSITIVE or operation.body:
+                    if time.monotonic() < end and (mode is GenerationMode.POSITIVE or operation.body):
                         self._operation(operation, mode, dice.getrandbits(32), end)
 
     def _operation(self, operation: Any, mode: GenerationMode, number: int, end: float) -> None:

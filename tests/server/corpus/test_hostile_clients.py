@@ -200,7 +200,7 @@ def test_leaving_at_every_point_of_an_answer(served: Live, form: str) -> None:
     """Before anything is computed, in the middle of the prompt, after so many bytes, with an end or without a word."""
     path, body = FORMS[form]
     whole = written(path, body, "Connection: close")
-    for count in (0, 1, 50, 200, 400, 1000, 3000, 10_000):
+    for count in (0, 1, 150, 400, 1001, 10_000):
         with connection(served) as one:
             one.sendall(whole)
             read = 0
@@ -210,7 +210,7 @@ def test_leaving_at_every_point_of_an_answer(served: Live, form: str) -> None:
                     break
             if count % 100:
                 reset(one)
-    for wait in (0.0, 0.001, 0.01, 0.05, 0.1):
+    for wait in (0.0, 0.01, 0.1):
         with connection(served) as one:
             one.sendall(whole)
             time.sleep(wait)
