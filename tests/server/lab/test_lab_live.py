@@ -384,3 +384,8 @@ def test_a_painted_mask_is_the_oracles(nasty: tuple[Live, Oracle], visit: Callab
     shown = page.locator("#mask-result .two > div").nth(1).locator(".num").all_inner_texts()
     best = max(float(text.rstrip("%")) / 100 for text in shown)
     assert best == pytest.approx(float(probs.max()), abs=2e-3)
+    rows = page.locator("#mask-runs").inner_text()
+    page.wait_for_timeout(400)  # the address is written when things are quiet
+    page.reload()
+    page.locator("#mask-result[data-distance]").wait_for()
+    assert page.locator("#mask-runs").inner_text() == rows

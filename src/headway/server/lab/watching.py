@@ -6,6 +6,7 @@ The map of pages says in which state each one is and nothing of what is in it.
 from __future__ import annotations
 
 import json
+import weakref
 from collections import Counter, deque
 from dataclasses import asdict
 from itertools import groupby
@@ -100,7 +101,17 @@ async def vocab(request: Request) -> Response:
     return Response(body, media_type="application/json")
 
 
+_vocabs: weakref.WeakKeyDictionary[Engine, bytes] = weakref.WeakKeyDictionary()
+
+
 def _vocab(engine: Engine) -> bytes:
+    """Written once for an engine: half a second of work for a large vocabulary."""
+    if engine not in _vocabs:
+        _vocabs[engine] = _spelled(engine)
+    return _vocabs[engine]
+
+
+def _spelled(engine: Engine) -> bytes:
     texts = [text_of(id, engine, "") for id in range(engine.vocab_size)]
     return json.dumps(texts, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 

@@ -84,13 +84,14 @@ export class Row {
     this._scored = null;
   }
 
-  /** Scores after bias and penalties with their ranking; kept until one of these changes. */
+  /** Scores after bias and penalties, their ranking and first stage; kept until one of these changes. */
   scored(knobs, past, bias) {
     const key = JSON.stringify([knobs.repetition_penalty, knobs.presence_penalty, knobs.frequency_penalty,
       [...bias], [...past.seen], [...past.counts]]);
     if (key !== this._key) {
       const { scores, changed } = penalised(this.logits, knobs, past, bias);
-      this._scored = { scores, changed, order: changed.size ? ranking(scores) : this.order };
+      const first = stage("penalties", ...weighed(alive(scores), scores, 1), null);
+      this._scored = { scores, changed, order: changed.size ? ranking(scores) : this.order, first: { ...first, changed } };
       this._key = key;
     }
     return this._scored;
@@ -102,100 +103,96 @@ export class Row {
  * the share of the stage before. The last stage's weights are what is drawn from.
  */
 export function stages(row, knobs, past = history([], []), bias = new Map()) {
-  const { scores, changed, order } = row.scored(knobs, past, bias);
-  const all = alive(scores);
-  const found = [stage("penalties", all, weigh(all, scores, 1), null)];
-  found[0].changed = changed;
+  const { scores, order, first } = row.scored(knobs, past, bias);
+  const found = [first];
   if (knobs.temperature === 0) {
-    const best = order[0];
-    found.push(stage("temperature", Int32Array.of(best), Float64Array.of(1), found[0]));
+    found.push(stage("temperature", Int32Array.of(order[0]), Float64Array.of(1), first));
     for (const name of ["top_k", "top_p", "min_p", "typical_p"]) found.push({ ...found[1], name, kept: 1 });
     return found;
   }
-  const hot = weigh(all, scores, knobs.temperature);
-  found.push(stage("temperature", all, hot, null));
-  let ids = all;
-  if (knobs.top_k > 0 && knobs.top_k < ids.length) ids = rising(firstAlive(order, scores, knobs.top_k));
-  found.push(stage("top_k", ids, weigh(ids, scores, knobs.temperature), found.at(-1)));
-  if (knobs.top_p < 1) ids = prefix(ids, found.at(-1), knobs.top_p, order);
-  found.push(stage("top_p", ids, weigh(ids, scores, knobs.temperature), found.at(-1)));
-  if (knobs.min_p > 0) {
-    const { weights } = found.at(-1);
-    ids = ids.filter((_, i) => weights[i] >= knobs.min_p);
-  }
-  found.push(stage("min_p", ids, weigh(ids, scores, knobs.temperature), found.at(-1)));
-  if (knobs.typical_p < 1) ids = typical(ids, scores, found.at(-1), knobs);
-  found.push(stage("typical_p", ids, weigh(ids, scores, knobs.temperature), found.at(-1)));
+  found.push(stage("temperature", ...weighed(first.ids, scores, knobs.temperature), null));
+  const narrow = (name, on, filter) => {
+    const before = found.at(-1);
+    const ids = on ? filter(before) : before.ids;
+    found.push(ids.length === before.ids.length ? { ...before, name, kept: 1 } : stage(name, ...weighed(ids, scores, knobs.temperature), before));
+  };
+  narrow("top_k", knobs.top_k > 0 && knobs.top_k < first.ids.length, () => order.slice(0, knobs.top_k).sort());
+  narrow("top_p", knobs.top_p < 1, (from) => prefix(from, knobs.top_p, order));
+  narrow("min_p", knobs.min_p > 0, ({ ids, weights }) => ids.filter((_, i) => weights[i] >= knobs.min_p));
+  narrow("typical_p", knobs.typical_p < 1, (from) => typical(from, scores, knobs));
   return found;
 }
 
+/** A stage of rising ids; `kept` is the share they had of the stage before. */
 function stage(name, ids, weights, before) {
   let sum = 0;
-  for (const weight of weights) sum += weight;
+  for (let i = 0; i < weights.length; i++) sum += weights[i];
   let kept = 1;
   if (before) {
-    let rest = 0;
-    for (const id of ids) rest += before.weights[find(before.ids, id)];
-    kept = rest / before.sum;
+    kept = 0;
+    for (let i = 0, at = 0; i < ids.length; i++) {
+      while (before.ids[at] !== ids[i]) at++;
+      kept += before.weights[at];
+    }
+    kept /= before.sum;
   }
   return { name, ids, weights, sum, kept };
 }
 
 /** Ids of the tokens that have any chance. */
 function alive(scores) {
-  const ids = [];
-  for (let i = 0; i < scores.length; i++) if (scores[i] > -Infinity) ids.push(i);
-  return ids.length ? Int32Array.from(ids) : Int32Array.from(scores.keys());
+  const ids = new Int32Array(scores.length);
+  let count = 0;
+  for (let i = 0; i < scores.length; i++) if (scores[i] > -Infinity) ids[count++] = i;
+  return count ? ids.subarray(0, count) : Int32Array.from(scores.keys());
 }
 
-function weigh(ids, scores, temperature) {
+/** [ids, their weights]: the largest is 1. */
+function weighed(ids, scores, temperature) {
   let peak = -Infinity;
-  for (const id of ids) if (scores[id] > peak) peak = scores[id];
-  return Float64Array.from(ids, (id) => Math.exp((scores[id] === peak ? 0 : scores[id] - peak) / temperature));
+  for (let i = 0; i < ids.length; i++) if (scores[ids[i]] > peak) peak = scores[ids[i]];
+  const weights = new Float64Array(ids.length);
+  for (let i = 0; i < ids.length; i++) {
+    const score = scores[ids[i]];
+    weights[i] = score === peak ? 1 : Math.exp((score - peak) / temperature);
+  }
+  return [ids, weights];
 }
 
-function firstAlive(order, scores, k) {
-  return order.slice(0, k).filter((id) => scores[id] > -Infinity);
-}
-
-const rising = (ids) => Int32Array.from(ids).sort();
-
-/** The shortest ranking prefix of a stage's tokens whose weight reaches `share` of it. */
-function prefix(ids, from, share, order) {
+/** The shortest ranking prefix of a stage whose weight reaches `share` of it. A stage so far is a ranking prefix too. */
+function prefix(from, share, order) {
   const goal = share * from.sum;
-  const inside = ids.length === order.length ? null : new Set(ids);
-  const kept = [];
   let reached = 0;
-  for (const id of order) {
-    if (inside && !inside.has(id)) continue;
-    kept.push(id);
-    reached += from.weights[find(from.ids, id)];
+  let count = 0;
+  while (count < from.ids.length) {
+    reached += from.weights[find(from.ids, order[count++])];
     if (reached >= goal) break;
   }
-  return rising(kept);
+  return order.slice(0, count).sort();
 }
 
 /** The fewest tokens whose surprise is nearest the entropy that reach the share. */
-function typical(ids, scores, from, knobs) {
+function typical(from, scores, knobs) {
+  const { ids, weights, sum } = from;
   let peak = -Infinity;
-  for (const id of ids) if (scores[id] > peak) peak = scores[id];
-  const logSum = Math.log(from.sum);
-  const logs = Float64Array.from(ids, (id) => (scores[id] === peak ? 0 : scores[id] - peak) / knobs.temperature - logSum);
+  for (let i = 0; i < ids.length; i++) if (scores[ids[i]] > peak) peak = scores[ids[i]];
+  const logSum = Math.log(sum);
+  const near = new Float64Array(ids.length);
   let entropy = 0;
   for (let i = 0; i < ids.length; i++) {
-    const p = from.weights[i] / from.sum;
-    if (p > 0) entropy -= p * logs[i];
+    near[i] = (scores[ids[i]] === peak ? 0 : scores[ids[i]] - peak) / knobs.temperature - logSum;
+    if (weights[i] > 0) entropy -= (weights[i] / sum) * near[i];
   }
-  const near = logs.map((log) => -Math.abs(-log - entropy));
-  const goal = knobs.typical_p * from.sum;
+  for (let i = 0; i < ids.length; i++) near[i] = -Math.abs(-near[i] - entropy);
+  const goal = knobs.typical_p * sum;
   const kept = [];
   let reached = 0;
   for (const i of ranking(near)) {
     kept.push(ids[i]);
-    reached += from.weights[i];
+    reached += weights[i];
     if (reached >= goal) break;
   }
-  return rising(kept);
+  return Int32Array.from(kept).sort();
 }
 
 /** Where an id stands among rising ids, or -1. */
@@ -221,21 +218,6 @@ export function probAt(at, id) {
 export function distribution(found) {
   const last = found.at(-1);
   return { ids: last.ids, probs: last.weights.map((weight) => weight / last.sum) };
-}
-
-/** The first token, in id order, whose running probability exceeds `uniform`. */
-export function pick(ids, weights, uniform) {
-  let sum = 0;
-  for (const weight of weights) sum += weight;
-  let reached = 0;
-  let last = ids[0];
-  for (let i = 0; i < ids.length; i++) {
-    if (weights[i] === 0) continue;
-    reached += weights[i];
-    last = ids[i];
-    if (reached > uniform * sum) return ids[i];
-  }
-  return last;
 }
 
 /** Tokens drawn from the last stage with (seed, position, ordinal 0, 1, …), as the engine draws them. */
