@@ -236,7 +236,7 @@ class Bench:
             plain = self.rates(engine, s.batch, s.tokens)
             least = decode_limit(c, s.batch, s.context + s.tokens // 2, self.limits)
             self.add(
-                f"{s.big}, {s.batch} sequences, {s.context} context",
+                f"{s.big}, {s.batch} sequences, {s.context} context, engine",
                 plain,
                 "tok/s",
                 limit=s.batch / least,

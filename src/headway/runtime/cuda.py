@@ -16,6 +16,7 @@ the same pages; so does everything in deterministic mode, which `open_backend` d
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -57,9 +58,23 @@ class CudaRunner:
         """Apply the edits, run the model over the rows, read what was asked."""
         return self.begin(batch)()
 
-    @torch.inference_mode()
     def begin(self, batch: Batch) -> Callable[[], list[SegmentResult]]:
         """Set the device to work; what comes back waits for it. The host is free meanwhile."""
+        with torch.inference_mode(), self._where():
+            finish = self._begin(batch)
+
+        def finished() -> list[SegmentResult]:
+            with torch.inference_mode(), self._where():
+                return finish()
+
+        return finished
+
+    def _where(self) -> AbstractContextManager[object]:
+        """Triton launches on the thread's own device, whatever device the tensors are on."""
+        device = self.decoder.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+    def _begin(self, batch: Batch) -> Callable[[], list[SegmentResult]]:
         if batch.edits:
             self.pool.apply(batch.edits)
         if any(not reads_final_state(r.what) for s in batch.segments for _, _, r in s.readouts):
@@ -69,7 +84,7 @@ class CudaRunner:
         x = self._forward(batch) if len(batch.tokens) else None
         kept = None if x is None else _kept(batch, x)
         read = self._reader.begin(batch, x, self.profiler.mark)
-        return torch.inference_mode()(lambda: self._finish(batch, read(), kept))
+        return lambda: self._finish(batch, read(), kept)
 
     def _finish(self, batch: Batch, values: Values, kept: list[Tensor | None] | None) -> list[SegmentResult]:
         if self.profiler.measuring:
