@@ -36,6 +36,17 @@ def test_special_tokens_are_named_alone_or_on_request(served):
     assert served.post("/detokenize", tokens=[end]).json["prompt"] == "<|im_end|>"
 
 
+def test_too_many_ids_are_refused_unread(served):
+    error = served.refused("/detokenize", tokens=[5] * 262_145)
+    assert (error["param"], error["code"]) == ("tokens", "too_many")
+
+
+def test_tools_of_a_chat_are_bounded_here_too(served):
+    tools = [{"type": "function", "function": {"name": f"f{i}", "description": "x" * 9000}} for i in range(200)]
+    error = served.refused("/tokenize", messages=[{"role": "user", "content": "hi"}], tools=tools)
+    assert (error["param"], error["code"]) == ("tools", "schema_too_large")
+
+
 def test_a_chat_has_the_tokens_of_its_prompt(served):
     messages = [{"role": "user", "content": "hi"}]
     ids = served.post("/tokenize", messages=messages).json["tokens"]

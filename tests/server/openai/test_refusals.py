@@ -15,6 +15,15 @@ USER = [{"role": "user", "content": "hi"}]
 F = {"type": "function", "function": {"name": "f"}}
 CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}
 
+
+def named(name):
+    return {"id": "a", "function": {"name": name, "arguments": "{}"}}
+
+
+def described(name, text):
+    return {"type": "function", "function": {"name": name, "description": text}}
+
+
 COMMON = [
     ({"nonsense": 1}, "nonsense", ["not known"]),
     ({"guided_json": {}}, "guided_json", ["structured_outputs.json"]),
@@ -97,6 +106,14 @@ COMPLETIONS = [
     ({"best_of": 2, "stream": True}, "best_of", ["stream"]),
     ({"logprobs": 65}, "logprobs", ["65", "64"]),
     ({"logprobs": True}, "logprobs", ["integer"]),
+    (
+        {"prompt": [5] * 1000, "n": 64, "echo": True, "logprobs": 64, "max_tokens": 0},
+        "logprobs",
+        ["4160000", "1048576"],
+    ),
+    ({"prompt": [5] * 1000, "n": 64, "prompt_logprobs": 64, "max_tokens": 0}, "prompt_logprobs", ["4160000", "64"]),
+    ({"prompt": [[5] * 1000] * 64, "prompt_logprobs": 64, "max_tokens": 0}, "prompt_logprobs", ["64000", "1048576"]),
+    ({"n": 64, "logprobs": 64, "max_tokens": 1100}, "logprobs", ["70400", "4194304"]),
     ({"messages": USER}, "messages", ["not known"]),
 ]
 CHATS = [
@@ -111,6 +128,36 @@ CHATS = [
         None,
         ["text only"],
     ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].image_url",
+        ["image_url", "text"],
+    ),
+    ({"messages": [{"role": "user", "content": "a", "name": "ada"}]}, "messages[0].name", ["template"]),
+    (
+        {"messages": [*USER, {"role": "assistant", "content": "a", "reasoning_content": "b"}, *USER]},
+        "messages[1].reasoning_content",
+        ["template"],
+    ),
+    (
+        {"messages": [*USER, {"role": "assistant", "content": "a", "refusal": "b"}, *USER]},
+        "messages[1].refusal",
+        ["content"],
+    ),
+    (
+        {"messages": [*USER, CALLED, {"role": "tool", "content": "5", "tool_call_id": "a", "name": "g"}]},
+        "messages[2].name",
+        ["'g'", "'f'"],
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 16385}]},
+        "messages",
+        ["16385", "16384"],
+    ),
+    ({"messages": [CALLED | {"tool_calls": CALLED["tool_calls"] * 16385}]}, "messages", ["16385", "16384"]),
+    ({"messages": [CALLED | {"tool_calls": [named("f" * 4_000_000)]}]}, "messages", ["4000002", "8192"]),
+    ({"tools": [described(f"f{i}", "x" * 9000) for i in range(200)]}, "tools", ["1048576"]),
+    ({"n": 64, "logprobs": True, "top_logprobs": 20}, "logprobs", ["max_tokens", "4194304"]),
     ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", ["neither"]),
     ({"messages": [*USER, CALLED, {"role": "tool", "content": "5"}]}, "messages[2].tool_call_id", ["which call"]),
     (

@@ -32,6 +32,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "twin": TenantLimits(),
         "one": TenantLimits(max_requests=1, max_tokens=500),
         "rare": TenantLimits(requests_per_minute=2),
+        "few": TenantLimits(requests_per_minute=2),
     }
     return {"file": str(path)} | {name: add_key(path, name, limit) for name, limit in limits.items()}
 
@@ -241,6 +242,9 @@ def test_a_key_is_held_to_its_requests_at_once(closed: Server, keys: dict[str, s
     reply = closed.tokens([5], 1, key=keys["one"])
     assert (reply.status, reply.error["code"]) == (429, "queue_full")
     assert int(reply.headers["retry-after"]) >= 1
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
+        reply = closed.ask("POST", path, body, {"Authorization": f"Bearer {keys['one']}"})
+        assert (reply.status, reply.error["code"]) == (429, "queue_full")
     assert closed.tokens([5], 1, key=keys["wide"]).status == 200
     slow.join()
     assert closed.tokens([5], 1, key=keys["one"]).status == 200
@@ -258,6 +262,17 @@ def test_a_key_is_held_to_its_requests_a_minute(closed: Server, keys: dict[str, 
     reply = closed.tokens([5], 1, key=keys["rare"])
     assert reply.error["code"] == "rate_limit_exceeded"
     assert 1 <= int(reply.headers["retry-after"]) <= 60
+
+
+def test_requests_of_every_kind_are_counted_but_for_those_that_watch(closed: Server, keys: dict[str, str]) -> None:
+    key = {"Authorization": f"Bearer {keys['few']}"}
+    assert [closed.get(path, key).status for path in ("/stats", "/metrics", "/stats")] == [200, 200, 200]
+    assert closed.ask("POST", "/detokenize", {"tokens": [97]}, key).status == 400
+    assert closed.get("/v1/models", key).status == 200
+    for path in ("/detokenize", "/tokenize", "/v1/chat/completions", "/nothing"):
+        reply = closed.ask("POST", path, {}, key)
+        assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
+    assert closed.get("/stats", key).status == 200
 
 
 def test_no_key_is_ever_written(closed: Server, keys: dict[str, str]) -> None:

@@ -1,0 +1,94 @@
+"""Answers with many log-probabilities: every choice has those of its prompt, and the event loop does not write them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.server.openai.answers import LIGHT, Usage, _events, _whole
+from headway.server.openai.running import packed, packed_in_pieces
+from headway.server.threads import Threads
+
+PROMPT = "The quick brown fox jumps over the lazy dog, and then"
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=30,
+)
+
+
+@given(VALUES)
+def test_what_is_written_in_pieces_is_the_same(value: Any) -> None:
+    assert packed_in_pieces(value) == packed(value)
+
+
+class Large:
+    """An answer that is ready only once the event loop has done something else."""
+
+    prefix, kind, chunk_kind, usage, whole_weight = "x", "x", "x", Usage(), LIGHT + 1
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+
+    async def work(self, put: Any) -> None: ...
+
+    def take(self, delta: Any, ticket: Any) -> None: ...
+
+    def answer(self) -> dict[str, Any]:
+        assert self.free.wait(60), "the event loop writes this answer itself"
+        return {"choices": [{"logprobs": [1.5, None]}]}
+
+    def weight(self, deltas: Iterable[Any]) -> int:
+        return LIGHT + 1
+
+    def chunks(self, delta: Any) -> Iterable[dict[str, Any]]:
+        yield {"choices": [delta]}
+
+
+def test_a_large_answer_is_written_beside_the_event_loop() -> None:
+    async def both() -> bytes:
+        job, threads = Large(), Threads("test", 1)
+        writing = asyncio.create_task(_whole(job, {"id": "a"}, threads))
+        await asyncio.sleep(0)
+        job.free.set()
+        return await writing
+
+    found = json.loads(asyncio.run(both()))
+    assert found["choices"] == [{"logprobs": [1.5, None]}]
+    assert _events(Large(), {"id": "a"}, [1, 2], packed_in_pieces) == _events(Large(), {"id": "a"}, [1, 2])
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_every_choice_has_the_prompt_it_echoes(served, max_tokens):
+    asked = {"echo": True, "logprobs": 64, "prompt_logprobs": 2, "max_tokens": max_tokens, "seed": 1}
+    (alone,) = served.complete(PROMPT, **asked)["choices"]
+    choices = served.complete([PROMPT, "Another one"], n=3, **asked)["choices"]
+    assert [choice["index"] for choice in choices] == list(range(6))
+    count = len(served.engine.tokenizer.encode(PROMPT))
+    for choice in choices[:3]:
+        assert choice["prompt_logprobs"] == alone["prompt_logprobs"]
+        for name, values in choice["logprobs"].items():
+            assert values[:count] == alone["logprobs"][name][:count]
+            assert len(values) == count + max_tokens
+    assert choices[0] == alone
+    assert len(choices[3]["prompt_logprobs"]) < count
+
+
+def test_a_stream_echoes_the_same(served):
+    asked = {"echo": True, "logprobs": 64, "n": 2, "max_tokens": 3, "seed": 1}
+    prompt = PROMPT * 4  # more than the event loop writes itself
+    whole = served.complete(prompt, **asked)["choices"]
+    assert sum(len(top or ()) for top in whole[0]["logprobs"]["top_logprobs"]) > LIGHT
+    streamed: dict[int, dict[str, list[Any]]] = {0: {}, 1: {}}
+    for event in served.post("/v1/completions", prompt=prompt, stream=True, **asked).events:
+        for choice in event["choices"]:
+            for name, values in (choice["logprobs"] or {}).items():
+                streamed[choice["index"]].setdefault(name, []).extend(values)
+    assert [streamed[i] for i in (0, 1)] == [choice["logprobs"] for choice in whole]
