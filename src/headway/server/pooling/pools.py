@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headway.pipelines.pipeline import Pipeline
 
 ROLES = ("embed", "rerank", "classify")
-WHAT = {"embed": "an embedding model", "rerank": "a reranker or embedding model", "classify": "a classifier"}
+WHAT = {"embed": "embedding model", "rerank": "reranker or embedding model", "classify": "classifier"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class Pools:
         found = [self.ready[role] for role in roles if role in self.ready]
         if not found:
             flags = " or ".join(f"--{role} MODEL" for role in roles)
-            raise bad_request(f"this server has not {WHAT[roles[0]]}; it is started with {flags}", code="unsupported")
+            raise bad_request(f"this server has no {WHAT[roles[0]]}; it is started with {flags}", code="unsupported")
         for pool in found:
             if model is None or model in (pool.name, pool.asked):
                 return pool
