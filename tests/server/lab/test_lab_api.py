@@ -156,10 +156,25 @@ def test_branches_share_full_pages_and_are_scored_as_traces_are(lab_server: Live
     assert len({table[2] for table in tables}) == 3
     assert found["pages"] == len({page for table in tables for page in table})
     assert found["pages_alone"] == sum(map(len, tables))
-    alone = traced(lab_server, prompt, take=branches[1], scores=4)["scores"]
-    for mine, other in zip(found["branches"][1]["scores"], alone, strict=True):
-        assert mine["id"] == other["id"]
-        assert mine["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
+    for branch, take in zip(found["branches"], branches, strict=True):
+        alone = traced(lab_server, prompt, take=take, scores=len(take))["scores"]
+        for mine, other in zip(branch["scores"], alone, strict=True):
+            assert mine["id"] == other["id"]
+            assert mine["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
+            assert mine["entropy"] == pytest.approx(other["entropy"], abs=1e-3)
+    lab_server.until(lab_server.is_quiet)
+
+
+def test_branches_share_what_they_have_in_common_behind_the_prompt_too(lab_server: Live) -> None:
+    prompt, stem = list(range(600, 620)), list(range(700, 716))
+    branches = [[*stem, 5], [*stem, 6, 7], stem, [9], [*stem, 5]]
+    found = lab_server.post("/lab/api/branches", prompt=prompt, branches=branches).json
+    tables = [[page["page"] for page in branch["pages"]] for branch in found["branches"]]
+    assert len({tuple(tables[i][:2]) for i in (0, 1, 2, 4)}) == 1  # 36 tokens fill two pages
+    assert tables[3][0] == tables[0][0]
+    assert tables[3][1] != tables[0][1]
+    assert [[score["id"] for score in branch["scores"]] for branch in found["branches"]] == branches
+    assert found["branches"][0]["scores"] == found["branches"][4]["scores"]
     lab_server.until(lab_server.is_quiet)
 
 
@@ -234,6 +249,8 @@ def test_what_cannot_be_traced_is_refused_by_name(
 def test_branches_have_limits_too(lab_server: Live) -> None:
     assert "at most 64" in lab_server.refused("/lab/api/branches", prompt="a", branches=[[1]] * 65)["message"]
     assert "empty" in lab_server.refused("/lab/api/branches", prompt="a", branches=[[]])["message"]
+    assert "empty" in lab_server.refused("/lab/api/branches", prompt="a", branches=[])["message"]
+    assert "vocabulary" in lab_server.refused("/lab/api/branches", prompt="a", branches=[[49152]])["message"]
     error = lab_server.refused("/lab/api/branches", prompt=[5] * 400, branches=[[1] * 500] * 60)
     assert error["code"] == "context_length_exceeded"
     assert lab_server.post("/lab/api/trace", prompt="a", model="other").status == 404

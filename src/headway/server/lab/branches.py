@@ -6,20 +6,19 @@ while all of them are there, and released.
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import ExitStack
 
-import numpy as np
 from fastapi import APIRouter, Request
 
 from headway.base.probes import Entropy, Ranking
 from headway.program.context import Context
 from headway.server.errors import bad_request
-from headway.server.lab.tracing import MAX_ROWS, pages_of, read_sequence
+from headway.server.lab.tracing import MAX_ROWS, pages_of, read_sequence, scored
 from headway.server.lab.wire import Branch, Branches, BranchesRequest, Score
 from headway.server.openai.answers import check_model
 from headway.server.openai.bodies import JsonRoute
 from headway.server.openai.checks import Check
+from headway.server.openai.running import together
 from headway.server.serving import Serving
 
 MAX_BRANCHES = 64
@@ -36,14 +35,15 @@ async def branches(asked: BranchesRequest, request: Request) -> Branches:
     check = Check(serving)
     priority = check.priority(asked.priority, tenant)
     check.size("branches", len(asked.branches), MAX_BRANCHES)
+    if not asked.branches:
+        raise bad_request("branches is empty; give at least one", "branches")
     for i, branch in enumerate(asked.branches):
         if not branch:
             raise bad_request(f"branches[{i}] is empty; a branch has at least one token", "branches")
         check.size(f"branches[{i}]", len(branch), MAX_ROWS)
     with serving.counted(tenant):
-        read = [await read_sequence(asked.prompt, branch, check) for branch in asked.branches or [[]]]
-    prompt = read[0].prompt
-    takes = [one.take for one in read if one.take]
+        prompt = (await read_sequence(asked.prompt, [], check)).prompt
+    takes = [check.ids("branches", branch, f"branches[{i}]") for i, branch in enumerate(asked.branches)]
     total = len(prompt) + sum(map(len, takes))
     check.length(total, 0, 0, "branches")  # all of them are there at once
     async with serving.admit(tenant, tokens=total) as ticket:
@@ -57,11 +57,11 @@ async def branches(asked: BranchesRequest, request: Request) -> Branches:
 
 
 async def _grown(home: Context, last: int, takes: list[tuple[int, ...]]) -> Branches:
-    """Forks with the branches in them, computed side by side."""
+    """The branches, while all of them are there."""
     with ExitStack() as stack:
-        forks = [stack.enter_context(home.fork()) for _ in takes]
-        done = await asyncio.gather(*(_grow(fork, last, take) for fork, take in zip(forks, takes, strict=True)))
-        pages = [pages_of(fork) for fork in forks]
+        tree = _Tree(takes, stack)
+        await tree.grow(home, last, list(range(len(takes))), 0)
+        pages = [pages_of(tree.leaves[i]) for i in range(len(takes))]
     held = [page.page for table in pages for page in table if page.page is not None]
     return Branches(
         model="",
@@ -69,25 +69,59 @@ async def _grown(home: Context, last: int, takes: list[tuple[int, ...]]) -> Bran
         page_size=home.page_size,
         pages=len(set(held)),
         pages_alone=len(held),
-        batch_size=max((size for _, size in done), default=0),
+        batch_size=tree.batch_size,
         branches=[
             Branch(tokens=list(take), pages=table, scores=scores)
-            for take, table, (scores, _) in zip(takes, pages, done, strict=True)
+            for take, table, scores in zip(takes, pages, tree.scores, strict=True)
         ],
     )
 
 
-async def _grow(fork: Context, last: int, take: tuple[int, ...]) -> tuple[list[Score], int]:
-    """Compute a branch behind the prompt's last token; how likely its tokens were, and how many passes ran with it."""
-    forward = fork.forward().input([last, *take])
-    ranks = [forward.probe(i, Ranking(0, ids=[token])) for i, token in enumerate(take)]
-    entropies = [forward.probe(i, Entropy()) for i in range(len(take))]
-    out = await forward.execute()
-    found = [out.ranking(handle).ids[0] for handle in ranks]
-    scores = [
-        Score(
-            id=r.id, logprob=r.logprob if r.logprob > -np.inf else None, rank=r.rank, entropy=float(out.entropy(handle))
-        )
-        for r, handle in zip(found, entropies, strict=True)
-    ]
-    return scores, out.stats.batch_size
+class _Tree:
+    """Forks where branches part: what several have in common is computed once, in the context they are forked from."""
+
+    def __init__(self, takes: list[tuple[int, ...]], stack: ExitStack) -> None:
+        self._takes, self._stack = takes, stack
+        self.leaves: dict[int, Context] = {}
+        self.scores: list[list[Score]] = [[] for _ in takes]
+        self.batch_size = 0
+
+    async def grow(self, context: Context, last: int, group: list[int], depth: int) -> None:
+        """Grow the branches of a group, which are the same up to `depth`; `last` is the token before, not computed."""
+        first, *others = (self._takes[i][depth:] for i in group)
+        size = len(first) if not others else _common(first, others)
+        run = first[:size]
+        ends = not others
+        scores = await self._score(context, [last, *run] if ends else [last, *run][:size], run)
+        for i in group:
+            self.scores[i] += scores
+        if ends:
+            self.leaves[group[0]] = context
+            return
+        parted: dict[tuple[int, ...], list[int]] = {}  # by the next token; each that ends here is alone
+        for i in group:
+            rest = self._takes[i][depth + size :]
+            parted.setdefault(rest[:1] or (-1, i), []).append(i)
+        after = run[-1] if run else last
+        children = [(self._stack.enter_context(context.fork()), part) for part in parted.values()]
+        await together(self.grow(fork, after, part, depth + size) for fork, part in children)
+
+    async def _score(self, context: Context, rows: list[int], run: tuple[int, ...]) -> list[Score]:
+        """Compute rows; how likely each token of the run was at the row before it."""
+        if not rows:
+            return []
+        forward = context.forward().input(rows)
+        ranks = [forward.probe(i, Ranking(0, ids=[token])) for i, token in enumerate(run)]
+        entropies = [forward.probe(i, Entropy()) for i in range(len(run))]
+        out = await forward.execute()
+        self.batch_size = max(self.batch_size, out.stats.batch_size)
+        return [
+            scored(out.ranking(rank).ids[0], out.entropy(entropy))
+            for rank, entropy in zip(ranks, entropies, strict=True)
+        ]
+
+
+def _common(first: tuple[int, ...], others: list[tuple[int, ...]]) -> int:
+    """How many leading tokens all have."""
+    columns = zip(first, *others, strict=False)
+    return next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(map(len, [first, *others])))

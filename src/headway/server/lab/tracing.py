@@ -20,7 +20,7 @@ from starlette.responses import Response
 from headway.base.brle import Brle
 from headway.base.errors import InvalidInput, InvalidMask, WrongType
 from headway.base.masks import Mask
-from headway.base.probes import AttentionScores, Entropy, LogitLens, Logits, Ranking
+from headway.base.probes import AttentionScores, Entropy, LogitLens, Logits, Rank, Ranking
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampling
 from headway.kernels import sampling
@@ -257,10 +257,7 @@ class _Handles:
             tokens=[] if self._drawn is None else out.tokens(self._drawn),
             lens=[] if self._lens is None else out.lens(self._lens),
             attention=[out.attention(handle) for handle in self._attention],
-            scores=[
-                Score(id=r.id, logprob=r.logprob if r.logprob > -np.inf else None, rank=r.rank, entropy=float(e))
-                for r, e in zip(ranks, entropies, strict=True)
-            ],
+            scores=[scored(rank, entropy) for rank, entropy in zip(ranks, entropies, strict=True)],
             pages=pages,
             measured=measured,
         )
@@ -297,6 +294,12 @@ async def _profiled(forward: Forward, engine: Engine) -> tuple[Output, Sample | 
             engine.profiler.enabled = False
             sample = engine.profiler.take()
     return out, sample
+
+
+def scored(rank: Rank, entropy: float) -> Score:
+    """What a pass says of a token; JSON has no infinity, so what could never come has no log-probability."""
+    logprob = rank.logprob if rank.logprob > -np.inf else None
+    return Score(id=rank.id, logprob=logprob, rank=rank.rank, entropy=float(entropy))
 
 
 def pages_of(context: Context) -> list[PageInfo]:

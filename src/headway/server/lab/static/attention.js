@@ -52,9 +52,12 @@ async function drawHeads(lab, place) {
       const from = Math.max(0, scores.slots - WIDE);
       const texts = now.trace.texts.slice(from);
       const mine = Array.from(scores.at(lab.head).subarray(from));
-      fill(grid, h("div", { class: "heads" }, heat(scores, from, texts, lab.head), h("div", {}, h("h3", {}, `Layer ${lab.layer}, head ${lab.head}`),
+      const many = texts.length > 20;
+      const lines = texts.map((text, i) => ({ text, value: mine[i], label: percent(mine[i]) }));
+      const half = Math.ceil(lines.length / 2);
+      fill(grid, h("div", { class: many ? "heads stacked" : "heads" }, heat(scores, from, texts, lab.head), h("div", {}, h("h3", {}, `Layer ${lab.layer}, head ${lab.head}`),
         from > 0 && h("p", { class: "soft small" }, `The last ${WIDE} of ${whole(scores.slots)} slots; those before hold ${percent(scores.at(lab.head).subarray(0, from).reduce((a, b) => a + b, 0))}.`),
-        bars(texts.map((text, i) => ({ text, value: mine[i], label: percent(mine[i]) })), { max: 1, dense: texts.length > 12 }))));
+        many ? h("div", { class: "two" }, [lines.slice(0, half), lines.slice(half)].map((part) => bars(part, { max: 1, dense: true }))) : bars(lines, { max: 1, dense: texts.length > 12 }))));
     } catch (error) {
       if (now === lab.now) fill(grid, h("div", { class: "note" }, h("p", {}, error.message)));
     }
