@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -220,3 +223,16 @@ def test_other_dtypes_are_near_float32(dtype: str) -> None:
     assert got.dtype == np.float32
     assert ((got * want).sum(1) > 0.99).all()
     assert next(model.parameters()).dtype == torch.float32  # the caller's model stays as it is
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_and_compares_the_same_model(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/pipelines.py", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], text=True, capture_output=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "pipelines.json").read_text())
+    assert {row["work"] for row in data["results"]} == {"(a) short", "(b) long-tailed", "(c) 8 tasks"}
+    assert all(row["items/s"] > 0 for row in data["results"])
+    assert any(note.startswith("32 of 32 labels as Hugging Face's") for note in data["notes"])

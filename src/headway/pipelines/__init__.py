@@ -28,7 +28,7 @@ may be on their way (fewer where rows are large, such as images). A task whose m
 
 Who owns what:
 
-    make          `pipeline(...)`: from arguments to a Pipeline; `register_task` is in `registry`
+    make          `pipeline(...)`: its arguments; `opening` loads and chooses a way to compute; `registry` has the names
     pipeline      Pipeline: calls, streams, `submit`, `preprocess`/`forward`/`postprocess` by hand, closing
     batcher       the one thread that computes; `planning` chooses its rows, `budget` how many, `stream` keeps order
     task          Task and the types above;  `arrays` pads and stacks rows into batches
@@ -39,7 +39,7 @@ Who owns what:
     images        any picture → a PIL image; `recipes` do what an image processor does, bit by bit
     sounds        any recording → float32 samples; `pieces` divide long ones
     shapes        tasks whose rows padding would change; `writing` what models write of pictures and recordings
-    packed, quantize, compiled, onnx    other ways to compute the same numbers
-    tasks/        one file a family of tasks: classification, tagging, filling, answering, embedding, generation (text);
-                  vision, zero_shot_image, multimodal, audio, speech, whisper, seq2seq
+    packed, quantize, compiled, onnx    other ways to compute the same numbers; `products` are their linear layers
+    tasks/        one file a family of tasks: classification, zero_shot, tagging, filling, answering, embedding (text),
+                  decoding (text on the engine); vision, zero_shot_image, multimodal, audio, speech, whisper, seq2seq
 """

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from headway.pipelines.arrays import Group, groups_of, pack
 from headway.pipelines.forward import Forward, to_device
-from headway.pipelines.products import Maker, Product, float_product
+from headway.pipelines.products import Blocked, Maker, Product, float_product, round_rows
 from headway.pipelines.task import Batch, Row
 
 FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert")
@@ -67,6 +67,7 @@ class PackedEncoder:
         self._last = _layer(layers[-1], self._family, make, apart=True)
         self._activation = activation_of(config)
         self._attend = attention_for(run)
+        self._rounds = isinstance(self._last.out, Blocked)
         self._head = _with_states(module) if self._base is not module else None
         self.takes_types = self._family != "distilbert"
         self.first_position = int(config.pad_token_id) + 1 if self._family in POSITIONED else 0
@@ -85,14 +86,19 @@ class PackedEncoder:
         """The final states of the tokens at `places`, or of all, [N, H]."""
         inputs = to_device(batch.inputs, self._run.device)
         x = self._embed({name: ids.unsqueeze(0) for name, ids in inputs.items()}).squeeze(0)
+        total, x = len(x), self._rounded(x)
         for layer in self._layers[:-1]:
             x = self._layer(layer, x, layout)
         if places is None:
-            return self._layer(self._layers[-1], x, layout)
+            return self._layer(self._layers[-1], x, layout)[:total]
         at = torch.tensor(places, device=x.device)
         if len(places) == len(batch.rows):  # one of each row: nothing else of the last layer is needed
-            return self._last_layer(x, x[at], layout)
+            return self._last_layer(x, self._rounded(x[at]), layout)[: len(places)]
         return self._layer(self._layers[-1], x, layout)[at]
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        """`x` with rows of zeros up to a number that products meet often."""
+        return F.pad(x, (0, 0, 0, round_rows(len(x)) - len(x))) if self._rounds else x
 
     def _embed(self, inputs: dict[str, Tensor]) -> Tensor:
         x = self._base.embeddings(**inputs)
@@ -228,7 +234,10 @@ class Layout:
 
 
 class Attention(Protocol):
-    """Attention within each row: for all tokens, qkv [T, 3·H·D] → [T, H·D]; for one a row, [R, H·D] → [R, H·D]."""
+    """Attention within each row: for all tokens, qkv [T, 3·H·D] → [T, H·D]; for one a row, [R, H·D] → [R, H·D].
+
+    Rows behind those of the layout are nobody's; there are as many of them in the answer, whatever they hold.
+    """
 
     def all(self, qkv: Tensor, layout: Layout, heads: int) -> Tensor: ...
     def one(self, query: Tensor, kv: Tensor, layout: Layout, heads: int) -> Tensor: ...
@@ -244,7 +253,7 @@ class ByLength:
             q, k, v = qkv[g.start : g.end].view(g.rows, g.length, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
             mixed = F.scaled_dot_product_attention(q, k, v)  # [R, H, L, D]
             parts.append(mixed.transpose(1, 2).reshape(-1, width))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return _together(parts, len(qkv))
 
     def one(self, query: Tensor, kv: Tensor, layout: Layout, heads: int) -> Tensor:
         width = query.shape[1]
@@ -254,7 +263,14 @@ class ByLength:
             k, v = kv[g.start : g.end].view(g.rows, g.length, 2, heads, width // heads).permute(2, 0, 3, 1, 4)
             parts.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, width))
             first += g.rows
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return _together(parts, len(query))
+
+
+def _together(parts: list[Tensor], rows: int) -> Tensor:
+    """The parts one after another, with zeros up to `rows`."""
+    if missing := rows - sum(map(len, parts)):
+        parts.append(parts[0].new_zeros(missing, parts[0].shape[1]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Ragged:

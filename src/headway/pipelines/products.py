@@ -71,6 +71,17 @@ class Blocked:
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
 
 
+def round_rows(rows: int) -> int:
+    """The next of a few numbers of rows, at most a sixteenth more.
+
+    oneDNN makes and keeps code for every number of rows that it meets; a stream of batches would meet hundreds.
+    """
+    step = 16
+    while rows > 16 * step * 2:
+        step *= 2
+    return -(-rows // step) * step
+
+
 def can_block(weight: Tensor) -> bool:
     """Whether oneDNN serves this weight."""
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
