@@ -255,9 +255,14 @@ def test_the_inside_of_a_pass(lab_server: Live, visit: Callable[..., Any]) -> No
     found = [float(text.rstrip("%")) / 100 for text in page.locator(".heads .bars .num").all_inner_texts()]
     assert np.allclose(found, scores, atol=1e-3)
     page.locator("#tab-engine").click()
+    context = lab_server.engine.context()
+    context.fill(range(200, 240))
+    lab_server.engine.run(lambda engine: context.flush())
+    with context, context.fork():  # two programs that share two full pages
+        page.locator(".legend-list li", has_text=re.compile(r"^\s*2 shared")).wait_for()
     page.locator("#programs").click()
-    page.locator(".legend-list", has_text=re.compile(r"[1-9]\d* (shared|working)")).wait_for()
-    page.locator("svg.steps").wait_for()
+    page.locator("p", has_text="for 4 passes with 4 rows").wait_for()
+    page.locator(".legend-list li", has_text=re.compile(r"^\s*0 shared")).wait_for()
     page.locator("#measure").click()
     page.locator("button", has_text="Measure again").wait_for()
     assert "feed-forward" in page.locator("main").inner_text()

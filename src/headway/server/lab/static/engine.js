@@ -4,7 +4,7 @@ import { ask } from "./api.js";
 import { bars } from "./charts.js";
 import { bytes, fill, h, many, percent, ratio, s, seconds, whole } from "./dom.js";
 
-const EVERY = 1000; // milliseconds
+const EVERY = 700; // milliseconds
 const STEPS = 60;
 const CELL = 9;
 const MEANING = { free: "nobody has them", cached: "kept for whoever starts the same way", working: "not full yet, one owner", committed: "full, will not change", shared: "held by several contexts" };
@@ -81,7 +81,7 @@ const stepWords = (step) => `Step ${whole(step.step)}: ${seconds(step.seconds)} 
 /** Four generations from the same prompt, side by side, so that there is something to watch. */
 function run(lab) {
   const { tokens } = lab.now.trace;
-  ask("../v1/completions", { prompt: tokens, n: 4, max_tokens: 48, temperature: 1, seed: lab.state.seed, ignore_eos: true }).catch((error) => lab.say(error.message, true));
+  ask("../v1/completions", { prompt: tokens, n: 4, max_tokens: 64, temperature: 1, seed: lab.state.seed, ignore_eos: true }).catch((error) => lab.say(error.message, true));
 }
 
 async function measure(lab, place) {
