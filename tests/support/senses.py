@@ -60,7 +60,7 @@ def same(mine: Any, other: Any, *, at: str = "result") -> None:
         for i, (a, b) in enumerate(zip(mine, other)):
             same(a, b, at=f"{at}[{i}]")
     elif isinstance(other, (float, np.floating)):
-        assert float(mine) == pytest.approx(float(other), rel=1e-4, abs=1e-6), at
+        assert float(mine) == pytest.approx(float(other), rel=1e-4, abs=1e-5), at
     else:
         assert mine == other, at
 
