@@ -241,6 +241,7 @@ def test_an_unknown_task_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 class TestGoingOn:
+    @pytest.mark.slow
     def test_after_being_killed_again_and_again(self, model: str, tmp_path: Path) -> None:
         """SIGKILL in the middle, four times; in the end the same bytes as without."""
         source = write_lines(tmp_path / "in.jsonl", [text for _ in range(75) for text in TEXTS])
@@ -332,6 +333,7 @@ class TestGoingOn:
         ):
             pass
 
+    @pytest.mark.slow
     def test_ctrl_c_leaves_what_was_done(self, model: str, tmp_path: Path) -> None:
         asked = ["text-classification", "--model", model, "--device", "cpu", "--input", "-"]
         target = tmp_path / "out.jsonl"
