@@ -49,18 +49,18 @@ def tone(seconds: float, *, rate: int = RATE, seed: int = 0) -> np.ndarray:
     return found.astype(np.float32)
 
 
-def same(mine: Any, other: Any, *, at: str = "result") -> None:
+def same(mine: Any, other: Any, *, rel: float = 1e-4, abs: float = 1e-6, at: str = "result") -> None:
     """Both are the same but for float rounding, all the way down."""
     if isinstance(other, dict):
         assert set(mine) == set(other), at
         for key in other:
-            same(mine[key], other[key], at=f"{at}.{key}")
+            same(mine[key], other[key], rel=rel, abs=abs, at=f"{at}.{key}")
     elif isinstance(other, (list, tuple)):
         assert len(mine) == len(other), at
         for i, (a, b) in enumerate(zip(mine, other)):
-            same(a, b, at=f"{at}[{i}]")
+            same(a, b, rel=rel, abs=abs, at=f"{at}[{i}]")
     elif isinstance(other, (float, np.floating)):
-        assert float(mine) == pytest.approx(float(other), rel=1e-4, abs=1e-5), at
+        assert float(mine) == pytest.approx(float(other), rel=rel, abs=abs), at
     else:
         assert mine == other, at
 
