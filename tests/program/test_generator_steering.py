@@ -584,7 +584,7 @@ async def test_a_step_is_prepared_behind_another_generation_s_finished_pass(engi
     async with engine.context().fill([7]) as context:
         one, two = (context.generate(hw.Argmax(), max_tokens=6) for _ in range(2))
         first = await some(one, 1)
-        while engine.loop.jobs():  # its pass ahead
+        while engine.loop.waiting():  # its passes ahead
             await asyncio.sleep(0)
         step = await (await two.prepare()).take()
         assert [*first, *step.tokens] == continued([7], 2)

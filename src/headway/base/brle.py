@@ -64,6 +64,11 @@ class Brle:
         return _trusted((start, stop - start, length - stop) if stop < length else (start, stop - start))
 
     @classmethod
+    def settled(cls, runs: tuple[int, ...]) -> Brle:
+        """The bits of run lengths that are known to be as they should: none but the first is 0, and not all are."""
+        return _trusted(runs)
+
+    @classmethod
     def ones(cls, length: int) -> Brle:
         """`length` ones."""
         length = whole(length, "length")

@@ -211,6 +211,15 @@ class Mask:
         places = (Place(i, rows, first_slot, first_slot + i + 1 if causal else end, causal) for i in range(rows))
         return tuple(_attend(self.rule, place) for place in places)
 
+    def at(self, slot: int) -> Brle:
+        """`bind(slot, 1)[0]`: what the token at a slot attends to. Quick for the masks that follow every token."""
+        match self.rule:
+            case Window(size) if size <= slot:
+                return Brle.settled((slot + 1 - size, size))
+            case Sink(sink, window) if 0 < sink < slot + 1 - window:
+                return Brle.settled((0, sink, slot + 1 - window - sink, window))
+        return self.bind(slot, 1)[0]
+
     def to_bool(self, first_slot: int, rows: int, *, causal: bool = True) -> np.ndarray:
         """What the rows attend to, as an array `[rows, first_slot + rows]`, True = attend."""
         bound = self.bind(first_slot, rows, causal=causal)

@@ -153,6 +153,22 @@ class PageTable:
             self._commit(self.length // self.page_size)
         self.stamp = object()
 
+    def append(self, token: int, mask: Brle | None, page: int | None, state: object) -> None:
+        """One token more, at the position behind all others, computed alone; its page stays a working page for now."""
+        if page is not None:
+            self.pages = [*self.pages, page]
+        position = self.next_position
+        self.tokens.append(token)
+        self.positions.append(position)
+        self.peaks.append(position)
+        self.masks.append(mask)
+        self.length += 1
+        self.state, self.stamp = state, object()
+
+    def commit_up_to(self, pages: int) -> None:
+        """The first `pages` pages, which are full, are immutable from now on."""
+        self._commit(pages)
+
     def _commit(self, pages: int) -> None:
         """The first `pages` pages are immutable now, and found by their keys."""
         size = self.page_size

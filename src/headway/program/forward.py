@@ -366,6 +366,11 @@ class Execution(Generic[Result]):
             raise asyncio.CancelledError
         return self._delivered(job.outcome.result())
 
+    @property
+    def job(self) -> Job:
+        """The pass on its way."""
+        return self._job
+
     def result(self, timeout: float | None = None) -> Result:
         """Wait in this thread; a pass that does not end in time is undone."""
         try:

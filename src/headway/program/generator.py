@@ -10,8 +10,10 @@ the generation, put tokens in by hand or take a step by hand; the next step star
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -41,6 +43,8 @@ from headway.program.output import Output, SampleHandle
 from headway.program.steps import Prepared, Step, Turn, probed
 from headway.program.stops import read_stops
 from headway.program.transcript import Transcript
+from headway.runtime.scheduler import Job
+from headway.runtime.streak import Streak
 
 if TYPE_CHECKING:
     from headway.program.context import Context
@@ -116,6 +120,10 @@ class Generation:
     async def __anext__(self) -> Step:
         if self.finish is not None:
             raise StopAsyncIteration
+        if self._next is not None:
+            job, token = self._followed()
+            if job is not None:
+                return self._told(job, await self._coming(job) if token is None else token)
         await self._compile_beside()
         turn = self._claimed()
         if turn is None:
@@ -266,7 +274,8 @@ class Generation:
     def _come_back(self) -> None:
         """What the context calls when somebody looks at it between two steps."""
         if self._next is not None:
-            self._retract(self._said.generated[-1])
+            streak = self._next.execution.job.streak
+            self._retract(self._said.generated[-1] if streak is None else streak.last)
 
     def _claimed(self) -> Turn | None:
         """The pass ahead, if there is one; from now on nobody takes it back."""
@@ -349,10 +358,76 @@ class Generation:
         return isinstance(self._said.constraint, Matched) and self._said.constraint.breadth >= OPEN
 
     def _run_ahead(self, turn: Turn) -> None:
-        """Queue the next pass with the token that this one draws, so that the device never waits for the program."""
+        """Queue the next pass with the token that this one draws, so that the device never waits for the program.
+
+        Where it takes nothing but the token, it repeats itself from then on.
+        """
         # What stands in its way will be said in its own turn, or by this turn's outcome if that has failed already.
-        with suppress(OutOfPages, TokenBudgetExceeded, DeadlineExceeded, PassFailed):
+        with suppress(OutOfPages, TokenBudgetExceeded, DeadlineExceeded, PassFailed), self._context.engine.lock:
+            left = min(self._left, self._context.room()) - 1
             self._next = self._built(turn.token).execute()
+            if self._can_go_on():
+                job = self._next.execution.job
+                streak = Streak(job.work.readouts[0], self._attention, self._ids, left)
+                self._context.engine.loop.keep_going(job, streak)
+
+    def _can_go_on(self) -> bool:
+        """Whether the passes that follow differ by their token alone, and nobody counts them."""
+        table, windows = self._context.table, self._context.engine.config.windows
+        plain = self._said.constraint is None and self._probe is None and not table.has_discards
+        known = self._attention is None or all(window is None for window in windows)
+        free = not self._ids or len(self._said.generated) + 1 >= self._least
+        reserved = table.working > -(-table.working_tokens // table.page_size)
+        return plain and known and free and not reserved and table.token_budget is None
+
+    def _followed(self) -> tuple[Job | None, int | None]:
+        """The streak that this generation follows, if it does, and its next token, if that is there.
+
+        From now on nobody takes the streak back, until the step is made.
+        """
+        with self._context.engine.lock:
+            job = None if self._next is None else self._next.execution.job
+            if job is None or job.streak is None:
+                return None, None
+            self._check_idle()
+            self._context.retract = None
+            return job, self._context.engine.loop.taken(job)
+
+    async def _coming(self, job: Job) -> int:
+        """The next token of a streak, when it is there."""
+        engine, loop = self._context.engine, asyncio.get_running_loop()
+        try:
+            while True:
+                with engine.lock:
+                    if (token := engine.loop.taken(job)) is not None:
+                        return token
+                    if job.outcome.done():
+                        break
+                    waiter = loop.create_future()
+                    job.waiters[:] = [(loop, waiter)]
+                await waiter
+            job.outcome.result()
+            raise AssertionError("a streak has no result")
+        except BaseException as error:
+            with suppress(Closed, ContextBusy, PassFailed):
+                self._come_back()
+            if isinstance(error, CancelledError):
+                raise asyncio.CancelledError from None
+            raise
+
+    def _told(self, job: Job, token: int) -> Step:
+        """The step that a token of a streak makes."""
+        streak = job.streak
+        assert streak is not None
+        if token in self._ids:
+            self._retract(None)
+            return self._end(self._reason(token), Step((), ""))
+        self._said.add(token)
+        if self._said.stopped or (streak.over and not streak.drawn):
+            self._retract(token)
+        else:
+            self._context.retract = self._come_back
+        return self._step([token])
 
     async def _outcome(self, turn: Turn) -> Output:
         try:

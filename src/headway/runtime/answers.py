@@ -16,7 +16,7 @@ def resolve(box: list[Answer]) -> None:
     for job, error in box:
         if error is not None:
             job.outcome.fail(error)
-        elif not job.outcome.done():
+        elif job.streak is None and not job.outcome.done():
             job.outcome.succeed(job.result())
 
 

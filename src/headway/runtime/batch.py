@@ -56,6 +56,28 @@ class Batch:
     edits: tuple[Edit, ...]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Rows:
+    """One row each of sequences that go on by themselves [N], and how each draws its next token.
+
+    A token below 0 is one that the rows before drew and nobody has read yet: -1 - i for row i of those. `pages` are the
+    sequences' whole tables side by side, ending at `page_ends` [N]; `slots` [N] is where each row stands in its own.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    write_slots: np.ndarray
+    pages: np.ndarray
+    page_ends: np.ndarray
+    masks: tuple[Brle | None, ...] | None  # None: every row sees all slots up to its own
+    readouts: tuple[Readout, ...]
+    seeds: np.ndarray  # of the readouts, uint64
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
 @dataclass(eq=False, slots=True)
 class Chunk:
     """Tokens `start` to `stop` of a pass whose sequence begins at slot `base`, laid out for a step.
@@ -162,10 +184,13 @@ def needed_pages(work: Pass, base: int, size: int) -> frozenset[int] | None:
     """The page numbers that some row of the pass attends to or writes; None when no row has a mask."""
     if not work.masks or any(m is None for m in work.masks):
         return None
-    end = base + len(work.tokens)
-    needed = set(range(base // size, -(-end // size)))
-    for mask in work.masks:
-        assert mask is not None
+    return needed_of([m for m in work.masks if m is not None], base, base + len(work.tokens), size)
+
+
+def needed_of(masks: Sequence[Brle], begin: int, end: int, size: int) -> frozenset[int]:
+    """The page numbers that one of these masks attends to, and those of the slots that are written."""
+    needed = set(range(begin // size, -(-end // size)))
+    for mask in masks:
         for start, stop in mask.intervals():
             needed.update(range(start // size, (stop - 1) // size + 1))
     return frozenset(needed)

@@ -23,9 +23,11 @@ from headway.kv.table import PageTable
 from headway.runtime.answers import Answer, resolve, wake_all
 from headway.runtime.batch import Batch, Chunk, needed_pages, pack
 from headway.runtime.edits import Damage, carry_out
+from headway.runtime.fleet import Fleet, Flight
 from headway.runtime.passes import Pass
-from headway.runtime.runner import Runner, SegmentResult
+from headway.runtime.runner import RowRunner, Runner, SegmentResult
 from headway.runtime.scheduler import Job, Queue
+from headway.runtime.streak import Streak
 from headway.runtime.supply import Supply
 from headway.runtime.turn import Turn, Turns, late
 
@@ -55,9 +57,12 @@ class Loop:
         self._changed = threading.Condition(self.lock)
         self._runner, self._allocator, self._trim = runner, allocator, trim
         self._begin: Begin | None = getattr(runner, "begin", None)  # a runner that computes beside the host has it
+        self._row_runner = runner if isinstance(runner, RowRunner) else None
         self._positions = positions  # whether the runner looks at the position ids of slots
         self._queue = Queue()
-        self._turns = Turns(self._queue, self.supply, budget)
+        self._turns = Turns(self._queue, self.supply, budget, trim=trim)
+        self._fleet = Fleet(self._queue, self.supply, budget, self._row_runner, plain=not positions, trim=trim)
+        self._flight: tuple[Flight, Callable[[], list[int]]] | None = None  # on its way, beside the host
         self.counters = self._turns.counters
         self._orders = itertools.count()
         self._released: deque[PageTable] = deque()  # a finalizer only appends here
@@ -109,6 +114,20 @@ class Loop:
                 self._changed.notify_all()
         return job
 
+    def keep_going(self, job: Job, streak: Streak) -> None:
+        """Have a pass repeat itself that was submitted just now. The caller has held the lock since."""
+        job.streak = streak
+        if job.after is None:
+            streak.begin(job)
+
+    def taken(self, job: Job) -> int | None:
+        """The next token of a streak, if one is there. The caller holds the lock."""
+        assert job.streak is not None
+        token = job.streak.take()
+        if token is not None and job.streak.wake(job):
+            self._changed.notify_all()
+        return token
+
     def _check_size(self, table: PageTable, base: int, tokens: int) -> None:
         gone = table.pages.count(None) if table.has_discards else 0
         need = max(len(table.pages), -(-(base + tokens) // table.page_size)) - gone
@@ -136,7 +155,9 @@ class Loop:
         with self.lock:
             if job.then is not None and (job in self._queue or job.before is not None):
                 self.abandon(job.then, error)
-            if job in self._queue:
+            if job.goes_on:
+                self._turns.stop(job)
+            elif job in self._queue:
                 self._queue.remove(job)
                 job.abandoned = True
                 if not job.running:
@@ -162,8 +183,13 @@ class Loop:
         return self.last_job(table) is not None
 
     def jobs(self) -> list[Job]:
-        """Passes that are queued or running. The caller holds the lock."""
+        """Passes that are queued or running, and streaks that rest. The caller holds the lock."""
         return list(self._queue)
+
+    def waiting(self) -> int:
+        """How many passes are queued or running."""
+        with self.lock:
+            return sum(not job.resting for job in self._queue)
 
     def release_later(self, table: PageTable) -> None:
         """Give a table's pages back soon; safe in a finalizer."""
@@ -252,7 +278,7 @@ class Loop:
 
         def step() -> None:
             with self.lock:
-                idle = not (self._queue or self._calls)
+                idle = not (self._has_work() or self._calls or self._flight)
             if not idle:
                 self._step()
             self._hand_out(now=True)
@@ -279,12 +305,20 @@ class Loop:
         device busy while programs think.
         """
         with self.lock:
-            if not self._ready():
+            if self._flight is None and not self._ready():
                 self._hand_out(now=True)
                 self._wait()
-            if self._closing and not self._calls:
+            if self._closing and not self._calls and self._flight is None:
                 self._hand_out(now=True)
                 return False
+            flight = self._next_flight()
+            if flight is not None:
+                self._running = flight.jobs
+            edits = () if flight is None else self._allocator.take_edits()
+        if flight is not None or self._flight is not None:
+            self._fly(flight, edits)
+            return True
+        with self.lock:
             calls = list(self._calls)
             self._calls.clear()
             turn = self._turns.form()
@@ -306,12 +340,82 @@ class Loop:
             self._turns.apply(turn, results, len(batch.write_rows))
             self._running = []
             self._window, self._gap = start + seconds + min(GATHER, seconds), min(GATHER, seconds * GATHER_SHARE)
-            self._returning = len(self._turns.outbox)
+            self._returning = sum(job.streak is None for job, _ in self._turns.outbox)
             if self.listeners and turn:
-                event = self._event(turn, batch, seconds)
-                for listener in self.listeners:
-                    listener(event)
+                self._heard(len(turn), len(batch.tokens), seconds)
         return True
+
+    def _next_flight(self) -> Flight | None:
+        """The next step, if it has nothing but streaks and the runner takes those by themselves."""
+        flying = None if self._flight is None else self._flight[0]
+        if self._row_runner is None or self._calls or self._closing or self._row_runner.measures:
+            return None
+        if flying is not None and self._paused:  # step by step
+            return None
+        return self._fleet.form(flying)
+
+    def _fly(self, flight: Flight | None, edits: tuple[Edit, ...]) -> None:
+        """Set a flight going, and fold in the one before it: its results, or this one's where nothing runs beside."""
+        start, beside = time.perf_counter(), self._begin is not None
+        if not beside:
+            self._hand_out()
+        before, self._flight = self._flight, None
+        finish = None if flight is None else self._started(flight, edits)
+        if flight is not None and finish is not None:
+            if beside and before is None and not self._paused:
+                self._flight = flight, finish
+                self._hand_out()
+                return
+            if beside and before is not None:
+                self._flight = flight, finish
+            else:
+                before = flight, finish
+        if before is not None:
+            self._land(*before, start)
+        if beside:
+            self._hand_out()
+
+    def _started(self, flight: Flight, edits: tuple[Edit, ...]) -> Callable[[], list[int]] | None:
+        """Set the device to work on a flight; None when that failed, and the rows take an ordinary turn."""
+        assert self._row_runner is not None
+        damage = carry_out(edits, self._do) if edits else None
+        if damage:
+            with self.lock:
+                self._turns.without([(job, None) for job in flight.jobs], damage)
+        else:
+            try:
+                return self._row_runner.begin_rows(flight.rows)
+            except Exception:  # whose fault it is shows there
+                pass
+        with self.lock:
+            self._fleet.ground(flight)
+        return None
+
+    def _land(self, flight: Flight, finish: Callable[[], list[int]], start: float) -> None:
+        """Wait for a flight's tokens, and fold them in."""
+        try:
+            tokens = finish()
+        except Exception:
+            with self.lock:
+                self._fleet.ground(flight)
+            return
+        seconds = time.perf_counter() - start
+        flying = None if self._flight is None else self._flight[0]
+        with self.lock:
+            for job, error in self._fleet.apply(flight, tokens, flying):
+                self._turns.fail(job, error)
+            for job in flight.jobs:
+                self._turns.tell(job)
+            counters, rows = self.counters, len(tokens)
+            counters.steps += 1
+            counters.passes += rows
+            counters.batch_passes += rows
+            counters.tokens += rows
+            counters.pages_trimmed, self._fleet.pages_trimmed = counters.pages_trimmed + self._fleet.pages_trimmed, 0
+            self._running = [] if flying is None else flying.jobs
+            self._returning = 0
+            if self.listeners:
+                self._heard(rows, rows, seconds)
 
     def _do(self, edits: tuple[Edit, ...]) -> None:
         self._runner.execute(self._pack([], edits))
@@ -329,7 +433,7 @@ class Loop:
     def _ready(self) -> bool:
         """Whether a batch can be formed without the programs that still have to hear of their results."""
         self.drain()
-        queued = sum(job.after is None for job in self._queue)
+        queued = sum(job.after is None and not job.resting for job in self._queue)
         return bool(self._calls or self._closing) or (queued > 0 and queued >= self._returning)
 
     def _wait(self) -> None:
@@ -337,7 +441,7 @@ class Loop:
 
         They are many and take turns, so the moment lasts while they keep coming; see GATHER.
         """
-        while not (self._queue or self._calls or self._closing):
+        while not (self._has_work() or self._calls or self._closing):
             self._changed.wait(timeout=1.0)
             self.drain()
         while len(self._queue) < self._returning and not (self._closing or self._calls):
@@ -348,6 +452,9 @@ class Loop:
                 break
         self.drain()
         self._returning = 0
+
+    def _has_work(self) -> bool:
+        return any(not job.resting for job in self._queue)
 
     def _hand_out(self, *, now: bool = False) -> None:
         """Have the outbox delivered: now, or beside the step that is about to run."""
@@ -384,13 +491,19 @@ class Loop:
         except Exception as e:
             return _as_error(e)
 
-    def _event(self, turn: Turn, batch: Batch, seconds: float) -> StepEvent:
+    def _heard(self, passes: int, rows: int, seconds: float) -> None:
+        """Tell the listeners of a step."""
+        event = self._event(passes, rows, seconds)
+        for listener in self.listeners:
+            listener(event)
+
+    def _event(self, passes: int, rows: int, seconds: float) -> StepEvent:
         return StepEvent(
             step=self.counters.steps,
             seconds=seconds,
-            passes=len(turn),
-            rows=len(batch.tokens),
-            queued=len(self._queue),
+            passes=passes,
+            rows=rows,
+            queued=self.waiting(),
             pages_free=self._allocator.free,
             pages_cached=self._allocator.cached,
             pages_held=self._allocator.held,

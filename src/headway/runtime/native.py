@@ -7,13 +7,14 @@ deterministic mode costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headway.base.rng import uniforms
 from headway.base.samplers import Sampling
 from headway.kernels.attention import scores
 from headway.kernels.native import drawing, library
@@ -24,12 +25,14 @@ from headway.kernels.sampling import Draw
 from headway.kv.pool import Pool
 from headway.models.decoder import Taps
 from headway.models.packed import MATRICES, PackedDecoder, PackedLayer
-from headway.runtime.batch import Batch, Segment
+from headway.runtime.batch import Batch, Rows, Segment
 from headway.runtime.native_arrays import StepArrays
-from headway.runtime.passes import BEFORE
+from headway.runtime.passes import BEFORE, Readout
 from headway.runtime.profile import PHASES, Profiler
 from headway.runtime.readout import SLAB, Reader, make_taps, not_a_number, plainly_greedy
-from headway.runtime.runner import SegmentResult, segment_results, step_bytes
+from headway.runtime.runner import NO_TOKEN, SegmentResult, segment_results, step_bytes
+
+MOST_ROWS = 256
 
 
 class NativeModel:
@@ -151,17 +154,56 @@ class NativeRunner:
             self.profiler.end(sizes)
         return segment_results(batch, x, values)
 
+    @property
+    def measures(self) -> bool:
+        """Whether steps are being measured."""
+        return self.profiler.enabled
+
+    @property
+    def most_rows(self) -> int:
+        """How many rows go on by themselves in one step, at most: each has its logits."""
+        return MOST_ROWS
+
+    def draws(self, how: Sampling) -> bool:
+        """Whether rows that go on by themselves can draw so: in every way that takes no history."""
+        return not how.penalises
+
+    @torch.inference_mode()
+    def begin_rows(self, rows: Rows) -> Callable[[], list[int]]:
+        """Compute the rows and draw a token at each, here and now."""
+        step, count = self._arrays.fill_rows(rows), len(rows)
+        best, bad = self._room_for(step, count)
+        self._run(step)
+        tokens = best.tolist()
+        drawn = [i for i, r in enumerate(rows.readouts) if not plainly_greedy(r)]
+        if drawn:
+            numbers = uniforms(rows.seeds, rows.positions.astype(np.uint64)).tolist()
+            draws = [Draw(_sampling(rows.readouts[i]), uniform=numbers[i]) for i in drawn]
+            logits = self._logits[:count, : self.decoder.output.n]
+            found = self.model.choose(logits if len(drawn) == count else logits[drawn], draws)
+            for i, token in zip(drawn, found, strict=True):
+                tokens[i] = token
+        for i in np.flatnonzero(bad).tolist():
+            tokens[i] = NO_TOKEN
+        return lambda: tokens
+
+    def _room_for(self, step: library.Step, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where the step puts the logits of rows it reads, the likeliest token of each, and whether it has a NaN."""
+        w = self.decoder.output
+        if len(self._logits) < count:
+            self._logits = torch.empty(count, w.wide)
+        best, bad = np.empty(count, np.int64), np.empty(count, np.uint8)
+        step.logits, step.logits_stride = self._logits.data_ptr(), w.wide
+        step.best, step.bad = best.ctypes.data, bad.ctypes.data
+        return best, bad
+
     def _read_at_once(
         self, batch: Batch, asked: list[tuple[int, int, int]]
     ) -> tuple[Tensor, dict[tuple[int, int], object]]:
         """Rows of which only the likeliest token is wanted: the head and the choice in the same call."""
-        w, step = self.decoder.output, self._arrays.fill(batch)
-        if len(self._logits) < len(asked):
-            self._logits = torch.empty(len(asked), w.wide)
-        best, bad = np.empty(len(asked), np.int64), np.empty(len(asked), np.uint8)
+        step = self._arrays.fill(batch)
+        best, bad = self._room_for(step, len(asked))
         step.reads, step.read_rows = len(asked), self._arrays.put([row for _, _, row in asked])
-        step.logits, step.logits_stride = self._logits.data_ptr(), w.wide
-        step.best, step.bad = best.ctypes.data, bad.ctypes.data
         x = self._run(step)
         values: dict[tuple[int, int], object] = {}
         for (segment, index, _), token, wrong in zip(asked, best.tolist(), bad.tolist(), strict=True):
@@ -204,6 +246,11 @@ class NativeRunner:
                 alone = replace(group, rows=torch.zeros_like(group.rows))
                 found.append(scores(queries[at : at + 1], self.pool.keys[l], alone, 1.0))
                 at += 1
+
+
+def _sampling(readout: Readout) -> Sampling:
+    assert isinstance(readout.what, Sampling)
+    return readout.what
 
 
 def _calls(layers: int) -> dict[str, int]:

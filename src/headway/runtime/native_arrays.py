@@ -9,7 +9,7 @@ import numpy as np
 
 from headway.base.brle import Brle
 from headway.kernels.native import library
-from headway.runtime.batch import Batch, Segment
+from headway.runtime.batch import Batch, Rows, Segment
 from headway.runtime.plan import dense_mask, segment_slots, windowed
 
 
@@ -73,8 +73,45 @@ class StepArrays:
         step.taps = step.query_taps = step.reads = 0
         return step
 
+    def fill_rows(self, rows: Rows) -> library.Step:
+        """The same for rows that go on by themselves; each is read."""
+        put, step, count = self._ints.put, self.step, len(rows)
+        self._ints.clear()
+        step.rows, step.segments = count, count
+        step.tokens, step.positions = put(rows.tokens), put(rows.positions)
+        step.write_slots = put(rows.write_slots)
+        step.segment_rows = put(range(count + 1))
+        starts = np.concatenate(([0], rows.page_ends))
+        step.segment_pages, step.pages = put(starts), put(rows.pages)
+        step.numbers = put(np.arange(len(rows.pages)) - np.repeat(starts[:-1], np.diff(starts)))
+        for i, window in enumerate(self.windows):
+            at, pairs = row_runs(rows, window)
+            self._runs_at[i], self._runs[i] = put(at), put(pairs)
+        step.taps = step.query_taps = 0
+        step.reads, step.read_rows = count, put(range(count))
+        return step
+
     def put(self, values: Sequence[int]) -> int:
         return self._ints.put(values)
+
+
+def row_runs(rows: Rows, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """`runs` for rows that go on by themselves: those with a window have no masks, and stand at their own positions."""
+    count = len(rows)
+    if rows.masks is None:
+        pairs = np.zeros((count, 2), np.int64)
+        pairs[:, 1] = rows.slots + 1
+        if window is not None:
+            pairs[:, 0] = np.maximum(0, pairs[:, 1] - window)
+        return np.arange(count + 1), pairs.ravel()
+    assert window is None
+    ends, found = [0], []
+    for mask, slot in zip(rows.masks, rows.slots.tolist(), strict=True):
+        intervals = ((0, slot + 1),) if mask is None else mask.intervals()
+        for interval in intervals:
+            found += interval
+        ends.append(len(found) // 2)
+    return np.array(ends), np.array(found)
 
 
 def _written(batch: Batch, rows: int) -> np.ndarray:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from headway.base.samplers import Sampling
 from headway.kv.pool import Pool
 from headway.models.decoder import Decoder, Step
 from headway.models.packed import PackedDecoder
-from headway.runtime.batch import Batch
+from headway.runtime.batch import Batch, Rows
 from headway.runtime.plan import plan
 from headway.runtime.profile import Profiler
 from headway.runtime.readout import SLAB, Reader, make_taps
 
 TILE = 16  # rows of every product in deterministic mode
+NO_TOKEN, UNDECIDED = -1, -2  # instead of a token
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +34,32 @@ class Runner(Protocol):
     """Computes batches, one at a time, in the order they come."""
 
     def execute(self, batch: Batch) -> list[SegmentResult]: ...
+
+
+@runtime_checkable
+class RowRunner(Protocol):
+    """A runner that takes steps of streaks alone (fleet.py) with less of the host's time."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether steps are being measured, which ordinary turns are for."""
+        ...
+
+    @property
+    def most_rows(self) -> int:
+        """How many rows it takes at once."""
+        ...
+
+    def draws(self, how: Sampling) -> bool:
+        """Whether rows can draw so."""
+        ...
+
+    def begin_rows(self, rows: Rows) -> Callable[[], list[int]]:
+        """Compute the rows and draw a token at each: what comes back waits for the tokens.
+
+        NO_TOKEN stands for one whose logits are not numbers, UNDECIDED for one that the quick draw cannot tell.
+        """
+        ...
 
 
 class TorchRunner:

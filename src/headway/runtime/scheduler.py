@@ -19,6 +19,7 @@ from headway.kv.table import Mark, PageTable
 from headway.runtime.batch import Chunk
 from headway.runtime.outcome import Outcome
 from headway.runtime.passes import Pass, PassResult, PassStats
+from headway.runtime.streak import Streak
 
 BID_LIMIT = 1000.0
 PATIENCE = 64  # steps after which a waiting pass gains on others: a prompt on decodes, any on those that hold pages
@@ -69,6 +70,13 @@ class Job:
     batch_size: int = 0
     pages_trimmed: int = 0  # left out of attention
     ended: float = 0.0
+    streak: Streak | None = None  # it repeats itself
+    resting: bool = False  # it waits for its program, not for its turn
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is a streak that has begun."""
+        return self.streak is not None and self.streak.begun
 
     def settle(self) -> None:
         """Its result was delivered: it can no longer be undone, and holds on to nothing."""
@@ -158,7 +166,7 @@ class Queue:
 
 def ordered(jobs: Iterable[Job]) -> list[Job]:
     """Jobs that may run, in the order they are given tokens: decodes and the impatient first, then prompts."""
-    return sorted([job for job in jobs if job.after is None], key=_rank)
+    return sorted([job for job in jobs if job.after is None and not job.resting], key=_rank)
 
 
 def _rank(job: Job) -> tuple[bool, float, int]:

@@ -64,7 +64,7 @@ class Supply:
         found = self._found(keys, readable)
         if len(found) < readable and self._in_progress(keys, len(found), job):
             return Start.WAITS
-        if ahead and not self._plenty(fresh - len(found)):
+        if ahead and not self.plenty(fresh - len(found)):
             return Start.BLOCKED
         old = self._old_pages(table)
         self.allocator.share([*old, *found])
@@ -86,12 +86,12 @@ class Supply:
         """Pages for a pass that waits for the running one's token; they are given back like those of a started one."""
         size, tokens = job.table.page_size, len(job.work.tokens)
         fresh = max(0, -(-(job.base + tokens) // size) - len(job.table.pages) - len(after.pages))
-        if fresh and (tokens >= size or not self._plenty(fresh)):  # whole pages of it may be in the cache
+        if fresh and (tokens >= size or not self.plenty(fresh)):  # whole pages of it may be in the cache
             return False
         job.pages = self.allocator.take(fresh)
         return True
 
-    def _plenty(self, pages: int) -> bool:
+    def plenty(self, pages: int) -> bool:
         """Whether so many can be taken before it is known who else wants some."""
         return self.allocator.available - pages >= max(1, self.allocator.total // SPARE)
 
@@ -121,14 +121,14 @@ class Supply:
         size = job.table.page_size
         for i in range(job.hits, min(len(job.keys), job.done // size)):
             self.allocator.register(job.pages[i], job.keys[i])
-            self._stop_computing(job, job.keys[i])
+            self.stop_computing(job, job.keys[i])
 
     def give_back(self, job: Job) -> None:
         """A job ends without success, or starts over."""
         if job.started:
             job.table.wipe()
         for key in job.keys:
-            self._stop_computing(job, key)
+            self.stop_computing(job, key)
         self.allocator.drop([*job.pages, *job.back])
         job.reset()
 
@@ -136,9 +136,10 @@ class Supply:
         """A job's pages are its table's now."""
         self.hits += job.hits
         for key in job.keys:
-            self._stop_computing(job, key)
+            self.stop_computing(job, key)
 
-    def _stop_computing(self, job: Job, key: bytes) -> None:
+    def stop_computing(self, job: Job, key: bytes) -> None:
+        """A job no longer computes the page of this key."""
         if self.computing.get(key) is job:
             del self.computing[key]
 
@@ -243,7 +244,7 @@ class Supply:
 
         Saved contexts first, then the lowest bid, then the youngest; never one with a larger claim than the job.
         """
-        waiting = {j.table: j for j in queue if j.after is None}
+        waiting = {j.table: j for j in queue if j.after is None and not j.resting}
 
         def may_go(table: PageTable) -> bool:
             if table is job.table or table.closed:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from headway.base.errors import DeadlineExceeded, HeadwayError, OutOfPages, PassFailed
 from headway.kv.table import Log, PageTable
 from headway.runtime.answers import Answer
-from headway.runtime.batch import Chunk, lay_out
+from headway.runtime.batch import Chunk, lay_out, needed_pages
 from headway.runtime.edits import Damage
 from headway.runtime.passes import BEFORE
 from headway.runtime.runner import SegmentResult
@@ -25,6 +26,7 @@ from headway.runtime.scheduler import Job, Queue, ordered
 from headway.runtime.supply import Start, Supply
 
 Turn = list[tuple[Job, Chunk]]
+Some = TypeVar("Some", bound=Chunk | None)
 
 
 @dataclass
@@ -41,10 +43,10 @@ class Counters:
 class Turns:
     """Forms turns and applies their results. Answers gather in `outbox`: a job, and its error if it failed."""
 
-    def __init__(self, queue: Queue, supply: Supply, budget: int) -> None:
+    def __init__(self, queue: Queue, supply: Supply, budget: int, *, trim: bool) -> None:
         self.counters = Counters()
         self.outbox: list[Answer] = []
-        self._queue, self._supply, self._budget = queue, supply, budget
+        self._queue, self._supply, self._budget, self._trim = queue, supply, budget, trim
 
     # -- while a step runs -----------------------------------------------------------------------------------------
 
@@ -80,6 +82,7 @@ class Turns:
         Passes that are too late, or blocked with nobody left to make room, are refused.
         """
         self._expire()
+        self._renew()
         turn: Turn = []
         blocked: list[Job] = []
         left = self._budget
@@ -103,6 +106,21 @@ class Turns:
             self.fail(first, self._no_room(first))
         return turn
 
+    def _renew(self) -> None:
+        """Streaks that have gone on take part with the token that is next."""
+        for job in self._queue:
+            if job.goes_on and job.base != job.table.length and not job.resting:
+                self.renew(job)
+
+    def renew(self, job: Job) -> None:
+        """The next token of a streak, as an ordinary pass."""
+        assert job.streak is not None
+        table = job.table
+        self._supply.allocator.drop(job.pages)
+        job.reset()
+        job.base, job.work = table.length, job.streak.pass_for(table)
+        job.kept_pages = needed_pages(job.work, job.base, table.page_size) if self._trim else None
+
     def _form_alone(self, job: Job) -> Turn:
         tokens = _share(job, self._budget, alone=True)
         assert tokens is not None
@@ -124,10 +142,10 @@ class Turns:
             "unpin some, or create the engine with a larger pages="
         )
 
-    def without(self, turn: Turn, damage: Damage) -> Turn:
+    def without(self, turn: list[tuple[Job, Some]], damage: Damage) -> list[tuple[Job, Some]]:
         """The turn without passes that need what was spoilt before it began: they fail, and their contexts recover."""
         hurt = self._supply.hurt(damage)
-        rest: Turn = []
+        rest: list[tuple[Job, Some]] = []
         for job, chunk in turn:
             error = hurt.get(job.table) or damage.of([*job.pages, *job.back])
             if error is None and not job.abandoned:
@@ -171,6 +189,9 @@ class Turns:
                 continue
             job.values.update(result.values)
             job.done = chunk.stop
+            if job.goes_on:
+                self._drawn(job, result)
+                continue
             self._supply.computed(job)
             if job.done == len(job.work.tokens):
                 self._finish(job, result, now)
@@ -182,6 +203,47 @@ class Turns:
             if job.table.state is None:
                 job.table.state = result.state
             self._supply.brought_back(job)
+
+    def _drawn(self, job: Job, result: SegmentResult) -> None:
+        """A streak has computed a token and drawn the next."""
+        streak, token, pages = job.streak, job.values[0], job.pages
+        assert streak is not None
+        assert isinstance(token, int)
+        if job.kept_pages is not None:
+            job.pages_trimmed = _trimmed(job)
+            self.counters.pages_trimmed += job.pages_trimmed
+        streak.walks = False
+        streak.draw(job, token, job.work.mask(0), result.state)
+        assert pages == job.pages == []
+        self._supply.finished(job)
+        job.started = False
+        self.counters.passes += 1
+        self.tell(job)
+
+    def tell(self, job: Job) -> None:
+        """A streak has drawn: whoever waits for it is told."""
+        if job.waiters:
+            self.outbox.append((job, None))
+
+    def stop(self, job: Job) -> None:
+        """A streak ends here: what its program has not taken is cut off."""
+        streak, table = job.streak, job.table
+        assert streak is not None
+        if job in self._queue:
+            self._queue.remove(job)
+        job.abandoned = True
+        self._supply.allocator.drop(job.pages)
+        for key in job.keys:
+            self._supply.stop_computing(job, key)
+        job.pages, job.keys = [], []
+        if job.back:
+            self._supply.allocator.drop(job.back)
+            job.back, job.replay = [], None
+        if table.closed:
+            return
+        streak.cut(table)
+        if job.running or job.started:
+            table.wipe()
 
     def _finish(self, job: Job, result: SegmentResult, now: float) -> None:
         """The pass succeeded: the table advances, and a pass that waits for its token gets it."""
@@ -206,6 +268,8 @@ class Turns:
             later.after, later.work = None, later.work.fed(job.values, table.tokens)
             if later.chunk is not None:
                 later.started, later.chunk.work = True, later.work
+            if later.streak is not None:
+                later.streak.begin(later)
         self.counters.passes += 1
         self.outbox.append((job, None))
 

@@ -129,7 +129,7 @@ def page_map(engine: Engine) -> PageMap:
         engine.loop.drain()
         tables = [(list(table.held()), table.pages, table.committed) for table in list(engine.loop.supply.tables)]
         cached = engine.allocator.cached_pages()
-        total, queued = engine.allocator.total, len(engine.loop.jobs())
+        total, queued = engine.allocator.total, engine.loop.waiting()
     found = [0] * (total + 1)
     for page in cached:
         found[page] = 1

@@ -1,0 +1,116 @@
+"""A streak: a pass that repeats itself. The token it draws is fed to the next one, without the program in between.
+
+The program takes the tokens as it comes for them, and the streak runs up to AHEAD of them. Whoever looks at the context
+in between finds what the program has taken: the rest is cut off again. Bookkeeping under the engine's lock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from headway.base.brle import Brle
+from headway.base.masks import Mask
+from headway.kv.table import Mark, PageTable
+from headway.runtime.passes import Pass, Readout
+
+if TYPE_CHECKING:
+    from headway.runtime.scheduler import Job
+
+AHEAD = 16  # tokens that a streak may be ahead of its program
+
+
+@dataclass(eq=False, slots=True)
+class Streak:
+    """How tokens are drawn, how many, and those that the program has not taken yet.
+
+    `base` is the slot of the first token that is fed, and `token` the one to be computed next, behind the table's last.
+    The streak is over when it has drawn an end token or all that it was asked for; it begins when the pass before it
+    has drawn the first token.
+    """
+
+    readout: Readout  # at row 0
+    mask: Mask | None  # what any row sees; None for all slots up to its own
+    ends: frozenset[int]
+    left: int  # tokens that may still be drawn
+    base: int = -1
+    token: int = 0
+    last: int = 0  # the token that the program took last, or the first that was fed
+    taken: int = 0
+    before: Mark | None = None  # the table when it began
+    drawn: deque[int] = field(default_factory=deque)  # tokens that wait for the program
+    over: bool = False
+    walks: bool = False  # its next step is an ordinary turn's, not the fleet's (fleet.py)
+    straight: bool | None = None  # what `in_line` has found
+    quick: bool | None = None  # whether the runner draws so in the fleet, once it is known
+
+    @property
+    def begun(self) -> bool:
+        return self.base >= 0
+
+    def begin(self, job: Job) -> None:
+        """The token that is fed first is known."""
+        self.token = self.last = job.work.tokens[0]
+        self.base, self.before = job.table.length, job.table.mark()
+        if self.token in self.ends:
+            self.over = job.resting = True
+
+    def take(self) -> int | None:
+        """The next token for the program, if one is there."""
+        if not self.drawn:
+            return None
+        self.last = self.drawn.popleft()
+        self.taken += 1
+        return self.last
+
+    def sees(self, slot: int) -> Brle | None:
+        """What the token at a slot attends to; None for all up to itself."""
+        if self.mask is None:
+            return None
+        found = self.mask.at(slot)
+        return None if found.all() else found
+
+    def in_line(self, table: PageTable) -> bool:
+        """Whether it has no masks, and every slot of the table stands at its own position, as those to come will."""
+        if self.straight is None:
+            self.straight = self.mask is None and table.positions.tolist() == list(range(table.length))
+        return self.straight
+
+    def draw(self, job: Job, token: int, mask: Brle | None, state: object = None) -> None:
+        """The token behind the table's last was computed, and another one drawn."""
+        table = job.table
+        page = job.pages.pop(0) if job.pages and table.length == len(table.pages) * table.page_size else None
+        table.append(self.token, mask, page, state)
+        seen = (self.base + self.taken) // table.page_size  # pages of which the program has taken every token
+        if seen > table.committed:
+            table.commit_up_to(seen)
+        self.token = token
+        self.left -= 1
+        self.drawn.append(token)
+        if self.left == 0 or token in self.ends:
+            self.over = True
+        job.resting = self.over or len(self.drawn) >= AHEAD
+
+    def wake(self, job: Job) -> bool:
+        """The program has taken some: whether the streak is to go on, after it rested."""
+        if job.resting and not self.over and len(self.drawn) <= AHEAD // 2:
+            job.resting = False
+            return True
+        return False
+
+    def pass_for(self, table: PageTable) -> Pass:
+        """The next step as an ordinary pass."""
+        mask = self.sees(table.length)
+        return Pass((self.token,), (table.next_position,), None if mask is None else (mask,), (self.readout,))
+
+    def cut(self, table: PageTable) -> None:
+        """Take back what the program has not taken: its last token is the next to be computed again."""
+        assert self.before is not None
+        if self.taken == 0:
+            if table.length > self.base:
+                table.rewind(self.before)
+            return
+        table.truncate(table.length - self.base - self.taken)
+        if table.length // table.page_size > table.committed:
+            table.commit_up_to(table.length // table.page_size)

@@ -1,0 +1,110 @@
+"""Streaks: passes that repeat themselves give what steps by hand give, in the fleet and in ordinary turns."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+
+import pytest
+from support.streaks import abandoned, alike, ends, steered, watched
+
+import headway as hw
+from headway.testing import random_model
+
+PATHS = ("native", "torch")
+
+
+def opened(path: str, monkeypatch: pytest.MonkeyPatch, family: str = "llama", pages: int = 400) -> hw.Engine:
+    monkeypatch.setenv("HEADWAY_NATIVE", "require" if path == "native" else "off")
+    return hw.Engine(random_model(family), device="cpu", pages=pages)
+
+
+@pytest.fixture(params=PATHS)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[hw.Engine]:
+    with opened(request.param, monkeypatch) as made:
+        yield made
+        gc.collect()
+        assert made.stats().pages_held == 0
+
+
+def test_many_generations_are_what_each_is_alone(engine: hw.Engine) -> None:
+    engine.run(alike)
+
+
+MASKS = [hw.Mask.window(7), hw.Mask.sink(2, 6), hw.Mask.causal(), ~hw.Mask.window(3) | hw.Mask.window(1)]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_bind_every_token(engine: hw.Engine, mask: hw.Mask) -> None:
+    async def program(engine: hw.Engine) -> None:
+        await alike(engine, 6, attention_mask=mask)
+
+    engine.run(program)
+
+
+def test_an_end_token_ends_it(engine: hw.Engine) -> None:
+    engine.run(ends)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_contexts_can_be_changed_between_steps(engine: hw.Engine, seed: int) -> None:
+    engine.run(steered, seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_left_of_those_that_end_early(engine: hw.Engine, seed: int) -> None:
+    engine.run(abandoned, seed)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("pages", [10, 14, 20])
+def test_where_pages_are_short_contexts_are_set_aside(path: str, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(path, monkeypatch, pages=pages) as engine:
+        engine.run(alike)
+        assert engine.stats().set_asides > 0
+        engine.run(abandoned, 1)
+        gc.collect()
+        assert engine.stats().pages_held == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_the_fleet_takes_most_steps(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened("native", monkeypatch, family) as engine, watched(engine) as flights:
+        engine.run(alike)
+        assert sum(flights.rows) > 100
+        assert max(flights.rows) > 4
+
+
+def test_other_passes_join_the_steps_of_streaks(engine: hw.Engine) -> None:
+    async def program(engine: hw.Engine) -> None:
+        async with engine.context().fill([1, 2, 3]) as one, engine.context() as other:
+            generation = one.generate(hw.Argmax(), max_tokens=30, stop_only=True)
+            async for _ in generation:
+                await other.fill([4, 5]).flush()
+            async with engine.context().fill([1, 2, 3]) as again:
+                expected = await again.generate(hw.Argmax(), max_tokens=30, stop_only=True).tokens()
+            assert list(generation.generated) == expected
+            assert other.seq_len == 60
+
+    engine.run(program)
+
+
+def test_a_program_that_lags_is_waited_for(engine: hw.Engine) -> None:
+    """A streak rests when it is far ahead, and its context can be looked at then."""
+
+    async def program(engine: hw.Engine) -> None:
+        async with engine.context().fill([1, 2, 3]) as context:
+            generation = context.generate(hw.Argmax(), max_tokens=100, stop_only=True)
+            first = await anext(generation)
+            while engine.loop.waiting():
+                await asyncio.sleep(0.001)
+            (job,) = engine.loop.jobs()
+            assert job.resting
+            ahead = len(job.streak.drawn)  # type: ignore[union-attr]
+            assert 0 < ahead < 100
+            assert list(context.tokens) == [1, 2, 3, *first.tokens]
+            assert engine.loop.jobs() == []
+            assert len(await generation.tokens()) == 100
+
+    engine.run(program)
