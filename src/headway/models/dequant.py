@@ -48,22 +48,35 @@ def as_floats(raw: Tensor, dtype: torch.dtype) -> Tensor:
     return aligned.view(dtype)
 
 
+def decode(kind: str, raw: Tensor) -> Tensor:
+    """The numbers in whole blocks of stored bytes, flat: floats as they are stored, anything else in float32."""
+    if kind in FLOATS:
+        return as_floats(raw, FLOATS[kind])
+    return _DECODERS[kind](raw.view(-1, KINDS[kind].nbytes)).view(-1)
+
+
 def convert_floats(raw: Tensor, stored: torch.dtype, out: Tensor) -> None:
     """Fill the contiguous `out` with the `stored` floats in `raw`. One too large for `out` raises `Unsupported`."""
     for part, target in zip(raw.split(CHUNK_VALUES * stored.itemsize), out.view(-1).split(CHUNK_VALUES)):
-        _store(target, as_floats(part, stored).to(out.device))
+        store(target, as_floats(part, stored).to(out.device))
 
 
 def _decode_blocks(kind: str, raw: Tensor, out: Tensor) -> None:
-    packing, decode = KINDS[kind], _DECODERS[kind]
+    packing, decoder = KINDS[kind], _DECODERS[kind]
     step = CHUNK_VALUES // packing.block
     for part, target in zip(raw.view(-1, packing.nbytes).split(step), out.view(-1).split(step * packing.block)):
-        _store(target, decode(part.to(out.device)).view(-1))
+        store(target, decoder(part.to(out.device)).view(-1))
 
 
-def _store(target: Tensor, values: Tensor) -> None:
+def may_overflow(values: torch.dtype, target: torch.dtype) -> bool:
+    """Whether `target` can hold some finite number of type `values` only as infinity."""
+    return torch.finfo(target).max < torch.finfo(values).max
+
+
+def store(target: Tensor, values: Tensor) -> None:
+    """Copy numbers to where they stay. One that fits there only as infinity raises `Unsupported`."""
     target.copy_(values)
-    if torch.finfo(target.dtype).max >= torch.finfo(values.dtype).max:
+    if not may_overflow(values.dtype, target.dtype):
         return
     infinite = torch.isinf(target)
     if not infinite.any():

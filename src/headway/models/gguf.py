@@ -123,12 +123,16 @@ class GgufFile:
 
     def raw(self, name: str) -> np.ndarray:
         """The tensor's stored bytes, uint8 `[nbytes]`: a view of a private map, so a write never reaches the file."""
+        return self.span(name).bytes()
+
+    def span(self, name: str) -> Span:
+        """Where the tensor's stored bytes lie."""
         if self._data is None:
             raise Closed(f"{self.path} is closed; open it again to read {name!r}")
         tensor = self.tensors.get(name)
         if tensor is None:
             raise BadModelFile(f"{self.path} has no tensor {name!r}; it has {len(self.tensors)} others")
-        return np.frombuffer(self._data, np.uint8, tensor.nbytes, tensor.offset)
+        return Span(self._data, tensor.offset, tensor.nbytes)
 
     def close(self) -> None:
         """Give the map back, now or when the last view of it is gone. Closing twice is fine."""
@@ -141,6 +145,25 @@ class GgufFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Span:
+    """`nbytes` bytes from `offset` on in the map of a file."""
+
+    data: mmap.mmap
+    offset: int
+    nbytes: int
+
+    def bytes(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Those from `start` to `stop`, uint8: a view of the map."""
+        return np.frombuffer(self.data, np.uint8, (self.nbytes if stop is None else stop) - start, self.offset + start)
+
+    def forget(self, start: int, stop: int) -> None:
+        """Let go of the memory behind bytes that were read and never written; another look reads the file again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            first = (self.offset + start) // mmap.PAGESIZE * mmap.PAGESIZE
+            self.data.madvise(mmap.MADV_DONTNEED, first, self.offset + stop - first)
 
 
 def map_file(path: Path) -> mmap.mmap:

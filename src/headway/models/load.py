@@ -1,9 +1,14 @@
-"""From weight files to a Decoder: names, shapes, layout. A weight that is missing, extra or misshapen is named."""
+"""From weight files to a Decoder: names, shapes, layout. A weight that is missing, extra or misshapen is named.
+
+On a CPU a weight is a view of its file where it can be. To a CUDA device each goes in chunks (see `staging`), straight
+to its rows of the matrix it ends up in.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +24,11 @@ from headway.models.decoder import Decoder
 from headway.models.layers import Layer, Linear, fused
 from headway.models.packed import PackedDecoder, PackedLayer
 from headway.models.repack import load_packed
+from headway.models.staging import Staging
 from headway.models.weights import Weights, open_weights
 
 Progress = Callable[[int, int], None]  # layers done, layers in all
+Change = Callable[[Layer], Layer]
 
 HF_NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -67,21 +74,25 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
+    change: Change | None = None,
+    staging: Staging | None = None,
 ) -> Decoder:
-    """The decoder in a Hugging Face folder or a GGUF file, its weights in one dtype on one device."""
-    config = read_config(path)
-    weights = open_weights(path)
-    try:
-        return build(
-            config,
-            weights,
-            GGUF_NAMES if path.is_file() else HF_NAMES,
-            dtype=dtype,
-            device=device,
-            progress=progress,
-        )
-    finally:
-        weights.close()
+    """The decoder in a Hugging Face folder or a GGUF file, its weights in one dtype on one device.
+
+    `change` is done to each layer as soon as it is there, so that a model whose weights are kept in another form is
+    never there whole in this one. `staging` is how weights get to the device; a CUDA device has one by default.
+    """
+    config, names = read_config(path), GGUF_NAMES if path.is_file() else HF_NAMES
+    with ExitStack() as stack:
+        weights = open_weights(path)
+        stack.callback(weights.close)
+        if staging is None and device.type == "cuda":
+            staging = Staging(device)
+        if staging is None:
+            reader = _Reader(config, weights, names, dtype, device, set())
+        else:
+            reader = _StagedReader(config, weights, names, dtype, device, set(), stack.enter_context(staging))
+        return _build(reader, progress, change)
 
 
 def load_packed_model(
@@ -102,22 +113,14 @@ def load_packed_model(
         weights.close()
 
 
-def build(
-    config: ModelConfig,
-    weights: Weights,
-    names: dict[str, str],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress | None = None,
-) -> Decoder:
-    """The decoder that these weights make under this config."""
-    reader = _Reader(config, weights, names, dtype, device, set())
+def _build(reader: _Reader, progress: Progress | None, change: Change | None) -> Decoder:
+    """The decoder that these weights make."""
+    config, names = reader.config, reader.names
     v, e = config.vocab_size, config.hidden_size
     embedding = reader.tensor(names["embedding"], (v, e))
     layers = []
     for i in range(config.layers):
-        layers.append(reader.layer(i))
+        layers.append(reader.layer(i) if change is None else change(reader.settled(reader.layer(i))))
         if progress is not None:
             progress(i + 1, config.layers)
     decoder = Decoder(
@@ -144,6 +147,10 @@ class _Reader:
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self.claim(name, shape)
         return self.weights.load(name, dtype=self.dtype, device=self.device)
+
+    def settled(self, layer: Layer) -> Layer:
+        """The layer, when its weights may be read."""
+        return layer
 
     def claim(self, name: str, shape: tuple[int, ...]) -> None:
         """This weight is there, has this shape, and is used."""
@@ -206,6 +213,40 @@ class _Reader:
                 )
             inv_freq = inv_freq / self.weights.load("rope_freqs.weight", dtype=torch.float32, device=self.device)
         return inv_freq
+
+
+@dataclass(frozen=True, eq=False)
+class _StagedReader(_Reader):
+    """Reads the same weights in chunks: each is filled in its place, which is made first."""
+
+    staging: Staging
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.fill(name, self.empty(shape))
+
+    def settled(self, layer: Layer) -> Layer:
+        self.staging.settle()
+        return layer
+
+    def linear(self, at: str, parts: tuple[tuple[str, int], ...], width: int, bias: bool) -> Linear:
+        rows = sum(count for _, count in parts)
+        weight = self.stack(at, "weight", parts, self.empty((rows, width)))
+        return Linear(weight, self.stack(at, "bias", parts, self.empty((rows,))) if bias else None)
+
+    def stack(self, at: str, what: str, parts: tuple[tuple[str, int], ...], whole: Tensor) -> Tensor:
+        """Fill the rows of a matrix, or of a bias, from those it is made of."""
+        for (role, _), rows in zip(parts, whole.split([count for _, count in parts]), strict=True):
+            pairs = self.config.head_dim if role in ("q", "k") and self.config.interleaved_weights else 0
+            self.fill(f"{at}{self.names[role]}.{what}", rows, pairs)
+        return whole
+
+    def fill(self, name: str, target: Tensor, pairs: int = 0) -> Tensor:
+        self.claim(name, tuple(target.shape))
+        self.staging.send(self.weights.span(name), self.weights.stored(name), target, f"tensor {name!r}", pairs=pairs)
+        return target
+
+    def empty(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,12 +17,11 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn, Protocol, TypeVar
 
-import numpy as np
 import torch
 
 from headway.base.errors import BadModelFile, Closed, InvalidInput, ModelNotFound, Unsupported
 from headway.models.dequant import FLOATS, as_floats, convert_floats, dequantize
-from headway.models.gguf import GgufFile, map_file, short, unmap
+from headway.models.gguf import GgufFile, Span, map_file, short, unmap
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -67,6 +66,10 @@ class Weights(Protocol):
         On the CPU, with the stored type asked for, it is a view of the file's private map: the tensor keeps the map
         alive, also after `close()`, and writing to it changes this process's memory and never the file.
         """
+        ...
+
+    def span(self, name: str) -> Span:
+        """Where its stored bytes lie. A type that cannot be loaded raises `Unsupported`."""
         ...
 
     def close(self) -> None:
@@ -130,6 +133,9 @@ class GgufWeights:
             raw, tensor.kind, tensor.shape, f"{self.file.path}: tensor {name!r}", dtype=dtype, device=device
         )
 
+    def span(self, name: str) -> Span:
+        return self.file.span(name)
+
     def close(self) -> None:
         self.file.close()
 
@@ -181,14 +187,20 @@ class SafetensorsWeights:
         return _find(self._entries, name, self.folder).nbytes
 
     def load(self, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        entry, raw = _find(self._entries, name, self.folder), torch.from_numpy(self.span(name).bytes())
+        what = f"{entry.file}: tensor {name!r}"
+        return _to_tensor(raw, entry.dtype, entry.shape, what, dtype=dtype, device=device)
+
+    def span(self, name: str) -> Span:
         entry = _find(self._entries, name, self.folder)
         if self._closed:
             raise Closed(f"the weights of {self.folder} are closed; open them again to load {name!r}")
-        what = f"{entry.file}: tensor {name!r}"
         if entry.dtype not in FLOATS:
-            raise Unsupported(f"{what} is stored as {entry.dtype}; Headway loads weights stored as {', '.join(FLOATS)}")
-        raw = torch.from_numpy(np.frombuffer(self._maps[entry.file], np.uint8, entry.nbytes, entry.offset))
-        return _to_tensor(raw, entry.dtype, entry.shape, what, dtype=dtype, device=device)
+            raise Unsupported(
+                f"{entry.file}: tensor {name!r} is stored as {entry.dtype}; "
+                f"Headway loads weights stored as {', '.join(FLOATS)}"
+            )
+        return Span(self._maps[entry.file], entry.offset, entry.nbytes)
 
     def close(self) -> None:
         self._closed = True
