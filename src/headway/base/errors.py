@@ -16,6 +16,7 @@
     ├── ContextBusy                      the context has a pass in flight
     ├── Closed                           the context, state, engine or pass is over
     ├── OutOfPages                       the page pool cannot supply what was asked
+    ├── OutOfMemory (MemoryError)        a device has not the memory that a model and its pages need
     ├── TokenBudgetExceeded              a context has computed as many tokens as it may
     ├── DeadlineExceeded (TimeoutError)  a context's time is over
     ├── SnapshotError                    a saved context that cannot be opened
@@ -93,6 +94,10 @@ class Closed(HeadwayError):
 
 class OutOfPages(HeadwayError):
     """The page pool cannot supply what was asked."""
+
+
+class OutOfMemory(HeadwayError, MemoryError):
+    """A device has not the memory that a model, a step or its pages need; the message has the numbers."""
 
 
 class TokenBudgetExceeded(HeadwayError):

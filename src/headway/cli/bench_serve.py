@@ -19,7 +19,7 @@ from headway.base.config import settings
 from headway.base.errors import InvalidInput
 from headway.base.machine import read_machine
 from headway.cli.http_client import Address, Client
-from headway.cli.options import NUMBER, WHOLE, Device, Dtype, EngineOptions, Json, Quantize, Threads
+from headway.cli.options import NUMBER, WHOLE, Device, Dtype, EngineOptions, Json, MemoryFraction, Quantize, Threads
 from headway.cli.render import emit_json, note
 from headway.cli.served import Served
 from headway.cli.traffic import Ask, Outcome, Pace, Traffic, drive, send
@@ -102,6 +102,7 @@ def serve(
     device: Device = "auto",
     threads: Threads = None,
     quantize: Quantize = None,
+    memory_fraction: MemoryFraction = None,
     json: Json = False,
 ) -> None:
     """Send requests to a server and time their tokens, as its clients see them.
@@ -112,7 +113,7 @@ def serve(
     amounts = Amounts(requests, prompt, tokens, spread, warmup, seed)
     pace = _pace(concurrency, rate, seed)
     if url is None:
-        options = EngineOptions(model or DEFAULT_MODEL, dtype, device, threads, quantize)
+        options = EngineOptions(model or DEFAULT_MODEL, dtype, device, threads, quantize, memory_fraction)
         at_once = min(requests, pace.concurrency or requests)
         with Served(options, at_once, at_once * amounts.most) as server:
             address = Address.of(server.url)
@@ -122,7 +123,8 @@ def serve(
                 for entry in server.failures:
                     note(f"the server's log: {entry}")
     else:
-        _check_alone(dtype=dtype, device=device, threads=threads, quantize=quantize)
+        given = {"dtype": dtype, "device": device, "threads": threads, "quantize": quantize}
+        _check_alone(**given, memory_fraction=memory_fraction)
         address = Address.of(url, settings().api_key)
         report = asyncio.run(_measure(address, amounts, pace, stream=stream, model=model, vocab=vocab))
     if json:
@@ -146,7 +148,8 @@ def _check_alone(**given: Any) -> None:
     for name, value in given.items():
         if value not in (None, "auto"):
             raise InvalidInput(
-                f"--{name} was given with --url; the server there was started with its own, leave it out"
+                f"--{name.replace('_', '-')} was given with --url; the server there was started with its own, "
+                "leave it out"
             )
 
 

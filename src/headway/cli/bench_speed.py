@@ -13,8 +13,8 @@ import typer
 
 from headway.base.errors import InvalidInput
 from headway.base.machine import read_machine
-from headway.cli.options import WHOLE, Device, Dtype, Json, Model, Quantize, Threads
-from headway.cli.render import emit_json, note, show_table, size
+from headway.cli.options import WHOLE, Device, Dtype, Json, MemoryFraction, Model, Quantize, Threads, check_fraction
+from headway.cli.render import Listening, emit_json, loading, note, show_table, size
 from headway.cli.shapes import FORMATS, SHAPES, find_shape, write_folder
 from headway.cli.speed import Stopwatch, Summary, Timing, pages_for, path_of, startup, step_bytes
 from headway.models.registry import DEFAULT_MODEL
@@ -48,8 +48,10 @@ class Subject:
     device: str = "auto"
     threads: int | None = None
     quantize: str | None = None
+    memory_fraction: float | None = None
 
     def __post_init__(self) -> None:
+        check_fraction(self.memory_fraction)
         if self.shape is None and self.format is not None:
             raise InvalidInput(f"--format is {self.format!r}; it is for --shape, a model file has its own")
         if self.shape is not None:
@@ -77,7 +79,7 @@ class Subject:
 
     def options(self) -> dict[str, Any]:
         """What `Engine` takes besides the model."""
-        names = ("dtype", "device", "threads", "quantize")
+        names = ("dtype", "device", "threads", "quantize", "memory_fraction")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
@@ -95,6 +97,7 @@ def decode(
     shape: ShapeName = None,
     form: Format = None,
     quantize: Quantize = None,
+    memory_fraction: MemoryFraction = None,
     tokens: Tokens = 128,
     prompt: Prompt = 32,
     repeat: Repeat = 5,
@@ -108,7 +111,7 @@ def decode(
     Greedy; end-of-text does not end it; the first token counts as the prompt's time. The limit is what the memory was
     measured to read in a second, over the bytes of weights that a token needs.
     """
-    subject = Subject(model, shape, form, dtype, device, threads, quantize)
+    subject = Subject(model, shape, form, dtype, device, threads, quantize, memory_fraction)
     _decoding(subject, "decode", Counts(tokens, prompt, 1, repeat), json)
 
 
@@ -118,6 +121,7 @@ def batch(
     shape: ShapeName = None,
     form: Format = None,
     quantize: Quantize = None,
+    memory_fraction: MemoryFraction = None,
     sequences: Sequences = 8,
     tokens: Tokens = 128,
     prompt: Prompt = 32,
@@ -131,7 +135,7 @@ def batch(
 
     Counted from the moment every sequence has its first token.
     """
-    subject = Subject(model, shape, form, dtype, device, threads, quantize)
+    subject = Subject(model, shape, form, dtype, device, threads, quantize, memory_fraction)
     _decoding(subject, "batch", Counts(tokens, prompt, sequences, repeat), json)
 
 
@@ -141,6 +145,7 @@ def prefill(
     shape: ShapeName = None,
     form: Format = None,
     quantize: Quantize = None,
+    memory_fraction: MemoryFraction = None,
     prompt: Prompt = 512,
     repeat: Repeat = 5,
     dtype: Dtype = "auto",
@@ -152,7 +157,7 @@ def prefill(
 
     Every run has a prompt of its own, so the cache helps nowhere.
     """
-    subject = Subject(model, shape, form, dtype, device, threads, quantize)
+    subject = Subject(model, shape, form, dtype, device, threads, quantize, memory_fraction)
     counts = Counts(1, prompt, 1, repeat)
     with _opened(subject, counts) as engine:
         watch = Stopwatch(engine)
@@ -173,6 +178,7 @@ def start(
     shape: ShapeName = None,
     form: Format = None,
     quantize: Quantize = None,
+    memory_fraction: MemoryFraction = None,
     repeat: Repeat = 5,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -180,7 +186,7 @@ def start(
     json: Json = False,
 ) -> None:
     """Seconds from the start of a process to the first token of a prompt of eight, beside `import torch` alone."""
-    subject = Subject(model, shape, form, dtype, device, threads, quantize)
+    subject = Subject(model, shape, form, dtype, device, threads, quantize, memory_fraction)
     Counts(1, 8, 1, repeat)
     with subject.path() as path:
         # Opened here first: a mistake is said in one sentence, the files are in the disk's cache, the path is known.
@@ -259,6 +265,7 @@ def _repeated(repeat: int, once: Callable[[], Found]) -> list[Found]:
 @contextmanager
 def _opened(subject: Subject, counts: Counts) -> Iterator[hw.Engine]:
     with (
+        Listening(),
         subject.path() as path,
         _engine(subject, path, pages_for(counts.sequences, counts.prompt + counts.tokens)) as e,
     ):
@@ -273,7 +280,8 @@ def _opened(subject: Subject, counts: Counts) -> Iterator[hw.Engine]:
 def _engine(subject: Subject, path: Path, pages: int) -> hw.Engine:
     import headway as hw
 
-    return hw.Engine(path, pages=pages, **subject.options())
+    with loading() as layers:
+        return hw.Engine(path, pages=pages, progress=layers, **subject.options())
 
 
 def _facts(engine: hw.Engine, subject: Subject, *, bandwidth: bool = True) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def chat(
     device: options.Device = "auto",
     threads: options.Threads = None,
     quantize: options.Quantize = None,
+    memory_fraction: options.MemoryFraction = None,
     system: options.System = None,
     max_tokens: options.MaxTokens = 512,
     temperature: options.Temperature = 0.0,
@@ -50,7 +51,7 @@ def chat(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ()), logprobs
     )
     decoding.sampler()  # a bad value is refused before the model is loaded
-    with open_engine(EngineOptions(model, dtype, device, threads, quantize)) as engine:
+    with open_engine(EngineOptions(model, dtype, device, threads, quantize, memory_fraction)) as engine:
         if engine.chat_template is None:
             raise InvalidInput(f"{model} has no chat template; `headway run --raw` continues text with it")
         session = Session(engine, model, decoding, system, json)

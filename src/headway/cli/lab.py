@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.options import WHOLE, Device, Dtype, EngineOptions, Model, Quantize, Threads
+from headway.cli.options import WHOLE, Device, Dtype, EngineOptions, MemoryFraction, Model, Quantize, Threads
 from headway.cli.render import note
 from headway.cli.serve import open_served
 from headway.models.registry import DEFAULT_MODEL
@@ -23,6 +23,7 @@ def lab(
     device: Device = "auto",
     threads: Threads = None,
     quantize: Quantize = None,
+    memory_fraction: MemoryFraction = None,
 ) -> None:
     """Watch live logits become a token: a page with a lesson, sliders and a view of the inside, on a real model.
 
@@ -37,7 +38,7 @@ def lab(
         if browser:
             threading.Thread(target=_open_browser, args=(f"{url}/lab/",), daemon=True).start()
 
-    options = EngineOptions(model, dtype, device, threads, quantize)
+    options = EngineOptions(model, dtype, device, threads, quantize, memory_fraction)
     code = serve(Settings(port=port, model=model), lambda: open_served(options), [pages.router], show)
     raise typer.Exit(code)
 

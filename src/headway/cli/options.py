@@ -68,6 +68,16 @@ Quantize = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+MemoryFraction = Annotated[
+    float | None,
+    typer.Option(
+        "--memory-fraction",
+        parser=number,
+        metavar="F",
+        help="Of the device's memory, how much Headway may use in all: weights, pages, graphs.",
+        rich_help_panel=ENGINE,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, errors too.")]
 
 MaxTokens = Annotated[
@@ -124,6 +134,16 @@ class EngineOptions:
     device: str = "auto"
     threads: int | None = None
     quantize: str | None = None
+    memory_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fraction(self.memory_fraction)
+
+
+def check_fraction(fraction: float | None) -> None:
+    """Refuse a --memory-fraction that makes no sense, before a model is fetched for it."""
+    if fraction is not None and not 0 < fraction <= 1:
+        raise InvalidInput(f"--memory-fraction is {fraction:g}; it takes a number above 0 and up to 1")
 
 
 @dataclass(frozen=True)
@@ -159,12 +179,20 @@ class Decoding:
 def open_engine(options: EngineOptions) -> Iterator[hw.Engine]:
     """The model, fetched if need be with a bar, loaded, and closed at the end."""
     import headway as hw
-    from headway.cli.render import fetching
+    from headway.cli.render import fetching, loading
     from headway.models import store
 
     with fetching() as progress:
         path = store.resolve(options.model, progress=progress)
-    with hw.Engine(
-        path, dtype=options.dtype, device=options.device, threads=options.threads, quantize=options.quantize
-    ) as engine:
+    with loading() as layers:
+        engine = hw.Engine(
+            path,
+            dtype=options.dtype,
+            device=options.device,
+            threads=options.threads,
+            quantize=options.quantize,
+            memory_fraction=options.memory_fraction,
+            progress=layers,
+        )
+    with engine:
         yield engine

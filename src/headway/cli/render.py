@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from headway.base import notes
 
 if TYPE_CHECKING:
     from headway.models.fetch import Progress
 
 PLAIN_SECONDS = 5.0  # between two progress lines in a pipe
+QUICK_SECONDS = 0.5  # a load that is over by then needs no bar
 
 
 def emit_json(value: Any, *, indent: int | None = 2) -> None:
@@ -128,6 +132,53 @@ def fetching() -> Iterator[Progress]:
     finally:
         if tasks:
             bars.stop()
+
+
+@contextmanager
+def loading() -> Iterator[Callable[[int, int], None] | None]:
+    """A callback for (layers loaded, layers in all): a bar on a terminal where loading takes a while, else None."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    began, bars = time.monotonic(), list[Any]()
+
+    def progress(done: int, total: int) -> None:
+        if not bars and time.monotonic() - began < QUICK_SECONDS:
+            return
+        if not bars:
+            from rich.console import Console
+            from rich.progress import Progress as Bars
+
+            bars.append(Bars(console=Console(stderr=True), transient=True))
+            bars[0].start()
+            bars[0].add_task("loading", total=total)
+        bars[0].update(bars[0].task_ids[0], completed=done)
+
+    try:
+        yield progress
+    finally:
+        if bars:
+            bars[0].stop()
+
+
+class Listening(logging.Handler):
+    """Shows what engines say about themselves, a line each, while a `with` lasts."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        values = getattr(record, "values", {})
+        note(" · ".join([record.getMessage(), *(f"{name} {value}" for name, value in values.items())]))
+
+    def __enter__(self) -> Listening:
+        logger = logging.getLogger(notes.LOGGER)
+        self._before = logger.level
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logger = logging.getLogger(notes.LOGGER)
+        logger.removeHandler(self)
+        logger.setLevel(self._before)
 
 
 class PlainProgress:

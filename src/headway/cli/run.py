@@ -45,6 +45,7 @@ def run(
     device: options.Device = "auto",
     threads: options.Threads = None,
     quantize: options.Quantize = None,
+    memory_fraction: options.MemoryFraction = None,
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text instead of answering it.")] = False,
     max_tokens: options.MaxTokens = 256,
@@ -72,7 +73,7 @@ def run(
     if raw and system is not None:
         raise InvalidInput("--system needs the chat template, and --raw goes without it; leave one of them out")
     request = Request(read_prompt(prompt), system, raw, decoding)
-    with open_engine(EngineOptions(model, dtype, device, threads, quantize)) as engine:
+    with open_engine(EngineOptions(model, dtype, device, threads, quantize, memory_fraction)) as engine:
         profiling = profile or profile_json is not None
         if profiling:
             engine.enable_profiling()

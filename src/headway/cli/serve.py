@@ -18,6 +18,7 @@ from headway.cli.options import (
     Dtype,
     EngineOptions,
     Json,
+    MemoryFraction,
     Model,
     Quantize,
     Threads,
@@ -100,6 +101,7 @@ def serve(
     device: Device = "auto",
     threads: Threads = None,
     quantize: Quantize = None,
+    memory_fraction: MemoryFraction = None,
     pages: Pages = None,
     max_batch_tokens: BatchTokens = None,
     served_model_name: Names = None,
@@ -146,7 +148,7 @@ def serve(
         metrics_style=metrics_style,
         **given,
     )
-    options = EngineOptions(model, dtype, device, threads, quantize)
+    options = EngineOptions(model, dtype, device, threads, quantize, memory_fraction)
     try:
         code = run(
             settings,
@@ -189,6 +191,7 @@ def open_served(options: EngineOptions, pages: int | None = None, max_batch_toke
         quantize=options.quantize,
         pages=pages,
         max_batch_tokens=max_batch_tokens,
+        memory_fraction=options.memory_fraction,
     )
     _ = engine.chat_template, engine.generation_defaults  # loaded now, not by the first request
     return engine

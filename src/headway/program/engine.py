@@ -30,6 +30,7 @@ from headway.kv.table import PageTable
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.fingerprint import fingerprint
+from headway.models.load import Progress
 from headway.models.packed import PackedDecoder
 from headway.models.store import resolve
 from headway.program.cache import Cache
@@ -38,10 +39,12 @@ from headway.program.conversation import Chat
 from headway.program.defaults import GenerationDefaults
 from headway.program.events import EventStream
 from headway.program.ids import token_ids
+from headway.program.sizing import Sizing, weight_bytes
 from headway.program.snapshots import Snapshots
 from headway.runtime.backend import Backend, open_backend
-from headway.runtime.device import pick_device, pick_dtype, pick_pages, pick_threads
+from headway.runtime.device import pick_device, pick_dtype, pick_threads
 from headway.runtime.loop import Loop
+from headway.runtime.memory import check_fraction, read_memory, running_out
 from headway.runtime.profile import Profile, Profiler
 from headway.runtime.runner import Runner
 
@@ -105,51 +108,73 @@ class Engine:
         page_size: int = 16,
         pages: int | None = None,
         max_batch_tokens: int | None = None,
+        memory_fraction: float | None = None,
         quantize: str | None = None,
         deterministic: bool = False,
         trim: bool = True,
         runner: Runner | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Load a model: a name, a folder, a .gguf file or a hub id, or a decoder that is in memory already.
 
-        `pages` of `page_size` slots hold keys and values (by default a share of the free memory); a step computes at
-        most `max_batch_tokens` rows. With `deterministic` a row's bits depend on nothing but the row. `trim=False`
-        keeps masked pages in the attention call. `runner` computes batches in place of the model (headway.testing).
+        `pages` of `page_size` slots hold keys and values (by default what fits); a step computes at most
+        `max_batch_tokens` rows. `memory_fraction` is how much of the device's memory Headway may use in all, weights,
+        pages and graphs (0.9 on a CUDA device; on a CPU pages take a share of what is free). With `deterministic` a
+        row's bits depend on nothing but the row. `trim=False` keeps masked pages in the attention call. `runner`
+        computes batches in place of the model (headway.testing). `progress` is told of layers loaded and in all.
         """
         where = pick_device(device)
         count = pick_threads(threads)
         page_size = _positive("page_size", page_size, 1024)
         budget = STEP_TOKENS if max_batch_tokens is None else _positive("max_batch_tokens", max_batch_tokens, 1 << 20)
+        fraction = check_fraction(memory_fraction)
         in_memory = isinstance(model, Decoder | PackedDecoder)
         self._path = None if in_memory else resolve(model)
         torch.set_num_threads(count)
         given = _as_asked(model, dtype, device) if in_memory else self._path
         assert given is not None
+        at = where if isinstance(given, Path) else given.device
+        sizing = Sizing(pages, fraction, page_size, budget, read_memory(at))
         if runner is not None and isinstance(given, Decoder):
             self._backend = Backend(given, None, "another runner was given")
         else:
-            at = where if isinstance(given, Path) else given.device
-            self._backend = open_backend(
-                given, dtype=dtype, device=at, threads=count, quantize=quantize, settings=settings()
-            )
+            with running_out(at, "loading the weights"):
+                self._backend = open_backend(
+                    given,
+                    dtype=dtype,
+                    device=at,
+                    threads=count,
+                    quantize=quantize,
+                    settings=settings(),
+                    progress=progress,
+                )
         self._quantize, decoder = quantize, self._backend.decoder
         self.config: ModelConfig = decoder.config
-        total = pick_pages(pages, self.config, page_size, decoder.dtype, decoder.device)
+
+        def small(few: int) -> Engine:
+            return Engine(
+                decoder, threads=count, page_size=page_size, pages=few, max_batch_tokens=budget,
+                deterministic=deterministic, trim=trim,
+            )  # fmt: skip
+
+        with running_out(decoder.device, "trying out the largest step"):
+            total = sizing.pick(decoder, in_memory=in_memory, small=small if runner is None else None)
         self._page_size, self._threads = page_size, count
         self._decoder = given if isinstance(given, Decoder) else decoder  # one in memory stays as its owner knows it
         self._name = f"{self.config.family} in memory" if in_memory else str(model)
         self._allocator = Allocator(total)
-        self.pool = pool = Pool(
-            layers=self.config.layers,
-            pages=total,
-            page_size=page_size,
-            kv_heads=self.config.kv_heads,
-            head_dim=self.config.head_dim,
-            dtype=decoder.dtype,
-            device=decoder.device,
-            by_head=self._backend.by_head,
-            across=self._backend.team is not None,
-        )
+        with running_out(decoder.device, f"making {total} pages"):
+            self.pool = pool = Pool(
+                layers=self.config.layers,
+                pages=total,
+                page_size=page_size,
+                kv_heads=self.config.kv_heads,
+                head_dim=self.config.head_dim,
+                dtype=decoder.dtype,
+                device=decoder.device,
+                by_head=self._backend.by_head,
+                across=self._backend.team is not None,
+            )
         self._profiler = Profiler(_synchronizer(decoder.device), str(decoder.device))
         if runner is None:
             runner = self._backend.runner(pool, page_size, deterministic=deterministic, profiler=self._profiler)
@@ -293,7 +318,6 @@ class Engine:
     def info(self) -> EngineInfo:
         """Name, dtype, device, sizes."""
         decoder = self._backend.decoder
-        weights = sum(decoder.nbytes().values()) + (0 if self.config.tied else decoder.embedding.nbytes)
         return EngineInfo(
             name=self._name,
             path=None if self._path is None else str(self._path),
@@ -301,7 +325,7 @@ class Engine:
             device=str(decoder.device),
             threads=self._threads,
             parameters=self.config.parameters,
-            weight_bytes=weights,
+            weight_bytes=weight_bytes(decoder),
             kv_bytes_per_token=self.config.kv_values_per_token * decoder.dtype.itemsize,
             runner=self._backend.name,
             format=self._backend.format,
@@ -347,7 +371,7 @@ class Engine:
                 passes=done.passes,
                 tokens=done.tokens,
                 batch_size_mean=done.batch_passes / done.steps if done.steps else 0.0,
-                queued=len(self.loop.jobs()),
+                queued=self.loop.waiting(),
                 cache_hits=self.loop.supply.hits,
                 set_asides=self.loop.supply.set_asides,
             )

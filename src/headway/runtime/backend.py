@@ -13,7 +13,7 @@ from headway.kernels import triton
 from headway.kernels.native.library import ISA_NAMES, Team, open_library, use_isa
 from headway.kv.pool import Pool
 from headway.models.decoder import Decoder
-from headway.models.load import load_model, load_packed_model
+from headway.models.load import Progress, load_model, load_packed_model
 from headway.models.packed import PackedDecoder, pack_decoder
 from headway.models.repack import check_quantize
 from headway.runtime.device import pick_dtype
@@ -69,6 +69,7 @@ def open_backend(
     threads: int,
     quantize: str | None,
     settings: Settings,
+    progress: Progress | None = None,
 ) -> Backend:
     """Load a model, or take one that is in memory, for the best that can compute it here."""
     check_quantize(quantize)
@@ -92,14 +93,16 @@ def open_backend(
         if quantize == "int4" and fast is None:
             from headway.runtime.cuda_int4 import quantised
 
-            return Backend(quantised(_torch_model(model, dtype, device)), None, "", triton=True)
+            return Backend(quantised(_torch_model(model, dtype, device, progress)), None, "", triton=True)
         if quantize is not None:
             raise Unsupported(f"quantize={quantize!r} needs the native step, and {reason}")
-        return Backend(_torch_model(model, dtype, device), None, reason if fast else "", triton=fast is None)
+        found = _torch_model(model, dtype, device, progress)
+        return Backend(found, None, reason if fast else "", triton=fast is None)
     team = _team(threads, settings)
     if isinstance(model, Decoder):
         return Backend(pack_decoder(model), team, "")
-    return Backend(load_packed_model(model, team=team, keep=dtype == "auto", quantize=quantize), team, "")
+    packed = load_packed_model(model, team=team, keep=dtype == "auto", quantize=quantize, progress=progress)
+    return Backend(packed, team, "")
 
 
 def _team(threads: int, settings: Settings) -> Team:
@@ -129,9 +132,9 @@ def why_not_triton(device: torch.device, settings: Settings) -> str | None:
     return triton.missing()
 
 
-def _torch_model(model: Path | Decoder, dtype: str, device: torch.device) -> Decoder:
+def _torch_model(model: Path | Decoder, dtype: str, device: torch.device, progress: Progress | None) -> Decoder:
     if isinstance(model, Decoder):
         return model
     # Rows stay floats here: torch's products round by their shape, and rows coded in 8 bits would tell one batch from
     # another by far more than that.
-    return load_model(model, dtype=pick_dtype(dtype, device), device=device)
+    return load_model(model, dtype=pick_dtype(dtype, device), device=device, progress=progress)

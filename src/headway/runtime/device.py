@@ -1,12 +1,11 @@
-"""What this machine is: devices, dtypes, threads, memory, and the page pool that fits it."""
+"""What this machine is: devices, dtypes, threads, memory."""
 
 from __future__ import annotations
 
 import torch
 
-from headway.base.errors import InvalidInput, OutOfPages, Unsupported
+from headway.base.errors import InvalidInput, Unsupported
 from headway.base.machine import read_machine
-from headway.models.config import ModelConfig
 
 DTYPES = {
     "float32": torch.float32,
@@ -16,8 +15,6 @@ DTYPES = {
     "float16": torch.float16,
     "f16": torch.float16,
 }
-SEQUENCES = 32  # how many sequences of full length the automatic pool has room for
-SHARE = 0.4  # of the free memory the automatic pool may take
 
 
 def pick_device(name: str) -> torch.device:
@@ -64,23 +61,3 @@ def available_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return read_machine().memory_free
-
-
-def pick_pages(pages: int | None, config: ModelConfig, page_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many pages the pool has: as asked, or as many as a share of the free memory holds."""
-    size = config.kv_values_per_token * page_size * dtype.itemsize
-    free = available_memory(device)
-    if pages is not None:
-        if isinstance(pages, bool) or not isinstance(pages, int) or pages < 1:
-            raise InvalidInput(f"pages is {pages!r}; it takes a whole number from 1")
-        if pages * size > free:
-            raise OutOfPages(
-                f"{pages} pages of {size} bytes need {pages * size >> 20} MiB and {free >> 20} MiB are free; "
-                f"at most {free // size} fit"
-            )
-        return pages
-    full = -(-config.max_positions // page_size) * SEQUENCES
-    fitting = int(free * SHARE) // size
-    if fitting < 1:
-        raise OutOfPages(f"a page takes {size} bytes and only {free >> 20} MiB of memory are free")
-    return min(full, fitting)

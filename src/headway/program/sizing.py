@@ -1,0 +1,106 @@
+"""The page pool of a new engine: as asked, by a share of the memory, or, on a CUDA device, by what a trial leaves.
+
+The trial is the largest step there can be, run by a small engine over the same weights: its buffers, its libraries'
+workspaces and its compiled kernels are then known, and what they take is left to them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from headway.base.errors import PassFailed
+from headway.base.samplers import Sampling
+from headway.models.config import ModelConfig
+from headway.models.decoder import Decoder
+from headway.models.packed import PackedDecoder
+from headway.runtime import memory
+from headway.runtime.memory import Memory, Room, Wish
+
+if TYPE_CHECKING:
+    from headway.program.engine import Engine
+
+READ = 512  # rows whose logits a CUDA runner has at a time, and those of its largest graph
+Small = Callable[[int], "Engine"]  # an engine of so many pages over the same weights
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """What was asked of the pool, and where the memory stood before the model was loaded."""
+
+    pages: int | None
+    fraction: float | None
+    page_size: int
+    rows: int  # of one step, at most
+    before: Memory
+
+    def pick(self, decoder: Decoder | PackedDecoder, *, in_memory: bool, small: Small | None) -> int:
+        """The number of pages. `small` makes the engine of a trial; without it there is none.
+
+        A decoder that was `in_memory` before counts as taken by this engine all the same.
+        """
+        device, work, graphs = decoder.device, 0, 0
+        if self.pages is None and small is not None and device.type == "cuda":
+            work = trial(small, self.rows, self.page_size, device)
+            graphs = memory.GRAPHS + decoder.config.layers * memory.GRAPHS_OF_LAYER
+        now = memory.read_memory(device)
+        if device.type == "cuda":
+            taken = max(0, self.before.free - now.free) + (weight_bytes(decoder) if in_memory else 0)
+        else:
+            taken = weight_bytes(decoder)
+        fraction = self.fraction
+        if fraction is None and self.pages is None and device.type == "cuda":
+            fraction = memory.FRACTION
+        room = Room(str(device), now.total, now.free, fraction, taken, work, graphs)
+        return memory.pick_pages(self.pages, self.wish(decoder.config, decoder.dtype), room)
+
+    def wish(self, config: ModelConfig, dtype: torch.dtype) -> Wish:
+        """The pool that makes sense for a model: room for a step at least."""
+        most = -(-config.max_positions // self.page_size) * memory.SEQUENCES
+        page = config.kv_values_per_token * self.page_size * dtype.itemsize
+        return Wish(page, most, min(most, -(-self.rows // self.page_size)))
+
+
+def trial(small: Small, rows: int, page_size: int, device: torch.device) -> int:
+    """Bytes that a step of so many rows needs on a CUDA device, beside weights and pages."""
+    gc.collect()  # what nobody has any more is no need of this step
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    pages = _try_out(small, rows, page_size)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return max(0, peak - before - pages)
+
+
+def _try_out(small: Small, rows: int, page_size: int) -> int:
+    """Run the largest steps, of prompts and of many sequences; the bytes of the pages that took."""
+    with small(-(-rows // page_size) + 1) as engine:
+        for count in dict.fromkeys((rows, min(rows, READ))):
+            try:
+                engine.run(largest_step, count)
+            except PassFailed as error:  # weights that give no numbers are for those who use them to find out
+                if memory.RAN_OUT in str(error):
+                    raise
+        return engine.pool.raw.nbytes
+
+
+async def largest_step(engine: Engine, rows: int) -> list[int]:
+    """One step of so many rows with a token drawn at every one of them."""
+    positions = [i % engine.config.max_positions for i in range(rows)]
+    async with engine.context() as ctx:
+        forward = ctx.forward().input_at([0] * rows, positions)
+        drawn = forward.sample(range(rows), Sampling(temperature=1.0, top_p=0.9, seed=0))
+        return (await forward.execute()).tokens(drawn)
+
+
+def weight_bytes(decoder: Decoder | PackedDecoder) -> int:
+    """Bytes of all weights."""
+    tied = decoder.config.tied
+    return sum(decoder.nbytes().values()) + (0 if tied else decoder.embedding.nbytes)

@@ -1,0 +1,190 @@
+"""How much memory a device has, what of it Headway may use, the page pool that follows, and what running out says.
+
+    total × fraction ── weights, workspaces ── what the largest step needs ── graphs ──▶ pages
+
+Nothing here allocates; `program/sizing` runs the step whose needs are counted.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from headway.base.errors import HeadwayError, InvalidInput, OutOfMemory, OutOfPages, PassFailed
+from headway.base.machine import read_machine
+
+SEQUENCES = 32  # how many sequences of full length the automatic pool has room for
+SHARE = 0.4  # of the free memory of a CPU's machine that the automatic pool may take
+FRACTION = 0.9  # of a CUDA device's memory that Headway may use, unless it is told
+GRAPHS, GRAPHS_OF_LAYER = 128 << 20, 12 << 20  # bytes held back for captured graphs: 92 of them at 128 KiB a layer
+RAN_OUT = "memory ran out"
+WAYS_OUT = "a smaller max_batch_tokens, quantize, a higher memory_fraction, or another device"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A device's memory in bytes: all of it, within a container's limit, and what nobody has."""
+
+    total: int
+    free: int
+
+
+def read_memory(device: torch.device) -> Memory:
+    """Where a device's memory stands now."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return Memory(total, free)
+    machine = read_machine()
+    limits = [n for n in (machine.memory_total, machine.memory_limit) if n]
+    return Memory(min(limits, default=machine.memory_free), machine.memory_free)
+
+
+def check_fraction(fraction: float | None) -> float | None:
+    """None, or a number above 0 and up to 1."""
+    if fraction is None:
+        return None
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+        raise InvalidInput(f"memory_fraction is {fraction!r}; it takes a number above 0 and up to 1")
+    return float(fraction)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the number of pages follows from, in bytes."""
+
+    device: str
+    total: int
+    free: int
+    fraction: float | None  # of the total that Headway may use; None: a share of what is free
+    taken: int = 0  # by the engine so far: weights, and what its libraries keep
+    work: int = 0  # the largest step needs beside that
+    graphs: int = 0  # held back for captured graphs
+
+    @property
+    def allowed(self) -> int:
+        """What Headway may use in all."""
+        return self.total if self.fraction is None else int(self.total * self.fraction)
+
+    @property
+    def left(self) -> int:
+        """What pages may take."""
+        return max(0, min(self.allowed - self.taken, self.free) - self.work - self.graphs)
+
+    def tell(self) -> str:
+        """The sum in words."""
+        parts = [f"weights and libraries take {amount(self.taken)}"]
+        parts += [f"a step {amount(self.work)}"] if self.work else []
+        parts += [f"graphs {amount(self.graphs)}"] if self.graphs else []
+        share = "" if self.fraction is None else f" ({self.fraction:g} of {amount(self.total)})"
+        return (
+            f"of {amount(self.allowed)}{share} on {self.device}, of which {amount(self.free)} are free, "
+            f"{', '.join(parts)}"
+        )
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a pool is to be: the bytes of a page, the pages that make sense, and those it cannot do without."""
+
+    page: int
+    most: int
+    least: int
+
+
+def pick_pages(pages: int | None, wish: Wish, room: Room) -> int:
+    """How many pages the pool has: as asked, or as many as fit and make sense."""
+    if pages is not None:
+        return _as_asked(pages, wish.page, room)
+    if room.fraction is None:
+        fitting = int(room.free * SHARE) // wish.page
+        if fitting < 1:
+            raise OutOfPages(f"a page takes {wish.page} bytes and only {room.free >> 20} MiB of memory are free")
+        return min(wish.most, fitting)
+    fitting = room.left // wish.page
+    if fitting < wish.least:
+        raise OutOfMemory(
+            f"there is no room for keys and values: {room.tell()}; {amount(room.left)} are left, which is {fitting} "
+            f"pages of {amount(wish.page)}, and a step needs {wish.least} ({amount(wish.least * wish.page)}); "
+            f"try {WAYS_OUT}"
+        )
+    return min(wish.most, fitting)
+
+
+def _as_asked(pages: int, page: int, room: Room) -> int:
+    if isinstance(pages, bool) or not isinstance(pages, int) or pages < 1:
+        raise InvalidInput(f"pages is {pages!r}; it takes a whole number from 1")
+    if pages * page > room.free:
+        raise OutOfPages(
+            f"{pages} pages of {page} bytes need {pages * page >> 20} MiB and {room.free >> 20} MiB are free; "
+            f"at most {room.free // page} fit"
+        )
+    if room.fraction is not None and pages * page > room.left:
+        raise OutOfPages(
+            f"{pages} pages of {page} bytes need {pages * page >> 20} MiB: {room.tell()}, and {amount(room.left)} are "
+            f"left; at most {room.left // page} fit, or give a higher memory_fraction"
+        )
+    return pages
+
+
+# -- running out -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def running_out(device: torch.device, doing: str) -> Iterator[None]:
+    """Say in numbers that memory ran out while `doing` something."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, HeadwayError) or not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(f"{RAN_OUT} while {doing}: {_numbers(error, device)}; try {WAYS_OUT}") from None
+
+
+def step_error(error: Exception) -> HeadwayError:
+    """What becomes of an error in a step: itself where it is ours."""
+    if isinstance(error, HeadwayError):
+        return error
+    if not is_out_of_memory(error):
+        return PassFailed(f"the device failed while computing a pass: {error}")
+    device = _where(error)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what others of this process keep for later may be what is missing
+    ways = f"read fewer rows at once, or create the engine with fewer pages or {WAYS_OUT}"
+    return PassFailed(f"{RAN_OUT} while computing a pass: {_numbers(error, device)}; {ways}")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, or the host, has not the memory that was asked for."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _where(error: BaseException) -> torch.device:
+    """The device that ran out; torch names a GPU by its number."""
+    if not isinstance(error, torch.OutOfMemoryError) or not torch.cuda.is_available():
+        return torch.device("cpu")
+    named = re.search(r"GPU (\d+)", str(error))
+    return torch.device("cuda", int(named[1]) if named else torch.cuda.current_device())
+
+
+def _numbers(error: BaseException, device: torch.device) -> str:
+    memory = read_memory(device)
+    asked = re.search(r"allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)", str(error))
+    wanted = f"{asked[1]} were asked for and " if asked else ""
+    kept = f", {amount(torch.cuda.memory_allocated(device))} of it by this process" if device.type == "cuda" else ""
+    used = memory.total - memory.free
+    return (
+        f"{wanted}{amount(memory.free)} are free on {device}; {amount(used)} of {amount(memory.total)} are used{kept}"
+    )
+
+
+def amount(count: float) -> str:
+    """Bytes as people read them: 98.4 MiB, 1.6 GiB."""
+    power = 0 if count < 1 else min(4, int(math.log(count, 1024)))
+    return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
