@@ -21,7 +21,7 @@ from headway.cli.facts import (
     read_model,
     system_name,
 )
-from headway.cli.options import WHOLE, Device, Dtype, Json, Threads
+from headway.cli.options import WHOLE, Device, Dtype, Json, MemoryFraction, Threads, check_fraction
 from headway.cli.render import emit_json, show_pairs, size
 from headway.models import store
 
@@ -114,6 +114,7 @@ def doctor(
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
+    memory_fraction: MemoryFraction = None,
     json: Json = False,
 ) -> None:
     """Show versions, device, memory, threads and cache, and what would make Headway faster."""
@@ -121,12 +122,17 @@ def doctor(
     from headway.runtime.profile import measure_bandwidth
 
     where, count, machine = pick_device(device), pick_threads(threads), read_machine()
+    check_fraction(memory_fraction)
     if check is not None:
-        fit = _fit(store.resolve(check, download=False), where, machine, dtype, context)
+        fit = _fit(
+            store.resolve(check, download=False), where, machine, dtype, context=context, fraction=memory_fraction
+        )
         emit_json(fit.to_json()) if json else _show_fit(fit, str(where))
         return
     if context is not None:
         raise InvalidInput("--context is for --check; name a model with it")
+    if memory_fraction is not None:
+        raise InvalidInput("--memory-fraction is for --check; name a model with it")
     report = _report(machine, _gpus(), str(where), measure_bandwidth(str(where)), count)
     if json:
         emit_json(report)
@@ -189,6 +195,7 @@ def _report(machine: Machine, gpus: list[Gpu], device: str, speed: float, thread
         "native": _native(),
         "device": device,
         "cuda": [vars(gpu) for gpu in gpus],
+        "gpu": gpu_path(bool(gpus), config.native).to_json(),
         "cache": {"path": str(config.cache), "bytes": sum(model.bytes for model in models)},
         "models": [model.name for model in models],
         "hub_offline": config.hub_offline,
@@ -213,7 +220,8 @@ def _show(report: dict[str, Any]) -> None:
             f"{size(memory['available_bytes'])} of {size(memory['total_bytes'])} free; container limit: {limit}",
         ),
         ("memory bandwidth", f"{size(memory['bandwidth_bytes_per_second'])}/s measured"),
-        ("CUDA devices", "; ".join(cuda) or "none"),
+        ("CUDA devices", "; ".join(cuda) or f"none: {report['gpu']['missing']}"),
+        *([("Triton", _triton_line(report["gpu"])), ("CUDA graphs", report["gpu"]["graphs"])] if cuda else []),
         ("native kernels", _native_line(report["native"])),
         ("device", report["device"]),
     ]
@@ -230,9 +238,12 @@ def _show(report: dict[str, Any]) -> None:
         print(f"  {hint}")
 
 
-def _fit(path: Path, device: torch.device, machine: Machine, dtype: str, context: int | None) -> Fit:
+def _fit(
+    path: Path, device: torch.device, machine: Machine, dtype: str, *, context: int | None, fraction: float | None
+) -> Fit:
     from headway.runtime.backend import why_not_native
     from headway.runtime.device import available_memory, pick_dtype
+    from headway.runtime.memory import read_memory
 
     facts, kind = read_model(path), pick_dtype(dtype, device)
     if context is not None and not 1 <= context <= facts.max_positions:
@@ -240,6 +251,8 @@ def _fit(path: Path, device: torch.device, machine: Machine, dtype: str, context
     free = available_memory(device)
     if device.type == "cpu":
         free = min(free, machine.memory_free)
+    if fraction is not None:
+        free = min(free, int(fraction * read_memory(device).total))
     kept = _kept(path) if dtype == "auto" and why_not_native(path, dtype, device, settings()) is None else None
     return Fit(facts, str(kind).removeprefix("torch."), kind.itemsize, context or facts.max_positions, free, kept)
 
@@ -296,6 +309,41 @@ def _native() -> dict[str, Any]:
 
 def _native_line(native: dict[str, Any]) -> str:
     return native["instructions"] if native["available"] else f"none: {native['reason']}; torch computes instead"
+
+
+@dataclass(frozen=True)
+class GpuPath:
+    """How a CUDA device is used here, or what is missing."""
+
+    missing: str | None  # for a CUDA device to be used at all
+    triton: str | None  # its version
+    reason: str | None  # why its kernels do not serve
+    graphs: str  # on, or off and why
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def gpu_path(there: bool, native: str) -> GpuPath:
+    """What serves on a CUDA device, whether one is `there` or not; `native` is what HEADWAY_NATIVE says."""
+    import torch
+
+    from headway.kernels.triton import missing
+
+    reason = "HEADWAY_NATIVE is off" if native == "off" else missing()
+    absent = None
+    if not there and torch.version.cuda is None:
+        absent = f"torch {torch.__version__} is built without CUDA; a build with it is at https://pytorch.org"
+    elif not there:
+        absent = f"torch is built for CUDA {torch.version.cuda} and no driver or device answers; see nvidia-smi"
+    graphs = "on" if reason is None else f"off: {reason}"
+    return GpuPath(absent, package_version("triton"), reason, graphs if there else "off: there is no CUDA device")
+
+
+def _triton_line(path: dict[str, Any]) -> str:
+    if path["reason"] is None:
+        return path["triton"] or "installed"
+    return f"not used: {path['reason']}; torch computes instead"
 
 
 def _gpus() -> list[Gpu]:

@@ -17,6 +17,8 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, TextIO
 
+from headway.base import notes
+
 LOGGER = "headway.server"
 CRITICAL = logging.CRITICAL
 FRAMES = 12  # of a traceback, the innermost
@@ -55,7 +57,8 @@ def set_up(*, as_json: bool, stream: TextIO | None = None) -> None:
     """Send the server's lines, and warnings of what it runs on, to a stream: JSON to standard output unless told."""
     handler = logging.StreamHandler(stream or (sys.stdout if as_json else sys.stderr))
     handler.setFormatter(_Json() if as_json else _Plain())
-    for name, level in ((LOGGER, logging.INFO), ("uvicorn", logging.WARNING), ("asyncio", logging.ERROR)):
+    levels = {LOGGER: logging.INFO, notes.LOGGER: logging.INFO, "uvicorn": logging.WARNING, "asyncio": logging.ERROR}
+    for name, level in levels.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)

@@ -14,4 +14,6 @@ from importlib.util import find_spec
 
 def missing() -> str | None:
     """Why these kernels cannot run, in words, or None. Says nothing about the device."""
-    return None if find_spec("triton") is not None else "the package triton is not installed"
+    if find_spec("triton") is not None:
+        return None
+    return "the package triton is not installed (it comes with torch's CUDA builds, or with `pip install triton`)"

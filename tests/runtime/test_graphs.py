@@ -1,0 +1,44 @@
+"""Which graphs are kept, told of and tried: the bookkeeping, which needs no GPU."""
+
+from __future__ import annotations
+
+from headway.runtime.cuda_graphs import SIZES, Graphs, padded, told
+
+
+def test_work_without_graphs_runs_every_time() -> None:
+    done: list[int] = []
+    graphs = Graphs(enabled=False)
+    for _ in range(3):
+        graphs.run(("step", 8), lambda: done.append(8))
+        graphs.run(None, lambda: done.append(0))
+    assert done == [8, 0] * 3
+    assert graphs.captured == 0
+    assert list(graphs.graphs) == [("step", 8)]
+
+
+def test_what_was_used_longest_ago_goes_first() -> None:
+    graphs = Graphs(enabled=False, most=3)
+    for size in (1, 2, 4, 1, 8, 1, 16):
+        graphs.run(("step", size), lambda: None)
+        assert len(graphs.graphs) <= 3
+    assert set(graphs.graphs) == {("step", 1), ("step", 8), ("step", 16)}
+
+
+def test_keys_that_never_come_back_take_no_room() -> None:
+    graphs = Graphs(enabled=False, most=4)
+    for address in range(1000):
+        graphs.run(("head", 8, address), lambda: None)
+    assert len(graphs.graphs) == 4
+    assert len(graphs._used) <= 12
+
+
+def test_keys_in_words() -> None:
+    assert told(("step", 64)) == "64 rows (step)"
+    assert told(("head", 0, 123456)) == "1 rows (head)"
+    assert told("odd") == "odd"
+
+
+def test_a_size_is_the_next_that_holds_the_rows() -> None:
+    assert [padded(n) for n in (1, 3, 17, 512)] == [1, 4, 24, 512]
+    assert padded(513) is None
+    assert list(SIZES) == sorted(SIZES)

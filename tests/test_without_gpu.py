@@ -1,0 +1,82 @@
+"""Without a GPU, and without Triton, everything imports, computes on what there is, and says what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+WITHOUT = """
+import sys
+sys.modules["triton"] = None  # importing it fails, and looking for it finds nothing
+"""
+EVERYTHING = """
+import pkgutil, importlib, headway
+names = [m.name for m in pkgutil.walk_packages(headway.__path__, "headway.") if not m.name.endswith(("__main__", "._headway"))]
+needs_triton = ("headway.kernels.triton.", "headway.runtime.cuda")
+failed = []
+for name in names:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        failed.append(name)
+        assert "triton" in str(error), (name, error)
+print([name for name in failed if not name.startswith(needs_triton)], len(names) > 100)
+"""
+ENGINE = """
+import headway as hw
+from headway.testing import random_model
+
+async def first(engine):
+    async with engine.context() as ctx:
+        return await ctx.fill([1, 2, 3]).generate(hw.Argmax(), max_tokens=4, stop_only=True).tokens()
+
+with hw.Engine(random_model(), pages=8, threads=1) as engine:
+    assert len(engine.run(first)) == 4
+try:
+    hw.Engine(random_model(), device="cuda", pages=8)
+except hw.Unsupported as error:
+    print(error)
+"""
+
+
+def python(program: str, **env: str) -> str:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | env
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_every_module_but_its_kernels_imports_without_triton() -> None:
+    assert python(WITHOUT + EVERYTHING) == "[] True"
+
+
+def test_an_engine_runs_on_the_cpu_and_says_that_there_is_no_gpu() -> None:
+    assert python(WITHOUT + ENGINE) == "device 'cuda' was asked for and this machine has 0 CUDA devices; use cpu"
+
+
+def test_asking_for_triton_says_how_to_get_it() -> None:
+    program = """
+import headway as hw
+from headway.testing import random_model
+try:
+    hw.Engine(random_model(), pages=8)
+except hw.Unsupported as error:
+    print(error)
+"""
+    told = python(WITHOUT + program, HEADWAY_NATIVE="triton")
+    assert told.startswith("HEADWAY_NATIVE asks for Triton kernels, and the package triton is not installed")
+    assert "pip install triton" in told
+
+
+def test_the_doctor_says_what_is_missing_for_a_gpu() -> None:
+    program = "from headway.cli.main import main; main(['doctor', '--json', '--threads', '1'])"
+    report = json.loads(python(WITHOUT + program))
+    assert report["cuda"] == []
+    assert "CUDA" in report["gpu"]["missing"]
+    assert report["gpu"]["reason"].startswith("the package triton is not installed")
+    assert report["gpu"]["graphs"] == "off: there is no CUDA device"
+    text = python(WITHOUT + "from headway.cli.main import main; main(['doctor', '--threads', '1'])")
+    line = next(line for line in text.splitlines() if "CUDA devices" in line)
+    assert "none: torch" in line
