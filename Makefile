@@ -29,7 +29,7 @@ DOCS_STAMP := $(VENV)/.headway-docs-$(KEY)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: help run test test-all browser native-sanitize lint format docs clean clean-all
+.PHONY: help run test test-all browser native-sanitize gpu-sanitize lint format docs clean clean-all
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ browser: $(TEST_STAMP) ## install chromium and axe-core for the tests of the Lab
 
 native-sanitize: $(TEST_STAMP) ## run the native library under sanitizers and valgrind
 	@$(PY) tests/native/check.py
+
+gpu-sanitize: $(TEST_STAMP) ## run the Triton kernels under compute-sanitizer, on a CUDA device
+	@$(PY) tests/gpu/sanitize.py
 
 lint: $(TEST_STAMP) ## check style, types and the order of layers
 	@$(PY) -m ruff check .

@@ -98,7 +98,7 @@ class Reader:
         for ask in asks(batch):
             (others if isinstance(ask.what.what, Hidden | AttentionScores | LogitLens) else heads).append(ask)
         for ask in others:
-            values[ask.segment, ask.index] = self._look(ask, batch, taps)
+            values[ask.segment, ask.index] = self.look(ask, batch, taps)
         places = sorted({self._place(a) for a in heads})
         for start in range(0, len(places), SLAB):
             part = places[start : start + SLAB]
@@ -162,10 +162,10 @@ class Reader:
                 if bad[i]:
                     values[ask.segment, ask.index] = not_a_number()
                     continue
-                values[ask.segment, ask.index] = self._ranked(ask.what.what, logits[i], samplers, drawn, batch)
+                values[ask.segment, ask.index] = self.ranked(ask.what.what, logits[i], samplers, drawn, batch)
         return values
 
-    def _ranked(
+    def ranked(
         self, what: Ranking, logits: Tensor, samplers: list[Ask], drawn: list[object], batch: Batch
     ) -> Ranked | HeadwayError:
         """Where the tokens stand that were drawn at a row, and others."""
@@ -201,7 +201,8 @@ class Reader:
             generated=generated,
         )
 
-    def _look(self, ask: Ask, batch: Batch, taps: Taps) -> object:
+    def look(self, ask: Ask, batch: Batch, taps: Taps) -> object:
+        """The value of a readout that looks inside the model."""
         match ask.what.what:
             case Hidden(layer):
                 state = self._tapped(taps, layer, ask.row)

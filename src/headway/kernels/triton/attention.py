@@ -3,7 +3,8 @@
 Two kernels with one meaning, that of `headway.kernels.attention.attend`:
 
     decode   one row a program, its keys split among programs at fixed slots of its own; the program that ends last
-             puts the parts together, in their order. A row's bits depend on its query and what it sees alone.
+             puts the parts together, in their order. For one `Splits` and `Tile` a row's bits depend on its query and
+             what its runs say; with `Splits.fixed` on its query and the slots it sees alone.
     chunk    many rows of one sequence a program, on the matrix units: prompts
 
 Query heads that share a key head are rows of one product. A tile of slots that no row attends to is never read, and a
@@ -48,10 +49,15 @@ class Paged:
 
 @dataclass(frozen=True)
 class Splits:
-    """How a decode row's keys are divided: into `most` parts, none shorter than `least` slots."""
+    """How a decode row's keys are divided: into `most` parts, none shorter than `least` slots.
+
+    `fixed` parts begin at multiples of their length, counted from slot 0. It is `least`, or the first of its doubles of
+    which `most` reach behind the row's last slot. A row's bits are then the same however pages and runs say what it sees.
+    """
 
     most: int
     least: int
+    fixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ def attend_rows(
             RUN_AT=paged.run_at, PAGE_FIELD=PAGE_AT, HEADS=heads, GROUP=group, DIM=dim, WIDE=_width(dim),
             PAGE=paged.keys.shape[1], BM=max(16, triton.next_power_of_2(group)), BN=tile.slots,
             GP=triton.next_power_of_2(group), SPLITS=splits.most, SB=min(_joined(group, dim), splits.most),
-            LEAST=splits.least, PRECISION=_precision(q), AHEAD=ahead, num_warps=tile.warps,
+            LEAST=splits.least, FIXED=splits.fixed, PRECISION=_precision(q), AHEAD=ahead, num_warps=tile.warps,
             num_stages=tile.stages, **options(ahead),
         )  # fmt: skip
 
@@ -197,7 +203,7 @@ def _decode(
     CHOSEN: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, RUN_AT: tl.constexpr, PAGE_FIELD: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, SB: tl.constexpr, LEAST: tl.constexpr,
-    PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    FIXED: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     follow(AHEAD)
     wait(AHEAD)
@@ -212,9 +218,16 @@ def _decode(
     g, d = tl.arange(0, BM), tl.arange(0, WIDE)
     live = (g < GROUP)[:, None] & (d < DIM)[None, :]
     # Where a row is cut depends on what it sees alone, so that its bits do too.
-    part = tl.maximum(LEAST, tl.cdiv(tl.cdiv(behind - first, SPLITS), BN) * BN)
-    parts = tl.maximum(1, tl.cdiv(behind - first, part))
-    if split < parts:
+    if FIXED:
+        part = tl.maximum(behind * 0, LEAST)  # a number of the row's type, as the loop wants it
+        while part * SPLITS < behind:
+            part *= 2
+        early, first = start // part, 0  # parts in front of all that the row sees are left out
+        parts = tl.maximum(early + 1, tl.cdiv(behind, part))
+    else:
+        part = tl.maximum(LEAST, tl.cdiv(tl.cdiv(behind - first, SPLITS), BN) * BN)
+        early, parts = 0, tl.maximum(1, tl.cdiv(behind - first, part))
+    if (split >= early) & (split < parts):
         qs = tl.load(q + row * q_row + (head * GROUP + g)[:, None] * DIM + d[None, :], mask=live, other=0.0)
         peak = tl.full((BM,), float("-inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
@@ -263,7 +276,7 @@ def _decode(
                 peak, total, mixed = _mix(qs, k, v, seen[None, :], peak, total, mixed, scale, SOFTCAP, PRECISION)
                 base = tl.maximum(base + BN, start // BN * BN)
         place = out + row * out_row + (head * GROUP + g)[:, None] * DIM + d[None, :]
-        if parts == 1:
+        if (parts - early == 1) & (not (FIXED and SINKS)):  # with sinks the two ways differ in their rounding
             if SINKS:
                 sink = tl.load(sinks + head * GROUP + g, mask=g < GROUP, other=float("-inf")) * 1.4426950408889634
                 new = tl.maximum(peak, sink)
@@ -280,17 +293,17 @@ def _decode(
             tl.debug_barrier()
             counter = arrived + at * (HEADS // GROUP) + head
             before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            if before == parts - 1:
+            if before == parts - early - 1:
                 tl.atomic_xchg(counter, 0)
                 _join(
-                    out + row * out_row, sums, peaks, sinks, at, head, parts, SINKS, HEADS, GROUP, DIM, WIDE, GP,
-                    SPLITS, SB,
+                    out + row * out_row, sums, peaks, sinks, at, head, early, parts, SINKS, HEADS, GROUP, DIM, WIDE,
+                    GP, SPLITS, SB,
                 )  # fmt: skip
 
 
 @triton.jit
 def _join(
-    out, sums, peaks, sinks, at, head, parts,
+    out, sums, peaks, sinks, at, head, early, parts,
     SINKS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     GP: tl.constexpr, SPLITS: tl.constexpr, SB: tl.constexpr,
 ):  # fmt: skip
@@ -303,9 +316,9 @@ def _join(
     if SINKS:
         peak = tl.load(sinks + head * GROUP + g, mask=g < GROUP, other=float("-inf")) * 1.4426950408889634
         whole += 1.0
-    for base in range(0, parts, SB):
+    for base in range(early // SB * SB, parts, SB):
         s = base + tl.arange(0, SB)
-        some = (g < GROUP)[:, None] & (s < parts)[None, :]
+        some = (g < GROUP)[:, None] & ((s >= early) & (s < parts))[None, :]
         cell = first[:, None] + s[None, :]
         mixed = tl.load(
             sums + cell[:, :, None] * DIM + d[None, None, :], mask=some[:, :, None] & (d < DIM)[None, None, :],
