@@ -52,7 +52,8 @@ class Splits:
     """How a decode row's keys are divided: into `most` parts, none shorter than `least` slots.
 
     `fixed` parts begin at multiples of their length, counted from slot 0. It is `least`, or the first of its doubles of
-    which `most` reach behind the row's last slot. A row's bits are then the same however pages and runs say what it sees.
+    which `most` reach behind the row's last slot. A row's bits are then the same whether holes in its table of pages or
+    its runs leave a slot out.
     """
 
     most: int
