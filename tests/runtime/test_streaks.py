@@ -7,10 +7,10 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from support.streaks import abandoned, alike, ends, steered, watched
 
 import headway as hw
 from headway.testing import random_model
+from support.streaks import abandoned, alike, ends, steered, watched
 
 PATHS = ("native", "torch")
 

@@ -143,7 +143,7 @@ async def steered(engine: hw.Engine, seed: int) -> None:
 
 
 async def abandoned(engine: hw.Engine, seed: int) -> None:
-    """Programs that end anywhere, cancelled or with their contexts released, leave nothing behind and disturb nobody."""
+    """Programs that end anywhere, cancelled or with their contexts released, leave nothing and disturb nobody."""
     dice = random.Random(seed)
 
     async def wild(i: int) -> None:

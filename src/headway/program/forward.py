@@ -245,6 +245,9 @@ class Forward:
 
     def _place(self, first: int, pending: int) -> list[int]:
         limit = self._context.engine.config.max_positions
+        count = pending + len(self._positions)
+        if count and first + count <= limit and self._positions.count(None) == len(self._positions):
+            return list(range(first, first + count))
         positions, following = [], first
         for given in [*([None] * pending), *self._positions]:
             position = following if given is None else given

@@ -57,9 +57,10 @@ OPEN, CALM = 0.25, 8
 class Generation:
     """An async iterator of steps. Stops leave the context: tokens that hold any part of one are taken back.
 
-    It stays one pass ahead of the program. Whoever looks at the context between two steps finds it idle all the same:
-    the pass ahead is taken back then, and its token waits in the pending buffer. So an `async for` can be left with
-    `break` and taken up again later, by another `async for` or a collector.
+    It stays ahead of the program: by one pass or, where a pass takes nothing but the token before it, by as many as a
+    streak may be. Whoever looks at the context between two steps finds it idle all the same: what is ahead is taken
+    back then, and the last token waits in the pending buffer. So an `async for` can be left with `break` and taken up
+    again later, by another `async for` or a collector.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Generation:
         self._grammar = constrain if isinstance(constrain, Grammar) else None  # compiled before the first pass
         self._said = Transcript(context.engine, strings, None if isinstance(constrain, Grammar) else constrain)
         self._seen: object = None  # the context as the last step left it; None before the first
-        self._next: Turn | None = None  # the pass that is one ahead of the program
+        self._next: Turn | None = None  # the pass ahead of the program; it may be a streak
         self._later: LaterMask | None = None  # its mask, when a grammar is followed
         self._calm = 0  # tokens in succession behind which the grammar left much open
         self.finish: str | None = None

@@ -16,9 +16,9 @@ SHOWN = 40  # characters of a bad value in a message
 def token_ids(values: Any, vocab: int, what: str = "tokens") -> list[int]:
     """A list of ids inside the vocabulary, from anything that has the obvious meaning."""
     ids = integers(values, what)
-    for i, token in enumerate(ids):
-        if not 0 <= token < vocab:
-            raise InvalidToken(f"{what}[{i}] is {token}; this model's token ids are 0 to {vocab - 1}")
+    if ids and not (min(ids) >= 0 and max(ids) < vocab):
+        i, token = next((i, token) for i, token in enumerate(ids) if not 0 <= token < vocab)
+        raise InvalidToken(f"{what}[{i}] is {token}; this model's token ids are 0 to {vocab - 1}")
     return ids
 
 
@@ -51,6 +51,8 @@ def integers(values: Any, what: str) -> list[int]:
         return _from_array(values, what)
     if isinstance(values, bool) or not isinstance(values, Iterable):
         raise WrongType(f"{what} is {_shown(values)}; a list of whole numbers is needed")
+    if isinstance(values, list | tuple) and set(map(type, values)) <= {int}:  # most: nothing to say of each
+        return list(values)
     return [_integer(v, f"{what}[{i}]") for i, v in enumerate(values)]
 
 
@@ -59,7 +61,7 @@ def _from_array(values: np.ndarray, what: str) -> list[int]:
         raise WrongType(f"{what} has {values.ndim} dimensions; a flat list of whole numbers is needed")
     if values.size and values.dtype.kind not in "iu":
         raise WrongType(f"{what} has dtype {values.dtype}; whole numbers are needed")
-    return [int(v) for v in values]
+    return values.tolist()
 
 
 def _integer(value: Any, what: str) -> int:
