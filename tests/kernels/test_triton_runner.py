@@ -19,6 +19,7 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 import headway as hw  # noqa: E402
+from headway.base.probes import Ranking  # noqa: E402
 from headway.testing import random_model  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -39,6 +40,10 @@ async def everything(engine: hw.Engine, seed: int) -> tuple[list[np.ndarray], li
             forward.probe(2, hw.Distribution(k=7)),
             forward.probe(2, hw.Logprobs([1, 5])),
             forward.probe(1, hw.Entropy()),
+            forward.probe(2, hw.Distribution(0.5, masked=True)),
+        ]
+        ranks = [
+            forward.probe(i, Ranking(3, [7], processed=p)) for i, p in ((2, False), (2, True), (0, True), (3, True))
         ]
         drawn = [
             forward.sample([-1, -1, 0], hw.TopP(0.8, seed=seed)),
@@ -49,6 +54,10 @@ async def everything(engine: hw.Engine, seed: int) -> tuple[list[np.ndarray], li
         out = await forward.execute()
         found: list[Any] = [out.logits(h) for h in rows]
         found += [out.distribution(read[0])[1], out.logprobs(read[1]), np.array(out.entropy(read[2]))]
+        found += [part for pair in (out.distribution(read[0]), out.distribution(read[3])) for part in pair]
+        for ranked in (out.ranking(h) for h in ranks):
+            lines = [(r.id, r.rank, max(r.logprob, -99.0)) for r in (*ranked.drawn, *ranked.ids, *ranked.best)]
+            found.append(np.array(lines))
         chosen = [token for handle in drawn for token in out.tokens(handle)]
         assert not {*chosen} & {*range(40, 60)}
         penal = hw.Sampling(temperature=0.9, top_k=20, frequency_penalty=0.4, seed=9)
@@ -61,8 +70,10 @@ async def everything(engine: hw.Engine, seed: int) -> tuple[list[np.ndarray], li
         forward = ctx.forward().input(tokens(2, seed + 2)).attention_mask(hw.Mask.from_bool(sparse))
         last = [forward.probe(0, hw.Logits()), forward.probe(1, hw.Logits()), forward.probe(1, hw.Hidden(1))]
         scores = forward.probe(1, hw.AttentionScores(1))
+        lens, final = forward.probe(0, hw.LogitLens([1, 2], 3)), forward.probe(0, hw.Hidden(2))
         out = await forward.execute()
         found += [out.logits(last[0]), out.logits(last[1]), out.hidden(last[2]), out.attention(scores)]
+        found += [part for pair in out.lens(lens) for part in pair] + [out.hidden(final)]
         return found, chosen
 
 
@@ -120,3 +131,34 @@ def test_graphs_of_every_size_give_what_the_kernels_give_by_hand(monkeypatch: py
             for _ in range(2):
                 assert graphs.run(decode, count) == hand.run(decode, count)
         assert len(graphs.loop._runner._graphs.graphs) > 5  # type: ignore[attr-defined]
+
+
+async def rows_of(engine: hw.Engine, prompt: list[int], cuts: list[int]) -> list[np.ndarray]:
+    """The logits of every row of a prompt that is computed in pieces."""
+    async with engine.context() as ctx:
+        found = []
+        for start, stop in zip([0, *cuts], [*cuts, len(prompt)], strict=True):
+            forward = ctx.forward().input(prompt[start:stop])
+            handles = [forward.probe(i, hw.Logits()) for i in range(stop - start)]
+            out = await forward.execute()
+            found += [out.logits(h) for h in handles]
+        return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_deterministic_rows_have_the_same_bits_in_any_step(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_NATIVE", "triton")
+    prompts = [tokens(n, n) for n in (3, 21, 34)]
+
+    async def together(engine: hw.Engine) -> list[list[np.ndarray]]:
+        return list(await asyncio.gather(*(rows_of(engine, p, []) for p in prompts)))
+
+    with hw.Engine(random_model(family, device=DEVICE), pages=64, threads=1, deterministic=True) as engine:
+        assert engine.info.runner == "triton"
+        alone = [engine.run(rows_of, p, []) for p in prompts]
+        engine.cache.clear()
+        for found, expected in zip(engine.run(together), alone, strict=True):
+            assert np.array_equal(np.stack(found), np.stack(expected))
+        for cuts in ([1, 17], [16], [5, 6, 7, 20]):
+            engine.cache.clear()
+            assert np.array_equal(np.stack(engine.run(rows_of, prompts[1], cuts)), np.stack(alone[1]))

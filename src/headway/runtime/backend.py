@@ -54,10 +54,10 @@ class Backend:
         if isinstance(self.decoder, PackedDecoder):
             assert self.team is not None
             return NativeRunner(self.decoder, pool, page_size, team=self.team, profiler=profiler)
-        if self.triton and not deterministic:  # bits that depend on the row alone are torch's to give
+        if self.triton:
             from headway.runtime.cuda import CudaRunner
 
-            return CudaRunner(self.decoder, pool, page_size, profiler=profiler)
+            return CudaRunner(self.decoder, pool, page_size, profiler=profiler, deterministic=deterministic)
         return TorchRunner(self.decoder, pool, page_size, deterministic=deterministic, profiler=profiler)
 
 

@@ -9,29 +9,29 @@ host buffers and their twins), the buffers of intermediates (one for graphs, whi
 prompts), the graphs and the reader's logits. All of it is used by the worker thread alone, on one stream: what the
 device writes is overwritten in the order of the stream, and an upload waits for its last copy before it is filled.
 
-A batch whose readouts look inside the model (hidden states, attention, logit lens) goes through the torch runner, over
-the same pages; so does everything in deterministic mode, which `open_backend` decides.
+A step whose readouts look inside the model (hidden states, attention, logit lens) is launched kernel by kernel too, and
+looked at on its way. In deterministic mode the same graphs hold other kernels, whose bits depend on the row alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from headway.kernels.triton.attention import chunk_items
 from headway.kv.pool import Pool
-from headway.models.decoder import Decoder
+from headway.models.decoder import Decoder, Taps
 from headway.runtime.batch import Batch, reads_final_state
 from headway.runtime.cuda_arrays import Numbers, StepInts, Upload, even
 from headway.runtime.cuda_graphs import SIZES, Graphs, padded
 from headway.runtime.cuda_read import CudaReader, Values
 from headway.runtime.cuda_step import Buffers, CudaModel, Step
 from headway.runtime.profile import Profiler
-from headway.runtime.runner import SegmentResult, TorchRunner, step_bytes
+from headway.runtime.readout import make_taps
+from headway.runtime.runner import SegmentResult, step_bytes
 
 GRAPH_INTS = 1 << 20  # numbers that a captured step has room for
 FEW = 4  # rows of a sequence that attention takes one by one
@@ -41,11 +41,17 @@ class CudaRunner:
     """Runs batches on a CUDA device. With `graphs=False` every kernel is launched by hand."""
 
     def __init__(
-        self, decoder: Decoder, pool: Pool, page_size: int, *, profiler: Profiler, graphs: bool = True
+        self,
+        decoder: Decoder,
+        pool: Pool,
+        page_size: int,
+        *,
+        profiler: Profiler,
+        graphs: bool = True,
+        deterministic: bool = False,
     ) -> None:
         self.decoder, self.pool, self.page_size, self.profiler = decoder, pool, page_size, profiler
-        self.model = CudaModel(decoder, pool)
-        self._torch = TorchRunner(decoder, pool, page_size, deterministic=False, profiler=profiler)
+        self.model = CudaModel(decoder, pool, deterministic=deterministic)
         self._graphs = Graphs(graphs and decoder.device.type == "cuda")
         self._reader = CudaReader(self.model, self._graphs)
         self._layout = StepInts(self.model.windows, page_size)
@@ -77,13 +83,12 @@ class CudaRunner:
     def _begin(self, batch: Batch) -> Callable[[], list[SegmentResult]]:
         if batch.edits:
             self.pool.apply(batch.edits)
-        if any(not reads_final_state(r.what) for s in batch.segments for _, _, r in s.readouts):
-            found = self._torch.execute(replace(batch, edits=()))
-            return lambda: found
+        inside = any(not reads_final_state(r.what) for s in batch.segments for _, _, r in s.readouts)
+        taps = make_taps(batch, self.model, self.page_size) if inside else None
         self.profiler.begin(len(batch.write_rows))
-        x = self._forward(batch) if len(batch.tokens) else None
+        x = self._forward(batch, taps) if len(batch.tokens) else None
         kept = None if x is None else _kept(batch, x)
-        read = self._reader.begin(batch, x, self.profiler.mark)
+        read = self._reader.begin(batch, x, self.profiler.mark, taps)
         return lambda: self._finish(batch, read(), kept)
 
     def _finish(self, batch: Batch, values: Values, kept: list[Tensor | None] | None) -> list[SegmentResult]:
@@ -99,12 +104,14 @@ class CudaRunner:
         """The graphs so far, in the order in which they were first needed: a step's own, its head, its samplers."""
         return [graph for graph in self._graphs.graphs.values() if graph is not None]
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def _forward(self, batch: Batch, taps: Taps | None = None) -> Tensor:
         numbers, count = self._layout.read(batch), len(batch.tokens)
         size = padded(count)
         rows = even(count if size is None else size)
-        if size is None or self._layout.size(numbers, rows) > GRAPH_INTS or self.profiler.measuring:
-            return self._by_hand(batch, numbers, rows)
+        large = size is None or self._layout.size(numbers, rows) > GRAPH_INTS
+        if large or taps is not None or self.profiler.measuring:
+            return self._by_hand(batch, numbers, rows, taps)
+        assert size is not None
         room = self._graph_room()
         self._fixed.wait()
         self._fixed.send(self._layout.fill(self._fixed.host, batch, numbers, rows))
@@ -113,7 +120,7 @@ class CudaRunner:
         self._graphs.run(("step", size), lambda: self.model.run(step, room, mark))
         return room.x[:size]
 
-    def _by_hand(self, batch: Batch, numbers: Numbers, rows: int) -> Tensor:
+    def _by_hand(self, batch: Batch, numbers: Numbers, rows: int, taps: Taps | None) -> Tensor:
         """Rows of any number: long segments on the matrix units, the others one by one."""
         count = len(batch.tokens)
         items = chunk_items(
@@ -137,6 +144,7 @@ class CudaRunner:
             count,
             singles=device[behind:needed],
             items=device[used : used + len(items)].view(-1, 2) if items else None,
+            taps=taps,
         )
         if self._free_room is None or self._free_room.rows < count:
             self._free_room = None  # the old one goes before the new one comes

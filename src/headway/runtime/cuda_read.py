@@ -1,6 +1,7 @@
 """Reading a step on the device: the head on asked rows, samplers in one kernel, one small copy back.
 
-Samplers with typical-p, probes, and penalties beside another readout of the same row go through the torch reader, over
+Probes are answered beside the samplers (cuda_probes). Bias and penalties go onto a row of logits in place, or onto a
+copy of it where others read the row too. What neither can do, typical-p above all, goes through the torch reader, over
 the same logits. The logits of a step are overwritten by the next.
 """
 
@@ -19,9 +20,11 @@ from headway.base.rng import uniforms
 from headway.base.samplers import Sampling
 from headway.kernels.triton import sampling
 from headway.kernels.triton.sampling import ASK_FLOATS, ASK_INTS, NO_TOKEN, UNDECIDED, Asks
-from headway.runtime.batch import Batch
+from headway.models.decoder import Taps
+from headway.runtime.batch import Batch, reads_final_state
 from headway.runtime.cuda_arrays import Upload
 from headway.runtime.cuda_graphs import Graphs, padded
+from headway.runtime.cuda_probes import CudaProbes, Drawn
 from headway.runtime.cuda_step import CudaModel, Mark
 from headway.runtime.passes import BEFORE, Readout
 from headway.runtime.readout import Ask, Reader, not_a_number
@@ -54,6 +57,23 @@ class _Way(NamedTuple):
         return self.quick and not self.adjusts
 
 
+class _Work(NamedTuple):
+    """The readouts of a part of a step, each with its row of logits."""
+
+    quick: list[tuple[int, Ask]]  # tokens that the device can draw
+    slow: list[tuple[int, Ask]]  # tokens that it cannot
+    probes: list[tuple[int, Ask]]
+    beside: list[list[tuple[int, Ask]]]  # by row: all tokens that are drawn there
+    copied: list[int]  # rows whose logits stand once more behind the last, for bias and penalties of one ask each
+
+
+class _Begun(NamedTuple):
+    """A draw that the device is set to: where each token will stand, and what waits and gives those left undecided."""
+
+    places: dict[Key, int]
+    finish: Callable[[], list[tuple[int, Ask]]]
+
+
 class CudaReader:
     """Turns residual rows into values. Owns the logits and everything the sampler needs."""
 
@@ -69,14 +89,36 @@ class CudaReader:
         self._found = sampling.room(MOST, vocab, device)
         self._tokens = torch.empty(MOST, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._ways: dict[int, tuple[Sampling, _Way]] = {}
+        self._probes = CudaProbes(model, graphs)
         self._grow(1)
 
-    def begin(self, batch: Batch, x: Tensor | None, mark: Mark) -> Callable[[], Values]:
+    def begin(self, batch: Batch, x: Tensor | None, mark: Mark, taps: Taps | None = None) -> Callable[[], Values]:
         """Set the device to work on what is read; what comes back waits for it and gives values by segment and readout.
 
-        x [T, E] is the residual before the final norm; None when T is 0.
+        x [T, E] is the residual before the final norm; None when T is 0. `taps` has what was looked at on the way.
         """
         asked = [(s, index, row, r) for s, segment in enumerate(batch.segments) for index, row, r in segment.readouts]
+        if taps is not None:
+            return self._looking(asked, x, batch, mark, taps)
+        return self._reading(asked, x, batch, mark)
+
+    def _looking(
+        self, asked: list[_Asked], x: Tensor | None, batch: Batch, mark: Mark, taps: Taps
+    ) -> Callable[[], Values]:
+        """What is read of the final state, and what was looked at on the way."""
+        final = [a for a in asked if reads_final_state(a[3].what)]
+        read = self._reading(final, x, batch, mark)
+
+        def finish() -> Values:
+            values = read()
+            for s, index, row, r in asked:
+                if not reads_final_state(r.what):
+                    values[s, index] = self._slow.look(Ask(s, index, row, r), batch, taps)
+            return values
+
+        return finish
+
+    def _reading(self, asked: list[_Asked], x: Tensor | None, batch: Batch, mark: Mark) -> Callable[[], Values]:
         if x is not None and len(x) > 1 and 0 < len(asked) <= MOST and self._is_plain(asked):
             return self._plain(asked, x, batch)
         by_place: dict[_Place, list[Ask]] = {}
@@ -135,27 +177,69 @@ class CudaReader:
     def _part(
         self, places: list[_Place], by_place: dict[_Place, list[Ask]], batch: Batch, x: Tensor | None, mark: Mark
     ) -> Callable[[], Values]:
-        logits = self._logits(places, batch, x)
+        work = self._sorted([by_place[place] for place in places])
+        logits = self._logits(places, batch, x, work.copied)
         mark("head")
-        quick, slow = self._sorted([(i, ask) for i, place in enumerate(places) for ask in by_place[place]])
         values: Values = {}
         # A mask that comes later is waited for when the device has all it can be given.
-        now = len(quick) <= MOST and not any(ask.what.later is not None for _, ask in quick)
-        begun = self._draw(quick, logits, batch, values) if now else None
+        now = len(work.quick) <= MOST and not any(_waits(ask) for _, ask in (*work.quick, *work.probes))
+        begun = self._draw(work.quick, logits, batch, values) if now else None
+        looked = self._look(work, logits, begun, values) if begun is not None else None
 
         def finish() -> Values:
-            left = list(slow)
+            left = list(work.slow)
             if begun is not None:
-                left += begun()
+                left += begun.finish()
             else:
-                for start in range(0, len(quick), MOST):
-                    left += self._draw(quick[start : start + MOST], logits, batch, values)()
+                for start in range(0, len(work.quick), MOST):
+                    left += self._draw(work.quick[start : start + MOST], logits, batch, values).finish()
             if left:
                 values.update(self._slow.answers([a for _, a in left], [at for at, _ in left], logits, batch))
+            wait = self._look(work, logits, None, values) if looked is None else looked
+            self._settle(wait(values), work, logits, batch, values)
             mark("sample")
             return values
 
         return finish
+
+    def _look(
+        self, work: _Work, logits: Tensor, begun: _Begun | None, values: Values
+    ) -> Callable[[Values], list[tuple[int, Ask]]]:
+        """Have the device answer the probes, beside the tokens that it draws or, where it has drawn them, behind."""
+        drawn = {
+            (ask.segment, ask.index): [self._drawn(row, mate, work, begun, values) for row, mate in work.beside[at]]
+            for at, ask in work.probes
+            if isinstance(ask.what.what, Ranking)
+        }
+        lasting = logits.data_ptr() == self._out.data_ptr()
+        return self._probes.begin(work.probes, logits, self._found.tokens, drawn, lasting=lasting)
+
+    def _drawn(self, row: int, ask: Ask, work: _Work, begun: _Begun | None, values: Values) -> Drawn | None:
+        """What is drawn at a row of logits, as a ranking of it needs to know; None when it is not known yet."""
+        how, key = ask.what.what, (ask.segment, ask.index)
+        assert isinstance(how, Sampling)
+        token = values.get(key)
+        if begun is not None and key in begun.places:
+            token = -1 - begun.places[key]
+        if not isinstance(token, int):
+            return None
+        filters = how.top_k or how.top_p < 1 or how.min_p or how.typical_p < 1
+        adjusted = row >= len(work.beside) or not self._way(how).adjusts
+        known = adjusted and (how.temperature == 0 or not filters)
+        return Drawn(token, row, how.temperature if known else None, ask.what.permitted() if known else None)
+
+    def _settle(self, left: list[tuple[int, Ask]], work: _Work, logits: Tensor, batch: Batch, values: Values) -> None:
+        """Probes that the device leaves undecided."""
+        rest = [(at, ask) for at, ask in left if not isinstance(ask.what.what, Ranking)]
+        if rest:
+            values.update(self._slow.answers([a for _, a in rest], [at for at, _ in rest], logits, batch))
+        for at, ask in left:
+            if isinstance(what := ask.what.what, Ranking):
+                mates = [mate for _, mate in work.beside[at]]
+                tokens = [values[mate.segment, mate.index] for mate in mates]
+                bad = bool(logits[at].isnan().any())
+                found = not_a_number() if bad else self._slow.ranked(what, logits[at], mates, tokens, batch)
+                values[ask.segment, ask.index] = found
 
     # -- logits ----------------------------------------------------------------------------------------------------
 
@@ -163,25 +247,32 @@ class CudaReader:
         """Have room for the logits of so many rows; graphs that write to the old room go."""
         if rows <= self._room:
             return
-        self._room = rows if rows < 64 else MOST
-        for key in [k for k in self._graphs.graphs if isinstance(k, tuple) and k[0] in ("head", "draw")]:
+        self._room = rows if rows < 64 else max(rows, MOST)
+        for key in [k for k in self._graphs.graphs if isinstance(k, tuple) and k[0] in ("head", "draw", "probe")]:
             del self._graphs.graphs[key]
         c, device = self.model.config, self.model.device
         self._out = torch.empty(self._room, c.vocab_size, dtype=torch.float32, device=device)
         self._h = torch.empty(self._room, c.hidden_size, dtype=self.model.dtype, device=device)
 
-    def _logits(self, places: Sequence[_Place], batch: Batch, x: Tensor | None) -> Tensor:
-        """Logits [R, V] of these places, in the reader's own room."""
+    def _logits(self, places: Sequence[_Place], batch: Batch, x: Tensor | None, copied: list[int]) -> Tensor:
+        """Logits [R, V] of these places, in the reader's own room, and behind them once more those of `copied` rows."""
         if any(place.row == BEFORE for place in places):
             rows = [self._residual(place, batch, x) for place in places]
-            return self.model.logits(torch.stack(rows), None)
+            logits = self.model.logits(torch.stack(rows), None)
+            return torch.cat((logits, logits[copied])) if copied else logits
         assert x is not None
+        count = len(places)
         if len(x) == 1:
-            self._grow(1)
+            self._grow(1 + len(copied))
             logits, h = self._out[:1], self._h[:1]
             self._graphs.run(("head", 0, x.data_ptr()), lambda: self.model.head(x, None, h, logits))
+        else:
+            self._grow(count + len(copied))
+            logits = self._chosen([place.row for place in places], x)
+        if not copied:
             return logits
-        return self._chosen([place.row for place in places], x)
+        self._out[count : count + len(copied)] = logits[copied]
+        return self._out[: count + len(copied)]
 
     def _chosen(self, rows: list[int], x: Tensor) -> Tensor:
         """Logits [R, V] of these rows of x."""
@@ -208,38 +299,40 @@ class CudaReader:
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
-    def _sorted(self, asked: list[tuple[int, Ask]]) -> tuple[list[tuple[int, Ask]], list[tuple[int, Ask]]]:
-        """Asks, each with its row of logits: those that the device can draw, and the others."""
-        once: set[int] = set()
-        shared: set[int] = set()
-        ranked: set[int] = set()
-        for at, ask in asked:
-            (shared if at in once else once).add(at)
-            if isinstance(ask.what.what, Ranking):
-                ranked.add(at)  # it looks at what is drawn beside it
-        quick, slow = [], []
-        for at, ask in asked:
-            what = ask.what.what
-            way = self._way(what) if isinstance(what, Sampling) else None
-            fits = way is not None and way.quick and not (way.adjusts and at in shared) and at not in ranked
-            (quick if fits else slow).append((at, ask))
-        return quick, slow
+    def _sorted(self, asked: list[list[Ask]]) -> _Work:
+        """What is asked at each row of logits, by who does it."""
+        work = _Work([], [], [], [], [])
+        for at, asks in enumerate(asked):
+            work.beside.append([])
+            for ask in asks:
+                row, what = at, ask.what.what
+                if not isinstance(what, Sampling):
+                    work.probes.append((at, ask))
+                    continue
+                way = self._way(what)
+                apart = way.quick and way.adjusts and len(asks) > 1
+                if apart and len(work.copied) < MOST:
+                    row = len(asked) + len(work.copied)
+                    work.copied.append(at)
+                quick = way.quick and (row != at or not apart)
+                (work.quick if quick else work.slow).append((row, ask))
+                work.beside[-1].append((row, ask))
+        return work
 
-    def _draw(
-        self, asked: list[tuple[int, Ask]], logits: Tensor, batch: Batch, values: Values
-    ) -> Callable[[], list[tuple[int, Ask]]]:
-        """Have the device draw tokens of at most MOST asks. What comes back waits; it gives those left undecided."""
+    def _draw(self, asked: list[tuple[int, Ask]], logits: Tensor, batch: Batch, values: Values) -> _Begun:
+        """Have the device draw tokens of at most MOST asks."""
         if any(self._way(ask.what.what).adjusts for _, ask in asked):
             self._adjust(asked, logits)
         bound = self._bind(asked, values)
         drawn = [(at, ask) for at, ask in asked if (ask.segment, ask.index) not in values] if values else asked
         if not drawn:
-            return list
+            return _Begun({}, list)
         positions = np.array([_position(batch, ask) for _, ask in drawn])
         masks = [bound.get((ask.segment, ask.index), -1) for _, ask in drawn] if bound else ()
         size = self._fill([at for at, _ in drawn], [ask.what for _, ask in drawn], positions, masks)
         self._launch(logits, size)
-        return lambda: self._tell(drawn, values)
+        places = {(ask.segment, ask.index): i for i, (_, ask) in enumerate(drawn)}
+        return _Begun(places, lambda: self._tell(drawn, values))
 
     def _launch(self, logits: Tensor, size: int) -> None:
         """Draw what `_fill` has said."""
@@ -365,3 +458,9 @@ class CudaReader:
 def _position(batch: Batch, ask: Ask) -> int:
     """The position id of the row that is read."""
     return int(batch.positions[ask.row]) if ask.row != BEFORE else batch.segments[ask.segment].before_position
+
+
+def _waits(ask: Ask) -> bool:
+    """Whether a mask binds it that comes later."""
+    bound = isinstance(ask.what.what, Sampling) or getattr(ask.what.what, "masked", False)
+    return bound and ask.what.later is not None

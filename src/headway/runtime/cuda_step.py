@@ -3,6 +3,9 @@
 Everything that varies lies in device memory (the step's numbers), every intermediate in a `Buffers`; a forward of so
 many rows launches the same kernels whatever the batch. One row goes through Triton products with the norms inside,
 several through cuBLAS with the small steps between its products fused.
+
+In deterministic mode a row's bits depend on the row alone: products have fixed tiles, attention takes every row by
+itself and cuts its keys at fixed slots, and nothing is chosen by how many rows there are.
 """
 
 from __future__ import annotations
@@ -14,31 +17,34 @@ import torch
 from torch import Tensor
 
 from headway.kernels.sampling import Draw
-from headway.kernels.triton import attention, fused, int4, layout
+from headway.kernels.triton import attention, exact, fused, int4, layout
 from headway.kernels.triton.attention import Paged, Scratch, Splits, Tile
 from headway.kernels.triton.fused import Heads
 from headway.kernels.triton.int4 import Int4
 from headway.kernels.triton.launch import can_go_ahead
 from headway.kernels.triton.products import Norm, row_product
 from headway.kv.pool import Pool
-from headway.models.decoder import Decoder
+from headway.models.decoder import Decoder, Taps
 from headway.models.layers import Layer, Linear
 
 Mark = Callable[[str], None]
 PROGRAMS = 264  # that keep the device busy: two a multiprocessor
 MIXED = Splits(8, 256)  # of single rows beside longer segments, however many
+FIXED = Splits(16, 64, fixed=True)  # of every row in deterministic mode
+AT_ONCE = 128  # rows that attention takes in one call in deterministic mode: they have room for FIXED.most parts each
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
     """One forward of `count` rows. `ints` is laid out for `rows` of them; attention takes the rows of `singles` one by
-    one (None: all of them) and those of `items` [n, 2] together."""
+    one (None: all of them) and those of `items` [n, 2] together. With `taps` it is launched by hand."""
 
     ints: Tensor
     rows: int
     count: int
     singles: Tensor | None = None
     items: Tensor | None = None
+    taps: Taps | None = None
 
 
 class Buffers:
@@ -70,7 +76,7 @@ class Buffers:
 class CudaModel:
     """Weights and pages, bound together."""
 
-    def __init__(self, decoder: Decoder, pool: Pool) -> None:
+    def __init__(self, decoder: Decoder, pool: Pool, *, deterministic: bool = False) -> None:
         self.decoder, self.config, self.pool = decoder, decoder.config, pool
         self.device, self.dtype = decoder.device, decoder.dtype
         self.windows = tuple(dict.fromkeys(decoder.config.windows))
@@ -84,6 +90,9 @@ class CudaModel:
         c = decoder.config
         self.chunk = attention.chunk_tokens(c.heads, c.kv_heads, c.head_dim, decoder.dtype)
         self.ahead = can_go_ahead(self.device)
+        self.deterministic = deterministic
+        self._numbers = torch.arange(512, dtype=torch.int32, device=self.device)
+        self._given: list[Tensor] = []  # earlier ones, that graphs go on using
 
     def run(self, step: Step, room: Buffers, mark: Mark) -> None:
         """`forward`, whose rows are in the room."""
@@ -96,12 +105,16 @@ class CudaModel:
         mark("embed")
         fused.angles(step.ints, step.rows, room.cs[: step.count], self.decoder.inv_freq, self.config.rope.scale)
         mark("rope")
-        if step.count == 1 and isinstance(self.decoder.layers[0].qkv, Int4):
+        if self.deterministic:
+            self._rows(step, room, mark)
+        elif step.count == 1 and isinstance(self.decoder.layers[0].qkv, Int4):
             self._one_coded_row(step, room, mark)
         elif step.count == 1:
             self._one_row(step, room, mark)
         else:
             self._rows(step, room, mark)
+        if step.taps is not None:
+            step.taps.see_hidden(self.config.layers, x)
         return x
 
     def _one_row(self, step: Step, room: Buffers, mark: Mark) -> None:
@@ -156,16 +169,16 @@ class CudaModel:
         fused.norm(x, layers[0].input_norm, layers[0].eps, h)
         mark("norm")
         for l, layer in enumerate(layers):
-            _linear(h, layer.qkv, room.qkv[:n])
+            self._linear(h, layer.qkv, room.qkv[:n])
             mark("qkv")
             self._attention(l, step, room, mark)
-            _linear(room.mixed[:n].flatten(1), layer.out, delta)
+            self._linear(room.mixed[:n].flatten(1), layer.out, delta)
             mark("output projection")
             fused.norm(x, layer.mlp_norm, layer.eps, h, add=delta, ahead=self.ahead)
             mark("norm")
-            _linear(h, layer.gate_up, room.gate_up[:n])
+            self._linear(h, layer.gate_up, room.gate_up[:n])
             fused.gated(room.gate_up[:n], room.inner[:n], ahead=self.ahead)
-            _linear(room.inner[:n], layer.down, delta)
+            self._linear(room.inner[:n], layer.down, delta)
             mark("feed-forward")
             following: Layer | None = layers[l + 1] if l + 1 < len(layers) else None
             if following is None:
@@ -182,6 +195,22 @@ class CudaModel:
         )
         mark("rope")
         paged = Paged(keys, values, step.ints, step.rows, self._run_at[l], self.config.head_dim**-0.5)
+        self._attend(q, mixed, paged, step)
+        mark("attention")
+        if step.taps is not None:  # what a layer writes comes after its attention: x is still what entered it
+            step.taps.see_hidden(l, room.x[:n])
+            step.taps.see_attention(l, q, keys, paged.scale)
+
+    def _attend(self, q: Tensor, mixed: Tensor, paged: Paged, step: Step) -> None:
+        n = step.count
+        if self.deterministic:
+            for start in range(0, n, AT_ONCE):
+                which = self._first(n)[start : start + AT_ONCE]
+                attention.attend_rows(
+                    q, mixed, paged, FIXED, self._room(FIXED, AT_ONCE),
+                    which=which, tile=fixed_tile(q.shape[2], q.dtype), ahead=self.ahead,
+                )  # fmt: skip
+            return
         if step.singles is None or len(step.singles):
             count = n if step.singles is None else len(step.singles)
             splits = MIXED if step.singles is not None else pick_splits(count, self.config.kv_heads)
@@ -191,7 +220,6 @@ class CudaModel:
             )  # fmt: skip
         if step.items is not None:
             attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
-        mark("attention")
 
     def _room(self, splits: Splits, rows: int) -> Scratch:
         """Room for the parts of so many rows. It is never given back: graphs go on using it."""
@@ -202,6 +230,21 @@ class CudaModel:
         made = attention.scratch(rows, c.heads, c.kv_heads, c.head_dim, splits, self.device)
         self._scratch.setdefault(splits, []).append(made)
         return made
+
+    def _first(self, count: int) -> Tensor:
+        """The numbers below count [count] int32."""
+        if len(self._numbers) < count:
+            self._given.append(self._numbers)
+            self._numbers = torch.arange(2 * count, dtype=torch.int32, device=self.device)
+        return self._numbers[:count]
+
+    def _linear(self, x: Tensor, w: Linear, y: Tensor) -> None:
+        if self.deterministic:
+            exact.product(x, w.weight, y, bias=w.bias, ahead=self.ahead)
+        elif w.bias is None:
+            torch.mm(x, w.weight.t(), out=y)
+        else:
+            torch.addmm(w.bias, x, w.weight.t(), out=y)
 
     # -- what the reader asks for ----------------------------------------------------------------------------------
 
@@ -226,6 +269,10 @@ class CudaModel:
     def head(self, x: Tensor, rows: Tensor | None, h: Tensor, logits: Tensor) -> None:
         """Logits into [R, V] float32, of residual rows x, or of those that `rows` [R] int32 names. h [R, E] is room."""
         d = self.decoder
+        if self.deterministic:
+            fused.norm(x, d.final_norm, self.config.norm_eps, h, rows=self._first(len(h)) if rows is None else rows)
+            exact.product(h, d.output, logits, ahead=self.ahead)
+            return
         if len(h) == 1 and rows is None:
             norm = Norm(d.final_norm, self.config.norm_eps)
             row_product(x[0], d.output, logits[0], norm=norm, ahead=self.ahead)
@@ -257,8 +304,6 @@ def pick_tile(rows: int, splits: Splits) -> Tile:
     return Tile(32, 4, 3) if rows <= 128 else Tile(32, 2, 3)
 
 
-def _linear(x: Tensor, w: Linear, y: Tensor) -> None:
-    if w.bias is None:
-        torch.mm(x, w.weight.t(), out=y)
-    else:
-        torch.addmm(w.bias, x, w.weight.t(), out=y)
+def fixed_tile(dim: int, dtype: torch.dtype) -> Tile:
+    """The one tile of a model in deterministic mode; FIXED.least holds a whole number of them."""
+    return Tile(32, 4, 2) if dim > 128 or dtype == torch.float32 else Tile(64, 4, 2)
