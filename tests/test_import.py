@@ -91,3 +91,40 @@ def test_the_version_is_that_of_the_package() -> None:
     from importlib.metadata import version
 
     assert headway.__version__ == version("headway")
+
+
+def test_the_collector_is_on_again_after_much_was_made() -> None:
+    program = """
+import gc, threading
+import headway as hw
+from headway.base.uncollected import uncollected
+
+hw.Engine
+assert gc.isenabled()
+with uncollected():
+    assert not gc.isenabled()
+    with uncollected():
+        pass
+    assert not gc.isenabled()
+assert gc.isenabled()
+first, second = threading.Event(), threading.Event()
+
+def other():
+    with uncollected():
+        first.set()
+        second.wait()
+
+thread = threading.Thread(target=other)
+with uncollected():
+    thread.start()
+    first.wait()
+second.set()
+thread.join()
+assert gc.isenabled()
+gc.disable()
+with uncollected():
+    pass
+assert not gc.isenabled()  # somebody else's choice
+print("fine")
+"""
+    assert python(program).strip() == "fine"

@@ -43,6 +43,7 @@ from headway.base.errors import (
     ValidationFailed,
     WrongType,
 )
+from headway.base.uncollected import uncollected
 
 if TYPE_CHECKING:
     from headway.base.brle import Brle as Brle
@@ -267,7 +268,9 @@ def __getattr__(name: str) -> object:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'headway' has no attribute {name!r}")
-    return getattr(import_module(f"headway.{home}"), name)
+    with uncollected():
+        module = import_module(f"headway.{home}")
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
+import weakref
 from pathlib import Path
 
 import gguf
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headway.base.errors import BadModelFile, Closed, InvalidInput, Unsupported
 from headway.models import dequant
 from headway.models.dequant import dequantize
-from headway.models.gguf import KINDS, GgufFile
+from headway.models.gguf import KINDS, GgufFile, read_header
 from headway.models.weights import GgufWeights
 from support.gguf_files import random_bytes, write
 
@@ -200,3 +201,22 @@ def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
         for ask in (GgufWeights(file).shape, GgufWeights(file).stored, GgufWeights(file).nbytes):
             with pytest.raises(BadModelFile, match="no tensor 'v'; it has 1: 'w'"):
                 ask("v")
+
+
+def test_a_header_is_read_once_while_somebody_has_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", {"w": ("F32", random_bytes("F32", 2, 3))}, answer="42")
+    kept = read_header(path)
+    with GgufFile.open(path) as one, GgufFile.open(path) as other:
+        assert one.header is other.header is kept
+        assert np.array_equal(one.raw("w"), other.raw("w"))
+    gone = weakref.ref(kept)
+    del kept, one, other
+    assert gone() is None  # nobody has it any more
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", {"w": ("F32", random_bytes("F32", 2, 3))}, answer="42")
+    kept = read_header(path)
+    write(path, {"w": ("F32", random_bytes("F32", 2, 3))}, answer="43")  # as long as before
+    assert read_header(path).metadata["answer"] == "43"
+    assert kept.metadata["answer"] == "42"

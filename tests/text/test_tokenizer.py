@@ -491,6 +491,41 @@ def test_merges_of_a_file_never_make_a_special_token_from_text(tmp_path):
     assert tokenizer.encode("<s>") == [3, 2]
 
 
+def whole_copy(backend: Backend) -> Backend:
+    """A backend of its own that takes special tokens for plain text."""
+    copy = Backend.from_str(backend.to_str())
+    copy.encode_special_tokens = True
+    return copy
+
+
+@pytest.fixture(scope="module")
+def smollm2_copy(smollm2):
+    return whole_copy(smollm2.backend)
+
+
+PARTS = ["<|im_start|>", "<|endoftext|>", "<|im", "_end|>", " ", "user", "é", "12"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(parts=st.lists(st.sampled_from(PARTS), max_size=8))
+def test_plain_text_is_cut_as_by_a_backend_of_its_own(smollm2, smollm2_copy, parts):
+    text = "".join(parts)
+    assert smollm2.encode(text) == smollm2_copy.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("gap", [0, 7])
+def test_tokens_that_a_file_adds_keep_their_ids_in_plain_text(tmp_path, backend, gap):
+    backend.add_tokens([AddedToken("in", special=False), AddedToken(" extra", lstrip=True, special=False)])
+    backend.add_special_tokens([AddedToken("<|more|>", special=True)])
+    state = json.loads(backend.to_str())
+    for token in state["added_tokens"]:
+        token["id"] += gap if token["id"] >= 260 and token["content"] != "in" else 0
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    tokenizer = loaded(tmp_path)
+    for text in ("the <|more|> in  extra ing", " extra<|stop|>in", "<|more|>"):
+        assert tokenizer.encode(text) == whole_copy(tokenizer.backend).encode(text, add_special_tokens=False).ids
+
+
 def test_unigram_text_never_becomes_a_special_token(tmp_path):
     pieces = [("<unk>", 0.0), ("</s>", 0.0), *((c, -2.0) for c in "</s>ab")]
     backend = Backend(models.Unigram(pieces, unk_id=0))

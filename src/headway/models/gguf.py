@@ -25,10 +25,12 @@ from math import prod
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import NoReturn
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from headway.base.errors import BadModelFile, Closed, HeadwayError, ModelNotFound
+from headway.base.uncollected import uncollected
 
 MetaValue = str | int | float | bool | list[str] | list[int] | list[float] | list[bool]
 
@@ -98,28 +100,41 @@ class GgufTensor:
     nbytes: int
 
 
+class Header:
+    """What stands before a file's tensors: metadata, and where each tensor lies. Never changed."""
+
+    def __init__(self, metadata: Mapping[str, MetaValue], tensors: Mapping[str, GgufTensor]) -> None:
+        self.metadata: Mapping[str, MetaValue] = MappingProxyType(dict(metadata))
+        self.tensors: Mapping[str, GgufTensor] = MappingProxyType(dict(tensors))
+
+
+_headers: WeakValueDictionary[tuple[int, ...], Header] = WeakValueDictionary()  # those that somebody has, by file
+
+
 class GgufFile:
     """An open GGUF file. Views from `raw` keep the memory map alive, so they may outlive `close()`."""
 
-    def __init__(
-        self, path: Path, data: mmap.mmap, metadata: Mapping[str, MetaValue], tensors: Mapping[str, GgufTensor]
-    ) -> None:
-        self.path = path
-        self.metadata: Mapping[str, MetaValue] = MappingProxyType(dict(metadata))
-        self.tensors: Mapping[str, GgufTensor] = MappingProxyType(dict(tensors))
+    def __init__(self, path: Path, data: mmap.mmap, header: Header) -> None:
+        self.path, self.header = path, header
+        self.metadata, self.tensors = header.metadata, header.tensors
         self._data: mmap.mmap | None = data
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GgufFile:
-        """Map the file and check its whole header. Raises `ModelNotFound` or `BadModelFile`."""
+        """Map the file and check its whole header. Raises `ModelNotFound` or `BadModelFile`.
+
+        While somebody has the header of the same file, unchanged, it is not read again.
+        """
         where = Path(path)
-        data = map_file(where)
+        data, identity = _mapped(where)
         try:
-            metadata, tensors = _read_header(where, data)
+            header = _headers.get(identity)
+            if header is None:
+                header = _headers[identity] = Header(*_read_header(where, data))
         except BaseException:
             data.close()
             raise
-        return cls(where, data, metadata, tensors)
+        return cls(where, data, header)
 
     def raw(self, name: str) -> np.ndarray:
         """The tensor's stored bytes, uint8 `[nbytes]`: a view of a private map, so a write never reaches the file."""
@@ -147,6 +162,12 @@ class GgufFile:
         self.close()
 
 
+def read_header(path: Path) -> Header:
+    """The header of a file. Whoever keeps it spares others who open the file from reading it again."""
+    with uncollected(), GgufFile.open(path) as file:
+        return file.header
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Span:
     """`nbytes` bytes from `offset` on in the map of a file."""
@@ -168,15 +189,22 @@ class Span:
 
 def map_file(path: Path) -> mmap.mmap:
     """Map a whole file privately: reads share the page cache, a write would change only this process's copy."""
+    return _mapped(path)[0]
+
+
+def _mapped(path: Path) -> tuple[mmap.mmap, tuple[int, ...]]:
+    """The map of a file, and what tells it from others and from itself after a change."""
     try:
         mode = os.stat(path).st_mode
         # Looked at before opening, because opening a named pipe waits for a writer.
         if not stat.S_ISREG(mode):
             raise BadModelFile(f"{path} is not a regular file; pass the path of a model file")
         with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
+            found = os.fstat(file.fileno())
+            if found.st_size == 0:
                 raise BadModelFile(f"{path} is empty (0 bytes); download or convert it again")
-            return _map(file.fileno())
+            identity = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+            return _map(file.fileno()), identity
     except FileNotFoundError:
         raise ModelNotFound(f"there is no file {path}; check the path") from None
     except HeadwayError:

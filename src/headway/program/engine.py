@@ -24,12 +24,14 @@ from headway.base.errors import Closed, InvalidInput, InvalidMask, OutOfRange, U
 from headway.base.probes import AttentionScores, Distribution, Hidden, LogitLens, Logprob, Logprobs, Probe, Ranking
 from headway.base.rng import LIMIT
 from headway.base.samplers import Sampling
+from headway.base.uncollected import uncollected
 from headway.kv.allocator import Allocator
 from headway.kv.pool import Pool
 from headway.kv.table import PageTable
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.fingerprint import fingerprint
+from headway.models.gguf import read_header
 from headway.models.load import Progress
 from headway.models.packed import PackedDecoder
 from headway.models.store import resolve
@@ -134,11 +136,12 @@ class Engine:
         given = _as_asked(model, dtype, device) if in_memory else self._path
         assert given is not None
         at = where if isinstance(given, Path) else given.device
+        self._header = read_header(given) if isinstance(given, Path) and given.is_file() else None  # until text is read
         sizing = Sizing(pages, fraction, page_size, budget, read_memory(at))
         if runner is not None and isinstance(given, Decoder):
             self._backend = Backend(given, None, "another runner was given")
         else:
-            with running_out(at, "loading the weights"):
+            with running_out(at, "loading the weights"), uncollected():
                 self._backend = open_backend(
                     given,
                     dtype=dtype,
@@ -274,7 +277,10 @@ class Engine:
 
     @cached_property
     def _text(self) -> tuple[Tokenizer | None, ChatTemplate | None]:
-        return _load_text(self._path)
+        with uncollected():
+            found = _load_text(self._path)
+        self._header = None
+        return found
 
     @property
     def has_tokenizer(self) -> bool:

@@ -265,14 +265,16 @@ def _with_roles(
 
 
 def _tokens(metadata: Mapping[str, object]) -> list[str]:
-    tokens = [_text(value, f"{KEY}tokens[{i}]") for i, value in enumerate(_array(metadata, "tokens"))]
+    tokens = _texts(metadata, "tokens")
     if not tokens:
         raise BadModelFile(f"{KEY}tokens is empty")
-    for id, token in enumerate(tokens):
-        if len(token) > MAX_TOKEN_CHARS:
-            raise BadModelFile(f"{KEY}tokens[{id}] has {len(token)} characters; at most {MAX_TOKEN_CHARS} are allowed")
-        if not token:
-            tokens[id] = f"[EMPTY_{id}]"  # a token without text cannot be matched, but keeps its id
+    if max(map(len, tokens)) > MAX_TOKEN_CHARS:
+        id, size = next((id, len(token)) for id, token in enumerate(tokens) if len(token) > MAX_TOKEN_CHARS)
+        raise BadModelFile(f"{KEY}tokens[{id}] has {size} characters; at most {MAX_TOKEN_CHARS} are allowed")
+    if "" in tokens:  # a token without text cannot be matched, but keeps its id
+        tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(tokens)]
+    if len(set(tokens)) == len(tokens):
+        return tokens
     seen: dict[str, int] = {}
     for id, token in enumerate(tokens):
         if seen.setdefault(token, id) != id:
@@ -283,20 +285,20 @@ def _tokens(metadata: Mapping[str, object]) -> list[str]:
 def _merges(metadata: Mapping[str, object]) -> list[tuple[str, str]] | None:
     if KEY + "merges" not in metadata:
         return None
-    pairs = []
-    for i, value in enumerate(_array(metadata, "merges")):
-        merge = _text(value, f"{KEY}merges[{i}]")
-        cut = merge.find(" ", 1)
+    merges = _texts(metadata, "merges")
+    cuts = [merge.find(" ", 1) for merge in merges]
+    for i, (merge, cut) in enumerate(zip(merges, cuts, strict=True)):
         if cut < 0 or cut == len(merge) - 1:
             raise BadModelFile(f"{KEY}merges[{i}] is {merge!r}; a merge is two tokens with a space between")
-        pairs.append((merge[:cut], merge[cut + 1 :]))
-    return pairs
+    return [(merge[:cut], merge[cut + 1 :]) for merge, cut in zip(merges, cuts, strict=True)]
 
 
 def _types(metadata: Mapping[str, object], count: int) -> list[int]:
     if KEY + "token_type" not in metadata:
         return [NORMAL] * count
     values = _array(metadata, "token_type", count)
+    if set(map(type, values)) <= {int}:
+        return values
     for i, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int):
             raise BadModelFile(f"{KEY}token_type[{i}] is {value!r}; it should be an integer")
@@ -321,6 +323,16 @@ def _array(metadata: Mapping[str, object], name: str, count: int | None = None) 
     if count is not None and len(values) != count:
         raise BadModelFile(f"{KEY}{name} has {len(values)} entries and {KEY}tokens has {count}")
     return list(values)
+
+
+def _texts(metadata: Mapping[str, object], name: str) -> list[str]:
+    """An array of strings. There may be hundreds of thousands: they are looked at one by one only if one is bad."""
+    values = _array(metadata, name)
+    try:
+        "".join(values).encode("utf-8")  # a lone surrogate has no bytes
+    except (TypeError, UnicodeError):
+        return [_text(value, f"{KEY}{name}[{i}]") for i, value in enumerate(values)]
+    return values
 
 
 def _text(value: object, where: str) -> str:

@@ -64,7 +64,9 @@ class Tokenizer:
         eos_ids: tuple[int, ...] = (),
         add_bos: bool = False,
         special_tokens: Mapping[str, str] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
+        """`vocab_size` is the largest id + 1, where that is known."""
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = False
@@ -74,7 +76,9 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self.pieces = _pieces(backend)
-        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if vocab_size is None:
+            vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = vocab_size
         self._added = {id: token.content for id, token in added.items()}
         self._bytes: dict[int, bytes] = {}
         self._plain: tokenizers.Tokenizer | None = None
@@ -109,6 +113,7 @@ class Tokenizer:
             eos_ids=tuple(dict.fromkeys(ends)),
             add_bos=vocab.add_bos,
             special_tokens=vocab.special_tokens,
+            vocab_size=len(vocab.tokens),
         )
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
@@ -237,11 +242,41 @@ def _pieces(backend: tokenizers.Tokenizer) -> Pieces:
 def _plain_copy(backend: tokenizers.Tokenizer, special: set[str]) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as Backend
 
+    shared = _sharing(backend) if _spells_none(backend, special) else None
+    if shared is not None:
+        return shared
     saved = backend.to_str()
     state = json.loads(saved)
     plain = Backend.from_str(json.dumps(state, ensure_ascii=False) if _unlearn(state, special) else saved)
     plain.encode_special_tokens = True
     return plain
+
+
+def _spells_none(backend: tokenizers.Tokenizer, special: set[str]) -> bool:
+    """Whether no merge of a BPE model can make a special token: a merge needs two tokens that spell it."""
+    from tokenizers import models
+
+    return isinstance(backend.model, models.BPE) and not any(
+        backend.token_to_id(name[:cut]) is not None and backend.token_to_id(name[cut:]) is not None
+        for name in special
+        for cut in range(1, len(name))
+    )
+
+
+def _sharing(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
+    """A plain copy that has the same model, not another; None where the ids of added tokens would not be the same."""
+    from tokenizers import Tokenizer as Backend
+
+    plain = Backend(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if getattr(backend, part) is not None:
+            setattr(plain, part, getattr(backend, part))
+    added = backend.get_added_tokens_decoder()
+    for id in sorted(added):
+        (plain.add_special_tokens if added[id].special else plain.add_tokens)([added[id]])
+    plain.encode_special_tokens = True
+    found = plain.get_added_tokens_decoder()
+    return plain if {id: repr(t) for id, t in found.items()} == {id: repr(t) for id, t in added.items()} else None
 
 
 def _unlearn(state: dict[str, Any], special: set[str]) -> bool:
