@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import headway as hw
+from headway.pipelines import graphs
 from headway.pipelines.packed import Ragged
+from headway.pipelines.tasks.classification import TextClassification
 from support import encoders
 
 pytestmark = [
@@ -51,6 +53,64 @@ def test_packed_rows_in_half_precision(family: str, dtype: str) -> None:
         assert all(abs(a[label] - b[label]) < 0.08 for label in b)
     got_v, want_v = vectors(family, device="cuda", dtype=dtype), vectors(family, device="cpu")
     assert ((got_v * want_v).sum(1) > 0.995).all()
+
+
+TASKS: dict[str, tuple[str, Any]] = {
+    "text-classification": ("classify", {"top_k": None}),
+    "token-classification": ("tag", {"ignore_labels": []}),
+    "sentence-embedding": ("base", {}),
+    "feature-extraction": ("base", {"return_tensors": True}),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_captured_passes_give_what_launched_ones_give(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, more = TASKS[task]
+    model, words = encoders.model("bert", head), encoders.tokenizer("bert")
+    found: list[list[np.ndarray]] = []
+    for most in (graphs.MOST, 0):
+        monkeypatch.setattr(graphs, "MOST", most)
+        with hw.pipeline(task, model, tokenizer=words, device="cuda") as p:
+            for _ in range(3):
+                results = p(TEXTS, **more)
+            assert (p.stats()["replays"] > 0) == (most > 0)
+            found.append([numbers(one) for one in results])
+    for captured, launched in zip(*found):
+        np.testing.assert_allclose(captured, launched, rtol=0.05, atol=0.02)
+
+
+def numbers(result: Any) -> np.ndarray:
+    """Everything in a result that is a number, in an order that near scores do not change."""
+    if isinstance(result, list):
+        key = "label" if "label" in result[0] else "index"
+        return np.array([one["score"] for one in sorted(result, key=lambda one: str(one[key]))])
+    return np.asarray(result).reshape(-1)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last", "max"])
+def test_captured_passes_pool_as_the_cpu_does(pooling: str) -> None:
+    model, words = encoders.model("bert", "base"), encoders.tokenizer("bert")
+    with hw.pipeline("sentence-embedding", model, tokenizer=words, device="cuda", pooling=pooling) as p:
+        for _ in range(3):
+            got = np.stack(p(TEXTS))
+        assert p.stats()["replays"] > 0
+    with hw.pipeline("sentence-embedding", model, tokenizer=words, device="cpu", pooling=pooling) as p:
+        want = np.stack(p(TEXTS))
+    assert ((got * want).sum(1) > 0.995).all()
+
+
+def test_a_task_of_ones_own_is_never_captured() -> None:
+    class Own(TextClassification):
+        def reduce(self, output: Any, batch: Any, options: Any) -> Any:
+            assert len(batch.rows)  # a captured pass would not know them
+            return super().reduce(output, batch, options)
+
+    hw.register_task("own-classification", Own, replace=True)
+    model, words = encoders.model("bert", "classify"), encoders.tokenizer("bert")
+    with hw.pipeline("own-classification", model, tokenizer=words, device="cuda") as p:
+        for _ in range(3):
+            assert len(p(TEXTS)) == len(TEXTS)
+        assert p.stats()["replays"] == 0
 
 
 def test_batch_mates_change_nothing() -> None:

@@ -412,13 +412,6 @@ def test_what_a_processor_refuses_is_said() -> None:
         preparer.prepare(np.zeros((4, 5, 3), dtype=np.uint8))
 
 
-def test_compiling_is_refused() -> None:
-    with pytest.raises(Unsupported, match="compile=True is for tasks over text; leave it out for image-classification"):
-        hw.pipeline(
-            "image-classification", senses.classifier("vit"), image_processor=senses.square("ViT"), compile=True
-        )
-
-
 def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(Unsupported, match=r"pip install 'headway\[pipelines\]'"):

@@ -19,7 +19,7 @@ from headway.pipelines.compiled import row_bucket, token_bucket
 from headway.pipelines.packed import FAMILIES, ByLength, Layout, can_pack
 from headway.pipelines.products import Blocked, Int8Torch, Plain, QuantizedLinear, can_block, int8_maker
 from headway.pipelines.task import Row
-from support import encoders
+from support import encoders, senses, writers
 
 LENGTHS = (1, 3, 3, 3, 9, 9, 20)
 
@@ -129,6 +129,18 @@ class TestInt8:
         assert ((got * want).sum(1) > 0.95).all()
         assert not np.allclose(got, want, atol=1e-6)
 
+    def test_layers_that_stay_in_floats_are_named(self) -> None:
+        with pipe("text-classification", encoders.model("bert", "classify"), "bert", quantize="int8") as p:
+            assert p.quantization.left == ("bert.pooler.dense", "classifier")
+        for family, left in (("t5", ("lm_head",)), ("bart", ("lm_head",))):
+            model = writers.model(family)
+            with hw.pipeline(
+                "translation", model, tokenizer=writers.tokenizer(), device="cpu", quantize="int8", max_new_tokens=4
+            ) as p:
+                assert p.quantization.left == left
+                assert p.quantization.cosine > 0.9
+                assert set(p("the film")) == {"translation_text"}
+
     def test_the_callers_model_stays_as_it_is(self) -> None:
         model = encoders.model("bert", "classify", num_labels=2)
         pipe("text-classification", model, "bert", quantize="int8").close()
@@ -172,6 +184,42 @@ class TestOnnx:
             np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5)
         assert len(list((cache / "pipelines/onnx").glob("*/model.onnx"))) == 2
 
+    def test_pictures_are_exported_too_and_other_shapes_are_refused(self, cache: Path) -> None:
+        model, pictures = senses.classifier("vit"), senses.pictures(5)
+        given = {"image_processor": senses.square("ViT"), "device": "cpu"}
+        with hw.pipeline("image-classification", model, **given) as p:
+            want = p(pictures)
+        with hw.pipeline("image-classification", model, **given, backend="onnxruntime") as p:
+            senses.same(p(pictures), want)
+            with pytest.raises(hw.InvalidInput, match=r"pixel_values is \[1, 3, 8, 8\] and the model was exported for"):
+                p.forward({"pixel_values": torch.zeros(1, 3, 8, 8)})
+        with hw.pipeline("image-feature-extraction", model.vit, **given) as p:
+            want = p(pictures[0])
+        with hw.pipeline("image-feature-extraction", model.vit, **given, backend="onnxruntime") as p:
+            senses.same(p(pictures[0]), want, abs=1e-5)
+
+    @pytest.mark.parametrize("norm", ["group", "layer"])
+    def test_speech_is_exported_for_any_length(self, cache: Path, norm: str) -> None:
+        model, waves = senses.wav2vec2("CTC", norm=norm), [senses.tone(0.4 + 0.3 * i, seed=i) for i in range(4)]
+        given = {"feature_extractor": senses.wave_extractor(), "tokenizer": senses.letters(), "device": "cpu"}
+        with hw.pipeline("automatic-speech-recognition", model, **given) as p:
+            want = p(waves)
+        with hw.pipeline("automatic-speech-recognition", model, **given, backend="onnxruntime") as p:
+            assert p(waves) == want
+
+    @pytest.mark.parametrize("task", ["question-answering", "token-classification", "fill-mask"])
+    def test_every_kind_of_head_over_texts(self, cache: Path, task: str) -> None:
+        head = {"question-answering": "answer", "token-classification": "tag", "fill-mask": "fill"}[task]
+        texts = encoders.texts(6)
+        items: list[Any] = [{"question": "who", "context": text} for text in texts]
+        if task != "question-answering":
+            items = [f"{text} [MASK]" for text in texts]
+        model = encoders.model("bert", head)
+        with pipe(task, model, "bert") as p:
+            want = p(items)
+        with pipe(task, model, "bert", backend="onnxruntime") as p:
+            senses.same(p(items), want, rel=1e-3)
+
 
 class TestCompiled:
     def test_buckets(self) -> None:
@@ -188,6 +236,50 @@ class TestCompiled:
             got = p(texts)
         assert [one["label"] for one in got] == [one["label"] for one in want]
         assert [one["score"] for one in got] == pytest.approx([one["score"] for one in want], rel=1e-4)
+
+    @pytest.mark.slow
+    def test_pictures_and_recordings_are_compiled_for_their_shapes(self) -> None:
+        pictures = senses.pictures(5)
+        given: dict[str, Any] = {"image_processor": senses.square("ViT"), "device": "cpu"}
+        with hw.pipeline("image-classification", senses.classifier("vit"), **given) as plain:
+            want = plain(pictures)
+        with hw.pipeline("image-classification", senses.classifier("vit"), **given, compile=True) as p:
+            senses.same(p(pictures), want)
+            senses.same(p(pictures[0]), want[0])
+        waves = [senses.tone(0.4 + 0.3 * i, seed=i) for i in range(4)]
+        given = {"feature_extractor": senses.wave_extractor(), "device": "cpu"}
+        model = senses.wav2vec2("SequenceClassification", num_labels=4)
+        with hw.pipeline("audio-classification", model, **given) as plain:
+            want = plain(waves)
+        with hw.pipeline("audio-classification", model, **given, compile=True) as p:
+            senses.same(p(waves), want, rel=1e-3)
+
+
+SEVERAL: dict[str, tuple[Any, str]] = {
+    "summarization": (lambda: {"model": writers.model("t5"), "tokenizer": writers.tokenizer()}, "token by token"),
+    "image-to-text": (lambda: _seeing(senses.git()), "token by token"),
+    "visual-question-answering": (lambda: _seeing(senses.vilt()), "draws which parts"),
+    "zero-shot-image-classification": (lambda: _seeing(senses.clip()), "by themselves"),
+    "image-feature-extraction": (lambda: _seeing(senses.clip()), "a part of its model alone"),
+    "automatic-speech-recognition": (lambda: _hearing(senses.whisper()), "token by token"),
+}
+
+
+def _seeing(made: tuple[Any, Any, Any]) -> dict[str, Any]:
+    return dict(zip(("model", "image_processor", "tokenizer"), made))
+
+
+def _hearing(made: tuple[Any, Any, Any]) -> dict[str, Any]:
+    return dict(zip(("model", "feature_extractor", "tokenizer"), made))
+
+
+@pytest.mark.parametrize("asked", [{"compile": True}, {"backend": "onnxruntime"}])
+@pytest.mark.parametrize("task", SEVERAL)
+def test_models_of_several_passes_refuse_to_be_compiled_or_exported(task: str, asked: dict[str, Any]) -> None:
+    make, reason = SEVERAL[task]
+    words = "compile=True" if "compile" in asked else "backend='onnxruntime'"
+    with pytest.raises(hw.Unsupported, match=f"{words} is for tasks of a single pass, and {task} is none: .*{reason}"):
+        hw.pipeline(task, **make(), device="cpu", **asked)
 
 
 @pytest.mark.parametrize(
@@ -225,9 +317,20 @@ def test_other_dtypes_are_near_float32(dtype: str) -> None:
     assert next(model.parameters()).dtype == torch.float32  # the caller's model stays as it is
 
 
+def test_the_benchmark_counts_overlapping_kernels_once() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    try:
+        from pipelines import covered  # type: ignore[import-not-found]
+    finally:
+        sys.path.pop(0)
+    assert covered([(0, 10), (2, 5), (8, 12), (20, 21)]) == 13
+    assert covered([]) == 0
+
+
 @pytest.mark.slow
-def test_the_benchmark_runs_and_compares_the_same_model(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/pipelines.py", "--quick", "--out", str(tmp_path)]
+@pytest.mark.parametrize("model", ["minilm", "random"])
+def test_the_benchmark_runs_and_compares_the_same_model(tmp_path: Path, model: str) -> None:
+    command = [sys.executable, "benchmarks/pipelines.py", "--quick", "--model", model, "--out", str(tmp_path)]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], text=True, capture_output=True, timeout=500, check=False
     )

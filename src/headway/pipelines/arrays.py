@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, groupby, repeat
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from headway.base.errors import InvalidInput
 from headway.pipelines.task import Batch, Row
+
+TYPES = "token_type_ids"
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,20 +26,33 @@ class Ragged:
 
 
 def collate(
-    rows: Sequence[Row], padding: Mapping[str, int], takes: Callable[[str], bool], width: int | None = None
+    rows: Sequence[Row],
+    padding: Mapping[str, int],
+    takes: Callable[[str], bool],
+    width: int | None = None,
+    *,
+    types: bool = False,
 ) -> dict[str, Any]:
     """The inputs of `rows` as tensors [R, …], with an attention mask over `input_ids` where the model takes one.
 
-    Sequences are padded with `padding[name]` (0 if it has none) to the longest of them, or to `width`.
+    Sequences are padded with `padding[name]` (0 if it has none) to the longest of them, or to `width`. With `types`,
+    rows that name no types have type 0.
     """
-    first = rows[0].inputs
-    for row in rows[1:]:
-        if row.inputs.keys() != first.keys():
-            raise InvalidInput(f"rows with inputs {sorted(first)} and {sorted(row.inputs)} cannot share a batch")
-    batch = {name: join([row.inputs[name] for row in rows], name, padding, width) for name in first}
+    inputs = [_typed(row.inputs) if types else row.inputs for row in rows]
+    first = inputs[0]
+    for other in inputs[1:]:
+        if other.keys() != first.keys():
+            raise InvalidInput(f"rows with inputs {sorted(first)} and {sorted(other)} cannot share a batch")
+    batch = {name: join([one[name] for one in inputs], name, padding, width) for name in first}
     if "input_ids" in first and "attention_mask" not in first and takes("attention_mask"):
         batch["attention_mask"] = mask_of([len(row.inputs["input_ids"]) for row in rows], padding, width)
     return batch
+
+
+def _typed(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    if TYPES in inputs or "input_ids" not in inputs:
+        return inputs
+    return {**inputs, TYPES: [0] * len(inputs["input_ids"])}
 
 
 def join(values: list[Any], name: str, padding: Mapping[str, int], width: int | None = None) -> Any:
@@ -92,9 +107,15 @@ def pack(rows: Sequence[Row], takes_types: bool, first_position: int = 0) -> Bat
     positions = torch.from_numpy(np.arange(total) - starts + first_position)
     inputs = {"input_ids": flat("input_ids"), "position_ids": positions}
     if takes_types:
-        typed = "token_type_ids" in rows[0].inputs
-        inputs["token_type_ids"] = flat("token_type_ids") if typed else torch.zeros(total, dtype=torch.int64)
+        typed = any(TYPES in row.inputs for row in rows)
+        inputs[TYPES] = torch.from_numpy(flat_types(rows, total)) if typed else torch.zeros(total, dtype=torch.int64)
     return Batch(inputs, tuple(rows), packed=True)
+
+
+def flat_types(rows: Sequence[Row], total: int) -> np.ndarray:
+    """The types of rows end to end, [T]; 0 for those that name none."""
+    parts = (row.inputs[TYPES] if TYPES in row.inputs else repeat(0, row.length) for row in rows)
+    return np.fromiter(chain.from_iterable(parts), dtype=np.int64, count=total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +174,22 @@ def at_marks(values: Tensor, batch: Batch) -> Ragged:
 
 def pooled(values: Tensor, batch: Batch, how: str) -> Tensor:
     """One vector a row, [R, H] in float32, of final states [R, L, H] or packed [1, T, H]: mean, cls, last or max."""
+    if batch.ends is not None:
+        return _pooled_between(values[0].float(), batch.ends, how)
     if batch.packed:
         parts = [values[0, g.start : g.end].view(g.rows, g.length, -1).float() for g in groups_of(batch.rows)]
         return torch.cat([_pooled(part, None, how) for part in parts])
     return _pooled(values.float(), token_mask(values, batch), how)
+
+
+def _pooled_between(values: Tensor, ends: Tensor, how: str) -> Tensor:
+    """`values` [T, H] over the rows between `ends` [R + 1]: boundaries stay on the device. Empty rows hold anything."""
+    match how:
+        case "cls":
+            return values[ends[:-1].long().clamp(max=len(values) - 1)]
+        case "last":
+            return values[(ends[1:].long() - 1).clamp(min=0)]
+    return torch.segment_reduce(values, how, offsets=ends.long(), unsafe=True)
 
 
 def _pooled(values: Tensor, mask: Tensor | None, how: str) -> Tensor:

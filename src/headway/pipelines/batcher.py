@@ -159,15 +159,19 @@ class Batcher:
 
     def _line_up(self, tickets: Sequence[Ticket]) -> None:
         slots: dict[Hashable, list[Slot]] = {}
+        options: Any = slots  # of no ticket
+        line: list[Slot] = []
         for ticket in tickets:
             assert ticket.prepared is not None
             if not ticket.left:
                 ticket.done = True
                 ticket.sink.finished([ticket])
                 continue
-            key = self._task.batch_key(ticket.options)
-            self._options.setdefault(key, ticket.options)
-            line = slots.setdefault(key, [])
+            if ticket.options is not options:  # those of a stream are the same object
+                options = ticket.options
+                key = self._task.batch_key(options)
+                self._options.setdefault(key, options)
+                line = slots.setdefault(key, [])
             for place, row in enumerate(ticket.prepared.rows):
                 line.append(Slot(row, ticket, place, next(self._serial)))
         for key, line in slots.items():

@@ -159,9 +159,10 @@ class HostCopy:
         self._counts = {name: value.counts for name, value in answer.items() if isinstance(value, Ragged)}
         self._tensors = {name: _start_copy(tensor) for name, tensor in found.items()}
         self._event = None
-        if any(tensor.device.type == "cuda" for tensor in found.values()):
+        device = next((tensor.device for tensor in found.values() if tensor.device.type == "cuda"), None)
+        if device is not None:
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> dict[str, Sequence[Any]]:
         """name → one array a row."""

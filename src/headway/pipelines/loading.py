@@ -177,6 +177,9 @@ def _part(library: ModuleType, path: Path | None, part: str, name: str) -> Any:
     try:
         with _quiet():
             return getattr(library, PARTS[part]).from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except ImportError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise Unsupported(f"the {part} of {path} needs a package that is not installed ({reason}): {EXTRA}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"{path} has no usable {part} ({reason}); put its files there or pass {part}=...") from error

@@ -41,7 +41,8 @@ class OnnxForward(Forward):
         asked = runtime.SessionOptions()
         asked.intra_op_num_threads = torch.get_num_threads()
         self._session = runtime.InferenceSession(str(self.path), asked, providers=["CPUExecutionProvider"])
-        self._inputs = [one.name for one in self._session.get_inputs()]
+        self._shapes = {one.name: one.shape for one in self._session.get_inputs()}
+        self._inputs = list(self._shapes)
         self._outputs = [one.name for one in self._session.get_outputs()]
 
     def call_on_device(self, inputs: Mapping[str, Any], method: str, parameters: Mapping[str, Any]) -> Any:
@@ -51,8 +52,18 @@ class OnnxForward(Forward):
                 f"the exported model takes {', '.join(self._inputs)} and nothing else, not {asked}; "
                 'use backend="torch" for other arguments'
             )
+        for name in self._inputs:
+            self._check_shape(name, tuple(inputs[name].shape))
         found = self._session.run(None, {name: inputs[name].numpy() for name in self._inputs})
         return ModelOutput(dict(zip(self._outputs, map(torch.from_numpy, found))))
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        wanted = self._shapes[name]
+        if len(wanted) != len(shape) or any(isinstance(a, int) and a != b for a, b in zip(wanted, shape)):
+            raise InvalidInput(
+                f"{name} is {list(shape)} and the model was exported for {list(wanted)}; "
+                'use backend="torch" for inputs of other shapes'
+            )
 
 
 def exported(module: nn.Module, inputs: Mapping[str, Tensor]) -> Path:
@@ -82,11 +93,11 @@ def _export(module: nn.Module, inputs: Mapping[str, Tensor], path: Path) -> None
         found = [name for name in ANSWERS if whole.get(name) is not None]
         if not found:
             raise Unsupported(f"{type(module).__name__} answers none of {', '.join(ANSWERS)}, which can be exported")
-        tokens = inputs["input_ids"].shape[1] if "input_ids" in inputs else -1
-        axes = {name: {0: "rows", 1: "tokens"} for name in inputs}
+        # sequences of tokens or samples differ in length; pictures and tables of features are all of one shape
+        axes = {name: {0: "rows", 1: "tokens"} if value.ndim == 2 else {0: "rows"} for name, value in inputs.items()}
         for name in found:
-            by_token = whole[name].ndim > 1 and whole[name].shape[1] == tokens
-            axes[name] = {0: "rows", 1: "tokens"} if by_token else {0: "rows"}
+            by_token = whole[name].ndim == 3 or name.endswith(("start_logits", "end_logits"))
+            axes[name] = {0: "rows", 1: f"{name} of a row"} if by_token else {0: "rows"}
         torch.onnx.export(
             _Answers(module, list(inputs), found).eval(),  # or the export would leave the model in training mode
             tuple(value.clone() for value in inputs.values()),

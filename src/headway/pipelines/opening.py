@@ -12,12 +12,14 @@ from headway.base.machine import read_machine
 from headway.pipelines.budget import key_of
 from headway.pipelines.compiled import CompiledForward
 from headway.pipelines.forward import Forward, place
+from headway.pipelines.graphs import GraphedEncoder
 from headway.pipelines.loading import Loaded, load
 from headway.pipelines.onnx import OnnxForward
 from headway.pipelines.packed import PackedEncoder, Ragged, attention_for, can_pack
 from headway.pipelines.pipeline import Pipeline
 from headway.pipelines.products import int8_maker
 from headway.pipelines.quantize import difference, quantize_linears
+from headway.pipelines.shapes import ShapedTask
 from headway.pipelines.task import Task
 
 
@@ -66,13 +68,27 @@ def computed_as(request: Request, loaded: Loaded) -> Loaded:
         raise Unsupported("quantize is for the torch backend without compile; choose one of them")
     if request.compile and request.backend != "torch":
         raise Unsupported("compile is for the torch backend; choose compile=True or backend='onnxruntime'")
+    if request.compile or request.backend != "torch":
+        _check_single(request, loaded)
     if request.backend == "onnxruntime":
         return loaded.but(run=OnnxForward(loaded.run, _example(request, loaded)))
     if request.compile:
         return loaded.but(run=CompiledForward(loaded.run, loaded.text.limit if loaded.text else None))
     if request.quantize == "int8":
         return _in_int8(request, loaded, packs)
-    return loaded.but(packed=PackedEncoder(loaded.run)) if packs else loaded
+    return loaded.but(packed=_packed(loaded.run)) if packs else loaded
+
+
+def _packed(run: Forward) -> PackedEncoder:
+    """Captured passes where the device can replay them, launched ones elsewhere."""
+    return GraphedEncoder(run) if isinstance(attention_for(run), Ragged) else PackedEncoder(run)
+
+
+def _check_single(request: Request, loaded: Loaded) -> None:
+    """Only a model that is called once a batch can be compiled or exported whole."""
+    if (reason := request.kind(loaded).several()) is not None:
+        asked = "compile=True" if request.compile else f"backend={request.backend!r}"
+        raise Unsupported(f"{asked} is for tasks of a single pass, and {request.name} is none: {reason}; leave it out")
 
 
 def _example(request: Request, loaded: Loaded) -> dict[str, Any]:
@@ -81,6 +97,8 @@ def _example(request: Request, loaded: Loaded) -> dict[str, Any]:
     rows = task.samples()[:2]
     if not rows:
         raise Unsupported(f"{request.name} has no example that its model could be exported with; use backend='torch'")
+    if isinstance(task, ShapedTask) and not task.pads():
+        rows = [rows[0], rows[0]]  # others may be of another shape
     return task.collate(rows).inputs
 
 

@@ -8,7 +8,7 @@ tokens that are read: all of them, each row's first, or its marks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -17,12 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headway.pipelines import arrays
 from headway.pipelines.arrays import Group, groups_of, pack
 from headway.pipelines.forward import Forward, to_device
 from headway.pipelines.products import Blocked, Maker, Product, float_product, round_rows
 from headway.pipelines.task import Batch, Row
 
 FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert")
+Reduce = Callable[[Any, Batch], Mapping[str, "Tensor | arrays.Ragged"]]
 POSITIONED = ("roberta", "xlm-roberta", "camembert")  # whose positions begin behind the padding token
 
 
@@ -76,25 +78,43 @@ class PackedEncoder:
         """Rows as one packed batch."""
         return pack(rows, self.takes_types, self.first_position)
 
+    def answered(self, batch: Batch, reads: str, reduce: Reduce, key: Hashable) -> Mapping[str, Any]:
+        """What `reduce` makes of the model's output; batches of equal `key` are reduced alike (None: unknown)."""
+        return reduce(self(batch, reads), batch)
+
     def __call__(self, batch: Batch, reads: str) -> Any:
         """The model's output for what is read of each row: `first` as [R, …], all and marks as [1, N, …]."""
-        layout, places = Layout(groups_of(batch.rows), self._run.device), _places(batch, reads)
-        states = self.states(batch, layout, places)
+        layout = Layout(groups_of(batch.rows), self._run.device)
+        return self.read(to_device(batch.inputs, self._run.device), layout, self.places(batch, reads), reads)
+
+    def read(self, inputs: Mapping[str, Tensor], layout: AnyLayout, at: Tensor | None, reads: str) -> Any:
+        """The model's output for the tokens `at` these places of inputs [T] on the device; None: for all."""
+        states = self.states(inputs, layout, at)
         return self._answer(states.unsqueeze(1 if reads == "first" else 0), pool=reads == "first")
 
-    def states(self, batch: Batch, layout: Layout, places: list[int] | None = None) -> Tensor:
-        """The final states of the tokens at `places`, or of all, [N, H]."""
-        inputs = to_device(batch.inputs, self._run.device)
-        x = self._embed({name: ids.unsqueeze(0) for name, ids in inputs.items()}).squeeze(0)
+    def states(self, inputs: Mapping[str, Tensor], layout: AnyLayout, at: Tensor | None = None) -> Tensor:
+        """The final states of the tokens `at` these places, or of all, [N, H]."""
+        names = [name for name in inputs if self.takes_types or name != "token_type_ids"]
+        x = self._embed({name: inputs[name].unsqueeze(0) for name in names}).squeeze(0)
         total, x = len(x), self._rounded(x)
         for layer in self._layers[:-1]:
             x = self._layer(layer, x, layout)
-        if places is None:
+        if at is None:
             return self._layer(self._layers[-1], x, layout)[:total]
-        at = torch.tensor(places, device=x.device)
-        if len(places) == len(batch.rows):  # one of each row: nothing else of the last layer is needed
-            return self._last_layer(x, self._rounded(x[at]), layout)[: len(places)]
+        if len(at) == layout.rows:  # one of each row: nothing else of the last layer is needed
+            return self._last_layer(x, self._rounded(x[at]), layout)[: len(at)]
         return self._layer(self._layers[-1], x, layout)[at]
+
+    def places(self, batch: Batch, reads: str) -> Tensor | None:
+        """Where in the packed batch the tokens are that are read; None for all."""
+        if reads == "all":
+            return None
+        found: list[int] = []
+        start = 0
+        for row in batch.rows:
+            found += [start] if reads == "first" else [start + mark for mark in row.marks]
+            start += row.length
+        return to_device(torch.tensor(found), self._run.device)
 
     def _rounded(self, x: Tensor) -> Tensor:
         """`x` with rows of zeros up to a number that products meet often."""
@@ -105,10 +125,10 @@ class PackedEncoder:
         project = getattr(self._base, "embeddings_project", None)
         return x if project is None else project(x)
 
-    def _layer(self, layer: Layer, x: Tensor, layout: Layout) -> Tensor:
+    def _layer(self, layer: Layer, x: Tensor, layout: AnyLayout) -> Tensor:
         return self._rest(layer, self._attend.all(layer.qkv(x), layout, self._heads), x)
 
-    def _last_layer(self, x: Tensor, read: Tensor, layout: Layout) -> Tensor:
+    def _last_layer(self, x: Tensor, read: Tensor, layout: AnyLayout) -> Tensor:
         """The last layer for one token of each row: x [T, H], read [R, H] → [R, H]."""
         assert self._last.query is not None
         mixed = self._attend.one(self._last.query(read), self._last.qkv(x), layout, self._heads)
@@ -148,18 +168,6 @@ def _with_states(module: Any) -> Any:
     head._modules = dict(module._modules)
     head._modules[module.base_model_prefix] = _States()
     return head
-
-
-def _places(batch: Batch, reads: str) -> list[int] | None:
-    """Where in the packed batch the tokens are that are read; None for all."""
-    if reads == "all":
-        return None
-    places: list[int] = []
-    start = 0
-    for row in batch.rows:
-        places += [start] if reads == "first" else [start + mark for mark in row.marks]
-        start += row.length
-    return places
 
 
 def _normed(norm: nn.LayerNorm, x: Tensor) -> Tensor:
@@ -233,20 +241,35 @@ class Layout:
         return torch.arange(self.rows + 1, dtype=torch.int32, device=self.device)
 
 
+class FixedLayout:
+    """The same for a batch whose boundaries are on the device already; `longest` may be more than any row has."""
+
+    def __init__(self, ends: Tensor, longest: int) -> None:
+        self.ends, self.longest, self.rows = ends, longest, len(ends) - 1
+
+    @cached_property
+    def ones(self) -> Tensor:
+        return torch.arange(self.rows + 1, dtype=torch.int32, device=self.ends.device)
+
+
+AnyLayout = Layout | FixedLayout
+
+
 class Attention(Protocol):
     """Attention within each row: for all tokens, qkv [T, 3·H·D] → [T, H·D]; for one a row, [R, H·D] → [R, H·D].
 
     Rows behind those of the layout are nobody's; there are as many of them in the answer, whatever they hold.
     """
 
-    def all(self, qkv: Tensor, layout: Layout, heads: int) -> Tensor: ...
-    def one(self, query: Tensor, kv: Tensor, layout: Layout, heads: int) -> Tensor: ...
+    def all(self, qkv: Tensor, layout: AnyLayout, heads: int) -> Tensor: ...
+    def one(self, query: Tensor, kv: Tensor, layout: AnyLayout, heads: int) -> Tensor: ...
 
 
 class ByLength:
     """Rows of one length are one call, without a mask. On any device, in any dtype."""
 
-    def all(self, qkv: Tensor, layout: Layout, heads: int) -> Tensor:
+    def all(self, qkv: Tensor, layout: AnyLayout, heads: int) -> Tensor:
+        assert isinstance(layout, Layout)
         width = qkv.shape[1] // 3
         parts = []
         for g in layout.groups:
@@ -255,7 +278,8 @@ class ByLength:
             parts.append(mixed.transpose(1, 2).reshape(-1, width))
         return _together(parts, len(qkv))
 
-    def one(self, query: Tensor, kv: Tensor, layout: Layout, heads: int) -> Tensor:
+    def one(self, query: Tensor, kv: Tensor, layout: AnyLayout, heads: int) -> Tensor:
+        assert isinstance(layout, Layout)
         width = query.shape[1]
         parts, first = [], 0
         for g in layout.groups:
@@ -279,11 +303,11 @@ class Ragged:
     def __init__(self, attend: Callable[..., Any]) -> None:
         self._attend = attend
 
-    def all(self, qkv: Tensor, layout: Layout, heads: int) -> Tensor:
+    def all(self, qkv: Tensor, layout: AnyLayout, heads: int) -> Tensor:
         q, k, v = qkv.unflatten(1, (3, heads, -1)).unbind(1)
         return self._attend(q, k, v, layout.ends, layout.ends, layout.longest, layout.longest).flatten(1)
 
-    def one(self, query: Tensor, kv: Tensor, layout: Layout, heads: int) -> Tensor:
+    def one(self, query: Tensor, kv: Tensor, layout: AnyLayout, heads: int) -> Tensor:
         k, v = kv.unflatten(1, (2, heads, -1)).unbind(1)
         q = query.unflatten(1, (heads, -1))
         return self._attend(q, k, v, layout.ones, layout.ends, 1, layout.longest).flatten(1)

@@ -22,6 +22,8 @@ from headway.pipelines.stream import Stream, item_failed
 from headway.pipelines.task import MISSING, Batch, PreparedItem, Task
 
 ON_ERROR = ("raise", "return")
+DEPTH = 2  # batches that follow the running one on a GPU
+DEVICE_AHEAD = 8  # times as many items are prepared ahead of a GPU, which wants large batches
 
 
 class Pipeline:
@@ -41,7 +43,7 @@ class Pipeline:
             task,
             Budget(batch_size, cpu=device.type == "cpu", key=key),
             padded=task.pads(),
-            depth=1 if device.type == "cuda" else 0,
+            depth=DEPTH if device.type == "cuda" else 0,
         )
         workers = max(2, min(8, read_machine().fair_threads))
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="headway-pipeline")
@@ -93,7 +95,8 @@ class Pipeline:
             return error
 
     def _stream(self, source: Iterable[Any], options: Any, on_error: str) -> Iterator[Any]:
-        stream = Stream(source, self._intake.start, self.task.lookahead, options)
+        ahead = self.task.lookahead * (DEVICE_AHEAD if self.device.type == "cuda" else 1)
+        stream = Stream(source, self._intake.start, ahead, options)
         for index, ticket in stream.tickets():
             try:
                 if ticket.error is not None:
@@ -172,7 +175,10 @@ class Pipeline:
         return self.task.loaded.run.device
 
     def stats(self) -> dict[str, float]:
-        """Batches and rows computed, tokens with and without padding, halvings for lack of memory, the budget."""
+        """Batches and rows computed, tokens with and without padding, halvings for lack of memory, the budget.
+
+        `replays` counts batches that were one captured graph, on a GPU.
+        """
         b = self._batcher
         return {
             "batches": b.batches,
@@ -181,6 +187,7 @@ class Pipeline:
             "padded_tokens": b.tokens,
             "halvings": b.halvings,
             "budget_tokens": b.budget.tokens,
+            "replays": getattr(self.task.loaded.packed, "replays", 0),
         }
 
     def close(self) -> None:
@@ -301,6 +308,8 @@ def _by_options(tickets: list[Ticket]) -> Iterator[list[Ticket]]:
     """Runs of tickets with the same options."""
     start = 0
     for end in range(1, len(tickets) + 1):
+        if end < len(tickets) and tickets[end].options is tickets[start].options:
+            continue
         if end == len(tickets) or tickets[end].options != tickets[start].options:
             yield tickets[start:end]
             start = end

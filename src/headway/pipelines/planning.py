@@ -5,7 +5,7 @@ The oldest row is in every choice, so nothing starves; its mates are its neighbo
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -38,11 +38,13 @@ class Waiting:
     """Rows that may share a batch, by length and by age."""
 
     def __init__(self) -> None:
-        self._by_length: list[tuple[int, int, Slot]] = []
+        self._lengths: list[int] = []  # that rows wait with, ascending
+        self._by_length: dict[int, deque[Slot]] = {}
         self._by_age: deque[Slot] = deque()
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._by_length)
+        return self._count
 
     @property
     def oldest(self) -> int:
@@ -51,51 +53,84 @@ class Waiting:
 
     def add(self, slots: Iterable[Slot]) -> None:
         """Put rows in line; serial numbers must grow."""
-        before = len(self._by_length)
         for slot in slots:
-            self._by_length.append((slot.length, slot.serial, slot))
             self._by_age.append(slot)
-        if len(self._by_length) > before:
-            self._by_length.sort()  # nearly sorted already: cheap
+            same = self._by_length.get(slot.length)
+            if same is None:
+                same = self._by_length[slot.length] = deque()
+                insort(self._lengths, slot.length)
+            same.append(slot)
+            self._count += 1
 
     def take(self, limits: Limits) -> list[Slot]:
         """The next batch, by length; the rows leave the line."""
-        first = self._by_age[0]
-        low, high = self._run(bisect_left(self._by_length, (first.length, first.serial)), limits)
-        chosen = [slot for _, _, slot in self._by_length[low:high]]
-        del self._by_length[low:high]
+        start = bisect_left(self._lengths, self._by_age[0].length)
+        chosen = [slot for some in self._around(start, limits) for slot in some]
         for slot in chosen:
             slot.taken = True
+        self._count -= len(chosen)
         while self._by_age and self._by_age[0].taken:
             self._by_age.popleft()
+        self._lengths = [length for length in self._lengths if self._by_length[length] or self._forget(length)]
         return chosen
 
-    def _run(self, at: int, limits: Limits) -> tuple[int, int]:
-        """The stretch [low, high) around `at` that a batch may hold."""
-        line, low, high = self._by_length, at, at + 1
-        total = longest = shortest = line[at][0]
-        while high - low < limits.rows:
-            below = line[low - 1][0] if low else None
-            above = line[high][0] if high < len(line) else None
-            # the neighbour that is nearer in length; above first when equal, to keep rows of one length together
-            up = above is not None and (below is None or above - longest <= shortest - below)
-            length = above if up else below
-            if length is None:
-                break
-            count, most = high - low + 1, max(longest, length)
-            cost = count * most if limits.padded else total + length
-            if cost > limits.tokens or (limits.padded and count * most - total - length > WASTE * count * most):
-                other = None if not up else below
-                if other is None or not self._fits(other, total, longest, high - low + 1, limits):
-                    break
-                up, length = False, other
-            total, longest, shortest = total + length, max(longest, length), min(shortest, length)
-            low, high = (low, high + 1) if up else (low - 1, high)
-        return low, high
+    def _forget(self, length: int) -> bool:
+        del self._by_length[length]
+        return False
 
-    @staticmethod
-    def _fits(length: int, total: int, longest: int, count: int, limits: Limits) -> bool:
-        if not limits.padded:
-            return total + length <= limits.tokens
-        padded = count * longest
-        return padded <= limits.tokens and padded - total - length <= WASTE * padded
+    def _around(self, start: int, limits: Limits) -> list[list[Slot]]:
+        """Rows of the length at `start`, then of the next nearest lengths, as many as a batch may hold; ascending."""
+        lengths, plan = self._lengths, _Plan(limits)
+        found = [self._pop(lengths[start], plan)]
+        low, high = start - 1, start + 1
+        while plan.rows < limits.rows and (low >= 0 or high < len(lengths)):
+            below = lengths[start] - lengths[low] if low >= 0 else None
+            above = lengths[high] - lengths[start] if high < len(lengths) else None
+            up = above is not None and (below is None or above <= below)
+            some = self._pop(lengths[high if up else low], plan)
+            found.insert(len(found) if up else 0, some)
+            whole = not self._by_length[lengths[high if up else low]]
+            # a direction ends where a row did not fit
+            if up:
+                high = high + 1 if whole else len(lengths)
+            else:
+                low = low - 1 if whole else -1
+        return found
+
+    def _pop(self, length: int, plan: _Plan) -> list[Slot]:
+        same = self._by_length[length]
+        count = min(plan.room(length), len(same))
+        plan.add(count, length)
+        return [same.popleft() for _ in range(count)]
+
+
+class _Plan:
+    """A batch that grows."""
+
+    __slots__ = ("limits", "longest", "rows", "tokens")
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits, self.rows, self.tokens, self.longest = limits, 0, 0, 0
+
+    def add(self, count: int, length: int) -> None:
+        self.rows += count
+        self.tokens += count * length
+        self.longest = max(self.longest, length) if count else self.longest
+
+    def room(self, length: int) -> int:
+        """How many rows of this length may be added; the first row may always."""
+        rows = self.limits.rows - self.rows
+        if not self.limits.padded:
+            fit = (self.limits.tokens - self.tokens) // length
+        else:
+            longest = max(self.longest, length)
+            fit = min(self.limits.tokens // longest - self.rows, self._before_waste(length, longest))
+        return max(min(rows, fit), 0 if self.rows else 1)
+
+    def _before_waste(self, length: int, longest: int) -> int:
+        """How many rows keep the share of padding within WASTE: the first must, and each of the others."""
+        spare = WASTE * (self.rows + 1) * longest - ((self.rows + 1) * longest - self.tokens - length)
+        if spare < 0:
+            return 0
+        each = longest - length - WASTE * longest  # what one more row takes of what is spare
+        return 1 + int(spare / each - 1e-9) if each > 0 else 1 << 62

@@ -162,6 +162,7 @@ class QuantizedLinear(nn.Module):
                 'use device="cpu" and dtype="float32"'
             )
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = None  # some models look at the dtype of a layer's weight, if it has one
         self.product = make(linear.weight.data, linear.bias.data if linear.bias is not None else None)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """int8 for a whole model: its linear layers replaced by 8-bit products, and what that changed, measured.
 
 Weights have one scale an output, activations one scale a row found as they come: nothing is calibrated, and a row's
-numbers do not depend on its neighbours. Heads outside the base model stay in floats: they are small and decide.
+numbers do not depend on its neighbours. Heads stay in floats, as they decide: those outside the base model, and
+the one that names the tokens of a model that writes. The report names them.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ SKIPPED = ("pooler",)  # one row a text: nothing to win
 class QuantizationReport:
     """What int8 did to a model: layers replaced, bytes of their weights, and its answers on samples.
 
-    `relative_error` is the length of the difference over the length of the float answer, the largest of any sample;
-    `cosine` is the smallest between the two answers. Both are None where a task has no samples.
+    `left` are the linear layers that stay in floats. `relative_error` is the length of the difference over the length
+    of the float answer, the largest of any sample; `cosine` is the smallest between the two answers. Both are None
+    where a task has no samples.
     """
 
     layers: int
     bytes_before: int
     bytes_after: int
+    left: tuple[str, ...] = ()
     relative_error: float | None = None
     cosine: float | None = None
 
@@ -37,10 +40,16 @@ class QuantizationReport:
 def quantize_linears(module: nn.Module, make: Maker) -> QuantizationReport:
     """Replace the linear layers of `module`'s base model in place."""
     base: nn.Module = getattr(module, getattr(module, "base_model_prefix", ""), module)
+    inside, words = set(base.modules()), _writes(module)
     layers = before = after = 0
-    for parent_name, parent in list(base.named_modules()):
+    left: list[str] = []
+    for parent_name, parent in list(module.named_modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or any(skip in f"{parent_name}.{name}" for skip in SKIPPED):
+            if type(child) is not nn.Linear:
+                continue
+            path = f"{parent_name}.{name}".lstrip(".")
+            if child not in inside or child is words or any(skip in path for skip in SKIPPED):
+                left.append(path)
                 continue
             replaced = QuantizedLinear(child, make)
             setattr(parent, name, replaced)
@@ -49,7 +58,14 @@ def quantize_linears(module: nn.Module, make: Maker) -> QuantizationReport:
             after += getattr(replaced.product, "nbytes", 0)
     if not layers:
         raise Unsupported(f"{type(module).__name__} has no linear layers that int8 could replace; leave quantize out")
-    return QuantizationReport(layers, before, after)
+    return QuantizationReport(layers, before, after, tuple(sorted(left)))
+
+
+def _writes(module: Any) -> nn.Module | None:
+    """The layer that names tokens, of a model that writes."""
+    if not hasattr(module, "generate") or not hasattr(module, "get_output_embeddings"):
+        return None
+    return module.get_output_embeddings()
 
 
 def difference(floats: Sequence[Any], ints: Sequence[Any]) -> tuple[float, float]:

@@ -7,27 +7,17 @@ one: whoever shares a batch with them must look exactly like them. The batcher d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headway.base.errors import Unsupported
 from headway.pipelines.arrays import Ragged
 from headway.pipelines.task import Batch, Row, Task
-
-if TYPE_CHECKING:
-    from headway.pipelines.opening import Request
 
 
 class ShapedTask(Task):
     """A task whose `compute` is called with rows of one shape at a time."""
-
-    @classmethod
-    def open(cls, request: Request) -> Any:
-        if request.compile:
-            raise Unsupported(f"compile=True is for tasks over text; leave it out for {request.name}")
-        return super().open(request)
 
     def pads(self) -> bool:
         return False

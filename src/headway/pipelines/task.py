@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headway.base.errors import InvalidInput, WrongType
@@ -53,16 +54,31 @@ class Batch:
     """Rows together: the tensors a model is called with.
 
     Usually each is [R, …] with sequences padded. A `packed` batch has its tokens end to end, [T], without any padding.
+    In a pass that is being captured its `rows` are not known; `ends` of rows are then on the device, [R + 1] from 0.
     """
 
     inputs: dict[str, Any]
     rows: tuple[Row, ...]
     packed: bool = False
+    room: Any = None  # the size that a captured pass must have for it
+    ends: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class TaskOptions:
     """What a call of a task may set; a task adds fields. Values are checked in `__post_init__`."""
+
+
+CAPTURABLE = "capturable"
+WRITES = "its model writes token by token, a pass for each"
+
+
+def capturable(reduce: Any) -> Any:
+    """Marks a `Task.reduce` that may be captured once and replayed: it computes on the device alone, and knows of its
+    batch only what `arrays.pooled` and `arrays.by_token` tell it. One that overrides it must be marked again.
+    """
+    setattr(reduce, CAPTURABLE, True)
+    return reduce
 
 
 class Task:
@@ -105,16 +121,22 @@ class Task:
         """Rows as the tensors of one call: sequences padded, arrays stacked."""
         from headway.pipelines.arrays import collate
 
-        return Batch(collate(rows, self.padding(), self.loaded.run.takes), tuple(rows))
+        types = self.loaded.text is not None and self.loaded.text.types
+        return Batch(collate(rows, self.padding(), self.loaded.run.takes, types=types), tuple(rows))
 
     def forward(self, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
         """The model's answer on the device, reduced to what `postprocess` needs: name → [R, …], or Ragged by token."""
         if batch.packed:
             assert self.loaded.packed is not None
             assert self.reads is not None
-            return self.reduce(self.loaded.packed(batch, self.reads), batch, options)
+            key = (self.batch_key(options),) if getattr(type(self).reduce, CAPTURABLE, False) else None
+            return self.loaded.packed.answered(batch, self.reads, partial(self._reduced, options), key)
         return self.reduce(self.loaded.run(batch.inputs), batch, options)
 
+    def _reduced(self, options: Any, output: Any, batch: Batch) -> Mapping[str, Tensor | Ragged]:
+        return self.reduce(output, batch, options)
+
+    @capturable
     def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
         """The part of the model's own output that must leave the device; by default its logits as float32.
 
@@ -154,6 +176,10 @@ class Task:
     def wanted(self) -> str:
         """What one item is, in words, for messages."""
         return "a string"
+
+    def several(self) -> str | None:
+        """Why its model is not called once for each batch, in words; None where it is, and can be compiled whole."""
+        return None
 
     def samples(self) -> list[Row]:
         """Rows on which the effect of quantisation is measured; a task over something else than text has its own."""

@@ -63,6 +63,8 @@ class TextEncoder:
         self._lock = threading.Lock()
         self._cutting: dict[tuple[int, int, str], Any] = {}
         self._plain = _without_limits(tokenizer)
+        probe = self._plain.encode("a") if types and self._plain is not None else None
+        self._one_type = probe is not None and not any(probe.type_ids)  # of single texts, which need not name it then
 
     @property
     def has_offsets(self) -> bool:
@@ -74,9 +76,11 @@ class TextEncoder:
         return [[self.row(part) for part in parts] for parts in self.encode(texts, options)]
 
     def row(self, encoding: Encoding) -> Row:
+        """The row of an encoded text; types that are all 0, as those of single texts mostly are, are left out."""
         ids = encoding.ids
-        inputs = {"input_ids": ids, "token_type_ids": encoding.type_ids} if self.types else {"input_ids": ids}
-        return Row(inputs, len(ids))
+        if not self.types or (self._one_type and encoding.n_sequences == 1):  # type: ignore[attr-defined]
+            return Row({"input_ids": ids}, len(ids))
+        return Row({"input_ids": ids, "token_type_ids": encoding.type_ids}, len(ids))
 
     def encode(
         self,
@@ -142,7 +146,7 @@ class TextEncoder:
         offsets: bool,
         special: bool,
     ) -> list[list[Encoding]]:
-        if offsets or options.stride is not None:
+        if offsets:
             raise Unsupported(
                 f"{type(self.tokenizer).__name__} does not say which characters a token came from; "
                 "this needs a model with a tokenizer.json"
@@ -150,6 +154,9 @@ class TextEncoder:
         found: list[list[Encoding]] = []
         with self._lock:
             for text in texts:
+                if options.stride is not None:
+                    found.append(self._divided(text, limit, options.stride))
+                    continue
                 pair = text if isinstance(text, tuple) else (text, None)
                 made = self.tokenizer(pair[0], pair[1], add_special_tokens=special)
                 if limit is not None and len(made["input_ids"]) > limit:
@@ -161,6 +168,23 @@ class TextEncoder:
                 ids = list(made["input_ids"])
                 found.append([Plain(ids, list(made.get("token_type_ids", [0] * len(ids))))])
         return found
+
+    def _divided(self, text: str | tuple[str, str], limit: int | None, stride: int) -> list[Encoding]:
+        """A text in pieces of at most `limit` tokens, those that the tokenizer adds among them."""
+        name = type(self.tokenizer).__name__
+        if isinstance(text, tuple) or not hasattr(self.tokenizer, "build_inputs_with_special_tokens"):
+            raise Unsupported(f"{name} divides single texts only; this needs a model with a tokenizer.json")
+        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        added = len(self.tokenizer.build_inputs_with_special_tokens([]))
+        room = len(ids) if limit is None else limit - added
+        if limit is not None and stride >= room:
+            raise InvalidInput(
+                f"pieces of at most {limit} tokens leave {room} for text, too few for a stride of {stride}; "
+                "take a smaller stride or a larger max_length"
+            )
+        starts = range(0, max(len(ids) - stride, 1), max(room - stride, 1))
+        whole = [self.tokenizer.build_inputs_with_special_tokens(ids[at : at + room]) for at in starts]
+        return [Plain(list(piece), [0] * len(piece)) for piece in whole]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from headway.base.errors import InvalidInput, WrongType
 from headway.pipelines.arrays import by_token
-from headway.pipelines.task import MISSING, Batch, PreparedItem, Task, check_text
+from headway.pipelines.task import MISSING, Batch, PreparedItem, Task, capturable, check_text
 from headway.pipelines.tasks.classification import check_top_k
 from headway.pipelines.text import TextOptions
 
@@ -97,6 +97,7 @@ class QuestionAnswering(Task):
             raise InvalidInput("the question or the context is empty; both need text")
         return question, context
 
+    @capturable
     def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Any]:
         return {"start": by_token(output.start_logits, batch), "end": by_token(output.end_logits, batch)}
 

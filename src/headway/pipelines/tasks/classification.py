@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from headway.base.errors import InvalidInput, WrongType
-from headway.pipelines.task import Batch, PreparedItem, Task, check_text
+from headway.pipelines.task import Batch, PreparedItem, Task, capturable, check_text
 from headway.pipelines.text import TextOptions
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class TextClassification(Task):
         texts = [text_or_pair(item) for item in items]
         return [PreparedItem(tuple(rows)) for rows in self.loaded.text.rows(texts, options)]
 
+    @capturable
     def reduce(self, output: Any, batch: Batch, options: ClassificationOptions) -> Mapping[str, Any]:
         logits = output.logits.float()
         if not self._wants_best(options):

@@ -14,7 +14,7 @@ from torch import Tensor
 from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel, WrongType
 from headway.pipelines.arrays import by_token, pooled
 from headway.pipelines.loading import read_json
-from headway.pipelines.task import MISSING, Batch, PreparedItem, Row, Task, check_text
+from headway.pipelines.task import MISSING, Batch, PreparedItem, Row, Task, capturable, check_text
 from headway.pipelines.tasks.classification import apply, check_function
 from headway.pipelines.text import TextOptions
 
@@ -56,6 +56,7 @@ class FeatureExtraction(Task):
         rows = self.loaded.text.rows([check_text(item) for item in items], options)
         return [PreparedItem(tuple(some)) for some in rows]
 
+    @capturable
     def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Any]:
         return {"states": by_token(output.last_hidden_state, batch)}
 
@@ -119,6 +120,7 @@ class SentenceEmbedding(Task):
         rows = self.loaded.text.rows([check_text(item) for item in items], options)
         return [PreparedItem(tuple(some)) for some in rows]
 
+    @capturable
     def reduce(self, output: Any, batch: Batch, options: EmbeddingOptions) -> Mapping[str, Any]:
         vectors = pooled(output.last_hidden_state, batch, self.pooling(options))
         return {"vector": self._cut(vectors, options) if options.stride is None else vectors}

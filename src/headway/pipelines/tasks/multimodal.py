@@ -16,7 +16,7 @@ from headway.pipelines.arrays import Ragged
 from headway.pipelines.generation import NAMES, GenerationOptions, Writer, without_rivals
 from headway.pipelines.images import MAX_PIXELS, is_image
 from headway.pipelines.peek import model_type
-from headway.pipelines.task import MISSING, Batch, PreparedItem, Row, check_text
+from headway.pipelines.task import MISSING, WRITES, Batch, PreparedItem, Row, check_text
 from headway.pipelines.tasks.classification import apply, check_top_k, labels_of
 from headway.pipelines.tasks.vision import ImageOptions, ImageTask, check_max_pixels
 from headway.pipelines.text import TextOptions
@@ -87,6 +87,9 @@ class WritingTask(ImageTask):
 
     def samples(self) -> list[Row]:
         return []
+
+    def several(self) -> str | None:
+        return WRITES
 
 
 class ImageToText(WritingTask):
@@ -194,6 +197,9 @@ class ChosenAnswers(Questions):
     def compute(self, batch: Batch, options: AnswerOptions) -> Mapping[str, Tensor | Ragged]:
         with Repeatable():
             return super().compute(batch, options)
+
+    def several(self) -> str | None:
+        return "its model draws which parts of a picture it looks at"
 
     def postprocess(self, prepared: PreparedItem, results: Results, options: AnswerOptions) -> list[dict[str, Any]]:
         scores = apply(results[0]["logits"], "sigmoid")

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel
+from headway.base.errors import InvalidInput, UnsupportedModel
 from headway.pipelines.generation import NAMES, PROMPT, Draws, GenerationOptions, Writer, without_rivals, writer_of
-from headway.pipelines.task import Batch, PreparedItem, Row, Task, check_text
+from headway.pipelines.task import WRITES, Batch, PreparedItem, Row, Task, check_text
 from headway.pipelines.tasks.languages import Languages, Pair, pair_named
 from headway.pipelines.text import TextEncoder, TextOptions
 
@@ -84,9 +84,6 @@ class Text2TextGeneration(Task):
         from headway.pipelines.opening import open_here
         from headway.pipelines.seq2seq import Seq2SeqPipeline
 
-        if request.backend != "torch" or request.compile:
-            asked = "compile=True" if request.compile else f"backend={request.backend!r}"
-            raise Unsupported(f"{asked}: {request.name} runs its loop in plain torch only; leave it out")
         return open_here(request, Seq2SeqPipeline)  # type: ignore[return-value]
 
     # -- options -------------------------------------------------------------------------------------------------------
@@ -149,6 +146,9 @@ class Text2TextGeneration(Task):
     def padding(self) -> Mapping[str, int]:
         # encoders count positions from the first token: padding is behind, whatever side the tokenizer prefers
         return {**super().padding(), "side": 1}
+
+    def several(self) -> str | None:
+        return WRITES
 
     def samples(self) -> list[Row]:
         rows = super().samples()

@@ -16,7 +16,7 @@ from headway.pipelines.generation import NAMES, GenerationOptions, Writer, witho
 from headway.pipelines.peek import config_of
 from headway.pipelines.pieces import Piece, Pieces, check_pieces
 from headway.pipelines.sounds import MAX_SECONDS, check_seconds
-from headway.pipelines.task import Batch, PreparedItem, Row
+from headway.pipelines.task import WRITES, Batch, PreparedItem, Row
 from headway.pipelines.tasks.audio import SoundOptions, SoundTask
 from headway.pipelines.writing import cut, flattened, written
 
@@ -194,6 +194,9 @@ class WrittenSpeech(SoundTask):
     def postprocess(self, prepared: PreparedItem, results: Results, options: Any) -> dict[str, Any]:
         ids = cut(results[0]["tokens"], self.writer.ends(options), 1)
         return {"text": self.loaded.tokenizer.decode(ids, skip_special_tokens=True)}
+
+    def several(self) -> str | None:
+        return WRITES
 
     def samples(self) -> list[Row]:
         return []

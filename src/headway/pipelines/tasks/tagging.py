@@ -10,7 +10,7 @@ import numpy as np
 
 from headway.base.errors import InvalidInput
 from headway.pipelines.arrays import by_token
-from headway.pipelines.task import Batch, PreparedItem, Task, check_text
+from headway.pipelines.task import Batch, PreparedItem, Task, capturable, check_text
 from headway.pipelines.tasks.classification import apply, labels_of
 from headway.pipelines.text import TextOptions
 
@@ -79,6 +79,7 @@ class TokenClassification(Task):
             PreparedItem(tuple(text.row(part) for part in parts), (item, parts)) for item, parts in zip(items, encoded)
         ]
 
+    @capturable
     def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Any]:
         return {"logits": by_token(output.logits, batch)}
 

@@ -160,6 +160,9 @@ class ImageFeatureExtraction(ImageTask):
     def batch_key(self, options: ImageFeatureOptions) -> Hashable:
         return options.pool, options.normalize
 
+    def several(self) -> str | None:
+        return "pictures go through a part of its model alone" if self._dual else None
+
     def samples(self) -> list[Row]:
         return [] if self._dual else super().samples()
 

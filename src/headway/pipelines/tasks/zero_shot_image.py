@@ -135,6 +135,9 @@ class ZeroShotImageClassification(ImageTask):
         order = np.argsort(-scores, kind="stable").tolist()
         return [{"score": float(scores[i]), "label": options.candidate_labels[i]} for i in order]
 
+    def several(self) -> str | None:
+        return "pictures and labels go through parts of its model by themselves"
+
     def samples(self) -> list[Row]:
         return []
 

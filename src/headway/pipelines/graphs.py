@@ -1,0 +1,175 @@
+"""Encoders over packed rows as captured CUDA graphs: one call launches a whole pass, whatever its rows are.
+
+A pass of a small encoder is a hundred kernels of a few microseconds; launching them from Python takes longer than
+computing them. A graph is captured for each size (tokens, rows and longest row, rounded up) the second time that the
+size comes, and replayed ever after. What is copied to the device is one array: ids, positions, types, ends of rows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.pipelines.arrays import TYPES, Ragged, flat_types
+from headway.pipelines.forward import Forward
+from headway.pipelines.packed import FixedLayout, PackedEncoder, Reduce
+from headway.pipelines.task import Batch, Row
+
+LEAST_TOKENS, LEAST_ROWS, LEAST_LONGEST = 128, 8, 128
+MOST = 128  # graphs of one pipeline; sizes beyond are launched kernel by kernel
+READS = ("first", "all")  # what a graph can be captured for
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a graph has room for."""
+
+    tokens: int
+    rows: int
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Size:
+        """The smallest size with room for rows of these lengths."""
+        tokens, rows = in_quarters(sum(lengths), LEAST_TOKENS), in_quarters(len(lengths), LEAST_ROWS)
+        return cls(tokens, rows, max(LEAST_LONGEST, 1 << (max(lengths) - 1).bit_length()))
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers a batch of this size is: three a token, and the ends of rows from 0."""
+        return 3 * self.tokens + self.rows + 1
+
+    def views(self, flat: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """The inputs of the model by name, [T] each, and the ends of rows, [R + 1]."""
+        ids, positions, types = flat[: 3 * self.tokens].view(3, self.tokens)
+        return {"input_ids": ids, "position_ids": positions, "token_type_ids": types}, flat[3 * self.tokens :]
+
+
+def in_quarters(count: int, least: int) -> int:
+    """`count` rounded up to a power of two or a quarter of the way to the next, at least `least`."""
+    if count <= least:
+        return least
+    step = max((1 << ((count - 1).bit_length() - 1)) // 4, 1)
+    return -(-count // step) * step
+
+
+def staged(rows: Sequence[Row], size: Size, first_position: int, *, pinned: bool) -> Tensor:
+    """Rows as one array of `size.numbers`; places behind the rows hold valid ids that nobody reads."""
+    flat = torch.empty(size.numbers, dtype=torch.int32, pin_memory=pinned)
+    array = flat.numpy()
+    lengths = [row.length for row in rows]
+    total, room = sum(lengths), size.tokens
+    ids, positions, types = array[: 3 * room].reshape(3, room)
+    ids[:total] = np.fromiter(chain.from_iterable(row.inputs["input_ids"] for row in rows), np.int32, total)
+    ends = list(accumulate(lengths, initial=0))
+    positions[:total] = np.arange(first_position, first_position + total) - np.repeat(ends[:-1], lengths)
+    types[:total] = flat_types(rows, total) if any(TYPES in row.inputs for row in rows) else 0
+    for part in (ids, types):
+        part[total:] = 0
+    positions[total:] = first_position
+    array[3 * room : 3 * room + len(ends)] = ends
+    array[3 * room + len(ends) :] = total
+    return flat
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A graph, where its inputs lie and where its answer will."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor
+    answer: Mapping[str, Tensor | Ragged]
+
+
+class GraphedEncoder(PackedEncoder):
+    """A PackedEncoder whose passes are captured and replayed; sizes that cannot be captured are launched as ever."""
+
+    def __init__(self, run: Forward) -> None:
+        super().__init__(run)
+        self._found: dict[Hashable, Captured | None] = {}
+        self._stream = torch.cuda.Stream(run.device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self.captures = self.replays = 0
+
+    def batch(self, rows: Sequence[Row]) -> Batch:
+        size = Size.of([row.length for row in rows])
+        return Batch({"flat": staged(rows, size, self.first_position, pinned=True)}, tuple(rows), True, size)
+
+    def answered(self, batch: Batch, reads: str, reduce: Reduce, key: Hashable) -> Mapping[str, Tensor | Ragged]:
+        size: Size = batch.room
+        name = (key, reads, size)
+        flat = batch.inputs["flat"]
+        captured = self._found.get(name)
+        if captured is None:
+            able = key is not None and reads in READS and name in self._found and self.captures < MOST
+            captured = self._captured(name, flat, size, reads, reduce) if able else None
+        if captured is None:
+            self._found.setdefault(name, None)
+            inputs = flat.to(self._run.device, non_blocking=True)
+            return self._plainly(inputs, batch, reads, reduce)
+        captured.inputs.copy_(flat, non_blocking=True)
+        captured.graph.replay()
+        self.replays += 1
+        return _cut(captured.answer, batch.rows)
+
+    def _plainly(self, flat: Tensor, batch: Batch, reads: str, reduce: Reduce) -> Mapping[str, Tensor | Ragged]:
+        """The pass launched kernel by kernel, on the rows alone."""
+        inputs, ends = batch.room.views(flat)
+        total, count = sum(row.length for row in batch.rows), len(batch.rows)
+        layout = FixedLayout(ends[: count + 1], batch.room.longest)
+        some = {name: value[:total] for name, value in inputs.items()}
+        known = Batch(some, batch.rows, True)
+        return reduce(self.read(some, layout, self.places(known, reads), reads), known)
+
+    def _captured(self, name: Hashable, flat: Tensor, size: Size, reads: str, reduce: Reduce) -> Captured | None:
+        held = torch.empty(size.numbers, dtype=torch.int32, device=self._run.device)
+
+        def work() -> Mapping[str, Tensor | Ragged]:
+            inputs, ends = size.views(held)
+            layout = FixedLayout(ends, size.longest)
+            at = ends[:-1].clamp(max=size.tokens - 1).long() if reads == "first" else None
+            return reduce(self.read(inputs, layout, at, reads), Batch(inputs, (), True, size, ends))
+
+        try:
+            found = self._capture(work, held, flat)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # a model that waits for the device in its midst cannot be captured
+            warnings.warn(f"passes of this model are not captured as graphs: {str(error)[:200]}", stacklevel=2)
+            self.captures = MOST
+            return None
+        self.captures += 1
+        self._found[name] = captured = Captured(found[0], held, found[1])
+        return captured
+
+    def _capture(self, work: Callable[[], Any], held: Tensor, flat: Tensor) -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph = torch.cuda.CUDAGraph()
+        held.copy_(flat)
+        self._stream.wait_stream(torch.cuda.current_stream(self._run.device))
+        with torch.cuda.stream(self._stream):
+            work()  # once as it stands: libraries make ready what may not be made during a capture
+            self._stream.synchronize()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                answer = work()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self._run.device).wait_stream(self._stream)
+        return graph, answer
+
+
+def _cut(answer: Mapping[str, Tensor | Ragged], rows: Sequence[Row]) -> dict[str, Tensor | Ragged]:
+    """A graph's answer for its real rows."""
+    lengths = [row.length for row in rows]
+    total = sum(lengths)
+    return {
+        name: Ragged(value.values[:total], lengths) if isinstance(value, Ragged) else value[: len(rows)]
+        for name, value in answer.items()
+    }

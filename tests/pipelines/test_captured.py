@@ -1,0 +1,105 @@
+"""What a captured pass computes, without a GPU: rows in an array with room to spare, boundaries only tensors know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import headway as hw
+from headway.pipelines.arrays import by_token, pack, pooled
+from headway.pipelines.graphs import Size, in_quarters, staged
+from headway.pipelines.packed import AnyLayout, FixedLayout, PackedEncoder
+from headway.pipelines.task import Batch, Row
+from support import encoders
+
+LENGTHS = (3, 7, 7, 1, 12)
+
+
+class ByEnds:
+    """Attention between boundaries, row by row; what is behind them is left as it is in a captured pass: anything."""
+
+    def all(self, qkv: Tensor, layout: AnyLayout, heads: int) -> Tensor:
+        q, k, v = qkv.unflatten(1, (3, heads, -1)).unbind(1)
+        return self._mixed(q, k, v, layout.ends, layout)
+
+    def one(self, query: Tensor, kv: Tensor, layout: AnyLayout, heads: int) -> Tensor:
+        k, v = kv.unflatten(1, (2, heads, -1)).unbind(1)
+        return self._mixed(query.unflatten(1, (heads, -1)), k, v, layout.ones, layout)
+
+    def _mixed(self, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, layout: AnyLayout) -> Tensor:
+        found = torch.full_like(q, float("nan"))
+        for i in range(layout.rows):
+            a, b = slice(*ends[i : i + 2].tolist()), slice(*layout.ends[i : i + 2].tolist())
+            assert b.stop - b.start <= layout.longest
+            parts = (part.transpose(0, 1) for part in (q[a], k[b], v[b]))
+            found[a] = scaled_dot_product_attention(*parts).transpose(0, 1)
+        return found.flatten(1)
+
+
+def rows(*, types: bool) -> list[Row]:
+    draw = np.random.default_rng(0)
+    made = []
+    for n in LENGTHS:
+        ids = {"input_ids": draw.integers(5, 60, n).tolist()}
+        made.append(Row(ids | ({"token_type_ids": draw.integers(0, 2, n).tolist()} if types else {}), n))
+    return made
+
+
+def test_sizes_are_few_and_have_room() -> None:
+    assert [in_quarters(n, 8) for n in (1, 8, 9, 16, 17, 20, 21, 33, 100, 129)] == [
+        8, 8, 10, 16, 20, 20, 24, 40, 112, 160,
+    ]  # fmt: skip
+    assert len({in_quarters(n, 128) for n in range(1, 65537)}) <= 4 * 9 + 1
+    for n in range(1, 5000):
+        assert n <= in_quarters(n, 8) <= max(8, 1.25 * n + 1)
+    assert Size.of([3, 400]) == Size(448, 8, 512)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("types", [True, False])
+def test_an_array_holds_what_a_packed_batch_holds(types: bool, first: int) -> None:
+    some, size = rows(types=types), Size.of(LENGTHS)
+    inputs, ends = size.views(staged(some, size, first, pinned=False))
+    want = pack(some, True, first).inputs
+    for name, value in want.items():
+        assert inputs[name][: sum(LENGTHS)].tolist() == value.tolist()
+    assert ends.tolist() == [0, 3, 10, 17, 18, 30, *[30] * (size.rows - len(LENGTHS))]
+    assert inputs["input_ids"][30:].eq(0).all()
+    assert len(inputs["input_ids"]) == size.tokens
+
+
+@pytest.mark.parametrize("reads", ["first", "all"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
+def test_a_pass_with_room_to_spare_is_the_pass_of_its_rows(family: str, reads: str) -> None:
+    model = encoders.model(family, "base")
+    with hw.pipeline("sentence-embedding", model, tokenizer=encoders.tokenizer(family), device="cpu") as p:
+        run = p.task.loaded.run
+    some, encoder = rows(types=family == "bert"), PackedEncoder(run)
+    roomy = PackedEncoder(run)
+    roomy._attend, roomy._rounds = ByEnds(), False
+    with run.context():
+        want = encoder(encoder.batch(some), reads).last_hidden_state
+        size = Size.of(LENGTHS)
+        inputs, ends = size.views(staged(some, size, encoder.first_position, pinned=False))
+        at = ends[:-1].clamp(max=size.tokens - 1).long() if reads == "first" else None
+        got = roomy.read(inputs, FixedLayout(ends, size.longest), at, reads).last_hidden_state
+    got = got[: len(LENGTHS)] if reads == "first" else got[:, : sum(LENGTHS)]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["mean", "cls", "last", "max"])
+def test_pooling_between_boundaries_is_pooling_of_rows(how: str) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(1, 40, 6)
+    values[:, sum(LENGTHS) :] = float("nan")
+    some: Any = tuple(Row({}, n) for n in LENGTHS)
+    want = pooled(values[:, : sum(LENGTHS)], Batch({}, some, True), how)
+    ends = torch.tensor([0, *np.cumsum(LENGTHS), *[sum(LENGTHS)] * 3], dtype=torch.int32)
+    got = pooled(values, Batch({}, (), True, None, ends), how)
+    torch.testing.assert_close(got[: len(LENGTHS)], want)
+    assert by_token(values, Batch({}, (), True, None, ends)).values.shape == (40, 6)
