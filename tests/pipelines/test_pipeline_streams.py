@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import headway as hw
 from headway.pipelines.planning import WASTE, Limits, Slot, Waiting
 from headway.pipelines.task import Row
+from headway.pipelines.tasks.embedding import SentenceEmbedding
 from support import encoders
 
 
@@ -93,6 +94,28 @@ def test_a_source_is_read_a_bounded_way_ahead(embed: hw.Pipeline) -> None:
     assert read <= 3000 + embed.task.lookahead + 1
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 8, 31, 32, 33])
+def test_a_stream_is_whole_however_few_items_may_be_ahead(ahead: int) -> None:
+    class Narrow(SentenceEmbedding):
+        lookahead = ahead
+
+    hw.register_task("narrow-embedding", Narrow, replace=True)
+    read = 0
+
+    def source() -> Iterator[str]:
+        nonlocal read
+        for text in encoders.texts(100):
+            read += 1
+            yield text
+
+    model = encoders.model("bert", "base")
+    with hw.pipeline("narrow-embedding", model, tokenizer=encoders.tokenizer("bert"), device="cpu") as p:
+        for i, _ in enumerate(p(source())):
+            assert read - i <= ahead + 1
+        assert read == i + 1 == 100
+        assert len(p(encoders.texts(100))) == 100
+
+
 def test_a_slow_source_gets_each_result_before_its_next_item(embed: hw.Pipeline) -> None:
     seen: list[Any] = []
 
@@ -105,6 +128,19 @@ def test_a_slow_source_gets_each_result_before_its_next_item(embed: hw.Pipeline)
     for result in embed(source()):
         seen.append(result)
     assert len(seen) == 4
+
+
+def test_the_first_results_do_not_wait_for_a_source_that_stops_to_think(embed: hw.Pipeline) -> None:
+    seen: list[Any] = []
+
+    def source() -> Iterator[str]:
+        yield from encoders.texts(7)
+        assert len(seen) == 7  # and now it may take its time
+        yield from encoders.texts(90)
+
+    for result in embed(source()):
+        seen.append(result)
+    assert len(seen) == 97
 
 
 def test_the_source_is_read_on_the_callers_thread(embed: hw.Pipeline) -> None:

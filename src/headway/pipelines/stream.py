@@ -1,7 +1,8 @@
 """A stream of items through the batcher: read lazily, prepared ahead, delivered in order, in constant memory.
 
-The source is read on the caller's own thread, a bounded number of items ahead; a source that is slow is not read ahead
-at all, so that no finished result waits for an item that has not come.
+The source is read on the caller's own thread, a bounded number of items ahead. A source that is slow is not read ahead
+at all, and one that may be, anything but a list, is read ahead only once its first items have their results: no
+finished result of theirs waits for an item that has not come.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from headway.base.errors import HeadwayError, ItemFailed
 if TYPE_CHECKING:
     from headway.pipelines.batcher import Ticket
 
-FIRST = 32  # items of the first chunk; chunks double from there, so that first results come soon
-MOST = 256
+FIRST = 32  # items of a list's first chunk, and of chunks from which on others are read ahead; chunks double
+MOST = 256  # items of the largest chunk, or a sixteenth of what may be prepared ahead
 SLOW = 0.005  # seconds that an item may take to come before its source counts as slow
 PATIENCE = 0.02  # seconds after which a chunk is sent as it is
 
@@ -28,10 +29,11 @@ class Stream:
 
     def __init__(self, source: Iterable[Any], start: Callable[[list[Ticket]], None], ahead: int, options: Any) -> None:
         """`start` prepares tickets and hands them to the batcher, on other threads; at most `ahead` items are out."""
-        self._source, self._start, self._ahead, self._options = iter(source), start, ahead, options
+        self._source, self._start, self._ahead, self._options = iter(source), start, max(ahead, 1), options
         self._line: deque[Ticket] = deque()
         self._news = threading.Event()
-        self._chunk = FIRST
+        self._chunk = max(1, min(FIRST, ahead)) if isinstance(source, (list, tuple)) else 1
+        self._most = min(max(MOST, ahead // 16), max(ahead // 2, 1))
         self._slow = self._over = False
         self._read = 0
         self._broken: BaseException | None = None
@@ -56,7 +58,8 @@ class Stream:
 
     def _fill(self) -> None:
         while not self._over and len(self._line) + self._chunk <= self._ahead:
-            if self._line and (self._slow or (self._line[0].done and len(self._line) >= self._ahead // 2)):
+            waits = self._slow or self._chunk < min(FIRST, self._most)
+            if self._line and (waits or (self._line[0].done and len(self._line) >= self._ahead // 2)):
                 return
             self._slow = False
             self._take_chunk()
@@ -83,7 +86,7 @@ class Stream:
                 break
             before = now
         else:
-            self._chunk = min(2 * self._chunk, MOST, max(self._ahead // 2, 1))
+            self._chunk = min(2 * self._chunk, self._most)
         if chunk:
             self._line.extend(chunk)
             self._start(chunk)
