@@ -1,6 +1,7 @@
 """Pipelines, measured: Headway, Hugging Face's pipeline and sentence-transformers on the all-MiniLM shape, in turns.
 
     python benchmarks/pipelines.py                 # some minutes
+    python benchmarks/pipelines.py --device cuda   # and how busy the GPU is
     python benchmarks/pipelines.py --quick         # a tiny random model, seconds: does it run?
 
 Three workloads: (a) short texts of 10 to 20 words; (b) a long-tailed mix, 6 to 10 words and every 64th text 50 times
@@ -8,6 +9,10 @@ longer; (c) the texts of (a) arriving from 64 concurrent tasks, each with one te
 called with batches of 1, 8 and 64; on (c) each task calls it for its own text, as it has no batching across callers,
 and in a further row through a queue of our own that collects what waits. Every figure is the median of --rounds rounds,
 all engines in turns within each. The table and the JSON go to benchmarks/results/, with a description of the machine.
+
+`--model random` makes a model of the all-MiniLM shape and its tokenizer on the spot, where nothing can be fetched. On a
+GPU the texts are many, and slower engines are given the first of them only; the profiler then says which share of the
+time of a long-tailed stream the GPU computes, for the all-MiniLM shape and for larger ones.
 """
 
 from __future__ import annotations
@@ -48,6 +53,7 @@ class Plan:
     """How much of everything."""
 
     texts: int = 512
+    most: int = 512  # texts of a round for engines other than Headway
     tasks: int = 64
     batches: tuple[int, ...] = (1, 8, 64)
     rounds: int = 5
@@ -55,7 +61,10 @@ class Plan:
     hidden: int = 384
 
 
-QUICK = Plan(texts=70, tasks=8, batches=(1, 8), rounds=1, layers=1, hidden=48)
+GPU = Plan(texts=16384, most=2048, rounds=3)
+SHAPES = {"all-MiniLM": (6, 384, 12), "BERT-base": (12, 768, 12), "BERT-large": (24, 1024, 16)}  # layers, width, heads
+SECTIONS = ("classification", "embedding", "utilisation")
+QUICK = Plan(texts=70, most=70, tasks=8, batches=(1, 8), rounds=1, layers=1, hidden=48)
 
 
 @dataclass
@@ -169,6 +178,7 @@ class Engine:
     name: str
     many: Way
     tasks: Way | None = None
+    most: int | None = None  # texts of a round; None for all
 
 
 def headway_engines(
@@ -220,9 +230,18 @@ def hugging_face(model: Any, tokenizer: Any, options: argparse.Namespace, plan: 
     queue = Queue(many(largest), largest)
     stack.callback(queue.close)
     one = in_threads(lambda text: pipe(text, truncation=True), stack)
-    found = [Engine(f"hugging face {size}", many(size)) for size in plan.batches]
-    found[0] = Engine(found[0].name, found[0].many, from_tasks(one, plan.tasks))
-    return [*found, Engine(f"hugging face, queue of {largest}", many(largest), from_tasks(queue, plan.tasks))]
+    most = {size: fewer(plan, size / largest) for size in plan.batches}
+    found = [Engine(f"hugging face {size}", many(size), most=most[size]) for size in plan.batches]
+    found[0] = Engine(found[0].name, found[0].many, from_tasks(one, plan.tasks), found[0].most)
+    waiting = Engine(f"hugging face, queue of {largest}", many(largest), from_tasks(queue, plan.tasks), plan.most)
+    return [*found, waiting]
+
+
+def fewer(plan: Plan, share: float) -> int:
+    """Texts of a round for an engine of about that share of the best speed: 64 at least, where there are many."""
+    if plan.most == plan.texts:
+        return plan.texts
+    return max(int(plan.most * max(share, 1 / 16)) // 64 * 64, 64)
 
 
 def sentence_transformers(folder: Path, options: argparse.Namespace, plan: Plan, stack: ExitStack) -> list[Engine]:
@@ -235,10 +254,9 @@ def sentence_transformers(folder: Path, options: argparse.Namespace, plan: Plan,
         return lambda texts: list(model.encode(texts, batch_size=size))
 
     one = in_threads(model.encode, stack)
-    return [
-        Engine(f"sentence-transformers {size}", many(size), from_tasks(one, plan.tasks) if size == 32 else None)
-        for size in (32, max(plan.batches))
-    ]
+    found = [Engine(f"sentence-transformers {size}", many(size), most=plan.most) for size in (32, max(plan.batches))]
+    alone = Engine("sentence-transformers, one by one", many(1), from_tasks(one, plan.tasks), fewer(plan, 0))
+    return [*found, alone]
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -248,32 +266,33 @@ def measure(section: str, engines: Sequence[Engine], texts: dict[str, list[str]]
     """Items a second of every engine on every workload, in turns."""
     for work, label in (("short", "(a) short"), ("mix", "(b) long-tailed"), ("tasks", f"(c) {plan.tasks} tasks")):
         some = texts["short"] if work == "tasks" else texts[work]
+        callers = ("queue", "one by one")  # engines that are there for (c) alone
         ways = {
-            e.name: e.tasks if work == "tasks" else e.many for e in engines if "queue" not in e.name or work == "tasks"
+            e.name: (e.tasks if work == "tasks" else e.many, some[: e.most])
+            for e in engines
+            if work == "tasks" or not any(word in e.name for word in callers)
         }
-        seconds: dict[str, list[float]] = {name: [] for name, way in ways.items() if way is not None}
+        rates: dict[str, list[float]] = {name: [] for name, (way, _) in ways.items() if way is not None}
         for turn in range(plan.rounds + 1):  # the first is to warm up
-            for name in list(seconds)[:: -1 if turn % 2 else 1]:
-                way = ways[name]
+            for name in list(rates)[:: -1 if turn % 2 else 1]:
+                way, given = ways[name]
                 assert way is not None
                 began = time.perf_counter()
-                found = way(some)
+                found = way(given)
                 took = time.perf_counter() - began
-                if len(found) != len(some):
-                    raise SystemExit(f"{name} gave {len(found)} results for {len(some)} texts")
+                if len(found) != len(given):
+                    raise SystemExit(f"{name} gave {len(found)} results for {len(given)} texts")
                 if turn:
-                    seconds[name].append(took)
-        add_rows(section, work, label, seconds=seconds, count=len(some), report=report)
+                    rates[name].append(len(given) / took)
+        add_rows(section, work, label, measured=rates, report=report)
 
 
-def add_rows(
-    section: str, work: str, label: str, *, seconds: dict[str, list[float]], count: int, report: Report
-) -> None:
-    rates = {name: count / statistics.median(times) for name, times in seconds.items()}
+def add_rows(section: str, work: str, label: str, *, measured: dict[str, list[float]], report: Report) -> None:
+    rates = {name: statistics.median(found) for name, found in measured.items()}
     rivals = {name: rate for name, rate in rates.items() if not name.startswith("headway") and "queue" not in name}
     best = max(rivals.values())
     for name, rate in rates.items():
-        spread = f"{count / max(seconds[name]):.4g}–{count / min(seconds[name]):.4g}"
+        spread = f"{min(measured[name]):.4g}–{max(measured[name]):.4g}"
         row: dict[str, Any] = {"task": section, "work": label, "engine": name, "items/s": rate, "least–most": spread}
         if name.startswith("headway"):
             row["ahead"] = f"{rate / best:.2f} ×"
@@ -312,12 +331,83 @@ def memory(pipe: Any, texts: list[str], report: Report) -> None:
     )
 
 
+# -- how busy a GPU is -------------------------------------------------------------------------------------------------
+
+
+def utilisation(options: argparse.Namespace, plan: Plan, report: Report, stack: ExitStack) -> None:
+    """The share of a long-tailed stream's time in which the GPU computes, from the profiler, for several shapes."""
+    import torch
+    import transformers
+
+    import headway as hw
+
+    if options.device == "cpu":
+        return
+    tokenizer = transformers.AutoTokenizer.from_pretrained(_folder(options))
+    texts = workloads(tokenizer, plan)["mix"]
+    for name, (layers, width, heads) in SHAPES.items():
+        config = transformers.BertConfig(
+            vocab_size=len(tokenizer),
+            num_hidden_layers=layers,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_attention_heads=heads,
+        )
+        with torch.device(options.device):
+            model = transformers.BertForSequenceClassification(config).eval().to(getattr(torch, options.dtype))
+        with hw.pipeline(
+            "text-classification",
+            model,
+            tokenizer=tokenizer,
+            device=options.device,
+            dtype=options.dtype,
+            truncation=True,
+        ) as pipe:
+            for _ in range(6):
+                if not pipe(texts) or not pipe._batcher.budget.searching:
+                    break
+            began = time.perf_counter()
+            count = sum(1 for _ in pipe(iter(texts + texts)))
+            rate = count / (time.perf_counter() - began)
+            share, kernels = busy_share(lambda pipe=pipe: sum(1 for _ in pipe(iter(texts + texts))))
+            report.add(task="utilisation", work="(b) long-tailed", engine=f"headway, {name}", **{"items/s": rate})
+            report.rows[-1]["busy"] = f"{share:.1%} of the time ({kernels} kernels)"
+            report.rows[-1]["tokens a batch"] = int(pipe.stats()["budget_tokens"])
+            print(report.rows[-1], flush=True)
+
+
+def busy_share(work: Callable[[], Any]) -> tuple[float, int]:
+    """Which share of the work's time at least one kernel runs, and how many run."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        began = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        took = time.perf_counter() - began
+    found = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    on_device = [e for e in found if "CUDA" in str(e.device_type()) and not e.name().startswith(("Mem", "gpu_"))]
+    spans = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in on_device)
+    return covered(spans) / 1e9 / took, len(spans)
+
+
+def covered(spans: Sequence[tuple[int, int]]) -> int:
+    """The length of the union of intervals, sorted by their beginnings."""
+    total = reached = 0
+    for start, end in spans:
+        total += max(end - max(start, reached), 0)
+        reached = max(reached, end)
+    return total
+
+
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     options = _options()
-    plan = QUICK if options.quick else Plan()
+    plan = QUICK if options.quick else GPU if options.device == "cuda" else Plan()
     if options.rounds:
         plan = Plan(**(asdict(plan) | {"rounds": options.rounds}))
     import torch
@@ -331,10 +421,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         if options.quick:
             os.environ["HEADWAY_CACHE"] = scratch  # a tiny model's budget is of no use to anyone
-        with ExitStack() as stack:
-            classification(options, plan, report, stack)
-        with ExitStack() as stack:
-            embedding(options, plan, report, stack)
+        if options.model == "random":
+            options.model = random_model(Path(scratch) / "random", plan)
+        for section, run in zip(SECTIONS, (classification, embedding, utilisation)):
+            if not options.only or section in options.only:
+                with ExitStack() as stack:
+                    run(options, plan, report, stack)
     judge(report, options.device)
     _write(options.out, report, plan, _about(options, began))
 
@@ -345,9 +437,9 @@ def classification(options: argparse.Namespace, plan: Plan, report: Report, stac
     import transformers
 
     torch.manual_seed(0)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(_folder(options.model))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(_folder(options))
     config = transformers.AutoConfig.from_pretrained(
-        _folder(options.model),
+        _folder(options),
         num_hidden_layers=plan.layers,
         hidden_size=plan.hidden,
         intermediate_size=4 * plan.hidden,
@@ -361,23 +453,23 @@ def classification(options: argparse.Namespace, plan: Plan, report: Report, stac
     for engine, pipe in ours:
         settle(pipe, texts, report, engine.name)
     measure("classification", [*(engine for engine, _ in ours), *rivals], texts, plan, report)
-    memory(ours[0][1], texts["short"], report)
+    memory(ours[0][1], texts["short"][: plan.most], report)
 
 
 def embedding(options: argparse.Namespace, plan: Plan, report: Report, stack: ExitStack) -> None:
-    """The real all-MiniLM: Headway and sentence-transformers."""
-    if not (_folder(options.model) / "model.safetensors").is_file():
+    """The real all-MiniLM, or a random one: Headway and sentence-transformers."""
+    if not (_folder(options) / "model.safetensors").is_file():
         report.notes.append(f"{options.model} has no weights, so embeddings were not measured")
         return
     try:
-        rivals = sentence_transformers(_folder(options.model), options, plan, stack)
+        rivals = sentence_transformers(_folder(options), options, plan, stack)
     except ImportError as error:
         report.notes.append(f"sentence-transformers was not measured: {error}")
         return
     import transformers
 
-    texts = workloads(transformers.AutoTokenizer.from_pretrained(_folder(options.model)), plan)
-    ours = headway_engines("sentence-embedding", _folder(options.model), None, options=options, plan=plan, stack=stack)
+    texts = workloads(transformers.AutoTokenizer.from_pretrained(_folder(options)), plan)
+    ours = headway_engines("sentence-embedding", _folder(options), None, options=options, plan=plan, stack=stack)
     for engine, pipe in ours:
         settle(pipe, texts, report, engine.name)
     measure("embedding", [*(engine for engine, _ in ours), *rivals], texts, plan, report)
@@ -391,10 +483,40 @@ def check_twins(ours: Engine, rival: Engine, texts: list[str], report: Report) -
     report.notes.append(f"{same} of {len(pairs)} labels as Hugging Face's, scores at most {apart:.1e} apart")
 
 
-def _folder(model: str) -> Path:
+def random_model(folder: Path, plan: Plan) -> str:
+    """A folder with a model of the all-MiniLM shape and a WordPiece tokenizer of made-up words."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+    draw = random.Random(1)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = {"".join(draw.choices(letters, k=draw.randint(3, 9))) for _ in range(29_000)}
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters), *sorted(words)]
+    made = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, model_max_length=512, model_input_names=inputs, mask_token="[MASK]", **names
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(pieces),
+        num_hidden_layers=plan.layers,
+        hidden_size=plan.hidden,
+        intermediate_size=4 * plan.hidden,
+        num_attention_heads=12,
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    return str(folder)
+
+
+def _folder(options: argparse.Namespace) -> Path:
     from headway.models.store import resolve
 
-    return resolve(model)
+    return resolve(options.model)
 
 
 def _in(model: Any, dtype: str) -> Any:
@@ -412,7 +534,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--dtype", help="float32 on a CPU, bfloat16 elsewhere unless told", choices=("float32", "bfloat16")
     )
-    parser.add_argument("--model", default="minilm", help="all-MiniLM; config and tokenizer will do to classify")
+    parser.add_argument("--model", default="minilm", help="all-MiniLM, or random; config and tokenizer do to classify")
+    parser.add_argument("--only", action="append", choices=SECTIONS, help="some of the sections")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, help="rounds of which the median is taken")
     parser.add_argument("--quick", action="store_true", help="a tiny random model, to see that it runs")
