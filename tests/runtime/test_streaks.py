@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -108,3 +109,40 @@ def test_a_program_that_lags_is_waited_for(engine: hw.Engine) -> None:
             assert len(await generation.tokens()) == 100
 
     engine.run(program)
+
+
+def test_grammars_bind_every_token(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the real model, in the fleet: what is allowed behind a token is computed while the device computes it."""
+    text = hw.Grammar.regex("(?s)[a-z ,.]{30,400}")
+    letter = hw.Grammar.json_schema(
+        {
+            "type": "object",
+            "properties": {"body": {"type": "string", "minLength": 60}, "urgent": {"type": "boolean"}},
+            "required": ["body", "urgent"],
+            "additionalProperties": False,
+        }
+    )
+
+    async def one(engine: hw.Engine, i: int, *, alone: bool) -> tuple[list[int], str | None, tuple[int, ...]]:
+        async with engine.context().fill(f"Letter {i}: ") as context:
+            sampler = hw.Multinomial(0.9, seed=i) if i % 3 else hw.Argmax()
+            generation = context.generate(sampler, max_tokens=40, constrain=(text, letter)[i % 2])
+            while alone and generation.finish is None:
+                if forced := generation.forced():
+                    generation.accept(forced)
+                    continue
+                try:
+                    await (await generation.prepare()).take()
+                except hw.Closed:
+                    break
+            return await generation.tokens(), generation.finish, context.tokens
+
+    async def program(engine: hw.Engine) -> None:
+        expected = [await one(engine, i, alone=True) for i in range(6)]
+        assert list(await asyncio.gather(*(one(engine, i, alone=False) for i in range(6)))) == expected
+
+    monkeypatch.setenv("HEADWAY_NATIVE", "require")
+    with hw.Engine(smollm2_path, device="cpu", pages=400) as engine, watched(engine) as flights:
+        engine.run(program)
+        assert sum(flights.rows) > 20
+        assert engine.stats().pages_held == 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import headway as hw
 from headway.runtime.batch import Rows
+from headway.runtime.runner import RowStep
 
 SAMPLERS: list[Callable[[int], hw.Sampler]] = [
     lambda i: hw.Argmax(),
@@ -36,7 +37,7 @@ def watched(engine: hw.Engine) -> Iterator[Flights]:
     assert runner is not None, "this engine's runner takes no rows that go on by themselves"
     begin = runner.begin_rows
 
-    def counted(rows: Rows) -> Callable[[], list[int]]:
+    def counted(rows: Rows) -> RowStep:
         found.rows.append(len(rows))
         return begin(rows)
 

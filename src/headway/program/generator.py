@@ -38,7 +38,7 @@ from headway.program.constraints import Constraint, Matched, compiled
 from headway.program.constraints import compile as compile_grammar
 from headway.program.grammar import Grammar
 from headway.program.ids import integers, token_ids
-from headway.program.later import LaterMask
+from headway.program.later import OPEN, GrammarFollower, LaterMask
 from headway.program.output import Output, SampleHandle
 from headway.program.steps import Prepared, Step, Turn, probed
 from headway.program.stops import read_stops
@@ -49,9 +49,9 @@ from headway.runtime.streak import Streak
 if TYPE_CHECKING:
     from headway.program.context import Context
 
-# A grammar is followed a pass ahead where it leaves much open: this share of the vocabulary, for so many tokens in
-# succession. Elsewhere forced tokens are near, and they come sooner in one pass with the token before them.
-OPEN, CALM = 0.25, 8
+# A grammar is followed ahead of the program where it leaves much open, for so many tokens in succession. Elsewhere
+# forced tokens are near, and they come sooner in one pass with the token before them.
+CALM = 8
 
 
 class Generation:
@@ -99,6 +99,7 @@ class Generation:
         self._seen: object = None  # the context as the last step left it; None before the first
         self._next: Turn | None = None  # the pass ahead of the program; it may be a streak
         self._later: LaterMask | None = None  # its mask, when a grammar is followed
+        self._follower: GrammarFollower | None = None  # those of a streak
         self._calm = 0  # tokens in succession behind which the grammar left much open
         self.finish: str | None = None
 
@@ -124,7 +125,10 @@ class Generation:
         if self._next is not None:
             job, token = self._followed()
             if job is not None:
-                return self._told(job, await self._coming(job) if token is None else token)
+                token = await self._coming(job) if token is None else token
+                if token is not None:
+                    return self._told(job, token)
+                self._come_back()  # nothing may follow the last one
         await self._compile_beside()
         turn = self._claimed()
         if turn is None:
@@ -200,7 +204,7 @@ class Generation:
 
     def forced(self) -> list[int]:
         """Tokens that the constraint leaves no choice about: fed together, without a pass for each."""
-        self._check_idle()
+        self._rest()
         self._compile()
         tokens = self._said.forced()[: self._left]
         ends = [i for i, token in enumerate(tokens) if token in self._ids]
@@ -368,14 +372,19 @@ class Generation:
             left = min(self._left, self._context.room()) - 1
             self._next = self._built(turn.token).execute()
             if self._can_go_on():
-                job = self._next.execution.job
-                streak = Streak(job.work.readouts[0], self._attention, self._ids, left)
+                job, constraint = self._next.execution.job, self._said.constraint
+                if isinstance(constraint, Matched):
+                    assert self._later is not None
+                    vocab = self._context.engine.vocab_size
+                    self._follower = GrammarFollower(self._later, constraint, self._ids, vocab)
+                readout = replace(job.work.readouts[0], later=None)
+                streak = Streak(readout, self._attention, self._ids, left, self._follower)
                 self._context.engine.loop.keep_going(job, streak)
 
     def _can_go_on(self) -> bool:
-        """Whether the passes that follow differ by their token alone, and nobody counts them."""
+        """Whether the passes that follow differ by their token and its mask alone, and nobody counts them."""
         table, windows = self._context.table, self._context.engine.config.windows
-        plain = self._said.constraint is None and self._probe is None and not table.has_discards
+        plain = self._probe is None and not table.has_discards
         known = self._attention is None or all(window is None for window in windows)
         free = not self._ids or len(self._said.generated) + 1 >= self._least
         reserved = table.working > -(-table.working_tokens // table.page_size)
@@ -394,13 +403,14 @@ class Generation:
             self._context.retract = None
             return job, self._context.engine.loop.taken(job)
 
-    async def _coming(self, job: Job) -> int:
-        """The next token of a streak, when it is there."""
+    async def _coming(self, job: Job) -> int | None:
+        """The next token of a streak, when it is there; None when it has ended without one."""
         engine, loop = self._context.engine, asyncio.get_running_loop()
         try:
             while True:
                 with engine.lock:
-                    if (token := engine.loop.taken(job)) is not None:
+                    token = engine.loop.taken(job)
+                    if token is not None or (job.streak is not None and job.streak.over):
                         return token
                     if job.outcome.done():
                         break
@@ -423,7 +433,7 @@ class Generation:
         if token in self._ids:
             self._retract(None)
             return self._end(self._reason(token), Step((), ""))
-        self._said.add(token)
+        self._said.add(token, accepted=self._follower is not None and self._follower.tokens > streak.taken)
         if self._said.stopped or (streak.over and not streak.drawn):
             self._retract(token)
         else:
@@ -435,7 +445,10 @@ class Generation:
             return await turn.execution
         except BaseException:
             later, self._next, self._later = self._later, None, None  # the pass ahead went with this one
-            if later is not None and later.wait() and self._said.constraint is not None:
+            follower, self._follower = self._follower, None
+            if follower is not None:
+                follower.cut(0)
+            elif later is not None and later.wait() and self._said.constraint is not None:
                 self._said.constraint.rollback(1)
             self._put_back()
             raise
@@ -461,9 +474,20 @@ class Generation:
             ahead, self._next, self._context.retract = self._next, None, None
             if ahead is not None:
                 ahead.execution.cancel()
+            self._unfollow(None if ahead is None else ahead.execution.job)
             if token is not None:
                 self._context.fill([token])
             self._seen = self._marked()
+
+    def _unfollow(self, job: Job | None) -> None:
+        """A streak is over: the grammar goes back to where it was behind the last token that was taken."""
+        follower, self._follower = self._follower, None
+        if follower is not None and job is not None and job.streak is not None:
+            streak = job.streak
+            follower.cut(1 + streak.taken - (streak.taken > 0 and streak.last in self._ids))
+            self._calm = 0
+            with suppress(InvalidInput):  # a dead end is said when the next step is made
+                self._calm = CALM if self._is_open() else 0
 
     # -- what became of it -----------------------------------------------------------------------------------------
 
@@ -475,8 +499,9 @@ class Generation:
             return self._end(self._reason(token), Step((), "", probes))
         later, self._later = self._later, None
         self._said.add(token, accepted=later is not None and later.wait())
-        self._calm = self._calm + 1 if self._is_open() else 0
-        if self._next is None or self._said.stopped or self._said.finished:
+        if self._follower is None:  # else the grammar is busy elsewhere
+            self._calm = self._calm + 1 if self._is_open() else 0
+        if self._next is None or self._said.stopped or (self._follower is None and self._said.finished):
             self._retract(token)
         else:
             self._context.retract = self._come_back
@@ -502,7 +527,7 @@ class Generation:
             return self._end("stop", Step(tuple(tokens[: max(0, len(tokens) - surplus)]), "", probes))
         text, retracted = self._said.say()
         step = Step(tuple(tokens), text, probes, retracted=retracted)
-        if self._said.finished:
+        if self._follower is None and self._said.finished:
             return self._end("constraint", step)
         return self._end("length", step) if self._left <= 0 else step
 

@@ -20,6 +20,35 @@ from headway.base.masks import logit_mask
 from headway.program.constraints import Matched
 
 
+OPEN = 0.25  # the share of the vocabulary below which tokens without a choice are near
+
+
+class GrammarFollower:
+    """Moves a grammar on with a streak's tokens. The first is the one that the streak is fed with."""
+
+    def __init__(self, first: LaterMask, grammar: Matched, ends: frozenset[int], vocab_size: int) -> None:
+        self._grammar, self._ends, self._vocab = grammar, ends, vocab_size
+        self.first, self._masks = first, [first]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it was given; not the last of a streak, behind which nothing is drawn."""
+        return len(self._masks)
+
+    def follow(self, token: int) -> LaterMask:
+        """The mask behind a token, set going."""
+        mask = LaterMask(self._grammar, self._ends, self._vocab)
+        self._masks.append(mask)
+        mask.start((token,))
+        return mask
+
+    def cut(self, keep: int) -> None:
+        """The streak is over: the grammar goes back to where it was behind so many tokens."""
+        surplus = sum(mask.wait() for mask in self._masks) - keep
+        if surplus > 0:
+            self._grammar.rollback(surplus)
+
+
 class LaterMask:
     """The mask behind the token that a pass is fed with. `accepted` once the grammar has taken the token."""
 
@@ -28,6 +57,7 @@ class LaterMask:
         self._token: int | None = None
         self._done = threading.Event()
         self._found: np.ndarray | HeadwayError = Closed("the token before this one ended the text")
+        self._ended = self._narrow = False
         self.accepted = False
 
     def start(self, tokens: Sequence[int]) -> None:
@@ -37,10 +67,26 @@ class LaterMask:
 
     def result(self) -> np.ndarray:
         """The mask [V]."""
+        return logit_mask(self._vocab, self.words())
+
+    def words(self) -> np.ndarray:
+        """The mask as bits, [V / 32] of 32 each."""
         self.wait()
         if isinstance(self._found, HeadwayError):
             raise self._found
         return self._found
+
+    @property
+    def ended(self) -> bool:
+        """The grammar has nothing left."""
+        self.wait()
+        return self._ended
+
+    @property
+    def narrow(self) -> bool:
+        """The grammar leaves little open, so that tokens without a choice are near."""
+        self.wait()
+        return self._narrow
 
     def wait(self) -> bool:
         """Wait for the thread, if it was started; whether the grammar has taken the token."""
@@ -55,7 +101,9 @@ class LaterMask:
             if self._token not in self._ends:
                 self._grammar.accept(self._token)
                 self.accepted = True
-                self._found = logit_mask(self._vocab, self._grammar.mask())
+                self._narrow = self._grammar.breadth < OPEN
+                self._ended = self._narrow and self._grammar.finished
+                self._found = self._grammar.mask()
         except HeadwayError as error:
             self._found = error
         except BaseException as error:  # a fault of ours: nobody may be left waiting

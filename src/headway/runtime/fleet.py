@@ -18,6 +18,7 @@ from headway.base.brle import Brle
 from headway.base.errors import HeadwayError
 from headway.base.samplers import Sampling
 from headway.runtime.batch import Rows, needed_of
+from headway.runtime.passes import Followed
 from headway.runtime.readout import not_a_number
 from headway.runtime.runner import NO_TOKEN, RowRunner
 from headway.runtime.scheduler import Job, Queue
@@ -27,10 +28,11 @@ from headway.runtime.supply import Supply
 
 @dataclass(frozen=True, eq=False)
 class Flight:
-    """A step of the fleet: whose rows, and what the device is told."""
+    """A step of the fleet: whose rows, and what the device is told. With `bound` some draw under masks that follow."""
 
     jobs: list[Job]
     rows: Rows
+    bound: bool
 
 
 class Fleet:
@@ -68,7 +70,7 @@ class Fleet:
         for job in jobs:
             job.running, job.chunk, job.started = True, None, False
         self._jobs, self._rows = jobs, rows
-        return Flight(jobs, rows)
+        return Flight(jobs, rows, any([_streak(job).follower is not None for job in jobs]))
 
     def _ready(self, ahead: dict[Job, int]) -> list[Job] | None:
         """Whose rows the next step has; None where something else is to run, too."""
@@ -155,7 +157,14 @@ class Fleet:
 
     # -- when it is over -------------------------------------------------------------------------------------------
 
-    def apply(self, flight: Flight, tokens: Sequence[int], flying: Flight | None) -> list[tuple[Job, HeadwayError]]:
+    @staticmethod
+    def masks(flight: Flight) -> list[Followed | None]:
+        """What binds each row of a flight, now that the tokens that it computes are known."""
+        return [None if job.abandoned else _streak(job).later for job in flight.jobs]
+
+    def apply(
+        self, flight: Flight, tokens: Sequence[int | HeadwayError], flying: Flight | None
+    ) -> list[tuple[Job, HeadwayError]]:
         """Fold a flight's tokens in, while `flying` is on its way already. The jobs that failed, and why."""
         failed: list[tuple[Job, HeadwayError]] = []
         ahead = set() if flying is None else set(flying.jobs)
@@ -168,10 +177,14 @@ class Fleet:
                 pass
             elif slot != job.table.length:  # its step before is taken again, and this one with it
                 job.table.wipe()
+            elif isinstance(token, HeadwayError):
+                failed.append((job, token))
             elif token < 0:
                 streak.walks = True
                 if token == NO_TOKEN:
                     failed.append((job, not_a_number()))
+            elif streak.stops(job):
+                job.table.wipe()
             else:
                 mask = None if masks is None else masks[i]
                 if mask is not None and self._trim:

@@ -25,7 +25,7 @@ from headway.runtime.batch import Batch, Chunk, needed_pages, pack
 from headway.runtime.edits import Damage, carry_out
 from headway.runtime.fleet import Fleet, Flight
 from headway.runtime.passes import Pass
-from headway.runtime.runner import RowRunner, Runner, SegmentResult
+from headway.runtime.runner import RowRunner, RowStep, Runner, SegmentResult
 from headway.runtime.scheduler import Job, Queue
 from headway.runtime.streak import Streak
 from headway.runtime.supply import Supply
@@ -62,7 +62,7 @@ class Loop:
         self._queue = Queue()
         self._turns = Turns(self._queue, self.supply, budget, trim=trim)
         self._fleet = Fleet(self._queue, self.supply, budget, self._row_runner, plain=not positions, trim=trim)
-        self._flight: tuple[Flight, Callable[[], list[int]]] | None = None  # on its way, beside the host
+        self._flight: tuple[Flight, RowStep] | None = None  # on its way, beside the host
         self.counters = self._turns.counters
         self._orders = itertools.count()
         self._released: deque[PageTable] = deque()  # a finalizer only appends here
@@ -360,22 +360,37 @@ class Loop:
         if not beside:
             self._hand_out()
         before, self._flight = self._flight, None
-        finish = None if flight is None else self._started(flight, edits)
-        if flight is not None and finish is not None:
-            if beside and before is None and not self._paused:
-                self._flight = flight, finish
-                self._hand_out()
-                return
-            if beside and before is not None:
-                self._flight = flight, finish
-            else:
-                before = flight, finish
+        step = None if flight is None else self._started(flight, edits)
+        if flight is not None and step is not None:
+            # Masks follow the tokens of the flight before. They are computed while this one is on its way.
+            late = flight.bound and before is not None
+            if late or self._drawn(flight, step):
+                self._flight = flight, step
+            if late and before is not None:
+                self._land(*before, start)
+                before = None
+                self._flight = (flight, step) if self._drawn(flight, step) else None
         if before is not None:
             self._land(*before, start)
+        if self._flight is not None and (not beside or self._paused):
+            landing, self._flight = self._flight, None
+            self._land(*landing, start)
         if beside:
             self._hand_out()
 
-    def _started(self, flight: Flight, edits: tuple[Edit, ...]) -> Callable[[], list[int]] | None:
+    def _drawn(self, flight: Flight, step: RowStep) -> bool:
+        """Have a flight's tokens drawn; False when that failed, and the rows take an ordinary turn."""
+        with self.lock:
+            masks = self._fleet.masks(flight)
+        try:
+            step.draw(masks)
+            return True
+        except Exception:
+            with self.lock:
+                self._fleet.ground(flight)
+            return False
+
+    def _started(self, flight: Flight, edits: tuple[Edit, ...]) -> RowStep | None:
         """Set the device to work on a flight; None when that failed, and the rows take an ordinary turn."""
         assert self._row_runner is not None
         damage = carry_out(edits, self._do) if edits else None
@@ -391,10 +406,10 @@ class Loop:
             self._fleet.ground(flight)
         return None
 
-    def _land(self, flight: Flight, finish: Callable[[], list[int]], start: float) -> None:
+    def _land(self, flight: Flight, step: RowStep, start: float) -> None:
         """Wait for a flight's tokens, and fold them in."""
         try:
-            tokens = finish()
+            tokens = step.tokens()
         except Exception:
             with self.lock:
                 self._fleet.ground(flight)

@@ -7,13 +7,14 @@ deterministic mode costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headway.base.errors import HeadwayError
 from headway.base.rng import uniforms
 from headway.base.samplers import Sampling
 from headway.kernels.attention import scores
@@ -27,7 +28,7 @@ from headway.models.decoder import Taps
 from headway.models.packed import MATRICES, PackedDecoder, PackedLayer
 from headway.runtime.batch import Batch, Rows, Segment
 from headway.runtime.native_arrays import StepArrays
-from headway.runtime.passes import BEFORE, Readout
+from headway.runtime.passes import BEFORE, Followed, Readout
 from headway.runtime.profile import PHASES, Profiler
 from headway.runtime.readout import SLAB, Reader, make_taps, not_a_number, plainly_greedy
 from headway.runtime.runner import NO_TOKEN, SegmentResult, segment_results, step_bytes
@@ -169,23 +170,12 @@ class NativeRunner:
         return not how.penalises
 
     @torch.inference_mode()
-    def begin_rows(self, rows: Rows) -> Callable[[], list[int]]:
-        """Compute the rows and draw a token at each, here and now."""
+    def begin_rows(self, rows: Rows) -> NativeRows:
+        """Compute the rows, here and now."""
         step, count = self._arrays.fill_rows(rows), len(rows)
         best, bad = self._room_for(step, count)
         self._run(step)
-        tokens = best.tolist()
-        drawn = [i for i, r in enumerate(rows.readouts) if not plainly_greedy(r)]
-        if drawn:
-            numbers = uniforms(rows.seeds, rows.positions.astype(np.uint64)).tolist()
-            draws = [Draw(_sampling(rows.readouts[i]), uniform=numbers[i]) for i in drawn]
-            logits = self._logits[:count, : self.decoder.output.n]
-            found = self.model.choose(logits if len(drawn) == count else logits[drawn], draws)
-            for i, token in zip(drawn, found, strict=True):
-                tokens[i] = token
-        for i in np.flatnonzero(bad).tolist():
-            tokens[i] = NO_TOKEN
-        return lambda: tokens
+        return NativeRows(self.model, rows, self._logits[:count, : self.decoder.output.n], best.tolist(), bad)
 
     def _room_for(self, step: library.Step, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Where the step puts the logits of rows it reads, the likeliest token of each, and whether it has a NaN."""
@@ -246,6 +236,40 @@ class NativeRunner:
                 alone = replace(group, rows=torch.zeros_like(group.rows))
                 found.append(scores(queries[at : at + 1], self.pool.keys[l], alone, 1.0))
                 at += 1
+
+
+class NativeRows:
+    """A step of rows that go on by themselves: their logits [N, V] are there, with the likeliest token of each."""
+
+    def __init__(self, model: NativeModel, rows: Rows, logits: Tensor, best: list[int], bad: np.ndarray) -> None:
+        self._model, self._rows, self._logits = model, rows, logits
+        self._found: list[int | HeadwayError] = [*best]
+        self._bad = np.flatnonzero(bad).tolist()
+
+    @torch.inference_mode()
+    def draw(self, masks: Sequence[Followed | None]) -> None:
+        """Draw a token at each row, among those that its mask allows."""
+        rows, found, draws = self._rows, self._found, []
+        drawn = [i for i, r in enumerate(rows.readouts) if masks[i] is not None or not plainly_greedy(r)]
+        numbers = uniforms(rows.seeds, rows.positions.astype(np.uint64)).tolist() if drawn else []
+        for i in drawn:
+            try:
+                mask = masks[i]
+                allowed = None if mask is None else torch.from_numpy(mask.result())
+                draws.append((i, Draw(_sampling(rows.readouts[i]), uniform=numbers[i], allowed=allowed)))
+            except HeadwayError as error:  # there is no mask for this row; the others go on
+                found[i] = error
+        if draws:
+            which = [i for i, _ in draws]
+            logits = self._logits if len(which) == len(rows) else self._logits[which]
+            for i, token in zip(which, self._model.choose(logits, [draw for _, draw in draws]), strict=True):
+                found[i] = token
+        for i in self._bad:
+            found[i] = NO_TOKEN
+
+    def tokens(self) -> list[int | HeadwayError]:
+        """What was drawn."""
+        return self._found
 
 
 def _sampling(readout: Readout) -> Sampling:

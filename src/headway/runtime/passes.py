@@ -29,6 +29,37 @@ class Later(Protocol):
         ...
 
 
+class Follower(Protocol):
+    """What binds the tokens of a streak: a mask behind each, set going as soon as the token is known."""
+
+    @property
+    def first(self) -> Followed:
+        """The mask behind the token that the streak is fed with."""
+        ...
+
+    def follow(self, token: int) -> Followed:
+        """A token was drawn. Called under the engine's lock."""
+        ...
+
+
+class Followed(Later, Protocol):
+    """The mask behind a token of a streak; all of it but `start` waits until it is there, or raises."""
+
+    def words(self) -> np.ndarray:
+        """The mask as bits, [V / 32] of 32 each."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Nothing can follow the token."""
+        ...
+
+    @property
+    def narrow(self) -> bool:
+        """Little can: the program goes on by other means behind the next token."""
+        ...
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Readout:
     """A sampler or a probe at one row. `row` counts the pass's tokens, pending ones included; -1 is the one before.

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from headway.base.errors import HeadwayError
 from headway.base.samplers import Sampling
 from headway.kv.pool import Pool
 from headway.models.decoder import Decoder, Step
 from headway.models.packed import PackedDecoder
 from headway.runtime.batch import Batch, Rows
+from headway.runtime.passes import Followed
 from headway.runtime.plan import plan
 from headway.runtime.profile import Profiler
 from headway.runtime.readout import SLAB, Reader, make_taps
@@ -54,8 +56,20 @@ class RowRunner(Protocol):
         """Whether rows can draw so."""
         ...
 
-    def begin_rows(self, rows: Rows) -> Callable[[], list[int]]:
-        """Compute the rows and draw a token at each: what comes back waits for the tokens.
+    def begin_rows(self, rows: Rows) -> RowStep:
+        """Set going what can be before it is known which tokens are allowed."""
+        ...
+
+
+class RowStep(Protocol):
+    """A step of rows that go on by themselves, on its way."""
+
+    def draw(self, masks: Sequence[Followed | None]) -> None:
+        """Have a token drawn at each row, among those that its mask allows. Waits for the masks, not for the tokens."""
+        ...
+
+    def tokens(self) -> list[int | HeadwayError]:
+        """The tokens, once they are there, or why one has none.
 
         NO_TOKEN stands for one whose logits are not numbers, UNDECIDED for one that the quick draw cannot tell.
         """

@@ -7,13 +7,13 @@ in between finds what the program has taken: the rest is cut off again. Bookkeep
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from headway.base.brle import Brle
 from headway.base.masks import Mask
 from headway.kv.table import Mark, PageTable
-from headway.runtime.passes import Pass, Readout
+from headway.runtime.passes import Followed, Follower, Pass, Readout
 
 if TYPE_CHECKING:
     from headway.runtime.scheduler import Job
@@ -30,10 +30,12 @@ class Streak:
     has drawn the first token.
     """
 
-    readout: Readout  # at row 0
+    readout: Readout  # at row 0, without a mask that follows
     mask: Mask | None  # what any row sees; None for all slots up to its own
     ends: frozenset[int]
     left: int  # tokens that may still be drawn
+    follower: Follower | None = None  # what binds them, if anything does
+    later: Followed | None = None  # the mask for the next one
     base: int = -1
     token: int = 0
     last: int = 0  # the token that the program took last, or the first that was fed
@@ -53,6 +55,8 @@ class Streak:
         """The token that is fed first is known."""
         self.token = self.last = job.work.tokens[0]
         self.base, self.before = job.table.length, job.table.mark()
+        if self.follower is not None:
+            self.later = self.follower.first
         if self.token in self.ends:
             self.over = job.resting = True
 
@@ -88,9 +92,18 @@ class Streak:
         self.token = token
         self.left -= 1
         self.drawn.append(token)
-        if self.left == 0 or token in self.ends:
+        if self.left == 0 or token in self.ends or (self.later is not None and self.later.narrow):
             self.over = True
+        elif self.follower is not None:
+            self.later = self.follower.follow(token)
         job.resting = self.over or len(self.drawn) >= AHEAD
+
+    def stops(self, job: Job) -> bool:
+        """Whether nothing may follow its last token: then it is over, and what a step draws is in vain."""
+        if self.later is None or not self.later.ended:
+            return False
+        self.over = job.resting = True
+        return True
 
     def wake(self, job: Job) -> bool:
         """The program has taken some: whether the streak is to go on, after it rested."""
@@ -102,7 +115,8 @@ class Streak:
     def pass_for(self, table: PageTable) -> Pass:
         """The next step as an ordinary pass."""
         mask = self.sees(table.length)
-        return Pass((self.token,), (table.next_position,), None if mask is None else (mask,), (self.readout,))
+        readout = self.readout if self.later is None else replace(self.readout, later=self.later)
+        return Pass((self.token,), (table.next_position,), None if mask is None else (mask,), (readout,))
 
     def cut(self, table: PageTable) -> None:
         """Take back what the program has not taken: its last token is the next to be computed again."""

@@ -213,11 +213,14 @@ class Turns:
             job.pages_trimmed = _trimmed(job)
             self.counters.pages_trimmed += job.pages_trimmed
         streak.walks = False
-        streak.draw(job, token, job.work.mask(0), result.state)
-        assert pages == job.pages == []
-        self._supply.finished(job)
-        job.started = False
-        self.counters.passes += 1
+        if streak.stops(job):
+            self._supply.give_back(job)
+        else:
+            streak.draw(job, token, job.work.mask(0), result.state)
+            assert pages == job.pages == []
+            self._supply.finished(job)
+            job.started = False
+            self.counters.passes += 1
         self.tell(job)
 
     def tell(self, job: Job) -> None:
