@@ -24,7 +24,20 @@ Run = Callable[..., CompletedProcess[str]]
     [
         ((), ("run", "chat", "models", "doctor", "--version")),
         (("--help",), ("run", "chat", "models", "doctor", "--version")),
-        (("run", "--help"), ("--model", "--dtype", "--device", "--threads", "--json", "--raw", "--logprobs", "--stop")),
+        (
+            ("run", "--help"),
+            (
+                "--model",
+                "--dtype",
+                "--device",
+                "--threads",
+                "--memory-fraction",
+                "--json",
+                "--raw",
+                "--logprobs",
+                "--stop",
+            ),
+        ),
         (("chat", "--help"), ("--model", "--system", "--temperature", "--seed", "--json")),
         (("models",), ("list", "pull", "show", "rm")),
         (("doctor", "-h"), ("--check", "--context", "--json")),
@@ -82,6 +95,17 @@ MISTAKES = [
     (("doctor", "--device", "tpu"), "device 'tpu'"),
     (("doctor", "--threads", "0"), "threads is 0"),
     (("doctor", "--context", "5"), "--context is for --check"),
+    (("doctor", "--memory-fraction", "0.5"), "--memory-fraction is for --check"),
+    *(
+        ((*command, "--memory-fraction", given), words)
+        for command in (("run", "hi"), ("chat",), ("serve",), ("lab",), ("bench", "decode"), ("bench", "serve"))
+        for given, words in (
+            ("0", "--memory-fraction is 0; it takes a number above 0 and up to 1"),
+            ("1.5", "--memory-fraction is 1.5; it takes"),
+            ("-0.1", "--memory-fraction is -0.1; it takes"),
+            ("most", "'most' is not a number"),
+        )
+    ),
 ]
 
 
