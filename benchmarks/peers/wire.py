@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO
 
-COMMANDS = ("load", "decode", "prefill", "fork", "trim")
+COMMANDS = ("load", "decode", "prefill", "fork", "trim", "many")
 FIRST_PROMPT = [11, 12, 13, 14, 15, 16, 17, 18]  # of a process that is started for its first token
 
 
