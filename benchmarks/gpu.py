@@ -34,7 +34,7 @@ from headway.models.decoder import Decoder
 
 RESULTS = Path(__file__).parent / "results"
 Build = Callable[[hw.Context, int], Any]  # a generation for sequence i
-SECTIONS = ("step", "int4", "decode", "small", "batch", "many", "prompt", "window")
+SECTIONS = ("step", "int4", "decode", "small", "batch", "many", "prompt", "window", "peers")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Row:
     """One thing that was measured, beside what is possible and what was aimed for."""
 
     work: str
-    value: float
+    value: float | None  # none where it could not be measured: the note says why
     unit: str
     limit: float | None = None
     target: float | None = None
@@ -135,7 +135,7 @@ class Bench:
         self.rows: list[Row] = []
         self._random = random.Random(0)
 
-    def add(self, work: str, value: float, unit: str, **more: Any) -> None:
+    def add(self, work: str, value: float | None, unit: str, **more: Any) -> None:
         row = Row(work, value, unit, **more)
         self.rows.append(row)
         print(_line(row), flush=True)
@@ -358,9 +358,27 @@ class Bench:
                 note=f"full attention {full:.2f} ms: {full / part:.2f} times",
             )  # fmt: skip
 
+    def peers(self) -> None:
+        """The same work by transformers, beside what this run has found of Headway."""
+        from gpu_peers import compare, installed, whole_run
+
+        began, s = time.perf_counter(), self.size
+        if not installed():
+            self.add("transformers", None, "", note="not installed: nothing to compare with")
+            return
+        requests = s.many // 2
+        with self.engine(s.big, requests, 2 * s.ask, 8192) as engine:
+            runs = [generate(engine, self.prompts(requests, s.ask), greedy(s.ask)) for _ in range(s.repeats + 1)]
+        whole = statistics.median(run.whole for run in runs[1:])
+        self.add(whole_run(s, requests), requests * s.ask / whole, "tok/s")
+        own = {row.work: row.value for row in self.rows}
+        for found in compare(s, requests, self.device, self.dtype, began):
+            self.add(f"transformers: {found.work.name}", found.value, found.work.unit, note=found.beside(own))
+
 
 def _line(row: Row) -> str:
-    parts = [f"{row.work:<58}{row.value:>10.2f} {row.unit:<9}"]
+    value = "–" if row.value is None else f"{row.value:.2f}"
+    parts = [f"{row.work:<58}{value:>10} {row.unit:<9}"]
     parts.append(f"limit {row.limit:>9.2f} " if row.limit is not None else " " * 16)
     parts.append(f"target {row.target:>9.2f}  " if row.target is not None else " " * 18)
     return "".join(parts) + row.note
@@ -384,6 +402,8 @@ def run(bench: Bench, sections: Sequence[str]) -> None:
         bench.prompt()
     if "window" in sections:
         bench.window()
+    if "peers" in sections:
+        bench.peers()
 
 
 def main() -> int:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,3 +27,39 @@ def test_every_section_is_measured(tmp_path: Path) -> None:
     assert all(row["value"] > 0 for row in found if row["unit"] != "%")
     table = (tmp_path / "gpu.txt").read_text()
     assert all(row["work"] in table for row in found)
+    peers = {row["work"]: row["note"] for row in found if row["work"].startswith("transformers: ")}
+    assert all(any(word in work for work in peers) for word in ("static", "eager", "prompt", "batched"))
+    assert all("; Headway " in note and note.endswith(" times as fast") for note in peers.values())
+
+
+@pytest.fixture
+def gpu_peers() -> Iterator[Any]:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import gpu_peers  # type: ignore[import-not-found]
+
+        yield gpu_peers
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def test_a_peer_is_told_beside_headways_own_figure(gpu_peers: Any) -> None:
+    def said(unit: str, value: float | None, own: dict[str, float | None]) -> str:
+        work = gpu_peers.Work("w", unit, "ours", {}, 1.0, lambda answer: 0.0)
+        return gpu_peers.Found(work, value, "5.0").beside(own)
+
+    assert said("ms", 8.0, {"ours": 4.0}) == "5.0; Headway 4.00 ms: 2.00 times as fast"
+    assert said("tok/s", 8.0, {"ours": 4.0}) == "5.0; Headway 4.00 tok/s: 0.50 times as fast"
+    assert said("ms", None, {"ours": 4.0}) == "5.0; Headway 4.00 ms"
+    assert said("ms", 8.0, {}) == said("ms", None, {"ours": None}) == "5.0; Headway was not measured in this run"
+
+
+def test_a_peer_that_fails_or_is_late_is_skipped_with_the_reason(gpu_peers: Any) -> None:
+    load = {"do": "load", "shape": {}, "device": "cpu", "dtype": "float7", "static": None}
+    soon, later = time.perf_counter(), time.perf_counter() + 200
+    with gpu_peers.Process(load) as failing, gpu_peers.Process(load) as late:
+        late.prepare(soon)
+        failing.prepare(later)
+        for process, why in ((late, "not ready: no answer in 0 s"), (failing, "not ready: AttributeError: .*float7")):
+            with pytest.raises(gpu_peers.PeerFailed, match=why):
+                process.ask({"do": "prefill", "tokens": 4, "repeats": 1}, later)
