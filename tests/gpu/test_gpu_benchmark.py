@@ -32,6 +32,16 @@ def test_every_section_is_measured(tmp_path: Path) -> None:
     assert all("; Headway " in note and note.endswith(" times as fast") for note in peers.values())
 
 
+def test_without_transformers_the_table_says_so(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['transformers'] = None; sys.path.insert(0, 'benchmarks'); import gpu; gpu.main()"
+    command = [sys.executable, "-c", code, "--quick", "--only", "peers", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "gpu.json").read_text())["results"]
+    assert (row["work"], row["value"]) == ("transformers", None)
+    assert "not installed" in (tmp_path / "gpu.txt").read_text()
+
+
 @pytest.fixture
 def gpu_peers() -> Iterator[Any]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
