@@ -15,19 +15,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck")
+OPTIONS = ("--error-exitcode", "9", "--target-processes", "application-only", "--print-limit", "20")
 PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/nvidia/cuda/bin")
 SECONDS = 300  # one tool on all kernels
 V = 97
 
 
 def main() -> int:
-    """Compile, then run under both tools; how many of them found something."""
+    """Compile, then run under both tools side by side; 1 when one of them found something."""
     tool = shutil.which("compute-sanitizer", path=os.pathsep.join((os.environ.get("PATH", ""), *PLACES)))
     if tool is None:
         print("compute-sanitizer is not installed; it comes with the CUDA toolkit (package cuda-sanitizer)")
@@ -35,23 +37,23 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         # Compiled once, with no tool watching the compiler.
         environment = os.environ | {"TRITON_CACHE_DIR": folder, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        failures = _run("without a tool", [], environment)
-        for name in TOOLS if not failures else ():
-            options = ["--tool", name, "--error-exitcode", "9", "--target-processes", "application-only"]
-            failures += _run(name, [tool, *options], environment)
-    return int(failures > 0)
+        if _run("without a tool", [], environment):
+            return 1
+        with ThreadPoolExecutor() as pool:
+            found = list(pool.map(lambda name: _run(name, [tool, "--tool", name, *OPTIONS], environment), TOOLS))
+    return int(any(found))
 
 
-def _run(name: str, prefix: list[str], environment: dict[str, str]) -> int:
-    print(f"== {name}", flush=True)
+def _run(name: str, prefix: list[str], environment: dict[str, str]) -> bool:
+    """Whether all kernels, run so, found something to say."""
     start = time.perf_counter()
     command = [*prefix, sys.executable, __file__, "kernels"]
-    found = subprocess.run(command, env=environment, cwd=ROOT, check=False, timeout=SECONDS).returncode
-    print(
-        f"== {name}: {'clean' if found == 0 else f'ended with {found}'}, {time.perf_counter() - start:.0f} s",
-        flush=True,
+    told = subprocess.run(
+        command, env=environment, cwd=ROOT, check=False, timeout=SECONDS, text=True, capture_output=True
     )
-    return int(found != 0)
+    ended = "clean" if told.returncode == 0 else f"ended with {told.returncode}"
+    print(f"== {name}: {ended}, {time.perf_counter() - start:.0f} s\n{told.stdout}{told.stderr}", flush=True)
+    return told.returncode != 0
 
 
 def kernels() -> None:
