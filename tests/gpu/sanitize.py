@@ -74,7 +74,8 @@ def kernels() -> None:
 
 
 def _models() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    from headway.runtime.cuda_coded import KINDS, in_codes
+    from headway.kernels.triton.coded import KINDS
+    from headway.runtime.cuda_coded import in_codes
     from headway.testing import random_model
 
     small = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "device": "cuda"}
