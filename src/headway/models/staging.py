@@ -104,7 +104,8 @@ class Staging:
         self._turn = 1 - self._turn
         slot = self._slots[self._turn]
         slot.wait()
-        slot.make_room(nbytes)
+        with self._beside():  # memory is pinned for the device that is current
+            slot.make_room(nbytes)
         return slot
 
     def _wait_for_current(self) -> None:
