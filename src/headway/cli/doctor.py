@@ -242,17 +242,16 @@ def _fit(
     path: Path, device: torch.device, machine: Machine, dtype: str, *, context: int | None, fraction: float | None
 ) -> Fit:
     from headway.runtime.backend import why_not_native
-    from headway.runtime.device import available_memory, pick_dtype
+    from headway.runtime.device import pick_dtype
     from headway.runtime.memory import read_memory
 
     facts, kind = read_model(path), pick_dtype(dtype, device)
     if context is not None and not 1 <= context <= facts.max_positions:
         raise InvalidInput(f"--context is {context}; this model takes 1 to {facts.max_positions} positions")
-    free = available_memory(device)
-    if device.type == "cpu":
-        free = min(free, machine.memory_free)
+    memory = read_memory(device)
+    free = min(memory.free, machine.memory_free) if device.type == "cpu" else memory.free
     if fraction is not None:
-        free = min(free, int(fraction * read_memory(device).total))
+        free = min(free, int(fraction * memory.total))
     kept = _kept(path) if dtype == "auto" and why_not_native(path, dtype, device, settings()) is None else None
     return Fit(facts, str(kind).removeprefix("torch."), kind.itemsize, context or facts.max_positions, free, kept)
 

@@ -1,4 +1,4 @@
-"""What this machine is: devices, dtypes, threads, memory."""
+"""What this machine is: devices, dtypes, threads."""
 
 from __future__ import annotations
 
@@ -54,10 +54,3 @@ def pick_threads(threads: int | None) -> int:
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 1024:
         raise InvalidInput(f"threads is {threads!r}; it takes a whole number from 1 to 1024")
     return threads
-
-
-def available_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return read_machine().memory_free
