@@ -199,3 +199,13 @@ def test_check_refuses_a_context_the_model_does_not_have(headway: Run) -> None:
     done = headway("doctor", "--check", "smollm2", "--context", "8193")
     assert done.returncode == 2
     assert "--context is 8193; this model takes 1 to 8192 positions" in done.stderr
+
+
+def test_check_keeps_to_a_fraction_of_the_memory(headway: Run) -> None:
+    store.resolve("smollm2")
+    options = ("doctor", "--check", "smollm2", "--device", "cpu", "--json")
+    whole, part = (json.loads(headway(*options, *more).stdout) for more in ((), ("--memory-fraction", "0.001")))
+    machine = read_machine()
+    total = min(machine.memory_total, machine.memory_limit or machine.memory_total)
+    assert part["available_bytes"] == int(0.001 * total) < whole["available_bytes"]
+    assert not part["fits"]
