@@ -6,7 +6,6 @@ workspaces and its compiled kernels are then known, and what they take is left t
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,7 +46,7 @@ class Sizing:
         if self.pages is None and small is not None and device.type == "cuda":
             work = trial(small, self.rows, self.page_size, device)
             graphs = memory.GRAPHS + decoder.config.layers * memory.GRAPHS_OF_LAYER
-        now = memory.read_memory(device)
+        now = memory.tidy_memory(device)
         if device.type == "cuda":
             taken = max(0, self.before.free - now.free) + (weight_bytes(decoder) if in_memory else 0)
         else:
@@ -67,15 +66,12 @@ class Sizing:
 
 def trial(small: Small, rows: int, page_size: int, device: torch.device) -> int:
     """Bytes that a step of so many rows needs on a CUDA device, beside weights and pages."""
-    gc.collect()  # what nobody has any more is no need of this step
-    torch.cuda.empty_cache()
+    memory.tidy_memory(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
     pages = _try_out(small, rows, page_size)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device)
-    gc.collect()
-    torch.cuda.empty_cache()
     return max(0, peak - before - pages)
 
 

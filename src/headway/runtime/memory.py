@@ -7,6 +7,7 @@ Nothing here allocates; `program/sizing` runs the step whose needs are counted.
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 from collections.abc import Iterator
@@ -42,6 +43,14 @@ def read_memory(device: torch.device) -> Memory:
     machine = read_machine()
     limits = [n for n in (machine.memory_total, machine.memory_limit) if n]
     return Memory(min(limits, default=machine.memory_free), machine.memory_free)
+
+
+def tidy_memory(device: torch.device) -> Memory:
+    """The same when nothing is kept for later that nobody has: what an engine takes can then be told from it."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+    return read_memory(device)
 
 
 def check_fraction(fraction: float | None) -> float | None:
