@@ -46,7 +46,7 @@ from headway.program.snapshots import Snapshots
 from headway.runtime.backend import Backend, open_backend
 from headway.runtime.device import pick_device, pick_dtype, pick_threads
 from headway.runtime.loop import Loop
-from headway.runtime.memory import check_fraction, running_out, tidy_memory
+from headway.runtime.memory import check_fraction, running_out
 from headway.runtime.profile import Profile, Profiler
 from headway.runtime.runner import Runner
 
@@ -137,7 +137,7 @@ class Engine:
         assert given is not None
         at = where if isinstance(given, Path) else given.device
         self._header = read_header(given) if isinstance(given, Path) and given.is_file() else None  # until text is read
-        sizing = Sizing(pages, fraction, page_size, budget, tidy_memory(at))
+        sizing = Sizing.begin(at, pages=pages, fraction=fraction, page_size=page_size, rows=budget)
         if runner is not None and isinstance(given, Decoder):
             self._backend = Backend(given, None, "another runner was given")
         else:

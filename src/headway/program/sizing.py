@@ -37,6 +37,15 @@ class Sizing:
     rows: int  # of one step, at most
     before: Memory
 
+    @classmethod
+    def begin(
+        cls, device: torch.device, *, pages: int | None, fraction: float | None, page_size: int, rows: int
+    ) -> Sizing:
+        """Look at the memory, ahead of everything that the engine takes of it."""
+        if pages is None or fraction is not None:
+            memory.tidy(device)
+        return cls(pages, fraction, page_size, rows, memory.read_memory(device))
+
     def pick(self, decoder: Decoder | PackedDecoder, *, in_memory: bool, small: Small | None) -> int:
         """The number of pages. `small` makes the engine of a trial; without it there is none.
 
@@ -46,7 +55,9 @@ class Sizing:
         if self.pages is None and small is not None and device.type == "cuda":
             work = trial(small, self.rows, self.page_size, device)
             graphs = memory.GRAPHS + decoder.config.layers * memory.GRAPHS_OF_LAYER
-        now = memory.tidy_memory(device)
+        if self.pages is None or self.fraction is not None:
+            memory.tidy(device)
+        now = memory.read_memory(device)
         if device.type == "cuda":
             taken = max(0, self.before.free - now.free) + (weight_bytes(decoder) if in_memory else 0)
         else:
@@ -66,7 +77,7 @@ class Sizing:
 
 def trial(small: Small, rows: int, page_size: int, device: torch.device) -> int:
     """Bytes that a step of so many rows needs on a CUDA device, beside weights and pages."""
-    memory.tidy_memory(device)
+    memory.tidy(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
     pages = _try_out(small, rows, page_size)

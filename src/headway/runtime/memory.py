@@ -45,12 +45,11 @@ def read_memory(device: torch.device) -> Memory:
     return Memory(min(limits, default=machine.memory_free), machine.memory_free)
 
 
-def tidy_memory(device: torch.device) -> Memory:
-    """The same when nothing is kept for later that nobody has: what an engine takes can then be told from it."""
+def tidy(device: torch.device) -> None:
+    """Let a device's memory be free that is only kept for later: what an engine takes can then be told from it."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
-    return read_memory(device)
 
 
 def check_fraction(fraction: float | None) -> float | None:
