@@ -82,7 +82,10 @@ def agree(found: Any, expected: Any) -> None:
     if isinstance(expected, Ranked):
         lists = ((*r.drawn, *r.ids, *r.best) for r in (found, expected))
         for mine, theirs in zip(*lists, strict=True):
-            assert (mine.id, mine.rank) == (theirs.id, theirs.rank)
+            assert mine.id == theirs.id
+            assert (
+                abs(mine.rank - theirs.rank) <= theirs.rank // 100
+            )  # far behind scores lie closer than their rounding
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     elif np.issubdtype(np.asarray(expected).dtype, np.integer):
         assert np.array_equal(found, expected)
