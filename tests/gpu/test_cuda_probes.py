@@ -83,9 +83,8 @@ def agree(found: Any, expected: Any) -> None:
         lists = ((*r.drawn, *r.ids, *r.best) for r in (found, expected))
         for mine, theirs in zip(*lists, strict=True):
             assert mine.id == theirs.id
-            assert (
-                abs(mine.rank - theirs.rank) <= theirs.rank // 100
-            )  # far behind scores lie closer than their rounding
+            # Far behind, scores lie closer to each other than their rounding.
+            assert abs(mine.rank - theirs.rank) <= theirs.rank // 100
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     elif np.issubdtype(np.asarray(expected).dtype, np.integer):
         assert np.array_equal(found, expected)
