@@ -159,6 +159,8 @@ def whole(value: Any, name: str, *, low: int = 0, below: int | None = None) -> i
 
 def integer(value: Any, name: str) -> int:
     """`value` as a Python integer: numpy and tensor scalars are, booleans and fractions are refused."""
+    if type(value) is int:
+        return value
     boolean = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
     try:
         if not boolean and getattr(value, "ndim", 0) == 0:  # a tensor of one element is no number

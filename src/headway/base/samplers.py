@@ -168,6 +168,8 @@ def resolve(sampler: Sampler) -> Sampling:
 
 def real(value: Any, name: str) -> float:
     """`value` as a finite Python float; booleans, text and NaN are refused."""
+    if type(value) is float and math.isfinite(value):
+        return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise WrongType(f"{name} is {value!r} of type {type(value).__name__}; expected a number")
     try:

@@ -135,14 +135,19 @@ class PageTable:
         """How many pages must be added before this many more tokens fit."""
         return max(0, -(-(self.length + tokens) // self.page_size) - len(self.pages))
 
-    def advance(self, log: Log, pages: Sequence[int], *, commit: bool) -> None:
-        """A pass has succeeded: its pages and tokens are part of the sequence."""
+    def advance(self, log: Log, pages: Sequence[int], *, commit: bool, keys: Sequence[bytes] = ()) -> None:
+        """A pass has succeeded: its pages and tokens are part of the sequence.
+
+        `keys` are those of the pages that it fills and commits, where they are known.
+        """
         if pages:
             self.pages = [*self.pages, *pages]
         self.tokens.extend(log.tokens)
         self.positions.extend(log.positions)
         if len(log.positions) == 1:  # most passes
             self.peaks.append(max(self.next_position - 1, log.positions[0]))
+        elif isinstance(log.positions, range) and log.positions.start >= self.next_position:
+            self.peaks.extend(log.positions)
         else:
             self.peaks.extend(islice(accumulate(log.positions, max, initial=self.next_position - 1), 1, None))
         self.masks.extend(log.masks)
@@ -150,7 +155,7 @@ class PageTable:
         if log.ahead:
             self.spans.append((self.length - log.ahead, self.length))
         if commit and self.length >= (self.committed + 1) * self.page_size:
-            self._commit(self.length // self.page_size)
+            self._commit(self.length // self.page_size, keys)
         self.stamp = object()
 
     def append(self, token: int, mask: Brle | None, page: int | None, state: object) -> None:
@@ -169,20 +174,26 @@ class PageTable:
         """The first `pages` pages, which are full, are immutable from now on."""
         self._commit(pages)
 
-    def _commit(self, pages: int) -> None:
+    def _commit(self, pages: int, known: Sequence[bytes] = ()) -> None:
         """The first `pages` pages are immutable now, and found by their keys."""
         size = self.page_size
         for i in range(self.committed, pages):
+            if i - self.committed < len(known):
+                self._name(i, known[i - self.committed])
+                continue
             slots, before = slice(i * size, (i + 1) * size), self.last_key
             if before is None or any(start < (i + 1) * size for start, _ in self.spans) or not self.repeatable:
                 self.keys.append(None)
                 continue
-            key = page_key(before, self.tokens[slots], self.positions[slots], self.masks[slots])
-            self.keys.append(key)
-            page = self.pages[i]
-            if _is_there(page):
-                self.allocator.register(page, key)
+            self._name(i, page_key(before, self.tokens[slots], self.positions[slots], self.masks[slots]))
         self.committed = max(self.committed, pages)
+
+    def _name(self, number: int, key: bytes) -> None:
+        """Have a page found by its key."""
+        self.keys.append(key)
+        page = self.pages[number]
+        if _is_there(page):
+            self.allocator.register(page, key)
 
     def restore(
         self, tokens: Sequence[int], positions: Sequence[int], masks: list[Brle | None], committed: int

@@ -81,7 +81,8 @@ class GenerationDefaults:
         for name, check in CHECKS.items():
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check(value, name))
-        Sampling(**{name: value for name in SAMPLED if (value := getattr(self, name)) is not None})
+        if said := {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}:
+            Sampling(**said)
 
     @classmethod
     def from_folder(cls, path: str | Path | None) -> Self:

@@ -234,7 +234,7 @@ class Forward:
         positions = self._place(view.next_position, pending)
         return Pass(
             tokens=tuple(tokens),
-            positions=tuple(positions),
+            positions=positions,
             masks=self._bind(view, positions),
             readouts=self._readouts(context, view, tokens),
             pending=pending,
@@ -243,20 +243,20 @@ class Forward:
             feeds=tuple(Feed(pending + row, handle.first + i) for row, handle, i in self._feeds),
         )
 
-    def _place(self, first: int, pending: int) -> list[int]:
+    def _place(self, first: int, pending: int) -> Sequence[int]:
         limit = self._context.engine.config.max_positions
         count = pending + len(self._positions)
         if count and first + count <= limit and self._positions.count(None) == len(self._positions):
-            return list(range(first, first + count))
+            return range(first, first + count)
         positions, following = [], first
         for given in [*([None] * pending), *self._positions]:
             position = following if given is None else given
             check_position(position, limit)
             following = max(following, position + 1)
             positions.append(position)
-        return positions
+        return tuple(positions)
 
-    def _bind(self, view: View, positions: list[int]) -> tuple[Brle | None, ...] | None:
+    def _bind(self, view: View, positions: Sequence[int]) -> tuple[Brle | None, ...] | None:
         """Effective attend runs for every token of the pass, or None for plain causal attention over live slots."""
         pending, rows = len(view.pending), len(self._tokens)
         base, total = view.length, view.length + pending + rows

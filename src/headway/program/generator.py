@@ -90,7 +90,7 @@ class Generation:
         seed = what.seed if what.seed is not None else context.seed
         self._seeded = seed is not None  # else every fork gets a seed of its own
         self.seed = fresh_seed() if seed is None else seed
-        self._sampler = replace(what, seed=self.seed)
+        self._sampler = what if what.seed == self.seed else replace(what, seed=self.seed)
         self._context, self._probe, self._attention = context, probe, _symbolic(attention_mask)
         self._penalise_prompt = penalise_prompt
         strings, self._ids = read_stops(stop, context.engine, stop_only)

@@ -19,7 +19,6 @@ from headway.base.errors import Closed, HeadwayError
 from headway.base.masks import logit_mask
 from headway.program.constraints import Matched
 
-
 OPEN = 0.25  # the share of the vocabulary below which tokens without a choice are near
 
 

@@ -70,7 +70,7 @@ class Fleet:
         for job in jobs:
             job.running, job.chunk, job.started = True, None, False
         self._jobs, self._rows = jobs, rows
-        return Flight(jobs, rows, any([_streak(job).follower is not None for job in jobs]))
+        return Flight(jobs, rows, any(_streak(job).follower is not None for job in jobs))
 
     def _ready(self, ahead: dict[Job, int]) -> list[Job] | None:
         """Whose rows the next step has; None where something else is to run, too."""

@@ -105,7 +105,7 @@ class Pass:
     """
 
     tokens: tuple[int, ...]
-    positions: tuple[int, ...]
+    positions: Sequence[int]  # a tuple, or a range
     masks: tuple[Brle | None, ...] | None = None
     readouts: tuple[Readout, ...] = ()
     pending: int = 0

@@ -258,7 +258,7 @@ class Turns:
             self.counters.pages_trimmed += job.pages_trimmed
         masks = (None,) * count if work.masks is None else work.masks
         log = Log(work.tokens, work.positions, masks, 0 if work.causal else work.rows)
-        table.advance(log, job.pages, commit=work.commit)
+        table.advance(log, job.pages, commit=work.commit, keys=job.keys)
         if count:
             table.state = result.state
         if table.token_budget is not None:
