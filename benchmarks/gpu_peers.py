@@ -92,8 +92,9 @@ def compare(s: Size, requests: int, device: torch.device, dtype: torch.dtype, be
             (group, stack.enter_context(Process(_load(group, device, dtype))))
             for group in groups(s, requests, compiles)
         ]
-        for _, process in started:
+        for group, process in started:
             process.prepare(min(ends, began + READY) if compiles else ends)
+            print(f"  {group.works[0].name}: {process.about}", file=sys.stderr, flush=True)
         for group, process in started:
             for work in group.works:
                 yield _found(process, work, ends)
@@ -207,7 +208,7 @@ class Process:
             facts = self._answer(until)
         except PeerFailed as error:
             self.close()
-            self._ended = f"not ready: {error}"
+            self.about = self._ended = f"not ready: {error}"
             return
         self.about = f"{facts['version']}, {facts['attention']}"
         if facts["compiled"]:

@@ -74,7 +74,7 @@ class Worker:
         """A static cache; on a CUDA device a compiled step, run until it is warm."""
         self.cache = transformers.StaticCache(config=self.model.config, max_cache_len=slots)
         if self.device.type == "cuda":
-            self.step = torch.compile(_step, mode="reduce-overhead", fullgraph=True, dynamic=False)
+            self.step = torch.compile(_step, mode="reduce-overhead", dynamic=False)
         self._decode(sequences, slots - WARM, WARM)
 
     def _decode(self, sequences: int, context: int, tokens: int) -> float:
