@@ -49,6 +49,17 @@ def test_a_product_is_that_of_torch_and_its_bits_those_of_the_row_alone(n: int, 
     torch.testing.assert_close(narrow.float(), expected - bias.float(), atol=0.05 * k**0.5, rtol=0.05)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="float32 has one tile")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_wide_tile_is_taken_where_it_gives_the_same_bits(dtype: torch.dtype) -> None:
+    x, w = draw(700, 4096, seed=0, dtype=dtype), draw(6144, 4096, seed=1, dtype=dtype)
+    narrow, wide = torch.empty(700, 6144, device=DEVICE), torch.empty(700, 6144, device=DEVICE)
+    exact.product(x, w, narrow)
+    exact.product(x, w, wide, tile=exact.WIDE)
+    assert torch.equal(narrow, wide) == exact.wide_is_alike(w)
+    torch.testing.assert_close(narrow, wide, atol=1e-2, rtol=1e-3)
+
+
 def test_a_row_that_is_no_number_spoils_no_other() -> None:
     x, w = draw(20, 84, seed=0), draw(33, 84, seed=1)
     clean, spoilt = torch.empty(20, 33, device=DEVICE), torch.empty(20, 33, device=DEVICE)
