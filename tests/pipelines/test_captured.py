@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import headway as hw
 from headway.pipelines.arrays import by_token, pack, pooled
-from headway.pipelines.graphs import Size, in_quarters, staged
+from headway.pipelines.graphs import Room, Size, in_quarters, stage
 from headway.pipelines.packed import AnyLayout, FixedLayout, PackedEncoder
 from headway.pipelines.task import Batch, Row
 from support import encoders
@@ -50,6 +50,13 @@ def rows(*, types: bool) -> list[Row]:
     return made
 
 
+def laid_out(some: list[Row], size: Size, first: int) -> Tensor:
+    room = Room(size, pinned=False)
+    room.flat.fill_(77)  # what another batch left there
+    stage(some, room, first)
+    return room.flat
+
+
 def test_sizes_are_few_and_have_room() -> None:
     assert [in_quarters(n, 8) for n in (1, 8, 9, 16, 17, 20, 21, 33, 100, 129)] == [
         8, 8, 10, 16, 20, 20, 24, 40, 112, 160,
@@ -64,7 +71,7 @@ def test_sizes_are_few_and_have_room() -> None:
 @pytest.mark.parametrize("types", [True, False])
 def test_an_array_holds_what_a_packed_batch_holds(types: bool, first: int) -> None:
     some, size = rows(types=types), Size.of(LENGTHS)
-    inputs, ends = size.views(staged(some, size, first, pinned=False))
+    inputs, ends = size.views(laid_out(some, size, first))
     want = pack(some, True, first).inputs
     for name, value in want.items():
         assert inputs[name][: sum(LENGTHS)].tolist() == value.tolist()
@@ -85,7 +92,7 @@ def test_a_pass_with_room_to_spare_is_the_pass_of_its_rows(family: str, reads: s
     with run.context():
         want = encoder(encoder.batch(some), reads).last_hidden_state
         size = Size.of(LENGTHS)
-        inputs, ends = size.views(staged(some, size, encoder.first_position, pinned=False))
+        inputs, ends = size.views(laid_out(some, size, encoder.first_position))
         at = ends[:-1].clamp(max=size.tokens - 1).long() if reads == "first" else None
         got = roomy.read(inputs, FixedLayout(ends, size.longest), at, reads).last_hidden_state
     got = got[: len(LENGTHS)] if reads == "first" else got[:, : sum(LENGTHS)]

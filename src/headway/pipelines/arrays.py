@@ -189,7 +189,11 @@ def _pooled_between(values: Tensor, ends: Tensor, how: str) -> Tensor:
             return values[ends[:-1].long().clamp(max=len(values) - 1)]
         case "last":
             return values[(ends[1:].long() - 1).clamp(min=0)]
-    return torch.segment_reduce(values, how, offsets=ends.long(), unsafe=True)
+    if how == "mean":
+        return torch.segment_reduce(values, "mean", offsets=ends.long(), unsafe=True)
+    row = torch.searchsorted(ends, torch.arange(len(values), device=ends.device, dtype=ends.dtype), right=True) - 1
+    found = values.new_full((len(ends), values.shape[1]), float("-inf"))  # the last is of tokens behind the rows
+    return found.scatter_reduce_(0, row[:, None].expand_as(values), values, "amax")[:-1]
 
 
 def _pooled(values: Tensor, mask: Tensor | None, how: str) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 
 from headway.base.errors import Closed, HeadwayError, PassFailed
 from headway.pipelines.budget import Budget
-from headway.pipelines.forward import HostCopy
+from headway.pipelines.forward import HostCopy, OnItsWay
 from headway.pipelines.planning import Limits, Slot, Waiting
 from headway.pipelines.task import PreparedItem, Task
 
@@ -61,7 +61,7 @@ class Flight:
     """A batch on the device: its rows, its answer on the way, and what the budget wants to know of it."""
 
     slots: list[Slot]
-    copy: HostCopy
+    copy: OnItsWay
     size: int
     budget: int  # tokens that it might have had
     began: float
@@ -196,7 +196,8 @@ class Batcher:
         try:
             batch = self._task.assemble([slot.row for slot in slots])
             with self._task.loaded.run.context():
-                copy = HostCopy(self._task.forward(batch, options))
+                answer = self._task.forward(batch, options)
+                copy = answer if isinstance(answer, OnItsWay) else HostCopy(answer)
         except Exception as error:  # whatever a model raises belongs to its rows, not to this thread
             return self._halved(slots, options, size, error)
         self.batches += 1

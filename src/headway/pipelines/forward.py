@@ -151,6 +151,15 @@ def _rebuilt(like: Mapping[str, Any], fields: dict[str, Any]) -> Any:
         return fields
 
 
+@typing.runtime_checkable
+class OnItsWay(typing.Protocol):
+    """An answer that is being copied to the host."""
+
+    def wait(self) -> Mapping[str, Sequence[Any]]:
+        """name → one array a row, once they have arrived."""
+        ...
+
+
 class HostCopy:
     """Tensors on their way to the host; `wait` gives them row by row once they have arrived."""
 

@@ -8,7 +8,7 @@ size comes, and replayed ever after. What is copied to the device is one array: 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
@@ -60,13 +60,26 @@ def in_quarters(count: int, least: int) -> int:
     return -(-count // step) * step
 
 
-def staged(rows: Sequence[Row], size: Size, first_position: int, *, pinned: bool) -> Tensor:
+class Room:
+    """Memory of the host for one batch of a size: its numbers, and what comes back of it. Taken again when it is free.
+
+    torch is called as seldom as can be: each call lets other threads take the interpreter, and waits to have it back.
+    """
+
+    def __init__(self, size: Size, *, pinned: bool = True) -> None:
+        self.size = size
+        self.flat = torch.empty(size.numbers, dtype=torch.int32, pin_memory=pinned)
+        self.array = self.flat.numpy()
+        self.event = torch.cuda.Event() if pinned else None
+        self.back: dict[str, tuple[Tensor, np.ndarray]] = {}
+
+
+def stage(rows: Sequence[Row], room: Room, first_position: int) -> None:
     """Rows as one array of `size.numbers`; places behind the rows hold valid ids that nobody reads."""
-    flat = torch.empty(size.numbers, dtype=torch.int32, pin_memory=pinned)
-    array = flat.numpy()
+    array, size = room.array, room.size
     lengths = [row.length for row in rows]
-    total, room = sum(lengths), size.tokens
-    ids, positions, types = array[: 3 * room].reshape(3, room)
+    total, most = sum(lengths), size.tokens
+    ids, positions, types = array[: 3 * most].reshape(3, most)
     ids[:total] = np.fromiter(chain.from_iterable(row.inputs["input_ids"] for row in rows), np.int32, total)
     ends = list(accumulate(lengths, initial=0))
     positions[:total] = np.arange(first_position, first_position + total) - np.repeat(ends[:-1], lengths)
@@ -74,9 +87,8 @@ def staged(rows: Sequence[Row], size: Size, first_position: int, *, pinned: bool
     for part in (ids, types):
         part[total:] = 0
     positions[total:] = first_position
-    array[3 * room : 3 * room + len(ends)] = ends
-    array[3 * room + len(ends) :] = total
-    return flat
+    array[3 * most : 3 * most + len(ends)] = ends
+    array[3 * most + len(ends) :] = total
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,18 +106,22 @@ class GraphedEncoder(PackedEncoder):
     def __init__(self, run: Forward) -> None:
         super().__init__(run)
         self._found: dict[Hashable, Captured | None] = {}
+        self._rooms: dict[Size, list[Room]] = {}
         self._stream = torch.cuda.Stream(run.device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self.captures = self.replays = 0
 
     def batch(self, rows: Sequence[Row]) -> Batch:
         size = Size.of([row.length for row in rows])
-        return Batch({"flat": staged(rows, size, self.first_position, pinned=True)}, tuple(rows), True, size)
+        free = self._rooms.setdefault(size, [])
+        room = free.pop() if free else Room(size)
+        stage(rows, room, self.first_position)
+        return Batch({"flat": room.flat}, tuple(rows), True, room)
 
     def answered(self, batch: Batch, reads: str, reduce: Reduce, key: Hashable) -> Mapping[str, Tensor | Ragged]:
-        size: Size = batch.room
+        room: Room = batch.room
+        size, flat = room.size, room.flat
         name = (key, reads, size)
-        flat = batch.inputs["flat"]
         captured = self._found.get(name)
         if captured is None:
             able = key is not None and reads in READS and name in self._found and self.captures < MOST
@@ -117,13 +133,16 @@ class GraphedEncoder(PackedEncoder):
         captured.inputs.copy_(flat, non_blocking=True)
         captured.graph.replay()
         self.replays += 1
+        if all(isinstance(value, Tensor) and value.ndim == 1 for value in captured.answer.values()):
+            return Replayed(captured.answer, len(batch.rows), room, self._rooms[size])
         return _cut(captured.answer, batch.rows)
 
     def _plainly(self, flat: Tensor, batch: Batch, reads: str, reduce: Reduce) -> Mapping[str, Tensor | Ragged]:
         """The pass launched kernel by kernel, on the rows alone."""
-        inputs, ends = batch.room.views(flat)
+        size: Size = batch.room.size
+        inputs, ends = size.views(flat)
         total, count = sum(row.length for row in batch.rows), len(batch.rows)
-        layout = FixedLayout(ends[: count + 1], batch.room.longest)
+        layout = FixedLayout(ends[: count + 1], size.longest)
         some = {name: value[:total] for name, value in inputs.items()}
         known = Batch(some, batch.rows, True)
         return reduce(self.read(some, layout, self.places(known, reads), reads), known)
@@ -163,6 +182,38 @@ class GraphedEncoder(PackedEncoder):
                 graph.capture_end()
         torch.cuda.current_stream(self._run.device).wait_stream(self._stream)
         return graph, answer
+
+
+class Replayed(Mapping[str, Tensor]):
+    """Single numbers of rows: on the device by name, and on their way to the host, into memory that is used again."""
+
+    def __init__(self, answer: Mapping[str, Any], rows: int, room: Room, free: list[Room]) -> None:
+        self._answer, self._rows, self._room, self._free = answer, rows, room, free
+        for name, value in answer.items():
+            if name not in room.back:
+                host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+                room.back[name] = host, host.numpy()
+            room.back[name][0].copy_(value, non_blocking=True)
+        assert room.event is not None
+        room.event.record(torch.cuda.current_stream(next(iter(answer.values())).device))
+
+    def wait(self) -> dict[str, np.ndarray]:
+        """name → an array of the rows' numbers, once they have arrived."""
+        room = self._room
+        assert room.event is not None
+        room.event.synchronize()
+        found = {name: room.back[name][1][: self._rows].copy() for name in self._answer}
+        self._free.append(room)
+        return found
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._answer[name][: self._rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._answer)
+
+    def __len__(self) -> int:
+        return len(self._answer)
 
 
 def _cut(answer: Mapping[str, Tensor | Ragged], rows: Sequence[Row]) -> dict[str, Tensor | Ragged]:

@@ -23,6 +23,7 @@ from headway.pipelines.task import MISSING, Batch, PreparedItem, Task
 
 ON_ERROR = ("raise", "return")
 DEPTH = 2  # batches that follow the running one on a GPU
+DEVICE_WORKERS = 3
 DEVICE_AHEAD = 8  # times as many items are prepared ahead of a GPU, which wants large batches
 
 
@@ -45,7 +46,8 @@ class Pipeline:
             padded=task.pads(),
             depth=DEPTH if device.type == "cuda" else 0,
         )
-        workers = max(2, min(8, read_machine().fair_threads))
+        # a tokenizer has threads of its own; more of ours would keep the interpreter from the one that feeds a GPU
+        workers = DEVICE_WORKERS if device.type == "cuda" else max(2, min(8, read_machine().fair_threads))
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="headway-pipeline")
         self._intake = _Intake(task, self._batcher, self._pool)
         self._finalizer = weakref.finalize(self, _end, self._batcher, self._pool)
