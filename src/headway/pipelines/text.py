@@ -166,7 +166,8 @@ class TextEncoder:
                         pair[0], pair[1], add_special_tokens=special, truncation=True, max_length=limit
                     )
                 ids = list(made["input_ids"])
-                found.append([Plain(ids, list(made.get("token_type_ids", [0] * len(ids))))])
+                types = list(made.get("token_type_ids", [0] * len(ids)))
+                found.append([Plain(ids, types, n_sequences=1 + isinstance(text, tuple))])
         return found
 
     def _divided(self, text: str | tuple[str, str], limit: int | None, stride: int) -> list[Encoding]:
@@ -194,6 +195,7 @@ class Plain:
     ids: list[int]
     type_ids: list[int]
     overflowing: tuple[()] = ()
+    n_sequences: int = 1
 
 
 def too_long(text: str | tuple[str, str], tokens: int, limit: int) -> InvalidInput:
