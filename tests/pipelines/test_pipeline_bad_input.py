@@ -138,6 +138,15 @@ def test_each_task_says_what_it_needs(
         tasks[name](item, **given)
 
 
+def test_a_list_of_mixed_types_is_answered_where_it_can_be(tasks: dict[str, hw.Pipeline]) -> None:
+    p, items = tasks["text-classification"], ["the film", 3, b"the film", {"text": "a", "text_pair": "b"}, ["a"], None]
+    found = p(items, on_error="return")
+    assert [type(one) for one in found] == [dict, hw.WrongType, hw.WrongType, dict, hw.WrongType, hw.WrongType]
+    assert found[0]["score"] == pytest.approx(p("the film")["score"], rel=1e-4)
+    with pytest.raises(hw.WrongType, match="item 1: 3 of type int"):
+        p(items)
+
+
 def test_nothing_given(tasks: dict[str, hw.Pipeline]) -> None:
     for p in tasks.values():
         with pytest.raises(hw.InvalidInput, match="nothing was given"):

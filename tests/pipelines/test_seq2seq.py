@@ -246,6 +246,13 @@ class TestTasks:
             parts = [" ".join(encoders.WORDS * 2)] * 3
             assert pieces == " ".join(mine(part)["generated_text"] for part in parts)
 
+    def test_an_empty_text_is_its_end_token(self) -> None:
+        for family in writers.FAMILIES:
+            model = writers.model(family)
+            with ours(model) as mine:
+                found = mine(["", "the film", ""], return_tensors=True, max_new_tokens=8)
+            assert ids(found[0]) == ids(found[2]) == alone(model, "", {})
+
     def test_int8(self) -> None:
         with ours(writers.model("bart"), max_new_tokens=5, quantize="int8") as mine:
             assert mine.quantization.layers > 10
