@@ -7,6 +7,7 @@ prefix cache helps nowhere. The time to a sequence's first token belongs to its 
 from __future__ import annotations
 
 import asyncio
+import compileall
 import json
 import random
 import statistics
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import Unsupported
@@ -174,8 +176,14 @@ class Startup:
 
 def startup(options: dict[str, Any]) -> Startup:
     """Start Python twice: once to import torch, once to load `options["model"]` and generate a token."""
+    compile_package()
     (torch_ready,) = _marks(["-c", "import torch; print('imported', flush=True)"], ("imported",))
     return Startup(torch_ready, *_marks(["-c", CHILD, json.dumps(options)], MARKS))
+
+
+def compile_package() -> None:
+    """Have Headway's bytecode there, as installing a package leaves it; an editable one may lack it for good."""
+    compileall.compile_dir(Path(__file__).parents[1], quiet=2)
 
 
 def _marks(arguments: list[str], expected: Sequence[str]) -> list[float]:
