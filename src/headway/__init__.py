@@ -14,6 +14,8 @@ torch is loaded when the first engine is made, not by this import.
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -268,7 +270,7 @@ def __getattr__(name: str) -> object:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'headway' has no attribute {name!r}")
-    with uncollected():
+    with nullcontext() if f"headway.{home}" in sys.modules else uncollected():
         module = import_module(f"headway.{home}")
     return getattr(module, name)
 
