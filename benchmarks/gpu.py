@@ -34,7 +34,7 @@ from headway.models.decoder import Decoder
 
 RESULTS = Path(__file__).parent / "results"
 Build = Callable[[hw.Context, int], Any]  # a generation for sequence i
-SECTIONS = ("step", "int4", "decode", "small", "batch", "many", "prompt", "window", "peers")
+SECTIONS = ("step", "coded", "decode", "small", "batch", "many", "prompt", "window", "peers")
 
 
 @dataclass(frozen=True)
@@ -193,23 +193,36 @@ class Bench:
             drawn = step_seconds(runner, decode_batch(s.batch, s.context, None, how))
             self.add(f"… step with {name}", plain / drawn, "of plain", target=0.9)
 
-    def int4(self) -> None:
+    def coded(self) -> None:
+        """Decode steps with weights in codes."""
         from gpu_steps import decode_batch, runner_for, step_seconds
 
-        from headway.runtime.cuda_int4 import quantised
+        from headway.kernels.triton.coded import KINDS
+        from headway.runtime.cuda_coded import in_codes
 
-        s, batch = self.size, decode_batch(1, self.size.context)
-        decoder = self.decoder(s.big)
-        floats = step_seconds(runner_for(decoder, 1, s.context), batch)
-        decoder = quantised(decoder)
-        self.clear()
-        taken = step_seconds(runner_for(decoder, 1, s.context), batch)
-        least = sum(decoder.nbytes().values()) / self.limits.bandwidth
-        name = f"{s.big} in int4, 1 sequence, {s.context} context, step"
-        self.add(name, 1e3 * taken, "ms", limit=1e3 * least, note=f"bfloat16 {1e3 * floats:.2f} ms")
-        self.add("… against bfloat16", floats / taken, "times", target=2.2)
-        del decoder
-        self.clear()
+        s, c = self.size, config(self.size.big)
+        counts = (1, s.batch)
+
+        def steps(decoder: Decoder) -> list[float]:
+            runners = (runner_for(decoder, rows, s.context) for rows in counts)
+            found = [step_seconds(r, decode_batch(rows, s.context)) for r, rows in zip(runners, counts, strict=True)]
+            self.clear()
+            return found
+
+        plain = self.decoder(s.big)
+        floats = steps(plain)
+        for kind in KINDS:
+            decoder = in_codes(plain, kind)
+            weights = sum(decoder.nbytes().values())
+            for rows, taken, whole in zip(counts, steps(decoder), floats, strict=True):
+                read = weights + rows * s.context * c.kv_values_per_token * 2
+                name = f"{s.big} in {kind}, {rows} sequences, {s.context} context, step"
+                self.add(name, 1e3 * taken, "ms", limit=1e3 * read / self.limits.bandwidth)
+                target = 2.2 if (kind, rows) == ("int4", 1) else None
+                note = f"bfloat16 {1e3 * whole:.2f} ms"
+                self.add("… against bfloat16", whole / taken, "times", target=target, note=note)
+            del decoder
+            self.clear()
 
     def decoder(self, shape: str) -> Decoder:
         return random_decoder(shape, self.device, self.dtype)
@@ -388,8 +401,8 @@ def run(bench: Bench, sections: Sequence[str]) -> None:
     size = bench.size
     if "step" in sections and bench.device.type == "cuda":
         bench.steps()
-    if "int4" in sections and bench.device.type == "cuda":
-        bench.int4()
+    if "coded" in sections and bench.device.type == "cuda":
+        bench.coded()
     if "decode" in sections:
         bench.one(size.big, 4.1)
     if "small" in sections:

@@ -188,8 +188,10 @@ def test_a_quantised_folder_is_near_the_plain_one(tmp_path: Path, quantize: str)
 
 def test_other_ways_to_quantise_are_refused(tmp_path: Path) -> None:
     folder = save_hf(tmp_path, variant("llama-biases")[1])
-    with pytest.raises(hw.InvalidInput, match="quantize is 'int5'; it takes int8 or int4"):
+    with pytest.raises(hw.InvalidInput, match="quantize is 'int5'; it takes int8, int4 or fp8"):
         hw.Engine(folder, quantize="int5")
+    with pytest.raises(hw.Unsupported, match="quantize='fp8' is for CUDA devices, not for cpu; use int8"):
+        hw.Engine(folder, quantize="fp8", device="cpu")
 
 
 def test_the_default_model_is_kept_in_the_numbers_of_its_file(smollm2_path: Path, team: Team) -> None:

@@ -64,7 +64,7 @@ Quantize = Annotated[
     typer.Option(
         "--quantize",
         metavar="FORMAT",
-        help="Keep float weights as int8 or int4; a file that is quantised already stays as it is.",
+        help="Keep float weights as int8, int4 or, on a CUDA device, fp8; a CPU leaves quantised files as they are.",
         rich_help_panel=ENGINE,
     ),
 ]

@@ -58,7 +58,7 @@ class Decoder:
     embedding: Tensor  # [V, E]
     layers: tuple[Layer, ...]
     final_norm: Tensor  # [E]
-    output: Tensor  # [V, E]; the embedding itself when tied
+    output: Tensor  # [V, E]; the embedding itself when tied. One in codes multiplies rows when called
     inv_freq: Tensor  # [rope dim / 2]
 
     @torch.inference_mode()
@@ -107,7 +107,9 @@ class Decoder:
     @torch.inference_mode()
     def head(self, h: Tensor, tile: int | None) -> Tensor:
         """Logits [R, V] float32 of normed rows [R, E]."""
-        return by_rows(tile, lambda r: (linear(r, self.output),), h)[0].float()
+        output = self.output
+        times: Callable[[Tensor], Tensor] = output if callable(output) else partial(linear, weight=output)
+        return by_rows(tile, lambda r: (times(r),), h)[0].float()
 
     def logits(self, x: Tensor, tile: int | None) -> Tensor:
         """Logits [R, V] float32 of residual rows [R, E]."""

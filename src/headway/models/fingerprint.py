@@ -41,7 +41,8 @@ def _hash_file(digest: hashlib._Hash, path: Path) -> None:
 
 def _hash_tensors(digest: hashlib._Hash, decoder: Decoder) -> None:
     digest.update(repr(decoder.config).encode())
-    tensors = [decoder.embedding, decoder.final_norm, decoder.output, decoder.inv_freq]
+    output = getattr(decoder.output, "weight", decoder.output)  # one in codes has its weights as floats
+    tensors = [decoder.embedding, decoder.final_norm, output, decoder.inv_freq]
     for layer in decoder.layers:
         tensors += [layer.input_norm, layer.mlp_norm]
         tensors += [t for t in (layer.q_norm, layer.k_norm) if t is not None]

@@ -16,7 +16,7 @@ from headway.models.dequant import FLOATS, half, planes, scales_and_mins
 from headway.models.gguf import KINDS
 from headway.models.weights import GgufWeights, Weights
 
-QUANTISE = ("int8", "int4")
+QUANTISE = ("int8", "int4", "fp8")  # fp8 on CUDA devices alone
 NATIVE = ("Q4_0", "Q4_1", "Q8_0", "Q4_K")  # what the library repacks itself, by its number
 
 
@@ -33,9 +33,11 @@ class Codes:
 
 
 def check_quantize(quantize: str | None) -> str | None:
-    """None, int8 or int4."""
+    """None, int8, int4 or fp8."""
     if quantize is not None and quantize not in QUANTISE:
-        raise InvalidInput(f"quantize is {quantize!r}; it takes {' or '.join(QUANTISE)}, or nothing")
+        raise InvalidInput(
+            f"quantize is {quantize!r}; it takes {', '.join(QUANTISE[:-1])} or {QUANTISE[-1]}, or nothing"
+        )
     return quantize
 
 

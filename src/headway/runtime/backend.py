@@ -47,8 +47,9 @@ class Backend:
         """How the weights are kept."""
         if isinstance(self.decoder, PackedDecoder):
             return ", ".join(self.decoder.formats())
-        found = getattr(self.decoder.layers[0].qkv, "label", None)  # a matrix that is no float has one
-        return found or str(self.decoder.dtype).removeprefix("torch.")
+        matrices = (self.decoder.layers[0].qkv, self.decoder.output)
+        found = [getattr(m, "label", None) for m in matrices]  # a matrix that is no float has one
+        return ", ".join(dict.fromkeys(filter(None, found))) or str(self.decoder.dtype).removeprefix("torch.")
 
     def runner(self, pool: Pool, page_size: int, *, deterministic: bool, profiler: Profiler) -> Runner:
         if isinstance(self.decoder, PackedDecoder):
@@ -75,6 +76,8 @@ def open_backend(
     check_quantize(quantize)
     if quantize is not None and not isinstance(model, Path):
         raise Unsupported(f"quantize={quantize!r} is for models read from files; this one is in memory already")
+    if quantize == "fp8" and device.type != "cuda" and settings.native != "triton":
+        raise Unsupported(f"quantize='fp8' is for CUDA devices, not for {device}; use int8, which is as small")
     if isinstance(model, PackedDecoder):
         if settings.native == "off":
             raise Unsupported(
@@ -90,12 +93,15 @@ def open_backend(
         if settings.native == "require" and fast is not None:
             why = reason if device.type == "cpu" else fast
             raise Unsupported(f"HEADWAY_NATIVE asks for the native step, and {why}")
-        if quantize == "int4" and fast is None:
-            from headway.runtime.cuda_int4 import quantised
+        if quantize is not None and fast is None:
+            from headway.kernels.triton.coded import as_kind
+            from headway.runtime.cuda_coded import in_codes
 
-            return Backend(quantised(_torch_model(model, dtype, device, progress)), None, "", triton=True)
+            whole = _torch_model(model, dtype, device, progress)
+            return Backend(in_codes(whole, as_kind(quantize)), None, "", triton=True)
         if quantize is not None:
-            raise Unsupported(f"quantize={quantize!r} needs the native step, and {reason}")
+            needs, why = ("Triton kernels", fast) if device.type == "cuda" else ("the native step", reason)
+            raise Unsupported(f"quantize={quantize!r} needs {needs}, and {why}")
         found = _torch_model(model, dtype, device, progress)
         return Backend(found, None, reason if fast else "", triton=fast is None)
     team = _team(threads, settings)

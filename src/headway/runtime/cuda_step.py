@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from headway.kernels.sampling import Draw
-from headway.kernels.triton import attention, exact, fused, int4, layout
+from headway.kernels.triton import attention, coded, exact, fused, layout
 from headway.kernels.triton.attention import Paged, Scratch, Splits, Tile
+from headway.kernels.triton.coded import Coded
 from headway.kernels.triton.fused import Heads
-from headway.kernels.triton.int4 import Int4
 from headway.kernels.triton.launch import can_go_ahead
 from headway.kernels.triton.products import Norm, row_product
 from headway.kv.pool import Pool
@@ -62,15 +63,17 @@ class Buffers:
         self.q, self.mixed = empty(c.heads, c.head_dim), empty(c.heads, c.head_dim)
         self.gate_up, self.inner = empty(2 * c.intermediate_size), empty(c.intermediate_size)
         self.cs = empty(2, len(decoder.inv_freq), kind=torch.float32)
-        self._halves: tuple[Tensor, Tensor, Tensor] | None = None
+        self._halves: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def halves(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Room in float16 for one row, normed [1, E], between gate and down [F], and out of attention [1, H, D]."""
-        if self._halves is None:
-            shapes = (self.h[:1], self.inner[0], self.mixed[:1])
+    def halves(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Room in float16 for rows, normed [R, E], between gate and down [R, F], and out of attention [R, H, D]."""
+        if not self._halves or len(self._halves[-1][0]) < rows:  # what is given stays: graphs go on using it
+            size = min(self.rows, max(rows, coded.FEW))
+            shapes = (self.h[:size], self.inner[:size], self.mixed[:size])
             h, inner, mixed = (torch.empty_like(t, dtype=torch.float16) for t in shapes)
-            self._halves = h, inner, mixed
-        return self._halves
+            self._halves.append((h, inner, mixed))
+        h, inner, mixed = self._halves[-1]
+        return h[:rows], inner[:rows], mixed[:rows]
 
 
 class CudaModel:
@@ -91,6 +94,9 @@ class CudaModel:
         self.chunk = attention.chunk_tokens(c.heads, c.kv_heads, c.head_dim, decoder.dtype)
         self.ahead = can_go_ahead(self.device)
         self.deterministic = deterministic
+        self._wide: bool | None = None  # whether many rows take wider tiles in deterministic mode
+        self.coded = isinstance(decoder.output, Coded)
+        self._written: Tensor | None = None
         self._numbers = torch.arange(512, dtype=torch.int32, device=self.device)
         self._given: list[Tensor] = []  # earlier ones, that graphs go on using
 
@@ -105,10 +111,10 @@ class CudaModel:
         mark("embed")
         fused.angles(step.ints, step.rows, room.cs[: step.count], self.decoder.inv_freq, self.config.rope.scale)
         mark("rope")
-        if self.deterministic:
+        if self.coded and (self.deterministic or step.count <= coded.FEW):
+            self._coded_rows(step, room, mark)
+        elif self.deterministic:
             self._rows(step, room, mark)
-        elif step.count == 1 and isinstance(self.decoder.layers[0].qkv, Int4):
-            self._one_coded_row(step, room, mark)
         elif step.count == 1:
             self._one_row(step, room, mark)
         else:
@@ -142,26 +148,37 @@ class CudaModel:
     ) -> None:
         row_product(x, w.weight, y, bias=w.bias, norm=norm, gated=gated, add=add, ahead=self.ahead)
 
-    def _one_coded_row(self, step: Step, room: Buffers, mark: Mark) -> None:
-        """The same with 4-bit matrices, whose products take rows in float16."""
-        x, (h, inner, mixed) = room.x[:1], room.halves()
+    def _coded_rows(self, step: Step, room: Buffers, mark: Mark) -> None:
+        """The same of few rows with matrices in codes, whose products take rows in float16."""
+        n = step.count
+        x, (h, inner, mixed) = room.x[:n], room.halves(n)
         for l, layer in enumerate(self.decoder.layers):
             fused.norm(x, layer.input_norm, layer.eps, h, ahead=self.ahead)
-            self._coded(h[0], layer.qkv, room.qkv[0])
+            self._coded_product(h, layer.qkv, room.qkv[:n])
             mark("qkv")
             self._attention(l, step, room, mark, mixed)
-            self._coded(mixed.flatten(), layer.out, x[0], add=True)
+            self._coded_product(mixed.flatten(1), layer.out, x, add=True)
             mark("output projection")
             fused.norm(x, layer.mlp_norm, layer.eps, h, ahead=self.ahead)
-            self._coded(h[0], layer.gate_up, inner, gated=True)
-            self._coded(inner, layer.down, x[0], factor=1 / int4.INNER, add=True)
+            self._coded_product(h, layer.gate_up, inner)
+            self._coded_product(inner, layer.down, x, factor=1 / coded.INNER, add=True)
             mark("feed-forward")
 
-    def _coded(
-        self, x: Tensor, w: Linear | Int4, y: Tensor, *, factor: float = 1.0, gated: bool = False, add: bool = False
-    ) -> None:
-        assert isinstance(w, Int4)
-        int4.row_product(x, w, y, factor=factor, gated=gated, add=add, ahead=self.ahead)
+    def _coded_product(self, x: Tensor, w: object, y: Tensor, *, factor: float = 1.0, add: bool = False) -> None:
+        assert isinstance(w, Coded)
+        coded.product(x, w, y, factor=factor, add=add, ahead=self.ahead, alone=not self.deterministic)
+
+    def _dense(self, w: Linear | Coded) -> Tensor:
+        """The matrix [N, K] as floats. One in codes is written out where the next one will be: it serves until then."""
+        if not isinstance(w, Coded):
+            return w.weight
+        if self._written is None:
+            size = max(prod(m.shape) for layer in self.decoder.layers for m in _matrices(layer))
+            self._written = torch.empty(size, dtype=self.dtype, device=self.device)
+        n, k = w.shape
+        found = self._written[: n * k].view(n, k)
+        coded.expand(w, found)
+        return found
 
     def _rows(self, step: Step, room: Buffers, mark: Mark) -> None:
         n, layers = step.count, self.decoder.layers
@@ -240,11 +257,19 @@ class CudaModel:
 
     def _linear(self, x: Tensor, w: Linear, y: Tensor) -> None:
         if self.deterministic:
-            exact.product(x, w.weight, y, bias=w.bias, ahead=self.ahead)
+            exact.product(x, w.weight, y, bias=w.bias, tile=self._exact(len(x)), ahead=self.ahead)
         elif w.bias is None:
-            torch.mm(x, w.weight.t(), out=y)
+            torch.mm(x, self._dense(w).t(), out=y)
         else:
-            torch.addmm(w.bias, x, w.weight.t(), out=y)
+            torch.addmm(w.bias, x, self._dense(w).t(), out=y)
+
+    def _exact(self, rows: int) -> exact.Tile | None:
+        """The tile of products in deterministic mode; None for that of any number of rows."""
+        if rows <= exact.MANY:
+            return None
+        if self._wide is None:  # the first step of a size is never captured
+            self._wide = exact.wide_is_alike(self.decoder.layers[0].qkv.weight)
+        return exact.WIDE if self._wide else None
 
     # -- what the reader asks for ----------------------------------------------------------------------------------
 
@@ -269,9 +294,14 @@ class CudaModel:
     def head(self, x: Tensor, rows: Tensor | None, h: Tensor, logits: Tensor) -> None:
         """Logits into [R, V] float32, of residual rows x, or of those that `rows` [R] int32 names. h [R, E] is room."""
         d = self.decoder
+        if isinstance(d.output, Coded):
+            half = torch.empty_like(h, dtype=torch.float16)
+            fused.norm(x, d.final_norm, self.config.norm_eps, half, rows=rows, ahead=self.ahead)
+            self._coded_product(half, d.output, logits)
+            return
         if self.deterministic:
             fused.norm(x, d.final_norm, self.config.norm_eps, h, rows=self._first(len(h)) if rows is None else rows)
-            exact.product(h, d.output, logits, ahead=self.ahead)
+            exact.product(h, d.output, logits, tile=self._exact(len(h)), ahead=self.ahead)
             return
         if len(h) == 1 and rows is None:
             norm = Norm(d.final_norm, self.config.norm_eps)
@@ -302,6 +332,10 @@ def pick_tile(rows: int, splits: Splits) -> Tile:
     if splits.most >= 8:
         return Tile(64, 4, 2)
     return Tile(32, 4, 3) if rows <= 128 else Tile(32, 2, 3)
+
+
+def _matrices(layer: Layer) -> list[Coded]:
+    return [m for m in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(m, Coded)]
 
 
 def fixed_tile(dim: int, dtype: torch.dtype) -> Tile:

@@ -33,6 +33,29 @@ def follow(AHEAD: tl.constexpr):
 
 
 @triton.jit
+def fetch(at, size):
+    """Bring so many bytes, a multiple of 16, to the second-level cache; nothing waits for them."""
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred p, q;
+        .reg .u32 t;
+        mov.u32 t, %tid.x;
+        setp.eq.u32 p, t, 0;
+        setp.gt.and.s32 q, $2, 0, p;
+        @q cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [at.to(tl.int64), tl.full((), 0, tl.int32) + size],
+        tl.int32,
+        False,
+        1,
+    )
+
+
+@triton.jit
 def wait(AHEAD: tl.constexpr):
     """What the kernels in front compute is there from here on."""
     if AHEAD:

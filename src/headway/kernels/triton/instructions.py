@@ -1,0 +1,243 @@
+"""Products of coded blocks on the matrix units, as the instructions they are.
+
+One instruction multiplies A [16 outputs, 16 inputs] by B [16 inputs, 8 rows] and adds to D [16, 8]. A block of codes
+holds four such A. Of each matrix a lane 4r + q has a few numbers: of A the outputs r and r + 8 in four registers of two
+float16 (a₀: r, its first two inputs; a₁: r + 8, the same; a₂ and a₃: the next two inputs), of B two registers of row r,
+of D the outputs r (d₀, d₁) and r + 8 (d₂, d₃) of rows 2q and 2q + 1. Here t numbers the four products of a block.
+
+Codes become float16 with hardly an instruction: four or eight bits alone in a word of sixteen are a subnormal number,
+code × 2⁻²⁴, which the matrix units multiply exactly. 4-bit codes of outputs r + 8 stand four bits higher, which is 16
+times as much. What a code has too much, 8 or 128, is taken off by a product of the same inputs with a constant A.
+"""
+
+# pyright: reportIndexIssue=false, reportMissingImports=false
+# ruff: noqa: PLR0917
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+
+
+def _mma(d: str, a: str, b: str, c: str) -> str:
+    return f"{_MMA} {{{d}}}, {{{a}}}, {{{b}}}, {{{c}}};"
+
+
+def _list(first: int, count: int = 4, step: int = 1) -> str:
+    return ", ".join(f"${first + i * step}" for i in range(count))
+
+
+def _eight_bit_sums() -> str:
+    """$0–3 = $4–7 + the four products of A in $8–23 (a₀ of all four, then a₁, …) with B in $24–31."""
+    lines, total = ["{", ".reg .f32 d<4>;"], _list(4)
+    for t in range(4):
+        lines.append(_mma("d0, d1, d2, d3", _list(8 + t, step=4), _list(24 + 2 * t, 2), total))
+        total = "d0, d1, d2, d3"
+    return "\n".join([*lines, *(f"mov.f32 ${i}, d{i};" for i in range(4)), "}"])
+
+
+def _eight_bit_zero() -> str:
+    """$0–3 = $4–7 less 128 × 2⁻²⁴ times the sums of B in $8–15."""
+    lines, total = ["{", ".reg .f32 d<4>;", ".reg .b32 k;", "mov.b32 k, 0x80808080;"], _list(4)
+    for t in range(4):
+        lines.append(_mma("d0, d1, d2, d3", "k, k, k, k", _list(8 + 2 * t, 2), total))
+        total = "d0, d1, d2, d3"
+    return "\n".join([*lines, *(f"mov.f32 ${i}, d{i};" for i in range(4)), "}"])
+
+
+def _four_bit_zero() -> str:
+    """$0–3 and $4–7: less 8 × 2⁻²⁴ times the sums of B in $8–15, of each of two groups."""
+    lines = ["{", ".reg .f32 d<8>, z;", ".reg .b32 k, l;", "mov.b32 k, 0x80088008;", "mov.b32 l, 0x80808080;"]
+    lines.append("mov.f32 z, 0f00000000;")
+    for group in range(2):
+        d = ", ".join(f"d{4 * group + i}" for i in range(4))
+        lines.append(_mma(d, "k, l, k, l", _list(8 + 4 * group, 2), "z, z, z, z"))
+        lines.append(_mma(d, "k, l, k, l", _list(10 + 4 * group, 2), d))
+    return "\n".join([*lines, *(f"mov.f32 ${i}, d{i};" for i in range(8)), "}"])
+
+
+def _four_bit_sums() -> str:
+    """$0–3 = $4–7 + the sums of two groups, which begin at $8–11 and $12–15, times their scales in $40 and $41.
+
+    A is in $16–31, B in $32–39.
+    """
+    lines = ["{", ".reg .f32 d<8>, s<4>;", ".reg .f16 h<4>;"]
+    for group in range(2):
+        d = ", ".join(f"d{4 * group + i}" for i in range(4))
+        for t in (2 * group, 2 * group + 1):
+            begin = _list(8 + 4 * group) if t % 2 == 0 else d
+            lines.append(_mma(d, _list(16 + t, step=4), _list(32 + 2 * t, 2), begin))
+    lines += ["mov.b32 {h0, h1}, $40;", "mov.b32 {h2, h3}, $41;", *(f"cvt.f32.f16 s{i}, h{i};" for i in range(4))]
+    for i in range(4):
+        lines.append(f"fma.rn.f32 d{i}, d{i}, s{i // 2 * 2}, ${4 + i};")
+        lines.append(f"fma.rn.f32 ${i}, d{4 + i}, s{i // 2 * 2 + 1}, d{i};")
+    return "\n".join([*lines, "}"])
+
+
+def _four_bit_unpack() -> str:
+    """A of four words $16–19 into $0–15: a₀ of all four, then a₁, …"""
+    lines = ["{", ".reg .b32 u;"]
+    for t in range(4):
+        lines += [f"and.b32 ${t}, ${16 + t}, 0x000f000f;", f"and.b32 ${4 + t}, ${16 + t}, 0x00f000f0;"]
+        lines += [
+            f"shr.u32 u, ${16 + t}, 8;",
+            f"and.b32 ${8 + t}, u, 0x000f000f;",
+            f"and.b32 ${12 + t}, u, 0x00f000f0;",
+        ]
+    return "\n".join([*lines, "}"])
+
+
+def _int8_unpack() -> str:
+    """A of four words of outputs r, $16–19, and of r + 8, $20–23, into $0–15."""
+    lines = ["{"]
+    for t in range(4):
+        lines += [f"prmt.b32 ${t}, ${16 + t}, 0, 0x4140;", f"prmt.b32 ${8 + t}, ${16 + t}, 0, 0x4342;"]
+        lines += [f"prmt.b32 ${4 + t}, ${20 + t}, 0, 0x4140;", f"prmt.b32 ${12 + t}, ${20 + t}, 0, 0x4342;"]
+    return "\n".join([*lines, "}"])
+
+
+def _fp8_unpack() -> str:
+    """The same of float8 numbers."""
+    lines = ["{", ".reg .b16 l, m;"]
+    for t in range(4):
+        for word, low, high in ((16 + t, t, 8 + t), (20 + t, 4 + t, 12 + t)):
+            lines.append(f"mov.b32 {{l, m}}, ${word};")
+            lines += [f"cvt.rn.f16x2.e4m3x2 ${low}, l;", f"cvt.rn.f16x2.e4m3x2 ${high}, m;"]
+    return "\n".join([*lines, "}"])
+
+
+def _lane_predicates() -> list[str]:
+    """p0 … p3: whether the lane's q is 0 … 3."""
+    tests = [f"setp.eq.u32 p{m}, lane, {m};" for m in range(4)]
+    return [".reg .u32 lane;", ".reg .pred p<4>;", "mov.u32 lane, %laneid;", "and.b32 lane, lane, 3;", *tests]
+
+
+def _unpacked(kind: str, word: int, other: int) -> list[str]:
+    """a0 … a3 of one product: out of a word, and for eight bits of the same word of the outputs r + 8."""
+    if kind == "int4":
+        lines = [f"and.b32 a0, ${word}, 0x000f000f;", f"and.b32 a1, ${word}, 0x00f000f0;", f"shr.u32 u, ${word}, 8;"]
+        return [*lines, "and.b32 a2, u, 0x000f000f;", "and.b32 a3, u, 0x00f000f0;"]
+    if kind == "int8":
+        low, high = "0, 0x4140", "0, 0x4342"
+        lines = [f"prmt.b32 a0, ${word}, {low};", f"prmt.b32 a2, ${word}, {high};"]
+        return [*lines, f"prmt.b32 a1, ${other}, {low};", f"prmt.b32 a3, ${other}, {high};"]
+    lines = [f"mov.b32 {{l, m}}, ${word};", "cvt.rn.f16x2.e4m3x2 a0, l;", "cvt.rn.f16x2.e4m3x2 a2, m;"]
+    lines += [f"mov.b32 {{l, m}}, ${other};", "cvt.rn.f16x2.e4m3x2 a1, l;", "cvt.rn.f16x2.e4m3x2 a3, m;"]
+    return lines
+
+
+def _one_row(kind: str) -> str:
+    """$0–3 = $4–7 + one row's products with four blocks of inputs. B, $8–11, has a group of them in each column.
+
+    Column 2m + g is group g of block m: of a product with that group's codes no other column means anything, and the
+    lanes that have it are those whose q is m. The first two numbers are sums of the outputs r and r + 8. Words are in
+    $12–27, or in $12–43 with those of r + 8 after those of r for each block; int4 has its scales in the last two.
+    """
+    wide = kind != "int4"
+    registers = [
+        ".reg .f32 d<4>, z<4>, s<4>, e0, e1;",
+        ".reg .f16 h<4>;",
+        ".reg .b32 a<4>, u, k, l2;",
+        ".reg .b16 l, m;",
+    ]
+    lines = ["{", *registers, *_lane_predicates(), "mov.f32 e0, $4;", "mov.f32 e1, $5;"]
+    if kind == "int4":
+        lines += ["mov.b32 {h0, h1}, $28;", "mov.b32 {h2, h3}, $29;", *(f"cvt.f32.f16 s{i}, h{i};" for i in range(4))]
+    if kind != "fp8":  # what every code has too much, of all columns at once
+        lines += [f"mov.b32 k, {'0x80808080' if wide else '0x80088008'};", "mov.b32 l2, 0x80808080;"]
+        lines += ["mov.f32 z0, 0f00000000;", _mma("z0, z1, z2, z3", "k, l2, k, l2", "$8, $9", "z0, z0, z0, z0")]
+        lines.append(_mma("z0, z1, z2, z3", "k, l2, k, l2", "$10, $11", "z0, z1, z2, z3"))
+        lines += _added("z0", "z2", "s0", "s2", wide, "") + _added("z1", "z3", "s1", "s3", wide, "")
+    for m in range(4):
+        for g in range(2):
+            for t in range(2):
+                word = 12 + (8 if wide else 4) * m + 2 * g + t
+                lines += _unpacked(kind, word, word + 4)
+                lines.append("mov.f32 d0, 0f00000000;" if t == 0 else "")
+                begin = "d0, d0, d0, d0" if t == 0 else "d0, d1, d2, d3"
+                lines.append(_mma("d0, d1, d2, d3", "a0, a1, a2, a3", f"${8 + 2 * t}, ${9 + 2 * t}", begin))
+            lines += _added(f"d{g}", f"d{2 + g}", f"s{g}", f"s{2 + g}", wide, f"@p{m} ")
+    return "\n".join([*lines, "mov.f32 $0, e0;", "mov.f32 $1, e1;", "mov.f32 $2, $6;", "mov.f32 $3, $7;", "}"])
+
+
+def _added(low: str, high: str, low_scale: str, high_scale: str, wide: bool, when: str) -> list[str]:
+    if wide:
+        return [f"{when}add.f32 e0, e0, {low};", f"{when}add.f32 e1, e1, {high};"]
+    return [f"{when}fma.rn.f32 e0, {low}, {low_scale}, e0;", f"{when}fma.rn.f32 e1, {high}, {high_scale}, e1;"]
+
+
+def _registers(*kinds: tuple[str, int]) -> str:
+    return ",".join(kind for kind, count in kinds for _ in range(count))
+
+
+_UNPACK4 = tl.constexpr(_four_bit_unpack())
+_UNPACK4_AT = tl.constexpr(_registers(("=&r", 16), ("r", 4)))
+_UNPACK8 = tl.constexpr(_int8_unpack())
+_UNPACK_FP8 = tl.constexpr(_fp8_unpack())
+_UNPACK8_AT = tl.constexpr(_registers(("=&r", 16), ("r", 8)))
+_ZERO4 = tl.constexpr(_four_bit_zero())
+_ZERO4_AT = tl.constexpr(_registers(("=f", 8), ("r", 8)))
+_ZERO8 = tl.constexpr(_eight_bit_zero())
+_ZERO8_AT = tl.constexpr(_registers(("=f", 4), ("f", 4), ("r", 8)))
+_SUMS4 = tl.constexpr(_four_bit_sums())
+_SUMS4_AT = tl.constexpr(_registers(("=&f", 4), ("f", 12), ("r", 26)))
+_ROW4 = tl.constexpr(_one_row("int4"))
+_ROW4_AT = tl.constexpr(_registers(("=&f", 4), ("f", 4), ("r", 22)))
+_ROW8 = tl.constexpr(_one_row("int8"))
+_ROW_FP8 = tl.constexpr(_one_row("fp8"))
+_ROW8_AT = tl.constexpr(_registers(("=&f", 4), ("f", 4), ("r", 36)))
+_SUMS8 = tl.constexpr(_eight_bit_sums())
+_SUMS8_AT = tl.constexpr(_registers(("=f", 4), ("f", 4), ("r", 24)))
+
+
+@triton.jit
+def begun():
+    """Loads in front of this are sent before what follows is computed: the compiler would put each before its use."""
+    tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], tl.int32, False, 1)
+
+
+@triton.jit
+def sums(total, zero, w0, w1, s, xa, xb, KIND: tl.constexpr):
+    """The totals with a block's products added, and what is to be taken off them at the end."""
+    a0, a1, a2, a3 = _unpack(w0, w1, KIND)
+    if KIND == "int4":
+        za, zb = tl.inline_asm_elementwise(_ZERO4, _ZERO4_AT, [xa, xb], (tl.float32, tl.float32), True, 4)
+        total = tl.inline_asm_elementwise(
+            _SUMS4, _SUMS4_AT, [total, za, zb, a0, a1, a2, a3, xa, xb, s], tl.float32, True, 4
+        )
+    else:
+        if KIND == "int8":
+            zero = tl.inline_asm_elementwise(_ZERO8, _ZERO8_AT, [zero, xa, xb], tl.float32, True, 4)
+        total = tl.inline_asm_elementwise(_SUMS8, _SUMS8_AT, [total, a0, a1, a2, a3, xa, xb], tl.float32, True, 4)
+    return total, zero
+
+
+@triton.jit
+def _unpack(w0, w1, KIND: tl.constexpr):
+    """A of four products each, [.., 128] int32: two float16 numbers each."""
+    if KIND == "int4":
+        return tl.inline_asm_elementwise(_UNPACK4, _UNPACK4_AT, [w0], (tl.int32, tl.int32, tl.int32, tl.int32), True, 4)
+    elif KIND == "int8":
+        return tl.inline_asm_elementwise(
+            _UNPACK8, _UNPACK8_AT, [w0, w1], (tl.int32, tl.int32, tl.int32, tl.int32), True, 4
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _UNPACK_FP8, _UNPACK8_AT, [w0, w1], (tl.int32, tl.int32, tl.int32, tl.int32), True, 4
+        )
+
+
+@triton.jit
+def row_sums(total, x, a0, b0, c0, d0, a1, b1, c1, d1, s, KIND: tl.constexpr):
+    """The totals of one row with four blocks' products added; x, words and scales as `_one_row` wants them."""
+    if KIND == "int4":
+        return tl.inline_asm_elementwise(_ROW4, _ROW4_AT, [total, x, a0, b0, c0, d0, s], tl.float32, True, 4)
+    elif KIND == "int8":
+        return tl.inline_asm_elementwise(
+            _ROW8, _ROW8_AT, [total, x, a0, a1, b0, b1, c0, c1, d0, d1], tl.float32, True, 4
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _ROW_FP8, _ROW8_AT, [total, x, a0, a1, b0, b1, c0, c1, d0, d1], tl.float32, True, 4
+        )

@@ -1,0 +1,234 @@
+"""Matrices of codes for the device: what they mean, and their products with one row and with several."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+import headway as hw  # noqa: E402
+from headway.base.errors import Unsupported  # noqa: E402
+from headway.kernels.mlp import gated_silu  # noqa: E402
+from headway.kernels.triton import coded  # noqa: E402
+from headway.kernels.triton.coded import Kind, Tile  # noqa: E402
+from headway.runtime.cuda_coded import in_codes  # noqa: E402
+from headway.testing import random_model  # noqa: E402
+from support.hf import random_hf, save_hf  # noqa: E402
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+KINDS = pytest.mark.parametrize("kind", coded.KINDS)
+LIMIT = 3e-6  # sums are float32, in another order
+HALF = 5e-4  # what comes out in float16 has eleven bits
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def matrix(kind: Kind, n: int, k: int, *, gated: bool = False) -> coded.Coded:
+    return coded.quantise(draw(n, k, seed=1) / k**0.5, draw(n, seed=2), kind=kind, gated=gated)
+
+
+def near(found: torch.Tensor, expected: torch.Tensor, limit: float = LIMIT) -> None:
+    assert float((found - expected).norm()) <= limit * float(expected.norm())
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("n", "k", "gated"), [(16, 64, False), (21, 96, False), (50, 160, False), (2, 32, True), (42, 96, True)]
+)
+def test_codes_are_the_nearest_to_their_weights(kind: Kind, n: int, k: int, gated: bool) -> None:
+    weight = draw(n, k)
+    found = coded.quantise(weight, kind=kind, gated=gated).weight
+    assert found.shape == weight.shape
+    if kind == "int4":  # no weight is farther than a step from its code, and a step is an eighth of a group's largest
+        step = weight.abs().amax(1, keepdim=True) / 8
+        assert float((found - weight).norm() / weight.norm()) < 0.12
+    elif kind == "int8":
+        step = weight.abs().amax(1, keepdim=True) / 127 / 2
+    else:
+        step = torch.maximum(weight.abs() / 16, weight.abs().amax(1, keepdim=True) / 448 / 512)
+    assert bool(((found - weight).abs() <= 1.01 * step).all())
+
+
+@KINDS
+def test_every_weight_has_a_place_of_its_own(kind: Kind) -> None:
+    """A matrix of zeros but for one weight is that weight and zeros again."""
+    for n, k in ((0, 0), (7, 15), (8, 16), (15, 63), (16, 64), (20, 95), (3, 40), (11, 71)):
+        weight = torch.zeros(22, 96, device=DEVICE)
+        weight[n, k] = -1.0
+        for gated in (False, True):
+            w = coded.quantise(weight, kind=kind, gated=gated)
+            dense = torch.full((22, 96), 5.0, device=DEVICE)
+            coded.expand(w, dense)
+            assert torch.equal(dense, weight)
+            assert torch.equal(w.weight, weight)
+
+
+@KINDS
+def test_zeros_stay_zeros(kind: Kind) -> None:
+    assert not coded.quantise(torch.zeros(5, 64, device=DEVICE), kind=kind).weight.any()
+
+
+def test_weights_of_many_slices_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = draw(100, 96)
+    for kind in coded.KINDS:
+        whole = coded.quantise(weight, kind=kind, gated=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(coded, "SLICE", 16 * 96)
+            sliced = coded.quantise(weight, kind=kind, gated=True)
+        assert torch.equal(whole.codes, sliced.codes)
+        assert torch.equal(whole.scales, sliced.scales)
+
+
+@KINDS
+def test_inputs_that_fill_no_group_are_refused(kind: Kind) -> None:
+    with pytest.raises(Unsupported, match="33"):
+        coded.quantise(draw(4, 33), kind=kind)
+
+
+@KINDS
+@pytest.mark.parametrize(("n", "k", "gated"), [(5, 32, False), (48, 320, False), (42, 96, True), (80, 1312, True)])
+def test_a_matrix_is_written_out_as_it_is(kind: Kind, n: int, k: int, gated: bool) -> None:
+    w = matrix(kind, n, k, gated=gated)
+    for dtype in (torch.float32, torch.float16):
+        dense = torch.full((n, k), float("nan"), dtype=dtype, device=DEVICE)
+        coded.expand(w, dense)
+        assert torch.equal(dense, w.weight.to(dtype))
+
+
+@KINDS
+@pytest.mark.parametrize("rows", range(1, 18))
+def test_products_with_rows(kind: Kind, rows: int) -> None:
+    n, k = [(5, 32), (33, 96), (18, 320)][rows % 3]
+    x, w = draw(rows, k).half(), matrix(kind, n, k)
+    expected = F.linear(x.float(), w.weight, w.bias)
+    y = torch.full((rows, n), float("nan"), device=DEVICE)
+    coded.product(x, w, y)
+    near(y, expected)
+    onto = draw(rows, n, seed=4)
+    before = onto.clone()
+    coded.product(x, w, onto, factor=16.0, add=True)
+    near(onto, before + F.linear(16 * x.float(), w.weight, w.bias))
+
+
+@KINDS
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_gate_times_up(kind: Kind, rows: int) -> None:
+    for n, k in ((21, 96), (48, 320)):
+        x, w = draw(rows, k).half(), matrix(kind, 2 * n, k, gated=True)
+        expected = gated_silu(F.linear(x.float(), w.weight, w.bias), exact=False)
+        y, half = draw(rows, n), draw(rows, n).half()
+        coded.product(x, w, y)
+        near(y, expected)
+        coded.product(x, w, half)
+        near(half.float() / coded.INNER, expected, HALF)
+
+
+@KINDS
+@pytest.mark.parametrize("tile", [Tile(1, 8, 8), Tile(2, 2, 2), Tile(2, 16, 4)])
+def test_every_tile_gives_the_same(kind: Kind, tile: Tile) -> None:
+    x, w = draw(3, 416).half(), matrix(kind, 64, 416)
+    y = torch.empty(3, 64, device=DEVICE)
+    coded.product(x, w, y, tile=tile)
+    near(y, F.linear(x.float(), w.weight, w.bias))
+
+
+@KINDS
+def test_a_row_is_the_same_alone_and_among_others(kind: Kind) -> None:
+    x, w = draw(40, 352).half(), matrix(kind, 24, 352)
+    among = torch.empty(40, 24, device=DEVICE)
+    coded.product(x, w, among)
+    for some in (slice(0, 1), slice(3, 4), slice(39, 40), slice(5, 17), slice(20, 40)):
+        alone = torch.empty(some.stop - some.start, 24, device=DEVICE)
+        coded.product(x[some], w, alone)
+        assert torch.equal(alone, among[some])
+
+
+@KINDS
+def test_large_inputs_do_not_overflow(kind: Kind) -> None:
+    """Sums are float32: inputs may be as large as float16 has them."""
+    x = torch.full((2, 128), 60000.0, dtype=torch.float16, device=DEVICE)
+    w = coded.quantise(torch.ones(16, 128, device=DEVICE), kind=kind)
+    y = torch.empty(2, 16, device=DEVICE)
+    coded.product(x, w, y)
+    near(y, torch.full((2, 16), 128 * float(x[0, 0]), device=DEVICE), 1e-5)
+
+
+# -- whole models --------------------------------------------------------------------------------------------------
+
+
+async def logits(engine: hw.Engine, prompts: list[list[int]]) -> list[np.ndarray]:
+    """Of each prompt's tokens, and of one more after it, all prompts at once."""
+
+    async def one(prompt: list[int]) -> np.ndarray:
+        async with engine.context() as context:
+            rows = []
+            for tokens in (prompt, [5]):
+                forward = context.forward().input(tokens)
+                handles = [forward.probe(i, hw.Logits()) for i in range(len(tokens))]
+                out = await forward.execute()
+                rows += [out.logits(h) for h in handles]
+            return np.stack(rows)
+
+    return list(await asyncio.gather(*(one(p) for p in prompts)))
+
+
+@KINDS
+def test_a_folder_is_read_into_codes(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same file in codes and as floats: near, and nearer the finer the codes."""
+    monkeypatch.setenv("HEADWAY_NATIVE", "triton")
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    sizes |= {"head_dim": 16, "vocab_size": 60, "num_hidden_layers": 1}
+    folder = save_hf(tmp_path, random_hf("qwen2", 3, **sizes)[1])
+    prompts = [[1, 2, 3], [4]]
+    with hw.Engine(folder, pages=16, quantize=kind, device=DEVICE, dtype="float32") as engine:
+        assert engine.info.runner == "triton"
+        assert engine.info.format == {"int4": "int4 in groups of 32, int8", "int8": "int8", "fp8": "fp8, int8"}[kind]
+        found = engine.run(logits, prompts)
+        alone = engine.run(logits, prompts[1:])[0]
+    monkeypatch.setenv("HEADWAY_NATIVE", "off")
+    with hw.Engine(folder, pages=16, device=DEVICE, dtype="float32") as engine:
+        expected = engine.run(logits, prompts)
+    assert np.abs(found[1] - alone).max() <= 2e-3 * np.abs(alone).max()
+    for one, other in zip(found, expected, strict=True):
+        error = np.abs(one - other).mean() / other.std()
+        assert 1e-4 < error < {"int4": 0.5, "int8": 0.08, "fp8": 0.3}[kind]
+
+
+@KINDS
+def test_many_rows_are_the_same_through_floats(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt above FEW rows is computed with matrices written out, in pieces from their codes."""
+    monkeypatch.setenv("HEADWAY_NATIVE", "triton")
+    monkeypatch.setattr(coded, "FEW", 4)
+    decoder = in_codes(random_model("llama", device=DEVICE, intermediate_size=96, layers=1, vocab_size=40), kind)
+    prompt = np.random.default_rng(0).integers(0, 40, 6).tolist()
+
+    async def pieces(engine: hw.Engine, cuts: list[int]) -> np.ndarray:
+        async with engine.context() as context:
+            for start, stop in pairwise([0, *cuts]):
+                await context.forward().input(prompt[start:stop]).execute()
+            forward = context.forward().input(prompt[cuts[-1] if cuts else 0 :])
+            handle = forward.probe(-1, hw.Logits())
+            return (await forward.execute()).logits(handle)
+
+    with hw.Engine(decoder, pages=32) as engine:
+        whole, cut = engine.run(pieces, []), engine.run(pieces, [3])
+    assert np.abs(whole - cut).max() <= 2e-3 * np.abs(whole).max()
