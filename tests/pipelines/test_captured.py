@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import headway as hw
 from headway.pipelines.arrays import by_token, pack, pooled
+from headway.pipelines.collecting import YOUNG, collecting_rarely
 from headway.pipelines.graphs import Room, Size, in_quarters, stage
 from headway.pipelines.packed import AnyLayout, FixedLayout, PackedEncoder
 from headway.pipelines.task import Batch, Row
 from support import encoders
 
+BEFORE = (500, 9, 9)
 LENGTHS = (3, 7, 7, 1, 12)
 
 
@@ -110,3 +114,33 @@ def test_pooling_between_boundaries_is_pooling_of_rows(how: str) -> None:
     got = pooled(values, Batch({}, (), True, None, ends), how)
     torch.testing.assert_close(got[: len(LENGTHS)], want)
     assert by_token(values, Batch({}, (), True, None, ends)).values.shape == (40, 6)
+
+
+@pytest.fixture
+def thresholds() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(*BEFORE)
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.usefixtures("thresholds")
+class TestCollecting:
+    def test_it_is_rare_until_the_last_stream_is_over(self) -> None:
+        with collecting_rarely():
+            with collecting_rarely():
+                assert gc.get_threshold() == (YOUNG, 9, 9)
+            assert gc.get_threshold() == (YOUNG, 9, 9)
+        assert gc.get_threshold() == BEFORE
+
+    @pytest.mark.parametrize("own", [(0, 9, 9), (2 * YOUNG, 5, 5)])
+    def test_one_that_is_off_or_as_rare_is_left_alone(self, own: tuple[int, int, int]) -> None:
+        gc.set_threshold(*own)
+        with collecting_rarely():
+            assert gc.get_threshold() == own
+        assert gc.get_threshold() == own
+
+    def test_what_was_changed_meanwhile_stays(self) -> None:
+        with collecting_rarely():
+            gc.set_threshold(77)
+        assert gc.get_threshold()[0] == 77

@@ -40,6 +40,7 @@ Who owns what:
     sounds        any recording → float32 samples; `pieces` divide long ones
     shapes        tasks whose rows padding would change; `writing` what models write of pictures and recordings
     packed, quantize, compiled, onnx    other ways to compute the same numbers; `products` are their linear layers
+    graphs        packed rows on a GPU: passes captured once and replayed; `collecting` holds the collector back there
     tasks/        one file a family of tasks: classification, zero_shot, tagging, filling, answering, embedding (text),
                   decoding (text on the engine); vision, zero_shot_image, multimodal, audio, speech, whisper, seq2seq
 """

@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -16,6 +17,7 @@ from headway.base.errors import Closed, InvalidInput
 from headway.base.machine import read_machine
 from headway.pipelines.batcher import Batcher, Ticket
 from headway.pipelines.budget import Budget
+from headway.pipelines.collecting import collecting_rarely
 from headway.pipelines.forward import FORWARD_PARAMETERS, HostCopy, bring_back
 from headway.pipelines.outputs import ModelOutput
 from headway.pipelines.stream import Stream, item_failed
@@ -97,19 +99,20 @@ class Pipeline:
             return error
 
     def _stream(self, source: Iterable[Any], options: Any, on_error: str) -> Iterator[Any]:
-        ahead = self.task.lookahead * (DEVICE_AHEAD if self.device.type == "cuda" else 1)
-        stream = Stream(source, self._intake.start, ahead, options)
-        for index, ticket in stream.tickets():
-            try:
-                if ticket.error is not None:
-                    raise ticket.error
-                result = _postprocess(self.task, ticket)
-            except Exception as error:
-                if on_error == "return":
-                    result = error
-                else:
-                    raise item_failed(error, index) from error
-            yield result
+        quick = self.device.type == "cuda"
+        stream = Stream(source, self._intake.start, self.task.lookahead * (DEVICE_AHEAD if quick else 1), options)
+        with collecting_rarely() if quick else nullcontext():
+            for index, ticket in stream.tickets():
+                try:
+                    if ticket.error is not None:
+                        raise ticket.error
+                    result = _postprocess(self.task, ticket)
+                except Exception as error:
+                    if on_error == "return":
+                        result = error
+                    else:
+                        raise item_failed(error, index) from error
+                yield result
 
     # -- by hand -------------------------------------------------------------------------------------------------------
 
