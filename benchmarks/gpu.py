@@ -72,7 +72,7 @@ QUICK = Size("tiny", "tiny", 24, 6, 3, 4, 6, 40, 60, 8, 6, 1)
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds until every sequence had its first token, then seconds for `tokens` more in all of them."""
+    """Seconds until every sequence had its first token; then, until the first of them ended, seconds and tokens."""
 
     first: float
     rest: float
@@ -99,9 +99,9 @@ def generate(engine: hw.Engine, prompts: Sequence[Sequence[int]], build: Build) 
         return began, await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts)))
 
     began, found = engine.run(everyone)
-    ready, ended = max(m[0] for m in found), max(m[-1] for m in found)
-    after = sum(moment > ready for moments in found for moment in moments)
-    return Timing(ready - began, ended - ready, after, ended - began)
+    ready, first, last = max(m[0] for m in found), min(m[-1] for m in found), max(m[-1] for m in found)
+    after = sum(ready < moment <= first for moments in found for moment in moments)
+    return Timing(ready - began, first - ready, after, last - began)
 
 
 def greedy(tokens: int) -> Build:
@@ -284,6 +284,7 @@ class Bench:
             lambda ctx, i: ctx.generate(samplers[i % 5](i), max_tokens=s.tokens, stop_only=True),
         )
         self.add("… with a sampler and seed for each row", mixed / plain, "of plain", target=0.9)
+        self._grammars(engine, plain, samplers)
         bound = self.rates(
             engine,
             s.batch,
@@ -292,7 +293,27 @@ class Bench:
                 samplers[i % 5](i), max_tokens=s.tokens, stop_only=True, constrain=HalfOfTheWords(vocab, i)
             ),
         )
-        self.add("… and a constraint for each row", bound / plain, "of plain", target=0.9)
+        self.add("… and a constraint of its program's own for each row", bound / plain, "of plain")
+
+    def _grammars(self, engine: hw.Engine, plain: float, samplers: list[Callable[[int], hw.Sampler]]) -> None:
+        from gpu_grammars import grammars
+
+        s = self.size
+        try:
+            grammar = grammars(engine.vocab_size)
+        except hw.Unsupported as error:
+            print(f"… and a grammar for each row: {error}")
+            return
+        ready = [grammar(i) for i in range(s.batch)]
+        bound = self.rates(
+            engine,
+            s.batch,
+            s.tokens,
+            lambda ctx, i: ctx.generate(
+                samplers[i % 5](i), max_tokens=s.tokens, stop_only=True, constrain=ready[i].copy()
+            ),
+        )
+        self.add("… and a grammar for each row", bound / plain, "of plain", target=0.9)
 
     def _idle(self, engine: hw.Engine) -> None:
         """The share of the time in which no kernel runs, while all sequences decode."""

@@ -15,20 +15,24 @@ looked at on its way. In deterministic mode the same graphs hold other kernels, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from headway.base.errors import HeadwayError, PassFailed
+from headway.base.samplers import Sampling
 from headway.kernels.triton.attention import chunk_items
 from headway.kv.pool import Pool
 from headway.models.decoder import Decoder, Taps
-from headway.runtime.batch import Batch, reads_final_state
+from headway.runtime.batch import Batch, Rows, reads_final_state
 from headway.runtime.cuda_arrays import Numbers, StepInts, Upload, even
 from headway.runtime.cuda_graphs import SIZES, Graphs, padded
 from headway.runtime.cuda_read import CudaReader, Values
 from headway.runtime.cuda_step import Buffers, CudaModel, Step
+from headway.runtime.passes import Followed
 from headway.runtime.profile import Profiler
 from headway.runtime.readout import make_taps
 from headway.runtime.runner import SegmentResult, step_bytes
@@ -75,6 +79,33 @@ class CudaRunner:
 
         return finished
 
+    @property
+    def measures(self) -> bool:
+        """Whether steps are being measured."""
+        return self.profiler.enabled
+
+    @property
+    def most_rows(self) -> int:
+        """How many rows go on by themselves in one step, at most."""
+        return SIZES[-1]
+
+    def draws(self, how: Sampling) -> bool:
+        """Whether rows that go on by themselves can draw so."""
+        return self._reader.draws(how)
+
+    def begin_rows(self, rows: Rows) -> CudaRows:
+        """Set the device to work on rows that go on by themselves, behind those that it may be at work on."""
+        with torch.inference_mode(), self._where():
+            size = padded(len(rows))
+            assert size is not None
+            self._fixed.wait()
+            padding = even(size)
+            used = self._layout.fill_rows(self._fixed.host, rows, padding)
+            if used is None:
+                raise PassFailed(f"the pages of {len(rows)} rows are more than a captured step has room for")
+            self._fixed.send(used)
+            return CudaRows(self._reader, rows, self._reader.row_logits(self._replayed(padding, size)), self._where)
+
     def _where(self) -> AbstractContextManager[object]:
         """Triton launches on the thread's own device, whatever device the tensors are on."""
         device = self.decoder.device
@@ -112,11 +143,13 @@ class CudaRunner:
         if large or taps is not None or self.profiler.measuring:
             return self._by_hand(batch, numbers, rows, taps)
         assert size is not None
-        room = self._graph_room()
         self._fixed.wait()
         self._fixed.send(self._layout.fill(self._fixed.host, batch, numbers, rows))
-        step = Step(self._fixed.device, rows, size)
-        mark = self.profiler.mark
+        return self._replayed(rows, size)
+
+    def _replayed(self, rows: int, size: int) -> Tensor:
+        """Residual rows of the step whose numbers are on their way, laid out for so many rows."""
+        room, step, mark = self._graph_room(), Step(self._fixed.device, rows, size), self.profiler.mark
         self._graphs.run(("step", size), lambda: self.model.run(step, room, mark))
         return room.x[:size]
 
@@ -155,6 +188,37 @@ class CudaRunner:
         if self._fixed_room is None:
             self._fixed_room = Buffers(self.decoder, SIZES[-1])
         return self._fixed_room
+
+
+class CudaRows:
+    """A step of rows that go on by themselves, whose logits [N, V] are on their way."""
+
+    def __init__(
+        self, reader: CudaReader, rows: Rows, logits: Tensor, where: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        self._reader, self._rows, self._logits, self._where = reader, rows, logits, where
+        self._wait: Callable[[], list[int]] | None = None
+        self._failed: dict[int, HeadwayError] = {}
+
+    def draw(self, masks: Sequence[Followed | None]) -> None:
+        """Have the device draw, among what the masks allow."""
+        words: list[np.ndarray | None] = []
+        for i, mask in enumerate(masks):
+            try:
+                words.append(None if mask is None else mask.words())
+            except HeadwayError as error:  # there is no mask for this row; the others go on
+                self._failed[i] = error
+                words.append(None)
+        with torch.inference_mode(), self._where():
+            self._wait = self._reader.draw_rows(self._rows, self._logits, words)
+
+    def tokens(self) -> list[int | HeadwayError]:
+        """What was drawn, once it is there."""
+        assert self._wait is not None
+        found: list[int | HeadwayError] = [*self._wait()]
+        for i, error in self._failed.items():
+            found[i] = error
+        return found
 
 
 def _kept(batch: Batch, x: Tensor) -> list[Tensor | None]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from headway.kernels.triton import layout
-from headway.runtime.batch import Batch, Segment
-from headway.runtime.native_arrays import runs
+from headway.runtime.batch import Batch, Rows, Segment
+from headway.runtime.native_arrays import row_runs, runs
 
 
 class Upload:
@@ -46,6 +46,26 @@ class Upload:
         self.device[:count].copy_(self._host[:count], non_blocking=True)
         if self._sent is not None:
             self._sent.record()
+
+
+class Landing:
+    """Room in pinned host memory for numbers that come back."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._host = torch.empty(count, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._come = torch.cuda.Event() if device.type == "cuda" else None
+
+    def send(self, numbers: Tensor) -> None:
+        """Copy the numbers, in the order of the stream."""
+        self._host[: len(numbers)].copy_(numbers, non_blocking=True)
+        if self._come is not None:
+            self._come.record()
+
+    def read(self, count: int) -> list[int]:
+        """The first numbers, once they have come."""
+        if self._come is not None:
+            self._come.synchronize()
+        return self._host[:count].tolist()
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,15 +119,39 @@ class StepInts:
             starts, whole = np.repeat(starts, lengths), np.repeat(whole, lengths)
         head[layout.PAGE_AT, :count], head[layout.WHOLE, :count] = starts, whole
         for i, (where, pairs) in enumerate(numbers.runs):
-            field = layout.run_field(i)
-            first, behind = 2 * where[:-1], 2 * where[1:]
-            head[field + layout.RUN_AT, :count] = at + first
-            head[field + layout.RUN_COUNT, :count] = (behind - first) // 2
-            head[field + layout.FIRST, :count] = pairs[first]
-            head[field + layout.BEHIND, :count] = pairs[behind - 1]
-            host[at : at + len(pairs)] = pairs
-            at += len(pairs)
+            at = _put_runs(host, head[layout.run_field(i) :, :count], where, pairs, at)
         return at
+
+    def fill_rows(self, host: np.ndarray, step: Rows, rows: int) -> int | None:
+        """The same for rows that go on by themselves; None when there is no room for all numbers."""
+        count, at = len(step), self.columns * rows
+        found = [row_runs(step, window) for window in self.windows]
+        end = at + len(step.pages)
+        if end + sum(len(pairs) for _, pairs in found) > len(host):
+            return None
+        head = host[:at].reshape(self.columns, rows)
+        head[:, count:] = 0
+        head[layout.WRITE] = -1
+        head[layout.TOKEN, :count], head[layout.POSITION, :count] = step.tokens, step.positions
+        head[layout.WRITE, :count] = step.write_slots
+        head[layout.PAGE_AT, 0] = at
+        head[layout.PAGE_AT, 1:count] = at + step.page_ends[:-1]
+        head[layout.WHOLE, :count] = 1
+        host[at:end] = step.pages
+        for i, (where, pairs) in enumerate(found):
+            end = _put_runs(host, head[layout.run_field(i) :, :count], where, pairs, end)
+        return end
+
+
+def _put_runs(host: np.ndarray, columns: np.ndarray, where: np.ndarray, pairs: np.ndarray, at: int) -> int:
+    """Write a set of masks from `at` on, and its columns; where it ends."""
+    first, behind = 2 * where[:-1], 2 * where[1:]
+    columns[layout.RUN_AT] = at + first
+    columns[layout.RUN_COUNT] = (behind - first) // 2
+    columns[layout.FIRST] = pairs[first]
+    columns[layout.BEHIND] = pairs[behind - 1]
+    host[at : at + len(pairs)] = pairs
+    return at + len(pairs)
 
 
 def even(count: int) -> int:

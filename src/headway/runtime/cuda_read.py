@@ -21,8 +21,8 @@ from headway.base.samplers import Sampling
 from headway.kernels.triton import sampling
 from headway.kernels.triton.sampling import ASK_FLOATS, ASK_INTS, NO_TOKEN, UNDECIDED, Asks
 from headway.models.decoder import Taps
-from headway.runtime.batch import Batch, reads_final_state
-from headway.runtime.cuda_arrays import Upload
+from headway.runtime.batch import Batch, Rows, reads_final_state
+from headway.runtime.cuda_arrays import Landing, Upload
 from headway.runtime.cuda_graphs import Graphs, padded
 from headway.runtime.cuda_probes import CudaProbes, Drawn
 from headway.runtime.cuda_step import CudaModel, Mark
@@ -91,6 +91,8 @@ class CudaReader:
         self._ways: dict[int, tuple[Sampling, _Way]] = {}
         self._probes = CudaProbes(model, graphs)
         self._grow(1)
+        model.drawn = self._found.tokens
+        self._landing = [Landing(MOST, device) for _ in range(2)]  # of rows that go on by themselves, in turn
 
     def begin(self, batch: Batch, x: Tensor | None, mark: Mark, taps: Taps | None = None) -> Callable[[], Values]:
         """Set the device to work on what is read; what comes back waits for it and gives values by segment and readout.
@@ -138,6 +140,31 @@ class CudaReader:
             return values
 
         return finish
+
+    def draws(self, how: Sampling) -> bool:
+        """Whether `draw_rows` can draw so."""
+        return self._way(how).plain
+
+    def row_logits(self, x: Tensor) -> Tensor:
+        """Logits [N, V] of all rows of x."""
+        return self._only(x) if len(x) == 1 else self._chosen(list(range(len(x))), x)
+
+    def draw_rows(self, rows: Rows, logits: Tensor, words: Sequence[np.ndarray | None]) -> Callable[[], list[int]]:
+        """Draw a token at each row, where `words` are bits of what is allowed; what comes back waits for them.
+
+        Two such steps may be on their way.
+        """
+        count, masks = len(rows), list[int]()
+        bound = [bits for bits in words if bits is not None]
+        if bound:
+            self._upload(bound)
+            at = iter(range(count))
+            masks = [-1 if bits is None else next(at) for bits in words]
+        self._launch(logits, self._fill(range(count), rows.readouts, rows.positions, masks))
+        landing = self._landing[0]
+        self._landing.reverse()
+        landing.send(self._found.tokens[:count])
+        return lambda: landing.read(count)
 
     def _is_plain(self, asked: list[_Asked]) -> bool:
         """Whether each row of the step is read once at most, by a sampler that needs nothing but its numbers."""
@@ -264,8 +291,7 @@ class CudaReader:
         count = len(places)
         if len(x) == 1:
             self._grow(1 + len(copied))
-            logits, h = self._out[:1], self._h[:1]
-            self._graphs.run(("head", 0, x.data_ptr()), lambda: self.model.head(x, None, h, logits))
+            logits = self._only(x)
         else:
             self._grow(count + len(copied))
             logits = self._chosen([place.row for place in places], x)
@@ -273,6 +299,12 @@ class CudaReader:
             return logits
         self._out[count : count + len(copied)] = logits[copied]
         return self._out[: count + len(copied)]
+
+    def _only(self, x: Tensor) -> Tensor:
+        """Logits [1, V] of the one row of x."""
+        logits, h = self._out[:1], self._h[:1]
+        self._graphs.run(("head", 0, x.data_ptr()), lambda: self.model.head(x, None, h, logits))
+        return logits
 
     def _chosen(self, rows: list[int], x: Tensor) -> Tensor:
         """Logits [R, V] of these rows of x."""
@@ -422,16 +454,20 @@ class CudaReader:
             found.append(((ask.segment, ask.index), allowed))
         if not found:
             return {}
-        if len(found) * self._words > len(self._masks):
-            self._masks.grow((len(found) if len(found) < 64 else MOST) * self._words)
-        self._masks.wait()
-        bits = self._masks.host.view(np.uint8).reshape(-1, self._words * 4)
-        for i, (_, allowed) in enumerate(found):
-            packed = np.packbits(allowed, bitorder="little")
-            bits[i, : len(packed)] = packed
-            bits[i, len(packed) :] = 0
-        self._masks.send(len(found) * self._words)
+        self._upload([np.packbits(allowed, bitorder="little") for _, allowed in found])
         return {key: i for i, (key, _) in enumerate(found)}
+
+    def _upload(self, masks: list[np.ndarray]) -> None:
+        """Send masks to the device, in order, as bits."""
+        if len(masks) * self._words > len(self._masks):
+            self._masks.grow((len(masks) if len(masks) < 64 else MOST) * self._words)
+        self._masks.wait()
+        room = self._masks.host.view(np.uint8).reshape(-1, self._words * 4)
+        for line, mask in zip(room, masks, strict=False):
+            bits = mask.view(np.uint8)
+            line[: len(bits)] = bits
+            line[len(bits) :] = 0
+        self._masks.send(len(masks) * self._words)
 
     def _adjust(self, asked: list[tuple[int, Ask]], logits: Tensor) -> None:
         """Bias and penalties onto the logits of rows that nobody else reads."""

@@ -90,6 +90,7 @@ class CudaModel:
             for layer in decoder.layers
         ]
         self._scratch: dict[Splits, list[Scratch]] = {}
+        self.drawn = torch.zeros(1, dtype=torch.int32, device=self.device)  # tokens of the last step: the reader's
         c = decoder.config
         self.chunk = attention.chunk_tokens(c.heads, c.kv_heads, c.head_dim, decoder.dtype)
         self.ahead = can_go_ahead(self.device)
@@ -107,7 +108,7 @@ class CudaModel:
     def forward(self, step: Step, room: Buffers, mark: Mark) -> Tensor:
         """Residual rows [T, E] before the final norm; keys and values are in their pages."""
         x = room.x[: step.count]
-        fused.embed(step.ints, step.rows, self.decoder.embedding, x)
+        fused.embed(step.ints, step.rows, self.decoder.embedding, x, self.drawn)
         mark("embed")
         fused.angles(step.ints, step.rows, room.cs[: step.count], self.decoder.inv_freq, self.config.rope.scale)
         mark("rope")

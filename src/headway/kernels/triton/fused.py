@@ -24,11 +24,11 @@ def angles(ints: Tensor, rows: int, out: Tensor, inv_freq: Tensor, scale: float)
     _angles[(out.shape[0],)](ints, out, inv_freq, rows, scale, FIELD=POSITION, HALF=half, WIDE=_wide(half), num_warps=1)
 
 
-def embed(ints: Tensor, rows: int, table: Tensor, x: Tensor) -> None:
-    """Each row's token out of table [V, E] into x [T, E]."""
+def embed(ints: Tensor, rows: int, table: Tensor, x: Tensor, drawn: Tensor) -> None:
+    """Each row's token out of table [V, E] into x [T, E]. A token below 0 is `drawn`[-1 - token]."""
     e = table.shape[1]
     block = min(1024, _wide(e))
-    _embed[(x.shape[0], triton.cdiv(e, block))](ints, table, x, rows, FIELD=TOKEN, E=e, BLOCK=block, num_warps=4)
+    _embed[(x.shape[0], triton.cdiv(e, block))](ints, table, x, drawn, rows, FIELD=TOKEN, E=e, BLOCK=block, num_warps=4)
 
 
 def norm(
@@ -122,9 +122,11 @@ def _angles(ints, out, inv_freq, rows, scale, FIELD: tl.constexpr, HALF: tl.cons
 
 
 @triton.jit
-def _embed(ints, table, x, rows, FIELD: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):
+def _embed(ints, table, x, drawn, rows, FIELD: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):
     row, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(ints + FIELD * rows + row).to(tl.int64)
+    if token < 0:
+        token = tl.maximum(tl.load(drawn - 1 - token).to(tl.int64), 0)  # a row whose token is none is in vain
     tl.store(x + row.to(tl.int64) * E + i, tl.load(table + token * E + i, mask=i < E, other=0.0), mask=i < E)
 
 
