@@ -371,9 +371,11 @@ class PageTable:
             place = {n: i for i, n in enumerate(self.host.numbers)}
             known = [(place[n], p) for n, p in zip(numbers, pages, strict=True) if n in place]
             self.allocator.edit(Import(self.host, tuple(i for i, _ in known), tuple(p for _, p in known)))
-        self.host = None
+        copied, self.host = self.host is not None, None
         there = dict(zip(numbers, pages, strict=True))
         self.pages = [there.get(i, p) for i, p in enumerate(self.pages)]
+        if copied:
+            self.wipe()  # what was cut off meanwhile is in the copy
         for number, page in there.items():
             if number < len(self.keys) and (key := self.keys[number]) is not None:
                 self.allocator.register(page, key)

@@ -420,8 +420,12 @@ class Generation:
             job.outcome.result()
             raise AssertionError("a streak has no result")
         except BaseException as error:
-            with suppress(Closed, ContextBusy, PassFailed):
-                self._come_back()
+            with suppress(Closed, ContextBusy, PassFailed), engine.lock:
+                if job.streak is not None and job.table.stamp is job.streak.stamp and not self._context.pending:
+                    self._come_back()
+                else:  # it has failed, and somebody has changed the context before this was heard of
+                    self._retract(None)
+                    self._seen = ()
             if isinstance(error, CancelledError):
                 raise asyncio.CancelledError from None
             raise
@@ -434,7 +438,7 @@ class Generation:
             self._retract(None)
             return self._end(self._reason(token), Step((), ""))
         self._said.add(token, accepted=self._follower is not None and self._follower.tokens > streak.taken)
-        if self._said.stopped or (streak.over and not streak.drawn):
+        if self._said.stopped or self._left <= 0 or (streak.over and not streak.drawn):
             self._retract(token)
         else:
             self._context.retract = self._come_back

@@ -54,7 +54,12 @@ class Fleet:
         self._jobs: list[Job] = []
         self._rows: Rows | None = None
         self._tables: list[np.ndarray] = []
-        self.pages_trimmed = 0
+        self._aloft: list[Flight] = []  # formed, and neither applied nor grounded
+        self.drawn = self.pages_trimmed = 0
+
+    def forget(self) -> None:
+        """Behind an ordinary turn tables may have other pages; and who has failed is not to be held on to."""
+        self._jobs, self._rows, self._tables = [], None, []
 
     def form(self, flying: Flight | None) -> Flight | None:
         """The next step, while `flying` is on its way; None where it takes an ordinary turn, or there is nothing."""
@@ -70,7 +75,9 @@ class Fleet:
         for job in jobs:
             job.running, job.chunk, job.started = True, None, False
         self._jobs, self._rows = jobs, rows
-        return Flight(jobs, rows, any(_streak(job).follower is not None for job in jobs))
+        bound = any(_streak(job).follower is not None for job in jobs)
+        self._aloft.append(Flight(jobs, rows, bound))
+        return self._aloft[-1]
 
     def _ready(self, ahead: dict[Job, int]) -> list[Job] | None:
         """Whose rows the next step has; None where something else is to run, too."""
@@ -166,6 +173,7 @@ class Fleet:
         self, flight: Flight, tokens: Sequence[int | HeadwayError], flying: Flight | None
     ) -> list[tuple[Job, HeadwayError]]:
         """Fold a flight's tokens in, while `flying` is on its way already. The jobs that failed, and why."""
+        self._aloft.remove(flight)
         failed: list[tuple[Job, HeadwayError]] = []
         ahead = set() if flying is None else set(flying.jobs)
         masks = flight.rows.masks
@@ -173,15 +181,15 @@ class Fleet:
         for i, (job, token, slot) in enumerate(rows):
             job.running = job in ahead
             streak = _streak(job)
-            if job.abandoned:
-                pass
-            elif slot != job.table.length:  # its step before is taken again, and this one with it
-                job.table.wipe()
+            if job.abandoned or streak.over or slot != job.table.length:
+                job.table.wipe()  # it was in vain: its step before failed, was the last, or is taken again
             elif isinstance(token, HeadwayError):
+                job.table.wipe()
                 failed.append((job, token))
             elif token < 0:
                 streak.walks = True
                 if token == NO_TOKEN:
+                    job.table.wipe()
                     failed.append((job, not_a_number()))
             elif streak.stops(job):
                 job.table.wipe()
@@ -190,10 +198,11 @@ class Fleet:
                 if mask is not None and self._trim:
                     self._count(job, mask, slot)
                 streak.draw(job, token, mask)
-                if streak.over and job.running:
-                    job.table.wipe()  # after its row ahead, which is in vain
+                self.drawn += 1
             if job.pages and not job.running:
                 self._land(job)
+        if failed:
+            self.forget()
         return failed
 
     def _land(self, job: Job) -> None:
@@ -202,14 +211,18 @@ class Fleet:
         job.pages = []
 
     def ground(self, flight: Flight) -> None:
-        """A flight came to nothing: its rows are taken again, in an ordinary turn."""
+        """A flight came to nothing: its rows are taken again, in an ordinary turn.
+
+        What a row of another flight needs that is still on its way is seen to when that one lands.
+        """
+        self._aloft.remove(flight)
         for job in flight.jobs:
-            job.running = False
-            if not job.abandoned:
-                _streak(job).walks = True
+            job.running = any(job in other.jobs for other in self._aloft)
+            _streak(job).walks = True
+            if not job.running:
                 job.table.wipe()
                 self._land(job)
-        self._rows = None
+        self.forget()
 
     def _count(self, job: Job, mask: Brle, slot: int) -> None:
         """Pages that attention left out."""

@@ -69,7 +69,8 @@ class Loop:
         self._calls: deque[Callable[[], None]] = deque()  # work for the device that is no pass
         self._running: list[Job] = []  # what the running step computes
         self._window, self._gap, self._returning = 0.0, 0.0, 0
-        self._closing = self._paused = False
+        self._closing = self._paused = self._one_by_one = False
+        self._asleep = False  # it waits for anything to do, not for many to come back
         self._died: BaseException | None = None
         self._on_start = on_start
         # Waking an event loop hands the interpreter over to it, so a second thread does it while the device computes.
@@ -110,7 +111,7 @@ class Loop:
             if self._running:
                 self._turns.prepare(job)
             # While the worker waits for many it looks by itself: waking it for each would take longer than the pass.
-            if len(self._queue) == 1 or len(self._queue) >= self._returning:
+            if self._asleep or len(self._queue) >= self._returning:
                 self._changed.notify_all()
         return job
 
@@ -273,8 +274,11 @@ class Loop:
                 call()
 
     @contextmanager
-    def by_hand(self) -> Iterator[Callable[[], None]]:
-        """For tests: the worker rests, and each call of what this yields takes one step, if there is work."""
+    def by_hand(self, *, ahead: bool = False) -> Iterator[Callable[[], None]]:
+        """For tests: the worker rests, and each call of what this yields takes one step, if there is work.
+
+        With `ahead` a flight may be on its way between two steps, as it is when the worker takes them.
+        """
 
         def step() -> None:
             with self.lock:
@@ -284,13 +288,13 @@ class Loop:
             self._hand_out(now=True)
 
         with self.lock:
-            self._paused = True
+            self._paused, self._one_by_one = True, not ahead
         self.call(lambda: None)  # the worker is past whatever it was doing
         try:
             yield step
         finally:
             with self.lock:
-                self._paused = False
+                self._paused = self._one_by_one = False
                 self._changed.notify_all()
 
     def _notify(self) -> None:
@@ -305,7 +309,9 @@ class Loop:
         device busy while programs think.
         """
         with self.lock:
-            if self._flight is None and not self._ready():
+            if self._flight is not None:
+                self.drain()
+            elif not self._ready():
                 self._hand_out(now=True)
                 self._wait()
             if self._closing and not self._calls and self._flight is None:
@@ -321,6 +327,7 @@ class Loop:
         with self.lock:
             calls = list(self._calls)
             self._calls.clear()
+            self._fleet.forget()
             turn = self._turns.form()
             self._running = [job for job, _ in turn]
             edits, batch = self._allocator.take_edits(), self._pack([chunk for _, chunk in turn])
@@ -350,7 +357,7 @@ class Loop:
         flying = None if self._flight is None else self._flight[0]
         if self._row_runner is None or self._calls or self._closing or self._row_runner.measures:
             return None
-        if flying is not None and self._paused:  # step by step
+        if flying is not None and self._one_by_one:  # step by step
             return None
         return self._fleet.form(flying)
 
@@ -372,7 +379,7 @@ class Loop:
                 self._flight = (flight, step) if self._drawn(flight, step) else None
         if before is not None:
             self._land(*before, start)
-        if self._flight is not None and (not beside or self._paused):
+        if self._flight is not None and (not beside or self._one_by_one):
             landing, self._flight = self._flight, None
             self._land(*landing, start)
         if beside:
@@ -423,7 +430,7 @@ class Loop:
                 self._turns.tell(job)
             counters, rows = self.counters, len(tokens)
             counters.steps += 1
-            counters.passes += rows
+            counters.passes, self._fleet.drawn = counters.passes + self._fleet.drawn, 0
             counters.batch_passes += rows
             counters.tokens += rows
             counters.pages_trimmed, self._fleet.pages_trimmed = counters.pages_trimmed + self._fleet.pages_trimmed, 0
@@ -457,8 +464,10 @@ class Loop:
         They are many and take turns, so the moment lasts while they keep coming; see GATHER.
         """
         while not (self._has_work() or self._calls or self._closing):
+            self._asleep = True
             self._changed.wait(timeout=1.0)
             self.drain()
+        self._asleep = False
         while len(self._queue) < self._returning and not (self._closing or self._calls):
             before = len(self._queue)
             if time.perf_counter() > self._window:

@@ -41,6 +41,7 @@ class Streak:
     last: int = 0  # the token that the program took last, or the first that was fed
     taken: int = 0
     before: Mark | None = None  # the table when it began
+    stamp: object = None  # the table's, as the streak has left it
     drawn: deque[int] = field(default_factory=deque)  # tokens that wait for the program
     over: bool = False
     walks: bool = False  # its next step is an ordinary turn's, not the fleet's (fleet.py)
@@ -54,7 +55,7 @@ class Streak:
     def begin(self, job: Job) -> None:
         """The token that is fed first is known."""
         self.token = self.last = job.work.tokens[0]
-        self.base, self.before = job.table.length, job.table.mark()
+        self.base, self.before, self.stamp = job.table.length, job.table.mark(), job.table.stamp
         if self.follower is not None:
             self.later = self.follower.first
         if self.token in self.ends:
@@ -86,6 +87,8 @@ class Streak:
         table = job.table
         page = job.pages.pop(0) if job.pages and table.length == len(table.pages) * table.page_size else None
         table.append(self.token, mask, page, state)
+        self.stamp = table.stamp
+        job.waited = job.waited_before = 0  # as with a pass of its own for each token
         seen = (self.base + self.taken) // table.page_size  # pages of which the program has taken every token
         if seen > table.committed:
             table.commit_up_to(seen)
@@ -119,8 +122,14 @@ class Streak:
         return Pass((self.token,), (table.next_position,), None if mask is None else (mask,), (readout,))
 
     def cut(self, table: PageTable) -> None:
-        """Take back what the program has not taken: its last token is the next to be computed again."""
+        """Take back what the program has not taken: its last token is the next to be computed again.
+
+        A table that somebody has changed since, which can be when the streak has failed, is left alone.
+        """
         assert self.before is not None
+        self.drawn.clear()
+        if table.closed or table.stamp is not self.stamp:
+            return
         if self.taken == 0:
             if table.length > self.base:
                 table.rewind(self.before)

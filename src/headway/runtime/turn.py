@@ -242,8 +242,6 @@ class Turns:
         if job.back:
             self._supply.allocator.drop(job.back)
             job.back, job.replay = [], None
-        if table.closed:
-            return
         streak.cut(table)
         if job.running or job.started:
             table.wipe()

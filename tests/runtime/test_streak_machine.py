@@ -1,0 +1,741 @@
+"""Generations that follow streaks, in any order of what programs and the device may do, on pages of the scripted model.
+
+The state machine steps the loop and an event loop by hand, so a failing example is a list of operations that fails
+every time. Every token is compared with what the sequence gives when it is computed at once, and every slot of every
+page with what must stand there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+import headway as hw
+from headway.base.rng import uniform
+from headway.kv.table import PageTable
+from headway.runtime.answers import Answer, wake_all
+from headway.runtime.streak import Streak
+from headway.testing import _mix, _sum, random_model, scripted_result
+from support.beside import Beside, Rowed
+from support.streaks import abandoned, alike, ends, steered
+
+V = 97
+SIZE = 16
+WHICH = st.integers(0, 5)
+COUNTS = st.sampled_from([1, 2, 13, 15, 16, 17, 30])
+STOPS = [list(range(7, V, 12)), [], []]  # about one token in twelve ends a generation of the first kind
+
+
+def opened(runner: Rowed, **options: Any) -> hw.Engine:
+    small: dict[str, Any] = {"layers": 1, "hidden_size": 2, "heads": 1, "kv_heads": 1, "head_dim": 2}
+    model = random_model(intermediate_size=1, vocab_size=V, max_positions=options.pop("max_positions", 4096), **small)
+    return hw.Engine(model, runner=runner, threads=1, page_size=runner.page_size, **options)
+
+
+@dataclass(eq=False)
+class Hand:
+    """An engine's loop and an event loop, stepped together in one thread."""
+
+    engine: hw.Engine
+    ahead: bool = True
+    boxes: list[list[Answer]] = field(default_factory=list)
+
+    def __enter__(self) -> Hand:
+        self.events = asyncio.new_event_loop()
+        loop = self.engine.loop
+        self._by_hand = loop.by_hand(ahead=self.ahead)
+        self._step, self._notes = self._by_hand.__enter__(), loop._notes
+        loop._notes = self  # type: ignore[assignment]  # whom a second thread would wake, at a time of its own
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.loop._notes = self._notes
+        self._by_hand.__exit__(None, None, None)
+        self.engine.close()
+        self.pump()
+        self.events.close()
+
+    def put(self, box: list[Answer]) -> None:
+        self.boxes.append(box)
+
+    def step(self) -> None:
+        self._step()
+        self.pump()
+
+    def pump(self) -> None:
+        """Programs go on as far as they can."""
+        for box in self.boxes:
+            wake_all([job for job, _ in box])
+        self.boxes.clear()
+        self.events.run_until_complete(_turns_of_the_loop())
+
+    def start(self, work: Awaitable[Any]) -> asyncio.Future[Any]:
+        async def program() -> Any:
+            return await work
+
+        task = self.events.create_task(program())
+        self.pump()
+        return task
+
+    def run(self, work: Awaitable[Any], limit: int = 2000) -> Any:
+        """Step until this is done."""
+        task = self.start(work)
+        for _ in range(limit):
+            if not task.done():
+                self.step()
+        assert task.done(), f"not done after {limit} steps"
+        return task.result()
+
+
+async def _turns_of_the_loop() -> None:
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+def check_engine(engine: hw.Engine) -> None:
+    """Pages are held by whom they should, and hold what they should; the device was asked for nothing odd."""
+    loop, runner = engine.loop, engine.loop._runner
+    assert isinstance(runner, Rowed)
+    with engine.lock:
+        loop.drain()
+        tables = [t for t in loop.supply.tables if not t.closed]
+        flying = [] if loop._flight is None else loop._flight[0].jobs
+        jobs = {*loop.jobs(), *flying, *loop._running}
+        pins = [pin.pages for pin in loop.supply.pins.values()]
+        engine.allocator.check([*(t.held() for t in tables), *([*job.pages, *job.back] for job in jobs), *pins])
+        assert not runner.faults, runner.faults
+        assert all(key in {k for job in jobs for k in job.keys} for key in loop.supply.computing)
+
+
+def check_contents(engine: hw.Engine) -> None:
+    """Every slot of every table stands in its page as its log says."""
+    loop, runner = engine.loop, engine.loop._runner
+    assert isinstance(runner, Rowed)
+    with engine.lock:
+        if runner.broken == 0 and (edits := engine.allocator.take_edits()):
+            loop._do(edits)
+        runner.catch_up()
+        for table in [t for t in loop.supply.tables if not t.closed and t.lost is None]:
+            assert table.length <= len(table.pages) * SIZE
+            if not table.is_aside and not table.has_discards and runner.broken == 0:
+                _check_table(runner, table)
+
+
+def _check_table(runner: Rowed, table: PageTable) -> None:
+    attend = np.tril(np.ones((table.length, table.length), bool))
+    for i, mask in enumerate(table.masks):
+        if mask is not None:
+            attend[i, : i + 1] = mask.to_bool()
+    slots = np.arange(table.length)
+    first = np.array([_mix(t * 3 + 1, p) for t, p in zip(table.tokens, table.positions, strict=True)], np.uint64)
+    second = np.array([_mix(int(a), _sum(first, slots, m)) for a, m in zip(first, attend, strict=True)], np.uint64)
+    for part, expected in ((0, first), (1, second)):
+        found = runner._all(part, [p or 0 for p in table.pages])[: table.length] if table.pages else expected
+        assert found.tolist() == expected.tolist(), f"slots of a table differ from its log: {found != expected}"
+
+
+@dataclass(eq=False)
+class Said:
+    """A generation and how it draws."""
+
+    generation: hw.Generation
+    seed: int | None
+    window: int | None
+    stops: list[int]
+    limit: int
+
+
+@dataclass(eq=False)
+class Twin:
+    """A context and what it must be: its tokens, and what those that are computed attended to."""
+
+    context: hw.Context
+    tokens: list[int] = field(default_factory=list)
+    rows: list[np.ndarray] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
+    task: asyncio.Future[Any] | None = None
+    step_of: Said | None = None  # whose step the task makes; None for a flush
+
+    def compute(self, window: int | None) -> None:
+        """All tokens have been computed now, those that waited under this mask."""
+        for slot in range(len(self.rows), len(self.tokens)):
+            self.rows.append(np.arange(slot + 1) > (slot - window if window is not None else -1))
+
+    def next(self, said: Said) -> int:
+        """The token that must come."""
+        n = len(self.tokens)
+        attend = np.zeros((n, n), bool)
+        for i, row in enumerate(self.rows):
+            attend[i, : i + 1] = row
+        result = scripted_result(self.tokens, range(n), attend, n - 1)
+        if said.seed is not None:
+            result = _mix(result, int(uniform(said.seed, n - 1) * (1 << 53)))
+        return result % V
+
+
+class Machine(RuleBasedStateMachine):
+    """Programs with generations, one operation at a time."""
+
+    @initialize(
+        beside=st.booleans(),
+        pages=st.sampled_from([7, 10, 16, 60]),
+        budget=st.sampled_from([2, 5, 16, 64, 64]),
+        counts=st.lists(COUNTS, min_size=1, max_size=4),
+        window=st.sampled_from([None, None, 5, 20]),
+        stops=st.sampled_from(STOPS),
+    )
+    def begins(
+        self, *, beside: bool, pages: int, budget: int, counts: list[int], window: int | None, stops: list[int]
+    ) -> None:
+        self.device = Beside(V, SIZE) if beside else Rowed(V, SIZE)
+        self.engine = opened(self.device, pages=pages, max_batch_tokens=budget)
+        self.hand = Hand(self.engine).__enter__()
+        self.twins: list[Twin] = []
+        for i, count in enumerate(counts):
+            self.opens(count, i, 0)
+            self.generates(i, i % 2 or None, window, stops, 60)
+
+    # -- programs --------------------------------------------------------------------------------------------------
+
+    @rule(count=COUNTS, seed=st.integers(0, 3), bid=st.integers(-2, 2))
+    def opens(self, count: int, seed: int, bid: int) -> None:
+        if len(self.twins) < 6:
+            ids = np.random.default_rng(seed).integers(0, V, count).tolist()
+            self.twins.append(Twin(self.engine.context(priority=bid).fill(ids), ids))
+
+    @rule(rounds=st.integers(1, 20), steps=st.integers(0, 3), all_of=st.booleans())
+    def works(self, rounds: int, steps: int, all_of: bool) -> None:
+        """Programs take steps, one of them or all, and the loop goes on."""
+        for _ in range(rounds):
+            for i in range(len(self.twins) if all_of else 1):
+                self.takes_a_step(i, False)
+            self.steps(steps)
+
+    @rule(
+        which=WHICH,
+        seed=st.sampled_from([None, None, 1, 2]),
+        window=st.sampled_from([None, None, None, 5, 20]),
+        stops=st.sampled_from(STOPS),
+        limit=st.sampled_from([1, 3, 20, 60, 60]),
+    )
+    def generates(self, which: int, seed: int | None, window: int | None, stops: list[int], limit: int) -> None:
+        if (twin := self.idle(which)) is None or not twin.tokens:
+            return
+        sampler = hw.Argmax() if seed is None else hw.Multinomial(seed=seed)
+        mask = None if window is None else hw.Mask.window(window)
+        made = twin.context.generate(sampler, max_tokens=limit, stop=stops, stop_only=True, attention_mask=mask)
+        twin.said = [*twin.said[-1:], Said(made, seed, window, stops, limit)]
+
+    @rule(which=WHICH, older=st.booleans())
+    def takes_a_step(self, which: int, older: bool) -> None:
+        twin = self.idle(which)
+        if twin is None or not twin.said or not twin.tokens:
+            return
+        said = twin.said[0 if older else -1]
+        if said.generation.finish is None:
+            twin.step_of, twin.task = said, self.hand.start(anext(said.generation))
+            self.look()
+
+    @rule(which=WHICH)
+    def flushes(self, which: int) -> None:
+        if (twin := self.idle(which)) is not None:
+            twin.step_of, twin.task = None, self.hand.start(twin.context.flush())
+            self.look()
+
+    @rule(which=WHICH, part=st.floats(0, 1))
+    def truncates(self, which: int, part: float) -> None:
+        if (twin := self.idle(which)) is None:
+            return
+        drop = int(part * len(twin.tokens))
+        try:
+            twin.context.truncate(drop)
+        except hw.OutOfPages:
+            return
+        keep = len(twin.tokens) - drop
+        twin.tokens, twin.rows = twin.tokens[:keep], twin.rows[:keep]
+
+    @rule(which=WHICH, ids=st.lists(st.integers(0, V - 1), min_size=1, max_size=3))
+    def fills(self, which: int, ids: list[int]) -> None:
+        if (twin := self.idle(which)) is not None:
+            twin.context.fill(ids)
+            twin.tokens += ids
+
+    @rule(which=WHICH, whole=st.booleans())
+    def forks(self, which: int, whole: bool) -> None:
+        twin = self.idle(which)
+        if twin is None or len(self.twins) >= 6:
+            return
+        try:
+            if whole and twin.said:
+                said = twin.said[-1]
+                made = said.generation.fork()
+                if said.seed is None:
+                    self.twins.append(Twin(made.context, list(twin.tokens), list(twin.rows)))
+                    self.twins[-1].said = [Said(made, None, said.window, said.stops, said.limit)]
+                    return
+                made.context.release()
+            self.twins.append(Twin(twin.context.fork(), list(twin.tokens), list(twin.rows)))
+        except hw.OutOfPages:
+            return
+
+    @rule(which=WHICH)
+    def looks(self, which: int) -> None:
+        if (twin := self.idle(which)) is not None:
+            self.agree(twin)
+
+    @rule(which=WHICH, more=st.sampled_from([None, 1, 5, 30]), seed=st.sampled_from([None, 5]))
+    def steers(self, which: int, more: int | None, seed: int | None) -> None:
+        """A generation that goes on after its end, or up to another one, or draws otherwise."""
+        if (twin := self.idle(which)) is None or not twin.said:
+            return
+        said = twin.said[-1]
+        if seed is not None and said.seed is not None:
+            said.generation.reseed(seed)
+            said.seed = seed
+        else:
+            said.generation.resume(more)
+            said.limit = said.limit if more is None else len(said.generation.generated) + more
+
+    @rule(which=WHICH)
+    def accepts(self, which: int) -> None:
+        twin = self.idle(which)
+        if twin is None or not twin.said:
+            return
+        said = twin.said[-1]
+        if said.generation.finish is None and len(said.generation.generated) < said.limit and 1 not in said.stops:
+            said.generation.accept([1])
+            twin.tokens.append(1)
+
+    @rule(which=WHICH)
+    def cancels(self, which: int) -> None:
+        if self.twins and (twin := self.twins[which % len(self.twins)]).task is not None:
+            twin.task.cancel()
+            self.hand.pump()
+            self.look()
+
+    @rule(which=WHICH)
+    def releases(self, which: int) -> None:
+        if self.twins:
+            twin = self.twins.pop(which % len(self.twins))
+            twin.context.release()
+            self.hand.pump()
+            assert twin.task is None or twin.task.done()
+            if twin.task is not None and twin.task.exception() is not None:
+                assert isinstance(twin.task.exception(), hw.Closed)
+            for said in twin.said:
+                if said.generation.finish is None:
+                    with pytest.raises((hw.Closed, StopAsyncIteration)):
+                        self.hand.run(anext(said.generation), limit=0)
+
+    @rule(which=WHICH)
+    def forgets(self, which: int) -> None:
+        """A context that nobody has any more."""
+        if self.twins and self.twins[which % len(self.twins)].task is None:
+            self.twins.pop(which % len(self.twins))
+            gc.collect()
+
+    @rule(which=WHICH, bid=st.integers(-2, 2))
+    def bids(self, which: int, bid: int) -> None:
+        if self.twins:
+            self.twins[which % len(self.twins)].context.set_bid(bid)
+
+    @rule(which=WHICH)
+    def is_late(self, which: int) -> None:
+        """Its deadline passes."""
+        if self.twins:
+            self.twins[which % len(self.twins)].context.table.deadline = 0.0
+
+    # -- the device ------------------------------------------------------------------------------------------------
+
+    @rule(moods=st.lists(st.sampled_from(["well", "refuses", "fails", "undecided", "nan"]), min_size=1, max_size=3))
+    def the_device_has_moods(self, moods: list[str]) -> None:
+        self.device.moods[:] = moods
+
+    @rule(times=st.integers(1, 3))
+    def the_device_fails_at_edits(self, times: int) -> None:
+        self.device.broken = times
+
+    @rule()
+    def clears_the_cache(self) -> None:
+        self.engine.cache.clear()
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.hand.step()
+            self.look()
+
+    # -- what must be ----------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Every step that was made has the right token; one that was not has changed nothing."""
+        for twin in list(self.twins):
+            if twin.task is None or not twin.task.done():
+                continue
+            task, twin.task = twin.task, None
+            if task.cancelled():
+                self.agree(twin)
+            elif (error := task.exception()) is not None:
+                self.excused(twin, error)
+            elif twin.step_of is None:
+                twin.compute(None)
+            else:
+                self.made(twin, twin.step_of, task.result())
+
+    def made(self, twin: Twin, said: Said, step: hw.Step) -> None:
+        if not step.tokens and step.finish == "length":  # no token was left to be drawn
+            assert len(said.generation.generated) >= said.limit
+            return
+        twin.compute(said.window)
+        expected = twin.next(said)
+        if expected in said.stops:
+            assert (step.tokens, step.finish) == ((), "stop")
+        else:
+            assert step.tokens == (expected,)
+            twin.tokens.append(expected)
+            assert step.finish == ("length" if len(said.generation.generated) >= said.limit else None)
+
+    def excused(self, twin: Twin, error: BaseException) -> None:
+        """A step failed: for a reason that there was, and the context is as before, or lost with all it had."""
+        if isinstance(error, hw.DeadlineExceeded):
+            assert twin.context.table.deadline == 0.0
+        elif not isinstance(error, hw.OutOfPages):
+            assert isinstance(error, hw.PassFailed), error
+            assert any(why in str(error) for why in ("preparing pages", "not a number", "lost", "failed")), error
+        if twin.context.table.lost is not None:
+            self.twins.remove(twin)
+            twin.context.release()
+            return
+        self.agree(twin)
+
+    def agree(self, twin: Twin) -> None:
+        context = twin.context
+        if context.table.lost is not None:
+            return
+        assert list(context.tokens) == twin.tokens
+        assert context.seq_len + len(context.pending) == len(twin.tokens)
+        if context.seq_len > len(twin.rows) and twin.said:  # a first pass that stayed, though nobody waited for it
+            twin.rows += [np.arange(i + 1) >= 0 for i in range(len(twin.rows), context.seq_len)]
+
+    @invariant()
+    def pages_are_right(self) -> None:
+        if hasattr(self, "engine"):
+            check_engine(self.engine)
+            check_contents(self.engine)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.device.broken, self.device.moods = 0, []
+        for _ in range(3000):
+            if all(t.task is None for t in self.twins):
+                break
+            self.steps(1)
+        assert all(t.task is None for t in self.twins), "a step neither ended nor was refused"
+        for twin in list(self.twins):
+            self.agree(twin)
+        for twin in self.twins:
+            twin.context.release()
+        for _ in range(3):
+            self.hand.step()
+        self.pages_are_right()
+        assert self.engine.stats().pages_held == 0
+        self.hand.__exit__()
+
+    def idle(self, which: int) -> Twin | None:
+        if not self.twins:
+            return None
+        twin = self.twins[which % len(self.twins)]
+        return twin if twin.task is None and twin.context.table.lost is None else None
+
+
+quiet = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+TestStreaks = Machine.TestCase
+TestStreaks.settings = settings(max_examples=60, stateful_step_count=50, **quiet)
+
+
+@pytest.mark.slow
+class TestStreaksLong(Machine.TestCase):
+    settings = settings(max_examples=2000, stateful_step_count=100, **quiet)
+
+
+# -- one thing at a time ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[Rowed, Beside])
+def hand(request: pytest.FixtureRequest) -> Iterator[Hand]:
+    with Hand(opened(request.param(V, SIZE), pages=40)) as made:
+        yield made
+
+
+def device(hand: Hand) -> Rowed:
+    runner = hand.engine.loop._runner
+    assert isinstance(runner, Rowed)
+    return runner
+
+
+def begun(hand: Hand, ids: list[int], **options: Any) -> tuple[Twin, hw.Generation]:
+    """A context with these tokens and a generation that has made its first step, with its model."""
+    twin = Twin(hand.engine.context().fill(ids), list(ids))
+    made = twin.context.generate(hw.Argmax(), max_tokens=400, stop_only=True, **options)
+    twin.said = [Said(made, None, None, [], 400)]
+    take(hand, twin)
+    return twin, made
+
+
+def take(hand: Hand, twin: Twin, count: int = 1) -> None:
+    """So many steps, each with the right token."""
+    for _ in range(count):
+        step = hand.run(anext(twin.said[0].generation))
+        twin.compute(None)
+        assert step.tokens == (twin.next(twin.said[0]),)
+        twin.tokens += step.tokens
+
+
+def rest(hand: Hand) -> None:
+    """Step until nothing is to be done."""
+    for _ in range(200):
+        hand.step()
+    assert hand.engine.loop.waiting() == 0
+
+
+def streaks(hand: Hand) -> list[Streak]:
+    return [job.streak for job in hand.engine.loop.jobs() if job.streak is not None]
+
+
+def test_a_released_context_gives_no_more_tokens(hand: Hand) -> None:
+    twin, generation = begun(hand, [1, 2, 3])
+    rest(hand)
+    assert len(streaks(hand)[0].drawn) > 3
+    twin.context.release()
+    with pytest.raises(hw.Closed):
+        hand.run(anext(generation), limit=5)
+
+
+def test_a_closed_engine_gives_no_more_tokens() -> None:
+    with Hand(opened(Beside(V, SIZE), pages=40)) as hand:
+        twin, generation = begun(hand, [1, 2, 3])
+        rest(hand)
+        waits, late = begun(hand, [4, 5])
+        task = hand.start(_all(late))
+    with Hand(opened(Beside(V, SIZE), pages=40)) as other:
+        with pytest.raises(hw.Closed):
+            other.run(anext(generation), limit=5)
+        assert twin.context.engine is waits.context.engine
+    assert isinstance(task.exception(), hw.Closed)
+
+
+async def _all(generation: hw.Generation) -> None:
+    async for _ in generation:
+        pass
+
+
+@pytest.mark.parametrize("mood", ["refuses", "fails", "undecided"])
+@pytest.mark.parametrize("length", [1, 12, 14])
+def test_a_flight_that_comes_to_nothing_is_taken_again(hand: Hand, mood: str, length: int) -> None:
+    """Whatever becomes of one, the one before it, which may be on its way, stays what it was."""
+    for good in range(6):
+        twin, _ = begun(hand, [good, *range(length)])
+        device(hand).moods = ["well"] * good + [mood] * 2
+        for _ in range(24):
+            take(hand, twin)
+            check_engine(hand.engine)
+        check_contents(hand.engine)
+        twin.context.release()
+
+
+def test_logits_that_are_not_numbers_leave_nothing_behind(hand: Hand) -> None:
+    for good in range(1, 12):
+        twin, generation = begun(hand, [good, *range(9)])
+        device(hand).moods = ["well"] * good + ["nan"]
+        task = hand.start(_all(generation))
+        for _ in range(40):
+            hand._step()  # and nobody hears of it before all have landed
+        hand.pump()
+        with pytest.raises(hw.PassFailed, match="not a number"):
+            task.result()
+        assert twin.context.tokens == (good, *range(9), *generation.generated)
+        twin.tokens = list(twin.context.tokens)
+        check_contents(hand.engine)
+        take(hand, twin, 20)
+        check_engine(hand.engine)
+        twin.context.release()
+
+
+def test_pages_may_be_others_behind_an_ordinary_turn(hand: Hand) -> None:
+    """A streak that flew alone, was set aside, came back, and flies alone again."""
+    loop = hand.engine.loop
+    twin, _ = begun(hand, list(range(18)))
+    take(hand, twin, 3)
+    other = hand.start(hand.engine.context().fill([5] * 40).flush())
+    while loop._flight is not None:
+        hand.step()
+    with hand.engine.lock:
+        assert twin.context.table.can_replay
+        loop.supply.set_aside(twin.context.table, loop._queue)
+        taken = hand.engine.allocator.take(3)  # those that it had
+    hand.step()
+    assert other.done()
+    assert not twin.context.table.is_aside
+    take(hand, twin, 40)
+    with hand.engine.lock:
+        hand.engine.allocator.drop(taken)
+    check_engine(hand.engine)
+    check_contents(hand.engine)
+
+
+def test_what_was_cut_while_it_was_aside_does_not_come_back(hand: Hand) -> None:
+    twin, _ = begun(hand, list(range(12)))
+    rest(hand)
+    table = twin.context.table
+    with hand.engine.lock:
+        assert not table.can_replay  # a page is full that the program has not taken
+        hand.engine.loop.supply.set_aside(table, hand.engine.loop._queue)
+    assert list(twin.context.tokens) == twin.tokens
+    take(hand, twin, 30)
+    check_engine(hand.engine)
+    check_contents(hand.engine)
+
+
+def test_nothing_is_drawn_behind_an_end_token(hand: Hand) -> None:
+    twin, _ = begun(hand, [1, 2, 3])
+    take(hand, twin, 12)
+    end = twin.tokens[9]
+    first = twin.tokens.index(end, 3)
+    again = hand.engine.context().fill([1, 2, 3])
+    generation = again.generate(hw.Argmax(), max_tokens=100, stop=[end], stop_only=True)
+    hand.run(anext(generation))
+    rest(hand)
+    assert list(streaks(hand)[-1].drawn) == twin.tokens[4 : first + 1]
+    assert hand.run(generation.tokens()) == twin.tokens[3:first]
+    assert list(again.tokens) == twin.tokens[:first]
+
+
+def test_a_lost_context_gives_its_pages_back_while_others_fly(hand: Hand) -> None:
+    twin, _ = begun(hand, [1, 2, 3])
+    lost = begun(hand, [4, 5, 6])
+    hand.step()
+    assert (hand.engine.loop._flight is not None) == isinstance(device(hand), Beside)
+    table = lost[0].context.table
+    del lost
+    gc.collect()
+    for _ in range(4):
+        take(hand, twin)
+        hand.step()
+    assert table.closed
+
+
+def test_nobody_holds_on_to_a_streak_that_has_failed(hand: Hand) -> None:
+    twin, generation = begun(hand, [1, 2, 3])
+    table = twin.context.table
+    device(hand).moods = ["nan"]
+    with pytest.raises(hw.PassFailed):
+        hand.run(_all(generation))
+    rest(hand)
+    del twin, generation
+    gc.collect()
+    with hand.engine.lock:
+        hand.engine.loop.drain()
+    assert table.closed
+
+
+def test_a_streak_has_waited_for_its_next_token_alone() -> None:
+    """What it waited for earlier tokens gives it no claim on pages."""
+    with Hand(opened(Rowed(V, SIZE), pages=40, max_batch_tokens=1)) as hand:
+        twins = [begun(hand, [i])[0] for i in range(3)]
+        for _ in range(30):
+            for twin in twins:
+                take(hand, twin)
+        assert all(job.waited + job.waited_before <= 3 for job in hand.engine.loop.jobs())
+
+
+def test_a_generation_that_is_cut_short_leaves_no_streak(hand: Hand) -> None:
+    twin, generation = begun(hand, [1, 2, 3])
+    generation.resume(2)
+    take(hand, twin, 2)
+    assert generation.finish == "length"
+    assert streaks(hand) == []
+
+
+def test_a_context_that_was_changed_after_a_failure_is_left_alone(hand: Hand) -> None:
+    for good in range(1, 5):
+        twin, generation = begun(hand, [good, 2, 3, 4, 5, 6])
+        device(hand).moods = ["well"] * good + ["nan"]
+        task = hand.start(_all(generation))
+        while hand.engine.loop.busy(twin.context.table):
+            hand._step()  # and nobody hears of it yet
+        twin.context.truncate(4).fill([7])
+        left = twin.context.tokens
+        hand.pump()
+        assert isinstance(task.exception(), hw.PassFailed)
+        assert twin.context.tokens == left
+        assert generation.generated == left[6:-1]
+        check_engine(hand.engine)
+        twin.context.release()
+
+
+def test_whoever_comes_while_the_worker_sleeps_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A streak that rests is no reason to wait for more passes."""
+
+    async def program(engine: hw.Engine) -> None:
+        async with engine.context().fill([1, 2, 3]) as one, engine.context().fill([4]) as other:
+            await anext(one.generate(hw.Argmax(), max_tokens=100, stop_only=True))
+            while engine.loop.waiting():
+                await asyncio.sleep(0.001)
+            wait = engine.loop._changed.wait
+            monkeypatch.setattr(engine.loop._changed, "wait", lambda timeout=None: wait())
+            with engine.lock:
+                engine.loop._returning = 5
+                engine.loop._changed.notify_all()
+            await asyncio.sleep(0.01)
+            try:
+                await asyncio.wait_for(other.flush(), 30)
+            finally:
+                monkeypatch.undo()
+
+    with opened(Rowed(V, SIZE), pages=40) as engine:
+        engine.run(program)
+
+
+# -- real threads ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[Rowed, Beside])
+def engine(request: pytest.FixtureRequest) -> Iterator[hw.Engine]:
+    with opened(request.param(V, SIZE), pages=400) as made:
+        yield made
+        gc.collect()
+        assert made.stats().pages_held == 0
+        assert not made.loop._runner.faults  # type: ignore[attr-defined]
+
+
+def test_many_generations_are_what_each_is_alone(engine: hw.Engine) -> None:
+    engine.run(alike)
+    engine.run(ends)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_contexts_can_be_changed_between_steps(engine: hw.Engine, seed: int) -> None:
+    engine.run(steered, seed)
+    engine.run(abandoned, seed)
+
+
+@pytest.mark.parametrize("kind", [Rowed, Beside])
+@pytest.mark.parametrize("pages", [10, 14, 20])
+def test_where_pages_are_short_contexts_are_set_aside(kind: type[Rowed], pages: int) -> None:
+    with opened(kind(V, SIZE), pages=pages) as engine:
+        engine.run(alike)
+        assert engine.stats().set_asides > 0
+        engine.run(abandoned, 1)
+        gc.collect()
+        assert engine.stats().pages_held == 0
+        assert not engine.loop._runner.faults  # type: ignore[attr-defined]
