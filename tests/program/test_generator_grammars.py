@@ -79,6 +79,19 @@ def test_a_grammar_that_leaves_much_open_is_followed_a_pass_ahead(words: hw.Engi
     assert True not in numbers
 
 
+def test_masks_are_not_kept_when_they_have_served(words: hw.Engine) -> None:
+    async def program(engine: hw.Engine) -> list[tuple[int, int]]:
+        generation, found = started(engine, LONG), []
+        async for _ in generation:
+            if (follower := generation._follower) is not None:
+                found.append((follower.tokens, len(follower._masks)))
+        return found
+
+    found = words.run(program)
+    assert max(tokens for tokens, _ in found) > 50
+    assert all(kept <= 3 for _, kept in found)
+
+
 @GRAMMARS
 def test_cuts_forks_and_pauses_change_no_token(words: hw.Engine, grammar: hw.Grammar) -> None:
     async def program(engine: hw.Engine) -> None:

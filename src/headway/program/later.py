@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Sequence
 from functools import cache
 
@@ -27,23 +28,23 @@ class GrammarFollower:
 
     def __init__(self, first: LaterMask, grammar: Matched, ends: frozenset[int], vocab_size: int) -> None:
         self._grammar, self._ends, self._vocab = grammar, ends, vocab_size
-        self.first, self._masks = first, [first]
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens it was given; not the last of a streak, behind which nothing is drawn."""
-        return len(self._masks)
+        self.first, self._masks = first, deque([first])  # those that are not known to be done
+        self.tokens = 1  # that it was given; not the last of a streak, behind which nothing is drawn
+        self._accepted = 0  # by masks that are done
 
     def follow(self, token: int) -> LaterMask:
         """The mask behind a token, set going."""
+        while self._masks and self._masks[0].done:  # a long streak has many
+            self._accepted += self._masks.popleft().accepted
         mask = LaterMask(self._grammar, self._ends, self._vocab)
         self._masks.append(mask)
+        self.tokens += 1
         mask.start((token,))
         return mask
 
     def cut(self, keep: int) -> None:
         """The streak is over: the grammar goes back to where it was behind so many tokens."""
-        surplus = sum(mask.wait() for mask in self._masks) - keep
+        surplus = self._accepted + sum(mask.wait() for mask in self._masks) - keep
         if surplus > 0:
             self._grammar.rollback(surplus)
 
@@ -74,6 +75,11 @@ class LaterMask:
         if isinstance(self._found, HeadwayError):
             raise self._found
         return self._found
+
+    @property
+    def done(self) -> bool:
+        """Whether nobody need wait for it."""
+        return self._done.is_set()
 
     @property
     def ended(self) -> bool:
