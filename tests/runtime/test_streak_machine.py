@@ -333,7 +333,7 @@ class Machine(RuleBasedStateMachine):
                 assert isinstance(twin.task.exception(), hw.Closed)
             for said in twin.said:
                 if said.generation.finish is None:
-                    with pytest.raises((hw.Closed, StopAsyncIteration)):
+                    with pytest.raises((hw.HeadwayError, StopAsyncIteration)):
                         self.hand.run(anext(said.generation), limit=0)
 
     @rule(which=WHICH)
@@ -518,6 +518,16 @@ def test_a_released_context_gives_no_more_tokens(hand: Hand) -> None:
     assert len(streaks(hand)[0].drawn) > 3
     twin.context.release()
     with pytest.raises(hw.Closed):
+        hand.run(anext(generation), limit=5)
+
+
+def test_a_streak_that_has_failed_gives_no_tokens_of_a_released_context(hand: Hand) -> None:
+    twin, generation = begun(hand, [1, 2, 3])
+    device(hand).moods = ["well"] * 3 + ["nan"]
+    rest(hand)
+    assert not hand.engine.loop.busy(twin.context.table)
+    twin.context.release()
+    with pytest.raises(hw.PassFailed, match="not a number"):
         hand.run(anext(generation), limit=5)
 
 

@@ -124,6 +124,8 @@ class Loop:
     def taken(self, job: Job) -> int | None:
         """The next token of a streak, if one is there. The caller holds the lock."""
         assert job.streak is not None
+        if job.table.closed:  # what has failed before is no longer known here
+            return None
         token = job.streak.take()
         if token is not None and job.streak.wake(job):
             self._changed.notify_all()
