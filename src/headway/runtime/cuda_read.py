@@ -1,8 +1,8 @@
 """Reading a step on the device: the head on asked rows, samplers in one kernel, one small copy back.
 
-Probes are answered beside the samplers (cuda_probes). Bias and penalties go onto a row of logits in place, or onto a
-copy of it where others read the row too. What neither can do, typical-p above all, goes through the torch reader, over
-the same logits. The logits of a step are overwritten by the next.
+Tokens are drawn by cuda_draw, and probes are answered beside them by cuda_probes. Bias and penalties go onto a row of
+logits in place, or onto a copy of it where others read the row too. What neither can do, typical-p above all, goes
+through the torch reader, over the same logits. The logits of a step are overwritten by the next.
 """
 
 from __future__ import annotations
@@ -14,25 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.base.errors import HeadwayError
 from headway.base.probes import Ranking
-from headway.base.rng import uniforms
 from headway.base.samplers import Sampling
-from headway.kernels.triton import sampling
-from headway.kernels.triton.sampling import ASK_FLOATS, ASK_INTS, NO_TOKEN, UNDECIDED, Asks
+from headway.kernels.triton.sampling import NO_TOKEN, UNDECIDED
 from headway.models.decoder import Taps
 from headway.runtime.batch import Batch, Rows, reads_final_state
 from headway.runtime.cuda_arrays import Landing, Upload
+from headway.runtime.cuda_draw import MOST, CudaDraws, Key
 from headway.runtime.cuda_graphs import Graphs, padded
 from headway.runtime.cuda_probes import CudaProbes, Drawn
 from headway.runtime.cuda_step import CudaModel, Mark
 from headway.runtime.passes import BEFORE, Readout
 from headway.runtime.readout import Ask, Reader, not_a_number
 
-MOST = 512  # rows of logits, and tokens drawn, at once
-COLDEST = 1e-30  # the lowest temperature that float32 divides by safely
-
-Key = tuple[int, int]  # a segment and the index of one of its readouts
 Values = dict[Key, object]
 _Asked = tuple[int, int, int, Readout]  # a segment, the index of a readout, its row, and what it reads
 
@@ -42,19 +36,6 @@ class _Place(NamedTuple):
 
     row: int
     segment: int
-
-
-class _Way(NamedTuple):
-    """How a sampler draws, as the device is told."""
-
-    numbers: tuple[float, float, float]  # temperature, top-p, min-p
-    top_k: int
-    quick: bool  # whether the device can
-    adjusts: bool  # whether it has bias or penalties
-
-    @property
-    def plain(self) -> bool:
-        return self.quick and not self.adjusts
 
 
 class _Work(NamedTuple):
@@ -75,24 +56,16 @@ class _Begun(NamedTuple):
 
 
 class CudaReader:
-    """Turns residual rows into values. Owns the logits and everything the sampler needs."""
+    """Turns residual rows into values. Owns the logits, of at most MOST rows at once, and who draws and looks there."""
 
     def __init__(self, model: CudaModel, graphs: Graphs) -> None:
         self.model, self._graphs, self._slow = model, graphs, Reader(model, None)
-        vocab, device = model.config.vocab_size, model.device
-        self._words = -(-vocab // 32)
         self._room = 0
-        self._rows = Upload(MOST, torch.int32, device)
-        self._ints = Upload(MOST * ASK_INTS, torch.int32, device)
-        self._floats = Upload(MOST * ASK_FLOATS, torch.float64, device)
-        self._masks = Upload(self._words, torch.int32, device)
-        self._found = sampling.room(MOST, vocab, device)
-        self._tokens = torch.empty(MOST, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._ways: dict[int, tuple[Sampling, _Way]] = {}
-        self._probes = CudaProbes(model, graphs)
+        self._rows = Upload(MOST, torch.int32, model.device)
+        self._draws, self._probes = CudaDraws(model, graphs), CudaProbes(model, graphs)
         self._grow(1)
-        model.drawn = self._found.tokens
-        self._landing = [Landing(MOST, device) for _ in range(2)]  # of rows that go on by themselves, in turn
+        model.drawn = self._draws.tokens
+        self._landing = [Landing(MOST, model.device) for _ in range(2)]  # of rows that go on by themselves, in turn
 
     def begin(self, batch: Batch, x: Tensor | None, mark: Mark, taps: Taps | None = None) -> Callable[[], Values]:
         """Set the device to work on what is read; what comes back waits for it and gives values by segment and readout.
@@ -143,7 +116,7 @@ class CudaReader:
 
     def draws(self, how: Sampling) -> bool:
         """Whether `draw_rows` can draw so."""
-        return self._way(how).plain
+        return self._draws.way(how).plain
 
     def row_logits(self, x: Tensor) -> Tensor:
         """Logits [N, V] of all rows of x."""
@@ -157,24 +130,24 @@ class CudaReader:
         count, masks = len(rows), list[int]()
         bound = [bits for bits in words if bits is not None]
         if bound:
-            self._upload(bound)
+            self._draws.upload(bound)
             at = iter(range(count))
             masks = [-1 if bits is None else next(at) for bits in words]
-        self._launch(logits, self._fill(range(count), rows.readouts, rows.positions, masks))
+        self._launch(logits, self._draws.fill(range(count), rows.readouts, rows.positions, masks))
         landing = self._landing[0]
         self._landing.reverse()
-        landing.send(self._found.tokens[:count])
+        landing.send(self._draws.tokens[:count])
         return lambda: landing.read(count)
 
     def _is_plain(self, asked: list[_Asked]) -> bool:
         """Whether each row of the step is read once at most, by a sampler that needs nothing but its numbers."""
-        ways, rows = self._ways, set()
+        ways, rows = self._draws.ways, set()
         for _, _, row, r in asked:
             way = ways.get(id(r.what))
             if way is None or way[0] is not r.what:
                 if not isinstance(r.what, Sampling):
                     return False
-                way = r.what, self._way(r.what)
+                way = r.what, self._draws.way(r.what)
             if row == BEFORE or not way[1].plain or r.allowed is not None or r.later is not None:
                 return False
             rows.add(row)
@@ -185,12 +158,12 @@ class CudaReader:
         rows = [row for _, _, row, _ in asked]
         logits = self._chosen(rows, x)
         readouts = [r for _, _, _, r in asked]
-        size = self._fill(range(len(asked)), readouts, batch.positions[rows], ())
+        size = self._draws.fill(range(len(asked)), readouts, batch.positions[rows], ())
         self._launch(logits, size)
 
         def finish() -> Values:
             values: Values = {}
-            for (segment, index, row, r), token in zip(asked, self._wait(len(asked)), strict=True):
+            for (segment, index, row, r), token in zip(asked, self._draws.wait(len(asked)), strict=True):
                 if token >= 0:
                     values[segment, index] = token
                 elif token == NO_TOKEN:
@@ -238,8 +211,7 @@ class CudaReader:
             for at, ask in work.probes
             if isinstance(ask.what.what, Ranking)
         }
-        lasting = logits.data_ptr() == self._out.data_ptr()
-        return self._probes.begin(work.probes, logits, self._found.tokens, drawn, lasting=lasting)
+        return self._probes.begin(work.probes, logits, self._draws.tokens, drawn, lasting=self._lasts(logits))
 
     def _drawn(self, row: int, ask: Ask, work: _Work, begun: _Begun | None, values: Values) -> Drawn | None:
         """What is drawn at a row of logits, as a ranking of it needs to know; None when it is not known yet."""
@@ -251,7 +223,7 @@ class CudaReader:
         if not isinstance(token, int):
             return None
         filters = how.top_k or how.top_p < 1 or how.min_p or how.typical_p < 1
-        adjusted = row >= len(work.beside) or not self._way(how).adjusts
+        adjusted = row >= len(work.beside) or not self._draws.way(how).adjusts
         known = adjusted and (how.temperature == 0 or not filters)
         return Drawn(token, row, how.temperature if known else None, ask.what.permitted() if known else None)
 
@@ -341,7 +313,7 @@ class CudaReader:
                 if not isinstance(what, Sampling):
                     work.probes.append((at, ask))
                     continue
-                way = self._way(what)
+                way = self._draws.way(what)
                 apart = way.quick and way.adjusts and len(asks) > 1
                 if apart and len(work.copied) < MOST:
                     row = len(asked) + len(work.copied)
@@ -353,142 +325,36 @@ class CudaReader:
 
     def _draw(self, asked: list[tuple[int, Ask]], logits: Tensor, batch: Batch, values: Values) -> _Begun:
         """Have the device draw tokens of at most MOST asks."""
-        if any(self._way(ask.what.what).adjusts for _, ask in asked):
-            self._adjust(asked, logits)
-        bound = self._bind(asked, values)
+        if any(self._draws.way(ask.what.what).adjusts for _, ask in asked):
+            self._draws.adjust(asked, logits)
+        bound = self._draws.bind(asked, values)
         drawn = [(at, ask) for at, ask in asked if (ask.segment, ask.index) not in values] if values else asked
         if not drawn:
             return _Begun({}, list)
         positions = np.array([_position(batch, ask) for _, ask in drawn])
         masks = [bound.get((ask.segment, ask.index), -1) for _, ask in drawn] if bound else ()
-        size = self._fill([at for at, _ in drawn], [ask.what for _, ask in drawn], positions, masks)
+        size = self._draws.fill([at for at, _ in drawn], [ask.what for _, ask in drawn], positions, masks)
         self._launch(logits, size)
         places = {(ask.segment, ask.index): i for i, (_, ask) in enumerate(drawn)}
         return _Begun(places, lambda: self._tell(drawn, values))
 
     def _launch(self, logits: Tensor, size: int) -> None:
-        """Draw what `_fill` has said."""
-        asks = Asks(
-            self._ints.device[: size * ASK_INTS].view(size, ASK_INTS),
-            self._floats.device[: size * ASK_FLOATS].view(size, ASK_FLOATS),
-            self._masks.device.view(-1, self._words),
-        )
-        own = logits.data_ptr() == self._out.data_ptr()
-        key = ("draw", size, self._masks.device.data_ptr()) if own else None
-        self._graphs.run(key, lambda: self._choose(logits, asks, size))
+        """Draw what was said."""
+        self._draws.launch(logits, size, lasting=self._lasts(logits))
 
-    def _wait(self, count: int) -> list[int]:
-        """The tokens, once they are there."""
-        if self.model.device.type == "cuda":
-            torch.cuda.current_stream(self.model.device).synchronize()
-        return self._tokens[:count].tolist()
+    def _lasts(self, logits: Tensor) -> bool:
+        """Whether these are in the reader's own room."""
+        return logits.data_ptr() == self._out.data_ptr()
 
     def _tell(self, drawn: list[tuple[int, Ask]], values: Values) -> list[tuple[int, Ask]]:
         """Wait for the tokens; those that the device leaves undecided come back."""
         undecided = []
-        for (at, ask), token in zip(drawn, self._wait(len(drawn)), strict=True):
+        for (at, ask), token in zip(drawn, self._draws.wait(len(drawn)), strict=True):
             if token == UNDECIDED:
                 undecided.append((at, ask))
             else:
                 values[ask.segment, ask.index] = not_a_number() if token == NO_TOKEN else token
         return undecided
-
-    def _choose(self, logits: Tensor, asks: Asks, size: int) -> None:
-        sampling.choose(logits, asks, self._found)
-        self._tokens[:size].copy_(self._found.tokens[:size], non_blocking=True)
-
-    def _fill(
-        self, rows: Sequence[int], readouts: Sequence[Readout], positions: np.ndarray, masks: Sequence[int]
-    ) -> int:
-        """Tell the device how to draw at these rows of logits, and how many numbers that are with padding."""
-        count, ways = len(rows), [self._way(r.what) for r in readouts]
-        size = padded(count)
-        assert size is not None
-        self._ints.wait()
-        self._floats.wait()
-        ints = self._ints.host[: size * ASK_INTS].reshape(size, ASK_INTS)
-        floats = self._floats.host[: size * ASK_FLOATS].reshape(size, ASK_FLOATS)
-        ints[count:, 0] = -1
-        ints[:count, 0] = rows
-        ints[:count, 1] = [way.top_k for way in ways]
-        ints[:count, 2] = masks if len(masks) else -1
-        floats[:count, :3] = [way.numbers for way in ways]
-        if any(way.numbers[0] > 0 for way in ways):
-            seeds, ordinals = (
-                np.array(n, np.uint64) for n in zip(*((r.seed, r.ordinal) for r in readouts), strict=True)
-            )
-            floats[:count, 3] = uniforms(seeds, positions.astype(np.uint64), ordinals)
-        self._ints.send(size * ASK_INTS)
-        self._floats.send(size * ASK_FLOATS)
-        return size
-
-    def _way(self, what: object) -> _Way:
-        """How it draws; a generation's sampler is one object from its first step to its last."""
-        found = self._ways.get(id(what))
-        if found is not None and found[0] is what:
-            return found[1]
-        assert isinstance(what, Sampling)
-        if len(self._ways) > 4 * MOST:
-            self._ways.clear()
-        way = _Way(
-            numbers=(what.temperature, what.top_p, what.min_p),
-            top_k=min(what.top_k, self.model.config.vocab_size),
-            quick=what.typical_p == 1 and not 0 < what.temperature < COLDEST,
-            adjusts=bool(what.penalises or what.bias),
-        )
-        self._ways[id(what)] = what, way
-        return way
-
-    def _bind(self, asked: list[tuple[int, Ask]], values: Values) -> dict[Key, int]:
-        """Logit masks as bits on the device, and which ask each binds. An error is its ask's value."""
-        found: list[tuple[Key, np.ndarray]] = []
-        for _, ask in asked:
-            if ask.what.allowed is None and ask.what.later is None:
-                continue
-            try:
-                allowed = ask.what.permitted()
-            except HeadwayError as error:  # there is no mask for this row; the others go on
-                values[ask.segment, ask.index] = error
-                continue
-            assert allowed is not None
-            found.append(((ask.segment, ask.index), allowed))
-        if not found:
-            return {}
-        self._upload([np.packbits(allowed, bitorder="little") for _, allowed in found])
-        return {key: i for i, (key, _) in enumerate(found)}
-
-    def _upload(self, masks: list[np.ndarray]) -> None:
-        """Send masks to the device, in order, as bits."""
-        if len(masks) * self._words > len(self._masks):
-            self._masks.grow((len(masks) if len(masks) < 64 else MOST) * self._words)
-        self._masks.wait()
-        room = self._masks.host.view(np.uint8).reshape(-1, self._words * 4)
-        for line, mask in zip(room, masks, strict=False):
-            bits = mask.view(np.uint8)
-            line[: len(bits)] = bits
-            line[len(bits) :] = 0
-        self._masks.send(len(masks) * self._words)
-
-    def _adjust(self, asked: list[tuple[int, Ask]], logits: Tensor) -> None:
-        """Bias and penalties onto the logits of rows that nobody else reads."""
-        rows, ends, ids, amounts, ways = [], [0], [], [], []
-        for at, ask in asked:
-            how = ask.what.what
-            assert isinstance(how, Sampling)
-            if not (how.bias or how.penalises):
-                continue
-            bias, seen, counts = dict(how.bias), set(ask.what.seen), ask.what.generated
-            entries = sorted({*bias, *seen, *counts})
-            rows.append(at)
-            ids += entries
-            amounts += [(bias.get(t, 0.0), float(t in seen), float(counts.get(t, 0))) for t in entries]
-            ends.append(len(ids))
-            ways.append((how.repetition_penalty, how.presence_penalty, how.frequency_penalty))
-        if rows:
-            device = logits.device
-            whole = (torch.tensor(part, dtype=torch.int32, device=device) for part in (rows, ends, ids))
-            exact = (torch.tensor(part, dtype=torch.float64, device=device) for part in (amounts, ways))
-            sampling.adjust(logits, *whole, *exact)
 
 
 def _position(batch: Batch, ask: Ask) -> int:
