@@ -176,6 +176,21 @@ def test_a_mate_that_looks_inside_changes_no_bit() -> None:
         assert equal(row, rows)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_generations_draw_the_same_tokens_alone_and_together(dtype: str) -> None:
+    async def one(engine: hw.Engine, i: int) -> list[int]:
+        async with engine.context() as context:
+            how = hw.Multinomial(1.5, seed=i) if i % 2 else hw.TopP(0.95, temperature=1.5, seed=i)
+            return await context.fill(tokens(3 + 11 * i % 70, i)).generate(how, max_tokens=40, stop_only=True).tokens()
+
+    async def all_of(engine: hw.Engine) -> list[list[int]]:
+        return list(await asyncio.gather(*(one(engine, i) for i in range(50))))
+
+    with engine(dtype=dtype) as made:
+        alone = [made.run(one, i) for i in range(0, 50, 7)]
+        assert made.run(all_of)[::7] == alone
+
+
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_weights_in_codes_give_a_row_its_own_bits_too(kind: Any) -> None:
     from headway.runtime.cuda_coded import in_codes
