@@ -1,7 +1,7 @@
 """Another engine at gpu.py's work, on the same device and in the same run: transformers.
 
-It runs in processes of its own. Those whose step is compiled are prepared at the same time, since that is work of the
-host; then each is measured by itself and ended, which gives its memory back. A process that is not ready in time, or
+It runs in processes of its own. They are prepared at the same time, since compiling is work of the host; then each is
+measured by itself and ended, which gives its memory back. A process that is not ready in time, or
 does not answer in time, is ended too, and its work is said to be skipped.
 """
 
@@ -49,11 +49,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Group:
-    """Works of one process: a shape, and the sequences and slots that its step is compiled for."""
+    """Works of one process: a shape, and what it is prepared for beforehand."""
 
     shape: str
-    static: tuple[int, int] | None
     works: tuple[Work, ...]
+    static: tuple[int, int] | None = None  # sequences and slots of a compiled step
+    batched: dict[str, Any] | None = None  # requests of continuous batching
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,13 @@ def groups(s: Size, requests: int, compiles: bool) -> tuple[Group, ...]:
     """Everything: what is compiled comes first, since it takes little time once it is ready."""
     how = "compiled" if compiles else "static cache"
     compiled = (
-        Group(shape, (rows, s.context + s.tokens), (_decode(s, shape, rows, s.tokens, how),))
+        Group(shape, (_decode(s, shape, rows, s.tokens, how),), static=(rows, s.context + s.tokens))
         for shape, rows in ((s.small, 1), (s.big, 1), (s.big, s.batch))[: 3 if compiles else 1]
     )
     few = min(s.tokens, EAGER_TOKENS)
     eager = (_decode(s, s.big, rows, few, "eager") for rows in (1, s.batch))
-    many = (_many(s, requests, graphs) for graphs in ((None, True) if compiles else (None,)))
-    return *compiled, Group(s.big, None, (_prompt(s), *eager, *many))
+    many = (_many(s, requests, graphs) for graphs in ((True, None) if compiles else (None,)))
+    return *compiled, Group(s.big, (_prompt(s), *eager)), *many
 
 
 def _decode(s: Size, shape: str, rows: int, tokens: int, how: str) -> Work:
@@ -139,7 +140,7 @@ def _prompt(s: Size) -> Work:
     return Work(name, "tok/s", name, ask, 15.0, lambda answer: s.prompt / answer["seconds"])
 
 
-def _many(s: Size, requests: int, graphs: bool | None) -> Work:
+def _many(s: Size, requests: int, graphs: bool | None) -> Group:
     """Continuous batching as it is by default, or told to capture graphs."""
 
     def rate(answer: dict[str, Any]) -> float:
@@ -147,9 +148,10 @@ def _many(s: Size, requests: int, graphs: bool | None) -> Work:
             raise PeerFailed(f"it generated {answer['tokens']} of {requests * s.ask} tokens")
         return answer["tokens"] / answer["seconds"]
 
-    own = whole_run(s, requests)
-    ask = {"do": "many", "requests": requests, "prompt": s.ask, "tokens": s.ask, "graphs": graphs}
-    return Work(f"{own}, {'graphs' if graphs else 'batched'}", "tok/s", own, ask, 45.0, rate)
+    own, sizes = whole_run(s, requests), {"requests": requests, "prompt": s.ask, "tokens": s.ask}
+    name = f"{own}, {'graphs' if graphs else 'batched'}"
+    work = Work(name, "tok/s", own, {"do": "many", **sizes}, 45.0, rate)
+    return Group(s.big, (work,), batched={**sizes, "graphs": graphs})
 
 
 def whole_run(s: Size, requests: int) -> str:
@@ -172,7 +174,8 @@ def _load(group: Group, device: torch.device, dtype: torch.dtype) -> dict[str, A
         "tie_word_embeddings": c.tied,
     }
     kind = str(dtype).removeprefix("torch.")
-    return {"do": "load", "shape": shape, "device": str(device), "dtype": kind, "static": group.static}
+    prepared = {"static": group.static, "batched": group.batched}
+    return {"do": "load", "shape": shape, "device": str(device), "dtype": kind, **prepared}
 
 
 # -- who is asked ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ before the last one of a run.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -19,16 +20,26 @@ WARM = 4  # steps until a compiled step is captured and replayed
 
 
 class Worker:
-    """One model; with `static`, a cache of so many sequences and slots, and a step that is compiled for it."""
+    """One model; with `static`, a cache of so many sequences and slots, and a step that is compiled for it; with
+    `batched`, continuous batching for requests of that kind, which have run once."""
 
     @torch.no_grad()
-    def load(self, shape: dict[str, Any], device: str, dtype: str, static: tuple[int, int] | None) -> dict[str, Any]:
+    def load(
+        self,
+        shape: dict[str, Any],
+        device: str,
+        dtype: str,
+        static: tuple[int, int] | None,
+        batched: dict[str, Any] | None,
+    ) -> dict[str, Any]:
         began = wire.now()
         self.device = torch.device(device)
         self.model: Any = _random_model(shape, self.device, getattr(torch, dtype))
         self.cache, self.step = None, _step
         if static is not None:
             self._prepare(*static)
+        if batched is not None:
+            self._start(**batched)
         return {
             "version": transformers.__version__,
             "attention": self.model.config._attn_implementation,
@@ -38,9 +49,9 @@ class Worker:
 
     @torch.no_grad()
     def decode(self, sequences: int, context: int, tokens: int, repeats: int) -> dict[str, Any]:
-        """Seconds a step, after one run to warm up: the median."""
-        found = [self._decode(sequences, context, tokens) for _ in range(repeats + 1)]
-        return {"seconds": statistics.median(found[1:])}
+        """Seconds a step, after a short run to warm up: the median."""
+        self._decode(sequences, context, min(WARM, tokens))
+        return {"seconds": statistics.median(self._decode(sequences, context, tokens) for _ in range(repeats))}
 
     @torch.no_grad()
     def prefill(self, tokens: int, repeats: int) -> dict[str, Any]:
@@ -51,24 +62,25 @@ class Worker:
             found.append(self._seconds(lambda ids=ids: _step(self.model, ids, self._new_cache())))
         return {"seconds": statistics.median(found[2:])}
 
-    def many(self, requests: int, prompt: int, tokens: int, graphs: bool | None) -> dict[str, Any]:
-        """Seconds for so many requests by continuous batching, all there at once, and what was generated for them."""
-        blocks = requests * (1 + -(-(prompt + tokens) // BLOCK)) + 16
+    def many(self, requests: int, prompt: int, tokens: int) -> dict[str, Any]:
+        """Seconds for so many requests by continuous batching, all there at once, and how many tokens they got."""
+        prompts = self._ids(requests, prompt).tolist()
+        began = wire.now()
+        generated = self._answers(prompts, tokens)
+        return {"seconds": wire.now() - began, "tokens": generated}
+
+    def _start(self, requests: int, prompt: int, tokens: int, graphs: bool | None) -> None:
+        """Continuous batching, which goes on by itself, with blocks for half as many requests again."""
         batching = transformers.ContinuousBatchingConfig(
-            num_blocks=blocks, max_batch_tokens=8192, use_cuda_graph=graphs, max_requests_per_batch=requests
+            num_blocks=requests * -(-(prompt + tokens) // BLOCK) * 3 // 2 + 16,
+            max_batch_tokens=8192,
+            max_requests_per_batch=requests,
+            use_cuda_graph=graphs,
         )
         how = transformers.GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        manager = self.model.init_continuous_batching(generation_config=how, continuous_batching_config=batching)
-        try:
-            manager.start()
-            attention = self.model.config._attn_implementation
-            self._answers(manager, self._ids(requests, prompt).tolist(), WARM)
-            prompts = self._ids(requests, prompt).tolist()
-            began = wire.now()
-            generated = self._answers(manager, prompts, tokens)
-            return {"seconds": wire.now() - began, "tokens": generated, "attention": attention}
-        finally:
-            manager.stop(block=True, timeout=10, hard_stop=True)
+        self.manager = self.model.init_continuous_batching(generation_config=how, continuous_batching_config=batching)
+        self.manager.start()
+        self.many(requests, prompt, tokens)
 
     def _prepare(self, sequences: int, slots: int) -> None:
         """A static cache; on a CUDA device a compiled step, run until it is warm."""
@@ -106,8 +118,9 @@ class Worker:
         work().tolist()
         return wire.now() - began
 
-    def _answers(self, manager: Any, prompts: list[list[int]], tokens: int) -> int:
+    def _answers(self, prompts: list[list[int]], tokens: int) -> int:
         """How many tokens came back for these prompts in all."""
+        manager = self.manager
         missing = set(manager.add_requests(inputs=prompts, max_new_tokens=tokens))
         generated = 0
         while missing:
@@ -137,3 +150,4 @@ def _random_model(shape: dict[str, Any], device: torch.device, dtype: torch.dtyp
 
 if __name__ == "__main__":
     wire.main(Worker)
+    os._exit(0)  # a manager's thread would go on

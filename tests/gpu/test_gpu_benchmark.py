@@ -65,7 +65,7 @@ def test_a_peer_is_told_beside_headways_own_figure(gpu_peers: Any) -> None:
 
 
 def test_a_peer_that_fails_or_is_late_is_skipped_with_the_reason(gpu_peers: Any) -> None:
-    load = {"do": "load", "shape": {}, "device": "cpu", "dtype": "float7", "static": None}
+    load = {"do": "load", "shape": {}, "device": "cpu", "dtype": "float7", "static": None, "batched": None}
     soon, later = time.perf_counter(), time.perf_counter() + 200
     with gpu_peers.Process(load) as failing, gpu_peers.Process(load) as late:
         late.prepare(soon)
