@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from headway.runtime.answers import Answer, wake_all
 from headway.runtime.streak import Streak
 from headway.testing import _mix, _sum, random_model, scripted_result
 from support.beside import Beside, Rowed
-from support.streaks import abandoned, alike, ends, steered
+from support.streaks import abandoned, alike, by_hand, ends, followed, steered
 
 V = 97
 SIZE = 16
@@ -716,6 +717,42 @@ def test_whoever_comes_while_the_worker_sleeps_wakes_it(monkeypatch: pytest.Monk
         engine.run(program)
 
 
+@pytest.mark.parametrize("pages", [3, 4])
+def test_a_streak_that_fills_all_pages_ends_as_steps_by_hand_do(pages: int) -> None:
+    for kind in (Rowed, Beside):
+        with Hand(opened(kind(V, SIZE), pages=pages)) as hand:
+            twin, generation = begun(hand, [1, 2, 3])
+            with pytest.raises(hw.OutOfPages):
+                hand.run(_all(generation))
+            assert twin.context.tokens == (1, 2, 3, *generation.generated)
+            assert (twin.context.seq_len, len(twin.context.pending)) == (pages * SIZE, 1)
+            check_engine(hand.engine)
+            check_contents(hand.engine)
+            twin.context.truncate(10)
+            twin.tokens = list(twin.context.tokens)
+            take(hand, twin, 5)
+
+
+@pytest.mark.parametrize("kind", [Rowed, Beside])
+@pytest.mark.parametrize("least", [0, 7, 38])
+def test_the_limit_of_positions_ends_it_as_steps_by_hand_do(kind: type[Rowed], least: int) -> None:
+    async def program(engine: hw.Engine, prompt: int, way: Any) -> Any:
+        async with engine.context().fill([3] * prompt) as context:
+            found = await way(context, hw.Multinomial(seed=3), max_tokens=100, min_tokens=least, stop=[50])
+            return found, context.tokens, context.seq_len
+
+    with opened(kind(V, SIZE), pages=30, max_positions=40) as engine:
+        for prompt in (1, 5, 38, 39, 40):
+            assert engine.run(program, prompt, followed) == engine.run(program, prompt, by_hand)
+
+
+def test_nobody_is_woken_for_tokens_that_wait(hand: Hand) -> None:
+    twin, _ = begun(hand, [1, 2, 3])
+    take(hand, twin, 3)
+    (job,) = hand.engine.loop.jobs()
+    assert job.waiters == []
+
+
 # -- real threads ----------------------------------------------------------------------------------------------------
 
 
@@ -749,3 +786,51 @@ def test_where_pages_are_short_contexts_are_set_aside(kind: type[Rowed], pages: 
         gc.collect()
         assert engine.stats().pages_held == 0
         assert not engine.loop._runner.faults  # type: ignore[attr-defined]
+
+
+def test_steps_may_be_taken_from_many_event_loops(engine: hw.Engine) -> None:
+    context, again = engine.context().fill([1, 2, 3]), engine.context().fill([1, 2, 3])
+    generation = context.generate(hw.Argmax(), max_tokens=60, stop_only=True)
+    expected, _ = engine.run(lambda _: by_hand(again, hw.Argmax(), max_tokens=60, stop_only=True))
+    while generation.finish is None:
+        engine.run(lambda _: _next(generation))
+    assert list(generation.generated) == expected
+    context.release()
+    again.release()
+
+
+async def _next(generation: hw.Generation) -> hw.Step:
+    return await anext(generation)
+
+
+def test_other_threads_may_look_at_any_time(engine: hw.Engine) -> None:
+    """Whoever looks between two steps takes the streak back, and nothing else changes."""
+    context, again = engine.context().fill([1, 2, 3]), engine.context().fill([1, 2, 3])
+    generation = context.generate(hw.Argmax(), max_tokens=150, stop_only=True)
+    over, problems = threading.Event(), []
+
+    def look() -> None:
+        while not over.is_set():
+            try:
+                if len(context.tokens) < 3 or context.seq_len < 0:
+                    problems.append("short")
+                with context.fork() as twin:
+                    twin.truncate(1)
+            except hw.ContextBusy:
+                pass
+            except BaseException as e:
+                problems.append(repr(e))
+                raise
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        tokens = engine.run(lambda _: generation.tokens())
+    finally:
+        over.set()
+        thread.join()
+    expected, _ = engine.run(lambda _: by_hand(again, hw.Argmax(), max_tokens=150, stop_only=True))
+    assert (tokens, problems) == (expected, [])
+    assert list(context.tokens) == [1, 2, 3, *expected]
+    context.release()
+    again.release()

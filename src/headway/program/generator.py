@@ -411,6 +411,7 @@ class Generation:
                 with engine.lock:
                     token = engine.loop.taken(job)
                     if token is not None or (job.streak is not None and job.streak.over):
+                        job.waiters.clear()  # nobody is woken for tokens that are not waited for
                         return token
                     if job.outcome.done():
                         break
