@@ -427,7 +427,8 @@ def test_a_pass_that_fails_fails_alone(error: Callable[[], BaseException]) -> No
         running = [greedy(c, [n, n + 1]) for n, c in enumerate(good)]
         failing = bad.forward().input([4, POISON]).execute()
         hand.until(failing, *(e for e, _ in running))
-        with pytest.raises(hw.PassFailed, match=str(error())):
+        said = "memory ran out" if "memory" in str(error()) else str(error())
+        with pytest.raises(hw.PassFailed, match=said):
             failing.result(0)
         assert [e.result(0).token(h) for e, h in running] == [plain([n, n + 1]) for n in range(5)]
         assert bad.tokens == (1, 2, 3)

@@ -24,6 +24,7 @@ from headway.runtime.answers import Answer, resolve, wake_all
 from headway.runtime.batch import Batch, Chunk, needed_pages, pack
 from headway.runtime.edits import Damage, carry_out
 from headway.runtime.fleet import Fleet, Flight
+from headway.runtime.memory import step_error
 from headway.runtime.passes import Pass
 from headway.runtime.runner import RowRunner, RowStep, Runner, SegmentResult
 from headway.runtime.scheduler import Job, Queue
@@ -500,7 +501,7 @@ class Loop:
             self._hand_out()
             return list(finish())
         except Exception as e:
-            error = _as_error(e)
+            error = step_error(e)
         if len(turn) == 1:
             return [error]
         return [self._alone(job, chunk, error) for job, chunk in turn]
@@ -515,7 +516,7 @@ class Loop:
             (result,) = self._runner.execute(batch)
             return result
         except Exception as e:
-            return _as_error(e)
+            return step_error(e)
 
     def _heard(self, passes: int, rows: int, seconds: float) -> None:
         """Tell the listeners of a step."""
@@ -551,9 +552,3 @@ class Loop:
         self._hand_out(now=True)
         for call in calls:
             call()
-
-
-def _as_error(error: Exception) -> HeadwayError:
-    return (
-        error if isinstance(error, HeadwayError) else PassFailed(f"the device failed while computing a pass: {error}")
-    )
