@@ -32,6 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class Plan:
 
 GPU = Plan(texts=16384, most=2048, rounds=3)
 SHAPES = {"all-MiniLM": (6, 384, 12), "BERT-base": (12, 768, 12), "BERT-large": (24, 1024, 16)}  # layers, width, heads
+STREAM = 4  # times the texts in a stream whose utilisation is measured
 SECTIONS = ("classification", "embedding", "utilisation")
 QUICK = Plan(texts=70, most=70, tasks=8, batches=(1, 8), rounds=1, layers=1, hidden=48)
 
@@ -367,25 +369,28 @@ def utilisation(options: argparse.Namespace, plan: Plan, report: Report, stack: 
                 if not pipe(texts) or not pipe._batcher.budget.searching:
                     break
             began = time.perf_counter()
-            count = sum(1 for _ in pipe(iter(texts + texts)))
+            count = sum(1 for _ in pipe(chain.from_iterable(repeat(texts, STREAM))))
             rate = count / (time.perf_counter() - began)
-            share, kernels = busy_share(lambda pipe=pipe: sum(1 for _ in pipe(iter(texts + texts))))
-            report.add(task="utilisation", work="(b) long-tailed", engine=f"headway, {name}", **{"items/s": rate})
-            report.rows[-1]["busy"] = f"{share:.1%} of the time ({kernels} kernels)"
-            report.rows[-1]["tokens a batch"] = int(pipe.stats()["budget_tokens"])
-            print(report.rows[-1], flush=True)
+            share, kernels = busy_share(pipe, texts)
+            report.add(
+                task="utilisation",
+                work="(b) long-tailed",
+                engine=f"headway, {name}",
+                **{"items/s": rate, "busy": f"{share:.1%} ({kernels} kernels)"},
+                batch=f"{int(pipe.stats()['budget_tokens'])} tokens",
+            )
 
 
-def busy_share(work: Callable[[], Any]) -> tuple[float, int]:
-    """Which share of the work's time at least one kernel runs, and how many run."""
+def busy_share(pipe: Any, texts: list[str]) -> tuple[float, int]:
+    """Which share of a stream's time, from its first text to its last result, kernels run, and how many run."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         began = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
+        for _ in pipe(chain.from_iterable(repeat(texts, STREAM))):
+            pass
         took = time.perf_counter() - began
     found = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
     on_device = [e for e in found if "CUDA" in str(e.device_type()) and not e.name().startswith(("Mem", "gpu_"))]

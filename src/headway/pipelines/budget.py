@@ -18,7 +18,7 @@ from headway.base.config import settings
 from headway.base.errors import InvalidInput
 
 CPU_SIZES = (256, 512, 1024, 2048, 4096)
-DEVICE_SIZES = (4096, 8192, 16384, 32768, 65536)
+DEVICE_SIZES = (2048, 4096, 8192, 16384, 32768)  # larger ones fill a GPU no better, and leave too few to follow them
 ROUNDS = 4  # full batches measured at each size
 FULL = 0.75  # the share of its size from which a batch counts as full
 ROWS = 4096  # the most rows of one batch in any case

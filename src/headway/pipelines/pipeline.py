@@ -26,7 +26,7 @@ from headway.pipelines.task import MISSING, Batch, PreparedItem, Task
 ON_ERROR = ("raise", "return")
 DEPTH = 2  # batches that follow the running one on a GPU
 DEVICE_WORKERS = 3
-DEVICE_AHEAD = 8  # times as many items are prepared ahead of a GPU, which wants large batches
+DEVICE_AHEAD = 16  # times as many items are prepared ahead of a GPU, which wants large batches and some to follow
 
 
 class Pipeline:
