@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headway.base.errors import InvalidInput, Unsupported
-from headway.pipelines.task import Row, TaskOptions
+from headway.pipelines.task import PreparedItem, Row, TaskOptions
 
 UNLIMITED = 1 << 30  # a tokenizer that knows no limit names a huge number
 
@@ -74,6 +74,12 @@ class TextEncoder:
     def rows(self, texts: Sequence[str | tuple[str, str]], options: TextOptions) -> list[list[Row]]:
         """The rows of each text or pair: one, or with a stride as many as it takes."""
         return [[self.row(part) for part in parts] for parts in self.encode(texts, options)]
+
+    def prepared(self, texts: Sequence[str | tuple[str, str]], options: TextOptions) -> list[PreparedItem]:
+        """Each text or pair as an item of its rows."""
+        if options.stride is None:
+            return [PreparedItem((self.row(parts[0]),)) for parts in self.encode(texts, options)]
+        return [PreparedItem(tuple(rows)) for rows in self.rows(texts, options)]
 
     def row(self, encoding: Encoding) -> Row:
         """The row of an encoded text; types that are all 0, as those of single texts mostly are, are left out."""

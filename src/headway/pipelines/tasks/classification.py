@@ -71,8 +71,7 @@ class TextClassification(Task):
 
     def preprocess_many(self, items: Sequence[Any], options: ClassificationOptions) -> list[PreparedItem]:
         assert self.loaded.text is not None
-        texts = [text_or_pair(item) for item in items]
-        return [PreparedItem(tuple(rows)) for rows in self.loaded.text.rows(texts, options)]
+        return self.loaded.text.prepared([text_or_pair(item) for item in items], options)
 
     @capturable
     def reduce(self, output: Any, batch: Batch, options: ClassificationOptions) -> Mapping[str, Any]:

@@ -53,8 +53,7 @@ class FeatureExtraction(Task):
 
     def preprocess_many(self, items: Sequence[Any], options: FeatureOptions) -> list[PreparedItem]:
         assert self.loaded.text is not None
-        rows = self.loaded.text.rows([check_text(item) for item in items], options)
-        return [PreparedItem(tuple(some)) for some in rows]
+        return self.loaded.text.prepared([check_text(item) for item in items], options)
 
     @capturable
     def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Any]:
@@ -117,8 +116,7 @@ class SentenceEmbedding(Task):
 
     def preprocess_many(self, items: Sequence[Any], options: EmbeddingOptions) -> list[PreparedItem]:
         assert self.loaded.text is not None
-        rows = self.loaded.text.rows([check_text(item) for item in items], options)
-        return [PreparedItem(tuple(some)) for some in rows]
+        return self.loaded.text.prepared([check_text(item) for item in items], options)
 
     @capturable
     def reduce(self, output: Any, batch: Batch, options: EmbeddingOptions) -> Mapping[str, Any]:
