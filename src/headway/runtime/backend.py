@@ -95,10 +95,12 @@ def open_backend(
             raise Unsupported(f"HEADWAY_NATIVE asks for the native step, and {why}")
         if quantize is not None and fast is None:
             from headway.kernels.triton.coded import as_kind
-            from headway.runtime.cuda_coded import in_codes
+            from headway.runtime.cuda_coded import load_in_codes
 
-            whole = _torch_model(model, dtype, device, progress)
-            return Backend(in_codes(whole, as_kind(quantize)), None, "", triton=True)
+            assert isinstance(model, Path)
+            kept, kind = pick_dtype(dtype, device), as_kind(quantize)
+            found = load_in_codes(model, kind, dtype=kept, device=device, progress=progress)
+            return Backend(found, None, "", triton=True)
         if quantize is not None:
             needs, why = ("Triton kernels", fast) if device.type == "cuda" else ("the native step", reason)
             raise Unsupported(f"quantize={quantize!r} needs {needs}, and {why}")

@@ -6,25 +6,42 @@ The output, which every token passes through, is in int8 whatever the layers are
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from headway.base.errors import Unsupported
-from headway.kernels.triton.coded import Kind, quantise
+from headway.kernels.triton.coded import Kind, product, quantise
 from headway.models.decoder import Decoder
 from headway.models.layers import Layer
+from headway.models.load import Progress, load_model
 
 MATRICES = ("qkv", "out", "gate_up", "down")
+HEAD: Kind = "int8"
+NEAR = 0.01  # of an exact product, that one from codes must be
 LEAST = {"int4": (8, 0), "int8": (8, 0), "fp8": (8, 9)}  # compute capability: matrix units, and numbers of 8 bits
+
+
+def load_in_codes(
+    path: Path, kind: Kind, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+) -> Decoder:
+    """A file's decoder in codes of this kind. One layer at a time is there in the dtype."""
+    _check(device, kind)
+    change = partial(_layer, kind=kind)
+    return _with_head(load_model(path, dtype=dtype, device=device, progress=progress, change=change))
 
 
 def in_codes(decoder: Decoder, kind: Kind) -> Decoder:
     """The decoder with its layers' matrices in codes of this kind, one layer after the other."""
     _check(decoder.device, kind)
-    layers = tuple(_layer(layer, kind) for layer in decoder.layers)
-    output: Any = quantise(decoder.output, kind="int8")
-    return replace(decoder, layers=layers, output=output)
+    return _with_head(replace(decoder, layers=tuple(_layer(layer, kind) for layer in decoder.layers)))
+
+
+def _with_head(decoder: Decoder) -> Decoder:
+    output: Any = quantise(decoder.output, kind=HEAD)
+    return replace(decoder, output=output)
 
 
 def _layer(layer: Layer, kind: Kind) -> Layer:
@@ -45,3 +62,20 @@ def _check(device: torch.device, kind: Kind) -> None:
             f"{kind} needs a device of compute capability {'.'.join(map(str, LEAST[kind]))} and {name} has "
             f"{'.'.join(map(str, has))}; leave quantize out"
         )
+    for used in dict.fromkeys((kind, HEAD)):
+        _try(device, used)
+
+
+def _try(device: torch.device, kind: Kind) -> None:
+    """Multiply a small matrix, for one row and for three: the kernels rely on how Triton gives words to threads."""
+    draw = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(n, 512, generator=draw).to(device) for n in (32, 3))
+    w = quantise(weight, kind=kind)
+    for rows in (1, 3):
+        y, exact = torch.empty(rows, 32, device=device), x[:rows].half().float() @ w.weight.t()
+        product(x[:rows].half(), w, y, alone=True)
+        if not float((y - exact).norm()) <= NEAR * float(exact.norm()):
+            raise Unsupported(
+                f"products of {kind} weights come out wrong with this version of Triton, on {device}; "
+                "take another version, or leave quantize out"
+            )

@@ -159,11 +159,18 @@ def expand(w: Coded, out: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program computes: blocks of outputs, and of inputs in a step; its warps divide the inputs among them."""
+    """What one program computes: blocks of outputs, and of inputs in a step; its warps divide the inputs among them.
+
+    One that is `wide` has so many blocks of outputs for each of its warps, which all take the same inputs.
+    """
 
     outputs: int
     inputs: int
     warps: int
+    wide: bool = False
+    fetch: int = 1024
+    late: int = 0
+    columns: int = 0
 
 
 def product(
@@ -194,14 +201,15 @@ def product(
         fragments.one_row[(blocks,)](
             given, w.codes, w.scales, y, bias, n, K=k, KIND=w.kind, DEEP=t.inputs, GATED=w.gated, ADD=add,
             BIAS=w.bias is not None, FACTOR=factor, SCALE=scale, EVEN=k % (INPUTS * t.inputs * 8) == 0,
-            AHEAD=ahead, num_warps=t.warps, **options(ahead),
+            AHEAD=ahead, FETCH=t.fetch, LATE=t.late, num_warps=t.warps, **options(ahead),
         )  # fmt: skip
         return
-    t = tile or pick_tile(w.kind, blocks, deep)
     columns = columns_for(rows)
-    fragments.product[(triton.cdiv(rows, 8 * columns), blocks // t.outputs)](
-        given, w.codes, w.scales, y, bias, rows, n,
-        K=k, KIND=w.kind, PARTS=t.outputs, COLS=columns, DEEP=t.inputs, GATED=w.gated, ADD=add,
+    t = tile or pick_tile(w.kind, blocks, deep, columns)
+    groups, columns = t.warps if t.wide else 1, t.columns or columns
+    fragments.product[(triton.cdiv(rows, 8 * columns), triton.cdiv(blocks, groups * t.outputs))](
+        given, w.codes, w.scales, y, bias, rows, n, blocks,
+        K=k, KIND=w.kind, GROUPS=groups, PARTS=t.outputs, COLS=columns, DEEP=t.inputs, GATED=w.gated, ADD=add,
         BIAS=w.bias is not None, FACTOR=factor, SCALE=scale, EVEN=k % (INPUTS * t.inputs * 2) == 0,
         PACKED=x.is_cuda, AHEAD=ahead,
         num_warps=t.warps, **options(ahead),
@@ -213,11 +221,19 @@ def columns_for(rows: int) -> int:
     return 1 if rows <= 8 else 2 if rows <= 16 else 4
 
 
-def pick_tile(kind: Kind, blocks: int, deep: int) -> Tile:
-    """What was fastest on an H200 for matrices of about this size."""
-    return Tile(1, 4, 4)
+def pick_tile(kind: Kind, blocks: int, deep: int, columns: int) -> Tile:
+    """What was fastest on an H200 for matrices of about this size. Sums have one order, whatever the number of rows.
+
+    Many rows are loaded once for two blocks of outputs.
+    """
+    return Tile(2 if columns == 4 and blocks % 2 == 0 else 1, 4, 4)
 
 
 def pick_row_tile(kind: Kind, blocks: int, deep: int) -> Tile:
     """The same for one row alone, whose steps are of four blocks each."""
-    return Tile(1, 4, 4)
+    if deep < 64:
+        warps = max(1, min(4, triton.next_power_of_2(deep) // 8))
+        return Tile(1, warps, warps)
+    if deep > 128:
+        return Tile(1, 8, 8)
+    return Tile(1, 4, 2) if kind == "int4" and blocks > 1024 else Tile(1, 8, 4)

@@ -1,10 +1,10 @@
 """The kernels of coded matrices (see `coded` for what lies where).
 
 A product goes through the matrix units (`instructions`). Codes lie so that a lane finds in its own bytes what they
-want from it: nothing is exchanged. Tensors of a program are [blocks of inputs, blocks of outputs, eights of rows, words
-of 32 lanes]; its warps divide the blocks of inputs. That a lane holds four words that lie side by side is the layout in
-which Triton loads them, 16 bytes at once. The interpreter knows no such instructions and sums the same products one by
-one.
+want from it: nothing is exchanged. Tensors of a program are [blocks of inputs, groups of blocks of outputs, those of a
+group, eights of rows, words of 32 lanes]; its warps divide the first or the second. That a lane holds four words that
+lie side by side is the layout in which Triton loads them, 16 bytes at once. The interpreter knows no such instructions
+and sums the same products one by one.
 """
 
 # pyright: reportIndexIssue=false, reportMissingImports=false, reportPossiblyUnboundVariable=false
@@ -75,10 +75,10 @@ def _float8(byte):
 
 @triton.jit
 def _one_by_one(w0, w1, scales, x, pair, inside, h: tl.constexpr, KIND: tl.constexpr):
-    """Sums [DEEP, PARTS, COLS, 8, 8] of outputs r + 8h and rows; x is at `pair`, whose words are 4 lanes apart."""
+    """Sums [DEEP, OWN, COLS, 8, 8] of outputs r + 8h and rows; x is at `pair`, whose words are 4 lanes apart."""
     deep: tl.constexpr = w0.shape[0]
-    parts: tl.constexpr = w0.shape[1]
-    cols: tl.constexpr = pair.shape[2]
+    parts: tl.constexpr = w0.shape[1] * w0.shape[2]
+    cols: tl.constexpr = pair.shape[3]
     total = tl.zeros((deep, parts, cols, 8, 8), tl.float32)
     for p in tl.static_range(2):
         for i in tl.static_range(2):
@@ -98,8 +98,8 @@ def _sums_one_by_one(
 ):
     """The totals with the same products added, each by itself."""
     DEEP: tl.constexpr = total.shape[0]
-    PARTS: tl.constexpr = total.shape[1]
-    COLS: tl.constexpr = total.shape[2]
+    OWN: tl.constexpr = total.shape[1] * total.shape[2]
+    COLS: tl.constexpr = total.shape[3]
     there = d + deep < INPUTS
     inside = there & ((d + deep) * 64 + e // 4 % 4 * 16 + 16 <= K)
     s0, s1 = w0, w0
@@ -110,59 +110,64 @@ def _sums_one_by_one(
     first = pair + d * 32 + e % 4 * 2
     low = _one_by_one(w0, w1, s0, x, first, inside, 0, KIND)
     high = _one_by_one(w0, w1, s1, x, first, inside, 1, KIND)
-    both = tl.reshape(tl.join(low, high), (DEEP, PARTS, COLS, 8, 4, 2, 2))  # r, row // 2, row % 2, h
-    return total + tl.reshape(tl.permute(both, (0, 1, 2, 3, 4, 6, 5)), (DEEP, PARTS, COLS, 128))
+    both = tl.reshape(tl.join(low, high), (DEEP, OWN, COLS, 8, 4, 2, 2))  # r, row // 2, row % 2, h
+    return total + tl.reshape(tl.permute(both, (0, 1, 2, 3, 4, 6, 5)), total.shape)
 
 
 @triton.jit
 def product(
-    x, codes, scales, y, bias, rows, n,
-    K: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr,
+    x, codes, scales, y, bias, rows, n, blocks,
+    K: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr,
+    DEEP: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, FACTOR: tl.constexpr, SCALE: tl.constexpr,
     EVEN: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Rows of x, float16 (two to a word with PACKED), times the matrix; see `coded.product`.
 
-    All codes of a program are on their way to the second-level cache before the kernel in front of it has ended.
+    Warps divide the inputs, DEEP blocks of them, or with GROUPS the outputs. In the first case all codes of a program
+    are on their way to the second-level cache before the kernel in front of it has ended.
     """
     follow(AHEAD)
     INPUTS: tl.constexpr = (K + 63) // 64
     WORDS: tl.constexpr = 128 if KIND == "int4" else 256
-    deep = tl.arange(0, DEEP)[:, None, None, None]
-    part = tl.arange(0, PARTS)[None, :, None, None]
-    e = tl.arange(0, 128)[None, None, None, :]
-    base = (tl.program_id(1) * PARTS + part).to(tl.int64) * INPUTS + deep
+    OWN: tl.constexpr = GROUPS * PARTS  # blocks of outputs of a program
+    deep = tl.arange(0, DEEP)[:, None, None, None, None]
+    group = tl.arange(0, GROUPS)[None, :, None, None, None]
+    part = tl.arange(0, PARTS)[None, None, :, None, None]
+    e = tl.arange(0, 128)[None, None, None, None, :]
+    # Blocks and rows that are not there are the last ones once more: nobody asks for what comes out of them.
+    block = tl.minimum(tl.program_id(1) * OWN + group * PARTS + part, blocks - 1)
+    base = block.to(tl.int64) * INPUTS + deep
     at, scale_at = codes + base * WORDS + e, scales + base * 32 + e // 16 * 4 + e % 4
-    if AHEAD:
-        start = tl.program_id(1).to(tl.int64) * PARTS * INPUTS
-        fetch(codes + start * WORDS, PARTS * INPUTS * WORDS * 4)
+    if AHEAD and GROUPS == 1:
+        start = tl.program_id(1).to(tl.int64) * OWN * INPUTS
+        fetch(codes + start * WORDS, OWN * INPUTS * WORDS * 4)
         if KIND == "int4":
-            fetch(scales + start * 32, PARTS * INPUTS * 64)
+            fetch(scales + start * 32, OWN * INPUTS * 64)
     w0, w1, s = _codes(at, scale_at, 0, deep, INPUTS, KIND, EVEN, PACKED)
-    # Rows that are not there are the last one once more: nobody asks for what comes out of them.
-    row = tl.minimum((tl.program_id(0) * COLS + tl.arange(0, COLS))[None, None, :, None] * 8 + e // 16, rows - 1)
+    row = tl.minimum((tl.program_id(0) * COLS + tl.arange(0, COLS))[None, None, None, :, None] * 8 + e // 16, rows - 1)
     pair = row * (K // 2) + deep * 32 + e // 4 % 4 * 8  # of a lane's first two inputs
-    total = tl.zeros((DEEP, PARTS, COLS, 128), tl.float32)
-    zero = tl.zeros((DEEP, 1, COLS, 128), tl.float32)
+    total = tl.zeros((DEEP, GROUPS, PARTS, COLS, 128), tl.float32)
     wait(AHEAD)
     if PACKED:
+        pair = tl.broadcast_to(pair, (DEEP, GROUPS, 1, COLS, 128))  # every warp loads what it multiplies by itself
         xa, xb = _rows(x, pair, e, 0, deep, K, EVEN)
         for d in range(0, INPUTS, 2 * DEEP):  # two steps: what one of them loads the other computes
             v0, v1, t = _codes(at, scale_at, d + DEEP, deep, INPUTS, KIND, EVEN, PACKED)
             ya, yb = _rows(x, pair, e, d + DEEP, deep, K, EVEN)
             begun()
-            total, zero = sums(total, zero, w0, w1, s, xa, xb, KIND)
+            total = sums(total, w0, w1, s, xa, xb, KIND)
             if d + 2 * DEEP < INPUTS:
                 w0, w1, s = _codes(at, scale_at, d + 2 * DEEP, deep, INPUTS, KIND, EVEN, PACKED)
                 xa, xb = _rows(x, pair, e, d + 2 * DEEP, deep, K, EVEN)
             begun()
-            total, zero = sums(total, zero, v0, v1, t, ya, yb, KIND)
+            total = sums(total, v0, v1, t, ya, yb, KIND)
     else:
         for d in range(0, INPUTS, DEEP):
             w0, w1, _ = _codes(at, scale_at, d, deep, INPUTS, KIND, EVEN, PACKED)
             total = _sums_one_by_one(total, w0, w1, scales, base, x, pair, e, d, deep, K, INPUTS, KIND)
-    found = tl.sum(total + zero, 0) * FACTOR  # [PARTS, COLS, 128]
-    _put(found, scales, y, bias, rows, n, KIND, GATED, ADD, BIAS, SCALE, PACKED)
+    found = tl.reshape(tl.sum(total, 0), (OWN, COLS, 128)) * FACTOR
+    _put(found, scales, y, bias, rows, n, blocks, KIND, GATED, ADD, BIAS, SCALE, PACKED)
 
 
 @triton.jit
@@ -210,21 +215,23 @@ def one_row(
     x, codes, scales, y, bias, n,
     K: tl.constexpr, KIND: tl.constexpr, DEEP: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     BIAS: tl.constexpr, FACTOR: tl.constexpr, SCALE: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+    FETCH: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """The same of one row of x, in fewer instructions: the matrix units' eight columns are groups of its inputs.
 
     A step is DEEP fours of blocks, a warp's own each.
     """
-    follow(AHEAD)
+    if LATE == 0:
+        follow(AHEAD)
     INPUTS: tl.constexpr = (K + 63) // 64
     WORDS: tl.constexpr = 128 if KIND == "int4" else 256
     STEP: tl.constexpr = 4 * DEEP
     block = tl.program_id(0)
     start = block.to(tl.int64) * INPUTS
-    if AHEAD:
-        fetch(codes + start * WORDS, INPUTS * WORDS * 4)
+    if AHEAD and FETCH > 0:
+        fetch(codes + start * WORDS, min(FETCH, INPUTS) * WORDS * 4)
         if KIND == "int4":
-            fetch(scales + start * 32, INPUTS * 64)
+            fetch(scales + start * 32, min(FETCH, INPUTS) * 64)
     deep = tl.arange(0, DEEP)[:, None]
     e = tl.arange(0, 128)[None, :]
     at = codes + (start + deep * 4) * WORDS + e
@@ -232,6 +239,8 @@ def one_row(
     xat = x + (deep * 4 + e // 32) * 32 + e // 4 % 4 * 8 + e // 16 % 2 * 4 + e % 4
     total = tl.zeros((DEEP, 128), tl.float32)
     a0, b0, c0, d0, a1, b1, c1, d1, s = _four(at, scale_at, xat, 0, deep, e, K, KIND, EVEN)
+    if LATE == 1:
+        follow(AHEAD)
     wait(AHEAD)
     v = _inputs(xat, 0, deep, e, K, EVEN)
     for d in range(0, INPUTS, 2 * STEP):  # two steps: what one of them loads the other computes
@@ -244,6 +253,8 @@ def one_row(
             v = _inputs(xat, d + 2 * STEP, deep, e, K, EVEN)
         begun()
         total = row_sums(total, w, e0, f0, g0, h0, e1, f1, g1, h1, t, KIND)
+    if LATE == 2:
+        follow(AHEAD)
     found = tl.sum(tl.reshape(tl.sum(total, 0), (8, 4, 4)), 1) * FACTOR  # [r, (h, -)]
     _put_row(found, block, scales, y, bias, n, KIND, GATED, ADD, BIAS, SCALE)
 
@@ -283,7 +294,7 @@ def _put_row(
 
 @triton.jit
 def _put(
-    found, scales, y, bias, rows, n,
+    found, scales, y, bias, rows, n, blocks,
     KIND: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -295,11 +306,9 @@ def _put(
     block = tl.program_id(1) * PARTS + part
     output = e // 16 + e % 4 // 2 * 8  # of 16
     if KIND != "int4":
-        found = found * tl.load(scales + block * 16 + output)
+        found = found * tl.load(scales + tl.minimum(block, blocks - 1) * 16 + output)
     if PACKED and KIND == "int4":
-        found = found * tl.where(output < 8, 16777216.0, 1048576.0)
-    if PACKED and KIND == "int8":
-        found = found * 16777216.0
+        found = found * tl.where(output < 8, 1.0, 0.0625)
     if GATED:
         # Outputs r of a block are gates and r + 8 the ups beside them.
         lane = tl.arange(0, 32)[None, None, :, None]

@@ -5,9 +5,11 @@ holds four such A. Of each matrix a lane 4r + q has a few numbers: of A the outp
 float16 (a₀: r, its first two inputs; a₁: r + 8, the same; a₂ and a₃: the next two inputs), of B two registers of row r,
 of D the outputs r (d₀, d₁) and r + 8 (d₂, d₃) of rows 2q and 2q + 1. Here t numbers the four products of a block.
 
-Codes become float16 with hardly an instruction: four or eight bits alone in a word of sixteen are a subnormal number,
-code × 2⁻²⁴, which the matrix units multiply exactly. 4-bit codes of outputs r + 8 stand four bits higher, which is 16
-times as much. What a code has too much, 8 or 128, is taken off by a product of the same inputs with a constant A.
+Codes become float16 in two instructions for two: four or eight bits joined with the exponent of 1024 are 1024 + code,
+and what is too much is taken off. 4-bit codes of outputs r + 8 stand four bits higher, which is 16 times as much.
+
+For one row it is one instruction: the bits alone are a subnormal number, code × 2⁻²⁴, which the matrix units multiply
+exactly. What a code has too much, 8 or 128, is then taken off by a product of the same inputs with a constant A.
 """
 
 # pyright: reportIndexIssue=false, reportMissingImports=false
@@ -37,38 +39,15 @@ def _eight_bit_sums() -> str:
     return "\n".join([*lines, *(f"mov.f32 ${i}, d{i};" for i in range(4)), "}"])
 
 
-def _eight_bit_zero() -> str:
-    """$0–3 = $4–7 less 128 × 2⁻²⁴ times the sums of B in $8–15."""
-    lines, total = ["{", ".reg .f32 d<4>;", ".reg .b32 k;", "mov.b32 k, 0x80808080;"], _list(4)
-    for t in range(4):
-        lines.append(_mma("d0, d1, d2, d3", "k, k, k, k", _list(8 + 2 * t, 2), total))
-        total = "d0, d1, d2, d3"
-    return "\n".join([*lines, *(f"mov.f32 ${i}, d{i};" for i in range(4)), "}"])
-
-
-def _four_bit_zero() -> str:
-    """$0–3 and $4–7: less 8 × 2⁻²⁴ times the sums of B in $8–15, of each of two groups."""
-    lines = ["{", ".reg .f32 d<8>, z;", ".reg .b32 k, l;", "mov.b32 k, 0x80088008;", "mov.b32 l, 0x80808080;"]
-    lines.append("mov.f32 z, 0f00000000;")
-    for group in range(2):
-        d = ", ".join(f"d{4 * group + i}" for i in range(4))
-        lines.append(_mma(d, "k, l, k, l", _list(8 + 4 * group, 2), "z, z, z, z"))
-        lines.append(_mma(d, "k, l, k, l", _list(10 + 4 * group, 2), d))
-    return "\n".join([*lines, *(f"mov.f32 ${i}, d{i};" for i in range(8)), "}"])
-
-
 def _four_bit_sums() -> str:
-    """$0–3 = $4–7 + the sums of two groups, which begin at $8–11 and $12–15, times their scales in $40 and $41.
-
-    A is in $16–31, B in $32–39.
-    """
-    lines = ["{", ".reg .f32 d<8>, s<4>;", ".reg .f16 h<4>;"]
+    """$0–3 = $4–7 + the sums of two groups times their scales in $32 and $33. A is in $8–23, B in $24–31."""
+    lines = ["{", ".reg .f32 d<8>, s<4>, z;", ".reg .f16 h<4>;", "mov.f32 z, 0f00000000;"]
     for group in range(2):
         d = ", ".join(f"d{4 * group + i}" for i in range(4))
         for t in (2 * group, 2 * group + 1):
-            begin = _list(8 + 4 * group) if t % 2 == 0 else d
-            lines.append(_mma(d, _list(16 + t, step=4), _list(32 + 2 * t, 2), begin))
-    lines += ["mov.b32 {h0, h1}, $40;", "mov.b32 {h2, h3}, $41;", *(f"cvt.f32.f16 s{i}, h{i};" for i in range(4))]
+            begin = "z, z, z, z" if t % 2 == 0 else d
+            lines.append(_mma(d, _list(8 + t, step=4), _list(24 + 2 * t, 2), begin))
+    lines += ["mov.b32 {h0, h1}, $32;", "mov.b32 {h2, h3}, $33;", *(f"cvt.f32.f16 s{i}, h{i};" for i in range(4))]
     for i in range(4):
         lines.append(f"fma.rn.f32 d{i}, d{i}, s{i // 2 * 2}, ${4 + i};")
         lines.append(f"fma.rn.f32 ${i}, d{4 + i}, s{i // 2 * 2 + 1}, d{i};")
@@ -76,24 +55,23 @@ def _four_bit_sums() -> str:
 
 
 def _four_bit_unpack() -> str:
-    """A of four words $16–19 into $0–15: a₀ of all four, then a₁, …"""
-    lines = ["{", ".reg .b32 u;"]
+    """A of four words $16–19 into $0–15: a₀ of all four, then a₁, …; those of outputs r + 8 are 16 times as large."""
+    lines = ["{", ".reg .b32 u, k, l, m;", "mov.b32 k, 0x64006400;", "mov.b32 l, 0x64086408;", "mov.b32 m, 0x64806480;"]
     for t in range(4):
-        lines += [f"and.b32 ${t}, ${16 + t}, 0x000f000f;", f"and.b32 ${4 + t}, ${16 + t}, 0x00f000f0;"]
-        lines += [
-            f"shr.u32 u, ${16 + t}, 8;",
-            f"and.b32 ${8 + t}, u, 0x000f000f;",
-            f"and.b32 ${12 + t}, u, 0x00f000f0;",
-        ]
+        lines.append(f"shr.u32 u, ${16 + t}, 8;")
+        for word, low, high in ((f"${16 + t}", t, 4 + t), ("u", 8 + t, 12 + t)):
+            lines += [f"lop3.b32 ${low}, {word}, 0x000f000f, k, 0xea;", f"sub.rn.f16x2 ${low}, ${low}, l;"]
+            lines += [f"lop3.b32 ${high}, {word}, 0x00f000f0, k, 0xea;", f"sub.rn.f16x2 ${high}, ${high}, m;"]
     return "\n".join([*lines, "}"])
 
 
 def _int8_unpack() -> str:
     """A of four words of outputs r, $16–19, and of r + 8, $20–23, into $0–15."""
-    lines = ["{"]
+    lines = ["{", ".reg .b32 k, m;", "mov.b32 k, 0x64646464;", "mov.b32 m, 0x64806480;"]
     for t in range(4):
-        lines += [f"prmt.b32 ${t}, ${16 + t}, 0, 0x4140;", f"prmt.b32 ${8 + t}, ${16 + t}, 0, 0x4342;"]
-        lines += [f"prmt.b32 ${4 + t}, ${20 + t}, 0, 0x4140;", f"prmt.b32 ${12 + t}, ${20 + t}, 0, 0x4342;"]
+        for word, low, high in ((16 + t, t, 8 + t), (20 + t, 4 + t, 12 + t)):
+            lines += [f"prmt.b32 ${low}, ${word}, k, 0x4140;", f"sub.rn.f16x2 ${low}, ${low}, m;"]
+            lines += [f"prmt.b32 ${high}, ${word}, k, 0x4342;", f"sub.rn.f16x2 ${high}, ${high}, m;"]
     return "\n".join([*lines, "}"])
 
 
@@ -176,12 +154,8 @@ _UNPACK4_AT = tl.constexpr(_registers(("=&r", 16), ("r", 4)))
 _UNPACK8 = tl.constexpr(_int8_unpack())
 _UNPACK_FP8 = tl.constexpr(_fp8_unpack())
 _UNPACK8_AT = tl.constexpr(_registers(("=&r", 16), ("r", 8)))
-_ZERO4 = tl.constexpr(_four_bit_zero())
-_ZERO4_AT = tl.constexpr(_registers(("=f", 8), ("r", 8)))
-_ZERO8 = tl.constexpr(_eight_bit_zero())
-_ZERO8_AT = tl.constexpr(_registers(("=f", 4), ("f", 4), ("r", 8)))
 _SUMS4 = tl.constexpr(_four_bit_sums())
-_SUMS4_AT = tl.constexpr(_registers(("=&f", 4), ("f", 12), ("r", 26)))
+_SUMS4_AT = tl.constexpr(_registers(("=&f", 4), ("f", 4), ("r", 26)))
 _ROW4 = tl.constexpr(_one_row("int4"))
 _ROW4_AT = tl.constexpr(_registers(("=&f", 4), ("f", 4), ("r", 22)))
 _ROW8 = tl.constexpr(_one_row("int8"))
@@ -198,19 +172,13 @@ def begun():
 
 
 @triton.jit
-def sums(total, zero, w0, w1, s, xa, xb, KIND: tl.constexpr):
-    """The totals with a block's products added, and what is to be taken off them at the end."""
+def sums(total, w0, w1, s, xa, xb, KIND: tl.constexpr):
+    """The totals with a block's products added."""
     a0, a1, a2, a3 = _unpack(w0, w1, KIND)
     if KIND == "int4":
-        za, zb = tl.inline_asm_elementwise(_ZERO4, _ZERO4_AT, [xa, xb], (tl.float32, tl.float32), True, 4)
-        total = tl.inline_asm_elementwise(
-            _SUMS4, _SUMS4_AT, [total, za, zb, a0, a1, a2, a3, xa, xb, s], tl.float32, True, 4
-        )
+        return tl.inline_asm_elementwise(_SUMS4, _SUMS4_AT, [total, a0, a1, a2, a3, xa, xb, s], tl.float32, True, 4)
     else:
-        if KIND == "int8":
-            zero = tl.inline_asm_elementwise(_ZERO8, _ZERO8_AT, [zero, xa, xb], tl.float32, True, 4)
-        total = tl.inline_asm_elementwise(_SUMS8, _SUMS8_AT, [total, a0, a1, a2, a3, xa, xb], tl.float32, True, 4)
-    return total, zero
+        return tl.inline_asm_elementwise(_SUMS8, _SUMS8_AT, [total, a0, a1, a2, a3, xa, xb], tl.float32, True, 4)
 
 
 @triton.jit
