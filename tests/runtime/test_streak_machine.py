@@ -109,7 +109,7 @@ def check_engine(engine: hw.Engine) -> None:
     with engine.lock:
         loop.drain()
         tables = [t for t in loop.supply.tables if not t.closed]
-        flying = [] if loop._flight is None else loop._flight[0].jobs
+        flying = [] if loop._flights.flying is None else loop._flights.flying.jobs
         jobs = {*loop.jobs(), *flying, *loop._running}
         pins = [pin.pages for pin in loop.supply.pins.values()]
         engine.allocator.check([*(t.held() for t in tables), *([*job.pages, *job.back] for job in jobs), *pins])
@@ -588,7 +588,7 @@ def test_pages_may_be_others_behind_an_ordinary_turn(hand: Hand) -> None:
     twin, _ = begun(hand, list(range(18)))
     take(hand, twin, 3)
     other = hand.start(hand.engine.context().fill([5] * 40).flush())
-    while loop._flight is not None:
+    while loop._flights.flying is not None:
         hand.step()
     with hand.engine.lock:
         assert twin.context.table.can_replay
@@ -635,7 +635,7 @@ def test_a_lost_context_gives_its_pages_back_while_others_fly(hand: Hand) -> Non
     twin, _ = begun(hand, [1, 2, 3])
     lost = begun(hand, [4, 5, 6])
     hand.step()
-    assert (hand.engine.loop._flight is not None) == isinstance(device(hand), Beside)
+    assert (hand.engine.loop._flights.flying is not None) == isinstance(device(hand), Beside)
     table = lost[0].context.table
     del lost
     gc.collect()

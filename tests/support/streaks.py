@@ -11,7 +11,7 @@ from typing import Any
 
 import headway as hw
 from headway.runtime.batch import Rows
-from headway.runtime.runner import RowStep
+from headway.runtime.runner import RowRunner, RowStep
 
 SAMPLERS: list[Callable[[int], hw.Sampler]] = [
     lambda i: hw.Argmax(),
@@ -33,8 +33,8 @@ class Flights:
 @contextmanager
 def watched(engine: hw.Engine) -> Iterator[Flights]:
     """Count what flies in an engine."""
-    runner, found = engine.loop._row_runner, Flights()
-    assert runner is not None, "this engine's runner takes no rows that go on by themselves"
+    runner, found = engine.loop._runner, Flights()
+    assert isinstance(runner, RowRunner), "this engine's runner takes no rows that go on by themselves"
     begin = runner.begin_rows
 
     def counted(rows: Rows) -> RowStep:

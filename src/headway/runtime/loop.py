@@ -24,9 +24,10 @@ from headway.runtime.answers import Answer, resolve, wake_all
 from headway.runtime.batch import Batch, Chunk, needed_pages, pack
 from headway.runtime.edits import Damage, carry_out
 from headway.runtime.fleet import Fleet, Flight
+from headway.runtime.flights import Flights
 from headway.runtime.memory import step_error
 from headway.runtime.passes import Pass
-from headway.runtime.runner import RowRunner, RowStep, Runner, SegmentResult
+from headway.runtime.runner import RowRunner, Runner, SegmentResult
 from headway.runtime.scheduler import Job, Queue
 from headway.runtime.streak import Streak
 from headway.runtime.supply import Supply
@@ -58,12 +59,13 @@ class Loop:
         self._changed = threading.Condition(self.lock)
         self._runner, self._allocator, self._trim = runner, allocator, trim
         self._begin: Begin | None = getattr(runner, "begin", None)  # a runner that computes beside the host has it
-        self._row_runner = runner if isinstance(runner, RowRunner) else None
         self._positions = positions  # whether the runner looks at the position ids of slots
         self._queue = Queue()
         self._turns = Turns(self._queue, self.supply, budget, trim=trim)
-        self._fleet = Fleet(self._queue, self.supply, budget, self._row_runner, plain=not positions, trim=trim)
-        self._flight: tuple[Flight, RowStep] | None = None  # on its way, beside the host
+        rows = runner if isinstance(runner, RowRunner) else None
+        self._fleet = Fleet(self._queue, self.supply, budget, rows, plain=not positions, trim=trim)
+        beside = self._begin is not None
+        self._flights = Flights(self._fleet, self._turns, rows, self.lock, self._do, beside=beside)
         self.counters = self._turns.counters
         self._orders = itertools.count()
         self._released: deque[PageTable] = deque()  # a finalizer only appends here
@@ -285,7 +287,7 @@ class Loop:
 
         def step() -> None:
             with self.lock:
-                idle = not (self._has_work() or self._calls or self._flight)
+                idle = not (self._has_work() or self._calls or self._flights.flying)
             if not idle:
                 self._step()
             self._hand_out(now=True)
@@ -312,19 +314,20 @@ class Loop:
         device busy while programs think.
         """
         with self.lock:
-            if self._flight is not None:
+            flying = self._flights.flying
+            if flying is not None:
                 self.drain()
             elif not self._ready():
                 self._hand_out(now=True)
                 self._wait()
-            if self._closing and not self._calls and self._flight is None:
+            if self._closing and not self._calls and flying is None:
                 self._hand_out(now=True)
                 return False
-            flight = self._next_flight()
+            flight = None if self._calls or self._closing else self._flights.form(alone=self._one_by_one)
             if flight is not None:
                 self._running = flight.jobs
             edits = () if flight is None else self._allocator.take_edits()
-        if flight is not None or self._flight is not None:
+        if flight is not None or flying is not None:
             self._fly(flight, edits)
             return True
         with self.lock:
@@ -355,92 +358,20 @@ class Loop:
                 self._heard(len(turn), len(batch.tokens), seconds)
         return True
 
-    def _next_flight(self) -> Flight | None:
-        """The next step, if it has nothing but streaks and the runner takes those by themselves."""
-        flying = None if self._flight is None else self._flight[0]
-        if self._row_runner is None or self._calls or self._closing or self._row_runner.measures:
-            return None
-        if flying is not None and self._one_by_one:  # step by step
-            return None
-        return self._fleet.form(flying)
-
     def _fly(self, flight: Flight | None, edits: tuple[Edit, ...]) -> None:
-        """Set a flight going, and fold in the one before it: its results, or this one's where nothing runs beside."""
-        start, beside = time.perf_counter(), self._begin is not None
-        if not beside:
+        """A step of streaks alone."""
+        if self._begin is None:
             self._hand_out()
-        before, self._flight = self._flight, None
-        step = None if flight is None else self._started(flight, edits)
-        if flight is not None and step is not None:
-            # Masks follow the tokens of the flight before. They are computed while this one is on its way.
-            late = flight.bound and before is not None
-            if late or self._drawn(flight, step):
-                self._flight = flight, step
-            if late and before is not None:
-                self._land(*before, start)
-                before = None
-                self._flight = (flight, step) if self._drawn(flight, step) else None
-        if before is not None:
-            self._land(*before, start)
-        if self._flight is not None and (not beside or self._one_by_one):
-            landing, self._flight = self._flight, None
-            self._land(*landing, start)
-        if beside:
-            self._hand_out()
-
-    def _drawn(self, flight: Flight, step: RowStep) -> bool:
-        """Have a flight's tokens drawn; False when that failed, and the rows take an ordinary turn."""
+        landed = self._flights.fly(flight, edits, alone=self._one_by_one)
         with self.lock:
-            masks = self._fleet.masks(flight)
-        try:
-            step.draw(masks)
-            return True
-        except Exception:
-            with self.lock:
-                self._fleet.ground(flight)
-            return False
-
-    def _started(self, flight: Flight, edits: tuple[Edit, ...]) -> RowStep | None:
-        """Set the device to work on a flight; None when that failed, and the rows take an ordinary turn."""
-        assert self._row_runner is not None
-        damage = carry_out(edits, self._do) if edits else None
-        if damage:
-            with self.lock:
-                self._turns.without([(job, None) for job in flight.jobs], damage)
-        else:
-            try:
-                return self._row_runner.begin_rows(flight.rows)
-            except Exception:  # whose fault it is shows there
-                pass
-        with self.lock:
-            self._fleet.ground(flight)
-        return None
-
-    def _land(self, flight: Flight, step: RowStep, start: float) -> None:
-        """Wait for a flight's tokens, and fold them in."""
-        try:
-            tokens = step.tokens()
-        except Exception:
-            with self.lock:
-                self._fleet.ground(flight)
-            return
-        seconds = time.perf_counter() - start
-        flying = None if self._flight is None else self._flight[0]
-        with self.lock:
-            for job, error in self._fleet.apply(flight, tokens, flying):
-                self._turns.fail(job, error)
-            for job in flight.jobs:
-                self._turns.tell(job)
-            counters, rows = self.counters, len(tokens)
-            counters.steps += 1
-            counters.passes, self._fleet.drawn = counters.passes + self._fleet.drawn, 0
-            counters.batch_passes += rows
-            counters.tokens += rows
-            counters.pages_trimmed, self._fleet.pages_trimmed = counters.pages_trimmed + self._fleet.pages_trimmed, 0
+            flying = self._flights.flying
             self._running = [] if flying is None else flying.jobs
             self._returning = 0
             if self.listeners:
-                self._heard(rows, rows, seconds)
+                for rows, seconds in landed:
+                    self._heard(rows, rows, seconds)
+        if self._begin is not None:
+            self._hand_out()
 
     def _do(self, edits: tuple[Edit, ...]) -> None:
         self._runner.execute(self._pack([], edits))
