@@ -138,12 +138,27 @@ def test_gate_times_up(kind: Kind, rows: int) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("tile", [Tile(1, 8, 8), Tile(2, 2, 2), Tile(2, 16, 4)])
+@pytest.mark.parametrize(
+    "tile",
+    [Tile(1, 8, 8), Tile(2, 2, 2), Tile(2, 16, 4), Tile(2, 1, 4, wide=True), Tile(1, 1, 2, wide=True, columns=4)],
+)
 def test_every_tile_gives_the_same(kind: Kind, tile: Tile) -> None:
-    x, w = draw(3, 416).half(), matrix(kind, 64, 416)
-    y = torch.empty(3, 64, device=DEVICE)
+    x, w = draw(11, 352).half(), matrix(kind, 48, 352)
+    y = torch.empty(11, 48, device=DEVICE)
     coded.product(x, w, y, tile=tile)
     near(y, F.linear(x.float(), w.weight, w.bias))
+
+
+@KINDS
+@pytest.mark.parametrize("tile", [None, Tile(1, 1, 1), Tile(1, 4, 2, fetch=0, late=1), Tile(1, 8, 8, fetch=4, late=2)])
+def test_one_row_alone(kind: Kind, tile: Tile | None) -> None:
+    for n, k, gated in ((20, 96, False), (48, 2048, False), (42, 576, True)):
+        x, w = draw(1, k).half(), matrix(kind, n, k, gated=gated)
+        expected = F.linear(x.float(), w.weight, w.bias)
+        expected = gated_silu(expected, exact=False) if gated else expected
+        y = torch.ones(1, expected.shape[1], device=DEVICE)
+        coded.product(x, w, y, add=True, alone=True, tile=tile)
+        near(y - 1, expected, 1e-5)
 
 
 @KINDS

@@ -161,7 +161,10 @@ def expand(w: Coded, out: Tensor) -> None:
 class Tile:
     """What one program computes: blocks of outputs, and of inputs in a step; its warps divide the inputs among them.
 
-    One that is `wide` has so many blocks of outputs for each of its warps, which all take the same inputs.
+    One that is `wide` has so many blocks of outputs for each of its warps, which all take the same inputs. `columns` is
+    eights of rows at once, 0: by their number. For one row `fetch` is how many blocks of inputs are on their way to the
+    second-level cache from the start, and `late` when the kernel behind may start: 0 at once, 1 with the first codes
+    under way, 2 with the last product done.
     """
 
     outputs: int
