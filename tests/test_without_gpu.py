@@ -13,7 +13,8 @@ sys.modules["triton"] = None  # importing it fails, and looking for it finds not
 """
 EVERYTHING = """
 import pkgutil, importlib, headway
-names = [m.name for m in pkgutil.walk_packages(headway.__path__, "headway.") if not m.name.endswith(("__main__", "._headway"))]
+names = [m.name for m in pkgutil.walk_packages(headway.__path__, "headway.")]
+names = [name for name in names if not name.endswith(("__main__", "._headway"))]
 needs_triton = ("headway.kernels.triton.", "headway.runtime.cuda")
 failed = []
 for name in names:

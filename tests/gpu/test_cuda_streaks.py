@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.streaks import abandoned, alike, ends, steered, watched
 
 import headway as hw
 from headway.testing import random_model
+from support.streaks import abandoned, alike, ends, steered, watched
 
 pytestmark = [
     pytest.mark.gpu,
