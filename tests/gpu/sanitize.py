@@ -79,11 +79,12 @@ def _models() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     from headway.testing import random_model
 
     small = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "device": "cuda"}
+    wide = {"hidden_size": 512, "intermediate_size": 512, "heads": 8, "head_dim": 64, "device": "cuda"}
     yield "float32", random_model("qwen3", **small), {}
     yield "bfloat16", random_model("mistral", dtype="bfloat16", **small), {}
     yield "float16", random_model("qwen2", dtype="float16", **small), {}
     for kind in KINDS:
-        yield kind, in_codes(random_model("llama", dtype="bfloat16", **small), kind), {}
+        yield kind, in_codes(random_model("llama", dtype="bfloat16", **wide), kind), {}
     for dtype in ("float32", "bfloat16"):
         yield f"deterministic {dtype}", random_model("llama", dtype=dtype, **small), {"deterministic": True}
 

@@ -34,7 +34,8 @@ def pair(family: str, kind: str, dtype: str = "float32") -> tuple[Decoder, Decod
     from headway.runtime.cuda_coded import MATRICES, in_codes
 
     def drawn(dtype: str) -> Decoder:
-        whole = random_model(family, device="cuda", dtype=dtype, hidden_size=160, intermediate_size=224)
+        sizes = {"hidden_size": 512, "intermediate_size": 1536, "heads": 8, "kv_heads": 4, "head_dim": 64}
+        whole = random_model(family, device="cuda", dtype=dtype, **sizes)
         return in_codes(whole, as_kind(kind))
 
     in_float = drawn("float32")

@@ -195,7 +195,8 @@ def test_generations_draw_the_same_tokens_alone_and_together(dtype: str) -> None
 def test_weights_in_codes_give_a_row_its_own_bits_too(kind: Any) -> None:
     from headway.runtime.cuda_coded import in_codes
 
-    model = random_model(dtype="bfloat16", device="cuda", hidden_size=128, intermediate_size=192)
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "heads": 8, "kv_heads": 4, "head_dim": 64}
+    model = random_model(dtype="bfloat16", device="cuda", **sizes)
     with hw.Engine(in_codes(model, kind), device="cuda", pages=3000, deterministic=True) as one:
         alone = [one.run(decode, i, 4) for i in range(3)]
         for count in MATES:

@@ -5,12 +5,14 @@ The output, which every token passes through, is in int8 whatever the layers are
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from headway.base.errors import Unsupported
 from headway.kernels.triton.coded import Kind, product, quantise
@@ -20,6 +22,7 @@ from headway.models.load import Progress, load_model
 
 MATRICES = ("qkv", "out", "gate_up", "down")
 HEAD: Kind = "int8"
+WIDTH = 512  # inputs: a matrix has a multiple of so many
 NEAR = 0.01  # of an exact product, that one from codes must be
 LEAST = {"int4": (8, 0), "int8": (8, 0), "fp8": (8, 9)}  # compute capability: matrix units, and numbers of 8 bits
 
@@ -40,6 +43,7 @@ def in_codes(decoder: Decoder, kind: Kind) -> Decoder:
 
 
 def _with_head(decoder: Decoder) -> Decoder:
+    _check_width(decoder.output, HEAD)
     output: Any = quantise(decoder.output, kind=HEAD)
     return replace(decoder, output=output)
 
@@ -48,8 +52,18 @@ def _layer(layer: Layer, kind: Kind) -> Layer:
     matrices: dict[str, Any] = {}
     for name in MATRICES:
         linear = getattr(layer, name)
+        _check_width(linear.weight, kind)
         matrices[name] = quantise(linear.weight, linear.bias, kind=kind, gated=name == "gate_up")
     return replace(layer, **matrices)
+
+
+def _check_width(weight: Tensor, kind: Kind) -> None:
+    """Raise where a matrix is not of a width that `_try` has tried."""
+    if weight.is_cuda and weight.shape[1] % WIDTH:
+        raise Unsupported(
+            f"{kind} on {weight.device} takes matrices of a multiple of {WIDTH} inputs and one of this model has "
+            f"{weight.shape[1]}; leave quantize out"
+        )
 
 
 def _check(device: torch.device, kind: Kind) -> None:
@@ -67,15 +81,20 @@ def _check(device: torch.device, kind: Kind) -> None:
 
 
 def _try(device: torch.device, kind: Kind) -> None:
-    """Multiply a small matrix, for one row and for three: the kernels rely on how Triton gives words to threads."""
+    """Multiply small matrices of every kind that models have: the kernels rely on how Triton gives words to threads."""
     draw = torch.Generator().manual_seed(0)
-    weight, x = (torch.randn(n, 512, generator=draw).to(device) for n in (32, 3))
-    w = quantise(weight, kind=kind)
-    for rows in (1, 3):
-        y, exact = torch.empty(rows, 32, device=device), x[:rows].half().float() @ w.weight.t()
-        product(x[:rows].half(), w, y, alone=True)
-        if not float((y - exact).norm()) <= NEAR * float(exact.norm()):
-            raise Unsupported(
-                f"products of {kind} weights come out wrong with this version of Triton, on {device}; "
-                "take another version, or leave quantize out"
-            )
+    for width, gated in itertools.product((WIDTH, 3 * WIDTH), (False, True)):
+        weight, x = (torch.randn(n, width, generator=draw).to(device) for n in (64, 20))
+        w = quantise(weight, kind=kind, gated=gated)
+        exact = x.half().float() @ w.weight.float().t()
+        if gated:
+            gate, up = exact.chunk(2, 1)
+            exact = torch.nn.functional.silu(gate) * up
+        for rows in (1, 3, 20):
+            y = torch.empty(rows, exact.shape[1], device=device)
+            product(x[:rows].half(), w, y, alone=True)
+            if not float((y - exact[:rows]).norm()) <= NEAR * float(exact[:rows].norm()):
+                raise Unsupported(
+                    f"products of {kind} weights come out wrong with this version of Triton, on {device}; "
+                    "take another version, or leave quantize out"
+                )
