@@ -101,6 +101,8 @@ def generate(engine: hw.Engine, prompts: Sequence[Sequence[int]], build: Build) 
     began, found = engine.run(everyone)
     ready, first, last = max(m[0] for m in found), min(m[-1] for m in found), max(m[-1] for m in found)
     after = sum(ready < moment <= first for moments in found for moment in moments)
+    if not after:  # a run so short that one ended before the last began
+        return Timing(ready - began, last - began, sum(map(len, found)), last - began)
     return Timing(ready - began, first - ready, after, last - began)
 
 

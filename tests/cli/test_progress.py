@@ -65,7 +65,10 @@ def test_a_pipe_has_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_command_shows_what_an_engine_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_shows_what_an_engine_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("headway"), "handlers", [])  # of servers that other tests ran
     with Listening():
         note("capturing a graph of 64 rows (step)", graphs=3)
     note("nobody hears this")
