@@ -155,7 +155,7 @@ class PageTable:
         if log.ahead:
             self.spans.append((self.length - log.ahead, self.length))
         if commit and self.length >= (self.committed + 1) * self.page_size:
-            self._commit(self.length // self.page_size, keys)
+            self.commit_up_to(self.length // self.page_size, keys)
         self.stamp = object()
 
     def append(self, token: int, mask: Brle | None, page: int | None, state: object) -> None:
@@ -170,11 +170,7 @@ class PageTable:
         self.length += 1
         self.state, self.stamp = state, object()
 
-    def commit_up_to(self, pages: int) -> None:
-        """The first `pages` pages, which are full, are immutable from now on."""
-        self._commit(pages)
-
-    def _commit(self, pages: int, known: Sequence[bytes] = ()) -> None:
+    def commit_up_to(self, pages: int, known: Sequence[bytes] = ()) -> None:
         """The first `pages` pages are immutable now, and found by their keys."""
         size = self.page_size
         for i in range(self.committed, pages):
@@ -200,7 +196,7 @@ class PageTable:
     ) -> None:
         """Take over a log that was written elsewhere, for pages that are here already."""
         self.advance(Log(tokens, positions, masks), (), commit=False)
-        self._commit(committed)
+        self.commit_up_to(committed)
 
     def mark(self) -> Mark:
         """Where the sequence stands now."""
@@ -237,7 +233,7 @@ class PageTable:
                 f"commit_working_pages({k}): {max(full, 0)} of {self.working} working pages are full; "
                 "only full pages commit"
             )
-        self._commit(self.committed + k)
+        self.commit_up_to(self.committed + k)
         self.stamp = object()
 
     def release(self, n: int) -> None:

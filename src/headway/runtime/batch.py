@@ -180,6 +180,11 @@ def _physical(pages: np.ndarray, size: int, begin: int, end: int) -> list[int]:
     return (pages[slots // size] * size + slots % size).tolist()
 
 
+def joined(pages: np.ndarray, more: Sequence[int]) -> np.ndarray:
+    """A table's pages and those that follow them."""
+    return np.concatenate((pages, np.array(more, dtype=np.int64))) if more else pages
+
+
 def needed_pages(work: Pass, base: int, size: int) -> frozenset[int] | None:
     """The page numbers that some row of the pass attends to or writes; None when no row has a mask."""
     if not work.masks or any(m is None for m in work.masks):

@@ -17,7 +17,7 @@ import numpy as np
 from headway.base.brle import Brle
 from headway.base.errors import HeadwayError
 from headway.base.samplers import Sampling
-from headway.runtime.batch import Rows, needed_of
+from headway.runtime.batch import Rows, joined, needed_of
 from headway.runtime.passes import Followed
 from headway.runtime.readout import not_a_number
 from headway.runtime.runner import NO_TOKEN, RowRunner
@@ -63,7 +63,7 @@ class Fleet:
 
     def form(self, flying: Flight | None) -> Flight | None:
         """The next step, while `flying` is on its way; None where it takes an ordinary turn, or there is nothing."""
-        ahead = _slots(flying)
+        ahead = _counting(flying)
         jobs = self._ready(ahead)
         if not jobs:
             return None
@@ -79,7 +79,7 @@ class Fleet:
         self._aloft.append(Flight(jobs, rows, bound))
         return self._aloft[-1]
 
-    def _ready(self, ahead: dict[Job, int]) -> list[Job] | None:
+    def _ready(self, ahead: set[Job]) -> list[Job] | None:
         """Whose rows the next step has; None where something else is to run, too."""
         now, jobs = time.monotonic(), []
         for job in self._queue:
@@ -114,7 +114,7 @@ class Fleet:
         """The rows of these jobs, put side by side anew."""
         size = jobs[0].table.page_size
         slots = np.array(at)
-        self._tables = [_pages(job) for job in jobs]
+        self._tables = [joined(job.table.physical, job.pages) for job in jobs]
         last = np.array([table[slot // size] for table, slot in zip(self._tables, at, strict=True)])
         readouts = tuple([_streak(job).readout for job in jobs])
         place = {} if flying is None else {job: i for i, job in enumerate(flying.jobs)}
@@ -142,7 +142,7 @@ class Fleet:
         pages, ends = rows.pages, rows.page_ends
         begun = np.flatnonzero(slots % size == 0)
         for i in begun.tolist():
-            self._tables[i] = _pages(jobs[i])
+            self._tables[i] = joined(jobs[i].table.physical, jobs[i].pages)
             written[i] = self._tables[i][at[i] // size] * size
         if len(begun):
             pages, ends = np.concatenate(self._tables), np.cumsum([len(table) for table in self._tables])
@@ -230,22 +230,17 @@ class Fleet:
         self.pages_trimmed += slot // size + 1 - len(needed_of((mask,), slot, slot + 1, size))
 
 
-def _slots(flying: Flight | None) -> dict[Job, int]:
-    """The jobs of a flight whose rows count, and where those stand."""
+def _counting(flying: Flight | None) -> set[Job]:
+    """The jobs of a flight whose rows count."""
     if flying is None:
-        return {}
+        return set()
     found = zip(flying.jobs, flying.rows.slots.tolist(), strict=True)
-    return {job: slot for job, slot in found if not job.abandoned and slot == job.table.length}
+    return {job for job, slot in found if not job.abandoned and slot == job.table.length}
 
 
 def _masks(jobs: list[Job], at: list[int]) -> tuple[Brle | None, ...] | None:
     found = [_streak(job).sees(slot) for job, slot in zip(jobs, at, strict=True)]
     return None if all(mask is None for mask in found) else tuple(found)
-
-
-def _pages(job: Job) -> np.ndarray:
-    pages = job.table.physical
-    return np.concatenate((pages, np.array(job.pages, np.int64))) if job.pages else pages
 
 
 def _streak(job: Job) -> Streak:

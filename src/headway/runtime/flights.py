@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from headway.base.notes import note
 from headway.kv.allocator import Edit
 from headway.runtime.edits import carry_out
 from headway.runtime.fleet import Fleet, Flight
@@ -87,11 +88,18 @@ class Flights:
         else:
             try:
                 return self._runner.begin_rows(flight.rows)
-            except Exception:  # whose fault it is shows in the ordinary turn
-                pass
+            except Exception as error:
+                self._ground(flight, error)
+                return None
         with self._lock:
             self._fleet.ground(flight)
         return None
+
+    def _ground(self, flight: Flight, error: Exception) -> None:
+        """A flight failed: its rows take an ordinary turn, where it shows whose fault it is."""
+        note("a step of streaks failed and is taken again in an ordinary turn", rows=len(flight.rows), why=str(error))
+        with self._lock:
+            self._fleet.ground(flight)
 
     def _drawn(self, flight: Flight, step: RowStep) -> bool:
         """Have a flight's tokens drawn; False when that failed."""
@@ -100,18 +108,16 @@ class Flights:
         try:
             step.draw(masks)
             return True
-        except Exception:
-            with self._lock:
-                self._fleet.ground(flight)
+        except Exception as error:
+            self._ground(flight, error)
             return False
 
     def _landed(self, flight: Flight, step: RowStep, start: float) -> list[Landed]:
         """Wait for a flight's tokens, and fold them in; nothing comes of one that failed."""
         try:
             tokens = step.tokens()
-        except Exception:
-            with self._lock:
-                self._fleet.ground(flight)
+        except Exception as error:
+            self._ground(flight, error)
             return []
         with self._lock:
             for job, error in self._fleet.apply(flight, tokens, self.flying):

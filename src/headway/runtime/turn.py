@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
-
 from headway.base.errors import DeadlineExceeded, HeadwayError, OutOfPages, PassFailed
 from headway.kv.table import Log, PageTable
 from headway.runtime.answers import Answer
-from headway.runtime.batch import Chunk, lay_out, needed_pages
+from headway.runtime.batch import Chunk, joined, lay_out, needed_pages
 from headway.runtime.edits import Damage
 from headway.runtime.passes import BEFORE
 from headway.runtime.runner import SegmentResult
@@ -67,7 +65,7 @@ class Turns:
                 job.chunk = lay_out(
                     job.work,
                     table,
-                    _joined(after.chunk.table_pages, job.pages),
+                    joined(after.chunk.table_pages, job.pages),
                     base=job.base,
                     part=(0, whole),
                     kept=job.kept_pages,
@@ -323,17 +321,13 @@ def _chunk(job: Job, tokens: int) -> Chunk:
         pages[table.absent()] = job.back
     else:
         assert job.base == table.length
-        pages = _joined(pages, job.pages)
+        pages = joined(pages, job.pages)
     part, before = (done, done + tokens), _last_position(table)
     return lay_out(work, table, pages, base=base, part=part, kept=kept, before_position=before)
 
 
 def _last_position(table: PageTable) -> int:
     return table.positions[-1] if table.length else -1
-
-
-def _joined(pages: np.ndarray, more: list[int]) -> np.ndarray:
-    return np.concatenate((pages, np.array(more, dtype=np.int64))) if more else pages
 
 
 def _trimmed(job: Job) -> int:
