@@ -6,6 +6,7 @@ to torch unnoticed, and the suite of the program API once more with `off`, on th
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,11 @@ import pytest
 
 if TYPE_CHECKING:
     import headway as hw
+
+
+# A shell that starts this run in the background has it ignore ctrl-C, which every program started here would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
