@@ -324,6 +324,18 @@ def test_a_table_that_can_be_computed_again_gives_its_pages_up_without_a_copy() 
     assert (pool.held, pool.cached, pool.free) == (0, 2, 2)
 
 
+def test_a_table_with_deferred_pages_recovers_from_its_log() -> None:
+    """Its pages are spoilt, or the copy in host memory that it was to come back from."""
+    pool = Allocator(8)
+    spoilt, uncopied = filled(pool, 10, commit=False), filled(pool, 10, commit=False)
+    uncopied.set_aside()
+    pool.take_edits()
+    for table in (spoilt, uncopied):
+        table.recover(None, "stuck")
+        assert (table.lost, table.absent(), table.host) == (None, [0, 1, 2], None)
+    assert (pool.held, pool.take_edits()) == (0, ())
+
+
 @pytest.mark.parametrize("why", ["discard", "not causal", "deferred"])
 def test_a_table_that_cannot_is_copied_to_host_memory_and_back(why: str) -> None:
     pool = Allocator(8)

@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import headway as hw
 from headway.base.rng import uniform
+from headway.kv.allocator import Clear
 from headway.kv.table import PageTable
 from headway.runtime.answers import Answer, wake_all
 from headway.runtime.streak import Streak
@@ -406,22 +407,17 @@ class Machine(RuleBasedStateMachine):
             assert step.finish == ("length" if len(said.generation.generated) >= said.limit else None)
 
     def excused(self, twin: Twin, error: BaseException) -> None:
-        """A step failed: for a reason that there was, and the context is as before, or lost with all it had."""
+        """A step failed: for a reason that there was, and the context is as before."""
         if isinstance(error, hw.DeadlineExceeded):
             assert twin.context.table.deadline == 0.0
         elif not isinstance(error, hw.OutOfPages):
             assert isinstance(error, hw.PassFailed), error
-            assert any(why in str(error) for why in ("preparing pages", "not a number", "lost", "failed")), error
-        if twin.context.table.lost is not None:
-            self.twins.remove(twin)
-            twin.context.release()
-            return
+            assert any(why in str(error) for why in ("preparing pages", "not a number", "failed")), error
         self.agree(twin)
 
     def agree(self, twin: Twin) -> None:
         context = twin.context
-        if context.table.lost is not None:
-            return
+        assert context.table.lost is None  # every slot can be computed again
         assert list(context.tokens) == twin.tokens
         assert context.seq_len + len(context.pending) == len(twin.tokens)
         if context.seq_len > len(twin.rows) and twin.said:  # a first pass that stayed, though nobody waited for it
@@ -456,7 +452,7 @@ class Machine(RuleBasedStateMachine):
         if not self.twins:
             return None
         twin = self.twins[which % len(self.twins)]
-        return twin if twin.task is None and twin.context.table.lost is None else None
+        return twin if twin.task is None else None
 
 
 quiet = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -562,6 +558,53 @@ def test_a_flight_that_comes_to_nothing_is_taken_again(hand: Hand, mood: str, le
             check_engine(hand.engine)
         check_contents(hand.engine)
         twin.context.release()
+
+
+def spoil(hand: Hand, twin: Twin, *, flying: bool = False) -> None:
+    """A page of a streak is to be wiped behind its end, and cannot be: before a flight, or before an ordinary turn."""
+    table = twin.context.table
+    assert table.length // SIZE > table.committed  # a page is full of tokens that the program has not all taken
+    with hand.engine.lock:
+        hand.engine.allocator.edit(Clear(table.held()[-1], table.length % SIZE))
+    device(hand).broken = 2  # with all others, and alone
+    if flying:
+        hand.step()
+    else:
+        hand.run(hand.engine.context().fill([7]).flush())
+    assert (table.is_aside, table.lost, device(hand).broken) == (True, None, 0)
+
+
+@pytest.mark.parametrize("taken", [0, 3, 7])
+@pytest.mark.parametrize("length", [1, 12, 16])
+def test_a_streak_that_rests_ahead_is_computed_again_when_its_page_is_spoilt(
+    hand: Hand, length: int, taken: int
+) -> None:
+    twin, _ = begun(hand, list(range(length)))
+    rest(hand)
+    take(hand, twin, taken)
+    spoil(hand, twin)
+    take(hand, twin, 30)
+    check_engine(hand.engine)
+    check_contents(hand.engine)
+
+
+@pytest.mark.parametrize("length", [1, 12, 15])
+@pytest.mark.parametrize("flying", [True, False])
+def test_a_streak_that_goes_on_ahead_when_its_page_is_spoilt_fails_and_keeps_its_context(
+    hand: Hand, flying: bool, length: int
+) -> None:
+    twin, generation = begun(hand, list(range(length)))
+    rest(hand)
+    take(hand, twin, 8)
+    assert not any(job.resting for job in hand.engine.loop.jobs())
+    spoil(hand, twin, flying=flying)
+    take(hand, twin, 8)
+    with pytest.raises(hw.PassFailed, match="preparing pages"):
+        hand.run(anext(generation))
+    assert list(twin.context.tokens) == twin.tokens
+    take(hand, twin, 30)
+    check_engine(hand.engine)
+    check_contents(hand.engine)
 
 
 def test_logits_that_are_not_numbers_leave_nothing_behind(hand: Hand) -> None:

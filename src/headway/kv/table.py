@@ -335,26 +335,35 @@ class PageTable:
     def can_replay(self) -> bool:
         """Whether every slot can be computed again from the log, page for page."""
         deferred = self.length // self.page_size > self.committed
-        return self.repeatable and not self.spans and not self.has_discards and not deferred
+        return self._log_suffices and not deferred
+
+    @property
+    def _log_suffices(self) -> bool:
+        """The same, full pages that are not committed yet included: nothing is lost while this is so."""
+        return self.repeatable and not self.spans and not self.has_discards
 
     def set_aside(self) -> None:
         """Give every page up: to be computed again from the log, or with a copy in host memory where that cannot be."""
-        held = [(i, p) for i, p in enumerate(self.pages) if _is_there(p)]
         if not self.can_replay and not self.is_aside:
+            held = [(i, p) for i, p in enumerate(self.pages) if _is_there(p)]
             self.host = HostPages(tuple(i for i, _ in held))
             self.allocator.edit(Export(tuple(p for _, p in held), self.host))
-        self.allocator.drop([p for _, p in held])
-        self.pages = [ABSENT if _is_there(p) else p for p in self.pages]
+        self._give_up()
 
     def recover(self, host: HostPages | None, why: str) -> None:
         """Its pages are spoilt and given up: to be computed again, or to be copied from `host`; else it is lost."""
-        if self.can_replay:
-            self.set_aside()
+        if self._log_suffices:
+            self.host = None
+            self._give_up()
         elif host is not None:
-            self.allocator.drop(self.held())
-            self.pages, self.host = [ABSENT if _is_there(p) else p for p in self.pages], host
+            self.host = host
+            self._give_up()
         else:
             self.lost = why
+
+    def _give_up(self) -> None:
+        self.allocator.drop(self.held())
+        self.pages = [ABSENT if _is_there(p) else p for p in self.pages]
 
     def absent(self) -> list[int]:
         """The numbers of the pages that must come back before anything can be computed."""
