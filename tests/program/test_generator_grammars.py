@@ -83,7 +83,7 @@ def test_masks_are_not_kept_when_they_have_served(words: hw.Engine) -> None:
     async def program(engine: hw.Engine) -> list[tuple[int, int]]:
         generation, found = started(engine, LONG), []
         async for _ in generation:
-            if (follower := generation._follower) is not None:
+            if (follower := generation._ahead._follower) is not None:
                 found.append((follower.tokens, len(follower._masks)))
         return found
 

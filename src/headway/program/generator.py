@@ -34,24 +34,19 @@ from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, resolve
-from headway.program.constraints import Constraint, Matched, compiled
+from headway.program.ahead import Ahead
+from headway.program.constraints import Constraint, compiled
 from headway.program.constraints import compile as compile_grammar
 from headway.program.grammar import Grammar
 from headway.program.ids import integers, token_ids
-from headway.program.later import OPEN, GrammarFollower, LaterMask
 from headway.program.output import Output, SampleHandle
 from headway.program.steps import Prepared, Step, Turn, probed
 from headway.program.stops import read_stops
 from headway.program.transcript import Transcript
 from headway.runtime.scheduler import Job
-from headway.runtime.streak import Streak
 
 if TYPE_CHECKING:
     from headway.program.context import Context
-
-# A grammar is followed ahead of the program where it leaves much open, for so many tokens in succession. Elsewhere
-# forced tokens are near, and they come sooner in one pass with the token before them.
-CALM = 8
 
 
 class Generation:
@@ -97,10 +92,7 @@ class Generation:
         self._grammar = constrain if isinstance(constrain, Grammar) else None  # compiled before the first pass
         self._said = Transcript(context.engine, strings, None if isinstance(constrain, Grammar) else constrain)
         self._seen: object = None  # the context as the last step left it; None before the first
-        self._next: Turn | None = None  # the pass ahead of the program; it may be a streak
-        self._later: LaterMask | None = None  # its mask, when a grammar is followed
-        self._follower: GrammarFollower | None = None  # those of a streak
-        self._calm = 0  # tokens in succession behind which the grammar left much open
+        self._ahead = Ahead(context, self._said, self._ids)
         self.finish: str | None = None
 
     @property
@@ -122,15 +114,15 @@ class Generation:
     async def __anext__(self) -> Step:
         if self.finish is not None:
             raise StopAsyncIteration
-        if self._next is not None:
-            job, token = self._followed()
+        if self._ahead.is_there:
+            job, token = self._ahead.follow()
             if job is not None:
                 token = await self._coming(job) if token is None else token
                 if token is not None:
-                    return self._told(job, token)
+                    return self._told(token)
                 self._come_back()  # nothing may follow the last one
         await self._compile_beside()
-        turn = self._claimed()
+        turn = self._ahead.claim()
         if turn is None:
             self._follow()
             if (over := self._over()) is not None:
@@ -158,7 +150,7 @@ class Generation:
     async def json(self, schema: Any = None) -> Any:
         """Run to the end; the text as JSON. With a schema (dict, text, pydantic model) only such a text can come."""
         if schema is not None:
-            begun = self._said.generated or self._next is not None or self.finish is not None
+            begun = self._said.generated or self._ahead.is_there or self.finish is not None
             if begun or self._said.constraint is not None or self._grammar is not None:
                 raise InvalidInput("a schema can be given to json() before the first step, and to no other constraint")
             self._grammar = Grammar.json_schema(schema)
@@ -216,7 +208,7 @@ class Generation:
         Explicit seeds come along, so the same tokens follow, unless `seed` gives another one; without, the fork draws
         with fresh entropy. A constraint is copied; one without `copy()` raises.
         """
-        self._check_idle()
+        self._ahead.check_idle()
         self._follow()
         context = self._context.fork()  # first: nobody is at work on the constraint of an idle context
         try:
@@ -225,7 +217,7 @@ class Generation:
             context.release()
             raise
         twin = copy(self)
-        twin._context, twin._said, twin._next = context, said, None
+        twin._context, twin._said, twin._ahead = context, said, self._ahead.fork(context, said)
         twin._seen = None if self._seen is None else twin._marked()
         return twin.reseed(seed) if seed is not None or not self._seeded else twin
 
@@ -267,29 +259,21 @@ class Generation:
     def _rest(self) -> None:
         """Take the pass ahead back."""
         with self._context.engine.lock:
-            self._check_idle()
+            self._ahead.check_idle()
             self._come_back()
-
-    def _check_idle(self) -> None:
-        """Raise while a step is on its way: the pass ahead then follows one whose token nobody has yet."""
-        with self._context.engine.lock:
-            if self._next is not None and self._context.retract is None:
-                raise ContextBusy("this generation has a step on its way; await it before steering the generation")
 
     def _come_back(self) -> None:
         """What the context calls when somebody looks at it between two steps."""
-        if self._next is not None:
-            streak = self._next.execution.job.streak
-            self._retract(self._said.generated[-1] if streak is None else streak.last)
+        if self._ahead.is_there:
+            self._retract(self._ahead.fed)
 
-    def _claimed(self) -> Turn | None:
-        """The pass ahead, if there is one; from now on nobody takes it back."""
+    def _retract(self, token: int | None) -> None:
+        """Take the pass ahead back; its token waits in the pending buffer instead."""
         with self._context.engine.lock:
-            self._check_idle()
-            turn = self._next
-            if turn is not None:
-                self._next = self._context.retract = None
-            return turn
+            self._ahead.take_back()
+            if token is not None:
+                self._context.fill([token])
+            self._seen = self._marked()
 
     def _marked(self) -> object:
         """What stays equal as long as nobody changes the context."""
@@ -299,7 +283,7 @@ class Generation:
 
     def _follow(self) -> None:
         """Notice what the program has done to the context since the last step."""
-        if self._next is not None:  # nothing: its pass would have been taken back
+        if self._ahead.is_there:  # nothing: its pass would have been taken back
             return
         mark, before = self._marked(), self._seen
         if mark == before:
@@ -336,9 +320,7 @@ class Generation:
 
     def _can_run_ahead(self) -> bool:
         """Whether the next pass can be built before this one's token is known."""
-        constraint = self._said.constraint
-        known = constraint is None or (isinstance(constraint, Matched) and self._calm >= CALM)
-        return known and not self._sampler.penalises and self._context.room() > 1
+        return self._ahead.can_follow() and not self._sampler.penalises and self._context.room() > 1
 
     def _built(self, fed: SampleHandle | None) -> Prepared:
         """A pass that draws one token, behind the context's last or behind one that is being drawn."""
@@ -347,9 +329,8 @@ class Generation:
             forward.input(fed)
         if self._attention is not None:
             forward.attention_mask(self._attention)
-        if fed is not None and isinstance(constraint, Matched):
-            self._later = LaterMask(constraint, self._ids, self._context.engine.vocab_size)
-            forward.mask_later(self._later)
+        if fed is not None and (later := self._ahead.mask()) is not None:
+            forward.mask_later(later)
         elif constraint is not None and (bits := constraint.mask()) is not None:
             forward.mask(bits)
         if len(self._said.generated) + (fed is not None) < self._least and self._ids:
@@ -359,9 +340,6 @@ class Generation:
         handle = forward.sample([-1], self._sampler, history=history, generated=counted)
         return Prepared(forward, handle, None if self._probe is None else forward.probe(-1, self._probe))
 
-    def _is_open(self) -> bool:
-        return isinstance(self._said.constraint, Matched) and self._said.constraint.breadth >= OPEN
-
     def _run_ahead(self, turn: Turn) -> None:
         """Queue the next pass with the token that this one draws, so that the device never waits for the program.
 
@@ -370,16 +348,9 @@ class Generation:
         # What stands in its way will be said in its own turn, or by this turn's outcome if that has failed already.
         with suppress(OutOfPages, TokenBudgetExceeded, DeadlineExceeded, PassFailed), self._context.engine.lock:
             left = min(self._left, self._context.room()) - 1
-            self._next = self._built(turn.token).execute()
+            self._ahead.start(self._built(turn.token))
             if self._can_go_on():
-                job, constraint = self._next.execution.job, self._said.constraint
-                if isinstance(constraint, Matched):
-                    assert self._later is not None
-                    vocab = self._context.engine.vocab_size
-                    self._follower = GrammarFollower(self._later, constraint, self._ids, vocab)
-                readout = replace(job.work.readouts[0], later=None)
-                streak = Streak(readout, self._attention, self._ids, left, self._follower)
-                self._context.engine.loop.keep_going(job, streak)
+                self._ahead.keep_going(self._attention, left)
 
     def _can_go_on(self) -> bool:
         """Whether the passes that follow differ by their token and its mask alone, and nobody counts them."""
@@ -390,39 +361,13 @@ class Generation:
         reserved = table.working > -(-table.working_tokens // table.page_size)
         return plain and known and free and not reserved and table.token_budget is None
 
-    def _followed(self) -> tuple[Job | None, int | None]:
-        """The streak that this generation follows, if it does, and its next token, if that is there.
-
-        From now on nobody takes the streak back, until the step is made.
-        """
-        with self._context.engine.lock:
-            job = None if self._next is None else self._next.execution.job
-            if job is None or job.streak is None:
-                return None, None
-            self._check_idle()
-            self._context.retract = None
-            return job, self._context.engine.loop.taken(job)
-
     async def _coming(self, job: Job) -> int | None:
-        """The next token of a streak, when it is there; None when it has ended without one."""
-        engine, loop = self._context.engine, asyncio.get_running_loop()
+        """The next token of a streak; on an error the context is as it was behind the last."""
         try:
-            while True:
-                with engine.lock:
-                    token = engine.loop.taken(job)
-                    if token is not None or (job.streak is not None and job.streak.over):
-                        job.waiters.clear()  # nobody is woken for tokens that are not waited for
-                        return token
-                    if job.outcome.done():
-                        break
-                    waiter = loop.create_future()
-                    job.waiters[:] = [(loop, waiter)]
-                await waiter
-            job.outcome.result()
-            raise AssertionError("a streak has no result")
+            return await self._ahead.coming(job)
         except BaseException as error:
-            with suppress(Closed, ContextBusy, PassFailed), engine.lock:
-                if job.streak is not None and job.table.stamp is job.streak.stamp and not self._context.pending:
+            with suppress(Closed, ContextBusy, PassFailed), self._context.engine.lock:
+                if self._ahead.is_untouched():
                     self._come_back()
                 else:  # it has failed, and somebody has changed the context before this was heard of
                     self._retract(None)
@@ -431,15 +376,13 @@ class Generation:
                 raise asyncio.CancelledError from None
             raise
 
-    def _told(self, job: Job, token: int) -> Step:
+    def _told(self, token: int) -> Step:
         """The step that a token of a streak makes."""
-        streak = job.streak
-        assert streak is not None
         if token in self._ids:
             self._retract(None)
             return self._end(self._reason(token), Step((), ""))
-        self._said.add(token, accepted=self._follower is not None and self._follower.tokens > streak.taken)
-        if self._said.stopped or self._left <= 0 or (streak.over and not streak.drawn):
+        self._said.add(token, accepted=self._ahead.has_accepted())
+        if self._said.stopped or self._left <= 0 or self._ahead.is_spent:
             self._retract(token)
         else:
             self._context.retract = self._come_back
@@ -449,12 +392,7 @@ class Generation:
         try:
             return await turn.execution
         except BaseException:
-            later, self._next, self._later = self._later, None, None  # the pass ahead went with this one
-            follower, self._follower = self._follower, None
-            if follower is not None:
-                follower.cut(0)
-            elif later is not None and later.wait() and self._said.constraint is not None:
-                self._said.constraint.rollback(1)
+            self._ahead.undone()
             self._put_back()
             raise
 
@@ -473,40 +411,16 @@ class Generation:
         out = await prepared.forward.execute()
         return self._drawn(out.token(prepared.token), probed(out, prepared.probe))
 
-    def _retract(self, token: int | None) -> None:
-        """Take the pass ahead back; its token waits in the pending buffer instead."""
-        with self._context.engine.lock:
-            ahead, self._next, self._context.retract = self._next, None, None
-            if ahead is not None:
-                ahead.execution.cancel()
-            self._unfollow(None if ahead is None else ahead.execution.job)
-            if token is not None:
-                self._context.fill([token])
-            self._seen = self._marked()
-
-    def _unfollow(self, job: Job | None) -> None:
-        """A streak is over: the grammar goes back to where it was behind the last token that was taken."""
-        follower, self._follower = self._follower, None
-        if follower is not None and job is not None and job.streak is not None:
-            streak = job.streak
-            follower.cut(1 + streak.taken - (streak.taken > 0 and streak.last in self._ids))
-            self._calm = 0
-            with suppress(InvalidInput):  # a dead end is said when the next step is made
-                self._calm = CALM if self._is_open() else 0
-
     # -- what became of it -----------------------------------------------------------------------------------------
 
     def _drawn(self, token: int, probes: tuple[Any, ...]) -> Step:
         """The step that a token makes which a pass has drawn."""
         if token in self._ids:
-            self._later = None
             self._retract(None)
             return self._end(self._reason(token), Step((), "", probes))
-        later, self._later = self._later, None
-        self._said.add(token, accepted=later is not None and later.wait())
-        if self._follower is None:  # else the grammar is busy elsewhere
-            self._calm = self._calm + 1 if self._is_open() else 0
-        if self._next is None or self._said.stopped or (self._follower is None and self._said.finished):
+        self._said.add(token, accepted=self._ahead.accepts())
+        self._ahead.observe()
+        if not self._ahead.is_there or self._said.stopped or self._is_finished:
             self._retract(token)
         else:
             self._context.retract = self._come_back
@@ -532,9 +446,14 @@ class Generation:
             return self._end("stop", Step(tuple(tokens[: max(0, len(tokens) - surplus)]), "", probes))
         text, retracted = self._said.say()
         step = Step(tuple(tokens), text, probes, retracted=retracted)
-        if self._follower is None and self._said.finished:
+        if self._is_finished:
             return self._end("constraint", step)
         return self._end("length", step) if self._left <= 0 else step
+
+    @property
+    def _is_finished(self) -> bool:
+        """Whether the constraint allows nothing behind the last token."""
+        return not self._ahead.has_grammar and self._said.finished
 
     def _end(self, why: str, step: Step | None = None) -> Step:
         """The last step: it says the text that was held."""
