@@ -29,6 +29,7 @@ import numpy as np
 
 import headway as hw
 from headway.base.machine import read_machine
+from headway.program import later
 from headway.program.constraints import Matched, compile
 from headway.program.grammar import Grammar
 from headway.program.later import LaterMask
@@ -169,8 +170,8 @@ def generated(engine: hw.Engine, name: str, rows: int, tokens: int) -> dict[str,
 def clocks() -> Iterator[dict[str, float]]:
     """Seconds of all constraints, in the thread beside the device and elsewhere, and of the device waiting for it."""
     spent: dict[str, float] = defaultdict(float)
-    parts: list[tuple[type, str, str | None]] = [(Matched, name, None) for name in ("accept", "_text_mask", "forced")]
-    parts.append((LaterMask, "result", "waited"))
+    own = [(Matched, name, "own") for name in ("accept", "_computed", "forced")]
+    parts: list[tuple[Any, str, str]] = [*own, (later, "compute", "beside"), (LaterMask, "result", "waited")]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in parts]
     for owner, name, what in parts:
         setattr(owner, name, _timed(getattr(owner, name), spent, what))
@@ -181,14 +182,14 @@ def clocks() -> Iterator[dict[str, float]]:
             setattr(owner, name, plain)
 
 
-def _timed(call: Callable[..., Any], spent: dict[str, float], what: str | None) -> Callable[..., Any]:
+def _timed(call: Callable[..., Any], spent: dict[str, float], what: str) -> Callable[..., Any]:
     def timed(*args: Any) -> Any:
         began = time.perf_counter()
         try:
             return call(*args)
         finally:
-            beside = threading.current_thread().name == "headway-masks"
-            spent[what or ("beside" if beside else "own")] += time.perf_counter() - began
+            if what != "own" or threading.current_thread().name != "headway-masks":  # what that one calls is a part
+                spent[what] += time.perf_counter() - began
 
     return timed
 

@@ -16,7 +16,7 @@ import re
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import cache
@@ -26,6 +26,7 @@ import numpy as np
 
 from headway.base.errors import InvalidInput, InvalidToken, Unsupported, WrongType
 from headway.program.grammar import WHITESPACE, Grammar
+from headway.program.mask_words import MaskWords
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -140,8 +141,10 @@ class Matched:
         self._shares = True  # its table may have the states of other texts
         self._known = min(vocab_size, tokenizer.vocab_size)
         self._ends = tuple(id for id in tokenizer.eos_ids if id < vocab_size)
+        self.words = MaskWords(self._known, vocab_size, self._ends)
         self._accepted: list[int] = []
         self._mask: np.ndarray | None = None  # of the state as it is
+        self._open: int | None = None  # how many tokens of text it allows
 
     @property
     def may_end(self) -> bool:
@@ -149,20 +152,19 @@ class Matched:
 
     @property
     def finished(self) -> bool:
-        return self._ended or not self._text_mask().any()
+        return self._allowed() == 0
 
     @property
     def breadth(self) -> float:
-        """The share of the vocabulary that may come next."""
-        return float(np.bitwise_count(self._text_mask()).sum()) / self._vocab
+        """The share of the vocabulary that may come next, end tokens aside."""
+        return self._allowed() / self._vocab
 
     def mask(self) -> np.ndarray:
-        words = self._text_mask()
-        if self.may_end and self._ends:
-            words = words.copy()
-            for id in self._ends:
-                words[id // 32] |= np.uint32(1 << id % 32)
-        return words
+        if self._ended:
+            return self.words.only_ends()
+        if self._mask is None:
+            self._mask = self._computed()
+        return self._mask
 
     def accept(self, token: int) -> None:
         if not 0 <= token < self._vocab:
@@ -175,8 +177,7 @@ class Matched:
             raise InvalidInput(f"token {token} is not allowed after the {len(self._accepted)} tokens so far")
         if token not in self._ends:
             self._do(lambda m: m.consume_token(token))
-            self._mask = None
-        self._accepted.append(token)
+        self.took(token)
 
     def rollback(self, n: int) -> None:
         if not 0 <= n <= len(self._accepted):
@@ -184,7 +185,7 @@ class Matched:
         text = sum(token not in self._ends for token in self._accepted[len(self._accepted) - n :])
         if text:
             self._do(lambda m: m.rollback(text))
-            self._mask = None
+        self._mask = self._open = None
         del self._accepted[len(self._accepted) - n :]
 
     def copy(self) -> Matched:
@@ -199,34 +200,57 @@ class Matched:
         tokens = self._do(lambda m: m.compute_ff_tokens())
         return tokens[: self._do(lambda m: m.validate_tokens(tokens))] if tokens else []
 
+    # -- as one of many (headway.program.advance) --
+
+    def taker(self, token: int) -> LLMatcher | None:
+        """What a token can be given to without asking first; None where `accept` must ask. `took` or `renew` follows.
+
+        A token is drawn under the mask of the grammar that then takes it, so asking is nearly always in vain; where it
+        was not, a new matcher is led to the same place. Not so when this one's table is its own: it has been renewed
+        before, and what fails now may fail for good.
+        """
+        asks = self._ended or not self._shares or not 0 <= token < self._known or token in self._ends
+        return None if asks else self._matcher
+
+    def took(self, token: int) -> None:
+        """The taker has taken the token."""
+        self._accepted.append(token)
+        self._mask = self._open = None
+
+    def renew(self) -> None:
+        """The taker has not taken the token, and is of no use any more: be as before."""
+        kept = self._shelf.taken(self._grammar.key)
+        self._matcher = self._shelf.made(self._grammar) if kept is None else kept
+        self._matcher.consume_tokens(self._text())
+
+    @property
+    def masker(self) -> LLMatcher | None:
+        """What computes the mask; None where that is done."""
+        return None if self._ended or self._mask is not None else self._matcher
+
     @property
     def _ended(self) -> bool:
         return bool(self._accepted) and self._accepted[-1] in self._ends
 
-    def _text_mask(self) -> np.ndarray:
-        """The mask without end tokens, computed once per state."""
+    def _text(self) -> list[int]:
+        return [token for token in self._accepted if token not in self._ends]
+
+    def _allowed(self) -> int:
+        """How many tokens of text may come next."""
         if self._ended:
-            return np.zeros(-(-self._vocab // 32), np.uint32)
-        if self._mask is None:
+            return 0
+        if self._open is None:
             self._mask = self._computed()
-        return self._mask
+            assert self._open is not None
+        return self._open
 
     def _computed(self) -> np.ndarray:
-        out = np.zeros(-(-self._vocab // 32), np.uint32)
-        if not self._matcher.is_stopped():
-            words = np.zeros(-(-(self._known + 1) // 32), np.uint32)
-            self._do(lambda m: m.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes))
-            words[self._known // 32] &= np.uint32((1 << self._known % 32) - 1)  # the compiler's own end token
-            out[: len(words)] = words[: len(out)]
-            for id in self._ends:
-                out[id // 32] &= ~np.uint32(1 << id % 32)
-        if not out.any() and not self._matcher.is_accepting():
-            raise InvalidInput(
-                f"the grammar allows nothing after {len(self._accepted)} tokens and the text is not complete: "
-                "it has a dead end, or asks for an end token or a text that the vocabulary cannot write"
-            )
-        out.flags.writeable = False
-        return out
+        found = self.words.room(1)
+        self._do(lambda m: m.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes))
+        (mask,) = settle([self], found)
+        if isinstance(mask, InvalidInput):
+            raise mask
+        return mask
 
     def _do(self, work: Callable[[LLMatcher], Result]) -> Result:
         """What work gives, once more on a table of its own where the shared one is full."""
@@ -234,12 +258,30 @@ class Matched:
         if self._matcher.is_error() and self._shares:
             self._shelf.drop(self._grammar.key)
             self._matcher, self._shares = self._shelf.made(self._grammar), False
-            self._matcher.consume_tokens([token for token in self._accepted if token not in self._ends])
+            self._matcher.consume_tokens(self._text())
             result = work(self._matcher)
         if self._matcher.is_error():
             why = _brief(self._matcher.get_error())
             raise InvalidInput(f"the grammar cannot be followed after {len(self._accepted)} tokens: {why}")
         return result
+
+
+def settle(grammars: Sequence[Matched], found: np.ndarray) -> list[np.ndarray | InvalidInput]:
+    """The masks of grammars that are laid out alike, from what their matchers wrote; an error where there is none."""
+    layout = grammars[0].words
+    masks, counts = layout.text(found)
+    complete = [i for i, grammar in enumerate(grammars) if grammar._matcher.is_accepting()]
+    layout.allow_ends(masks, complete)
+    masks.flags.writeable = False
+    rows: list[np.ndarray | InvalidInput] = list(masks)
+    for i in {i for i, count in enumerate(counts) if not count}.difference(complete):
+        rows[i] = InvalidInput(
+            f"the grammar allows nothing after {len(grammars[i]._accepted)} tokens and the text is not complete: "
+            "it has a dead end, or asks for an end token or a text that the vocabulary cannot write"
+        )
+    for grammar, row, count in zip(grammars, rows, counts, strict=True):
+        grammar._open = None if isinstance(row, InvalidInput) else count
+    return rows
 
 
 # --- compiling
@@ -312,9 +354,10 @@ def _rehearse(grammar: Grammar, trial: Matched) -> None:
     """Try the first tokens: a grammar that allows nothing or explodes at once is refused before it is used."""
     try:
         for turn in range(REHEARSAL):
-            allowed = np.flatnonzero(np.unpackbits(trial._text_mask().view(np.uint8), bitorder="little"))
-            if not len(allowed):
+            if trial.finished:
                 return
+            allowed = np.flatnonzero(np.unpackbits(trial.mask().view(np.uint8), bitorder="little"))
+            allowed = allowed[~np.isin(allowed, trial.words.ends)]
             trial.accept(int(allowed[(turn * 7919) % len(allowed)]))
     except InvalidInput as error:
         raise InvalidInput(f"{_named(grammar)} cannot be used: {error}") from None

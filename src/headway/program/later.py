@@ -2,8 +2,9 @@
 
 A pass that takes a token nobody has read yet cannot have its mask: the token decides it. When the token is known, the
 pass goes to the device, and a thread of ours moves the grammar on and computes the mask, which is needed only when the
-logits are there. Only compiled grammars are followed so, because what they cost at a token is bounded (LIMITS in
-headway.program.constraints); the time of a program's own constraint is that program's.
+logits are there. The thread takes all that wait at once (headway.program.advance). Only compiled grammars are followed
+so, because what they cost at a token is bounded (LIMITS in headway.program.constraints); the time of a program's own
+constraint is that program's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from headway.base.errors import Closed, HeadwayError
 from headway.base.masks import logit_mask
+from headway.program.advance import accept_all, masks_of
 from headway.program.constraints import Matched
 
 OPEN = 0.25  # the share of the vocabulary below which tokens without a choice are near
@@ -52,17 +54,18 @@ class GrammarFollower:
 class LaterMask:
     """The mask behind the token that a pass is fed with. `accepted` once the grammar has taken the token."""
 
+    __slots__ = ("_ended", "_ends", "_found", "_narrow", "_vocab", "accepted", "done", "grammar", "token")
+
     def __init__(self, grammar: Matched, ends: frozenset[int], vocab_size: int) -> None:
-        self._grammar, self._ends, self._vocab = grammar, ends, vocab_size
-        self._token: int | None = None
-        self._done = threading.Event()
-        self._found: np.ndarray | HeadwayError = Closed("the token before this one ended the text")
-        self._ended = self._narrow = False
-        self.accepted = False
+        self.grammar, self._ends, self._vocab = grammar, ends, vocab_size
+        self.token: int | None = None
+        self._found: np.ndarray | HeadwayError | None = None
+        self._ended = self._narrow = self.accepted = False
+        self.done = False  # whether nobody need wait for it
 
     def start(self, tokens: Sequence[int]) -> None:
         """The token is known: have the mask computed."""
-        self._token = tokens[-1]
+        self.token = tokens[-1]
         _thread().put(self)
 
     def result(self) -> np.ndarray:
@@ -72,14 +75,11 @@ class LaterMask:
     def words(self) -> np.ndarray:
         """The mask as bits, [V / 32] of 32 each."""
         self.wait()
+        if self._found is None:
+            raise Closed("the token before this one ended the text")
         if isinstance(self._found, HeadwayError):
             raise self._found
         return self._found
-
-    @property
-    def done(self) -> bool:
-        """Whether nobody need wait for it."""
-        return self._done.is_set()
 
     @property
     def ended(self) -> bool:
@@ -95,26 +95,58 @@ class LaterMask:
 
     def wait(self) -> bool:
         """Wait for the thread, if it was started; whether the grammar has taken the token."""
-        if self._token is not None:
-            self._done.wait()
+        if self.token is not None and not self.done:
+            with _computed:
+                _computed.wait_for(lambda: self.done)
         return self.accepted
 
-    def compute(self) -> None:
-        """In the thread: move the grammar on, unless the token ends the text."""
-        assert self._token is not None
-        try:
-            if self._token not in self._ends:
-                self._grammar.accept(self._token)
-                self.accepted = True
-                self._narrow = self._grammar.breadth < OPEN
-                self._ended = self._narrow and self._grammar.finished
-                self._found = self._grammar.mask()
-        except HeadwayError as error:
-            self._found = error
-        except BaseException as error:  # a fault of ours: nobody may be left waiting
-            self._found = Closed(f"the mask was not computed after an internal error: {error!r}")
-        finally:
-            self._done.set()
+    # -- in the thread
+
+    @property
+    def ends_text(self) -> bool:
+        """The token ends the text: there is nothing to compute."""
+        return self.token in self._ends
+
+    def take(self, error: HeadwayError | None) -> None:
+        """The grammar has taken the token, or why it has not."""
+        self.accepted, self._found = error is None, error
+
+    def find(self, mask: np.ndarray | HeadwayError) -> None:
+        """The mask behind the token, or why there is none."""
+        self._found = mask
+        if not isinstance(mask, HeadwayError):
+            self._narrow = self.grammar.breadth < OPEN
+            self._ended = self._narrow and self.grammar.finished
+
+
+_computed = threading.Condition()  # one for all masks: they are computed together, and then all who wait look
+
+
+def compute(masks: Sequence[LaterMask]) -> None:
+    """Move a grammar each on, and give each its mask; they are different grammars."""
+    try:
+        going = [mask for mask in masks if not mask.ends_text]
+        tokens = [(mask.grammar, mask.token) for mask in going if mask.token is not None]
+        for mask, error in zip(going, accept_all(tokens), strict=True):
+            mask.take(error)
+        taken = [mask for mask in going if mask.accepted]
+        for mask, found in zip(taken, masks_of([mask.grammar for mask in taken]), strict=True):
+            mask.find(found)
+    except BaseException as error:  # a fault of ours: nobody may be left waiting
+        for mask in masks:
+            mask.find(Closed(f"the mask was not computed after an internal error: {error!r}"))
+    finally:
+        for mask in masks:
+            mask.done = True
+        with _computed:
+            _computed.notify_all()
+
+
+def firsts(masks: Sequence[LaterMask]) -> tuple[list[LaterMask], list[LaterMask]]:
+    """The first of each grammar, and the others, in their order."""
+    found: dict[int, LaterMask] = {}
+    others = [mask for mask in masks if found.setdefault(id(mask.grammar), mask) is not mask]
+    return list(found.values()), others
 
 
 @cache
@@ -126,5 +158,15 @@ def _thread() -> queue.SimpleQueue[LaterMask]:
 
 
 def _work(todo: queue.SimpleQueue[LaterMask]) -> None:
+    rest: list[LaterMask] = []
     while True:
-        todo.get().compute()
+        rest = _turn(rest, todo)
+
+
+def _turn(rest: list[LaterMask], todo: queue.SimpleQueue[LaterMask]) -> list[LaterMask]:
+    """Compute what waits; what is left is for the next turn. A function, so that nothing is kept while it waits."""
+    waiting = rest or [todo.get()]
+    waiting += [todo.get() for _ in range(todo.qsize())]
+    now, rest = firsts(waiting)
+    compute(now)
+    return rest
