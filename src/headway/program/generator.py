@@ -28,18 +28,17 @@ from headway.base.errors import (
     PassFailed,
     TokenBudgetExceeded,
     Unsupported,
-    WrongType,
 )
 from headway.base.masks import Mask
 from headway.base.probes import Probe
-from headway.base.rng import fresh_seed
-from headway.base.samplers import Sampler, resolve
+from headway.base.samplers import Sampler
 from headway.program.ahead import Ahead
 from headway.program.constraints import Constraint, compiled
 from headway.program.constraints import compile as compile_grammar
+from headway.program.drawing import Drawing
 from headway.program.grammar import Grammar
 from headway.program.ids import integers, token_ids
-from headway.program.output import Output, SampleHandle
+from headway.program.output import Output
 from headway.program.steps import Prepared, Step, Turn, probed
 from headway.program.stops import read_stops
 from headway.program.transcript import Transcript
@@ -76,19 +75,22 @@ class Generation:
     ) -> None:
         _refuse(adapter=adapter, speculate=speculate)
         self._most = _count(max_tokens)
-        (self._least,) = integers([min_tokens], "min_tokens")
-        if not 0 <= self._least <= self._most:
+        (least,) = integers([min_tokens], "min_tokens")
+        if not 0 <= least <= self._most:
             raise InvalidInput(
                 f"min_tokens is {min_tokens}; it takes a whole number from 0 to max_tokens ({max_tokens})"
             )
-        what = resolve(sampler)
-        seed = what.seed if what.seed is not None else context.seed
-        self._seeded = seed is not None  # else every fork gets a seed of its own
-        self.seed = fresh_seed() if seed is None else seed
-        self._sampler = what if what.seed == self.seed else replace(what, seed=self.seed)
-        self._context, self._probe, self._attention = context, probe, _symbolic(attention_mask)
-        self._penalise_prompt = penalise_prompt
         strings, self._ids = read_stops(stop, context.engine, stop_only)
+        self._how = Drawing.of(
+            context,
+            sampler,
+            ends=self._ids,
+            least=least,
+            probe=probe,
+            attention_mask=attention_mask,
+            penalise_prompt=penalise_prompt,
+        )
+        self._context = context
         self._grammar = constrain if isinstance(constrain, Grammar) else None  # compiled before the first pass
         self._said = Transcript(context.engine, strings, None if isinstance(constrain, Grammar) else constrain)
         self._seen: object = None  # the context as the last step left it; None before the first
@@ -99,6 +101,11 @@ class Generation:
     def context(self) -> Context:
         """The context it writes to."""
         return self._context
+
+    @property
+    def seed(self) -> int:
+        """What its draws are a function of, with the position."""
+        return self._how.seed
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -129,7 +136,7 @@ class Generation:
                 return self._end(over)
             if forced := self.forced():
                 return self._put(forced)
-            turn = self._built(None).execute()
+            turn = self._how.prepared(self._context, self._said).execute()
         if self._left > 1 and self._can_run_ahead():
             self._run_ahead(turn)
         out = await self._outcome(turn)
@@ -178,8 +185,8 @@ class Generation:
         end, first = ids[ends[0]], ids[: ends[0]]
         if len(first) < len(ids) - 1:
             raise InvalidInput(f"token {end} ends the generation and {len(ids) - 1 - len(first)} tokens follow it")
-        if len(self._said.generated) + len(first) < self._least:
-            raise InvalidInput(f"token {end} would end the generation before min_tokens ({self._least})")
+        if len(self._said.generated) + len(first) < self._how.least:
+            raise InvalidInput(f"token {end} would end the generation before min_tokens ({self._how.least})")
         step = self._put(first, whole=True, end=end)
         return self._end(self._reason(end), step)
 
@@ -192,7 +199,8 @@ class Generation:
         await self._compile_beside()
         if (over := self._over()) is not None:
             raise Closed(f"no step is left to prepare: the next one only ends the generation ({over})")
-        return replace(self._built(None), mark=self._seen, taken=self._take)
+        prepared = self._how.prepared(self._context, self._said)
+        return replace(prepared, mark=self._seen, taken=self._take)
 
     def forced(self) -> list[int]:
         """Tokens that the constraint leaves no choice about: fed together, without a pass for each."""
@@ -219,7 +227,7 @@ class Generation:
         twin = copy(self)
         twin._context, twin._said, twin._ahead = context, said, self._ahead.fork(context, said)
         twin._seen = None if self._seen is None else twin._marked()
-        return twin.reseed(seed) if seed is not None or not self._seeded else twin
+        return twin.reseed(seed) if seed is not None or not self._how.seeded else twin
 
     def reseed(self, seed: int | None = None) -> Self:
         """Draw the tokens that follow with another seed, or with fresh entropy.
@@ -227,9 +235,7 @@ class Generation:
         A draw is a function of the seed and the position: a token that was cut comes again unless something changes.
         """
         self._rest()
-        self._sampler = replace(self._sampler, seed=fresh_seed() if seed is None else seed)
-        assert self._sampler.seed is not None
-        self.seed, self._seeded = self._sampler.seed, seed is not None
+        self._how = self._how.reseeded(seed)
         return self
 
     def resume(self, max_tokens: int | None = None) -> Self:
@@ -320,25 +326,7 @@ class Generation:
 
     def _can_run_ahead(self) -> bool:
         """Whether the next pass can be built before this one's token is known."""
-        return self._ahead.can_follow() and not self._sampler.penalises and self._context.room() > 1
-
-    def _built(self, fed: SampleHandle | None) -> Prepared:
-        """A pass that draws one token, behind the context's last or behind one that is being drawn."""
-        forward, constraint = self._context.forward(), self._said.constraint
-        if fed is not None:
-            forward.input(fed)
-        if self._attention is not None:
-            forward.attention_mask(self._attention)
-        if fed is not None and (later := self._ahead.mask()) is not None:
-            forward.mask_later(later)
-        elif constraint is not None and (bits := constraint.mask()) is not None:
-            forward.mask(bits)
-        if len(self._said.generated) + (fed is not None) < self._least and self._ids:
-            forward.mask(forbid=sorted(self._ids))
-        counted = self._said.generated if self._sampler.penalises else None
-        history = None if self._penalise_prompt else counted
-        handle = forward.sample([-1], self._sampler, history=history, generated=counted)
-        return Prepared(forward, handle, None if self._probe is None else forward.probe(-1, self._probe))
+        return self._ahead.can_follow() and not self._how.sampler.penalises and self._context.room() > 1
 
     def _run_ahead(self, turn: Turn) -> None:
         """Queue the next pass with the token that this one draws, so that the device never waits for the program.
@@ -348,18 +336,9 @@ class Generation:
         # What stands in its way will be said in its own turn, or by this turn's outcome if that has failed already.
         with suppress(OutOfPages, TokenBudgetExceeded, DeadlineExceeded, PassFailed), self._context.engine.lock:
             left = min(self._left, self._context.room()) - 1
-            self._ahead.start(self._built(turn.token))
-            if self._can_go_on():
-                self._ahead.keep_going(self._attention, left)
-
-    def _can_go_on(self) -> bool:
-        """Whether the passes that follow differ by their token and its mask alone, and nobody counts them."""
-        table, windows = self._context.table, self._context.engine.config.windows
-        plain = self._probe is None and not table.has_discards
-        known = self._attention is None or all(window is None for window in windows)
-        free = not self._ids or len(self._said.generated) + 1 >= self._least
-        reserved = table.working > -(-table.working_tokens // table.page_size)
-        return plain and known and free and not reserved and table.token_budget is None
+            self._ahead.start(self._how.prepared(self._context, self._said, turn.token, self._ahead.mask()))
+            if self._how.repeats(self._context, self._said):
+                self._ahead.keep_going(self._how.attention, left)
 
     async def _coming(self, job: Job) -> int | None:
         """The next token of a streak; on an error the context is as it was behind the last."""
@@ -478,14 +457,3 @@ def _refuse(**later: object) -> None:
     for name, value in later.items():
         if value is not None:
             raise Unsupported(f"{name}={value!r:.60} was given; generate does not support {name} yet, leave it out")
-
-
-def _symbolic(mask: Mask | None) -> Mask | None:
-    if mask is None or (isinstance(mask, Mask) and mask.rows is None):
-        return mask
-    if not isinstance(mask, Mask):
-        raise WrongType(f"attention_mask is {mask!r:.60}; a Mask is needed, such as Mask.window(64)")
-    raise InvalidInput(
-        f"attention_mask has {mask.rows} rows of its own and a generation has ever more of them: give a mask that says "
-        "what any row sees, such as Mask.window(64) or Mask.sink(4, 64)"
-    )
