@@ -233,15 +233,9 @@ class Turns:
         if job in self._queue:
             self._queue.remove(job)
         job.abandoned = True
-        self._supply.allocator.drop(job.pages)
-        for key in job.keys:
-            self._supply.stop_computing(job, key)
-        job.pages, job.keys = [], []
-        if job.back:
-            self._supply.allocator.drop(job.back)
-            job.back, job.replay = [], None
+        self._supply.give_back(job)
         streak.cut(table)
-        if job.running or job.started:
+        if job.running:
             table.wipe()
 
     def _finish(self, job: Job, result: SegmentResult, now: float) -> None:
