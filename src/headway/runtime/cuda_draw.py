@@ -146,11 +146,13 @@ class CudaDraws:
         if len(masks) * self._words > len(self._masks):
             self._masks.grow((len(masks) if len(masks) < 64 else MOST) * self._words)
         self._masks.wait()
-        room = self._masks.host.view(np.uint8).reshape(-1, self._words * 4)
-        for line, mask in zip(room, masks, strict=False):
-            bits = mask.view(np.uint8)
-            line[: len(bits)] = bits
-            line[len(bits) :] = 0
+        # Not by numpy, which would let the interpreter's lock go for each row.
+        room, size = memoryview(self._masks.host).cast("B"), self._words * 4
+        for at, mask in zip(range(0, len(masks) * size, size), masks, strict=True):
+            end = at + mask.nbytes
+            room[at:end] = memoryview(mask).cast("B")
+            if end < at + size:
+                room[end : at + size] = bytes(at + size - end)
         self._masks.send(len(masks) * self._words)
 
     def adjust(self, asked: list[tuple[int, Ask]], logits: Tensor) -> None:
