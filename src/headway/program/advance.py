@@ -30,14 +30,12 @@ def accept_all(rows: Sequence[tuple[Matched, int]]) -> list[HeadwayError | None]
     """A token for each of these grammars, which are all different ones; the error of each that did not accept."""
     takers = {} if len(rows) < FEW else _takers(rows)
     well = _workers().consume_token_par([(taker, rows[i][1]) for i, taker in takers.items()]) if takers else []
+    taken = {i for i, good in zip(takers, well, strict=True) if good}
     found: list[HeadwayError | None] = [None] * len(rows)
-    for i, good in zip(takers, well, strict=True):
-        if good:
-            rows[i][0].took(rows[i][1])
-        else:
-            found[i] = _tried(partial(_accept_anew, *rows[i]))
     for i, (grammar, token) in enumerate(rows):
-        if i not in takers:
+        if i in taken:
+            grammar.took(token)
+        else:
             found[i] = _tried(partial(grammar.accept, token))
     return found
 
@@ -46,11 +44,6 @@ def _takers(rows: Sequence[tuple[Matched, int]]) -> dict[int, LLMatcher]:
     """Those that can be given their token at once, by row."""
     found = ((i, grammar.taker(token)) for i, (grammar, token) in enumerate(rows))
     return {i: taker for i, taker in found if taker is not None}
-
-
-def _accept_anew(grammar: Matched, token: int) -> None:
-    grammar.renew()
-    grammar.accept(token)
 
 
 def masks_of(grammars: Sequence[Matched]) -> list[np.ndarray | HeadwayError]:

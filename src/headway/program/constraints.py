@@ -203,11 +203,11 @@ class Matched:
     # -- as one of many (headway.program.advance) --
 
     def taker(self, token: int) -> LLMatcher | None:
-        """What a token can be given to without asking first; None where `accept` must ask. `took` or `renew` follows.
+        """What can be given a token without asking first, and `took` follows if it takes it; None: `accept` must ask.
 
-        A token is drawn under the mask of the grammar that then takes it, so asking is nearly always in vain; where it
-        was not, a new matcher is led to the same place. Not so when this one's table is its own: it has been renewed
-        before, and what fails now may fail for good.
+        A token is drawn under the mask of the grammar that then takes it, so asking is nearly always in vain. What has
+        failed stays so, but `accept` makes it anew once, as it does when the table is full, and can then tell a token
+        that is not allowed from a text that cannot be followed. Once it has a table of its own it can do so no more.
         """
         asks = self._ended or not self._shares or not 0 <= token < self._known or token in self._ends
         return None if asks else self._matcher
@@ -216,12 +216,6 @@ class Matched:
         """The taker has taken the token."""
         self._accepted.append(token)
         self._mask = self._open = None
-
-    def renew(self) -> None:
-        """The taker has not taken the token, and is of no use any more: be as before."""
-        kept = self._shelf.taken(self._grammar.key)
-        self._matcher = self._shelf.made(self._grammar) if kept is None else kept
-        self._matcher.consume_tokens(self._text())
 
     @property
     def masker(self) -> LLMatcher | None:
