@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import headway as hw
 from headway.program.sizing import largest_step
-from headway.runtime.memory import Room, Wish, amount, pick_pages, read_memory, running_out, step_error
+from headway.runtime.memory import Room, Wish, pick_pages, read_memory, running_out, step_error
 from headway.testing import random_model
 
 GIB = 1 << 30
@@ -134,10 +134,3 @@ def test_a_step_that_runs_out_fails_with_numbers() -> None:
     assert str(step_error(RuntimeError("odd"))) == "the device failed while computing a pass: odd"
     ours = hw.OutOfPages("ours")
     assert step_error(ours) is ours
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (GIB, "1.0 GiB"), (5 << 50, "5120.0 TiB")]
-)
-def test_amounts(count: int, text: str) -> None:
-    assert amount(count) == text

@@ -13,8 +13,8 @@ import typer
 
 from headway.base.errors import InvalidInput
 from headway.base.machine import read_machine
-from headway.cli.options import WHOLE, Device, Dtype, Json, MemoryFraction, Model, Quantize, Threads, check_fraction
-from headway.cli.render import Listening, emit_json, loading, note, show_table, size
+from headway.cli.options import WHOLE, Device, Dtype, EngineOptions, Json, MemoryFraction, Model, Quantize, Threads
+from headway.cli.render import Listening, emit_json, fetched, loading, note, show_table, size
 from headway.cli.shapes import FORMATS, SHAPES, find_shape, write_folder
 from headway.cli.speed import Stopwatch, Summary, Timing, pages_for, path_of, startup, step_bytes
 from headway.models.registry import DEFAULT_MODEL
@@ -41,17 +41,11 @@ Repeat = Annotated[int, typer.Option("--repeat", "-r", **WHOLE, help="Runs, afte
 class Subject:
     """What is measured, and how it is loaded."""
 
-    model: str = DEFAULT_MODEL
-    shape: str | None = None
-    format: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    threads: int | None = None
-    quantize: str | None = None
-    memory_fraction: float | None = None
+    engine: EngineOptions
+    shape: str | None
+    format: str | None
 
     def __post_init__(self) -> None:
-        check_fraction(self.memory_fraction)
         if self.shape is None and self.format is not None:
             raise InvalidInput(f"--format is {self.format!r}; it is for --shape, a model file has its own")
         if self.shape is not None:
@@ -61,26 +55,17 @@ class Subject:
 
     @property
     def name(self) -> str:
-        return self.model if self.shape is None else f"random {self.shape} in {self.format or 'f32'}"
+        return self.engine.model if self.shape is None else f"random {self.shape} in {self.format or 'f32'}"
 
     @contextmanager
     def path(self) -> Iterator[Path]:
         """The model on disk, fetched if need be, or written for this run."""
-        from headway.cli.render import fetching
-        from headway.models import store
-
         if self.shape is None:
-            with fetching() as progress:
-                yield store.resolve(self.model, progress=progress)
+            yield fetched(self.engine.model)
             return
         with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
             note(f"writing a {self.name}")
             yield write_folder(find_shape(self.shape), Path(folder), self.format or "f32")
-
-    def options(self) -> dict[str, Any]:
-        """What `Engine` takes besides the model."""
-        names = ("dtype", "device", "threads", "quantize", "memory_fraction")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 def register(app: typer.Typer) -> None:
@@ -111,7 +96,7 @@ def decode(
     Greedy; end-of-text does not end it; the first token counts as the prompt's time. The limit is what the memory was
     measured to read in a second, over the bytes of weights that a token needs.
     """
-    subject = Subject(model, shape, form, dtype, device, threads, quantize, memory_fraction)
+    subject = Subject(EngineOptions(model, dtype, device, threads, quantize, memory_fraction), shape, form)
     _decoding(subject, "decode", Counts(tokens, prompt, 1, repeat), json)
 
 
@@ -135,7 +120,7 @@ def batch(
 
     Counted from the moment every sequence has its first token.
     """
-    subject = Subject(model, shape, form, dtype, device, threads, quantize, memory_fraction)
+    subject = Subject(EngineOptions(model, dtype, device, threads, quantize, memory_fraction), shape, form)
     _decoding(subject, "batch", Counts(tokens, prompt, sequences, repeat), json)
 
 
@@ -157,7 +142,7 @@ def prefill(
 
     Every run has a prompt of its own, so the cache helps nowhere.
     """
-    subject = Subject(model, shape, form, dtype, device, threads, quantize, memory_fraction)
+    subject = Subject(EngineOptions(model, dtype, device, threads, quantize, memory_fraction), shape, form)
     counts = Counts(1, prompt, 1, repeat)
     with _opened(subject, counts) as engine:
         watch = Stopwatch(engine)
@@ -186,13 +171,13 @@ def start(
     json: Json = False,
 ) -> None:
     """Seconds from the start of a process to the first token of a prompt of eight, beside `import torch` alone."""
-    subject = Subject(model, shape, form, dtype, device, threads, quantize, memory_fraction)
+    subject = Subject(EngineOptions(model, dtype, device, threads, quantize, memory_fraction), shape, form)
     Counts(1, 8, 1, repeat)
     with subject.path() as path:
         # Opened here first: a mistake is said in one sentence, the files are in the disk's cache, the path is known.
         with _engine(subject, path, pages_for(1, 16)) as engine:
             facts = _facts(engine, subject, bandwidth=False)
-        options = subject.options() | {"model": str(path)}
+        options = subject.engine.given() | {"model": str(path)}
         runs = _repeated(repeat, lambda: startup(options))
     names = ("torch", "imported", "loaded", "answered", "beyond_torch")
     found = {name: Summary.of([getattr(run, name) for run in runs]) for name in names}
@@ -281,7 +266,7 @@ def _engine(subject: Subject, path: Path, pages: int) -> hw.Engine:
     import headway as hw
 
     with loading() as layers:
-        return hw.Engine(path, pages=pages, progress=layers, **subject.options())
+        return hw.Engine(path, pages=pages, progress=layers, **subject.engine.given())
 
 
 def _facts(engine: hw.Engine, subject: Subject, *, bandwidth: bool = True) -> dict[str, Any]:

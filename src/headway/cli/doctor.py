@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headway.base.amounts import check_fraction
 from headway.base.config import settings
 from headway.base.errors import InvalidInput
 from headway.base.machine import Machine, read_machine
@@ -21,7 +22,7 @@ from headway.cli.facts import (
     read_model,
     system_name,
 )
-from headway.cli.options import WHOLE, Device, Dtype, Json, MemoryFraction, Threads, check_fraction
+from headway.cli.options import WHOLE, Device, Dtype, Json, MemoryFraction, Threads
 from headway.cli.render import emit_json, show_pairs, size
 from headway.models import store
 
@@ -122,7 +123,7 @@ def doctor(
     from headway.runtime.profile import measure_bandwidth
 
     where, count, machine = pick_device(device), pick_threads(threads), read_machine()
-    check_fraction(memory_fraction)
+    check_fraction(memory_fraction, "--memory-fraction")
     if check is not None:
         fit = _fit(
             store.resolve(check, download=False), where, machine, dtype, context=context, fraction=memory_fraction

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headway.base.amounts import check_fraction
 from headway.base.errors import InvalidInput
 from headway.base.samplers import Sampling
 from headway.models.registry import DEFAULT_MODEL
@@ -137,13 +138,12 @@ class EngineOptions:
     memory_fraction: float | None = None
 
     def __post_init__(self) -> None:
-        check_fraction(self.memory_fraction)
+        check_fraction(self.memory_fraction, "--memory-fraction")  # before a model is fetched
 
-
-def check_fraction(fraction: float | None) -> None:
-    """Refuse a --memory-fraction that makes no sense, before a model is fetched for it."""
-    if fraction is not None and not 0 < fraction <= 1:
-        raise InvalidInput(f"--memory-fraction is {fraction:g}; it takes a number above 0 and up to 1")
+    def given(self) -> dict[str, Any]:
+        """What `Engine` takes besides the model, as far as it was said."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -179,20 +179,10 @@ class Decoding:
 def open_engine(options: EngineOptions) -> Iterator[hw.Engine]:
     """The model, fetched if need be with a bar, loaded, and closed at the end."""
     import headway as hw
-    from headway.cli.render import fetching, loading
-    from headway.models import store
+    from headway.cli.render import fetched, loading
 
-    with fetching() as progress:
-        path = store.resolve(options.model, progress=progress)
+    path = fetched(options.model)
     with loading() as layers:
-        engine = hw.Engine(
-            path,
-            dtype=options.dtype,
-            device=options.device,
-            threads=options.threads,
-            quantize=options.quantize,
-            memory_fraction=options.memory_fraction,
-            progress=layers,
-        )
+        engine = hw.Engine(path, **options.given(), progress=layers)
     with engine:
         yield engine

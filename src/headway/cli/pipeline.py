@@ -18,7 +18,7 @@ from headway.base.errors import HeadwayError, InvalidInput
 from headway.cli.journal import Journal, dumped
 from headway.cli.options import ENGINE, Device
 from headway.cli.records import PIPE, Record, item_of, kind_of, pyarrow_parquet, records
-from headway.cli.render import PLAIN_SECONDS, fetching, note
+from headway.cli.render import PLAIN_SECONDS, fetched, note
 
 FILES = "Files"
 WORDS = {"True": True, "False": False, "None": None}
@@ -264,12 +264,8 @@ def _check_files(plan: Plan, overwrite: bool) -> None:
 
 def _open(task: str, model: str | None, arguments: dict[str, Any], options: dict[str, Any]) -> Any:
     import headway as hw
-    from headway.models import store
 
-    path: str | None = model
-    if model is not None:
-        with fetching() as progress:
-            path = str(store.resolve(model, progress=progress))
+    path = None if model is None else str(fetched(model))
     clash = options.keys() & {"model", "tokenizer", *arguments}
     if clash:
         raise InvalidInput(f"--set {min(clash)} is no option of a task; there is a flag for it")

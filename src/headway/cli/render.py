@@ -11,8 +11,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from headway.base import notes
+from headway.base.amounts import amount
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from headway.models.fetch import Progress
 
 PLAIN_SECONDS = 5.0  # between two progress lines in a pipe
@@ -92,11 +95,16 @@ def show_pairs(pairs: Iterable[tuple[str, str]], *, title: str = "") -> None:
 
 
 def size(count: float) -> str:
-    """Bytes as people read them: 98.4 MB, 1.6 GB."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count:.0f} B"
+    """Bytes as disks and wires count them: 98.4 MB, 1.6 GB."""
+    return amount(count, 1000)
+
+
+def fetched(model: str) -> Path:
+    """Where a model is on disk; it is fetched, with progress on standard error, if it is not there yet."""
+    from headway.models import store
+
+    with fetching() as progress:
+        return store.resolve(model, progress=progress)
 
 
 @contextmanager
@@ -193,8 +201,8 @@ class PlainProgress:
         if label == self._label and now < self._next and not done:
             return
         self._label, self._next = label, now + PLAIN_SECONDS
-        amount = f" {size(received)}" if received else ""
-        print(f"{label}{amount}{f' of {size(total)}' if total and received else ''}", file=sys.stderr, flush=True)
+        part = f" {size(received)}" if received else ""
+        print(f"{label}{part}{f' of {size(total)}' if total and received else ''}", file=sys.stderr, flush=True)
 
 
 def _picture(char: str) -> str:

@@ -24,7 +24,7 @@ from headway.cli.options import (
     Threads,
     whole_number,
 )
-from headway.cli.render import emit_json, fetching, note
+from headway.cli.render import emit_json, fetched, note
 from headway.models.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -166,33 +166,17 @@ def serve(
 
 def _pools(models: dict[str, str | None], device: str) -> Pools:
     """The models beside the engine's, to be fetched and loaded with it."""
-    from headway.models import store
     from headway.server.pooling import Pools
 
-    def find(model: str) -> Path:
-        with fetching() as progress:
-            return store.resolve(model, progress=progress)
-
-    return Pools({role: model for role, model in models.items() if model is not None}, device=device, find=find)
+    return Pools({role: model for role, model in models.items() if model is not None}, device=device, find=fetched)
 
 
 def open_served(options: EngineOptions, pages: int | None = None, max_batch_tokens: int | None = None) -> Engine:
     """The engine of a server, with everything loaded that a first request would otherwise wait for."""
     import headway as hw
-    from headway.models import store
 
-    with fetching() as progress:
-        path = store.resolve(options.model, progress=progress)
-    engine = hw.Engine(
-        path,
-        dtype=options.dtype,
-        device=options.device,
-        threads=options.threads,
-        quantize=options.quantize,
-        pages=pages,
-        max_batch_tokens=max_batch_tokens,
-        memory_fraction=options.memory_fraction,
-    )
+    path = fetched(options.model)
+    engine = hw.Engine(path, **options.given(), pages=pages, max_batch_tokens=max_batch_tokens)
     _ = engine.chat_template, engine.generation_defaults  # loaded now, not by the first request
     return engine
 

@@ -27,10 +27,8 @@ class Served:
             "max_queue_tokens": max(1 << 20, tokens),
             "max_connections": max(512, 2 * requests),
         }
-        given = ["--model", options.model, "--dtype", options.dtype, "--device", options.device]
-        given += [] if options.threads is None else ["--threads", str(options.threads)]
-        given += [] if options.quantize is None else ["--quantize", options.quantize]
-        given += [] if options.memory_fraction is None else ["--memory-fraction", str(options.memory_fraction)]
+        given = ["--model", options.model]
+        given += [p for name, value in options.given().items() for p in (f"--{name.replace('_', '-')}", str(value))]
         given += [part for name, value in limits.items() for part in ("--limit", f"{name}={value}")]
         self._command = [sys.executable, "-P", "-m", "headway.cli.main", "serve", "--port", "0", "--json"]
         self._command += [*given, *more]

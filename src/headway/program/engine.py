@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 import numpy as np
 import torch
 
+from headway.base.amounts import check_fraction
 from headway.base.brle import Brle
 from headway.base.config import settings
 from headway.base.errors import Closed, InvalidInput, InvalidMask, OutOfRange, Unsupported, WrongType
@@ -46,7 +47,7 @@ from headway.program.snapshots import Snapshots
 from headway.runtime.backend import Backend, open_backend
 from headway.runtime.device import pick_device, pick_dtype, pick_threads
 from headway.runtime.loop import Loop
-from headway.runtime.memory import check_fraction, running_out
+from headway.runtime.memory import running_out
 from headway.runtime.profile import Profile, Profiler
 from headway.runtime.runner import Runner
 

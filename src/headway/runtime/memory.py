@@ -8,7 +8,6 @@ Nothing here allocates; `program/sizing` runs the step whose needs are counted.
 from __future__ import annotations
 
 import gc
-import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headway.base.amounts import amount
 from headway.base.errors import HeadwayError, InvalidInput, OutOfMemory, OutOfPages, PassFailed
 from headway.base.machine import read_machine
 
@@ -50,15 +50,6 @@ def tidy(device: torch.device) -> None:
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def check_fraction(fraction: float | None) -> float | None:
-    """None, or a number above 0 and up to 1."""
-    if fraction is None:
-        return None
-    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
-        raise InvalidInput(f"memory_fraction is {fraction!r}; it takes a number above 0 and up to 1")
-    return float(fraction)
 
 
 @dataclass(frozen=True)
@@ -190,9 +181,3 @@ def _numbers(error: BaseException, device: torch.device) -> str:
     return (
         f"{wanted}{amount(memory.free)} are free on {device}; {amount(used)} of {amount(memory.total)} are used{kept}"
     )
-
-
-def amount(count: float) -> str:
-    """Bytes as people read them: 98.4 MiB, 1.6 GiB."""
-    power = 0 if count < 1 else min(4, int(math.log(count, 1024)))
-    return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
