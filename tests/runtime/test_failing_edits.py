@@ -12,8 +12,8 @@ import pytest
 import headway as hw
 from headway.kv.allocator import Clear, Copy, Edit, Export, HostPages, Import
 from headway.runtime.edits import carry_out, runs
-from headway.testing import ScriptedRunner, random_model
-from support.scripted import Hand, V, by_hand, check_pages, greedy, numbers, plain
+from headway.testing import ScriptedRunner
+from support.scripted import Hand, V, by_hand, check_pages, greedy, numbers, opened, plain
 
 
 class Sticky(ScriptedRunner):
@@ -36,9 +36,8 @@ class Bench(Hand):
 @pytest.fixture
 def hand() -> Iterator[Bench]:
     """8 pages, 64 rows a step."""
-    model = random_model(layers=1, hidden_size=2, heads=1, kv_heads=1, head_dim=2, intermediate_size=1, vocab_size=V)
     device = Sticky()
-    with hw.Engine(model, runner=device, pages=8, threads=1, max_batch_tokens=64) as engine, by_hand(engine) as hand:
+    with opened(device, pages=8, max_batch_tokens=64) as engine, by_hand(engine) as hand:
         bench = Bench(hand.engine, hand.step)
         bench.device = device
         yield bench

@@ -14,42 +14,30 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import headway as hw
-from headway.kv.allocator import Edit
 from headway.program.forward import Execution
 from headway.runtime.batch import Batch
 from headway.runtime.runner import SegmentResult
 from headway.runtime.scheduler import PATIENCE
-from headway.testing import ScriptedRunner, random_model, scripted_engine, scripted_result
+from headway.testing import scripted_engine
+from support.scripted import QUIET, Sticking, V, check_pages, continued, opened, result, seen
 
-V = 97
 POISON = 13  # a token that makes the device fail
 COUNTS = st.sampled_from([1, 1, 1, 2, 15, 16, 17, 31, 33, 48])
 BIDS = 5  # bids lie between -BIDS and BIDS here
 LONGEST_WAIT = (2 * BIDS + 2) * PATIENCE * 4  # steps; a claim on pages rises by 1 every PATIENCE steps
 
 
-class FailingRunner(ScriptedRunner):
-    """Fails every batch that has the poison in it, and as many edits of pages as `broken` says.
-
-    What is in `meanwhile` happens while it computes.
-    """
-
-    broken = 0
+class FailingRunner(Sticking):
+    """Fails every batch that has the poison in it. What is in `meanwhile` happens while it computes."""
 
     def __init__(self, vocab: int, page_size: int) -> None:
         super().__init__(vocab, page_size)
         self.meanwhile: list[Callable[[], None]] = []
-
-    def _edit(self, edit: Edit) -> None:
-        if self.broken:
-            self.broken -= 1
-            raise RuntimeError("stuck")
-        super()._edit(edit)
 
     def execute(self, batch: Batch) -> list[SegmentResult]:
         while self.meanwhile and batch.segments:
@@ -69,13 +57,6 @@ class Twin:
     flight: Flight | None = None
     next: Flight | None = None  # a pass that takes the token of the one in flight
 
-    def expected(self, tokens: list[int], rows: list[np.ndarray], row: int) -> int:
-        n = len(tokens)
-        attend = np.zeros((n, n), bool)
-        for i, seen in enumerate(rows):
-            attend[i, : len(seen)] = seen
-        return scripted_result(tokens, range(n), attend, row) % V
-
 
 @dataclass(eq=False)
 class Flight:
@@ -91,10 +72,9 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(pages=st.sampled_from([6, 9, 14, 40]), budget=st.sampled_from([5, 16, 64]))
     def start(self, pages: int, budget: int) -> None:
-        model = random_model(layers=1, hidden_size=2, heads=1, kv_heads=1, head_dim=2, intermediate_size=1)
         self.pages = pages
         self.device = FailingRunner(V, 16)
-        self.engine = hw.Engine(model, runner=self.device, pages=pages, threads=1, max_batch_tokens=budget, trim=True)
+        self.engine = opened(self.device, pages=pages, max_batch_tokens=budget, trim=True)
         self.by_hand = self.engine.loop.by_hand()
         self.step = self.by_hand.__enter__()
         self.twins: list[Twin] = []
@@ -122,7 +102,7 @@ class Machine(RuleBasedStateMachine):
             forward.attention_mask(hw.Mask.window(window))
         row = count - 1 if seed else 0
         handle = forward.sample([row], hw.Argmax())
-        rows = [np.arange(s + 1) > (s - window if window is not None else -1) for s in range(base, total)]
+        rows = [seen(slot, window) for slot in range(base, total)]
         twin.flight = Flight(forward.execute(), handle, new, rows, base + row)
 
     @rule(which=st.integers(0, 7), more=st.sampled_from([0, 0, 0, 1, 14, 16, 40]))
@@ -136,7 +116,7 @@ class Machine(RuleBasedStateMachine):
             return
         forward = twin.context.forward().input(twin.flight.handle).input([2] * more)
         handle = forward.sample([-1], hw.Argmax())
-        rows = [np.ones(s + 1, bool) for s in range(total - 1 - more, total)]
+        rows = [seen(slot) for slot in range(total - 1 - more, total)]
         with suppress(hw.PassFailed):  # the one before has failed in the step that is going on
             twin.next = Flight(forward.execute(), handle, [-1] + [2] * more, rows, total - 1)
 
@@ -249,7 +229,7 @@ class Machine(RuleBasedStateMachine):
                 continue
             twin.tokens += flight.tokens
             twin.rows += flight.rows
-            assert out.token(flight.handle) == twin.expected(twin.tokens, twin.rows, flight.row)
+            assert out.token(flight.handle) == result(twin.tokens, twin.rows, flight.row) % V
             assert twin.context.seq_len == len(twin.tokens)
             if later is not None:
                 later.tokens[0] = out.token(flight.handle)
@@ -272,15 +252,8 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def pages_are_conserved(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        loop = self.engine.loop
-        with self.engine.lock:
-            loop.drain()
-            tables = [t.held() for t in loop.supply.tables if not t.closed]
-            jobs = [[*job.pages, *job.back] for job in loop.jobs()]
-            pins = [pin.pages for pin in loop.supply.pins.values()]
-            self.engine.allocator.check([*tables, *jobs, *pins])
+        if hasattr(self, "engine"):
+            check_pages(self.engine)
 
     @invariant()
     def nobody_waits_for_ever(self) -> None:
@@ -315,29 +288,16 @@ class Machine(RuleBasedStateMachine):
         return twin if twin.flight is None else None
 
 
-quiet = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 TestManyPrograms = Machine.TestCase
-TestManyPrograms.settings = settings(max_examples=60, stateful_step_count=60, **quiet)
+TestManyPrograms.settings = settings(max_examples=60, stateful_step_count=60, **QUIET)
 
 
 @pytest.mark.slow
 class TestManyProgramsLong(Machine.TestCase):
-    settings = settings(max_examples=2000, stateful_step_count=120, **quiet)
+    settings = settings(max_examples=2000, stateful_step_count=120, **QUIET)
 
 
 # -- real threads ----------------------------------------------------------------------------------------------------
-
-
-def plain(tokens: list[int]) -> int:
-    n = len(tokens)
-    return scripted_result(tokens, range(n), np.tril(np.ones((n, n), bool)), n - 1) % V
-
-
-def continued(prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(plain(tokens))
-    return tokens[len(prompt) :]
 
 
 async def one_program(engine: hw.Engine, rng: random.Random, prompts: list[list[int]]) -> None:

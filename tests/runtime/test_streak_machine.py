@@ -10,139 +10,30 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import headway as hw
 from headway.base.rng import uniform
 from headway.kv.allocator import Clear
-from headway.kv.table import PageTable
-from headway.runtime.answers import Answer, wake_all
 from headway.runtime.streak import Streak
-from headway.testing import _mix, _sum, random_model, scripted_result
+from headway.testing import _mix
 from support.beside import Beside, Rowed
+from support.scripted import QUIET, V, opened, result, seen
+from support.stepped import Both, check_contents, check_engine
 from support.streaks import abandoned, alike, by_hand, ends, followed, steered
 
-V = 97
 SIZE = 16
 WHICH = st.integers(0, 5)
 COUNTS = st.sampled_from([1, 2, 13, 15, 16, 17, 30])
 STOPS = [list(range(7, V, 12)), [], []]  # about one token in twelve ends a generation of the first kind
-
-
-def opened(runner: Rowed, **options: Any) -> hw.Engine:
-    small: dict[str, Any] = {"layers": 1, "hidden_size": 2, "heads": 1, "kv_heads": 1, "head_dim": 2}
-    model = random_model(intermediate_size=1, vocab_size=V, max_positions=options.pop("max_positions", 4096), **small)
-    return hw.Engine(model, runner=runner, threads=1, page_size=runner.page_size, **options)
-
-
-@dataclass(eq=False)
-class Hand:
-    """An engine's loop and an event loop, stepped together in one thread."""
-
-    engine: hw.Engine
-    ahead: bool = True
-    boxes: list[list[Answer]] = field(default_factory=list)
-
-    def __enter__(self) -> Hand:
-        self.events = asyncio.new_event_loop()
-        loop = self.engine.loop
-        self._by_hand = loop.by_hand(ahead=self.ahead)
-        self._step, self._notes = self._by_hand.__enter__(), loop._notes
-        loop._notes = self  # type: ignore[assignment]  # whom a second thread would wake, at a time of its own
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.engine.loop._notes = self._notes
-        self._by_hand.__exit__(None, None, None)
-        self.engine.close()
-        self.pump()
-        self.events.close()
-
-    def put(self, box: list[Answer]) -> None:
-        self.boxes.append(box)
-
-    def step(self) -> None:
-        self._step()
-        self.pump()
-
-    def pump(self) -> None:
-        """Programs go on as far as they can."""
-        for box in self.boxes:
-            wake_all([job for job, _ in box])
-        self.boxes.clear()
-        self.events.run_until_complete(_turns_of_the_loop())
-
-    def start(self, work: Awaitable[Any]) -> asyncio.Future[Any]:
-        async def program() -> Any:
-            return await work
-
-        task = self.events.create_task(program())
-        self.pump()
-        return task
-
-    def run(self, work: Awaitable[Any], limit: int = 2000) -> Any:
-        """Step until this is done."""
-        task = self.start(work)
-        for _ in range(limit):
-            if not task.done():
-                self.step()
-        assert task.done(), f"not done after {limit} steps"
-        return task.result()
-
-
-async def _turns_of_the_loop() -> None:
-    for _ in range(4):
-        await asyncio.sleep(0)
-
-
-def check_engine(engine: hw.Engine) -> None:
-    """Pages are held by whom they should, and hold what they should; the device was asked for nothing odd."""
-    loop, runner = engine.loop, engine.loop._runner
-    assert isinstance(runner, Rowed)
-    with engine.lock:
-        loop.drain()
-        tables = [t for t in loop.supply.tables if not t.closed]
-        flying = [] if loop._flights.flying is None else loop._flights.flying.jobs
-        jobs = {*loop.jobs(), *flying, *loop._running}
-        pins = [pin.pages for pin in loop.supply.pins.values()]
-        engine.allocator.check([*(t.held() for t in tables), *([*job.pages, *job.back] for job in jobs), *pins])
-        assert not runner.faults, runner.faults
-        assert all(key in {k for job in jobs for k in job.keys} for key in loop.supply.computing)
-
-
-def check_contents(engine: hw.Engine) -> None:
-    """Every slot of every table stands in its page as its log says."""
-    loop, runner = engine.loop, engine.loop._runner
-    assert isinstance(runner, Rowed)
-    with engine.lock:
-        if runner.broken == 0 and (edits := engine.allocator.take_edits()):
-            loop._do(edits)
-        runner.catch_up()
-        for table in [t for t in loop.supply.tables if not t.closed and t.lost is None]:
-            assert table.length <= len(table.pages) * SIZE
-            if not table.is_aside and not table.has_discards and runner.broken == 0:
-                _check_table(runner, table)
-
-
-def _check_table(runner: Rowed, table: PageTable) -> None:
-    attend = np.tril(np.ones((table.length, table.length), bool))
-    for i, mask in enumerate(table.masks):
-        if mask is not None:
-            attend[i, : i + 1] = mask.to_bool()
-    slots = np.arange(table.length)
-    first = np.array([_mix(t * 3 + 1, p) for t, p in zip(table.tokens, table.positions, strict=True)], np.uint64)
-    second = np.array([_mix(int(a), _sum(first, slots, m)) for a, m in zip(first, attend, strict=True)], np.uint64)
-    for part, expected in ((0, first), (1, second)):
-        found = runner._all(part, [p or 0 for p in table.pages])[: table.length] if table.pages else expected
-        assert found.tolist() == expected.tolist(), f"slots of a table differ from its log: {found != expected}"
 
 
 @dataclass(eq=False)
@@ -170,18 +61,14 @@ class Twin:
     def compute(self, window: int | None) -> None:
         """All tokens have been computed now, those that waited under this mask."""
         for slot in range(len(self.rows), len(self.tokens)):
-            self.rows.append(np.arange(slot + 1) > (slot - window if window is not None else -1))
+            self.rows.append(seen(slot, window))
 
     def next(self, said: Said) -> int:
         """The token that must come."""
-        n = len(self.tokens)
-        attend = np.zeros((n, n), bool)
-        for i, row in enumerate(self.rows):
-            attend[i, : i + 1] = row
-        result = scripted_result(self.tokens, range(n), attend, n - 1)
+        found = result(self.tokens, self.rows)
         if said.seed is not None:
-            result = _mix(result, int(uniform(said.seed, n - 1) * (1 << 53)))
-        return result % V
+            found = _mix(found, int(uniform(said.seed, len(self.tokens) - 1) * (1 << 53)))
+        return found % V
 
 
 class Machine(RuleBasedStateMachine):
@@ -200,7 +87,7 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         self.device = Beside(V, SIZE) if beside else Rowed(V, SIZE)
         self.engine = opened(self.device, pages=pages, max_batch_tokens=budget)
-        self.hand = Hand(self.engine).__enter__()
+        self.hand = Both(self.engine).__enter__()
         self.twins: list[Twin] = []
         for i, count in enumerate(counts):
             self.opens(count, i, 0)
@@ -421,7 +308,7 @@ class Machine(RuleBasedStateMachine):
         assert list(context.tokens) == twin.tokens
         assert context.seq_len + len(context.pending) == len(twin.tokens)
         if context.seq_len > len(twin.rows) and twin.said:  # a first pass that stayed, though nobody waited for it
-            twin.rows += [np.arange(i + 1) >= 0 for i in range(len(twin.rows), context.seq_len)]
+            twin.rows += [seen(slot) for slot in range(len(twin.rows), context.seq_len)]
 
     @invariant()
     def pages_are_right(self) -> None:
@@ -455,32 +342,31 @@ class Machine(RuleBasedStateMachine):
         return twin if twin.task is None else None
 
 
-quiet = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 TestStreaks = Machine.TestCase
-TestStreaks.settings = settings(max_examples=60, stateful_step_count=50, **quiet)
+TestStreaks.settings = settings(max_examples=60, stateful_step_count=50, **QUIET)
 
 
 @pytest.mark.slow
 class TestStreaksLong(Machine.TestCase):
-    settings = settings(max_examples=2000, stateful_step_count=100, **quiet)
+    settings = settings(max_examples=2000, stateful_step_count=100, **QUIET)
 
 
 # -- one thing at a time ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=[Rowed, Beside])
-def hand(request: pytest.FixtureRequest) -> Iterator[Hand]:
-    with Hand(opened(request.param(V, SIZE), pages=40)) as made:
+def hand(request: pytest.FixtureRequest) -> Iterator[Both]:
+    with Both(opened(request.param(V, SIZE), pages=40)) as made:
         yield made
 
 
-def device(hand: Hand) -> Rowed:
+def device(hand: Both) -> Rowed:
     runner = hand.engine.loop._runner
     assert isinstance(runner, Rowed)
     return runner
 
 
-def begun(hand: Hand, ids: list[int], **options: Any) -> tuple[Twin, hw.Generation]:
+def begun(hand: Both, ids: list[int], **options: Any) -> tuple[Twin, hw.Generation]:
     """A context with these tokens and a generation that has made its first step, with its model."""
     twin = Twin(hand.engine.context().fill(ids), list(ids))
     made = twin.context.generate(hw.Argmax(), max_tokens=400, stop_only=True, **options)
@@ -489,7 +375,7 @@ def begun(hand: Hand, ids: list[int], **options: Any) -> tuple[Twin, hw.Generati
     return twin, made
 
 
-def take(hand: Hand, twin: Twin, count: int = 1) -> None:
+def take(hand: Both, twin: Twin, count: int = 1) -> None:
     """So many steps, each with the right token."""
     for _ in range(count):
         step = hand.run(anext(twin.said[0].generation))
@@ -498,18 +384,18 @@ def take(hand: Hand, twin: Twin, count: int = 1) -> None:
         twin.tokens += step.tokens
 
 
-def rest(hand: Hand) -> None:
+def rest(hand: Both) -> None:
     """Step until nothing is to be done."""
     for _ in range(200):
         hand.step()
     assert hand.engine.loop.waiting() == 0
 
 
-def streaks(hand: Hand) -> list[Streak]:
+def streaks(hand: Both) -> list[Streak]:
     return [job.streak for job in hand.engine.loop.jobs() if job.streak is not None]
 
 
-def test_a_released_context_gives_no_more_tokens(hand: Hand) -> None:
+def test_a_released_context_gives_no_more_tokens(hand: Both) -> None:
     twin, generation = begun(hand, [1, 2, 3])
     rest(hand)
     assert len(streaks(hand)[0].drawn) > 3
@@ -518,7 +404,7 @@ def test_a_released_context_gives_no_more_tokens(hand: Hand) -> None:
         hand.run(anext(generation), limit=5)
 
 
-def test_a_streak_that_has_failed_gives_no_tokens_of_a_released_context(hand: Hand) -> None:
+def test_a_streak_that_has_failed_gives_no_tokens_of_a_released_context(hand: Both) -> None:
     twin, generation = begun(hand, [1, 2, 3])
     device(hand).moods = ["well"] * 3 + ["nan"]
     rest(hand)
@@ -529,12 +415,12 @@ def test_a_streak_that_has_failed_gives_no_tokens_of_a_released_context(hand: Ha
 
 
 def test_a_closed_engine_gives_no_more_tokens() -> None:
-    with Hand(opened(Beside(V, SIZE), pages=40)) as hand:
+    with Both(opened(Beside(V, SIZE), pages=40)) as hand:
         twin, generation = begun(hand, [1, 2, 3])
         rest(hand)
         waits, late = begun(hand, [4, 5])
         task = hand.start(_all(late))
-    with Hand(opened(Beside(V, SIZE), pages=40)) as other:
+    with Both(opened(Beside(V, SIZE), pages=40)) as other:
         with pytest.raises(hw.Closed):
             other.run(anext(generation), limit=5)
         assert twin.context.engine is waits.context.engine
@@ -548,7 +434,7 @@ async def _all(generation: hw.Generation) -> None:
 
 @pytest.mark.parametrize("mood", ["refuses", "fails", "undecided"])
 @pytest.mark.parametrize("length", [1, 12, 14])
-def test_a_flight_that_comes_to_nothing_is_taken_again(hand: Hand, mood: str, length: int) -> None:
+def test_a_flight_that_comes_to_nothing_is_taken_again(hand: Both, mood: str, length: int) -> None:
     """Whatever becomes of one, the one before it, which may be on its way, stays what it was."""
     for good in range(6):
         twin, _ = begun(hand, [good, *range(length)])
@@ -560,7 +446,7 @@ def test_a_flight_that_comes_to_nothing_is_taken_again(hand: Hand, mood: str, le
         twin.context.release()
 
 
-def spoil(hand: Hand, twin: Twin, *, flying: bool = False) -> None:
+def spoil(hand: Both, twin: Twin, *, flying: bool = False) -> None:
     """A page of a streak is to be wiped behind its end, and cannot be: before a flight, or before an ordinary turn."""
     table = twin.context.table
     assert table.length // SIZE > table.committed  # a page is full of tokens that the program has not all taken
@@ -577,7 +463,7 @@ def spoil(hand: Hand, twin: Twin, *, flying: bool = False) -> None:
 @pytest.mark.parametrize("taken", [0, 3, 7])
 @pytest.mark.parametrize("length", [1, 12, 16])
 def test_a_streak_that_rests_ahead_is_computed_again_when_its_page_is_spoilt(
-    hand: Hand, length: int, taken: int
+    hand: Both, length: int, taken: int
 ) -> None:
     twin, _ = begun(hand, list(range(length)))
     rest(hand)
@@ -591,7 +477,7 @@ def test_a_streak_that_rests_ahead_is_computed_again_when_its_page_is_spoilt(
 @pytest.mark.parametrize("length", [1, 12, 15])
 @pytest.mark.parametrize("flying", [True, False])
 def test_a_streak_that_goes_on_ahead_when_its_page_is_spoilt_fails_and_keeps_its_context(
-    hand: Hand, flying: bool, length: int
+    hand: Both, flying: bool, length: int
 ) -> None:
     twin, generation = begun(hand, list(range(length)))
     rest(hand)
@@ -607,7 +493,7 @@ def test_a_streak_that_goes_on_ahead_when_its_page_is_spoilt_fails_and_keeps_its
     check_contents(hand.engine)
 
 
-def test_logits_that_are_not_numbers_leave_nothing_behind(hand: Hand) -> None:
+def test_logits_that_are_not_numbers_leave_nothing_behind(hand: Both) -> None:
     for good in range(1, 12):
         twin, generation = begun(hand, [good, *range(9)])
         device(hand).moods = ["well"] * good + ["nan"]
@@ -625,7 +511,7 @@ def test_logits_that_are_not_numbers_leave_nothing_behind(hand: Hand) -> None:
         twin.context.release()
 
 
-def test_pages_may_be_others_behind_an_ordinary_turn(hand: Hand) -> None:
+def test_pages_may_be_others_behind_an_ordinary_turn(hand: Both) -> None:
     """A streak that flew alone, was set aside, came back, and flies alone again."""
     loop = hand.engine.loop
     twin, _ = begun(hand, list(range(18)))
@@ -647,7 +533,7 @@ def test_pages_may_be_others_behind_an_ordinary_turn(hand: Hand) -> None:
     check_contents(hand.engine)
 
 
-def test_what_was_cut_while_it_was_aside_does_not_come_back(hand: Hand) -> None:
+def test_what_was_cut_while_it_was_aside_does_not_come_back(hand: Both) -> None:
     twin, _ = begun(hand, list(range(12)))
     rest(hand)
     table = twin.context.table
@@ -660,7 +546,7 @@ def test_what_was_cut_while_it_was_aside_does_not_come_back(hand: Hand) -> None:
     check_contents(hand.engine)
 
 
-def test_nothing_is_drawn_behind_an_end_token(hand: Hand) -> None:
+def test_nothing_is_drawn_behind_an_end_token(hand: Both) -> None:
     twin, _ = begun(hand, [1, 2, 3])
     take(hand, twin, 12)
     end = twin.tokens[9]
@@ -674,7 +560,7 @@ def test_nothing_is_drawn_behind_an_end_token(hand: Hand) -> None:
     assert list(again.tokens) == twin.tokens[:first]
 
 
-def test_a_lost_context_gives_its_pages_back_while_others_fly(hand: Hand) -> None:
+def test_a_lost_context_gives_its_pages_back_while_others_fly(hand: Both) -> None:
     twin, _ = begun(hand, [1, 2, 3])
     lost = begun(hand, [4, 5, 6])
     hand.step()
@@ -688,7 +574,7 @@ def test_a_lost_context_gives_its_pages_back_while_others_fly(hand: Hand) -> Non
     assert table.closed
 
 
-def test_nobody_holds_on_to_a_streak_that_has_failed(hand: Hand) -> None:
+def test_nobody_holds_on_to_a_streak_that_has_failed(hand: Both) -> None:
     twin, generation = begun(hand, [1, 2, 3])
     table = twin.context.table
     device(hand).moods = ["nan"]
@@ -704,7 +590,7 @@ def test_nobody_holds_on_to_a_streak_that_has_failed(hand: Hand) -> None:
 
 def test_a_streak_has_waited_for_its_next_token_alone() -> None:
     """What it waited for earlier tokens gives it no claim on pages."""
-    with Hand(opened(Rowed(V, SIZE), pages=40, max_batch_tokens=1)) as hand:
+    with Both(opened(Rowed(V, SIZE), pages=40, max_batch_tokens=1)) as hand:
         twins = [begun(hand, [i])[0] for i in range(3)]
         for _ in range(30):
             for twin in twins:
@@ -712,7 +598,7 @@ def test_a_streak_has_waited_for_its_next_token_alone() -> None:
         assert all(job.waited + job.waited_before <= 3 for job in hand.engine.loop.jobs())
 
 
-def test_a_generation_that_is_cut_short_leaves_no_streak(hand: Hand) -> None:
+def test_a_generation_that_is_cut_short_leaves_no_streak(hand: Both) -> None:
     twin, generation = begun(hand, [1, 2, 3])
     generation.resume(2)
     take(hand, twin, 2)
@@ -720,7 +606,7 @@ def test_a_generation_that_is_cut_short_leaves_no_streak(hand: Hand) -> None:
     assert streaks(hand) == []
 
 
-def test_a_context_that_was_changed_after_a_failure_is_left_alone(hand: Hand) -> None:
+def test_a_context_that_was_changed_after_a_failure_is_left_alone(hand: Both) -> None:
     for good in range(1, 5):
         twin, generation = begun(hand, [good, 2, 3, 4, 5, 6])
         device(hand).moods = ["well"] * good + ["nan"]
@@ -763,7 +649,7 @@ def test_whoever_comes_while_the_worker_sleeps_wakes_it(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("pages", [3, 4])
 def test_a_streak_that_fills_all_pages_ends_as_steps_by_hand_do(pages: int) -> None:
     for kind in (Rowed, Beside):
-        with Hand(opened(kind(V, SIZE), pages=pages)) as hand:
+        with Both(opened(kind(V, SIZE), pages=pages)) as hand:
             twin, generation = begun(hand, [1, 2, 3])
             with pytest.raises(hw.OutOfPages):
                 hand.run(_all(generation))
@@ -789,7 +675,7 @@ def test_the_limit_of_positions_ends_it_as_steps_by_hand_do(kind: type[Rowed], l
             assert engine.run(program, prompt, followed) == engine.run(program, prompt, by_hand)
 
 
-def test_nobody_is_woken_for_tokens_that_wait(hand: Hand) -> None:
+def test_nobody_is_woken_for_tokens_that_wait(hand: Both) -> None:
     twin, _ = begun(hand, [1, 2, 3])
     take(hand, twin, 3)
     (job,) = hand.engine.loop.jobs()

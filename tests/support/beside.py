@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 
 from headway.base.samplers import Sampling
-from headway.kv.allocator import Edit
 from headway.runtime.batch import Batch, Rows, Segment
 from headway.runtime.runner import NO_TOKEN, UNDECIDED, SegmentResult
-from headway.testing import ScriptedRunner, _mix, _sum
+from headway.testing import _mix, _sum
+from support.scripted import Sticking
 
 
-class Rowed(ScriptedRunner):
+class Rowed(Sticking):
     """Computes rows at once. `moods` says what becomes of the next steps of rows, one word each:
 
     refuses: nothing is computed · fails: all is, and no token comes back · undecided, nan: the first row has none.
-    `broken` is how many edits of pages fail. `faults` gathers what a device must never be asked for.
+    `faults` gathers what a device must never be asked for.
     """
 
     measures = False
@@ -31,7 +31,6 @@ class Rowed(ScriptedRunner):
     def __init__(self, vocab_size: int = 97, page_size: int = 16) -> None:
         super().__init__(vocab_size, page_size)
         self.moods: list[str] = []
-        self.broken = 0
         self.faults: list[str] = []
         self.flown: list[int] = []  # rows of each step
         self.ahead = 0  # rows whose token the host did not know
@@ -103,12 +102,6 @@ class Rowed(ScriptedRunner):
             if last.any():
                 self.faults.append(f"something stands behind slot {int(segment.slots[-1])} of a segment")
         return super()._segment(batch, segment, written)
-
-    def _edit(self, edit: Edit) -> None:
-        if self.broken:
-            self.broken -= 1
-            raise RuntimeError("stuck")
-        super()._edit(edit)
 
 
 class RowsOnTheirWay:

@@ -8,20 +8,37 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from hypothesis import HealthCheck
 
 import headway as hw
+from headway.kv.allocator import Edit
 from headway.program.forward import Execution
 from headway.runtime.batch import Batch
 from headway.runtime.runner import SegmentResult
+from headway.runtime.scheduler import Job
 from headway.testing import ScriptedRunner, random_model, scripted_result
 
 V = 97
+QUIET: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck)}  # for state machines
 
 
 def plain(tokens: Sequence[int]) -> int:
     """The token that the scripted model draws greedily behind these."""
+    return result([*tokens], [seen(slot) for slot in range(len(tokens))]) % V
+
+
+def result(tokens: Sequence[int], rows: Sequence[np.ndarray], row: int = -1) -> int:
+    """What the scripted model makes of a row, where each of the first rows attended to these slots."""
     n = len(tokens)
-    return scripted_result(tokens, range(n), np.tril(np.ones((n, n), bool)), n - 1) % V
+    attend = np.zeros((n, n), bool)
+    for i, slots in enumerate(rows):
+        attend[i, : len(slots)] = slots
+    return scripted_result(tokens, range(n), attend, row % n)
+
+
+def seen(slot: int, window: int | None = None) -> np.ndarray:
+    """Which slots the token at a slot attends to."""
+    return np.arange(slot + 1) > (slot - window if window is not None else -1)
 
 
 def continued(prompt: Sequence[int], count: int) -> list[int]:
@@ -37,6 +54,18 @@ def numbers(n: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, V, n).tolist()
 
 
+class Sticking(ScriptedRunner):
+    """Fails at the next `broken` edits of pages."""
+
+    broken = 0
+
+    def _edit(self, edit: Edit) -> None:
+        if self.broken:
+            self.broken -= 1
+            raise RuntimeError("stuck")
+        super()._edit(edit)
+
+
 class Faulty(ScriptedRunner):
     """Asks `before` about every batch that has rows; what that raises is the device's error."""
 
@@ -50,10 +79,16 @@ class Faulty(ScriptedRunner):
         return super().execute(batch)
 
 
+def opened(runner: ScriptedRunner, *, max_positions: int = 4096, **options: Any) -> hw.Engine:
+    """An engine of the scripted model on a device of one's own; the options are those of `Engine`."""
+    small: dict[str, Any] = {"layers": 1, "hidden_size": 2, "heads": 1, "kv_heads": 1, "head_dim": 2}
+    model = random_model(intermediate_size=1, vocab_size=runner.vocab_size, max_positions=max_positions, **small)
+    return hw.Engine(model, runner=runner, threads=1, page_size=runner.page_size, **options)
+
+
 def faulty_engine(before: Callable[[Batch], None], **options: Any) -> hw.Engine:
     """A scripted engine whose device can fail, or be slow."""
-    model = random_model(layers=1, hidden_size=2, heads=1, kv_heads=1, head_dim=2, intermediate_size=1, vocab_size=V)
-    return hw.Engine(model, runner=Faulty(before), threads=1, **options)
+    return opened(Faulty(before), **options)
 
 
 @dataclass(eq=False)
@@ -98,5 +133,12 @@ def check_pages(engine: hw.Engine) -> None:
     with engine.lock:
         loop.drain()
         tables = [t.held() for t in loop.supply.tables if not t.closed]
-        jobs = [[*job.pages, *job.back] for job in loop.jobs()]
+        jobs = [[*job.pages, *job.back] for job in known_jobs(engine)]
         engine.allocator.check([*tables, *jobs, *(pin.pages for pin in loop.supply.pins.values())])
+
+
+def known_jobs(engine: hw.Engine) -> set[Job]:
+    """The passes of a loop: those that wait and those on their way, though nobody may want them any more."""
+    loop = engine.loop
+    flying = [] if loop._flights.flying is None else loop._flights.flying.jobs
+    return {*loop.jobs(), *flying, *loop._running}
