@@ -12,98 +12,35 @@ polarities end here: raw attention runs say 0 = attend, logit runs say 1 = allow
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from headway.base.brle import Brle, bool_array, integer, whole
 from headway.base.errors import InvalidInput, InvalidMask, InvalidToken, WrongType
+from headway.base.rules import (
+    READ_BOOL,
+    READ_RUNS,
+    All,
+    Blocks,
+    Causal,
+    Either,
+    Place,
+    Raw,
+    Rule,
+    Sink,
+    Window,
+    attended,
+    complement,
+    raw_rules,
+    text_of,
+)
 
-READ_RUNS = "runs, zeros first, 0 = attend, 1 = masked"
-READ_BOOL = "booleans, True = attend, False = masked"
 PICTURE_ROWS = 64
 PICTURE_SLOTS = 128
-
-
-@dataclass(frozen=True)
-class Causal:
-    """Every slot up to the row's own."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """The last `size` slots up to the row's own."""
-
-    size: int
-
-
-@dataclass(frozen=True)
-class Sink:
-    """The first `sink` slots and the last `window` up to the row's own."""
-
-    sink: int
-    window: int
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Consecutive blocks, an open one at the end; a row sees its own block and those its block is paired with."""
-
-    lengths: tuple[int, ...]
-    sees: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Raw:
-    """One row of attend bits per input row, and how they were read."""
-
-    rows: tuple[Brle, ...]
-    read: str
-    rectangular: bool
-
-
-@dataclass(frozen=True)
-class Not:
-    """The complement of a symbolic rule."""
-
-    rule: Causal | Window | Sink | Blocks
-
-
-@dataclass(frozen=True)
-class All:
-    """What every part sees."""
-
-    parts: tuple[Rule, ...]
-
-
-@dataclass(frozen=True)
-class Either:
-    """What any part sees."""
-
-    parts: tuple[Rule, ...]
-
-
-Rule: TypeAlias = Causal | Window | Sink | Blocks | Raw | Not | All | Either
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a row stands: the `row`-th of `rows` from slot `first`, over `length` slots."""
-
-    row: int
-    rows: int
-    first: int
-    length: int
-    causal: bool
-
-    @property
-    def slot(self) -> int:
-        return self.first + self.row
 
 
 @dataclass(frozen=True, repr=False)
@@ -170,7 +107,7 @@ class Mask:
         return Mask(_joined(Either, self, other))
 
     def __invert__(self) -> Mask:
-        return Mask(_complement(self.rule))
+        return Mask(complement(self.rule))
 
     def __bool__(self) -> bool:
         raise WrongType("a Mask has no truth value; combine masks with & | ~, and compare with None by 'is'")
@@ -178,7 +115,7 @@ class Mask:
     @property
     def rows(self) -> int | None:
         """How many input rows it has rows for; None for a symbolic mask, which has one for any row."""
-        raw = next(_raw_rules(self.rule), None)
+        raw = next(raw_rules(self.rule), None)
         return None if raw is None else len(raw.rows)
 
     @property
@@ -189,7 +126,7 @@ class Mask:
     @property
     def polarity(self) -> str:
         """How its raw rows were read, for messages."""
-        read = dict.fromkeys(raw.read for raw in _raw_rules(self.rule))
+        read = dict.fromkeys(raw.read for raw in raw_rules(self.rule))
         return " and ".join(read) or "symbolic"
 
     def bind(self, first_slot: int, rows: int, *, causal: bool = True, total: int | None = None) -> tuple[Brle, ...]:
@@ -209,7 +146,7 @@ class Mask:
                 f"the attention mask has {self.rows} rows for {rows} input rows; give one row per input row"
             )
         places = (Place(i, rows, first_slot, first_slot + i + 1 if causal else end, causal) for i in range(rows))
-        return tuple(_attend(self.rule, place) for place in places)
+        return tuple(attended(self.rule, place) for place in places)
 
     def at(self, slot: int) -> Brle:
         """`bind(slot, 1)[0]`: what the token at a slot attends to. Quick for the masks that follow every token."""
@@ -245,7 +182,7 @@ class Mask:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return _text(self.rule)
+        return text_of(self.rule)
 
     def _repr_html_(self) -> str:
         """The picture for a notebook."""
@@ -259,7 +196,7 @@ class Mask:
 
     def _view(self, first_slot: int | None, rows: int | None, causal: bool) -> tuple[int, tuple[Brle, ...], int]:
         """(first slot, bound rows, how many rows are left out) of a picture."""
-        raw = next(_raw_rules(self.rule), None)
+        raw = next(raw_rules(self.rule), None)
         rows = (16 if raw is None else len(raw.rows)) if rows is None else rows
         first = (0 if raw is None else _guess_first(raw)) if first_slot is None else first_slot
         bound = self.bind(first, rows, causal=causal)
@@ -296,82 +233,6 @@ def logit_mask(vocab: int, runs: Any = None, allow: Any = None, forbid: Any = No
     return allowed
 
 
-def _attend(rule: Rule, place: Place) -> Brle:
-    """The slots that `rule` lets the row at `place` see."""
-    match rule:
-        case Causal():
-            return _span(place, 0)
-        case Window(size):
-            return _span(place, place.slot + 1 - size)
-        case Sink(sink, window):
-            return Brle.from_intervals(place.length, [(0, min(sink, place.length))]) | _span(
-                place, place.slot + 1 - window
-            )
-        case Blocks():
-            return Brle.from_intervals(place.length, _seen_blocks(rule, place))
-        case Raw():
-            return _fit(rule, place)
-        case Not(inner):
-            return ~_attend(inner, place)
-        case All(parts):
-            first, *rest = (_attend(part, place) for part in parts)
-            for row in rest:
-                first = first & row
-            return first
-        case Either(parts):
-            first, *rest = (_attend(part, place) for part in parts)
-            for row in rest:
-                first = first | row
-            return first
-
-
-def _span(place: Place, start: int) -> Brle:
-    """Ones from `start` up to and with the row's own slot."""
-    return Brle.span(place.length, max(0, start), place.slot + 1)
-
-
-def _seen_blocks(rule: Blocks, place: Place) -> list[tuple[int, int]]:
-    ends = list(accumulate(rule.lengths))
-    own = bisect_right(ends, place.slot)
-    if own == len(ends):
-        return [(0, place.length)]
-    starts, stops = [0, *ends], [*ends, place.length]
-    seen = {own} | {block for viewer, block in rule.sees if viewer == own}
-    return [(starts[b], min(stops[b], place.length)) for b in seen if starts[b] < place.length]
-
-
-def _fit(raw: Raw, place: Place) -> Brle:
-    """A raw row over the slots of its place, or an error that says how long it should be."""
-    row, slot = raw.rows[place.row], place.slot
-    if len(row) == place.length:
-        return row
-    if place.causal and len(row) == slot:
-        return row.concat(Brle.ones(1))
-    if place.causal and raw.rectangular and len(row) == place.first + place.rows:
-        return row[: slot + 1]
-    expected = (
-        f"{slot} (those before its token) or {slot + 1} (those and itself)" if place.causal else f"{place.length}"
-    )
-    raise InvalidMask(
-        f"row {place.row} of the attention mask covers {len(row)} slots; expected {expected}. It was read as {raw.read}"
-    )
-
-
-def _complement(rule: Rule) -> Rule:
-    """De Morgan down to the leaves, so that a raw row that leaves its own slot out never hides it."""
-    match rule:
-        case Raw(rows, read, rectangular):
-            return Raw(tuple(~row for row in rows), read, rectangular)
-        case Not(inner):
-            return inner
-        case All(parts):
-            return Either(tuple(map(_complement, parts)))
-        case Either(parts):
-            return All(tuple(map(_complement, parts)))
-        case leaf:
-            return Not(leaf)
-
-
 def _joined(kind: type[All] | type[Either], left: Mask, right: Mask) -> All | Either:
     if not isinstance(right, Mask):
         raise WrongType(f"a Mask combines with another Mask, not with {type(right).__name__}; see Mask.from_bool")
@@ -381,15 +242,6 @@ def _joined(kind: type[All] | type[Either], left: Mask, right: Mask) -> All | Ei
         )
     sides = (side.rule for side in (left, right))
     return kind(tuple(part for rule in sides for part in (rule.parts if isinstance(rule, kind) else (rule,))))
-
-
-def _raw_rules(rule: Rule) -> Iterator[Raw]:
-    match rule:
-        case Raw():
-            yield rule
-        case All(parts) | Either(parts):
-            for part in parts:
-                yield from _raw_rules(part)
 
 
 def _raw_row(row: Any, index: int) -> Brle:
@@ -419,26 +271,6 @@ def _guess_first(raw: Raw) -> int:
     if raw.rectangular and lengths and lengths[0] >= len(lengths):
         return lengths[0] - len(lengths)
     return max([1, *(length - index for index, length in enumerate(lengths))]) - 1
-
-
-def _text(rule: Rule) -> str:
-    match rule:
-        case Causal():
-            return "Mask.causal()"
-        case Window(size):
-            return f"Mask.window({size})"
-        case Sink(sink, window):
-            return f"Mask.sink({sink}, {window})"
-        case Blocks(lengths, sees):
-            return f"Mask.blocks({list(lengths)}" + (f", sees={list(sees)})" if sees else ")")
-        case Raw(rows, read):
-            return f"Mask.{'from_runs' if read == READ_RUNS else 'from_bool'}(<{len(rows)} rows>)"
-        case Not(inner):
-            return f"~{_text(inner)}"
-        case All(parts):
-            return " & ".join(f"({_text(part)})" if isinstance(part, Either) else _text(part) for part in parts)
-        case Either(parts):
-            return " | ".join(map(_text, parts))
 
 
 def _clipped(text: str) -> str:

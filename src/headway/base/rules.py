@@ -1,0 +1,200 @@
+"""The rules that attention masks are made of: what a row sees, as data with one `match` for each question.
+
+Symbolic ones know any row, raw ones have a row of bits for each row of a pass; the rest combine them. Slots are counted
+from the start of the sequence. `Mask` (masks.py) is how people write them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeAlias
+
+from headway.base.brle import Brle
+from headway.base.errors import InvalidMask
+
+READ_RUNS = "runs, zeros first, 0 = attend, 1 = masked"
+READ_BOOL = "booleans, True = attend, False = masked"
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Every slot up to the row's own."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The last `size` slots up to the row's own."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class Sink:
+    """The first `sink` slots and the last `window` up to the row's own."""
+
+    sink: int
+    window: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Consecutive blocks, an open one at the end; a row sees its own block and those its block is paired with."""
+
+    lengths: tuple[int, ...]
+    sees: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Raw:
+    """One row of attend bits per input row, and how they were read."""
+
+    rows: tuple[Brle, ...]
+    read: str
+    rectangular: bool
+
+
+@dataclass(frozen=True)
+class Not:
+    """The complement of a symbolic rule."""
+
+    rule: Causal | Window | Sink | Blocks
+
+
+@dataclass(frozen=True)
+class All:
+    """What every part sees."""
+
+    parts: tuple[Rule, ...]
+
+
+@dataclass(frozen=True)
+class Either:
+    """What any part sees."""
+
+    parts: tuple[Rule, ...]
+
+
+Rule: TypeAlias = Causal | Window | Sink | Blocks | Raw | Not | All | Either
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row stands: the `row`-th of `rows` from slot `first`, over `length` slots."""
+
+    row: int
+    rows: int
+    first: int
+    length: int
+    causal: bool
+
+    @property
+    def slot(self) -> int:
+        return self.first + self.row
+
+
+def attended(rule: Rule, place: Place) -> Brle:
+    """The slots that `rule` lets the row at `place` see."""
+    match rule:
+        case Causal():
+            return _span(place, 0)
+        case Window(size):
+            return _span(place, place.slot + 1 - size)
+        case Sink(sink, window):
+            return Brle.from_intervals(place.length, [(0, min(sink, place.length))]) | _span(
+                place, place.slot + 1 - window
+            )
+        case Blocks():
+            return Brle.from_intervals(place.length, _seen_blocks(rule, place))
+        case Raw():
+            return _fit(rule, place)
+        case Not(inner):
+            return ~attended(inner, place)
+        case All(parts):
+            first, *rest = (attended(part, place) for part in parts)
+            for row in rest:
+                first = first & row
+            return first
+        case Either(parts):
+            first, *rest = (attended(part, place) for part in parts)
+            for row in rest:
+                first = first | row
+            return first
+
+
+def _span(place: Place, start: int) -> Brle:
+    """Ones from `start` up to and with the row's own slot."""
+    return Brle.span(place.length, max(0, start), place.slot + 1)
+
+
+def _seen_blocks(rule: Blocks, place: Place) -> list[tuple[int, int]]:
+    ends = list(accumulate(rule.lengths))
+    own = bisect_right(ends, place.slot)
+    if own == len(ends):
+        return [(0, place.length)]
+    starts, stops = [0, *ends], [*ends, place.length]
+    seen = {own} | {block for viewer, block in rule.sees if viewer == own}
+    return [(starts[b], min(stops[b], place.length)) for b in seen if starts[b] < place.length]
+
+
+def _fit(raw: Raw, place: Place) -> Brle:
+    """A raw row over the slots of its place, or an error that says how long it should be."""
+    row, slot = raw.rows[place.row], place.slot
+    if len(row) == place.length:
+        return row
+    if place.causal and len(row) == slot:
+        return row.concat(Brle.ones(1))
+    if place.causal and raw.rectangular and len(row) == place.first + place.rows:
+        return row[: slot + 1]
+    expected = (
+        f"{slot} (those before its token) or {slot + 1} (those and itself)" if place.causal else f"{place.length}"
+    )
+    raise InvalidMask(
+        f"row {place.row} of the attention mask covers {len(row)} slots; expected {expected}. It was read as {raw.read}"
+    )
+
+
+def complement(rule: Rule) -> Rule:
+    """De Morgan down to the leaves, so that a raw row that leaves its own slot out never hides it."""
+    match rule:
+        case Raw(rows, read, rectangular):
+            return Raw(tuple(~row for row in rows), read, rectangular)
+        case Not(inner):
+            return inner
+        case All(parts):
+            return Either(tuple(map(complement, parts)))
+        case Either(parts):
+            return All(tuple(map(complement, parts)))
+        case leaf:
+            return Not(leaf)
+
+
+def raw_rules(rule: Rule) -> Iterator[Raw]:
+    match rule:
+        case Raw():
+            yield rule
+        case All(parts) | Either(parts):
+            for part in parts:
+                yield from raw_rules(part)
+
+
+def text_of(rule: Rule) -> str:
+    match rule:
+        case Causal():
+            return "Mask.causal()"
+        case Window(size):
+            return f"Mask.window({size})"
+        case Sink(sink, window):
+            return f"Mask.sink({sink}, {window})"
+        case Blocks(lengths, sees):
+            return f"Mask.blocks({list(lengths)}" + (f", sees={list(sees)})" if sees else ")")
+        case Raw(rows, read):
+            return f"Mask.{'from_runs' if read == READ_RUNS else 'from_bool'}(<{len(rows)} rows>)"
+        case Not(inner):
+            return f"~{text_of(inner)}"
+        case All(parts):
+            return " & ".join(f"({text_of(part)})" if isinstance(part, Either) else text_of(part) for part in parts)
+        case Either(parts):
+            return " | ".join(map(text_of, parts))
