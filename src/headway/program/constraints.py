@@ -26,7 +26,7 @@ import numpy as np
 
 from headway.base.errors import InvalidInput, InvalidToken, Unsupported, WrongType
 from headway.program.grammar import WHITESPACE, Grammar
-from headway.program.mask_words import MaskWords
+from headway.program.mask_words import MaskWords, padded
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -435,6 +435,7 @@ class _Wrapper:
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         self._tokenizer, self._size = weakref.ref(tokenizer), size
         self.tokens = [*(_bytes(tokenizer, id) for id in range(size)), b"<end>"]
+        self.tokens += [b""] * (padded(size + 1) - size - 1)
         self.eos_token_id = size  # an end of its own, so that ours are never part of a grammar
         self.special_token_ids = sorted(id for id in {*tokenizer.special_ids, *tokenizer.eos_ids, size} if id <= size)
 
@@ -456,7 +457,7 @@ def _words(tokenizer: Tokenizer, size: int) -> LLTokenizer:
         raise Unsupported("this tokenizer decodes only whole sequences, so its tokens have no bytes to constrain")
     tokenizer.encode("a")  # what it builds on first use is built here, not in the first mask
     wrapper: Any = _Wrapper(tokenizer, size)
-    return LLTokenizer(wrapper, n_vocab=size + 1, eos_token=[size])
+    return LLTokenizer(wrapper, n_vocab=padded(size + 1), eos_token=[size])
 
 
 def _bytes(tokenizer: Tokenizer, id: int) -> bytes:

@@ -21,15 +21,16 @@ class MaskWords:
 
     def room(self, rows: int) -> np.ndarray:
         """Where the compiler writes masks, [R, its words]; it writes all of it."""
-        return np.empty((rows, _words(self.known + 1)), np.uint32)
+        return np.empty((rows, padded(self.known + 1) // 32), np.uint32)
 
     def text(self, found: np.ndarray) -> tuple[np.ndarray, list[int]]:
         """The masks that the compiler wrote without any end token, [R, V / 32], and how many tokens each allows."""
-        found[:, self.known // 32] &= np.uint32((1 << self.known % 32) - 1)  # the compiler's own end token
+        found[:, self.known // 32] &= np.uint32((1 << self.known % 32) - 1)  # the compiler's own end token, and
+        found[:, self.known // 32 + 1 :] = 0  # what only fills its vocabulary up
         for id in self.ends:
             if id < self.known:
                 found[:, id // 32] &= ~np.uint32(1 << id % 32)
-        counts = np.bitwise_count(found).sum(axis=1, dtype=np.uint32).tolist()
+        counts = np.bitwise_count(found.view(np.uint64)).sum(axis=1, dtype=np.uint32).tolist()
         if (width := _words(self.vocab)) <= found.shape[1]:
             return found[:, :width], counts
         rows = np.zeros((len(found), width), np.uint32)
@@ -46,6 +47,11 @@ class MaskWords:
         mask = np.zeros((1, _words(self.vocab)), np.uint32)
         self.allow_ends(mask, [0])
         return mask[0]
+
+
+def padded(count: int) -> int:
+    """The size of the compiler's vocabulary for so many tokens: its masks are counted by 64 bits at a time."""
+    return -(-count // 64) * 64
 
 
 def _words(count: int) -> int:
