@@ -3,7 +3,7 @@
 No code of a template can run outside Jinja: it is the immutable sandbox, attributes with an underscore and methods that
 change or inflate values are refused where they are asked for, and only plain values (str, numbers, lists, dicts) go in.
 
-Rendering is bounded by one `Meter`:
+Rendering is bounded by one `Meter` (meter.py):
 - *time*: CPU seconds of the rendering thread, looked at on every loop turn, call, filter and operator;
 - *work*: characters and elements produced by all of these together, which bounds memory and loops;
 - *size*: no single value (with everything inside it), and not the output, may be larger than a limit. What could be
@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import json
 import re
-import string
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from datetime import datetime
@@ -35,82 +33,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-MAX_INT_BITS = 4096
-MAX_WIDTH = 1_000_000  # for center(…), zfill(…), batch(…) and their like
+from headway.text.meter import Exceeded, Meter, check_braces, check_operator, checked_filter, checked_method
+
 _REFUSED_METHODS = {
     str: {"translate", "maketrans", "expandtabs", "encode", "format_map"},
     int: {"to_bytes", "from_bytes"},
 }
 _REFUSED_FILTERS = ("urlize", "wordwrap", "xmlattr", "pprint")
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
-
-
-class Exceeded(Exception):
-    """A limit of the rendering was reached."""
 
 
 class RaisedByTemplate(jinja2.TemplateError):
     """The template called raise_exception."""
-
-
-class Meter:
-    """What one rendering has used, against what it may use."""
-
-    def __init__(self, *, seconds: float, work: int, size: int) -> None:
-        self.seconds, self.work, self.size = seconds, work, size
-        self._end = time.thread_time() + seconds
-        self._used = 0
-        self._steps = 0
-
-    def step(self, cost: int = 1) -> None:
-        """One operation that handles `cost` characters or elements."""
-        self._used += cost + 1
-        self._steps += 1
-        if self._used > self.work:
-            raise Exceeded(f"it produced more than {self.work:,} characters and elements")
-        if (self._steps & 15 == 0 or cost > 10_000) and time.thread_time() > self._end:
-            raise Exceeded(f"it ran for more than {self.seconds:g} s")
-
-    def fits(self, size: int) -> None:
-        """Refuse a value of `size` before it is made."""
-        if size > self.size:
-            raise Exceeded(f"a value of {size:,} characters or elements is larger than {self.size:,}")
-
-    def weigh(self, value: Any) -> int:
-        """The size of `value` with all it holds, counting shared parts each time they appear."""
-        if isinstance(value, str):
-            return len(value)
-        total, looked, stack = 0, 0, [value]
-        while stack:
-            item = stack.pop()
-            looked += 1
-            total += len(item) if isinstance(item, str) else 1
-            if isinstance(item, list | tuple | set | frozenset):
-                stack.extend(item)
-            elif isinstance(item, dict):
-                stack.extend(item.keys())
-                stack.extend(item.values())
-            elif isinstance(item, int) and item.bit_length() > MAX_INT_BITS:
-                raise Exceeded(f"an integer has more than {MAX_INT_BITS} bits")
-            if looked & 1023 == 0:
-                self.step(1024)
-                self.fits(max(total, looked + len(stack)))
-        self.step(looked & 1023)
-        self.fits(total)
-        return total
-
-    def passed(self, value: Any) -> Any:
-        """`value`, counted as produced now."""
-        if isinstance(value, str):
-            self.fits(len(value))
-            self.step(len(value))
-        elif isinstance(value, list | tuple | dict | set | frozenset | int):
-            self.weigh(value)
-        elif isinstance(value, _VIEWS):
-            self.step(len(value))
-        else:
-            self.step()
-        return value
 
 
 _METER: ContextVar[Meter | None] = ContextVar("headway_template_meter", default=None)
@@ -190,7 +123,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         meter = _meter()
-        _CHECKED_BINOPS.get(operator, _no_check)(meter, left, right)
+        check_operator(meter, operator, left, right)
         return meter.passed(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -200,7 +133,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
         def bounded(*args: Any, **kwargs: Any) -> str:
             meter = _meter()
-            _check_braces(meter, value.__self__, args, kwargs)
+            check_braces(meter, value.__self__, args, kwargs)
             return meter.passed(inner(*args, **kwargs))
 
         return bounded
@@ -210,7 +143,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         meter = _meter()
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str | int | float | list | tuple | dict):
-            args = _checked_method(meter, owner, getattr(__obj, "__name__", ""), args, kwargs)
+            args = checked_method(meter, owner, getattr(__obj, "__name__", ""), args, kwargs)
         return meter.passed(super().call(__context, __obj, *args, **kwargs))
 
 
@@ -339,130 +272,13 @@ def _joined(parts: Iterable[Any]) -> str:
     return meter.passed("".join(texts))
 
 
-# --- what could be large in one stroke
-
-
-def _no_check(meter: Meter, left: Any, right: Any) -> None:
-    del meter, left, right
-
-
-def _check_product(meter: Meter, left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        return _check_bits(left.bit_length() + right.bit_length())
-    for value, count in ((left, right), (right, left)):
-        if isinstance(count, int) and isinstance(value, str | list | tuple):
-            meter.fits(meter.weigh(value) * max(count, 0))
-    return None
-
-
-def _check_power(meter: Meter, left: Any, right: Any) -> None:
-    del meter
-    if isinstance(left, int) and isinstance(right, int):
-        _check_bits(left.bit_length() * max(right, 0))
-
-
-def _check_bits(bits: int) -> None:
-    if bits > MAX_INT_BITS:
-        raise Exceeded(f"an integer of about {bits:,} bits is larger than {MAX_INT_BITS} bits")
-
-
-def _check_sum(meter: Meter, left: Any, right: Any) -> None:
-    if isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-        meter.fits(len(left) + len(right))
-
-
-def _check_percent(meter: Meter, left: Any, right: Any) -> None:
-    if isinstance(left, str):
-        if re.search(r"%[^A-Za-z%]*(\d{5}|\*)", left):
-            raise Exceeded("a width in a % format is too large")
-        meter.fits(len(left) + left.count("%") * (9999 + meter.weigh(right)))
-
-
-_CHECKED_BINOPS = {"*": _check_product, "**": _check_power, "+": _check_sum, "%": _check_percent}
-
-
-def _check_braces(meter: Meter, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    fields = [spec or "" for _, name, spec, _ in string.Formatter().parse(text) if name is not None]
-    if any("{" in spec or re.search(r"\d{5}", spec) for spec in fields):
-        raise Exceeded("a width in a format string is too large, or computed")
-    meter.fits(len(text) + len(fields) * (9999 + meter.weigh([*args, *kwargs.values()])))
-
-
-def _check_replace(meter: Meter, text: Any, old: Any, new: Any, *_: Any) -> None:
-    text, old, new = str(text), str(old), str(new)
-    meter.fits(len(text) + text.count(old) * len(new))
-
-
-def _check_join(meter: Meter, items: list[Any], separator: Any) -> None:
-    meter.fits(meter.weigh(items) + len(items) * len(str(separator)))
-
-
-def _check_indent(meter: Meter, text: Any, width: Any = 4, *_: Any, **__: Any) -> None:
-    size = len(width) if isinstance(width, str) else int(width)
-    text = str(text)
-    meter.fits(len(text) + (text.count("\n") + 1) * size)
-
-
-def _check_width(values: Iterable[Any]) -> None:
-    for value in values:
-        if isinstance(value, int) and abs(value) > MAX_WIDTH:
-            raise Exceeded(f"the argument {value} is larger than {MAX_WIDTH:,}")
-
-
-def _checked_method(
-    meter: Meter, owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    """The arguments for a method of a plain value, after measuring what it would make."""
-    meter.step()
-    _check_width((*args, *kwargs.values()))
-    if name == "replace" and len(args) >= 2:
-        _check_replace(meter, owner, *args)
-    if name == "join" and len(args) == 1:
-        args = (_listed(meter, args[0]),)
-        _check_join(meter, args[0], owner)
-    return args
-
-
-def _listed(meter: Meter, items: Iterable[Any]) -> list[Any]:
-    listed = []
-    for item in items:
-        meter.step()
-        listed.append(item)
-    return listed
-
-
-def _check_filter(meter: Meter, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments for a filter, after measuring what it would make."""
-    if name in ("default", "d"):
-        return args
-    _check_width((*args[1:], *kwargs.values()))
-    match name:
-        case "replace":
-            _check_replace(meter, *args, *kwargs.values())
-        case "indent":
-            _check_indent(meter, *args, **kwargs)
-        case "format":
-            _check_percent(meter, str(args[0]), [*args[1:], *kwargs.values()])
-        case "join":
-            args = (_listed(meter, args[0]), *args[1:])
-            _check_join(meter, args[0], args[1] if len(args) > 1 else kwargs.get("d", ""))
-        case "list" | "sort" | "unique" | "reverse" | "sum" if not isinstance(args[0], str | dict):
-            args = (_listed(meter, args[0]), *args[1:])
-    if name == "round":
-        precision = args[1] if len(args) > 1 else kwargs.get("precision", 0)
-        _check_bits(4 * abs(precision))
-    if name == "sum" and not isinstance(args[2] if len(args) > 2 else kwargs.get("start", 0), int | float):
-        raise Exceeded("sum adds numbers only")
-    return args
-
-
 def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     front = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context, or a part of it, comes first
 
     def metered(*args: Any, **kwargs: Any) -> Any:
         meter = _meter()
         meter.step()
-        values = _check_filter(meter, name, args[front:], kwargs)
+        values = checked_filter(meter, name, args[front:], kwargs)
         return meter.passed(function(*args[:front], *values, **kwargs))
 
     if front:
