@@ -6,6 +6,9 @@
 `alone` walks each grammar with random allowed tokens, from fresh copies: microseconds a token for mask() + accept().
 `first` is compiling it once, `copy` is a fork. The claim: under 1,000 µs.
 
+`together` moves the grammars of many rows on at once, a token each, as the thread beside the device does: microseconds
+a row for accept() + mask() one by one and all at once, and the part of the latter that is the calling thread's own.
+
 `generating` is the default model under the grammar, `rows` sequences at once: the constraint's own time a token, all
 calls together; the part of it in the thread that works beside the device (where a grammar leaves much open); how long
 the device waited for that thread; and what is hidden, the beside less the wait, as a share of the whole.
@@ -30,6 +33,7 @@ import numpy as np
 import headway as hw
 from headway.base.machine import read_machine
 from headway.program import later
+from headway.program.advance import accept_all, masks_of
 from headway.program.constraints import Matched, compile
 from headway.program.grammar import Grammar
 from headway.program.later import LaterMask
@@ -78,10 +82,15 @@ def main() -> None:
         compile(Grammar.regex("a"), engine.tokenizer, engine.vocab_size)  # the vocabulary itself is prepared once
         alone = [walked(name, engine.tokenizer, tokens) for name in GRAMMARS]
         show("alone", alone)
+        together = [moved(name, engine.tokenizer, count, drawn) for name in names for count in (1, 8, 64)]
+        show("together", together)
         generating = [generated(engine, name, count, drawn) for name in names for count in rows]
         show("generating", generating)
     options.out.mkdir(parents=True, exist_ok=True)
-    data = {"machine": asdict(read_machine()), "results": {"alone": alone, "generating": generating}}
+    data = {
+        "machine": asdict(read_machine()),
+        "results": {"alone": alone, "together": together, "generating": generating},
+    }
     (options.out / "constraints.json").write_text(json.dumps(data, indent=1, default=str) + "\n")
 
 
@@ -125,17 +134,45 @@ def measure(grammar: Grammar, tokenizer: Tokenizer, tokens: int) -> tuple[np.nda
         copies.append((time.perf_counter() - began) * 1e6)
         for _ in range(200):
             began = time.perf_counter()
-            mask = constraint.mask()
+            constraint.mask()
             asked = time.perf_counter() - began
-            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-            allowed = allowed[~np.isin(allowed, tokenizer.eos_ids)]
-            if not len(allowed):
+            token = _any(constraint, tokenizer, rng)
+            if token is None:
                 break
-            token = int(rng.choice(allowed))
             began = time.perf_counter()
             constraint.accept(token)
             costs.append((asked + time.perf_counter() - began) * 1e6)
     return np.array(costs), np.array(copies)
+
+
+def moved(name: str, tokenizer: Tokenizer, rows: int, tokens: int) -> dict[str, Any]:
+    """One grammar in so many rows, each with a text of its own: medians of steps taken by turns in either way."""
+    rng, grammars = np.random.default_rng(0), list[Matched]()
+    spent: dict[str, list[float]] = defaultdict(list)
+    for turn in range(2 * tokens):
+        if turn % 24 == 0:  # texts that have come to their end begin anew with the others
+            grammars = [compile(GRAMMARS[name], tokenizer, tokenizer.vocab_size) for _ in range(rows)]
+        drawn = [(grammar, _any(grammar, tokenizer, rng)) for grammar in grammars]
+        steps = [(grammar, token) for grammar, token in drawn if token is not None]
+        wall, own = time.perf_counter(), time.thread_time()
+        if turn % 2:
+            accept_all(steps)
+            masks_of([grammar for grammar, _ in steps])
+            spent["own"].append((time.thread_time() - own) / max(1, len(steps)))
+        else:
+            for grammar, token in steps:
+                grammar.accept(token)
+                grammar.mask()
+        spent["at once" if turn % 2 else "one by one"].append((time.perf_counter() - wall) / max(1, len(steps)))
+    costs = {f"{what} µs": float(np.median(spent[what])) * 1e6 for what in ("one by one", "at once", "own")}
+    return {"grammar": name, "rows": rows, **costs}
+
+
+def _any(grammar: Matched, tokenizer: Tokenizer, rng: np.random.Generator) -> int | None:
+    """A token that the grammar allows, if there is one that does not end it."""
+    allowed = np.flatnonzero(np.unpackbits(grammar.mask().view(np.uint8), bitorder="little"))
+    allowed = allowed[~np.isin(allowed, tokenizer.eos_ids)]
+    return int(rng.choice(allowed)) if len(allowed) else None
 
 
 def generated(engine: hw.Engine, name: str, rows: int, tokens: int) -> dict[str, Any]:

@@ -760,6 +760,8 @@ def test_the_benchmark_measures_every_grammar(tmp_path, smollm2_path):
     found = json.loads((tmp_path / "constraints.json").read_text())["results"]
     assert len(found["alone"]) == 9
     assert all(row["mean µs"] > 0 for row in found["alone"])
+    assert {row["rows"] for row in found["together"]} == {1, 8, 64}
+    assert all(row["one by one µs"] > 0 and row["at once µs"] > 0 for row in found["together"])
     assert {row["grammar"] for row in found["generating"]} <= {row["grammar"] for row in found["alone"]}
     assert all(0 <= row["hidden %"] <= 100 for row in found["generating"])
     free = next(row for row in found["generating"] if row["grammar"] == "free text (regex)")
