@@ -5,28 +5,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import numpy as np
 
-from headway.base.brle import Brle, whole
+from headway.base.brle import whole
 from headway.base.errors import (
     Closed,
     ContextBusy,
     InvalidInput,
-    InvalidMask,
-    OutOfRange,
     PassFailed,
-    Unsupported,
-    WrongType,
 )
-from headway.base.masks import Mask, check_rows, logit_mask
+from headway.base.masks import Mask
 from headway.base.probes import Probe
-from headway.base.rng import LIMIT
-from headway.base.samplers import Sampler, Sampling
+from headway.base.samplers import Sampler
 from headway.kv.table import PageTable
+from headway.program.checks import check_pass
 from headway.program.constraints import Constraint
 from headway.program.conversation import Conversation
 from headway.program.defaults import GenerationDefaults
@@ -34,13 +29,12 @@ from headway.program.dialogue import ChatLimits, ChatReply, Choice
 from headway.program.forward import Execution, Forward, View
 from headway.program.generator import Generation
 from headway.program.grammar import Grammar
-from headway.program.ids import integers, position_ids, token_ids
+from headway.program.ids import integers, token_ids
 from headway.program.pages import RawPages
 from headway.program.parameters import Options, settle
 from headway.program.several import Generations, Request, started
 from headway.program.turns import Messages
-from headway.runtime.batch import reads_final_state
-from headway.runtime.passes import BEFORE, Pass, PassResult
+from headway.runtime.passes import Pass, PassResult
 from headway.runtime.scheduler import BID_LIMIT, Job
 
 if TYPE_CHECKING:
@@ -440,46 +434,8 @@ class Context:
     def execute(self, work: Pass) -> Execution[PassResult]:
         """Submit a pass built by hand; it may take the pending tokens as its first ones (`pending=`)."""
         with self.changing():
-            self._check_pass(work)
+            check_pass(self, work)
             return Execution(self.submit(work), self, lambda result: result)
-
-    def _check_pass(self, work: Pass) -> None:
-        """Raise unless a hand-made pass fits this context: what the builder would have seen to."""
-        engine, base, end = self.engine, self.table.length, self.table.length + len(work.tokens)
-        token_ids(work.tokens, engine.vocab_size)
-        position_ids(work.positions, engine.config.max_positions)
-        if work.tokens and list(work.tokens[: work.pending]) != self._pending:
-            raise InvalidInput(
-                f"the context has {len(self._pending)} pending tokens; a pass must start with all of them and say so "
-                "with pending=, or the context be flushed first"
-            )
-        if work.feeds:
-            raise InvalidInput("a pass built by hand cannot feed handles; use ctx.forward().input(handle)")
-        rows = [(i, m) for i, m in enumerate(work.masks or ()) if m is not None]
-        for i, mask in rows:
-            if not isinstance(mask, Brle):
-                raise WrongType(f"mask {i} is {mask!r}; a Brle (1 = attend) or None is needed")
-            wanted = {base + i + 1} if work.causal else {base + i + 1, end}
-            if len(mask) not in wanted:
-                raise InvalidMask(f"mask {i} covers {len(mask)} slots; {sorted(wanted)} are possible")
-            if self.table.has_discards and (mask & ~self.table.live(len(mask))).any():
-                raise InvalidMask(f"mask {i} attends to a slot that was discarded")
-        check_rows([m for _, m in rows])
-        engine.check_windows(work.masks or (), chain(self.table.positions, work.positions), base)
-        for readout in work.readouts:
-            if not (BEFORE if base else 0) <= readout.row < len(work.tokens):
-                raise OutOfRange(f"a readout names row {readout.row}; this pass has rows 0 to {len(work.tokens) - 1}")
-            if not isinstance(readout.what, Sampling | Probe):
-                raise WrongType(f"a readout has {readout.what!r}; a probe or a Sampling is needed (samplers.resolve)")
-            whole(readout.seed, "seed", below=LIMIT)
-            whole(readout.ordinal, "ordinal", below=LIMIT)
-            engine.check_readout(readout.what)
-            if readout.row == BEFORE:
-                self.check_reread(readout.what)
-            if readout.allowed is not None:
-                logit_mask(engine.vocab_size, readout.allowed)
-            token_ids(readout.seen, engine.vocab_size, "seen")
-            token_ids(readout.generated, engine.vocab_size, "generated")
 
     def settle(self) -> None:
         """Have the pages here, if the context was set aside: waits for them in this thread."""
@@ -505,19 +461,6 @@ class Context:
         state = self.table.state
         assert state is not None
         return state.float().cpu().numpy()  # type: ignore[attr-defined]
-
-    def check_reread(self, what: Sampling | Probe) -> None:
-        """Raise unless the last token can be read: its state is kept, or all it attended to is still there."""
-        table = self.table
-        if table.state is not None and reads_final_state(what):
-            return
-        live, mask = table.live(table.length), table.masks[-1]
-        lost = not live.all() if mask is None else (mask[0 : table.length] & ~live).any() or mask.any(table.length)
-        if lost:
-            raise Unsupported(
-                "the last token cannot be computed again: slots it attended to were discarded or cut off; "
-                "read it in the pass that computes it, or give the pass an input"
-            )
 
     def _check_open(self) -> None:
         self.engine.loop.check_open()

@@ -7,24 +7,19 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
-import numpy as np
 import torch
 
 from headway.base.amounts import check_fraction
-from headway.base.brle import Brle
 from headway.base.config import settings
-from headway.base.errors import Closed, InvalidInput, InvalidMask, OutOfRange, Unsupported, WrongType
-from headway.base.probes import AttentionScores, Distribution, Hidden, LogitLens, Logprob, Logprobs, Probe, Ranking
+from headway.base.errors import Closed, InvalidInput, Unsupported, WrongType
 from headway.base.rng import LIMIT
-from headway.base.samplers import Sampling
 from headway.base.uncollected import uncollected
 from headway.kv.allocator import Allocator
 from headway.kv.pool import Pool
@@ -41,9 +36,9 @@ from headway.program.context import Context, checked_bid
 from headway.program.conversation import Chat
 from headway.program.defaults import GenerationDefaults
 from headway.program.events import EventStream
-from headway.program.ids import token_ids
 from headway.program.sizing import Sizing, weight_bytes
 from headway.program.snapshots import Snapshots
+from headway.program.threads import run_in_thread
 from headway.runtime.backend import Backend, open_backend
 from headway.runtime.device import pick_device, pick_dtype, pick_threads
 from headway.runtime.loop import Loop
@@ -58,7 +53,6 @@ if TYPE_CHECKING:
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
-LOOK = 0.1  # seconds between looks at whether somebody cancelled a program that this thread waits for
 STEP_TOKENS = 512  # rows of one step unless max_batch_tokens says otherwise
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # for those who watch
 _engines_lock = threading.Lock()
@@ -212,7 +206,7 @@ class Engine:
             asyncio.get_running_loop()
         except RuntimeError:
             return asyncio.run(main())
-        return _in_a_thread(main)
+        return run_in_thread(main)
 
     def context(
         self,
@@ -419,46 +413,6 @@ class Engine:
     ) -> None:
         self.close()
 
-    # -- for the builder -------------------------------------------------------------------------------------------
-
-    def check_readout(self, what: Sampling | Probe) -> None:
-        """Raise unless this model has the tokens and layers that a sampler or probe names."""
-        layers, vocab = self.config.layers, self.vocab_size
-        match what:
-            case Sampling():
-                token_ids([token for token, _ in what.bias], vocab, "logit_bias ids")
-            case Hidden(layer) if layer > layers:
-                raise OutOfRange(f"Hidden({layer}): this model has hidden states 0 to {layers}")
-            case AttentionScores(layer) if layer >= layers:
-                raise OutOfRange(f"AttentionScores({layer}): this model has layers 0 to {layers - 1}")
-            case LogitLens(layers=wanted) if any(l > layers for l in wanted):
-                raise OutOfRange(f"LogitLens({list(wanted)}): this model has hidden states 0 to {layers}")
-            case Distribution(k=k) | LogitLens(k=k) if k > vocab:
-                raise InvalidInput(f"k is {k}; this model has {vocab} tokens, and k=0 reads them all")
-            case Ranking(k=k) if k > vocab:
-                raise InvalidInput(f"k is {k}; this model has {vocab} tokens")
-            case Ranking(ids=ids):
-                token_ids(ids, vocab, "Ranking ids")
-            case Logprob(id=token):
-                token_ids([token], vocab, "Logprob id")
-            case Logprobs(ids=ids):
-                token_ids(ids, vocab, "Logprobs ids")
-
-    def check_windows(self, masks: Sequence[Brle | None], positions: Iterable[int], base: int) -> None:
-        """Raise when a mask leaves a row nothing inside a model's own sliding window."""
-        windows = {w for w in self.config.windows if w is not None}
-        known = np.fromiter(positions, np.int64) if windows else np.empty(0, np.int64)
-        for window in windows:
-            for i, mask in enumerate(masks):
-                if mask is None:
-                    continue
-                near = known[base + i] - known[: len(mask)] < window
-                if not (mask.to_bool() & near).any():
-                    raise InvalidMask(
-                        f"row {i} attends to nothing inside this model's own window of {window} positions; "
-                        "let it attend to itself"
-                    )
-
 
 def engines() -> list[Engine]:
     """The engines of this process, in no order; a closed one too, as long as somebody has it."""
@@ -503,45 +457,3 @@ def _load_text(path: Path | None) -> tuple[Tokenizer | None, ChatTemplate | None
         metadata = dict(file.metadata)
     tokenizer = Tokenizer.from_gguf(metadata)
     return tokenizer, None if tokenizer is None else ChatTemplate.from_gguf(metadata, tokenizer)
-
-
-def _in_a_thread(main: Callable[[], Awaitable[Result]]) -> Result:
-    """Run a coroutine function on a loop of its own, beside the one that runs in this thread."""
-    box: list[Any] = []
-    tasks: list[asyncio.Task[Any]] = []
-
-    async def known() -> Result:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.append(task)
-        return await main()
-
-    def work() -> None:
-        try:
-            box.extend((True, asyncio.run(known())))
-        except BaseException as e:
-            box.extend((False, e))
-
-    thread = threading.Thread(target=work, name="headway-program")
-    thread.start()
-    try:
-        _join(thread)
-    except BaseException:  # ctrl-C, or a cancelled task: the program ends with it
-        for task in tasks:
-            with suppress(RuntimeError):  # it has ended
-                task.get_loop().call_soon_threadsafe(task.cancel)
-        thread.join()
-        raise
-    if not box[0]:
-        raise box[1]
-    return box[1]
-
-
-def _join(thread: threading.Thread) -> None:
-    """Wait for a thread; raises when the task that waits is cancelled, which it cannot learn by itself."""
-    own = asyncio.current_task()
-    before = 0 if own is None else own.cancelling()
-    while thread.is_alive():
-        thread.join(LOOK)
-        if own is not None and own.cancelling() > before:
-            raise asyncio.CancelledError

@@ -18,6 +18,7 @@ from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, Sampling, resolve
 from headway.kv.table import PageTable
+from headway.program.checks import check_readout, check_reread, check_windows
 from headway.program.ids import check_position, integers, position_ids, token_ids
 from headway.program.output import Output, ProbeHandle, SampleHandle
 from headway.runtime.passes import BEFORE, Feed, Later, Pass, PassResult, Readout
@@ -180,7 +181,7 @@ class Forward:
         if not isinstance(sampler, Sampler):
             raise WrongType(f"{sampler!r} is no sampler; give Argmax(), Multinomial(...), Sampling(...) or another one")
         what = resolve(sampler)
-        self._context.engine.check_readout(what)
+        check_readout(self._context.engine.config, what)
         past = None if history is None else tuple(token_ids(history, vocab, "history"))
         new = None if generated is None else tuple(token_ids(generated, vocab, "generated"))
         handle = SampleHandle(self, len(self._asks), len(rows))
@@ -192,7 +193,7 @@ class Forward:
         (row,) = integers([index], "index")
         if not isinstance(probe, Probe):
             raise WrongType(f"{probe!r} is no probe; give Logits(), Distribution(...), Entropy() or another one")
-        self._context.engine.check_readout(probe)
+        check_readout(self._context.engine.config, probe)
         handle = ProbeHandle(self, len(self._asks), probe)
         self._asks.append(_Ask(row, probe, None, None))
         return handle
@@ -271,7 +272,7 @@ class Forward:
             bound = self._mask.bind(base + pending, rows, causal=self._causal, total=None if self._causal else total)
             masks += self._over_live(bound, live)
         check_rows([m for m in masks if m is not None], where="attention mask", read=self._mask.polarity)
-        self._context.engine.check_windows(masks, chain(view.positions, positions), base)
+        check_windows(self._context.engine.config, masks, chain(view.positions, positions), base)
         if self._causal and live is None:
             masks = [None if m is not None and m.all() else m for m in masks]  # an explicit causal mask equals none
         return None if all(m is None for m in masks) else tuple(masks)
@@ -315,7 +316,7 @@ class Forward:
         self._check_row(index, view)
         row = pending + (index if index >= 0 else n + index)
         if row == BEFORE and view.length == context.table.length:  # else a pass in flight leaves it
-            context.check_reread(ask.what)
+            check_reread(context.table, ask.what)
         return row
 
     def _check_row(self, index: int, view: View) -> None:

@@ -1,0 +1,126 @@
+"""What a pass must be for this model and this context: each check raises with the value, the limit and a hint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headway.base.brle import Brle, whole
+from headway.base.errors import InvalidInput, InvalidMask, OutOfRange, Unsupported, WrongType
+from headway.base.masks import check_rows, logit_mask
+from headway.base.probes import AttentionScores, Distribution, Hidden, LogitLens, Logprob, Logprobs, Probe, Ranking
+from headway.base.rng import LIMIT
+from headway.base.samplers import Sampling
+from headway.kv.table import PageTable
+from headway.models.config import ModelConfig
+from headway.program.ids import position_ids, token_ids
+from headway.runtime.batch import reads_final_state
+from headway.runtime.passes import BEFORE, Pass
+
+if TYPE_CHECKING:
+    from headway.program.context import Context
+
+
+def check_readout(config: ModelConfig, what: Sampling | Probe) -> None:
+    """Raise unless this model has the tokens and layers that a sampler or probe names."""
+    layers, vocab = config.layers, config.vocab_size
+    match what:
+        case Sampling():
+            token_ids([token for token, _ in what.bias], vocab, "logit_bias ids")
+        case Hidden(layer) if layer > layers:
+            raise OutOfRange(f"Hidden({layer}): this model has hidden states 0 to {layers}")
+        case AttentionScores(layer) if layer >= layers:
+            raise OutOfRange(f"AttentionScores({layer}): this model has layers 0 to {layers - 1}")
+        case LogitLens(layers=wanted) if any(l > layers for l in wanted):
+            raise OutOfRange(f"LogitLens({list(wanted)}): this model has hidden states 0 to {layers}")
+        case Distribution(k=k) | LogitLens(k=k) if k > vocab:
+            raise InvalidInput(f"k is {k}; this model has {vocab} tokens, and k=0 reads them all")
+        case Ranking(k=k) if k > vocab:
+            raise InvalidInput(f"k is {k}; this model has {vocab} tokens")
+        case Ranking(ids=ids):
+            token_ids(ids, vocab, "Ranking ids")
+        case Logprob(id=token):
+            token_ids([token], vocab, "Logprob id")
+        case Logprobs(ids=ids):
+            token_ids(ids, vocab, "Logprobs ids")
+
+
+def check_windows(config: ModelConfig, masks: Sequence[Brle | None], positions: Iterable[int], base: int) -> None:
+    """Raise when a mask leaves a row nothing inside a model's own sliding window."""
+    windows = {w for w in config.windows if w is not None}
+    known = np.fromiter(positions, np.int64) if windows else np.empty(0, np.int64)
+    for window in windows:
+        for i, mask in enumerate(masks):
+            if mask is None:
+                continue
+            near = known[base + i] - known[: len(mask)] < window
+            if not (mask.to_bool() & near).any():
+                raise InvalidMask(
+                    f"row {i} attends to nothing inside this model's own window of {window} positions; "
+                    "let it attend to itself"
+                )
+
+
+def check_reread(table: PageTable, what: Sampling | Probe) -> None:
+    """Raise unless the last token can be read: its state is kept, or all it attended to is still there."""
+    if table.state is not None and reads_final_state(what):
+        return
+    live, mask = table.live(table.length), table.masks[-1]
+    lost = not live.all() if mask is None else (mask[0 : table.length] & ~live).any() or mask.any(table.length)
+    if lost:
+        raise Unsupported(
+            "the last token cannot be computed again: slots it attended to were discarded or cut off; "
+            "read it in the pass that computes it, or give the pass an input"
+        )
+
+
+def check_pass(context: Context, work: Pass) -> None:
+    """Raise unless a hand-made pass fits this context: what the builder would have seen to."""
+    config, table, pending = context.engine.config, context.table, list(context.pending)
+    token_ids(work.tokens, config.vocab_size)
+    position_ids(work.positions, config.max_positions)
+    if work.tokens and list(work.tokens[: work.pending]) != pending:
+        raise InvalidInput(
+            f"the context has {len(pending)} pending tokens; a pass must start with all of them and say so "
+            "with pending=, or the context be flushed first"
+        )
+    if work.feeds:
+        raise InvalidInput("a pass built by hand cannot feed handles; use ctx.forward().input(handle)")
+    _check_masks(table, work)
+    check_windows(config, work.masks or (), chain(table.positions, work.positions), table.length)
+    _check_readouts(config, table, work)
+
+
+def _check_masks(table: PageTable, work: Pass) -> None:
+    base, end = table.length, table.length + len(work.tokens)
+    rows = [(i, m) for i, m in enumerate(work.masks or ()) if m is not None]
+    for i, mask in rows:
+        if not isinstance(mask, Brle):
+            raise WrongType(f"mask {i} is {mask!r}; a Brle (1 = attend) or None is needed")
+        wanted = {base + i + 1} if work.causal else {base + i + 1, end}
+        if len(mask) not in wanted:
+            raise InvalidMask(f"mask {i} covers {len(mask)} slots; {sorted(wanted)} are possible")
+        if table.has_discards and (mask & ~table.live(len(mask))).any():
+            raise InvalidMask(f"mask {i} attends to a slot that was discarded")
+    check_rows([m for _, m in rows])
+
+
+def _check_readouts(config: ModelConfig, table: PageTable, work: Pass) -> None:
+    first, vocab = BEFORE if table.length else 0, config.vocab_size
+    for readout in work.readouts:
+        if not first <= readout.row < len(work.tokens):
+            raise OutOfRange(f"a readout names row {readout.row}; this pass has rows 0 to {len(work.tokens) - 1}")
+        if not isinstance(readout.what, Sampling | Probe):
+            raise WrongType(f"a readout has {readout.what!r}; a probe or a Sampling is needed (samplers.resolve)")
+        whole(readout.seed, "seed", below=LIMIT)
+        whole(readout.ordinal, "ordinal", below=LIMIT)
+        check_readout(config, readout.what)
+        if readout.row == BEFORE:
+            check_reread(table, readout.what)
+        if readout.allowed is not None:
+            logit_mask(vocab, readout.allowed)
+        token_ids(readout.seen, vocab, "seen")
+        token_ids(readout.generated, vocab, "generated")
