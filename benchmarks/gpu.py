@@ -157,10 +157,10 @@ class Bench:
         self.clear()
 
     def rates(self, engine: hw.Engine, sequences: int, tokens: int, build: Build | None = None) -> float:
-        """Tokens a second while all sequences decode at the standard context: the median."""
-        found = []
+        """Tokens a second while all sequences decode, the standard context being the middle of it: the median."""
+        found, before = [], self.size.context - tokens // 2
         for _ in range(self.size.repeats + 1):
-            done = generate(engine, self.prompts(sequences, self.size.context), build or greedy(tokens))
+            done = generate(engine, self.prompts(sequences, before), build or greedy(tokens))
             found.append(done.rate)
         return statistics.median(found[1:])
 
@@ -249,7 +249,7 @@ class Bench:
         s, c = self.size, config(self.size.big)
         with self.engine(s.big, s.batch, s.context + s.tokens, 4096) as engine:
             plain = self.rates(engine, s.batch, s.tokens)
-            least = decode_limit(c, s.batch, s.context + s.tokens // 2, self.limits)
+            least = decode_limit(c, s.batch, s.context, self.limits)
             self.add(
                 f"{s.big}, {s.batch} sequences, {s.context} context, engine",
                 plain,

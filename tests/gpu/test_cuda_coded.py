@@ -23,18 +23,19 @@ pytestmark = [
 ]
 
 V = 97
+FEW = 64  # rows that are multiplied by codes
 LIMIT = 5e-3  # rows go into products in float16
 KINDS = pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 
 
-def pair(family: str, kind: str, dtype: str = "float32") -> tuple[Decoder, Decoder]:
+def pair(family: str, kind: str, dtype: str = "float32", hidden: int = 512) -> tuple[Decoder, Decoder]:
     """A decoder in codes, and one of the same weights in float32."""
     from headway.kernels.triton.coded import as_kind
     from headway.runtime.cuda_coded import MATRICES, in_codes
 
     def drawn(dtype: str) -> Decoder:
-        sizes = {"hidden_size": 512, "intermediate_size": 1536, "heads": 8, "kv_heads": 4, "head_dim": 64}
+        sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "heads": 8, "kv_heads": 4, "head_dim": 64}
         whole = random_model(family, device="cuda", dtype=dtype, **sizes)
         return in_codes(whole, as_kind(kind))
 
@@ -79,9 +80,9 @@ def near(found: list[np.ndarray], expected: list[np.ndarray], limit: float = LIM
 
 @KINDS
 @FAMILIES
-@pytest.mark.parametrize("graphs", [True, False])
-def test_logits_are_those_of_the_same_weights_as_floats(kind: str, family: str, graphs: bool) -> None:
-    codes, floats = pair(family, kind)
+@pytest.mark.parametrize(("graphs", "hidden"), [(True, 512), (True, 160), (False, 224)])
+def test_logits_are_those_of_the_same_weights_as_floats(kind: str, family: str, graphs: bool, hidden: int) -> None:
+    codes, floats = pair(family, kind, hidden=hidden)
     with hw.Engine(codes, pages=400) as engine, hw.Engine(floats, pages=400) as plain:
         engine.loop._runner._graphs.enabled = graphs  # type: ignore[attr-defined]
         for count in (1, 3, 16, 40, 100):
@@ -104,7 +105,9 @@ def test_a_row_is_the_same_alone_and_among_any_number(kind: str) -> None:
                         handle = forward.probe(-1, hw.Logits())
                         return [(await forward.execute()).logits(handle)]
 
-                near(engine.run(alone), [among[i][-4]], 1e-3)
+                # Many rows are multiplied as floats, and are not rounded to float16 first.
+                many = sum(map(len, prompts(count))) > FEW
+                near(engine.run(alone), [among[i][-4]], LIMIT if many else 1e-5)
 
 
 @KINDS

@@ -150,7 +150,7 @@ def test_every_tile_gives_the_same(kind: Kind, tile: Tile) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("tile", [None, Tile(1, 1, 1), Tile(1, 4, 2, fetch=0, late=1), Tile(1, 8, 8, fetch=4, late=2)])
+@pytest.mark.parametrize("tile", [None, Tile(1, 1, 1), Tile(1, 4, 2), Tile(1, 8, 8)])
 def test_one_row_alone(kind: Kind, tile: Tile | None) -> None:
     for n, k, gated in ((20, 96, False), (48, 2048, False), (42, 576, True)):
         x, w = draw(1, k).half(), matrix(kind, n, k, gated=gated)

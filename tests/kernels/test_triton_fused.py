@@ -71,8 +71,9 @@ def test_residual_and_norm(e: int) -> None:
 
 def test_embedding_and_gate() -> None:
     table, x = draw(97, 84), torch.full((4, 84), float("nan"), device=DEVICE)
-    fused.embed(numbers(6, TOKEN=[96, 0, 5, 5]), 6, table, x)
-    assert torch.equal(x, table[[96, 0, 5, 5]])
+    drawn = torch.tensor([7, 11], dtype=torch.int32, device=DEVICE)
+    fused.embed(numbers(6, TOKEN=[96, 0, -1, -2]), 6, table, x, drawn)
+    assert torch.equal(x, table[[96, 0, 7, 11]])
     both = draw(3, 2 * 1030)
     out = torch.full((3, 1030), float("nan"), device=DEVICE)
     fused.gated(both, out)

@@ -109,6 +109,12 @@ def test_ties_masks_and_infinities_agree_with_the_reference(data: st.DataObject)
     agree(logits, draws)
 
 
+def test_what_ties_for_the_last_place_of_top_k_binds_no_ties_above_it() -> None:
+    logits = torch.tensor([[1.0] * 38 + [0.5] * 32 + [-1.0] * 9000], device=DEVICE)
+    for way in (Sampling(top_k=40, top_p=0.9), Sampling(top_k=40, top_p=0.99), Sampling(top_p=0.9), Sampling(top_k=40)):
+        agree(logits.expand(9, -1).contiguous(), [reference.Draw(way, (i + 0.5) / 9) for i in range(9)])
+
+
 def test_broken_rows_are_told_apart_and_disturb_no_other() -> None:
     logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     expected = int(logits[0].argmax())

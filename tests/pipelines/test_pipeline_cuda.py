@@ -63,6 +63,16 @@ TASKS: dict[str, tuple[str, Any]] = {
 }
 
 
+def often_enough(p: hw.Pipeline, **more: Any) -> list[Any]:
+    """The texts' results, in the end of captured passes: how they are batched is a matter of time, so that a size may
+    not come again at once."""
+    for _ in range(30):
+        results = list(p(TEXTS, **more))
+        if p.stats()["replays"]:
+            return list(p(TEXTS, **more))
+    return results
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_captured_passes_give_what_launched_ones_give(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     head, more = TASKS[task]
@@ -71,8 +81,7 @@ def test_captured_passes_give_what_launched_ones_give(task: str, monkeypatch: py
     for most in (graphs.MOST, 0):
         monkeypatch.setattr(graphs, "MOST", most)
         with hw.pipeline(task, model, tokenizer=words, device="cuda") as p:
-            for _ in range(3):
-                results = p(TEXTS, **more)
+            results = often_enough(p, **more)
             assert (p.stats()["replays"] > 0) == (most > 0)
             found.append([numbers(one) for one in results])
     for captured, launched in zip(*found):
@@ -91,8 +100,7 @@ def numbers(result: Any) -> np.ndarray:
 def test_captured_passes_pool_as_the_cpu_does(pooling: str) -> None:
     model, words = encoders.model("bert", "base"), encoders.tokenizer("bert")
     with hw.pipeline("sentence-embedding", model, tokenizer=words, device="cuda", pooling=pooling) as p:
-        for _ in range(3):
-            got = np.stack(p(TEXTS))
+        got = np.stack(often_enough(p))
         assert p.stats()["replays"] > 0
     with hw.pipeline("sentence-embedding", model, tokenizer=words, device="cpu", pooling=pooling) as p:
         want = np.stack(p(TEXTS))

@@ -58,10 +58,10 @@ class Sizing:
         if self.pages is None or self.fraction is not None:
             memory.tidy(device)
         now = memory.read_memory(device)
+        weights = taken = weight_bytes(decoder)
         if device.type == "cuda":
-            taken = max(0, self.before.free - now.free) + (weight_bytes(decoder) if in_memory else 0)
-        else:
-            taken = weight_bytes(decoder)
+            grown = max(0, self.before.free - now.free)
+            taken = grown + weights if in_memory else max(grown, weights)  # others may have freed some meanwhile
         fraction = self.fraction
         if fraction is None and self.pages is None and device.type == "cuda":
             fraction = memory.FRACTION

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from headway.base.errors import Unsupported
 from headway.kernels.triton.coded import Kind, product, quantise
@@ -22,7 +21,7 @@ from headway.models.load import Progress, load_model
 
 MATRICES = ("qkv", "out", "gate_up", "down")
 HEAD: Kind = "int8"
-WIDTH = 512  # inputs: a matrix has a multiple of so many
+WIDTHS = (160, 512, 1536)  # inputs of the matrices that are tried
 NEAR = 0.01  # of an exact product, that one from codes must be
 LEAST = {"int4": (8, 0), "int8": (8, 0), "fp8": (8, 9)}  # compute capability: matrix units, and numbers of 8 bits
 
@@ -43,7 +42,6 @@ def in_codes(decoder: Decoder, kind: Kind) -> Decoder:
 
 
 def _with_head(decoder: Decoder) -> Decoder:
-    _check_width(decoder.output, HEAD)
     output: Any = quantise(decoder.output, kind=HEAD)
     return replace(decoder, output=output)
 
@@ -52,18 +50,8 @@ def _layer(layer: Layer, kind: Kind) -> Layer:
     matrices: dict[str, Any] = {}
     for name in MATRICES:
         linear = getattr(layer, name)
-        _check_width(linear.weight, kind)
         matrices[name] = quantise(linear.weight, linear.bias, kind=kind, gated=name == "gate_up")
     return replace(layer, **matrices)
-
-
-def _check_width(weight: Tensor, kind: Kind) -> None:
-    """Raise where a matrix is not of a width that `_try` has tried."""
-    if weight.is_cuda and weight.shape[1] % WIDTH:
-        raise Unsupported(
-            f"{kind} on {weight.device} takes matrices of a multiple of {WIDTH} inputs and one of this model has "
-            f"{weight.shape[1]}; leave quantize out"
-        )
 
 
 def _check(device: torch.device, kind: Kind) -> None:
@@ -83,7 +71,7 @@ def _check(device: torch.device, kind: Kind) -> None:
 def _try(device: torch.device, kind: Kind) -> None:
     """Multiply small matrices of every kind that models have: the kernels rely on how Triton gives words to threads."""
     draw = torch.Generator().manual_seed(0)
-    for width, gated in itertools.product((WIDTH, 3 * WIDTH), (False, True)):
+    for width, gated in itertools.product(WIDTHS, (False, True)):
         weight, x = (torch.randn(n, width, generator=draw).to(device) for n in (64, 20))
         w = quantise(weight, kind=kind, gated=gated)
         exact = x.half().float() @ w.weight.float().t()

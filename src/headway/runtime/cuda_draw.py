@@ -147,10 +147,10 @@ class CudaDraws:
             self._masks.grow((len(masks) if len(masks) < 64 else MOST) * self._words)
         self._masks.wait()
         # Not by numpy, which would let the interpreter's lock go for each row.
-        room, size = memoryview(self._masks.host).cast("B"), self._words * 4
+        room, size = self._masks.host.data.cast("B"), self._words * 4
         for at, mask in zip(range(0, len(masks) * size, size), masks, strict=True):
             end = at + mask.nbytes
-            room[at:end] = memoryview(mask).cast("B")
+            room[at:end] = mask.data.cast("B")
             if end < at + size:
                 room[end : at + size] = bytes(at + size - end)
         self._masks.send(len(masks) * self._words)

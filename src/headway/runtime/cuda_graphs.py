@@ -98,12 +98,17 @@ def told(key: Hashable) -> str:
 
 
 class _Capture:
-    """Where graphs are captured: a stream and a pool of memory."""
+    """Where graphs are captured: a stream and a pool of memory.
+
+    A pool that no graph uses any longer is gone, and cannot be captured in again. So one graph stays.
+    """
 
     def __init__(self) -> None:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        number = torch.zeros(1, device="cuda")
+        self._first = self.take(number.zero_)
 
-    def take(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def take(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """The kernels that the work launches, not yet run. Unlike torch.cuda.graph it collects no garbage first."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()

@@ -2,7 +2,7 @@
 
 Everything that varies lies in device memory (the step's numbers), every intermediate in a `Buffers`; a forward of so
 many rows launches the same kernels whatever the batch. One row goes through Triton products with the norms inside,
-several through cuBLAS with the small steps between its products fused.
+several through cuBLAS, or about 64 through tiles of ours, with the small steps between these products fused.
 
 In deterministic mode a row's bits depend on the row alone: products have fixed tiles, attention takes every row by
 itself and cuts its keys at fixed slots, and nothing is chosen by how many rows there are.
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from headway.kernels.sampling import Draw
-from headway.kernels.triton import attention, coded, exact, fused, layout
+from headway.kernels.triton import attention, coded, exact, fused, layout, tiles
 from headway.kernels.triton.attention import Paged, Scratch, Splits, Tile
 from headway.kernels.triton.coded import Coded
 from headway.kernels.triton.fused import Heads
-from headway.kernels.triton.launch import can_go_ahead
+from headway.kernels.triton.launch import can_go_ahead, shared_memory
 from headway.kernels.triton.products import Norm, row_product
 from headway.kv.pool import Pool
 from headway.models.decoder import Decoder, Taps
@@ -94,6 +94,7 @@ class CudaModel:
         c = decoder.config
         self.chunk = attention.chunk_tokens(c.heads, c.kv_heads, c.head_dim, decoder.dtype)
         self.ahead = can_go_ahead(self.device)
+        self._shared = shared_memory(self.device)
         self.deterministic = deterministic
         self._wide: bool | None = None  # whether many rows take wider tiles in deterministic mode
         self.coded = isinstance(decoder.output, Coded)
@@ -183,27 +184,33 @@ class CudaModel:
 
     def _rows(self, step: Step, room: Buffers, mark: Mark) -> None:
         n, layers = step.count, self.decoder.layers
-        x, h, delta = room.x[:n], room.h[:n], room.delta[:n]
-        fused.norm(x, layers[0].input_norm, layers[0].eps, h)
+        many = self._multiplied(n, room)
+        x, h, delta = room.x[:n], room.h[:many], room.delta[:many]
+        fused.norm(x, layers[0].input_norm, layers[0].eps, h[:n])
         mark("norm")
         for l, layer in enumerate(layers):
-            self._linear(h, layer.qkv, room.qkv[:n])
+            self._linear(h, layer.qkv, room.qkv[:many])
             mark("qkv")
             self._attention(l, step, room, mark)
-            self._linear(room.mixed[:n].flatten(1), layer.out, delta)
+            self._linear(room.mixed[:many].flatten(1), layer.out, delta)
             mark("output projection")
-            fused.norm(x, layer.mlp_norm, layer.eps, h, add=delta, ahead=self.ahead)
+            fused.norm(x, layer.mlp_norm, layer.eps, h[:n], add=delta[:n], ahead=self.ahead)
             mark("norm")
-            self._linear(h, layer.gate_up, room.gate_up[:n])
-            fused.gated(room.gate_up[:n], room.inner[:n], ahead=self.ahead)
-            self._linear(room.inner[:n], layer.down, delta)
+            self._gate_times_up(h, layer.gate_up, room)
+            self._linear(room.inner[:many], layer.down, delta)
             mark("feed-forward")
             following: Layer | None = layers[l + 1] if l + 1 < len(layers) else None
             if following is None:
-                fused.add(x, delta)
+                fused.add(x, delta[:n])
             else:
-                fused.norm(x, following.input_norm, following.eps, h, add=delta, ahead=self.ahead)
+                fused.norm(x, following.input_norm, following.eps, h[:n], add=delta[:n], ahead=self.ahead)
             mark("norm")
+
+    def _multiplied(self, rows: int, room: Buffers) -> int:
+        """How many rows products take: a whole tile of them where that is faster, the last ones in vain."""
+        if tiles.LEAST <= rows <= tiles.MOST <= room.rows and self._in_tiles(tiles.MOST) and not self.coded:
+            return tiles.MOST
+        return rows
 
     def _attention(self, l: int, step: Step, room: Buffers, mark: Mark, out: Tensor | None = None) -> None:
         n, (keys, values) = step.count, self._kv[l]
@@ -231,10 +238,11 @@ class CudaModel:
             return
         if step.singles is None or len(step.singles):
             count = n if step.singles is None else len(step.singles)
+            row_bytes = q.shape[2] * q.element_size()
             splits = MIXED if step.singles is not None else pick_splits(count, self.config.kv_heads)
             attention.attend_rows(
                 q, mixed, paged, splits, self._room(splits, count),
-                which=step.singles, tile=pick_tile(count, splits), ahead=self.ahead,
+                which=step.singles, tile=pick_tile(count, splits, row_bytes), ahead=self.ahead,
             )  # fmt: skip
         if step.items is not None:
             attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
@@ -256,15 +264,31 @@ class CudaModel:
             self._numbers = torch.arange(2 * count, dtype=torch.int32, device=self.device)
         return self._numbers[:count]
 
+    def _gate_times_up(self, h: Tensor, w: Linear, room: Buffers) -> None:
+        gate_up, inner = room.gate_up[: len(h)], room.inner[: len(h)]
+        if self._in_tiles(len(h)) and not isinstance(w, Coded):
+            tile = tiles.pick_tile(inner.shape[1], True, self._shared)
+            tiles.product(h, w.weight, inner, tile, bias=w.bias, gated=True, ahead=self.ahead)
+        else:
+            self._linear(h, w, gate_up)
+            fused.gated(gate_up, inner, ahead=self.ahead)
+
+    def _in_tiles(self, rows: int) -> bool:
+        """Whether products of so many rows are ours; cuBLAS does better with others, and in float32."""
+        return rows == tiles.MOST and not self.deterministic and self.dtype != torch.float32
+
     def _linear(self, x: Tensor, w: Linear, y: Tensor) -> None:
         if self.deterministic:
             exact.product(x, w.weight, y, bias=w.bias, tile=self._exact(len(x)), ahead=self.ahead)
+        elif self._in_tiles(len(x)) and not isinstance(w, Coded):
+            tile = tiles.pick_tile(y.shape[1], False, self._shared)
+            tiles.product(x, w.weight, y, tile, bias=w.bias, ahead=self.ahead)
         elif w.bias is None:
             torch.mm(x, self._dense(w).t(), out=y)
         else:
             torch.addmm(w.bias, x, self._dense(w).t(), out=y)
 
-    def _exact(self, rows: int) -> exact.Tile | None:
+    def _exact(self, rows: int) -> tiles.Tile | None:
         """The tile of products in deterministic mode; None for that of any number of rows."""
         if rows <= exact.MANY:
             return None
@@ -308,9 +332,12 @@ class CudaModel:
             norm = Norm(d.final_norm, self.config.norm_eps)
             row_product(x[0], d.output, logits[0], norm=norm, ahead=self.ahead)
             return
-        fused.norm(x, d.final_norm, self.config.norm_eps, h, rows=rows)
+        fused.norm(x, d.final_norm, self.config.norm_eps, h, rows=rows, ahead=self.ahead)
         if len(h) == 1:
             row_product(h[0], d.output, logits[0], ahead=self.ahead)
+        elif self._in_tiles(len(h)):
+            tile = tiles.pick_tile(len(d.output), False, self._shared)
+            tiles.product(h, d.output, logits, tile, ahead=self.ahead)
         elif self.dtype == torch.float32:
             torch.mm(h, d.output.t(), out=logits)
         else:
@@ -328,11 +355,18 @@ def pick_splits(rows: int, kv_heads: int) -> Splits:
     return Splits(most, 64 if most >= 8 else 128)
 
 
-def pick_tile(rows: int, splits: Splits) -> Tile:
-    """What was fastest on an H200: wide tiles where programs are few, small programs where they are many."""
-    if splits.most >= 8:
+def pick_tile(rows: int, splits: Splits, row_bytes: int) -> Tile:
+    """What was fastest on an H200: wide tiles where programs are few, small programs where they are many.
+
+    `row_bytes` are those of a key: of long ones less fits.
+    """
+    if splits.least < 1024:
         return Tile(64, 4, 2)
-    return Tile(32, 4, 3) if rows <= 128 else Tile(32, 2, 3)
+    if row_bytes > 256:
+        return Tile(32, 4, 2) if row_bytes > 512 else Tile(32, 4, 3)
+    if rows > 96:
+        return Tile(16, 1, 3)
+    return Tile(64, 2, 2) if rows > 40 else Tile(32, 4, 5)
 
 
 def _matrices(layer: Layer) -> list[Coded]:

@@ -143,7 +143,7 @@ def dequantise(w: Coded) -> Tensor:
     values = values.reshape(b, 2, 8, c * INPUTS)
     if w.gated:
         return values.transpose(0, 1).reshape(2, b * 8, -1)[:, : n // 2, :k].reshape(n, k).to(w.dtype)
-    return values.reshape(b * ROWS, -1)[:n, :k].to(w.dtype)
+    return values.reshape(b * ROWS, -1)[:n, :k].to(w.dtype).contiguous()
 
 
 def expand(w: Coded, out: Tensor) -> None:
@@ -162,17 +162,13 @@ class Tile:
     """What one program computes: blocks of outputs, and of inputs in a step; its warps divide the inputs among them.
 
     One that is `wide` has so many blocks of outputs for each of its warps, which all take the same inputs. `columns` is
-    eights of rows at once, 0: by their number. For one row `fetch` is how many blocks of inputs are on their way to the
-    second-level cache from the start, and `late` when the kernel behind may start: 0 at once, 1 with the first codes
-    under way, 2 with the last product done.
+    eights of rows at once, 0: by their number.
     """
 
     outputs: int
     inputs: int
     warps: int
     wide: bool = False
-    fetch: int = 1024
-    late: int = 0
     columns: int = 0
 
 
@@ -204,7 +200,7 @@ def product(
         fragments.one_row[(blocks,)](
             given, w.codes, w.scales, y, bias, n, K=k, KIND=w.kind, DEEP=t.inputs, GATED=w.gated, ADD=add,
             BIAS=w.bias is not None, FACTOR=factor, SCALE=scale, EVEN=k % (INPUTS * t.inputs * 8) == 0,
-            AHEAD=ahead, FETCH=t.fetch, LATE=t.late, num_warps=t.warps, **options(ahead),
+            AHEAD=ahead, num_warps=t.warps, **options(ahead),
         )  # fmt: skip
         return
     columns = columns_for(rows)

@@ -215,23 +215,17 @@ def one_row(
     x, codes, scales, y, bias, n,
     K: tl.constexpr, KIND: tl.constexpr, DEEP: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     BIAS: tl.constexpr, FACTOR: tl.constexpr, SCALE: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    FETCH: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """The same of one row of x, in fewer instructions: the matrix units' eight columns are groups of its inputs.
 
     A step is DEEP fours of blocks, a warp's own each.
     """
-    if LATE == 0:
-        follow(AHEAD)
+    follow(AHEAD)
     INPUTS: tl.constexpr = (K + 63) // 64
     WORDS: tl.constexpr = 128 if KIND == "int4" else 256
     STEP: tl.constexpr = 4 * DEEP
     block = tl.program_id(0)
     start = block.to(tl.int64) * INPUTS
-    if AHEAD and FETCH > 0:
-        fetch(codes + start * WORDS, min(FETCH, INPUTS) * WORDS * 4)
-        if KIND == "int4":
-            fetch(scales + start * 32, min(FETCH, INPUTS) * 64)
     deep = tl.arange(0, DEEP)[:, None]
     e = tl.arange(0, 128)[None, :]
     at = codes + (start + deep * 4) * WORDS + e
@@ -239,8 +233,6 @@ def one_row(
     xat = x + (deep * 4 + e // 32) * 32 + e // 4 % 4 * 8 + e // 16 % 2 * 4 + e % 4
     total = tl.zeros((DEEP, 128), tl.float32)
     a0, b0, c0, d0, a1, b1, c1, d1, s = _four(at, scale_at, xat, 0, deep, e, K, KIND, EVEN)
-    if LATE == 1:
-        follow(AHEAD)
     wait(AHEAD)
     v = _inputs(xat, 0, deep, e, K, EVEN)
     for d in range(0, INPUTS, 2 * STEP):  # two steps: what one of them loads the other computes
@@ -253,8 +245,6 @@ def one_row(
             v = _inputs(xat, d + 2 * STEP, deep, e, K, EVEN)
         begun()
         total = row_sums(total, w, e0, f0, g0, h0, e1, f1, g1, h1, t, KIND)
-    if LATE == 2:
-        follow(AHEAD)
     found = tl.sum(tl.reshape(tl.sum(total, 0), (8, 4, 4)), 1) * FACTOR  # [r, (h, -)]
     _put_row(found, block, scales, y, bias, n, KIND, GATED, ADD, BIAS, SCALE)
 

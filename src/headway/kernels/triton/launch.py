@@ -20,6 +20,13 @@ def can_go_ahead(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes of fast memory that a program may have."""
+    if device.type != "cuda":
+        return 1 << 18
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def options(ahead: bool) -> dict[str, Any]:
     """Launch options; no such word is said to Triton's interpreter."""
     return {"launch_pdl": True} if ahead else {}

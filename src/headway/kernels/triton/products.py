@@ -53,6 +53,7 @@ def row_product(
     fetch weights, before the one in front of it has ended; it still waits for its input.
     """
     n, k = y.shape[-1], weight.shape[1]
+    assert x.is_contiguous() and weight.is_contiguous()  # noqa: PT018
     t = tile or pick_tile(n, k, gated)
     _row_product[(triton.cdiv(n, t.outputs),)](
         x, weight, y, x if bias is None else bias, x if norm is None else norm.weight,

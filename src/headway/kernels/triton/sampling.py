@@ -20,7 +20,7 @@ from torch import Tensor
 NO_TOKEN = -1  # a row with NaN in it
 UNDECIDED = -2  # a row in which every allowed token has no chance: the reference decides
 PIECE = 4096  # logits that one program of the first pass looks at
-BLOCK = 4096  # logits that one program of the second pass looks at at a time
+BLOCK = 2048  # logits that one program of the second pass looks at side by side, four times that at once
 ROW, TOP_K, MASK, ASK_INTS = 0, 1, 2, 3
 TEMPERATURE, TOP_P, MIN_P, UNIFORM, ASK_FLOATS = 0, 1, 2, 3, 4
 
@@ -68,7 +68,7 @@ def choose(logits: Tensor, asks: Asks, found: Found) -> None:
     _draw[(count,)](
         logits, asks.ints, asks.floats, asks.masks, found.floats, found.ints, found.tokens,
         logits.stride(0), vocab, words, PIECES=pieces, WIDE=triton.next_power_of_2(pieces), PIECE=PIECE,
-        BLOCK=min(BLOCK, triton.next_power_of_2(vocab)), num_warps=16 if vocab > 4096 else 4,
+        BLOCK=BLOCK, SPANS=triton.next_power_of_2(triton.cdiv(vocab, 4 * BLOCK)), num_warps=16,
     )  # fmt: skip
 
 
@@ -113,6 +113,15 @@ def _scores(logits, masks, mask, i, vocab):
 
 
 @triton.jit
+def _four(logits, masks, mask, base, vocab, BLOCK: tl.constexpr):
+    """The scores of four blocks from a token on: what is asked for together comes together."""
+    i = base + tl.arange(0, BLOCK)
+    a, b = _scores(logits, masks, mask, i, vocab), _scores(logits, masks, mask, i + BLOCK, vocab)
+    c, d = _scores(logits, masks, mask, i + 2 * BLOCK, vocab), _scores(logits, masks, mask, i + 3 * BLOCK, vocab)
+    return a, b, c, d
+
+
+@triton.jit
 def _weight(s, peak, rate):
     """Weights beside the largest, which has 1; rate is 1 / temperature."""
     return tl.where(s == peak, 1.0, tl.exp((s - peak) * rate))
@@ -151,10 +160,34 @@ def _scan(
 def _beyond(line, masks, mask, level, peak, rate, vocab, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """How many scores there are above a level, or how much weight they have."""
     amount = tl.zeros((BLOCK,), tl.float32)
-    for base in range(0, vocab, BLOCK):
-        s = _scores(line, masks, mask, base + tl.arange(0, BLOCK), vocab)
-        amount += tl.where(s > level, _weight(s, peak, rate) if MASS else 1.0, 0.0)
+    for base in range(0, vocab, 4 * BLOCK):
+        a, b, c, d = _four(line, masks, mask, base, vocab, BLOCK)
+        amount += _above(a, level, peak, rate, MASS) + _above(b, level, peak, rate, MASS)
+        amount += _above(c, level, peak, rate, MASS) + _above(d, level, peak, rate, MASS)
     return tl.sum(amount.to(tl.float64), 0)
+
+
+@triton.jit
+def _above(s, level, peak, rate, MASS: tl.constexpr):
+    """1, or its weight, for every score above a level."""
+    return tl.where(s > level, _weight(s, peak, rate) if MASS else 1.0, 0.0)
+
+
+@triton.jit
+def _seen(s, level, peak, rate, amount, up, down, MASS: tl.constexpr):
+    """What is above a level so far, its smallest score, and the largest that is not above; with these scores."""
+    over = s > level
+    amount += _above(s, level, peak, rate, MASS)
+    up = tl.minimum(up, tl.where(over, s, float("inf")))
+    return amount, up, tl.maximum(down, tl.where(over, float("-inf"), s))
+
+
+@triton.jit
+def _seen_of_four(a, b, c, d, level, peak, rate, amount, up, down, MASS: tl.constexpr):
+    amount, up, down = _seen(a, level, peak, rate, amount, up, down, MASS)
+    amount, up, down = _seen(b, level, peak, rate, amount, up, down, MASS)
+    amount, up, down = _seen(c, level, peak, rate, amount, up, down, MASS)
+    return _seen(d, level, peak, rate, amount, up, down, MASS)
 
 
 @triton.jit
@@ -176,18 +209,11 @@ def _edge(line, masks, mask, low, high, goal, peak, rate, vocab, MASS: tl.conste
         up1, up2 = up0, up0
         down0 = tl.full((BLOCK,), float("-inf"), tl.float32)
         down1, down2 = down0, down0
-        for base in range(0, vocab, BLOCK):
-            s = _scores(line, masks, mask, base + tl.arange(0, BLOCK), vocab)
-            w = _weight(s, peak, rate) if MASS else 1.0
-            n0 += tl.where(s > left, w, 0.0)
-            n1 += tl.where(s > half, w, 0.0)
-            n2 += tl.where(s > right, w, 0.0)
-            up0 = tl.minimum(up0, tl.where(s > left, s, float("inf")))
-            up1 = tl.minimum(up1, tl.where(s > half, s, float("inf")))
-            up2 = tl.minimum(up2, tl.where(s > right, s, float("inf")))
-            down0 = tl.maximum(down0, tl.where(s > left, float("-inf"), s))
-            down1 = tl.maximum(down1, tl.where(s > half, float("-inf"), s))
-            down2 = tl.maximum(down2, tl.where(s > right, float("-inf"), s))
+        for base in range(0, vocab, 4 * BLOCK):
+            a, b, c, d = _four(line, masks, mask, base, vocab, BLOCK)
+            n0, up0, down0 = _seen_of_four(a, b, c, d, left, peak, rate, n0, up0, down0, MASS)
+            n1, up1, down1 = _seen_of_four(a, b, c, d, half, peak, rate, n1, up1, down1, MASS)
+            n2, up2, down2 = _seen_of_four(a, b, c, d, right, peak, rate, n2, up2, down2, MASS)
         if tl.sum(n2.to(tl.float64), 0) >= goal:
             low = tl.min(up2, 0)
         elif tl.sum(n1.to(tl.float64), 0) >= goal:
@@ -200,9 +226,16 @@ def _edge(line, masks, mask, low, high, goal, peak, rate, vocab, MASS: tl.conste
 
 
 @triton.jit
+def _kept(s, edge, peak, rate, min_p):
+    """The weights of scores above the edge that are not too small; 0 for others."""
+    w = _weight(s, peak, rate)
+    return tl.where((s > edge) & (w >= min_p), w, 0.0)
+
+
+@triton.jit
 def _draw(
     logits, ask_ints, ask_floats, masks, floats, ints, tokens, stride, vocab, words,
-    PIECES: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     ask = tl.program_id(0).to(tl.int64)
     row = tl.load(ask_ints + ask * 3)
@@ -258,27 +291,38 @@ def _draw(
                     if (top_k > 0) & (top_k < alive):
                         total = over + one * ties
                     goal = top_p * total
-                    edge = _edge(line, bits, mask, edge, peak, goal, peak, rate, vocab, True, BLOCK)
+                    before = edge
+                    edge = _edge(line, bits, mask, before, peak, goal, peak, rate, vocab, True, BLOCK)
                     over = _beyond(line, bits, mask, edge, peak, rate, vocab, True, BLOCK)
                     one = _weight(edge, peak, rate).to(tl.float64)
                     needed = tl.ceil((goal - over) / one)
-                    ties = tl.minimum(ties, tl.maximum(1.0, tl.minimum(needed, 2.0e9)).to(tl.int32))
-                kept = tl.zeros((BLOCK,), tl.float32)
-                equal = tl.zeros((BLOCK,), tl.int32)
-                for base in range(0, vocab, BLOCK):
-                    s = _scores(line, bits, mask, base + tl.arange(0, BLOCK), vocab)
-                    w = _weight(s, peak, rate)
-                    kept += tl.where((s > edge) & (w >= min_p), w, 0.0)
-                    equal += (s == edge).to(tl.int32)
-                ties = tl.minimum(ties, tl.sum(equal, 0))
+                    enough = tl.maximum(1.0, tl.minimum(needed, 2.0e9)).to(tl.int32)
+                    ties = tl.where(edge > before, enough, tl.minimum(ties, enough))
+                # How much is kept in each span of tokens says in which of them the draw ends.
+                n = tl.arange(0, SPANS)
+                kept = tl.zeros((SPANS,), tl.float64)
+                equal = tl.zeros((SPANS,), tl.int32)
+                for span in range(0, tl.cdiv(vocab, 4 * BLOCK)):
+                    s0, s1, s2, s3 = _four(line, bits, mask, span * 4 * BLOCK, vocab, BLOCK)
+                    w = _kept(s0, edge, peak, rate, min_p) + _kept(s1, edge, peak, rate, min_p)
+                    w += _kept(s2, edge, peak, rate, min_p) + _kept(s3, edge, peak, rate, min_p)
+                    at_edge = (s0 == edge).to(tl.int32) + (s1 == edge).to(tl.int32)
+                    at_edge += (s2 == edge).to(tl.int32) + (s3 == edge).to(tl.int32)
+                    kept = tl.where(n == span, tl.sum(w.to(tl.float64), 0), kept)
+                    equal = tl.where(n == span, tl.sum(at_edge, 0), equal)
                 last = _weight(edge, peak, rate)
-                goal = uniform * (tl.sum(kept.to(tl.float64), 0) + tl.where(last >= min_p, last * ties, 0.0))
-                passed = tl.zeros((), tl.float64)
-                past = 0
+                first = tl.maximum(0, tl.minimum(equal, ties - (tl.cumsum(equal, 0) - equal)))
+                kept += tl.where(last >= min_p, last * first, 0.0)
+                along = tl.cumsum(kept, 0)
+                goal = uniform * tl.max(along, 0)
+                span = tl.minimum(tl.sum((along <= goal).to(tl.int32), 0), tl.max(tl.where(kept > 0, n, 0), 0))
+                passed = tl.max(tl.where(n < span, along, 0.0), 0)
+                past = tl.sum(tl.where(n < span, equal, 0), 0)
                 token = vocab
                 final = 0
-                base = 0
-                while (base < vocab) & (token == vocab):
+                base = span * 4 * BLOCK
+                end = tl.minimum(vocab, base + 4 * BLOCK)
+                while (base < end) & (token == vocab):
                     i = base + tl.arange(0, BLOCK)
                     s = _scores(line, bits, mask, i, vocab)
                     tied = (s == edge).to(tl.int32)

@@ -1,0 +1,110 @@
+"""Products of several rows with a matrix, tile by tile on the matrix units: bias, and gate × up, in the same kernel.
+
+Of MOST rows reading the matrix is what takes time, and cuBLAS leaves some of it unused between two kernels: these start
+before the one in front has ended, with as much under way as fits. With fewer rows cuBLAS has smaller tiles.
+"""
+
+# pyright: reportIndexIssue=false, reportMissingImports=false
+# ruff: noqa: PLR0917
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway.kernels.triton.launch import follow, options, wait
+
+LEAST, MOST = 33, 64  # rows that are faster so than by cuBLAS
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows, outputs and inputs that a program multiplies at a time, and how it runs."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int = 4
+    stages: int = 4
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    tile: Tile,
+    *,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    ahead: bool = False,
+) -> None:
+    """x [T, K] times weight [N, K], plus bias [N], into y [T, N], which may be of a wider type.
+
+    With `gated` the matrix is [2N, K], gate above up, and y is silu(gate) × up.
+    """
+    (rows, k), n = x.shape, y.shape[1]
+    assert x.stride(1) == y.stride(1) == weight.stride(1) == 1
+    _product[(triton.cdiv(rows, tile.rows), triton.cdiv(n, tile.outputs))](
+        x, weight, y, x if bias is None else bias, rows, n, k, x.stride(0), weight.stride(0), y.stride(0),
+        BIAS=bias is not None, GATED=gated, FULL=rows % tile.rows == 0 and n % tile.outputs == 0,
+        BM=tile.rows, BN=tile.outputs, BK=tile.inputs, EVEN=k % tile.inputs == 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", AHEAD=ahead,
+        num_warps=tile.warps, num_stages=tile.stages, **options(ahead),
+    )  # fmt: skip
+
+
+def pick_tile(n: int, gated: bool, room: int) -> Tile:
+    """What was fastest on an H200 for MOST rows and so many outputs, in 16 bits.
+
+    `room` is the memory of a program in bytes; on a smaller device less is under way.
+    """
+    if gated:
+        tile = Tile(MOST, 128, 64)
+    elif n > 32768:
+        tile = Tile(MOST, 128, 128)
+    else:
+        tile = Tile(MOST, 64, 64, stages=8) if n > 4096 else Tile(MOST, 32, 128, stages=8)
+    stage = 2 * tile.inputs * (tile.rows + tile.outputs * (2 if gated else 1))
+    return replace(tile, stages=max(1, min(tile.stages, room // stage)))
+
+
+@triton.jit
+def _part(at, k, there, c, K, FULL: tl.constexpr, EVEN: tl.constexpr):
+    """The inputs from k on of the rows that are there. Loads without masks are faster."""
+    if FULL and EVEN:
+        return tl.load(at + k)
+    return tl.load(at + k, mask=there[:, None] & (k + c < K)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["rows", "n"])
+def _product(
+    x, weight, y, bias, rows, n, K, x_row, weight_row, y_row,
+    BIAS: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FULL: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    follow(AHEAD)
+    wait(AHEAD)
+    m, o, c = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    xs = x + m.to(tl.int64)[:, None] * x_row + c[None, :]
+    ws = weight + o.to(tl.int64)[:, None] * weight_row + c[None, :]
+    us = ws + n.to(tl.int64) * weight_row
+    total = tl.zeros((BM, BN), tl.float32)
+    up = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        a = _part(xs, k, m < rows, c, K, FULL, EVEN)
+        b = _part(ws, k, o < n, c, K, FULL, EVEN)
+        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+        if GATED:
+            b = _part(us, k, o < n, c, K, FULL, EVEN)
+            up = tl.dot(a, tl.trans(b), up, input_precision=PRECISION)
+    if BIAS:
+        total += tl.load(bias + o, mask=o < n, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        if BIAS:
+            up += tl.load(bias + n + o, mask=o < n, other=0.0).to(tl.float32)[None, :]
+        total = total / (1.0 + tl.exp(-total)) * up
+    place = y + m.to(tl.int64)[:, None] * y_row + o[None, :]
+    tl.store(place, total.to(y.dtype.element_ty), mask=(m < rows)[:, None] & (o < n)[None, :])

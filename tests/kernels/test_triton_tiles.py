@@ -1,0 +1,61 @@
+"""Products of several rows in tiles, against torch. Without a GPU the kernel runs in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from headway.kernels.mlp import gated_silu  # noqa: E402
+from headway.kernels.triton import tiles  # noqa: E402
+from headway.kernels.triton.launch import shared_memory  # noqa: E402
+from headway.kernels.triton.tiles import Tile  # noqa: E402
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
+AHEAD = [False, True] if DEVICE == "cuda" else [False]
+ROOM = shared_memory(torch.device(DEVICE))
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    bits = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[found.dtype]
+    assert float((found.double() - expected.double()).norm()) <= bits * float(expected.double().norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 1, 16), (2, 5, 16), (7, 33, 84), (40, 70, 128), (70, 48, 200)])
+def test_products_are_those_of_torch(rows: int, n: int, k: int, ahead: bool, dtype: torch.dtype) -> None:
+    x, w, bias = (draw(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(rows, k), (2 * n, k), (2 * n,)]))
+    tile = Tile(32, 16, 32, stages=2)
+    plain, gated = (torch.full((rows, n), float("nan"), device=DEVICE, dtype=dtype) for _ in range(2))
+    tiles.product(x, w[:n], plain, tile, ahead=ahead)
+    near(plain, F.linear(x.double(), w[:n].double()))
+    tiles.product(x, w[:n], plain, tile, bias=bias[:n], ahead=ahead)
+    near(plain, F.linear(x.double(), w[:n].double(), bias[:n].double()))
+    for some in (None, bias):
+        tiles.product(x, w, gated, tile, bias=some, gated=True, ahead=ahead)
+        both = F.linear(x.double(), w.double(), None if some is None else some.double())
+        near(gated, gated_silu(both, exact=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("room", [48 << 10, 99 << 10, ROOM])
+@pytest.mark.parametrize(("n", "gated"), [(4096, False), (6144, False), (33000, False), (14336, True)])
+def test_tiles_that_are_picked_fit_and_are_right(n: int, gated: bool, room: int, dtype: torch.dtype) -> None:
+    x, w = draw(50, 1024, seed=0, dtype=dtype), draw(2 * n if gated else n, 1024, seed=1, dtype=dtype) / 32
+    y = torch.empty(50, n, device=DEVICE, dtype=dtype)
+    tiles.product(x, w, y, tiles.pick_tile(n, gated, room), gated=gated, ahead=True)
+    expected = F.linear(x.float(), w.float())
+    near(y, gated_silu(expected, exact=True) if gated else expected)
