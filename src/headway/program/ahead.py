@@ -7,11 +7,10 @@ the pass has moved on with it, and goes back then.
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from headway.base.errors import ContextBusy, InvalidInput
+from headway.base.errors import ContextBusy
 from headway.base.masks import Mask
 from headway.program.constraints import Matched
 from headway.program.later import OPEN, GrammarFollower, LaterMask
@@ -23,24 +22,22 @@ from headway.runtime.streak import Streak
 if TYPE_CHECKING:
     from headway.program.context import Context
 
-# A grammar is followed ahead of the program where it leaves much open, for so many tokens in succession. Elsewhere
-# forced tokens are near, and they come sooner in one pass with the token before them.
-CALM = 8
-
 
 class Ahead:
     """At most one pass, which may repeat itself, and the masks of the grammar that binds it."""
 
-    def __init__(self, context: Context, said: Transcript, ends: frozenset[int], calm: int = 0) -> None:
+    def __init__(self, context: Context, said: Transcript, ends: frozenset[int], is_open: bool | None = None) -> None:
         self._context, self._said, self._ends = context, said, ends
         self._turn: Turn | None = None
         self._later: LaterMask | None = None  # its mask, when a grammar is followed
         self._follower: GrammarFollower | None = None  # those of a streak
-        self._calm = calm  # tokens in succession behind which the grammar left much open
+        # A grammar is followed ahead of the program where it leaves much open. Elsewhere forced tokens are near, and
+        # they come sooner in one pass with the token before them. None: look when it matters.
+        self._open = is_open
 
     def fork(self, context: Context, said: Transcript) -> Ahead:
         """Nothing is ahead of a fork; what is known of the grammar comes along."""
-        return Ahead(context, said, self._ends, self._calm)
+        return Ahead(context, said, self._ends, self._open)
 
     @property
     def is_there(self) -> bool:
@@ -72,7 +69,9 @@ class Ahead:
     def can_follow(self) -> bool:
         """Whether what binds the next token can be computed beside the device."""
         constraint = self._said.constraint
-        return constraint is None or (isinstance(constraint, Matched) and self._calm >= CALM)
+        if self._open is None:  # its mask was computed just now, for the pass that this one would follow
+            self._open = self._is_open()
+        return constraint is None or self._open
 
     def mask(self) -> LaterMask | None:
         """The mask for the pass that will be ahead, where a grammar is followed."""
@@ -160,7 +159,7 @@ class Ahead:
     def observe(self) -> None:
         """The program has one token more: whether the grammar leaves much open behind it."""
         if self._follower is None:  # else the grammar is busy elsewhere
-            self._calm = self._calm + 1 if self._is_open() else 0
+            self._open = self._is_open()
 
     def _is_open(self) -> bool:
         return isinstance(self._said.constraint, Matched) and self._said.constraint.breadth >= OPEN
@@ -175,9 +174,7 @@ class Ahead:
             turn.execution.cancel()
         if follower is not None and streak is not None:
             follower.cut(1 + streak.taken - (streak.taken > 0 and streak.last in self._ends))
-            self._calm = 0
-            with suppress(InvalidInput):  # a dead end is said when the next step is made
-                self._calm = CALM if self._is_open() else 0
+            self._open = None
 
     def undone(self) -> None:
         """The pass before it was undone, and it went with that: so does the grammar."""
