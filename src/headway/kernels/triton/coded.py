@@ -197,9 +197,10 @@ def product(
     scale = INNER if y.dtype == torch.float16 else 1.0
     if alone and rows == 1 and x.is_cuda:
         t = tile or pick_row_tile(w.kind, blocks, deep)
+        step = 4 * INPUTS * t.inputs
         fragments.one_row[(blocks,)](
             given, w.codes, w.scales, y, bias, n, K=k, KIND=w.kind, DEEP=t.inputs, GATED=w.gated, ADD=add,
-            BIAS=w.bias is not None, FACTOR=factor, SCALE=scale, EVEN=k % (INPUTS * t.inputs * 8) == 0,
+            BIAS=w.bias is not None, FACTOR=factor, SCALE=scale, EVEN=k == step or k % (2 * step) == 0,
             AHEAD=ahead, num_warps=t.warps, **options(ahead),
         )  # fmt: skip
         return
@@ -235,4 +236,6 @@ def pick_row_tile(kind: Kind, blocks: int, deep: int) -> Tile:
         return Tile(1, warps, warps)
     if deep > 128:
         return Tile(1, 8, 8)
-    return Tile(1, 4, 2) if kind == "int4" and blocks > 1024 else Tile(1, 8, 4)
+    if blocks > 1024:
+        return Tile(1, 4, 2) if kind == "int4" else Tile(1, 4, 4) if blocks > 4096 else Tile(1, 2, 2)
+    return Tile(1, 16, 4) if kind == "int4" or blocks <= 256 else Tile(1, 8, 4)

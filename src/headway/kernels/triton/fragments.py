@@ -235,16 +235,19 @@ def one_row(
     a0, b0, c0, d0, a1, b1, c1, d1, s = _four(at, scale_at, xat, 0, deep, e, K, KIND, EVEN)
     wait(AHEAD)
     v = _inputs(xat, 0, deep, e, K, EVEN)
-    for d in range(0, INPUTS, 2 * STEP):  # two steps: what one of them loads the other computes
-        e0, f0, g0, h0, e1, f1, g1, h1, t = _four(at, scale_at, xat, d + STEP, deep, e, K, KIND, EVEN)
-        w = _inputs(xat, d + STEP, deep, e, K, EVEN)
-        begun()
+    if INPUTS <= STEP:
         total = row_sums(total, v, a0, b0, c0, d0, a1, b1, c1, d1, s, KIND)
-        if d + 2 * STEP < INPUTS:
-            a0, b0, c0, d0, a1, b1, c1, d1, s = _four(at, scale_at, xat, d + 2 * STEP, deep, e, K, KIND, EVEN)
-            v = _inputs(xat, d + 2 * STEP, deep, e, K, EVEN)
-        begun()
-        total = row_sums(total, w, e0, f0, g0, h0, e1, f1, g1, h1, t, KIND)
+    else:
+        for d in range(0, INPUTS, 2 * STEP):  # two steps: what one of them loads the other computes
+            e0, f0, g0, h0, e1, f1, g1, h1, t = _four(at, scale_at, xat, d + STEP, deep, e, K, KIND, EVEN)
+            w = _inputs(xat, d + STEP, deep, e, K, EVEN)
+            begun()
+            total = row_sums(total, v, a0, b0, c0, d0, a1, b1, c1, d1, s, KIND)
+            if d + 2 * STEP < INPUTS:
+                a0, b0, c0, d0, a1, b1, c1, d1, s = _four(at, scale_at, xat, d + 2 * STEP, deep, e, K, KIND, EVEN)
+                v = _inputs(xat, d + 2 * STEP, deep, e, K, EVEN)
+            begun()
+            total = row_sums(total, w, e0, f0, g0, h0, e1, f1, g1, h1, t, KIND)
     found = tl.sum(tl.reshape(tl.sum(total, 0), (8, 4, 4)), 1) * FACTOR  # [r, (h, -)]
     _put_row(found, block, scales, y, bias, n, KIND, GATED, ADD, BIAS, SCALE)
 
