@@ -45,6 +45,8 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # what an engine before has left
+    torch.cuda.empty_cache()
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
 
 
