@@ -1,6 +1,6 @@
 """Drawing tokens on the device: how samplers draw, which masks bind them, and the tokens, one small copy back.
 
-Owned by the reader, used by the worker thread alone. What is uploaded waits for its last copy before it is filled.
+Owned by the reader, used by the worker thread alone.
 """
 
 from __future__ import annotations
@@ -88,10 +88,7 @@ class CudaDraws:
         count, ways = len(rows), [self.way(r.what) for r in readouts]
         size = padded(count)
         assert size is not None
-        self._ints.wait()
-        self._floats.wait()
-        ints = self._ints.host[: size * ASK_INTS].reshape(size, ASK_INTS)
-        floats = self._floats.host[: size * ASK_FLOATS].reshape(size, ASK_FLOATS)
+        ints, floats = np.zeros((size, ASK_INTS), np.int32), np.zeros((size, ASK_FLOATS))
         ints[count:, 0] = -1
         ints[:count, 0] = rows
         ints[:count, 1] = [way.top_k for way in ways]
@@ -102,8 +99,8 @@ class CudaDraws:
                 np.array(n, np.uint64) for n in zip(*((r.seed, r.ordinal) for r in readouts), strict=True)
             )
             floats[:count, 3] = uniforms(seeds, positions.astype(np.uint64), ordinals)
-        self._ints.send(size * ASK_INTS)
-        self._floats.send(size * ASK_FLOATS)
+        self._ints.put(ints)
+        self._floats.put(floats)
         return size
 
     def way(self, what: object) -> Way:

@@ -283,12 +283,9 @@ class CudaReader:
         count, size = len(rows), padded(len(rows))
         assert size is not None
         self._grow(size)
-        logits, h, upload = self._out[:size], self._h[:size], self._rows
-        upload.wait()
-        upload.host[:count] = rows
-        upload.host[count:size] = 0
-        upload.send(size)
-        chosen = upload.device[:size]
+        logits, h = self._out[:size], self._h[:size]
+        self._rows.put(np.pad(np.array(rows, np.int32), (0, size - count)))
+        chosen = self._rows.device[:size]
         self._graphs.run(("head", size, x.data_ptr()), lambda: self.model.head(x, chosen, h, logits))
         return logits[:count]
 

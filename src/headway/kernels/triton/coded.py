@@ -142,7 +142,7 @@ def dequantise(w: Coded) -> Tensor:
     n, k = w.shape
     values = values.reshape(b, 2, 8, c * INPUTS)
     if w.gated:
-        return values.transpose(0, 1).reshape(2, b * 8, -1)[:, : n // 2, :k].reshape(n, k).to(w.dtype)
+        return values.transpose(0, 1).reshape(2, b * 8, -1)[:, : n // 2, :k].reshape(n, k).to(w.dtype).contiguous()
     return values.reshape(b * ROWS, -1)[:n, :k].to(w.dtype).contiguous()
 
 
@@ -185,7 +185,7 @@ def product(
 ) -> None:
     """factor × x [R, K] float16 times the matrix into y [R, N], or onto it with `add`; silu(gate) × up of a gated one.
 
-    What goes into float16 (y, where it is) is INNER times itself. A row of y depends on its row of x alone,
+    What a gated one gives in float16 is INNER times itself. A row of y depends on its row of x alone,
     to the bit if it is not `alone`: one row has a quicker way, which sums in another order.
     """
     (rows, k), n = x.shape, y.shape[1]
@@ -194,7 +194,7 @@ def product(
     assert y.is_contiguous()
     blocks, deep = w.codes.shape[:2]
     given, bias = (x.view(torch.int32) if x.is_cuda else x), x if w.bias is None else w.bias
-    scale = INNER if y.dtype == torch.float16 else 1.0
+    scale = INNER if w.gated and y.dtype == torch.float16 else 1.0
     if alone and rows == 1 and x.is_cuda:
         t = tile or pick_row_tile(w.kind, blocks, deep)
         step = 4 * INPUTS * t.inputs
