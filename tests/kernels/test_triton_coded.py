@@ -247,3 +247,15 @@ def test_many_rows_are_the_same_through_floats(kind: Kind, monkeypatch: pytest.M
     with hw.Engine(decoder, pages=32) as engine:
         whole, cut = engine.run(pieces, []), engine.run(pieces, [3])
     assert np.abs(whole - cut).max() <= 2e-3 * np.abs(whole).max()
+
+
+@KINDS
+def test_a_model_of_float16_is_near_one_of_float32(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_NATIVE", "triton")
+    found = []
+    for dtype in ("float16", "float32"):
+        decoder = random_model("llama", device=DEVICE, dtype=dtype, hidden_size=96, intermediate_size=96, layers=1)
+        with hw.Engine(in_codes(decoder, kind), pages=16) as engine:
+            found.append(engine.run(logits, [[1, 2, 3], [4]]))
+    for one, other in zip(*found, strict=True):
+        assert np.abs(one - other).mean() <= 0.05 * other.std()
