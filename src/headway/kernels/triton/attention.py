@@ -11,7 +11,6 @@ Query heads that share a key head are rows of one product. A tile of slots that 
 page that is not there (0 in the table) is never attended to.
 """
 
-# pyright: reportIndexIssue=false, reportMissingImports=false, reportPossiblyUnboundVariable=false
 # ruff: noqa: PLR0915, PLR0917
 from __future__ import annotations
 

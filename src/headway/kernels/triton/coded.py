@@ -12,7 +12,6 @@ each of 32 lanes. Lane 4r + q has the inputs 16q … 16q + 15 of outputs r and r
 A product with up to FEW rows reads the codes (`product`); more rows are worth writing the matrix out first (`expand`).
 """
 
-# pyright: reportIndexIssue=false, reportMissingImports=false
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -7,7 +7,6 @@ lie side by side is the layout in which Triton loads them, 16 bytes at once. The
 and sums the same products one by one.
 """
 
-# pyright: reportIndexIssue=false, reportMissingImports=false, reportPossiblyUnboundVariable=false
 # ruff: noqa: PLR0917
 from __future__ import annotations
 

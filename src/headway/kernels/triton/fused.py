@@ -4,7 +4,6 @@ All compute in float32 and round once, to the dtype of what they write; the torc
 after every operation.
 """
 
-# pyright: reportIndexIssue=false, reportMissingImports=false, reportPossiblyUnboundVariable=false
 # ruff: noqa: PLR0917
 from __future__ import annotations
 

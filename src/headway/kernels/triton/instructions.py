@@ -12,7 +12,6 @@ For one row it is one instruction: the bits alone are a subnormal number, code Ã
 exactly. What a code has too much, 8 or 128, is then taken off by a product of the same inputs with a constant A.
 """
 
-# pyright: reportIndexIssue=false, reportMissingImports=false
 # ruff: noqa: PLR0917
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ that the next one may come (`follow`), fetches what nobody computes, weights abo
 touches what the kernels in front compute. All of its blocks wait, so whatever comes after it finds everything done.
 """
 
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any

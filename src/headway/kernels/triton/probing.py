@@ -8,7 +8,6 @@ Pieces are put together by the host, in float64 (`combined`). The meaning is tha
 depends on other rows.
 """
 
-# pyright: reportIndexIssue=false, reportMissingImports=false, reportPossiblyUnboundVariable=false
 # ruff: noqa: PLR0124, PLR0917
 from __future__ import annotations
 

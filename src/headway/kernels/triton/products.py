@@ -4,7 +4,7 @@ cuBLAS does better with many rows; for one it leaves a fifth of the bandwidth of
 ones unused.
 """
 
-# pyright: reportIndexIssue=false, reportMissingImports=false, reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false
 # ruff: noqa: PLR0917
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ applied to the row before (`adjust`). Thresholds are found by halving the span b
 row, never by sorting. Nothing depends on other rows.
 """
 
-# pyright: reportIndexIssue=false, reportMissingImports=false, reportPossiblyUnboundVariable=false
 # ruff: noqa: PLR0124, PLR0915, PLR0917
 from __future__ import annotations
 

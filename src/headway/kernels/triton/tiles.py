@@ -4,7 +4,6 @@ Of MOST rows reading the matrix is what takes time, and cuBLAS leaves some of it
 before the one in front has ended, with as much under way as fits. With fewer rows cuBLAS has smaller tiles.
 """
 
-# pyright: reportIndexIssue=false, reportMissingImports=false
 # ruff: noqa: PLR0917
 from __future__ import annotations
 
