@@ -360,10 +360,12 @@ def pick_tile(rows: int, splits: Splits, row_bytes: int) -> Tile:
 
     `row_bytes` are those of a key: of long ones less fits.
     """
+    if row_bytes > 512:
+        return Tile(32, 4, 2)
     if splits.least < 1024:
         return Tile(64, 4, 2)
     if row_bytes > 256:
-        return Tile(32, 4, 2) if row_bytes > 512 else Tile(32, 4, 3)
+        return Tile(32, 4, 3)
     if rows > 96:
         return Tile(16, 1, 3)
     return Tile(64, 2, 2) if rows > 40 else Tile(32, 4, 5)
