@@ -100,7 +100,7 @@ MISTAKES = [
         ((*command, "--memory-fraction", given), words)
         for command in (("run", "hi"), ("chat",), ("serve",), ("lab",), ("bench", "decode"), ("bench", "serve"))
         for given, words in (
-            ("0", "--memory-fraction is 0; it takes a number above 0 and up to 1"),
+            ("0", "--memory-fraction is 0.0; it takes a number above 0 and up to 1"),
             ("1.5", "--memory-fraction is 1.5; it takes"),
             ("-0.1", "--memory-fraction is -0.1; it takes"),
             ("most", "'most' is not a number"),

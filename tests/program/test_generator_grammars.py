@@ -301,3 +301,21 @@ def test_a_document_that_max_tokens_cut_goes_on_to_a_valid_end(words: hw.Engine)
             jsonschema.validate(whole, schema)
 
     words.run(program)
+
+
+@pytest.mark.parametrize("more", [{}, {"probe": hw.Logits()}])
+def test_a_dead_end_is_said_again_to_whoever_asks_again(smollm2: hw.Engine, more: dict[str, Any]) -> None:
+    """Behind the letter t only a special token may come, which no text can write."""
+    grammar = hw.Grammar.lark('start: /[^t]*/ "t" <|im_end|>')
+
+    async def program(engine: hw.Engine) -> None:
+        async with engine.context() as ctx:
+            generation = ctx.fill("A:").generate(hw.Multinomial(seed=1), max_tokens=300, constrain=grammar, **more)
+            with pytest.raises(hw.InvalidInput, match="allows nothing"):
+                async for _ in generation:
+                    pass
+            with pytest.raises(hw.InvalidInput, match="allows nothing"):
+                await anext(generation)
+            assert ctx.tokens[-len(generation.generated) :] == generation.generated
+
+    smollm2.run(program)

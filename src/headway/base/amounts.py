@@ -18,6 +18,5 @@ def check_fraction(fraction: float | None, name: str = "memory_fraction") -> flo
     if fraction is None:
         return None
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
-        told = f"{fraction:g}" if isinstance(fraction, float) else repr(fraction)
-        raise InvalidInput(f"{name} is {told}; it takes a number above 0 and up to 1")
+        raise InvalidInput(f"{name} is {fraction!r}; it takes a number above 0 and up to 1")
     return float(fraction)

@@ -174,7 +174,7 @@ class Ahead:
             turn.execution.cancel()
         if follower is not None and streak is not None:
             follower.cut(1 + streak.taken - (streak.taken > 0 and streak.last in self._ends))
-            self._open = None
+        self._open = None
 
     def undone(self) -> None:
         """The pass before it was undone, and it went with that: so does the grammar."""

@@ -397,9 +397,16 @@ class Generation:
         if token in self._ids:
             self._retract(None)
             return self._end(self._reason(token), Step((), "", probes))
-        self._said.add(token, accepted=self._ahead.accepts())
-        self._ahead.observe()
-        if not self._ahead.is_there or self._said.stopped or self._is_finished:
+        kept = None
+        try:
+            self._said.add(token, accepted=self._ahead.accepts())
+            kept = token
+            self._ahead.observe()
+            alone = not self._ahead.is_there or self._said.stopped or self._is_finished
+        except BaseException:  # the grammar has come to nothing: whoever asks again is told so again
+            self._retract(kept)
+            raise
+        if alone:
             self._retract(token)
         else:
             self._context.retract = self._come_back
