@@ -22,22 +22,24 @@ from headway.runtime.streak import Streak
 if TYPE_CHECKING:
     from headway.program.context import Context
 
+# A grammar is followed ahead of the program where it leaves much open: from the start, or for so many tokens in
+# succession. Elsewhere forced tokens are near, and they come sooner in one pass with the token before them.
+CALM = 8
+
 
 class Ahead:
     """At most one pass, which may repeat itself, and the masks of the grammar that binds it."""
 
-    def __init__(self, context: Context, said: Transcript, ends: frozenset[int], is_open: bool | None = None) -> None:
+    def __init__(self, context: Context, said: Transcript, ends: frozenset[int], calm: int | None = None) -> None:
         self._context, self._said, self._ends = context, said, ends
         self._turn: Turn | None = None
         self._later: LaterMask | None = None  # its mask, when a grammar is followed
         self._follower: GrammarFollower | None = None  # those of a streak
-        # A grammar is followed ahead of the program where it leaves much open. Elsewhere forced tokens are near, and
-        # they come sooner in one pass with the token before them. None: look when it matters.
-        self._open = is_open
+        self._calm = calm  # tokens in succession behind which the grammar left much open; None: look when it matters
 
     def fork(self, context: Context, said: Transcript) -> Ahead:
         """Nothing is ahead of a fork; what is known of the grammar comes along."""
-        return Ahead(context, said, self._ends, self._open)
+        return Ahead(context, said, self._ends, self._calm)
 
     @property
     def is_there(self) -> bool:
@@ -69,9 +71,11 @@ class Ahead:
     def can_follow(self) -> bool:
         """Whether what binds the next token can be computed beside the device."""
         constraint = self._said.constraint
-        if self._open is None:  # its mask was computed just now, for the pass that this one would follow
-            self._open = self._is_open()
-        return constraint is None or self._open
+        if constraint is None:
+            return True
+        if self._calm is None:  # its mask was computed just now, for the pass that this one would follow
+            self._calm = CALM if self._is_open() else 0
+        return self._calm >= CALM
 
     def mask(self) -> LaterMask | None:
         """The mask for the pass that will be ahead, where a grammar is followed."""
@@ -159,7 +163,7 @@ class Ahead:
     def observe(self) -> None:
         """The program has one token more: whether the grammar leaves much open behind it."""
         if self._follower is None:  # else the grammar is busy elsewhere
-            self._open = self._is_open()
+            self._calm = (self._calm or 0) + 1 if self._is_open() else 0
 
     def _is_open(self) -> bool:
         return isinstance(self._said.constraint, Matched) and self._said.constraint.breadth >= OPEN
@@ -174,7 +178,7 @@ class Ahead:
             turn.execution.cancel()
         if follower is not None and streak is not None:
             follower.cut(1 + streak.taken - (streak.taken > 0 and streak.last in self._ends))
-        self._open = None
+            self._calm = None
 
     def undone(self) -> None:
         """The pass before it was undone, and it went with that: so does the grammar."""

@@ -7,6 +7,7 @@ taken again in an ordinary turn, where it shows whose fault it is. Used by the w
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from headway.runtime.edits import carry_out
 from headway.runtime.fleet import Fleet, Flight
 from headway.runtime.runner import RowRunner, RowStep
 from headway.runtime.turn import Turns
+
+SWITCH = 0.0005  # seconds that a program may keep the interpreter while a flight is on its way
 
 
 class Landed(NamedTuple):
@@ -43,6 +46,7 @@ class Flights:
         self._fleet, self._turns, self._runner, self._lock = fleet, turns, runner, lock
         self._edit, self._beside = edit, beside
         self._flight: tuple[Flight, RowStep] | None = None
+        self._interval: float | None = None  # Python's own, while it is SWITCH
 
     @property
     def flying(self) -> Flight | None:
@@ -76,7 +80,19 @@ class Flights:
         if self._flight is not None and (alone or not self._beside):
             last, self._flight = self._flight, None
             landed += self._landed(*last, start)
+        self._share()
         return landed
+
+    def _share(self) -> None:
+        """The device must not wait for the worker while programs take tokens; else they may queue many passes first."""
+        if (self._flight is None) == (self._interval is None):
+            return
+        if self._interval is None:
+            self._interval = sys.getswitchinterval()
+            sys.setswitchinterval(min(self._interval, SWITCH))
+        else:
+            sys.setswitchinterval(self._interval)
+            self._interval = None
 
     def _started(self, flight: Flight, edits: tuple[Edit, ...]) -> RowStep | None:
         """Set the device to work on a flight; None when that failed."""

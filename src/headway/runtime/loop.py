@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import queue
-import sys
 import threading
 import time
 from collections import deque
@@ -34,7 +33,6 @@ from headway.runtime.streak import Streak
 from headway.runtime.supply import Supply
 from headway.runtime.turn import Turn, Turns, late
 
-SWITCH = 0.0005  # seconds that a program may keep the interpreter, where the device would wait for the worker
 GATHER = 0.02  # seconds at most to wait for programs to come back after a step, and never longer than the step took
 GATHER_SHARE = 0.1  # of the step's own time: when nobody comes back for so long, the rest are busy with something else
 
@@ -67,8 +65,6 @@ class Loop:
         rows = runner if isinstance(runner, RowRunner) else None
         self._fleet = Fleet(self._queue, self.supply, budget, rows, plain=not positions, trim=trim)
         beside = self._begin is not None
-        if beside:
-            sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH))
         self._flights = Flights(self._fleet, self._turns, rows, self.lock, self._do, beside=beside)
         self.counters = self._turns.counters
         self._orders = itertools.count()
