@@ -30,7 +30,7 @@ inline double exp_below(double x) {
   p = p * r + 0.5;
   p = p * r + 1.0;
   p = p * r + 1.0;
-  int64_t bits;
+  uint64_t bits;
   std::memcpy(&bits, &shifted, 8);
   bits = (bits + 1023) << 52;  // 2^n; n lies in the low bits of `shifted`
   double power;
