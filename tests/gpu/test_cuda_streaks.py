@@ -52,6 +52,13 @@ def test_contexts_can_be_changed_between_steps(engine: hw.Engine, seed: int) -> 
     engine.run(abandoned, seed)
 
 
+@pytest.mark.slow
+def test_minutes_of_random_operations(engine: hw.Engine) -> None:
+    for seed in range(1000, 1120):
+        engine.run(steered, seed)
+        engine.run(abandoned, seed)
+
+
 def test_where_pages_are_short_contexts_are_set_aside() -> None:
     with hw.Engine(random_model(device="cuda"), device="cuda", pages=14) as engine:
         engine.run(alike)

@@ -145,7 +145,10 @@ async def rows_of(engine: hw.Engine, prompt: list[int], cuts: list[int]) -> list
         return found
 
 
-@pytest.mark.parametrize("family", FAMILIES if DEVICE == "cuda" else FAMILIES[:1])
+@pytest.mark.parametrize(
+    "family",
+    [FAMILIES[0], *(pytest.param(f, marks=() if DEVICE == "cuda" else pytest.mark.slow) for f in FAMILIES[1:])],
+)
 def test_deterministic_rows_have_the_same_bits_in_any_step(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_NATIVE", "triton")
     prompts = [tokens(n, n) for n in (3, 21, 34)]

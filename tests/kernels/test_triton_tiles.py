@@ -50,7 +50,8 @@ def test_products_are_those_of_torch(rows: int, n: int, k: int, ahead: bool, dty
         near(gated, gated_silu(both, exact=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.skipif(DEVICE == "cpu", reason="tiles are picked for 16 bits and a device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("room", [48 << 10, 99 << 10, ROOM])
 @pytest.mark.parametrize(("n", "gated"), [(4096, False), (6144, False), (33000, False), (14336, True)])
 def test_tiles_that_are_picked_fit_and_are_right(n: int, gated: bool, room: int, dtype: torch.dtype) -> None:

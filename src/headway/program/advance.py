@@ -82,7 +82,12 @@ def _tried(work: Callable[[], Result]) -> Result | HeadwayError:
     except HeadwayError as error:
         return error
     except BaseException as error:  # a fault of ours, or of the compiler's; the other rows go on
-        return Closed(f"the mask was not computed after an internal error: {error!r}")
+        return fault(error)
+
+
+def fault(error: BaseException) -> Closed:
+    """What becomes of a mask when something went wrong that is nobody's grammar."""
+    return Closed(f"the mask was not computed after an internal error: {error!r}")
 
 
 @cache

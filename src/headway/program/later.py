@@ -19,7 +19,7 @@ import numpy as np
 
 from headway.base.errors import Closed, HeadwayError
 from headway.base.masks import logit_mask
-from headway.program.advance import accept_all, masks_of
+from headway.program.advance import accept_all, fault, masks_of
 from headway.program.constraints import Matched
 
 OPEN = 0.25  # the share of the vocabulary below which tokens without a choice are near
@@ -134,7 +134,7 @@ def compute(masks: Sequence[LaterMask]) -> None:
             mask.find(found)
     except BaseException as error:  # a fault of ours: nobody may be left waiting
         for mask in masks:
-            mask.find(Closed(f"the mask was not computed after an internal error: {error!r}"))
+            mask.find(fault(error))
     finally:
         for mask in masks:
             mask.done = True

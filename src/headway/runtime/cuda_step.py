@@ -208,7 +208,7 @@ class CudaModel:
 
     def _multiplied(self, rows: int, room: Buffers) -> int:
         """How many rows products take: a whole tile of them where that is faster, the last ones in vain."""
-        if tiles.LEAST <= rows <= tiles.MOST <= room.rows and self._in_tiles(tiles.MOST) and not self.coded:
+        if tiles.LEAST <= rows <= tiles.MOST <= room.rows and self._in_tiles(tiles.MOST):
             return tiles.MOST
         return rows
 
@@ -266,23 +266,26 @@ class CudaModel:
 
     def _gate_times_up(self, h: Tensor, w: Linear, room: Buffers) -> None:
         gate_up, inner = room.gate_up[: len(h)], room.inner[: len(h)]
-        if self._in_tiles(len(h)) and not isinstance(w, Coded):
-            tile = tiles.pick_tile(inner.shape[1], True, self._shared)
-            tiles.product(h, w.weight, inner, tile, bias=w.bias, gated=True, ahead=self.ahead)
+        if self._in_tiles(len(h)):
+            self._tiled(h, w.weight, inner, w.bias, gated=True)
         else:
             self._linear(h, w, gate_up)
             fused.gated(gate_up, inner, ahead=self.ahead)
 
     def _in_tiles(self, rows: int) -> bool:
         """Whether products of so many rows are ours; cuBLAS does better with others, and in float32."""
-        return rows == tiles.MOST and not self.deterministic and self.dtype != torch.float32
+        own_ways = self.coded or self.deterministic
+        return rows == tiles.MOST and not own_ways and self.dtype != torch.float32
+
+    def _tiled(self, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> None:
+        tile = tiles.pick_tile(y.shape[1], gated, self._shared)
+        tiles.product(x, weight, y, tile, bias=bias, gated=gated, ahead=self.ahead)
 
     def _linear(self, x: Tensor, w: Linear, y: Tensor) -> None:
         if self.deterministic:
             exact.product(x, w.weight, y, bias=w.bias, tile=self._exact(len(x)), ahead=self.ahead)
-        elif self._in_tiles(len(x)) and not isinstance(w, Coded):
-            tile = tiles.pick_tile(y.shape[1], False, self._shared)
-            tiles.product(x, w.weight, y, tile, bias=w.bias, ahead=self.ahead)
+        elif self._in_tiles(len(x)):
+            self._tiled(x, w.weight, y, w.bias)
         elif w.bias is None:
             torch.mm(x, self._dense(w).t(), out=y)
         else:
@@ -336,8 +339,7 @@ class CudaModel:
         if len(h) == 1:
             row_product(h[0], d.output, logits[0], ahead=self.ahead)
         elif self._in_tiles(len(h)):
-            tile = tiles.pick_tile(len(d.output), False, self._shared)
-            tiles.product(h, d.output, logits, tile, ahead=self.ahead)
+            self._tiled(h, d.output, logits)
         elif self.dtype == torch.float32:
             torch.mm(h, d.output.t(), out=logits)
         else:
