@@ -24,5 +24,5 @@ def test_disks_and_wires_are_counted_in_powers_of_1000(count: float, text: str) 
 
 def test_a_share_is_above_0_and_up_to_1() -> None:
     assert [check_fraction(f) for f in (None, 0.5, 1)] == [None, 0.5, 1.0]
-    with pytest.raises(InvalidInput, match=r"^--share is 0; it takes a number above 0 and up to 1$"):
+    with pytest.raises(InvalidInput, match=r"^--share is 0\.0; it takes a number above 0 and up to 1$"):
         check_fraction(0.0, "--share")

@@ -37,12 +37,10 @@ STOPS = [list(range(7, V, 12)), [], []]  # about one token in twelve ends a gene
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_heap() -> Iterator[None]:
+def small_heap() -> None:
     """A rule collects garbage: it need not look at what other modules have made."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @dataclass(eq=False)

@@ -1,6 +1,7 @@
 """Chat templates: the same text as transformers renders, nothing outside the sandbox, and an end to every rendering."""
 
 import enum
+import gc
 import json
 import time
 
@@ -441,6 +442,25 @@ def test_limits_are_named():
         template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", seconds=0.05).render(
             CHAT
         )
+
+
+def test_garbage_of_others_is_not_collected_in_a_templates_time() -> None:
+    """After much was imported a whole collection can take longer than a rendering may."""
+
+    def collecting(_phase: str, _info: dict[str, int]) -> None:
+        end = time.thread_time() + 0.03
+        while time.thread_time() < end:
+            pass
+
+    render = template("{% for i in range(500) %}{{ [i] }}{% endfor %}", seconds=0.05).render
+    kept = gc.get_threshold()
+    gc.callbacks.append(collecting)
+    gc.set_threshold(5)
+    try:
+        assert render([]).startswith("[0][1][2]")
+    finally:
+        gc.set_threshold(*kept)
+        gc.callbacks.remove(collecting)
 
 
 def test_long_conversations_are_rendered():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import BadModelFile, TemplateError, WrongType
+from headway.base.uncollected import uncollected
 
 if TYPE_CHECKING:
     import jinja2
@@ -107,9 +108,11 @@ class ChatTemplate:
         from headway.text import sandbox
 
         limits = self.limits
-        meter = sandbox.Meter(seconds=limits.seconds, work=limits.work, size=limits.output_chars)
         try:
-            return sandbox.render(self._compile(source), values, meter, limits.output_chars)
+            template = self._compile(source)
+            meter = sandbox.Meter(seconds=limits.seconds, work=limits.work, size=limits.output_chars)
+            with uncollected():  # whose garbage it is cannot be known; the time would be the template's
+                return sandbox.render(template, values, meter, limits.output_chars)
         except sandbox.RaisedByTemplate as error:
             raise TemplateError(f"the chat template refuses these messages: {error}") from error
         except sandbox.Exceeded as error:

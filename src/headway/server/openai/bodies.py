@@ -6,7 +6,6 @@ character, as an escape) before anything meets it that cannot encode it.
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import sys
@@ -17,6 +16,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.datastructures import MutableHeaders
 
+from headway.base.uncollected import uncollected
 from headway.server.errors import ApiError, bad_request
 from headway.server.settings import Settings
 
@@ -30,13 +30,9 @@ class JsonRequest(Request):
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
-            body, collects = await self.body(), gc.isenabled()
-            gc.disable()
-            try:
+            body = await self.body()
+            with uncollected():
                 self._json = json.loads(body.decode())
-            finally:
-                if collects:
-                    gc.enable()
         return self._json
 
 
