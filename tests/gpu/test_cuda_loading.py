@@ -19,8 +19,9 @@ import torch
 import headway as hw
 from headway.base import notes
 from headway.models.decoder import Decoder
-from headway.models.gguf import KINDS, Kind, Span, map_file, unmap
+from headway.models.gguf import KINDS, Kind
 from headway.models.load import load_model
+from headway.models.mapped import Span, map_file, unmap
 from headway.models.staging import Staging
 from headway.runtime.memory import FRACTION
 from headway.testing import random_model

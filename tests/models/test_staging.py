@@ -15,9 +15,10 @@ from torch import Tensor
 
 import headway as hw
 from headway.models.decoder import Decoder
-from headway.models.gguf import KINDS, Kind, Span, map_file, unmap
+from headway.models.gguf import KINDS, Kind
 from headway.models.layers import Layer, Linear
 from headway.models.load import load_model
+from headway.models.mapped import Span, map_file, unmap
 from headway.models.staging import Staging, chunks
 from support.gguf_files import ARCHS, write_gguf
 from support.hf import VARIANTS, random_hf, save_hf

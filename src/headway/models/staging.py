@@ -20,7 +20,8 @@ from torch import Tensor
 
 from headway.base.errors import Unsupported
 from headway.models.dequant import FLOATS, decode, may_overflow, store
-from headway.models.gguf import KINDS, Kind, Span
+from headway.models.gguf import KINDS, Kind
+from headway.models.mapped import Span
 
 SIZE = 64 << 20  # bytes of one buffer
 VALUES = 1 << 22  # numbers that are converted at once on the device

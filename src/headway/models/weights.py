@@ -21,7 +21,8 @@ import torch
 
 from headway.base.errors import BadModelFile, Closed, InvalidInput, ModelNotFound, Unsupported
 from headway.models.dequant import FLOATS, as_floats, convert_floats, dequantize
-from headway.models.gguf import GgufFile, Span, map_file, short, unmap
+from headway.models.gguf import GgufFile
+from headway.models.mapped import Span, map_file, short, unmap
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
