@@ -682,6 +682,19 @@ def test_the_limit_of_positions_ends_it_as_steps_by_hand_do(kind: type[Rowed], l
             assert engine.run(program, prompt, followed) == engine.run(program, prompt, by_hand)
 
 
+def test_whatever_a_streak_holds_is_given_back_before_its_next_token(hand: Both) -> None:
+    """Pages that it was to come back into included, should it ever go on with some."""
+    twin, _ = begun(hand, [1, 2, 3])
+    rest(hand)
+    loop, pool = hand.engine.loop, hand.engine.allocator
+    (job,) = loop.jobs()
+    with hand.engine.lock:
+        job.pages, job.back = pool.take(1), pool.take(2)
+        loop._turns.renew(job)
+        assert (job.base, job.pages, job.back) == (twin.context.table.length, [], [])
+    check_engine(hand.engine)
+
+
 def test_nobody_is_woken_for_tokens_that_wait(hand: Both) -> None:
     twin, _ = begun(hand, [1, 2, 3])
     take(hand, twin, 3)

@@ -120,7 +120,7 @@ class Job:
         self.waited_before, self.waited = self.waited_before + self.waited, 0
 
     def reset(self) -> None:
-        """Back to the start; what it held is the caller's to give back."""
+        """Back to the start; `Supply.give_back` alone calls this, once it has given back what the job held."""
         self.done = self.replayed = self.hits = 0
         self.started, self.replay, self.chunk = False, None, None
         self.pages, self.back, self.keys = [], [], []

@@ -114,8 +114,7 @@ class Turns:
         """The next token of a streak, as an ordinary pass."""
         assert job.streak is not None
         table = job.table
-        self._supply.allocator.drop(job.pages)
-        job.reset()
+        self._supply.give_back(job)
         job.base, job.work = table.length, job.streak.pass_for(table)
         job.kept_pages = needed_pages(job.work, job.base, table.page_size) if self._trim else None
 
