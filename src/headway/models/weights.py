@@ -1,21 +1,18 @@
 """A model's tensors by name, from a folder of safetensors or a GGUF file.
 
-Owns the safetensors header and index and their checks, and the way from stored bytes to a tensor on a device. Files are
-mapped, never read whole: loading makes the tensor that was asked for and a chunk of temporaries, or no copy at all.
-It never runs a pickle and knows nothing of what the names mean.
+Owns the way from a name to stored bytes, and from those to a tensor on a device. Files are mapped, never read whole:
+loading makes the tensor that was asked for and a chunk of temporaries, or no copy at all. It never reads a header
+(`gguf` and `safetensors` do), never runs a pickle and knows nothing of what the names mean.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, NoReturn, Protocol, TypeVar
+from types import TracebackType
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -23,23 +20,7 @@ from headway.base.errors import BadModelFile, Closed, InvalidInput, ModelNotFoun
 from headway.models.dequant import FLOATS, as_floats, convert_floats, dequantize
 from headway.models.gguf import GgufFile
 from headway.models.mapped import Span, map_file, short, unmap
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-MAX_HEADER = 100_000_000  # bytes of JSON, the safetensors format's own limit
-MAX_DIMS = 8
-
-# Bits a value takes, for every dtype a safetensors header may name. Only `FLOATS` can be loaded.
-_BITS: Mapping[str, int] = MappingProxyType(
-    {
-        **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
-        **dict.fromkeys(("F32", "I32", "U32"), 32),
-        **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
-        **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-        **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-        "F4": 4,
-    }
-)
+from headway.models.safetensors import INDEX, SINGLE, Entry, read_entries, read_index
 
 
 class Weights(Protocol):
@@ -147,17 +128,6 @@ class GgufWeights:
         self.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One tensor of a safetensors file; `offset` counts from the start of the file."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
-    nbytes: int
-
-
 class SafetensorsWeights:
     """The tensors of a folder with `model.safetensors`, or with shards and `model.safetensors.index.json`.
 
@@ -167,7 +137,7 @@ class SafetensorsWeights:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self._maps: dict[Path, mmap.mmap] = {}
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._closed = False
         try:
             self._read()
@@ -223,7 +193,7 @@ class SafetensorsWeights:
             _refuse_folder(self.folder)
 
     def _read_shards(self, index: Path) -> None:
-        places = _read_index(index)
+        places = read_index(index)
         for shard in dict.fromkeys(places.values()):
             try:
                 self._add(self.folder / shard)
@@ -238,7 +208,7 @@ class SafetensorsWeights:
 
     def _add(self, file: Path) -> None:
         self._maps[file] = map_file(file)
-        for name, entry in _read_header(file, self._maps[file]).items():
+        for name, entry in read_entries(file, self._maps[file]).items():
             if name in self._entries:
                 raise BadModelFile(f"tensor {short(name)} is in both {self._entries[name].file} and {file.name}")
             self._entries[name] = entry
@@ -289,119 +259,3 @@ def _find(items: Mapping[str, _Item], name: str, where: Path) -> _Item:
         some = ", ".join(short(other) for other in list(items)[:3])
         raise BadModelFile(f"{where} has no tensor {name!r}; it has {len(items)}: {some} …")
     return item
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """Which file of the folder holds each tensor."""
-    with map_file(path) as data:
-        if len(data) > MAX_HEADER:
-            raise BadModelFile(f"{path} has {len(data)} bytes; the limit is {MAX_HEADER}")
-        index = _read_json(data[:], f"{path}")
-    places = index.get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise BadModelFile(f"{path} has no weight_map from tensor names to files; download it again")
-    for name, shard in places.items():
-        _check_shard_name(path, name, shard)
-    return places
-
-
-def _check_shard_name(path: Path, name: str, shard: object) -> None:
-    plain = isinstance(shard, str) and not any(c in shard for c in "/\\\0") and shard.endswith(".safetensors")
-    if not plain:
-        raise BadModelFile(
-            f"{path} puts tensor {short(name)} in {short(shard)}; it must be a .safetensors file of the same folder"
-        )
-
-
-def _read_header(path: Path, data: mmap.mmap) -> dict[str, _Entry]:
-    """The tensors of one safetensors file: a u64 length, that many bytes of JSON, then the tensors' bytes."""
-    if len(data) < 8:
-        raise BadModelFile(f"{path} has {len(data)} bytes, too few for a safetensors header; download it again")
-    length = int.from_bytes(data[:8], "little")
-    if length > MAX_HEADER:
-        raise BadModelFile(f"{path}: the header length is {length}; the limit is {MAX_HEADER}, so it is no safetensors")
-    if 8 + length > len(data):
-        raise BadModelFile(f"{path}: the header takes {length} bytes, but the file has {len(data)}; it is truncated")
-    header = _read_json(data[8 : 8 + length], f"{path}: the header")
-    _check_metadata(path, header.pop("__metadata__", None))
-    entries = {name: _entry(path, name, value, 8 + length, len(data)) for name, value in header.items()}
-    _refuse_overlaps(path, entries)
-    return entries
-
-
-def _read_json(text: bytes, what: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        items: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in items:
-                raise BadModelFile(f"{what} has the key {short(key)} twice")
-            items[key] = value
-        return items
-
-    try:
-        value = json.loads(text.decode(), object_pairs_hook=unique)
-    except BadModelFile:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise BadModelFile(f"{what} is not JSON: {str(error)[:160]}") from None
-    if not isinstance(value, dict):
-        raise BadModelFile(f"{what} is a JSON {type(value).__name__}, not an object")
-    return value
-
-
-def _check_metadata(path: Path, metadata: object) -> None:
-    if metadata is None:
-        return
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise BadModelFile(f"{path}: __metadata__ is {short(metadata)}; it must map names to strings")
-
-
-def _entry(path: Path, name: str, value: object, data_start: int, size: int) -> _Entry:
-    what = f"{path}: tensor {short(name)}"
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise BadModelFile(f"{what} is {short(value)}; it must have exactly dtype, shape and data_offsets")
-    dtype, shape = value["dtype"], value["shape"]
-    if not isinstance(dtype, str) or dtype not in _BITS:
-        raise BadModelFile(f"{what} has the dtype {short(dtype)}; the format has {', '.join(_BITS)}")
-    _check_shape(what, shape)
-    start, stop = _offsets(what, value["data_offsets"], size - data_start)
-    bits = prod(shape) * _BITS[dtype]
-    if bits != (stop - start) * 8:
-        raise BadModelFile(
-            f"{what} with shape {short(shape)} as {dtype} takes {-(-bits // 8)} bytes, "
-            f"but its data_offsets span {stop - start}"
-        )
-    return _Entry(path, tuple(shape), dtype, data_start + start, stop - start)
-
-
-def _check_shape(what: str, shape: object) -> None:
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise BadModelFile(f"{what} has the shape {short(shape)}; it must be a list of whole numbers")
-    if len(shape) > MAX_DIMS:
-        raise BadModelFile(f"{what} has {len(shape)} dimensions; the limit is {MAX_DIMS}")
-    # An empty tensor takes no bytes whatever its other dimensions, but torch multiplies them.
-    if prod(max(n, 1) for n in shape) >= 1 << 60:
-        raise BadModelFile(f"{what} has the shape {short(shape)}, of more than 2^60 values")
-
-
-def _offsets(what: str, offsets: object, limit: int) -> tuple[int, int]:
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
-        raise BadModelFile(f"{what} has data_offsets {short(offsets)}; they must be two whole numbers")
-    start, stop = offsets
-    if not 0 <= start <= stop <= limit:
-        raise BadModelFile(
-            f"{what} lies at {short(offsets)} of {limit} bytes of data; the file is truncated or its header wrong"
-        )
-    return start, stop
-
-
-def _refuse_overlaps(path: Path, entries: Mapping[str, _Entry]) -> None:
-    end, before = 0, ""
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if entry.nbytes and entry.offset < end:
-            raise BadModelFile(
-                f"{path}: tensor {short(name)} starts at byte {entry.offset}, "
-                f"inside tensor {short(before)}, which ends at byte {end}"
-            )
-        if entry.nbytes:
-            end, before = entry.offset + entry.nbytes, name
