@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from headway.base.errors import Closed, HeadwayError, InvalidInput, InvalidToken
-from headway.program import constraints
+from headway.program import shelf
 from headway.program.advance import FEW, accept_all, masks_of
 from headway.program.constraints import Matched, compile
 from headway.program.grammar import Grammar
@@ -191,7 +191,7 @@ def smollm2_words(smollm2_path) -> Tokenizer:
 
 
 def test_a_full_table_is_renewed_among_others(smollm2_words, monkeypatch) -> None:
-    monkeypatch.setitem(constraints.LIMITS, "max_lexer_states", 6500)
+    monkeypatch.setitem(shelf.LIMITS, "max_lexer_states", 6500)
     grammar = Grammar.regex("(.*a.{12}b|[^c]*d.{10}e)Q")
     rows = [compile(grammar, smollm2_words, smollm2_words.vocab_size) for _ in range(9)]
     easy = [compile(Grammar.regex(f"[^{c}]*"), smollm2_words, smollm2_words.vocab_size) for c in "xyz"]

@@ -3,7 +3,7 @@
 A pass that takes a token nobody has read yet cannot have its mask: the token decides it. When the token is known, the
 pass goes to the device, and a thread of ours moves the grammar on and computes the mask, which is needed only when the
 logits are there. The thread takes all that wait at once (headway.program.advance). Only compiled grammars are followed
-so, because what they cost at a token is bounded (LIMITS in headway.program.constraints); the time of a program's own
+so, because what they cost at a token is bounded (LIMITS in headway.program.shelf); the time of a program's own
 constraint is that program's.
 """
 
