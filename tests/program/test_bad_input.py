@@ -434,6 +434,15 @@ def test_text_without_a_tokenizer_is_refused(ctx: hw.Context) -> None:
         refuses(hw.Unsupported, call, "tokenizer")
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}])
+def test_text_of_tokens_without_a_tokenizer_is_refused_before_any_pass(
+    ctx: hw.Context, options: dict[str, Any]
+) -> None:
+    found: Any = ctx.generate(max_tokens=2, **options)
+    for collect in (found.text, found.json, *([found.texts] if options else [])):
+        refuses(hw.Unsupported, lambda collect=collect: ctx.engine.run(lambda _: collect()), "tokenizer")
+
+
 class Gate:
     """The engine's own runner, which waits."""
 

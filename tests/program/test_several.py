@@ -58,7 +58,7 @@ def test_generate_with_beams_is_a_beam_search_and_the_best_continues(engine: hw.
             assert found.generated == expected[0].tokens
             (step,) = [step async for step in found]
             assert (step.tokens, step.finish) == (expected[0].tokens, expected[0].finish)
-            assert await found.texts() == [""] * 3  # the model has no tokenizer
+            assert [one.text for one in await found.sequences()] == [""] * 3  # the model has no tokenizer
 
     engine.run(program)
     assert engine.stats().pages_held == 0
@@ -334,7 +334,7 @@ def test_cancelling_leaves_the_prompt_and_no_pages(engine: hw.Engine, options: d
             await context.fill(PROMPT).flush()
             held, start = engine.stats().pages_held, engine.stats().steps
             found: Any = context.generate(max_tokens=900, **options)
-            task = asyncio.create_task(found.texts())
+            task = asyncio.create_task(found.sequences())
             while engine.stats().steps < start + moment:
                 await asyncio.sleep(0)
             task.cancel()

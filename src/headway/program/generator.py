@@ -150,12 +150,14 @@ class Generation:
 
     async def text(self) -> str:
         """Run to the end; the whole text."""
+        self._check_text()
         async for _ in self:
             pass
         return self._said.whole()
 
     async def json(self, schema: Any = None) -> Any:
         """Run to the end; the text as JSON. With a schema (dict, text, pydantic model) only such a text can come."""
+        self._check_text()
         if schema is not None:
             begun = self._said.generated or self._ahead.is_there or self.finish is not None
             if begun or self._said.constraint is not None or self._grammar is not None:
@@ -167,6 +169,11 @@ class Generation:
         except ValueError as e:
             cut = " (it was cut off: raise max_tokens)" if self.finish == "length" else ""
             raise InvalidInput(f"the text is no JSON: {e}{cut}; constrain it with json(schema)") from None
+
+    def _check_text(self) -> None:
+        """Raise before anything is computed where tokens have no text."""
+        if not self._context.engine.has_tokenizer:
+            raise Unsupported("this model has no tokenizer, so its tokens have no text; collect them with tokens()")
 
     # -- by hand ---------------------------------------------------------------------------------------------------
 

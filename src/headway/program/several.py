@@ -97,6 +97,7 @@ class Generations(Generation):
 
     async def texts(self) -> list[str]:
         """Run to the end; the text of every sequence, the best first."""
+        self._check_text()
         return [one.text for one in await self.sequences()]
 
     async def contexts(self) -> list[Context]:
@@ -122,10 +123,12 @@ class Generations(Generation):
 
     async def text(self) -> str:
         """Run to the end; the first sequence's text."""
+        self._check_text()
         return (await self.sequences())[0].text
 
     async def json(self, schema: Any = None) -> Any:
         """Run to the end; the first sequence's text as JSON. With a schema every sequence follows it."""
+        self._check_text()
         if schema is not None:
             if self._found is not None or self._request.constrain is not None:
                 raise InvalidInput("a schema can be given to json() before the first step, and to no other constraint")
@@ -217,7 +220,8 @@ class Generations(Generation):
         parameters = replace(self._parameters, sampler=replace(self._parameters.sampler, seed=seed))
         generation = _single(context, parameters, replace(self._request, constrain=constrain))
         probes = [value async for step in generation for value in step.probes]
-        tokens, text = tuple(await generation.tokens()), await generation.text()
+        tokens = tuple(await generation.tokens())
+        text = await generation.text() if context.engine.has_tokenizer else ""
         assert generation.finish is not None
         drawn = seed if self._parameters.draws else None
         return Continuation(tokens, text, generation.finish, seed=drawn, probes=tuple(probes))
