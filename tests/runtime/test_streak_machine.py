@@ -11,6 +11,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import headway as hw
 from headway.base.rng import uniform
-from headway.kv.allocator import Clear
+from headway.kv.allocator import Clear, Edit
 from headway.runtime.streak import Streak
 from headway.testing import _mix
 from support.beside import Beside, Rowed
@@ -482,15 +483,14 @@ def test_a_streak_that_rests_ahead_is_computed_again_when_its_page_is_spoilt(
 
 
 @pytest.mark.parametrize("length", [1, 12, 15])
-@pytest.mark.parametrize("flying", [True, False])
-def test_a_streak_that_goes_on_ahead_when_its_page_is_spoilt_fails_and_keeps_its_context(
-    hand: Both, flying: bool, length: int
+def test_a_streak_whose_page_is_spoilt_before_an_ordinary_turn_fails_and_keeps_its_context(
+    hand: Both, length: int
 ) -> None:
     twin, generation = begun(hand, list(range(length)))
     rest(hand)
     take(hand, twin, 8)
     assert not any(job.resting for job in hand.engine.loop.jobs())
-    spoil(hand, twin, flying=flying)
+    spoil(hand, twin)
     take(hand, twin, 8)
     with pytest.raises(hw.PassFailed, match="preparing pages"):
         hand.run(anext(generation))
@@ -498,6 +498,51 @@ def test_a_streak_that_goes_on_ahead_when_its_page_is_spoilt_fails_and_keeps_its
     take(hand, twin, 30)
     check_engine(hand.engine)
     check_contents(hand.engine)
+
+
+@pytest.mark.parametrize("length", [1, 12, 15])
+def test_a_streak_whose_page_is_spoilt_before_a_flight_is_computed_again(hand: Both, length: int) -> None:
+    twin, _ = begun(hand, list(range(length)))
+    rest(hand)
+    take(hand, twin, 8)
+    assert not any(job.resting for job in hand.engine.loop.jobs())
+    spoil(hand, twin, flying=True)
+    take(hand, twin, 40)
+    check_engine(hand.engine)
+    check_contents(hand.engine)
+
+
+@pytest.mark.parametrize("pages", [7, 40])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_flight_whose_next_page_cannot_be_cleared_is_taken_again(count: int, pages: int) -> None:
+    """With another page; where pages are short, another context makes room for it."""
+    for kind in (Rowed, Beside):
+        with Both(opened(kind(V, SIZE), pages=pages)) as hand, failing_flights(hand) as failed:
+            twins = [begun(hand, [i, *range(9)])[0] for i in range(count)]
+            for _ in range(40):
+                for twin in twins:
+                    take(hand, twin)
+                check_engine(hand.engine)
+            check_contents(hand.engine)
+            assert failed
+            assert (hand.engine.stats().set_asides > 0) == (pages == 7 and count == 3)
+
+
+@contextmanager
+def failing_flights(hand: Both) -> Iterator[list[Clear]]:
+    """No page can be cleared before a flight; those that could not."""
+    flights, failed = hand.engine.loop._flights, list[Clear]()
+    edit = flights._edit
+
+    def fail(edits: tuple[Edit, ...]) -> None:
+        if clears := [e for e in edits if isinstance(e, Clear)]:
+            failed.extend(clears)
+            raise RuntimeError("stuck")
+        edit(edits)
+
+    flights._edit = fail
+    yield failed
+    flights._edit = edit
 
 
 def test_logits_that_are_not_numbers_leave_nothing_behind(hand: Both) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import headway as hw
+from headway.kv.allocator import Edit
 from headway.testing import random_model
 from support.streaks import abandoned, alike, ends, steered, watched
 
@@ -65,6 +66,27 @@ def test_where_pages_are_short_contexts_are_set_aside(path: str, pages: int, mon
         engine.run(alike)
         assert engine.stats().set_asides > 0
         engine.run(abandoned, 1)
+        gc.collect()
+        assert engine.stats().pages_held == 0
+
+
+@pytest.mark.parametrize("pages", [14, 400])
+def test_pages_that_cannot_be_cleared_before_a_flight_change_nothing(
+    pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows take an ordinary turn then, which waits for pages, or has others set aside."""
+    with opened("native", monkeypatch, pages=pages) as engine, watched(engine) as flights:
+        failed: list[Edit] = []
+
+        def fail(edits: tuple[Edit, ...]) -> None:
+            failed.extend(edits)
+            raise RuntimeError("stuck")
+
+        monkeypatch.setattr(engine.loop._flights, "_edit", fail)
+        engine.run(alike)
+        assert failed
+        assert flights.rows
+        assert (engine.stats().set_asides > 0) == (pages == 14)
         gc.collect()
         assert engine.stats().pages_held == 0
 

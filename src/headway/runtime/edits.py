@@ -30,6 +30,11 @@ class Damage:
             return self.hosts[host]
         return next((self.pages[p] for p in pages if p in self.pages), None)
 
+    @property
+    def first(self) -> HeadwayError:
+        """Why the first of all that was spoilt was."""
+        return next(iter([*self.pages.values(), *self.hosts.values()]))
+
     def add(self, edit: Edit, error: HeadwayError) -> None:
         """An edit was not done."""
         if isinstance(edit, Export):

@@ -100,16 +100,14 @@ class Flights:
         damage = carry_out(edits, self._edit) if edits else None
         if damage:
             with self._lock:
-                self._turns.without([(job, None) for job in flight.jobs], damage)
-        else:
-            try:
-                return self._runner.begin_rows(flight.rows)
-            except Exception as error:
-                self._ground(flight, error)
-                return None
-        with self._lock:
-            self._fleet.ground(flight)
-        return None
+                self._turns.recover(damage)
+            self._ground(flight, damage.first)
+            return None
+        try:
+            return self._runner.begin_rows(flight.rows)
+        except Exception as error:
+            self._ground(flight, error)
+            return None
 
     def _ground(self, flight: Flight, error: Exception) -> None:
         """A flight failed: its rows take an ordinary turn, where it shows whose fault it is."""

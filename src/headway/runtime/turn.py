@@ -153,12 +153,17 @@ class Turns:
                 self._supply.give_back(job)
             else:
                 self.fail(job, error)
+        self.recover(damage)
+        return rest
+
+    def recover(self, damage: Damage) -> None:
+        """Contexts give up what was spoilt, to be computed again; where that cannot be, their passes fail."""
+        hurt = self._supply.hurt(damage)
         self._supply.recover(damage, hurt, self._queue)
         for table, error in hurt.items():
             for job in self._queue.of(table) if table.lost is not None else ():
                 if job in self._queue:
                     self.fail(job, error)
-        return rest
 
     # -- after a step ----------------------------------------------------------------------------------------------
 
