@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from headway.base.errors import InvalidInput, WrongType
-from headway.pipelines.task import Batch, PreparedItem, Task, capturable, check_text
+from headway.pipelines.task import Batch, PreparedItem, capturable, check_text
+from headway.pipelines.tasks.texts import TextTask
 from headway.pipelines.text import TextOptions
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def check_function(name: Any) -> None:
         raise InvalidInput(f"function_to_apply is {name!r}; it takes {', '.join(FUNCTIONS)} or None")
 
 
-class TextClassification(Task):
+class TextClassification(TextTask):
     """A label and a score for a text, or for a pair `{"text": ..., "text_pair": ...}`."""
 
     Options = ClassificationOptions
@@ -66,12 +67,8 @@ class TextClassification(Task):
         """Whether one label of one piece is asked for, which is then found on the device."""
         return options.top_k == UNSET and options.stride is None
 
-    def preprocess(self, item: Any, options: ClassificationOptions) -> PreparedItem:
-        return self.preprocess_many([item], options)[0]
-
-    def preprocess_many(self, items: Sequence[Any], options: ClassificationOptions) -> list[PreparedItem]:
-        assert self.loaded.text is not None
-        return self.loaded.text.prepared([text_or_pair(item) for item in items], options)
+    def text_of(self, item: Any) -> str | tuple[str, str]:
+        return text_or_pair(item)
 
     @capturable
     def reduce(self, output: Any, batch: Batch, options: ClassificationOptions) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from headway.pipelines.arrays import by_token, pooled
 from headway.pipelines.loading import read_json
 from headway.pipelines.task import MISSING, Batch, PreparedItem, Row, Task, capturable, check_text
 from headway.pipelines.tasks.classification import apply, check_function
+from headway.pipelines.tasks.texts import TextTask
 from headway.pipelines.text import TextOptions
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class FeatureOptions(TextOptions):
     return_tensors: bool = False
 
 
-class FeatureExtraction(Task):
+class FeatureExtraction(TextTask):
     """The final states of all tokens of a text."""
 
     Options = FeatureOptions
@@ -47,13 +48,6 @@ class FeatureExtraction(Task):
 
     def batch_key(self, options: FeatureOptions) -> Hashable:
         return None
-
-    def preprocess(self, item: Any, options: FeatureOptions) -> PreparedItem:
-        return self.preprocess_many([item], options)[0]
-
-    def preprocess_many(self, items: Sequence[Any], options: FeatureOptions) -> list[PreparedItem]:
-        assert self.loaded.text is not None
-        return self.loaded.text.prepared([check_text(item) for item in items], options)
 
     @capturable
     def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Any]:
@@ -86,7 +80,7 @@ class EmbeddingOptions(TextOptions):
             raise InvalidInput(f"dimensions is {d!r}; it takes a whole number from 1, or None for all")
 
 
-class SentenceEmbedding(Task):
+class SentenceEmbedding(TextTask):
     """One float32 vector a text. Pieces of a text divided by `stride` count by their lengths."""
 
     Options = EmbeddingOptions
@@ -110,13 +104,6 @@ class SentenceEmbedding(Task):
 
     def pooling(self, options: EmbeddingOptions) -> str:
         return self._pooling if options.pooling == "auto" else options.pooling
-
-    def preprocess(self, item: Any, options: EmbeddingOptions) -> PreparedItem:
-        return self.preprocess_many([item], options)[0]
-
-    def preprocess_many(self, items: Sequence[Any], options: EmbeddingOptions) -> list[PreparedItem]:
-        assert self.loaded.text is not None
-        return self.loaded.text.prepared([check_text(item) for item in items], options)
 
     @capturable
     def reduce(self, output: Any, batch: Batch, options: EmbeddingOptions) -> Mapping[str, Any]:

@@ -11,8 +11,9 @@ import torch
 
 from headway.base.errors import InvalidInput, UnsupportedModel
 from headway.pipelines.arrays import Ragged, at_marks
-from headway.pipelines.task import Batch, PreparedItem, Row, Task, check_text
+from headway.pipelines.task import Batch, PreparedItem, Row, check_text
 from headway.pipelines.tasks.classification import check_top_k
+from headway.pipelines.tasks.texts import TextTask
 from headway.pipelines.text import TextOptions
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class FillingOptions(TextOptions):
             object.__setattr__(self, "targets", tuple(check_text(word, "a target") for word in words))
 
 
-class FillMask(Task):
+class FillMask(TextTask):
     """A list of `score`, `token`, `token_str`, `sequence`, best first; one such list a mask if there are several."""
 
     Options = FillingOptions
@@ -72,13 +73,10 @@ class FillMask(Task):
                 raise InvalidInput(f"target {word!r} is no token of the vocabulary; targets must be single tokens")
         return sorted({self._vocabulary[word] for word in options.targets})
 
-    def preprocess(self, item: Any, options: FillingOptions) -> PreparedItem:
-        return self.preprocess_many([item], options)[0]
-
     def preprocess_many(self, items: Sequence[Any], options: FillingOptions) -> list[PreparedItem]:
         text = self.loaded.text
         assert text is not None
-        encoded = text.encode([check_text(item, self.wanted()) for item in items], options)
+        encoded = text.encode([self.text_of(item) for item in items], options)
         return [self._prepared(item, text.row(parts[0])) for item, parts in zip(items, encoded)]
 
     def _prepared(self, item: str, row: Row) -> PreparedItem:

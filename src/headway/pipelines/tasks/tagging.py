@@ -10,8 +10,9 @@ import numpy as np
 
 from headway.base.errors import InvalidInput
 from headway.pipelines.arrays import by_token
-from headway.pipelines.task import Batch, PreparedItem, Task, capturable, check_text
+from headway.pipelines.task import Batch, PreparedItem, capturable
 from headway.pipelines.tasks.classification import apply, labels_of
+from headway.pipelines.tasks.texts import TextTask
 from headway.pipelines.text import TextOptions
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Token:
     scores: np.ndarray
 
 
-class TokenClassification(Task):
+class TokenClassification(TextTask):
     """A list of entities for a text: `entity` or `entity_group`, `score`, `word`, `start`, `end`."""
 
     Options = TaggingOptions
@@ -68,13 +69,10 @@ class TokenClassification(Task):
     def batch_key(self, options: TaggingOptions) -> Hashable:
         return None
 
-    def preprocess(self, item: Any, options: TaggingOptions) -> PreparedItem:
-        return self.preprocess_many([item], options)[0]
-
     def preprocess_many(self, items: Sequence[Any], options: TaggingOptions) -> list[PreparedItem]:
         text = self.loaded.text
         assert text is not None
-        encoded = text.encode([check_text(item) for item in items], options, offsets=True)
+        encoded = text.encode([self.text_of(item) for item in items], options, offsets=True)
         return [
             PreparedItem(tuple(text.row(part) for part in parts), (item, parts)) for item, parts in zip(items, encoded)
         ]
