@@ -274,6 +274,18 @@ def test_pages_of_a_pass_that_is_not_causal_and_all_after_them_have_no_keys() ->
     assert not any(pool.is_keyed(p) for p in table.held()[1:])
 
 
+def test_a_cut_into_such_a_pass_is_forgotten_once_all_of_it_is_cut() -> None:
+    pool = Allocator(8)
+    table = filled(pool, 4)
+    table.advance(Log(range(4), range(4, 8), [None] * 4, ahead=4), pool.take(1), commit=True)
+    table.truncate(2)
+    assert not table.repeatable
+    table.truncate(2)
+    assert table.can_replay
+    table.advance(plain(range(4), 4), pool.take(1), commit=True)
+    assert all(pool.is_keyed(p) for p in table.held())
+
+
 def test_a_deferred_page_has_no_key_before_it_is_committed() -> None:
     pool = Allocator(8)
     table = filled(pool, 8, commit=False)

@@ -425,6 +425,7 @@ class PageTable:
             # A slot that attended to one that is now gone cannot be computed again from the log.
             self.repeatable &= not any(start < keep < stop for start, stop in self.spans)
             self.spans = [span for span in self.spans if span[0] < keep]
+            self.repeatable |= not self.spans  # such slots are gone themselves
         del self.tokens[keep:], self.positions[keep:], self.peaks[keep:], self.masks[keep:]
         shorter, self.length, self.stamp = keep < self.length, keep, object()
         if shorter:
