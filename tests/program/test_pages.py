@@ -430,6 +430,35 @@ def test_a_saved_context_is_what_it_was(tmp_path: Any, monkeypatch: pytest.Monke
         assert not engine.delete("here")
 
 
+def test_pages_that_stay_out_of_the_prefix_cache_stay_out_of_it_when_they_come_from_disk(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    folder, _ = w.model("llama-gqa-tied")
+    with hw.Engine(folder, threads=1, pages=24) as engine:
+        with engine.context() as context:
+            everywhere = hw.Mask.from_bool(np.ones((32, 32), dtype=bool))
+            context.forward().input(random_tokens(V, 32)).attention_mask(everywhere, causal=False).execute().result()
+            context.save("ahead", durable=True)
+        with engine.open("ahead") as opened:  # type: ignore[union-attr]
+            opened.forward().input(random_tokens(V, 16)).execute().result()
+        assert engine.stats().pages_cached == 0
+
+
+def test_a_context_from_disk_has_its_salt(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    folder, _ = w.model("llama-gqa-tied")
+    with hw.Engine(folder, threads=1, pages=24) as engine:
+        with engine.context(salt="mine") as context:
+            context.forward().input(random_tokens(V, 32)).execute().result()
+            context.save("salted", durable=True)
+        engine.cache.clear()
+        with engine.open("salted") as opened, engine.context() as other, engine.context(salt="mine") as same:  # type: ignore[union-attr]
+            opened.forward().input([1]).execute().result()
+            for context, hits in ((other, 0), (same, 2)):
+                assert context.forward().input([*random_tokens(V, 32), 1]).execute().result().stats.cache_hits == hits
+
+
 def test_a_saved_context_in_memory_holds_its_pages_until_it_is_deleted(twin: Twin) -> None:
     engine = twin.context.engine
     twin.run(random_tokens(V, 20))

@@ -140,7 +140,7 @@ class Snapshots:
             )
         token_ids(saved.tokens, engine.vocab_size, "saved tokens")
         position_ids(saved.positions, engine.config.max_positions, "saved positions")
-        context = engine.context(seed=saved.program.get("seed"))
+        context = engine.context(seed=saved.program.get("seed"), salt=saved.program.get("salt", ""))
         try:
             same = saved.page_size == context.page_size and saved.dtype == _kv_type(engine)
             if same:
@@ -163,8 +163,8 @@ class Snapshots:
         with engine.lock:
             fresh = iter(engine.allocator.take(len(saved.kv)))
             table.pages = [None if i in saved.discarded else next(fresh) for i in range(pages)]
+            table.spans, table.repeatable = list(saved.spans), saved.repeatable  # first: they say which pages have keys
             table.restore(saved.tokens.tolist(), saved.positions.tolist(), list(saved.masks), saved.committed)
-            table.spans, table.repeatable = list(saved.spans), saved.repeatable
 
         def fill() -> None:
             raw = engine.pool.raw
@@ -232,6 +232,7 @@ def _program_data(context: Context) -> dict[str, Any]:
         "said": talk.said,
         "written": context.written,
         "seed": context.seed,
+        "salt": context.table.salt,
     }
 
 
