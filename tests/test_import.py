@@ -35,8 +35,8 @@ def python(program: str) -> str:
     return done.stdout
 
 
-def test_importing_takes_less_than_a_third_of_a_second() -> None:
-    timed = "import time; start = time.perf_counter(); import headway; print(time.perf_counter() - start)"
+def test_importing_takes_less_than_a_third_of_a_second_of_the_processor() -> None:
+    timed = "import time; start = time.process_time(); import headway; print(time.process_time() - start)"
     assert min(float(python(timed)) for _ in range(3)) < LIMIT
 
 

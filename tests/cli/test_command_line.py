@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -50,10 +49,7 @@ def test_help_names_what_there_is(headway: Run, arguments: tuple[str, ...], word
     assert [word for word in words if word not in done.stdout] == []
 
 
-def test_help_loads_no_torch_and_is_quick(headway: Run) -> None:
-    start = time.monotonic()
-    headway("--help")
-    assert time.monotonic() - start < 2
+def test_help_loads_no_torch() -> None:
     code = "import sys, headway.cli.main; print({'torch', 'huggingface_hub', 'tokenizers'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 

@@ -665,7 +665,7 @@ def test_the_number_of_calls_is_bounded():
 
 
 def test_long_text_takes_time_in_proportion():
-    start = time.perf_counter()
+    start = time.thread_time()
     for format in FORMATS:
         stream = parser(format)
         for _ in range(20_000):
@@ -673,7 +673,7 @@ def test_long_text_takes_time_in_proportion():
         stream.finish()
         parse(format, ['<tool_call>{"name": "f", "arguments": {"a": [' + "1, " * 100_000 + "2]}}</tool_call>"])
         parse(format, ["<tool_call>" * 20_000, "[TOOL_CALLS]" * 20_000, "<|start|>" * 20_000])
-    assert time.perf_counter() - start < 30
+    assert time.thread_time() - start < 30
 
 
 def test_a_finished_parser_takes_no_more():

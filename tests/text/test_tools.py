@@ -315,12 +315,12 @@ def test_schemas_that_make_no_sense_are_refused(schema):
 def test_a_schema_that_explodes_is_stopped():
     twice = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}
     chain = {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(30)}
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(InvalidInput, match="levels"):
         check_arguments({"properties": {"x": twice}, "$defs": {"a": twice}}, {"x": 1})
     with pytest.raises(InvalidInput, match="comparisons"):
         check_arguments({"properties": {"x": chain["0"]}, "$defs": {**chain, "30": {"type": "null"}}}, {"x": 1})
-    assert time.perf_counter() - start < 20
+    assert time.thread_time() - start < 20
 
 
 # --- arguments as Python values
