@@ -327,6 +327,21 @@ def test_masks_of_a_pass_that_is_not_causal_cover_all_of_it(ctx: hw.Context) -> 
         )
 
 
+def test_the_row_that_attends_to_nothing_is_named_behind_pending_tokens_and_discarded_pages(engine: hw.Engine) -> None:
+    with engine.context() as context:
+        context.forward().input(random_tokens(V, DONE)).execute().result()
+        context.inner().discard_pages(0, 1)
+        context.fill([3, 4])
+        blind = [[0, PAGE, AT - PAGE], [0, AT + 2]]
+        refuses(ValueError, lambda: run(context, lambda f: f.input([1, 2]).attention_mask(blind)), "row 1 attends")
+        none = ~Mask.causal()
+        refuses(
+            ValueError, lambda: run(context, lambda f: f.input([1]).attention_mask(none)), "pending token 0 attends"
+        )
+        raw = [[0, PAGE, DONE - PAGE], [0, DONE + 2]]
+        refuses(ValueError, lambda: engine.run(lambda _: context.flush(raw)), "row 1 attends")
+
+
 def test_a_second_mask_is_refused(ctx: hw.Context) -> None:
     forward = ctx.forward().input([1]).attention_mask(Mask.window(3))
     refuses(ValueError, lambda: forward.attention_mask(Mask.window(3)), "twice")

@@ -203,12 +203,18 @@ class Mask:
         return first, bound[:PICTURE_ROWS], max(0, rows - PICTURE_ROWS)
 
 
-def check_rows(rows: Sequence[Brle], *, where: str = "attention mask", read: str = "") -> None:
-    """Raises if a bound row attends to nothing. `read` says how the rows were read (`Mask.polarity`)."""
+def check_rows(rows: Sequence[Brle | None], *, where: str = "attention mask", read: str = "", pending: int = 0) -> None:
+    """Raises if a bound row attends to nothing; None is a row without a mask. `read` says how the rows were read
+    (`Mask.polarity`), and the first `pending` are those of pending tokens."""
     for index, row in enumerate(rows):
-        if not row.any():
-            how = f"; the mask was read as {read}" if read else ""
-            raise InvalidMask(f"{where}: row {index} attends to none of its {len(row)} slots, it needs at least 1{how}")
+        if row is not None and not row.any():
+            name, how = row_name(index, pending), f"; the mask was read as {read}" if read else ""
+            raise InvalidMask(f"{where}: {name} attends to none of its {len(row)} slots, it needs at least 1{how}")
+
+
+def row_name(index: int, pending: int) -> str:
+    """What messages call a token of a pass: rows are counted behind the pending tokens."""
+    return f"row {index - pending}" if index >= pending else f"pending token {index}"
 
 
 def logit_mask(vocab: int, runs: Any = None, allow: Any = None, forbid: Any = None) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 
 from headway.base.brle import Brle, whole
 from headway.base.errors import InvalidInput, InvalidMask, OutOfRange, Unsupported, WrongType
-from headway.base.masks import check_rows, logit_mask
+from headway.base.masks import check_rows, logit_mask, row_name
 from headway.base.probes import AttentionScores, Distribution, Hidden, LogitLens, Logprob, Logprobs, Probe, Ranking
 from headway.base.rng import LIMIT
 from headway.base.samplers import Sampling
@@ -48,8 +48,10 @@ def check_readout(config: ModelConfig, what: Sampling | Probe) -> None:
             token_ids(ids, vocab, "Logprobs ids")
 
 
-def check_windows(config: ModelConfig, masks: Sequence[Brle | None], positions: Iterable[int], base: int) -> None:
-    """Raise when a mask leaves a row nothing inside a model's own sliding window."""
+def check_windows(
+    config: ModelConfig, masks: Sequence[Brle | None], positions: Iterable[int], base: int, pending: int = 0
+) -> None:
+    """Raise when a mask leaves a row nothing inside a model's own sliding window; the first `pending` are no rows."""
     windows = {w for w in config.windows if w is not None}
     known = np.fromiter(positions, np.int64) if windows else np.empty(0, np.int64)
     for window in windows:
@@ -59,7 +61,7 @@ def check_windows(config: ModelConfig, masks: Sequence[Brle | None], positions: 
             near = known[base + i] - known[: len(mask)] < window
             if not (mask.to_bool() & near).any():
                 raise InvalidMask(
-                    f"row {i} attends to nothing inside this model's own window of {window} positions; "
+                    f"{row_name(i, pending)} attends to nothing inside this model's own window of {window} positions; "
                     "let it attend to itself"
                 )
 
@@ -105,7 +107,7 @@ def _check_masks(table: PageTable, work: Pass) -> None:
             raise InvalidMask(f"mask {i} covers {len(mask)} slots; {sorted(wanted)} are possible")
         if table.has_discards and (mask & ~table.live(len(mask))).any():
             raise InvalidMask(f"mask {i} attends to a slot that was discarded")
-    check_rows([m for _, m in rows])
+    check_rows(work.masks or ())
 
 
 def _check_readouts(config: ModelConfig, table: PageTable, work: Pass) -> None:

@@ -271,8 +271,9 @@ class Forward:
         if not self._raw_pending:
             bound = self._mask.bind(base + pending, rows, causal=self._causal, total=None if self._causal else total)
             masks += self._over_live(bound, live)
-        check_rows([m for m in masks if m is not None], where="attention mask", read=self._mask.polarity)
-        check_windows(self._context.engine.config, masks, chain(view.positions, positions), base)
+        before = pending - self._raw_pending  # the rows of a flush are its pending tokens
+        check_rows(masks, read=self._mask.polarity, pending=before)
+        check_windows(self._context.engine.config, masks, chain(view.positions, positions), base, before)
         if self._causal and live is None:
             masks = [None if m is not None and m.all() else m for m in masks]  # an explicit causal mask equals none
         return None if all(m is None for m in masks) else tuple(masks)
