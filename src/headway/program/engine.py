@@ -27,7 +27,6 @@ from headway.kv.table import PageTable
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.fingerprint import fingerprint
-from headway.models.gguf import read_header
 from headway.models.load import Progress
 from headway.models.packed import PackedDecoder
 from headway.models.store import resolve
@@ -36,6 +35,7 @@ from headway.program.context import Context, checked_bid
 from headway.program.conversation import Chat
 from headway.program.defaults import GenerationDefaults
 from headway.program.events import EventStream
+from headway.program.model_text import ModelText
 from headway.program.sizing import Sizing, weight_bytes
 from headway.program.snapshots import Snapshots
 from headway.program.threads import run_in_thread
@@ -131,7 +131,7 @@ class Engine:
         given = _as_asked(model, dtype, device) if in_memory else self._path
         assert given is not None
         at = where if isinstance(given, Path) else given.device
-        self._header = read_header(given) if isinstance(given, Path) and given.is_file() else None  # until text is read
+        self._text = ModelText(self._path)
         sizing = Sizing.begin(at, pages=pages, fraction=fraction, page_size=page_size, rows=budget)
         if runner is not None and isinstance(given, Decoder):
             self._backend = Backend(given, None, "another runner was given")
@@ -270,21 +270,14 @@ class Engine:
         """V: the width of the logits."""
         return self.config.vocab_size
 
-    @cached_property
-    def _text(self) -> tuple[Tokenizer | None, ChatTemplate | None]:
-        with uncollected():
-            found = _load_text(self._path)
-        self._header = None
-        return found
-
     @property
     def has_tokenizer(self) -> bool:
-        return self._text[0] is not None
+        return self._text.tokenizer is not None
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; raises when its folder has none."""
-        tokenizer = self._text[0]
+        tokenizer = self._text.tokenizer
         if tokenizer is None:
             raise Unsupported(f"the model {self._name!r} has no tokenizer; give token ids instead of text")
         return tokenizer
@@ -292,7 +285,7 @@ class Engine:
     @property
     def chat_template(self) -> ChatTemplate | None:
         """The model's chat template, or None."""
-        return self._text[1]
+        return self._text.template
 
     @cached_property
     def chat(self) -> Chat:
@@ -301,7 +294,7 @@ class Engine:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end a text; none when the model has no tokenizer."""
-        tokenizer = self._text[0]
+        tokenizer = self._text.tokenizer
         return () if tokenizer is None else tokenizer.eos_ids
 
     @cached_property
@@ -439,21 +432,3 @@ def _positive(name: str, value: int, limit: int) -> int:
 
 def _synchronizer(device: torch.device) -> Callable[[], None]:
     return torch.cuda.synchronize if device.type == "cuda" else lambda: None
-
-
-def _load_text(path: Path | None) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """The tokenizer and chat template beside the weights."""
-    if path is None:
-        return None, None
-    from headway.text.chat import ChatTemplate
-    from headway.text.tokenizer import Tokenizer
-
-    if path.is_dir():
-        tokenizer = Tokenizer.from_folder(path)
-        return tokenizer, None if tokenizer is None else ChatTemplate.from_folder(path, tokenizer)
-    from headway.models.gguf import GgufFile
-
-    with GgufFile.open(path) as file:
-        metadata = dict(file.metadata)
-    tokenizer = Tokenizer.from_gguf(metadata)
-    return tokenizer, None if tokenizer is None else ChatTemplate.from_gguf(metadata, tokenizer)
