@@ -49,7 +49,7 @@ class Context:
         self._pending: list[int] = []
         self._talk = Conversation()
         self.retract: Callable[[], None] | None = None  # takes back a pass that a generator runs ahead
-        self._written = 0  # tokens in the context when the cue ended, to tell what was said behind it
+        self._written = 0  # tokens in the context when the last chat verb ended, to tell what was written behind it
         self.cached_tokens = 0  # those that passes found in the prefix cache and did not compute
         self._finalizer = weakref.finalize(self, engine.loop.release_later, table)
 
@@ -104,9 +104,11 @@ class Context:
                 opens = self.table.length == 0 and not self._pending
                 if opens and tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
                     ids = [tokenizer.bos_id, *ids]
-                self._pending += token_ids(ids, self.engine.vocab_size, "encoded text")
+                ids = token_ids(ids, self.engine.vocab_size, "encoded text")
             else:
-                self._pending += token_ids(text_or_ids, self.engine.vocab_size)
+                ids = token_ids(text_or_ids, self.engine.vocab_size)
+            self._written = min(self._written, self._total())  # a verb's tokens may have been cut
+            self._pending += ids
         return self
 
     def system(self, text: str) -> Self:
@@ -137,6 +139,7 @@ class Context:
             text = self.engine.tokenizer.decode(said, skip_special=True)
             self._talk, ids = self.engine.chat.seal(self._talk, text)
             self._pending += ids
+            self._written = self._total()
         return self
 
     def _say(self, message: Mapping[str, Any]) -> Self:
@@ -145,6 +148,7 @@ class Context:
                 self.seal()
             self._talk, ids = self.engine.chat.add(self._talk, message)
             self._pending += ids
+            self._written = self._total()
         return self
 
     def _total(self) -> int:
@@ -284,7 +288,7 @@ class Context:
         request = Request(stops, stop_only, constrain, probe, attention_mask, adapter, speculate, penalise_prompt)
         several = num_beams is not None or num_return_sequences is not None
         with self._all_or_nothing():
-            if self._talk.messages and not self._talk.cued:
+            if self._talk.messages and not self._talk.cued and self._total() <= self._written:
                 self.cue()
             parameters = settle(
                 said, sampler, lambda: self.engine.generation_defaults, len(self.tokens), room=self.room()
