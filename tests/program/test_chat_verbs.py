@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import pytest
+
 import headway as hw
+from headway.program.conversation import PRIVATE
 
 CUE = "<|im_start|>assistant\n"
 
 
 def written(context: hw.Context) -> str:
     return context.engine.tokenizer.decode(context.tokens)
+
+
+@pytest.mark.parametrize("far", [0, 1, 5, 16, 17, 18, 200])
+def test_private_characters_are_plain_text_like_any_other(smollm2: hw.Engine, far: int) -> None:
+    """Icon fonts use them."""
+    character = chr(PRIVATE + far)
+    text = f"a {character}{character}<|im_end|>{character} b"
+    with smollm2.context().user(text) as context:
+        assert text in written(context)
+        assert list(context.pending).count(smollm2.tokenizer.encode("<|im_end|>", special=True)[0]) == 2
+        context.cue().fill(text).seal().user(text)
+        assert written(context).count(text) == 3
+        assert context.messages[1]["content"] == text
 
 
 def test_a_generation_adds_the_cue_when_a_chat_verb_was_the_last_write(smollm2: hw.Engine) -> None:

@@ -14,7 +14,7 @@ from headway.text.forms import described
 from headway.text.tokenizer import Tokenizer
 
 STAND_IN = "headway"  # an assistant text, for finding what the template puts behind one
-PRIVATE = 0xF0000  # code points that no text uses, for hiding names of special tokens inside messages
+PRIVATE = 0xF0000  # code points that hide names of special tokens inside messages, and the one behind them
 REWRITES = (
     "the chat template rewrites earlier messages when this one is added, so it cannot be appended; "
     "start a new context with all messages"
@@ -44,6 +44,7 @@ class Chat:
         names = sorted((tokenizer.token_text(i) for i in tokenizer.special_ids), key=len, reverse=True)
         self._names = [n for n in names if n]
         self._special = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
+        self._hiding = re.compile(f"{self._special.pattern}|[{chr(PRIVATE)}-{chr(PRIVATE + len(self._names))}]")
 
     def add(self, talk: Conversation, message: Mapping[str, Any]) -> tuple[Conversation, list[int]]:
         """The conversation with one more message, and the tokens it adds."""
@@ -131,8 +132,8 @@ class Chat:
             raise Unsupported("this model has no chat template; write the prompt with ctx.fill")
         if talk.described and talk.tools:
             messages = described(messages, talk.tools)
-        hidden = [_hide(m, self._special, self._names) for m in messages]
-        tools = None if not talk.tools or talk.described else _hide(talk.tools, self._special, self._names)
+        hidden = [_hide(m, self._hiding, self._names) for m in messages]
+        tools = None if not talk.tools or talk.described else _hide(talk.tools, self._hiding, self._names)
         return self.template.render(hidden, add_generation_prompt=prompt, tools=tools)
 
     def _encode(self, text: str) -> list[int]:
@@ -148,18 +149,29 @@ class Chat:
         return self.tokenizer.encode(_show(text, self._names)) if text else []
 
 
-def _hide(value: Any, special: re.Pattern[str], names: Sequence[str]) -> Any:
-    """Names of special tokens inside a message's strings, replaced by stand-ins that no template writes."""
+def _hide(value: Any, hiding: re.Pattern[str], names: Sequence[str]) -> Any:
+    """Names of special tokens inside a message's strings, replaced by stand-ins that no template writes.
+
+    A message that has a stand-in's own character gets another one in front of it.
+    """
+    quote = chr(PRIVATE + len(names))
     match value:
         case str():
-            return special.sub(lambda m: chr(PRIVATE + names.index(m.group())), value)
+            return hiding.sub(
+                lambda m: chr(PRIVATE + names.index(m.group())) if m.group() in names else quote + m.group(), value
+            )
         case Mapping():
-            return {k: _hide(v, special, names) for k, v in value.items()}
+            return {k: _hide(v, hiding, names) for k, v in value.items()}
         case list() | tuple():
-            return [_hide(v, special, names) for v in value]
+            return [_hide(v, hiding, names) for v in value]
     return value
 
 
 def _show(text: str, names: Sequence[str]) -> str:
     """The text with the stand-ins turned back."""
-    return "".join(names[ord(c) - PRIVATE] if 0 <= ord(c) - PRIVATE < len(names) else c for c in text)
+    quote = chr(PRIVATE + len(names))
+    return re.sub(
+        f"{quote}[{chr(PRIVATE)}-{quote}]|[{chr(PRIVATE)}-{quote}]",
+        lambda m: m.group()[1:] or (names[ord(m.group()) - PRIVATE] if m.group() != quote else quote),
+        text,
+    )
