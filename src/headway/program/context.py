@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import numpy as np
-
 from headway.base.brle import whole
 from headway.base.errors import (
     Closed,
@@ -26,7 +25,6 @@ from headway.program.constraints import Constraint
 from headway.program.conversation import Conversation
 from headway.program.defaults import GenerationDefaults
 from headway.program.dialogue import ChatLimits, ChatReply, Choice
-from headway.program.forward import Execution, Forward, View
 from headway.program.generator import Generation
 from headway.program.grammar import Grammar
 from headway.program.ids import integers, token_ids
@@ -34,8 +32,11 @@ from headway.program.pages import RawPages
 from headway.program.parameters import Options, settle
 from headway.program.several import Generations, Request, started
 from headway.program.turns import Messages
+from headway.program.view import View
 from headway.runtime.passes import Pass, PassResult
 from headway.runtime.scheduler import BID_LIMIT, Job
+
+from headway.program.forward import Execution, Forward
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
@@ -414,13 +415,7 @@ class Context:
 
     def view(self, ahead: Job | None) -> View:
         """The context as it is, or as it will be when the pass in flight has succeeded. The caller holds the lock."""
-        table = self.table
-        live = table.live if table.has_discards else None
-        if ahead is None:
-            return View(table, (), table.length, table.next_position, self._pending, live)
-        line = _line(ahead)
-        following = [table.next_position, *(max(job.work.positions, default=-1) + 1 for job in line)]
-        return View(table, line, ahead.base + len(ahead.work.tokens), max(following), (), live)
+        return View.of(self.table, self._pending, ahead)
 
     def submit(self, work: Pass, after: Job | None = None) -> Job:
         """Queue a pass over this context. The pending tokens it starts with leave the buffer when it succeeds."""
@@ -479,11 +474,3 @@ def checked_bid(bid: float) -> float:
     if isinstance(bid, bool) or not isinstance(bid, int | float) or not -BID_LIMIT <= bid <= BID_LIMIT:
         raise InvalidInput(f"the bid is {bid!r}; it takes a number from {-BID_LIMIT:g} to {BID_LIMIT:g}")
     return float(bid)
-
-
-def _line(job: Job) -> tuple[Job, ...]:
-    """The passes in flight up to this one, in the order they run."""
-    line = [job]
-    while (earlier := line[-1].after) is not None:
-        line.append(earlier)
-    return tuple(reversed(line))

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
-
 from headway.base.brle import Brle
 from headway.base.errors import Closed, InvalidInput, InvalidMask, OutOfRange, PassFailed, Unsupported, WrongType
 from headway.base.masks import Mask, check_rows, logit_mask
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, Sampling, resolve
-from headway.kv.table import PageTable
 from headway.program.checks import check_readout, check_reread, check_windows
 from headway.program.ids import check_position, integers, position_ids, token_ids
 from headway.program.output import Output, ProbeHandle, SampleHandle
+from headway.program.view import View
 from headway.runtime.passes import BEFORE, Feed, Later, Pass, PassResult, Readout
 from headway.runtime.scheduler import Job
 
@@ -39,27 +38,6 @@ class _Ask:
     what: Sampling | Probe
     history: tuple[int, ...] | None
     generated: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class View:
-    """A context as a new pass finds it: behind the passes in flight, when it takes the last one's token."""
-
-    table: PageTable
-    ahead: tuple[Job, ...]  # in the order they run
-    length: int
-    next_position: int
-    pending: Sequence[int]
-    live: Callable[[int], Brle] | None  # which slots were not discarded; None when all are there
-
-    @property
-    def tokens(self) -> Iterator[int]:
-        """All of them. Few passes look, and a sequence may be long."""
-        return chain(self.table.tokens, *(job.work.tokens for job in self.ahead))
-
-    @property
-    def positions(self) -> Iterator[int]:
-        return chain(self.table.positions, *(job.work.positions for job in self.ahead))
 
 
 @dataclass(frozen=True, eq=False)
