@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import numpy as np
+
 from headway.base.brle import whole
 from headway.base.errors import (
     Closed,
@@ -25,6 +26,7 @@ from headway.program.constraints import Constraint
 from headway.program.conversation import Conversation
 from headway.program.defaults import GenerationDefaults
 from headway.program.dialogue import ChatLimits, ChatReply, Choice
+from headway.program.forward import Execution, Forward
 from headway.program.generator import Generation
 from headway.program.grammar import Grammar
 from headway.program.ids import integers, token_ids
@@ -35,8 +37,6 @@ from headway.program.turns import Messages
 from headway.program.view import View
 from headway.runtime.passes import Pass, PassResult
 from headway.runtime.scheduler import BID_LIMIT, Job
-
-from headway.program.forward import Execution, Forward
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine

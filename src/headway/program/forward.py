@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
+
 from headway.base.brle import Brle
 from headway.base.errors import Closed, InvalidInput, InvalidMask, OutOfRange, PassFailed, Unsupported, WrongType
 from headway.base.masks import Mask, check_rows, logit_mask
