@@ -114,7 +114,10 @@ def test_a_key_comes_from_the_environment(headway: Run, folder: Path, tmp_path: 
     ("arguments", "why"),
     [
         (("--url", "127.0.0.1"), "--url is '127.0.0.1'"),
-        (("--url", "http://127.0.0.1:1"), "no such server answers at 127.0.0.1:1"),
+        (
+            ("--url", "http://127.0.0.1:1"),
+            "no server answers at 127.0.0.1:1: Connection refused; start one with `headway serve`",
+        ),
         (("--requests", "0"), "--requests is 0"),
         (("--concurrency", "0"), "--concurrency is 0"),
         (("--rate", "0"), "--rate is 0"),

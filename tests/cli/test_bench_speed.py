@@ -48,7 +48,7 @@ def test_a_pipe_gets_plain_lines(headway: Run) -> None:
     assert done.returncode == 0, done.stderr
     title, headers, rate, first, memory = done.stdout.splitlines()
     assert title.startswith("prefill · random tiny in bf16 · ")
-    assert " · 1 threads · prompt 40, 2 runs" in title
+    assert " · 1 thread · prompt 40, 2 runs" in title
     assert headers.split("\t") == ["what", "median", "least", "most", "spread", "of limit"]
     assert rate.startswith("tokens/s\t")
     assert first.startswith("ms to the first token\t")

@@ -211,14 +211,14 @@ class TestBadLines:
 
 MISTAKES = [
     (("--on-error", "ignore"), "--on-error is 'ignore'; it takes stop or skip"),
-    (("--set", "top_k"), "--set 'top_k' is no NAME=VALUE"),
+    (("--set", "top_k"), "--set is 'top_k'; it takes NAME=VALUE"),
     (("--set", "top_k=1", "--set", "top_k=2"), "--set top_k was given twice"),
     (("--set", "frob=1"), "'frob' is no option of this task"),
     (("--set", "device=cpu"), "--set device is no option of a task; there is a flag for it"),
     (("--batch-size", "many"), "batch_size is 'many'"),
     (("--quantize", "int3"), "quantize is 'int3'"),
     (("--device", "tpu"), "there is no TPU backend"),
-    (("--input", "/nowhere.jsonl"), "is no file"),
+    (("--input", "/nowhere.jsonl"), "there is no such file"),
     (("--input", "in.txt"), "--input is 'in.txt'; it takes a file that ends in .jsonl, .csv, .parquet, or -"),
     (("--column", "frob"), "line 1: --column frob was given, and this is str"),
 ]
@@ -324,6 +324,20 @@ class TestGoingOn:
         assert (tmp_path / "out.jsonl").read_bytes() == before
         assert job(tmp_path / "out.jsonl", "--overwrite") == 2
         assert "are both" in capsys.readouterr().err
+
+    def test_a_mistake_before_the_first_line_binds_nobody(
+        self, job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        source = write_lines(tmp_path / "in.jsonl", TEXTS[:3])
+        assert job(source, "--set", "frob=1") == 2
+        assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+        (tmp_path / "out.jsonl.partial").write_text('{"job": {"task": "killed before it had done anything"}}\n')
+        assert job(source) == 0
+        assert len(lines(tmp_path / "out.jsonl")) == 3
+        (tmp_path / "out.jsonl.partial").write_text('{"of": "somebody else"}\n')
+        assert job(source) == 2
+        assert "is no journal of a pipeline" in capsys.readouterr().err
+        assert (tmp_path / "out.jsonl.partial").exists()
 
     def test_two_at_once_are_refused(self, tmp_path: Path) -> None:
         with (

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from headway.base.errors import ContextLengthExceeded
 from headway.base.probes import Distribution
 from headway.cli.options import Decoding
-from headway.cli.render import quoted, show_table
+from headway.cli.render import counted, quoted, show_table
+from headway.cli.shapes import FORMATS
 
 if TYPE_CHECKING:
     import headway as hw
@@ -23,6 +24,7 @@ class Figures:
 
     model: str
     dtype: str
+    format: str  # how the weights are kept
     device: str
     prompt_tokens: int
     tokens: int
@@ -39,7 +41,7 @@ class Figures:
     def line(self) -> str:
         """The figures in one line."""
         parts = (
-            f"{self.model} · {self.dtype} · {self.device}",
+            f"{self.model} · {weights(self.format)} · {self.device}",
             f"{counted(self.prompt_tokens, 'prompt token')} · {counted(self.tokens, 'token')}",
             f"first token {self.first_token_seconds:.2f} s · {self.tokens_per_second:.1f} tokens/s",
         )
@@ -49,6 +51,7 @@ class Figures:
         return {
             "model": self.model,
             "dtype": self.dtype,
+            "format": self.format,
             "device": self.device,
             "prompt_tokens": self.prompt_tokens,
             "tokens": self.tokens,
@@ -133,8 +136,15 @@ async def stream(
     seconds = time.perf_counter() - start
     tokens = await steps.tokens()  # those that stayed: a stop takes back the tokens that spell it
     info = engine.info
-    figures = Figures(name, info.dtype, info.device, prompt_tokens, len(tokens), first or seconds, seconds)
+    took = (prompt_tokens, len(tokens), first or seconds, seconds)
+    figures = Figures(name, info.dtype, info.format, info.device, *took)
     return Answer(text, tuple(tokens), finish, _choices(engine, tokens, probes), figures)
+
+
+def weights(format: str) -> str:
+    """How the weights are kept, in few words: `int4, int8` for `int4 in groups of 32, int8 in groups of 32`."""
+    first = [part.strip().split(" ")[0] for part in format.split(",")]
+    return ", ".join(dict.fromkeys(FORMATS.get(word, word) for word in first))
 
 
 def show_choices(choices: Sequence[Choice]) -> None:
@@ -146,10 +156,6 @@ def show_choices(choices: Sequence[Choice]) -> None:
         ]
         headers = ("rank", "token", "id", "probability", "logprob")
         show_table(headers, rows, title=f"step {number}: {quoted(choice.text)}", numbers=(0, 2, 3, 4))
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _probability(value: float) -> str:

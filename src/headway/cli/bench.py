@@ -16,7 +16,7 @@ import typer
 from headway.base.errors import InvalidInput
 from headway.base.machine import read_machine
 from headway.cli import bench_serve, bench_speed
-from headway.cli.options import Json, whole_number
+from headway.cli.options import Json
 from headway.cli.render import emit_json, show_table
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def overhead(
     """The engine's own time a step: from the end of one batch on the device to the start of the next.
 
     Programs that generate, one for each row, on a stand-in for the device that sleeps; the model computes nothing.
+
     The allowance is 500 µs a step and 30 µs a row.
     """
     sizes = row_counts(rows)
@@ -108,11 +109,13 @@ def overhead(
 
 def row_counts(text: str) -> list[int]:
     """The numbers of a list like 1,8,64."""
-    counts = [whole_number(part.strip()) for part in text.split(",")]
-    wrong = [n for n in counts if not 1 <= n <= ROWS_LIMIT]
+    parts = [part.strip() for part in text.split(",")]
+    wrong = [part for part in parts if not (part.isdecimal() and 1 <= int(part) <= ROWS_LIMIT)]
     if wrong:
-        raise InvalidInput(f"--rows has {wrong[0]}; it takes numbers from 1 to {ROWS_LIMIT}, with commas between them")
-    return counts
+        raise InvalidInput(
+            f"--rows has {wrong[0]!r}; it takes whole numbers from 1 to {ROWS_LIMIT}, with commas between them"
+        )
+    return [int(part) for part in parts]
 
 
 def measure(rows: int, tick: Callable[[int], None] = lambda step: None) -> Overhead:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import sys
 import time
@@ -32,11 +33,16 @@ LINE_SECONDS = 5.0  # between two lines of progress in a pipe
 SHOWN = 5  # kinds of failures
 
 Url = Annotated[
-    str | None, typer.Option("--url", help="A running server; HEADWAY_API_KEY has its key. Else one is started.")
+    str | None,
+    typer.Option(
+        "--url", metavar="URL", help="A running server; HEADWAY_API_KEY has its key. Left out, one is started."
+    ),
 ]
 ServedModel = Annotated[
     str | None,
-    typer.Option("--model", "-m", help=f"What to serve ({DEFAULT_MODEL}); with --url, the name to ask for."),
+    typer.Option(
+        "--model", "-m", metavar="MODEL", help=f"What to serve ({DEFAULT_MODEL}); with --url, the name to ask for."
+    ),
 ]
 
 
@@ -107,8 +113,9 @@ def serve(
 ) -> None:
     """Send requests to a server and time their tokens, as its clients see them.
 
-    Prompts are random tokens, so the prefix cache helps nowhere; answers are greedy and run to their full length. The
-    exit code is 1 when a request failed.
+    Prompts are random tokens, so the prefix cache helps nowhere; answers are greedy and run to their full length.
+
+    The exit code is 1 when a request failed.
     """
     amounts = Amounts(requests, prompt, tokens, spread, warmup, seed)
     pace = _pace(concurrency, rate, seed)
@@ -185,8 +192,11 @@ async def _about(client: Client, amounts: Amounts, model: str | None, vocab: int
             if status != 200:
                 raise InvalidInput(f"the server at {where} does not say how many tokens it knows; give --vocab N")
             vocab = int(told["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, h11.ProtocolError) as error:
-        raise InvalidInput(f"no such server answers at {where}: {error}") from None
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise InvalidInput(f"no server answers at {where}: {reason}; start one with `headway serve`") from None
+    except (ValueError, KeyError, TypeError, AttributeError, h11.ProtocolError) as error:
+        raise InvalidInput(f"what answers at {where} is no server of OpenAI's kind: {error}") from None
     if not 1 <= vocab <= LIMIT:
         raise InvalidInput(f"--vocab is {vocab}; it takes a number from 1 to {LIMIT}")
     name = model if model is not None else next(iter(found))

@@ -14,7 +14,7 @@ import typer
 from headway.base.errors import InvalidInput
 from headway.base.machine import read_machine
 from headway.cli.options import WHOLE, Device, Dtype, EngineOptions, Json, MemoryFraction, Model, Quantize, Threads
-from headway.cli.render import Listening, emit_json, fetched, loading, note, show_table, size
+from headway.cli.render import Listening, counted, emit_json, fetched, loading, note, show_table, size
 from headway.cli.shapes import FORMATS, SHAPES, find_shape, write_folder
 from headway.cli.speed import Stopwatch, Summary, Timing, pages_for, path_of, startup, step_bytes
 from headway.models.registry import DEFAULT_MODEL
@@ -26,10 +26,14 @@ Found = TypeVar("Found")
 LIMIT = 1 << 20  # of every count
 
 ShapeName = Annotated[
-    str | None, typer.Option("--shape", help=f"Measure a random model of this shape instead: {', '.join(SHAPES)}.")
+    str | None,
+    typer.Option(
+        "--shape", metavar="SHAPE", help=f"Measure a random model of this shape instead: {', '.join(SHAPES)}."
+    ),
 ]
 Format = Annotated[
-    str | None, typer.Option("--format", help=f"What the random model is stored in: {', '.join(FORMATS)}.")
+    str | None,
+    typer.Option("--format", metavar="FORMAT", help=f"What the random model is stored in: {', '.join(FORMATS)}."),
 ]
 Tokens = Annotated[int, typer.Option("--tokens", "-n", **WHOLE, help="Tokens each sequence generates.")]
 Prompt = Annotated[int, typer.Option("--prompt", "-p", **WHOLE, help="Tokens of each prompt.")]
@@ -93,8 +97,9 @@ def decode(
 ) -> None:
     """Tokens a second of one sequence, and how much of what the memory allows that is.
 
-    Greedy; end-of-text does not end it; the first token counts as the prompt's time. The limit is what the memory was
-    measured to read in a second, over the bytes of weights that a token needs.
+    Greedy; end-of-text does not end it; the first token counts as the prompt's time.
+
+    The limit is what the memory was measured to read in a second, over the bytes of weights that a token needs.
     """
     subject = Subject(EngineOptions(model, dtype, device, threads, quantize, memory_fraction), shape, form)
     _decoding(subject, "decode", Counts(tokens, prompt, 1, repeat), json)
@@ -293,7 +298,7 @@ def _facts(engine: hw.Engine, subject: Subject, *, bandwidth: bool = True) -> di
 
 def _title(work: str, facts: dict[str, Any], rest: str) -> str:
     info = facts["model"]
-    return f"{work} · {info['name']} · {facts['path']} · {info['threads']} threads · {rest}"
+    return f"{work} · {info['name']} · {facts['path']} · {counted(info['threads'], 'thread')} · {rest}"
 
 
 def _table(work: str, facts: dict[str, Any], rows: list[tuple[str, Summary, str]], counts: Counts) -> None:
@@ -305,7 +310,7 @@ def _table(work: str, facts: dict[str, Any], rows: list[tuple[str, Summary, str]
             (what, f"{s.median:.2f}", f"{s.least:.2f}", f"{s.most:.2f}", f"{s.spread:.0%}", share)
             for what, s, share in rows
         ],
-        title=_title(work, facts, f"{amounts}, {counts.repeat} runs"),
+        title=_title(work, facts, f"{amounts}, {counted(counts.repeat, 'run')}"),
         numbers=range(1, 6),
     )
     limit = facts["limit"]
@@ -327,6 +332,6 @@ def _show_startup(facts: dict[str, Any], found: dict[str, Summary], repeat: int)
             (label, *(f"{value:.3f}" for value in (found[name].median, found[name].least, found[name].most)))
             for name, label in names.items()
         ],
-        title=_title("startup", facts, f"{repeat} runs"),
+        title=_title("startup", facts, counted(repeat, "run")),
         numbers=range(1, 4),
     )

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from headway.base.errors import HeadwayError, InvalidInput
 from headway.cli import options
-from headway.cli.answer import Answer, counted, show_choices, stream
+from headway.cli.answer import Answer, show_choices, stream, weights
 from headway.cli.options import Decoding, EngineOptions, open_engine
-from headway.cli.render import emit_json, note, write_aside, write_text
+from headway.cli.render import counted, emit_json, note, write_aside, write_text
 from headway.models.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def chat(
             raise InvalidInput(f"{model} has no chat template; `headway run --raw` continues text with it")
         session = Session(engine, model, decoding, system, json)
         if sys.stdin.isatty():
-            note(f"{model} · {engine.info.dtype} · {engine.info.device} · /help lists commands, ctrl-D ends")
+            info = engine.info
+            note(f"{model} · {weights(info.format)} · {info.device} · /help lists commands, ctrl-D ends")
         try:
             for line in _lines():
                 if not session.take(line.strip()):

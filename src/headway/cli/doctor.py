@@ -107,7 +107,10 @@ class Fit:
 def doctor(
     *,
     check: Annotated[
-        str | None, typer.Option("--check", "--model", "-m", help="Say whether this model fits, without loading it.")
+        str | None,
+        typer.Option(
+            "--check", "--model", "-m", metavar="MODEL", help="Say whether this model fits, without loading it."
+        ),
     ] = None,
     context: Annotated[
         int | None, typer.Option("--context", **WHOLE, help="Tokens to make room for; by default all the model can.")

@@ -3,7 +3,8 @@
 The journal stands beside the output as `NAME.partial`: a line that says which job it belongs to, then one JSON line
 for each record, in order. Lines are only added; one that was cut in the middle is cut off when the job goes on. The
 output itself appears whole, in one rename, when every record is done. A record that is in the journal is never computed
-again, and one that is not is computed: nothing is repeated and nothing is lost.
+again, and one that is not is computed: nothing is repeated and nothing is lost. A job that ends before its first record
+is done leaves no journal, and so binds nobody to its mistake.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Journal:
         self._done: Iterator[dict[str, Any]] = iter(())
         self.before = 0  # records that were done when it was opened
         self._synced = time.monotonic()
+        self._added = False
         self.failed: list[int] = []
 
     def __enter__(self) -> Self:
@@ -51,7 +53,14 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self.begun:
+            self.path.unlink(missing_ok=True)
         self._file.close()  # what is buffered goes out, and the lock is given back
+
+    @property
+    def begun(self) -> bool:
+        """Whether any record is done."""
+        return self.before > 0 or self._added
 
     # -- going on ------------------------------------------------------------------------------------------------------
 
@@ -80,11 +89,13 @@ class Journal:
         """One more record is done."""
         more = {} if item is None else {"input": item}
         self._write({"line": record.line, "crc": record.crc, **more, "result": result})
+        self._added = True
 
     def add_failure(self, record: Record, error: str) -> None:
         """One more record cannot be done."""
         self.failed.append(record.line)
         self._write({"line": record.line, "crc": record.crc, "error": error})
+        self._added = True
 
     def _write(self, value: dict[str, Any]) -> None:
         self._file.write(dumped(value) + b"\n")
@@ -108,24 +119,30 @@ class Journal:
     def _read(self) -> int:
         """Take up what is there; where the last whole line ends."""
         self._file.seek(0)
-        end = 0
+        end, theirs = 0, dict[str, Any]()
         for raw in self._file:
             found = _parsed(raw)
             if found is None:
                 break
             if end == 0:
-                self._check_job(found)
+                theirs = self._job_of(found)
             else:
                 self.before += 1
                 if "error" in found:
                     self.failed.append(found["line"])
             end += len(raw)
+        if self.before == 0:
+            return 0  # nothing was done yet: whatever that job was, this one begins
+        self._check_job(theirs)
         return end
 
-    def _check_job(self, first: dict[str, Any]) -> None:
-        theirs = first.get("job")
-        if not isinstance(theirs, dict):
+    def _job_of(self, first: dict[str, Any]) -> dict[str, Any]:
+        job = first.get("job")
+        if not isinstance(job, dict):
             raise InvalidInput(f"{self.path} is no journal of a pipeline; move it away, or begin anew with --restart")
+        return job
+
+    def _check_job(self, theirs: dict[str, Any]) -> None:
         for name, mine in self._job.items():
             if theirs.get(name) != mine:
                 raise InvalidInput(

@@ -66,6 +66,10 @@ def dispatch(arguments: list[str]) -> int:
         return EXIT_INTERRUPT
     except BrokenPipeError:
         return _abandon_stdout()
+    except SystemExit as end:  # typer's own way out of a closed pipe, with a code that says nothing
+        if isinstance(end.__context__, BrokenPipeError):
+            return _abandon_stdout()
+        raise
 
 
 @app.callback(invoke_without_command=True)
@@ -91,9 +95,11 @@ def _mistake(kind: str, message: str, arguments: list[str]) -> int:
 
 
 def _usage_sentence(error: Exception) -> str:
-    message = getattr(error, "format_message", lambda: str(error))().rstrip(".")
+    message = getattr(error, "format_message", lambda: str(error))().rstrip(".?")
     context = getattr(error, "ctx", None)
     command = getattr(context, "command_path", "headway")
+    if command == "headway run" and message.startswith("Got unexpected extra argument"):
+        return f"{message}; a prompt of several words needs quotes: headway run 'Name the capital of France.'"
     return f"{message}; `{command} --help` lists what there is"
 
 

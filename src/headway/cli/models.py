@@ -9,7 +9,7 @@ import typer
 
 from headway.base.errors import InvalidInput
 from headway.cli.options import Json
-from headway.cli.render import emit_json, fetching, note, show_pairs, show_table, size
+from headway.cli.render import counted, emit_json, fetching, note, show_pairs, show_table, size
 from headway.models import store
 from headway.models.registry import DEFAULT_MODEL, KNOWN
 
@@ -17,7 +17,7 @@ app = typer.Typer(help="List, fetch, show and remove models.", pretty_exceptions
 
 Name = Annotated[str | None, typer.Argument(metavar="MODEL", help="A known name or a hub id org/name.")]
 Anything = Annotated[str | None, typer.Argument(metavar="MODEL", help="A known name, a path or a hub id org/name.")]
-Flag = Annotated[str | None, typer.Option("--model", "-m", help="The same, as a flag.")]
+Flag = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help="The same, as a flag.")]
 
 
 @app.command("list")
@@ -63,7 +63,7 @@ def show(name: Anything = None, model: Flag = None, json: Json = False) -> None:
         ("family", facts.family),
         ("parameters", f"{facts.parameters:,}"),
         ("weights on disk", size(facts.file_bytes)),
-        ("stored as", ", ".join(f"{kind} ({count} tensors)" for kind, count in facts.stored_types)),
+        ("stored as", ", ".join(f"{kind} ({counted(count, 'tensor')})" for kind, count in facts.stored_types)),
         ("layers", facts.layers),
         ("hidden size", facts.hidden_size),
         ("heads", f"{facts.heads} queries, {facts.kv_heads} keys, {facts.head_dim} wide"),

@@ -47,14 +47,27 @@ NUMBER: dict[str, Any] = {"parser": number, "metavar": "X"}
 Model = Annotated[
     str,
     typer.Option(
-        "--model", "-m", help="A known name, a folder, a .gguf file or a hub id org/name.", rich_help_panel=ENGINE
+        "--model",
+        "-m",
+        metavar="MODEL",
+        help="A known name, a folder, a .gguf file or a hub id org/name.",
+        rich_help_panel=ENGINE,
     ),
 ]
 Dtype = Annotated[
-    str, typer.Option("--dtype", help="auto (as the file has it), float32, bfloat16, float16.", rich_help_panel=ENGINE)
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="TYPE",
+        help="auto (as the file has it), float32, bfloat16, float16.",
+        rich_help_panel=ENGINE,
+    ),
 ]
 Device = Annotated[
-    str, typer.Option("--device", help="Where to compute: auto, cpu, cuda, cuda:1 …", rich_help_panel=ENGINE)
+    str,
+    typer.Option(
+        "--device", metavar="DEVICE", help="Where to compute: auto, cpu, cuda, cuda:1 …", rich_help_panel=ENGINE
+    ),
 ]
 Threads = Annotated[
     int | None,
@@ -75,7 +88,7 @@ MemoryFraction = Annotated[
         "--memory-fraction",
         parser=number,
         metavar="F",
-        help="Of the device's memory, how much Headway may use in all: weights, pages, graphs.",
+        help="How much of the device's memory to use in all, as 0.5: weights, pages, graphs.",
         rich_help_panel=ENGINE,
     ),
 ]
@@ -117,13 +130,16 @@ Seed = Annotated[
     int | None, typer.Option("--seed", **WHOLE, help="The same seed draws the same tokens.", rich_help_panel=SAMPLING)
 ]
 Stop = Annotated[
-    list[str] | None, typer.Option("--stop", help="Stop before this text. May be repeated.", rich_help_panel=SAMPLING)
+    list[str] | None,
+    typer.Option("--stop", metavar="TEXT", help="Stop before this text. May be repeated.", rich_help_panel=SAMPLING),
 ]
 Logprobs = Annotated[
     int,
     typer.Option("--logprobs", **WHOLE, help="Show the N likeliest tokens at every step.", rich_help_panel=SAMPLING),
 ]
-System = Annotated[str | None, typer.Option("--system", help="A system message ahead of the conversation.")]
+System = Annotated[
+    str | None, typer.Option("--system", metavar="TEXT", help="A system message ahead of the conversation.")
+]
 
 
 @dataclass(frozen=True)
@@ -167,6 +183,13 @@ class Decoding:
             raise InvalidInput(f"--logprobs is {self.logprobs}; it must be at least 1, or 0 for none")
         if "" in self.stop:
             raise InvalidInput("--stop is empty; it must have at least one character")
+        for name in ("top_k", "top_p", "min_p") if self.temperature == 0 else ():
+            if getattr(self, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise InvalidInput(
+                    f"{flag} is {getattr(self, name)} and has no effect at temperature 0, which always takes the "
+                    f"likeliest token; draw with --temperature 1, or leave {flag} out"
+                )
 
     def sampler(self) -> Sampling:
         """The library's sampler for these knobs; it refuses values that make no sense."""

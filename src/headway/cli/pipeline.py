@@ -17,19 +17,25 @@ import typer
 from headway.base.errors import HeadwayError, InvalidInput
 from headway.cli.journal import Journal, dumped
 from headway.cli.options import ENGINE, Device
-from headway.cli.records import PIPE, Record, item_of, kind_of, pyarrow_parquet, records
+from headway.cli.records import PIPE, Record, check_input, item_of, kind_of, pyarrow_parquet, records
 from headway.cli.render import PLAIN_SECONDS, fetched, note
 
 FILES = "Files"
 WORDS = {"True": True, "False": False, "None": None}
 
 Model = Annotated[
-    str | None, typer.Option("--model", "-m", help="A known name, a folder or a hub id.", rich_help_panel=ENGINE)
+    str | None,
+    typer.Option(
+        "--model", "-m", metavar="MODEL", help="A known name, a folder or a hub id org/name.", rich_help_panel=ENGINE
+    ),
 ]
 Dtype = Annotated[
     str,
     typer.Option(
-        "--dtype", help="auto, float32, bfloat16, float16, autocast[:bfloat16|:float16].", rich_help_panel=ENGINE
+        "--dtype",
+        metavar="TYPE",
+        help="auto, float32, bfloat16, float16, autocast[:bfloat16|:float16].",
+        rich_help_panel=ENGINE,
     ),
 ]
 Quantize = Annotated[
@@ -103,8 +109,9 @@ def pipeline(
 ) -> None:
     """Run TASK over every line of a file. A job that was interrupted goes on when the same command is given again.
 
-    Each result has the number of its line. A line that cannot be computed ends the job (--on-error stop), or is told
-    and left out (--on-error skip).
+    Each result has the number of its line.
+
+    A line that cannot be computed ends the job (--on-error stop), or is told and left out (--on-error skip).
     """
     plan = Plan(input, output, tuple(column or ()), _skips(on_error), with_input)
     options = read_options(set or ())
@@ -122,7 +129,8 @@ def pipeline(
         try:
             _run(lambda: _open(task, model, arguments, options), plan, journal)
         except KeyboardInterrupt:
-            note(f"stopped; the same command goes on from {journal.path}")
+            if journal.begun:
+                note(f"stopped; the same command goes on from {journal.path}")
             raise
         journal.finish()
 
@@ -229,7 +237,7 @@ def read_options(given: Sequence[str]) -> dict[str, Any]:
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise InvalidInput(f"--set {text!r} is no NAME=VALUE")
+            raise InvalidInput(f"--set is {text!r}; it takes NAME=VALUE, as normalize=false")
         if name in found:
             raise InvalidInput(f"--set {name} was given twice")
         try:
@@ -253,6 +261,7 @@ def _check_files(plan: Plan, overwrite: bool) -> None:
     kinds = {kind_of(plan.input, "--input"), kind_of(plan.output, "--output")}
     if ".parquet" in kinds:
         pyarrow_parquet()
+    check_input(plan.input)
     if plan.output == PIPE:
         return
     path = Path(plan.output)

@@ -14,6 +14,8 @@ from headway.cli.render import show_table, size
 if TYPE_CHECKING:
     from headway.runtime.profile import Profile
 
+LEAST_SECONDS = 1e-4  # of a phase, for its rate to be shown
+
 
 def show_profile(profile: Profile) -> None:
     """The phases of a run: time, share, bytes, and bandwidth against what the memory was measured to give."""
@@ -21,7 +23,8 @@ def show_profile(profile: Profile) -> None:
     rows = []
     for phase in profile.phases:
         rate = phase.bytes / phase.seconds if phase.seconds else 0.0
-        share = f"{rate / profile.bandwidth_limit:.0%}" if profile.bandwidth_limit else "–"
+        timed = phase.seconds >= LEAST_SECONDS  # less is the clock's own doing, and gives rates no memory has
+        share = f"{rate / profile.bandwidth_limit:.0%}" if timed and profile.bandwidth_limit else "–"
         rows.append(
             (
                 phase.name,
@@ -30,7 +33,7 @@ def show_profile(profile: Profile) -> None:
                 f"{phase.seconds / total:.0%}",
                 f"{phase.seconds * 1e3 / max(profile.tokens, 1):.2f}",
                 f"{phase.bytes / 1e6:.1f}",
-                f"{rate / 1e9:.2f}",
+                f"{rate / 1e9:.2f}" if timed else "–",
                 share,
             )
         )

@@ -45,11 +45,16 @@ def kind_of(name: str, what: str) -> str:
     return kind
 
 
+def check_input(name: str) -> None:
+    """Refuse a file that is not there."""
+    if name != PIPE and not Path(name).is_file():
+        raise InvalidInput(f"--input is {name!r}, and there is no such file")
+
+
 def records(name: str) -> Iterator[Record]:
     """The records of a file, or of standard input."""
     kind = kind_of(name, "--input")
-    if name != PIPE and not Path(name).is_file():
-        raise InvalidInput(f"--input {name!r} is no file")
+    check_input(name)
     if kind == ".parquet":
         return _parquet(name)
     if name == PIPE:

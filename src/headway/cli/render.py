@@ -94,6 +94,11 @@ def show_pairs(pairs: Iterable[tuple[str, str]], *, title: str = "") -> None:
         print(f"  {name:<{width}}  {value}")
 
 
+def counted(count: int, noun: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def size(count: float) -> str:
     """Bytes as disks and wires count them: 98.4 MB, 1.6 GB."""
     return amount(count, 1000)

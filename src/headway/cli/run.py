@@ -58,7 +58,9 @@ def run(
     stop: options.Stop = None,
     logprobs: options.Logprobs = 0,
     profile: Annotated[bool, typer.Option("--profile", help="Show where the time went.")] = False,
-    profile_json: Annotated[Path | None, typer.Option("--profile-json", help="Write the profile to a file.")] = None,
+    profile_json: Annotated[
+        Path | None, typer.Option("--profile-json", metavar="FILE", help="Write the profile to a file.")
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Answer PROMPT through the model's chat template, or continue it with --raw.
@@ -77,11 +79,20 @@ def run(
         profiling = profile or profile_json is not None
         if profiling:
             engine.enable_profiling()
-        answer = engine.run(respond, request, model, _quiet if json else write_text)
+        answer = _asked(engine, request, model, as_json=json)
         data = engine.profile() if profiling else None
         _show(answer, data if profile else None, as_json=json)
         if data is not None and profile_json is not None:
             write_profile(data, profile_json)
+
+
+def _asked(engine: hw.Engine, request: Request, model: str, *, as_json: bool) -> Answer:
+    try:
+        return engine.run(respond, request, model, _quiet if as_json else write_text)
+    except KeyboardInterrupt:
+        if not as_json:
+            write_text("\n")  # what comes next, as the shell's prompt, begins a line
+        raise
 
 
 async def respond(engine: hw.Engine, request: Request, name: str, write: Callable[[str], None]) -> Answer:

@@ -22,6 +22,7 @@ from headway.cli.options import (
     Model,
     Quantize,
     Threads,
+    number,
     whole_number,
 )
 from headway.cli.render import emit_json, fetched, note
@@ -44,7 +45,12 @@ BatchTokens = Annotated[
 ]
 Names = Annotated[
     list[str] | None,
-    typer.Option("--served-model-name", help="What clients call the model. May be repeated.", rich_help_panel=ENGINE),
+    typer.Option(
+        "--served-model-name",
+        metavar="NAME",
+        help="What clients call the model. May be repeated.",
+        rich_help_panel=ENGINE,
+    ),
 ]
 Embed = Annotated[
     str | None,
@@ -58,7 +64,9 @@ Classify = Annotated[
 ]
 KeyFile = Annotated[
     Path | None,
-    typer.Option("--keys", metavar="FILE", help="A file of API keys (hashes); closes all.", rich_help_panel=ACCESS),
+    typer.Option(
+        "--keys", metavar="FILE", help="A file of API keys; nobody comes in without one.", rich_help_panel=ACCESS
+    ),
 ]
 NewKey = Annotated[
     str | None,
@@ -68,11 +76,21 @@ NewKey = Annotated[
 ]
 CorsOrigins = Annotated[
     list[str] | None,
-    typer.Option("--cors-origin", help="An origin whose web pages may call. May be repeated.", rich_help_panel=ACCESS),
+    typer.Option(
+        "--cors-origin",
+        metavar="ORIGIN",
+        help="An origin whose web pages may call. May be repeated.",
+        rich_help_panel=ACCESS,
+    ),
 ]
 AllowedHosts = Annotated[
     list[str] | None,
-    typer.Option("--allowed-host", help="A name in Host, beside this machine's own. * is any.", rich_help_panel=ACCESS),
+    typer.Option(
+        "--allowed-host",
+        metavar="NAME",
+        help="A name in Host, beside this machine's own; * is any. May be repeated.",
+        rich_help_panel=ACCESS,
+    ),
 ]
 RequestTimeout = Annotated[
     float | None, typer.Option("--request-timeout", **NUMBER, help="Seconds for a request.", rich_help_panel=LIMITS)
@@ -95,7 +113,7 @@ Limit = Annotated[
 def serve(
     *,
     model: Model = DEFAULT_MODEL,
-    host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", **WHOLE, help="The port; 0 takes a free one.")] = 8000,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -116,7 +134,10 @@ def serve(
     drain_timeout: DrainTimeout = None,
     limit: Limit = None,
     metrics_style: Annotated[
-        str, typer.Option("--metrics-style", help="Names in /metrics: headway, or vllm for its dashboards.")
+        str,
+        typer.Option(
+            "--metrics-style", metavar="STYLE", help="Names in /metrics: headway, or vllm for its dashboards."
+        ),
     ] = "headway",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write what clients send into the log.")] = False,
     as_json: Json = False,
@@ -202,5 +223,13 @@ def _limits(of: type[Any], given: Sequence[str]) -> dict[str, Any]:
         name, _, value = text.partition("=")
         if name not in known:
             raise InvalidInput(f"--limit {text!r} is not known; it takes NAME=N with one of {', '.join(sorted(known))}")
-        values[name] = whole_number(value) if str(known[name]).startswith("int") else NUMBER["parser"](value)
+        values[name] = _limit(text, value, whole=str(known[name]).startswith("int"))
     return values
+
+
+def _limit(text: str, value: str, *, whole: bool) -> float:
+    try:
+        return whole_number(value) if whole else number(value)
+    except typer.BadParameter:
+        kind = "a whole number" if whole else "a number"
+        raise InvalidInput(f"--limit {text!r} has {value!r}; it takes NAME=N, where N is {kind}") from None

@@ -37,13 +37,14 @@ def top(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="The script's own.")] = None,
     *,
     url: Annotated[
-        str | None, typer.Option("--url", help="Watch a server instead; HEADWAY_API_KEY has its key.")
+        str | None, typer.Option("--url", metavar="URL", help="Watch a server instead; HEADWAY_API_KEY has its key.")
     ] = None,
 ) -> None:
     """Run a script and show what its engines do: queue, batches, tokens a second, pages, hits, times of steps.
 
-    On a terminal the view stays below what the script prints. In a pipe it is one line a second for each engine, on
-    standard error. With --url http://127.0.0.1:8000 it shows what a server's engine does, until the server ends.
+    On a terminal the view stays below what the script prints. In a pipe it is a line a second, on standard error.
+
+    With --url http://127.0.0.1:8000 it shows what a server's engine does, until the server ends.
     """
     if (script is None) == (url is None):
         raise InvalidInput("give a Python file that makes an engine, or --url and a server's address")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import urllib.error
 import urllib.request
@@ -30,7 +31,9 @@ class ServerWatch(Figures):
         try:
             first = self._ask()
         except (OSError, ValueError) as error:
-            raise InvalidInput(f"no server answers at {url}: {_reason(error)}") from None
+            raise InvalidInput(
+                f"no server answers at {url}: {_reason(error)}; start one with `headway serve`"
+            ) from None
         model = first["model"]
         super().__init__(f"{model['name']} · {model['dtype']} · {model['device']} · {url}", self._stats(first))
 
@@ -68,4 +71,5 @@ def _reason(error: Exception) -> str:
             return json.load(error)["error"]["message"]
         except (ValueError, KeyError, TypeError):
             return f"HTTP {error.code}"
-    return str(getattr(error, "reason", error))
+    cause = getattr(error, "reason", error)
+    return os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno else str(cause)
