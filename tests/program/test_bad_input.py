@@ -432,6 +432,25 @@ def test_a_setter_that_raises_leaves_the_builder_as_it_was(engine: hw.Engine) ->
         assert out.logits(handle).shape == (V,)
 
 
+@pytest.mark.parametrize("stop", [3, None, b"end", 1.5])
+def test_what_is_no_stop(ctx: hw.Context, stop: Any) -> None:
+    refuses(TypeError, lambda: ctx.generate(Argmax(), stop=stop), "a list of strings and token ids")
+
+
+@pytest.mark.parametrize("constrain", [3, "[a-z]+", {"type": "object"}, hw.Grammar, [hw.Grammar.regex("a")]])
+def test_what_is_no_constraint(ctx: hw.Context, constrain: Any) -> None:
+    refuses(TypeError, lambda: ctx.generate(Argmax(), constrain=constrain), "constrain is ")
+    refuses(TypeError, lambda: ctx.generate(constrain=constrain, no_repeat_ngram_size=2), "constrain is ")
+
+
+@pytest.mark.parametrize(("timeout", "error"), [("1", TypeError), (True, TypeError), (-1, ValueError)])
+def test_times_that_cannot_be_waited(engine: hw.Engine, timeout: Any, error: type[Exception]) -> None:
+    with engine.context() as context:
+        execution = context.forward().input([1]).execute()
+        refuses(error, lambda: execution.result(timeout), "timeout is")
+        execution.result()
+
+
 def test_adapters_are_refused_by_name(ctx: hw.Context) -> None:
     refuses(hw.Unsupported, lambda: ctx.forward().adapter("mine", 0.5), "adapters are not supported yet")
 

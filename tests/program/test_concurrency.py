@@ -129,7 +129,7 @@ def test_a_timeout_undoes_the_pass_and_leaves_the_context(engine: hw.Engine, gat
 
 def test_a_timeout_in_a_thread_undoes_the_pass(engine: hw.Engine, gate: Gate) -> None:
     context = engine.context()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(hw.DeadlineExceeded, match=r"did not end within 0\.05 seconds and was undone"):
         context.forward().input([1, 2]).execute().result(0.05)
     assert engine.stats().queued == 0
     gate.open.set()

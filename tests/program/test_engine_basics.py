@@ -237,6 +237,8 @@ def test_narrow_dtypes_compute_about_the_same(
         ({"max_batch_tokens": -1}, hw.InvalidInput, "-1"),
         ({"max_batch_tokens": 1 << 30}, hw.InvalidInput, "1048576"),
         ({"quantize": "int4"}, hw.Unsupported, "int4"),
+        ({"deterministic": "no"}, hw.WrongType, "deterministic is 'no'.*True or False"),
+        ({"trim": 0}, hw.WrongType, "trim is 0.*True or False"),
     ],
 )
 def test_bad_options_are_refused_by_name(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -244,6 +246,19 @@ def test_bad_options_are_refused_by_name(options: dict[str, Any], error: type[Ex
     with pytest.raises(error, match=message):
         hw.Engine(random_model(), **options)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("model", [None, 3, b"smollm2", ["smollm2"], random_model])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(hw.WrongType, match=r"the model is .*a name, a folder, a .gguf file"):
+        hw.Engine(model)
+
+
+def test_what_is_no_program_is_refused(engine: hw.Engine) -> None:
+    with pytest.raises(hw.WrongType, match=r"the program is None.*async function"):
+        engine.run(None)  # type: ignore[arg-type]
+    with pytest.raises(hw.WrongType, match=r"the program gave 97, which cannot be awaited.*async def"):
+        engine.run(lambda engine: engine.vocab_size)  # type: ignore[arg-type, return-value]
 
 
 def test_a_dtype_or_device_that_a_decoder_in_memory_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -494,6 +494,23 @@ def test_a_token_outside_the_vocabulary_is_refused(engine: hw.InferenceEngine, t
             assert (state.position, state.generated_tokens) == (2, [])
 
 
+def test_what_is_no_state_no_settings_and_no_engine_is_refused(engine: hw.InferenceEngine) -> None:
+    wrong: Any = hw.Sampling()
+    with hw.DecodeState() as state:
+        engine.prefill_batched(state, [1, 2])
+        for call, says in (
+            (lambda: engine.decode_step(wrong, 1), "the state is Sampling"),
+            (lambda: engine.prefill_batched(wrong, [1]), "the state is Sampling"),
+            (lambda: engine.sample_greedy(wrong), "the state is Sampling"),
+            (lambda: engine.sample(state, wrong, 0), "params is Sampling.*SamplingParams"),
+            (lambda: hw.generate(engine, [1], 2, params=wrong), "params is Sampling"),
+            (lambda: hw.generate(wrong, [1], 2), "the engine is Sampling.*InferenceEngine"),
+        ):
+            with pytest.raises(hw.WrongType, match=says):
+                call()
+        assert state.position == 2
+
+
 def test_a_closed_state_raises_and_its_pages_are_free(own: hw.InferenceEngine) -> None:
     state = hw.DecodeState()
     own.prefill_batched(state, PROMPT)

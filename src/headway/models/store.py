@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.base.config import settings
-from headway.base.errors import InvalidInput, ModelError, ModelNotFound
+from headway.base.errors import InvalidInput, ModelError, ModelNotFound, WrongType
 from headway.models.fetch import Progress, fetch_file, fetch_repo, sha256_of, silent
 from headway.models.registry import KNOWN, KnownModel, is_hub_id, nearby
 
@@ -38,6 +38,8 @@ def resolve(model: str | Path, *, progress: Progress | None = None, download: bo
 
     A model that is not on this disk is fetched, unless `download` is False.
     """
+    if not isinstance(model, str | os.PathLike):
+        raise WrongType(f"the model is {model!r:.60}; it takes a name, a folder, a .gguf file or a hub id")
     text = str(model)
     if isinstance(model, str) and text in KNOWN:
         known = KNOWN[text]

@@ -57,6 +57,18 @@ class Constraint(Protocol):
         ...
 
 
+def check_constraint(constrain: object) -> None:
+    """Raise unless this is what `constrain=` takes."""
+    if constrain is None or isinstance(constrain, Grammar):
+        return
+    lacks = [verb for verb in ("mask", "accept", "rollback") if not callable(getattr(constrain, verb, None))]
+    if lacks or isinstance(constrain, type):
+        raise WrongType(
+            f"constrain is {constrain!r:.60}, which is no Grammar and has no {', '.join(lacks) or 'state'}; it takes "
+            "Grammar.json_schema(...), .regex, .lark or .choices, or an object with mask(), accept() and rollback()"
+        )
+
+
 def compile(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> Matched:
     """A constraint at the beginning of its text, for logits of width `vocab_size`. Compiled once per tokenizer.
 

@@ -33,6 +33,7 @@ from headway.program.ids import integers, token_ids
 from headway.program.pages import RawPages
 from headway.program.parameters import Options, settle
 from headway.program.several import Generations, Request, started
+from headway.program.stops import listed_stops
 from headway.program.turns import Messages
 from headway.program.view import View
 from headway.runtime.passes import Pass, PassResult
@@ -285,8 +286,9 @@ class Context:
             max_new_tokens=None if max_tokens is None else whole(max_tokens, "max_tokens", low=1),
             min_new_tokens=None if min_tokens is None else whole(min_tokens, "min_tokens"),
         )
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        request = Request(stops, stop_only, constrain, probe, attention_mask, adapter, speculate, penalise_prompt)
+        request = Request(
+            listed_stops(stop), stop_only, constrain, probe, attention_mask, adapter, speculate, penalise_prompt
+        )
         several = num_beams is not None or num_return_sequences is not None
         with self._all_or_nothing():
             if self._talk.messages and not self._talk.cued and self._total() <= self._written:

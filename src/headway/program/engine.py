@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import isawaitable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
@@ -120,6 +121,7 @@ class Engine:
         row's bits depend on nothing but the row. `trim=False` keeps masked pages in the attention call. `runner`
         computes batches in place of the model (headway.testing). `progress` is told of layers loaded and in all.
         """
+        _check_flags(deterministic=deterministic, trim=trim)
         where = pick_device(device)
         count = pick_threads(threads)
         page_size = _positive("page_size", page_size, 1024)
@@ -199,8 +201,14 @@ class Engine:
     ) -> Result:
         """Run `program(engine, *args)` to its end and return its value; works where an event loop runs already."""
 
+        if not callable(program):
+            raise WrongType(f"the program is {program!r:.60}; give run an async function that takes the engine")
+
         async def main() -> Result:
-            return await program(self, *args)
+            running = program(self, *args)
+            if not isawaitable(running):
+                raise WrongType(f"the program gave {running!r:.60}, which cannot be awaited; write it with async def")
+            return await running
 
         try:
             asyncio.get_running_loop()
@@ -428,6 +436,12 @@ def _positive(name: str, value: int, limit: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
         raise InvalidInput(f"{name} is {value!r}; it takes a whole number from 1 to {limit}")
     return value
+
+
+def _check_flags(**flags: bool) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise WrongType(f"{name} is {value!r:.60}; it takes True or False")
 
 
 def _synchronizer(device: torch.device) -> Callable[[], None]:

@@ -12,11 +12,20 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from headway.base.brle import Brle
-from headway.base.errors import Closed, InvalidInput, InvalidMask, OutOfRange, PassFailed, Unsupported, WrongType
+from headway.base.errors import (
+    Closed,
+    DeadlineExceeded,
+    InvalidInput,
+    InvalidMask,
+    OutOfRange,
+    PassFailed,
+    Unsupported,
+    WrongType,
+)
 from headway.base.masks import Mask, check_rows, logit_mask
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
-from headway.base.samplers import Sampler, Sampling, resolve
+from headway.base.samplers import Sampler, Sampling, real, resolve
 from headway.program.checks import check_readout, check_reread, check_windows
 from headway.program.ids import check_position, integers, position_ids, token_ids
 from headway.program.output import Output, ProbeHandle, SampleHandle
@@ -356,12 +365,21 @@ class Execution(Generic[Result]):
         return self._job
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait in this thread; a pass that does not end in time is undone."""
+        """Wait in this thread; a pass that does not end in time (seconds) is undone."""
+        if timeout is not None and real(timeout, "timeout") < 0:
+            raise InvalidInput(
+                f"timeout is {timeout}; it takes a number of seconds from 0, or None to wait for the end"
+            )
         try:
             return self._delivered(self._job.outcome.result(timeout))
-        except BaseException:
-            if not self._job.outcome.done():
-                self.cancel()
+        except BaseException as error:
+            if self._job.outcome.done():
+                raise
+            self.cancel()
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(
+                    f"the pass did not end within {timeout} seconds and was undone; give it more, or None to wait"
+                ) from None
             raise
 
     def done(self) -> bool:

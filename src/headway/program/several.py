@@ -21,7 +21,7 @@ from headway.base.probes import Probe
 from headway.base.rng import WORD, philox
 from headway.program.beam_choices import Continuation
 from headway.program.beams import beam_search
-from headway.program.constraints import Constraint
+from headway.program.constraints import Constraint, check_constraint
 from headway.program.generator import Generation
 from headway.program.grammar import Grammar
 from headway.program.ngrams import Unrepeating, copied
@@ -53,6 +53,7 @@ class Request:
 
 def started(context: Context, parameters: Parameters, request: Request, *, several: bool) -> Generation:
     """The generation that was asked for; `Generations` where `several` or where the parameters say so."""
+    check_constraint(request.constrain)
     new = set(parameters.ends).difference(context.engine.eos_ids)
     if new and not request.stop_only:
         request = replace(request, stop=[*request.stop, *sorted(new)])

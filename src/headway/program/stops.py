@@ -16,7 +16,7 @@ STOPS = 1024  # stop strings and stop ids at most
 
 def read_stops(stop: str | Iterable[str | int], engine: Engine, only: bool) -> tuple[tuple[str, ...], frozenset[int]]:
     """The stop strings, and the ids that stop; the model's own end tokens among them unless `only`."""
-    given = [stop] if isinstance(stop, str) else list(stop)
+    given = listed_stops(stop)
     if len(given) > STOPS:
         raise InvalidInput(f"{len(given)} stops were given; at most {STOPS} are allowed")
     strings = tuple(s for s in given if isinstance(s, str))
@@ -27,6 +27,15 @@ def read_stops(stop: str | Iterable[str | int], engine: Engine, only: bool) -> t
         raise WrongType("a stop is True or False; give strings and token ids")
     ids = token_ids(others, engine.vocab_size, "stop")
     return strings, frozenset(ids) | frozenset(() if only else engine.eos_ids)
+
+
+def listed_stops(stop: str | Iterable[str | int]) -> list[str | int]:
+    """One stop string, or several strings and ids, as a list."""
+    if isinstance(stop, str):
+        return [stop]
+    if isinstance(stop, bytes) or not isinstance(stop, Iterable):
+        raise WrongType(f"stop is {stop!r:.60}; it takes a string, or a list of strings and token ids")
+    return list(stop)
 
 
 class StopText:

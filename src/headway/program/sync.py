@@ -191,6 +191,8 @@ class InferenceEngine:
     def sample(self, state: DecodeState, params: SamplingParams, random: int | np.random.Generator) -> int:
         """The next token under params: greedy when nothing else is active. `random` is a seed or a numpy Generator."""
         self._stepped(state)
+        if not isinstance(params, SamplingParams):
+            raise WrongType(f"params is {params!r:.60}; SamplingParams(temperature=..., top_p=...) is needed")
         if not params.requires_logits_readback():
             return self.sample_greedy(state)
         if isinstance(random, np.random.Generator):
@@ -282,6 +284,8 @@ class InferenceEngine:
     # -- checking --------------------------------------------------------------------------------------------------
 
     def _context(self, state: DecodeState) -> Context:
+        if not isinstance(state, DecodeState):
+            raise WrongType(f"the state is {state!r:.60}; a DecodeState() is needed")
         if state.closed:
             raise Closed("this decode state was closed; create a new DecodeState")
         if state.context is None:
@@ -315,6 +319,8 @@ def generate(
 
     `eos_token_id` is by default the model's own; an empty list never stops early.
     """
+    if not isinstance(engine, InferenceEngine):
+        raise WrongType(f"the engine is {engine!r:.60}; InferenceEngine(model) is needed")
     (count,) = integers([max_tokens], "max_tokens")
     if count < 0:
         raise InvalidInput(f"max_tokens is {count}; it takes a whole number from 0")
