@@ -160,8 +160,10 @@ def _put_runs(host: np.ndarray, columns: np.ndarray, where: np.ndarray, pairs: n
     first, behind = 2 * where[:-1], 2 * where[1:]
     columns[layout.RUN_AT] = at + first
     columns[layout.RUN_COUNT] = (behind - first) // 2
-    columns[layout.FIRST] = pairs[first]
-    columns[layout.BEHIND] = pairs[behind - 1]
+    some = slice(None) if (first < behind).all() else first < behind
+    columns[layout.FIRST] = columns[layout.BEHIND] = 0  # of a row that sees nothing
+    columns[layout.FIRST, some] = pairs[first[some]]
+    columns[layout.BEHIND, some] = pairs[behind[some] - 1]
     host[at : at + len(pairs)] = pairs
     return at + len(pairs)
 

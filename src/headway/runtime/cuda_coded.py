@@ -64,8 +64,9 @@ def _check(device: torch.device, kind: Kind) -> None:
             f"{kind} needs a device of compute capability {'.'.join(map(str, LEAST[kind]))} and {name} has "
             f"{'.'.join(map(str, has))}; leave quantize out"
         )
-    for used in dict.fromkeys((kind, HEAD)):
-        _try(device, used)
+    with torch.cuda.device(device):  # Triton launches there, whatever device the tensors are on
+        for used in dict.fromkeys((kind, HEAD)):
+            _try(device, used)
 
 
 def _try(device: torch.device, kind: Kind) -> None:

@@ -19,12 +19,12 @@ from headway.kernels.triton import sampling
 from headway.kernels.triton.sampling import ASK_FLOATS, ASK_INTS, Asks
 from headway.runtime.cuda_arrays import Upload
 from headway.runtime.cuda_graphs import Graphs, padded
+from headway.runtime.cuda_rounds import COLDEST, HOTTEST
 from headway.runtime.cuda_step import CudaModel
 from headway.runtime.passes import Readout
 from headway.runtime.readout import Ask
 
 MOST = 512  # tokens drawn at once
-COLDEST = 1e-30  # the lowest temperature that float32 divides by safely
 
 Key = tuple[int, int]  # a segment and the index of one of its readouts
 
@@ -114,7 +114,7 @@ class CudaDraws:
         way = Way(
             numbers=(what.temperature, what.top_p, what.min_p),
             top_k=min(what.top_k, self.model.config.vocab_size),
-            quick=what.typical_p == 1 and not 0 < what.temperature < COLDEST,
+            quick=what.typical_p == 1 and (what.temperature == 0 or COLDEST <= what.temperature <= HOTTEST),
             adjusts=bool(what.penalises or what.bias),
         )
         self.ways[id(what)] = what, way

@@ -32,6 +32,7 @@ Mark = Callable[[str], None]
 PROGRAMS = 264  # that keep the device busy: two a multiprocessor
 MIXED = Splits(8, 256)  # of single rows beside longer segments, however many
 FIXED = Splits(16, 64, fixed=True)  # of every row in deterministic mode
+SINGLES = 512  # single rows beside longer segments that attention takes in one call
 AT_ONCE = 128  # rows that attention takes in one call in deterministic mode: they have room for FIXED.most parts each
 
 
@@ -236,24 +237,25 @@ class CudaModel:
                     which=which, tile=fixed_tile(q.shape[2], q.dtype), ahead=self.ahead,
                 )  # fmt: skip
             return
-        if step.singles is None or len(step.singles):
-            count = n if step.singles is None else len(step.singles)
-            row_bytes = q.shape[2] * q.element_size()
-            splits = MIXED if step.singles is not None else pick_splits(count, self.config.kv_heads)
+        row_bytes = q.shape[2] * q.element_size()
+        for which in (None,) if step.singles is None else step.singles.split(SINGLES):
+            count = n if which is None else len(which)
+            splits = MIXED if which is not None else pick_splits(count, self.config.kv_heads)
             attention.attend_rows(
                 q, mixed, paged, splits, self._room(splits, count),
-                which=step.singles, tile=pick_tile(count, splits, row_bytes), ahead=self.ahead,
+                which=which, tile=pick_tile(count, splits, row_bytes), ahead=self.ahead,
             )  # fmt: skip
         if step.items is not None:
             attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
 
     def _room(self, splits: Splits, rows: int) -> Scratch:
-        """Room for the parts of so many rows. It is never given back: graphs go on using it."""
+        """Room for the parts of so many rows. It is never given back, since graphs go on using it: so each is for the
+        next power of two, and all of them have fewer than four times the rows of the largest step."""
         found = [room for room in self._scratch.get(splits, ()) if len(room.arrived) >= rows]
         if found:
             return found[0]
-        c = self.config
-        made = attention.scratch(rows, c.heads, c.kv_heads, c.head_dim, splits, self.device)
+        c, wide = self.config, 1 << max(0, rows - 1).bit_length()
+        made = attention.scratch(wide, c.heads, c.kv_heads, c.head_dim, splits, self.device)
         self._scratch.setdefault(splits, []).append(made)
         return made
 

@@ -30,7 +30,7 @@ def pick_device(name: str) -> torch.device:
             return torch.device("cpu")
         case "cuda":
             count = torch.cuda.device_count()
-            if (device.index or 0) >= count:
+            if int(name.partition(":")[2] or 0) >= count:  # torch keeps eight bits of the number
                 raise Unsupported(f"device {name!r} was asked for and this machine has {count} CUDA devices; use cpu")
             return device
         case "mps" if torch.backends.mps.is_available():

@@ -1,0 +1,136 @@
+"""The CUDA runner at its edges, in Triton's interpreter: what it keeps, what it lays out, what it is told to draw."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import numpy as np
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+import headway as hw  # noqa: E402
+from headway.base.brle import Brle  # noqa: E402
+from headway.base.errors import InvalidInput, Unsupported  # noqa: E402
+from headway.kernels.triton import layout  # noqa: E402
+from headway.kv.pool import Pool  # noqa: E402
+from headway.runtime import cuda_step  # noqa: E402
+from headway.runtime.batch import Rows  # noqa: E402
+from headway.runtime.cuda_arrays import StepInts  # noqa: E402
+from headway.runtime.cuda_step import MIXED, CudaModel  # noqa: E402
+from headway.runtime.device import pick_device  # noqa: E402
+from headway.runtime.passes import Readout  # noqa: E402
+from headway.testing import random_model  # noqa: E402
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+
+def model_of() -> CudaModel:
+    decoder = random_model(device=DEVICE)
+    c = decoder.config
+    pool = Pool(
+        layers=c.layers,
+        pages=4,
+        page_size=16,
+        kv_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        dtype=decoder.dtype,
+        device=decoder.device,
+        by_head=True,
+    )
+    return CudaModel(decoder, pool)
+
+
+def test_the_parts_of_a_growing_number_of_rows_do_not_pile_up() -> None:
+    model = model_of()
+    rooms = {}
+    for rows in range(1, 301):  # one decode more beside every prompt
+        room = model._room(MIXED, rows)
+        assert len(room.arrived) >= rows
+        rooms[id(room)] = room
+    assert sum(len(room.arrived) for room in rooms.values()) <= 4 * 300
+
+
+def test_single_rows_are_the_same_in_one_call_of_attention_and_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def one(engine: hw.Engine, i: int) -> np.ndarray:
+        async with engine.context() as ctx:
+            await ctx.fill([(5 * i + n) % 97 for n in range(3 + 4 * i)]).flush()
+            forward = ctx.forward().input([i + 1] if i else list(range(9)))
+            handles = forward.probe(-1, hw.Logits()), forward.probe(-1, hw.Hidden(1))  # looking inside, by hand
+            out = await forward.execute()
+            return np.concatenate([out.logits(handles[0]), out.hidden(handles[1])])
+
+    async def several(engine: hw.Engine) -> list[np.ndarray]:
+        return list(await asyncio.gather(*(one(engine, i) for i in range(8))))
+
+    found = []
+    for mode, most in (("triton", 3), ("triton", 512), ("off", 512)):
+        monkeypatch.setenv("HEADWAY_NATIVE", mode)
+        monkeypatch.setattr(cuda_step, "SINGLES", most)
+        with hw.Engine(random_model(device=DEVICE), pages=64, threads=1) as engine:
+            found.append(engine.run(several))
+    for few, many, expected in zip(*found, strict=True):
+        np.testing.assert_array_equal(few, many)
+        np.testing.assert_allclose(few, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_that_sees_nothing_is_laid_out_as_one_wherever_it_stands() -> None:
+    empty, some = Brle.zeros(4), Brle.from_intervals(4, [(1, 3)])
+    for masks in ((empty,), (empty, some), (some, empty), (some, empty, some), (empty, empty)):
+        count = len(masks)
+        rows = Rows(
+            tokens=np.ones(count, np.int64),
+            positions=np.full(count, 3),
+            slots=np.full(count, 3),
+            write_slots=np.arange(count) * 16 + 19,
+            pages=1 + np.arange(count),
+            page_ends=1 + np.arange(count),
+            masks=masks,
+            readouts=(Readout(0, hw.Sampling(temperature=0.0), seed=0),) * count,
+            seeds=np.zeros(count, np.uint64),
+        )
+        host = np.full(512, 77, np.int32)
+        assert StepInts((None,), 16).fill_rows(host, rows, 16) is not None
+        head = host[: layout.columns(1) * 16].reshape(-1, 16)[layout.run_field(0) :, :count]
+        for column, mask in zip(head.T, masks, strict=True):
+            expected = (1, 1, 3) if mask is some else (0, 0, 0)
+            assert tuple(column[[layout.RUN_COUNT, layout.FIRST, layout.BEHIND]]) == expected
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e35, 1e39, 1e300])
+def test_a_temperature_that_float32_has_no_room_for_draws_what_is_allowed(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = list(range(5000, 5010))  # in the second piece of a row
+
+    async def drawn(engine: hw.Engine, seed: int) -> list[int]:
+        async with engine.context() as ctx:
+            forward = ctx.forward().input([1, 2, 3]).mask(allow=allowed)
+            handles = [
+                forward.sample([-1], hw.Multinomial(temperature, seed=seed)),
+                forward.sample([-2], hw.TopP(0.5, temperature=temperature, seed=seed)),
+            ]
+            out = await forward.execute()
+            return [out.token(h) for h in handles]
+
+    async def several(engine: hw.Engine) -> list[list[int]]:
+        return list(await asyncio.gather(*(drawn(engine, seed) for seed in range(3))))
+
+    found = []
+    for mode in ("triton", "off"):
+        monkeypatch.setenv("HEADWAY_NATIVE", mode)
+        with hw.Engine(random_model(device=DEVICE, vocab_size=9001), pages=32, threads=1) as engine:
+            found.append(engine.run(several))
+    assert found[0] == found[1]
+    assert all(token in allowed for tokens in found[0] for token in tokens)
+
+
+@pytest.mark.parametrize("name", ["cuda:128", "cuda:256", "cuda:512", "cuda:999999"])
+def test_a_device_number_that_wraps_around_is_no_device(name: str) -> None:
+    with pytest.raises((InvalidInput, Unsupported), match=name):
+        pick_device(name)
