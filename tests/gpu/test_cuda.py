@@ -1,4 +1,4 @@
-"""The reference path on a CUDA device, unchanged: every family, the oracle's state machine, the law of batch mates.
+"""Engines on a CUDA device, as they come there: every family, the oracle's state machine, the law of batch mates.
 
 Needs a GPU and random models only. Run with `pytest -m gpu tests/gpu`.
 """

@@ -24,12 +24,22 @@ def test_every_section_is_measured(tmp_path: Path) -> None:
     assert all(
         word in works for word in ("1 sequence", "whole run", "prompt", "masks", "sampler", "constraint", "window")
     )
-    assert all(row["value"] > 0 for row in found if row["unit"] != "%")
+    assert all(row["value"] > 0 for row in found if row["unit"] != "%" and "grammar" not in row["work"])
+    (grammars,) = (row for row in found if "grammar" in row["work"])
+    assert grammars["value"] is None and "a vocabulary of 300 has no room" in grammars["note"]  # noqa: PT018
     table = (tmp_path / "gpu.txt").read_text()
     assert all(row["work"] in table for row in found)
     peers = {row["work"]: row["note"] for row in found if row["work"].startswith("transformers: ")}
     assert all(any(word in work for work in peers) for word in ("static", "eager", "prompt", "batched"))
     assert all("; Headway " in note and note.endswith(" times as fast") for note in peers.values())
+
+
+def test_a_section_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/gpu.py", "--quick", "--only", "decode,bach", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 2
+    assert "there is no section 'bach'; it takes step, coded, decode" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_transformers_the_table_says_so(tmp_path: Path) -> None:
