@@ -34,6 +34,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """What is left is cleared away at the end as ever."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's GGUF file."""
