@@ -410,6 +410,22 @@ def test_a_pass_is_executed_once(engine: hw.Engine) -> None:
         assert context.seq_len == 1
 
 
+def test_a_pass_that_was_executed_takes_nothing_more(engine: hw.Engine) -> None:
+    with engine.context() as context:
+        forward = context.forward().input([1])
+        out = forward.execute().result()
+        for call in (
+            lambda: forward.input([2]),
+            lambda: forward.input_at([2], [5]),
+            lambda: forward.attention_mask(Mask.window(2)),
+            lambda: forward.mask(allow=[1]),
+            forward.defer_commit,
+            lambda: forward.sample([0], Argmax()),
+            lambda: out.logits(forward.probe(0, Logits())),
+        ):
+            refuses(hw.Closed, call, "executed before")
+
+
 def test_a_setter_that_raises_leaves_the_builder_as_it_was(engine: hw.Engine) -> None:
     with engine.context() as context:
         forward = context.forward().input([1, 2])

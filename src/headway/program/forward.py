@@ -82,6 +82,7 @@ class Forward:
         A handle feeds what an earlier pass over this context samples, without waiting for it: execute that pass, then
         this one, then await both.
         """
+        self._check_open()
         if isinstance(tokens, SampleHandle):
             return self._feed(tokens)
         ids = token_ids(tokens, self._context.engine.vocab_size)
@@ -91,6 +92,7 @@ class Forward:
 
     def input_at(self, tokens: Iterable[int], positions: Iterable[int]) -> Forward:
         """Append tokens at explicit position ids: gaps, repeats and reorders are allowed."""
+        self._check_open()
         ids = token_ids(tokens, self._context.engine.vocab_size)
         at = position_ids(positions, self._context.engine.config.max_positions)
         if len(ids) != len(at):
@@ -116,6 +118,7 @@ class Forward:
 
     def attention_mask(self, mask: Mask | Sequence[Sequence[int]], *, causal: bool = True) -> Forward:
         """What each row attends to: a `Mask`, or raw runs, one list a row (zeros first, 0 = attend, 1 = masked)."""
+        self._check_open()
         if self._mask is not None:
             raise InvalidMask("attention_mask was called twice; combine masks with & and | and give them once")
         if not isinstance(causal, bool | np.bool_):
@@ -126,6 +129,7 @@ class Forward:
 
     def mask(self, runs: Any = None, *, allow: Any = None, forbid: Any = None, rows: Any = None) -> Forward:
         """Which tokens samplers may choose (1 = allowed): runs, ids, a bool array or a packed bitmask. Calls AND."""
+        self._check_open()
         allowed = logit_mask(self._context.engine.vocab_size, runs, allow=allow, forbid=forbid)
         chosen = None if rows is None else tuple(integers(rows, "rows"))
         self._logit_masks.append(_LogitMask(allowed, chosen))
@@ -134,6 +138,7 @@ class Forward:
     def mask_later(self, mask: Later) -> Forward:
         """A logit mask for every row that depends on tokens fed by a handle: computed beside the device, once those
         are known. The step waits for it, so it must be quick; the generator gives masks of compiled grammars."""
+        self._check_open()
         if not self._feeds:
             raise InvalidInput(
                 "mask_later is for a pass that is fed by a handle; this one's tokens are known, use mask"
@@ -147,6 +152,7 @@ class Forward:
 
     def defer_commit(self) -> Forward:
         """Leave full pages working after the pass; commit them with `ctx.inner().commit_working_pages`."""
+        self._check_open()
         self._commit = False
         return self
 
@@ -162,6 +168,7 @@ class Forward:
     ) -> SampleHandle:
         """Draw one token at each row. Penalties count `history`, by default the context's tokens up to the row;
         presence and frequency count only `generated` when it is given."""
+        self._check_open()
         rows = integers(indices, "indices")
         if not rows:
             raise InvalidInput("sample was given no rows; -1 is the last")
@@ -178,6 +185,7 @@ class Forward:
 
     def probe(self, index: int, probe: P) -> ProbeHandle[P]:
         """Read something at a row without choosing a token."""
+        self._check_open()
         (row,) = integers([index], "index")
         if not isinstance(probe, Probe):
             raise WrongType(f"{probe!r} is no probe; give Logits(), Distribution(...), Entropy() or another one")
@@ -195,8 +203,7 @@ class Forward:
 
     def execute(self) -> Execution[Output]:
         """Submit the pass now; await what comes back for its `Output`. On any error the context is as it was."""
-        if self._executed:
-            raise Closed("this pass was executed before; build a new one with ctx.forward()")
+        self._check_open()
         sources = {id(h.owner): h.owner for _, h, _ in self._feeds}
         if len(sources) > 1:
             raise InvalidInput(
@@ -213,6 +220,10 @@ class Forward:
         self._executed = True
         self._feeds.clear()  # a handle keeps its pass, so each pass of a long generation would keep all before it
         return Execution(job, context, lambda result: Output(self, result))
+
+    def _check_open(self) -> None:
+        if self._executed:
+            raise Closed("this pass was executed before; build a new one with ctx.forward()")
 
     def _build(self, context: Context, view: View) -> Pass:
         """The frozen pass: pending tokens first, then rows. The caller holds the lock."""
