@@ -494,6 +494,18 @@ def test_a_token_outside_the_vocabulary_is_refused(engine: hw.InferenceEngine, t
             assert (state.position, state.generated_tokens) == (2, [])
 
 
+@pytest.mark.parametrize("how", ["prefill_batch", "prefill_batched"])
+def test_a_prefill_that_finds_no_pages_leaves_the_state_as_it_was(how: str) -> None:
+    with hw.InferenceEngine(random_model(), pages=2, threads=1) as engine, hw.DecodeState() as state:
+        engine.prefill_batched(state, [1, 2, 3])
+        expected = engine.sample_greedy(state)
+        with pytest.raises(hw.OutOfPages, match="the pool has 2"):
+            getattr(engine, how)(state, [4] * 30)
+        assert (state.position, state.generated_tokens) == (3, [])
+        assert engine.sample_greedy(state) == expected
+        getattr(engine, how)(state, [4] * 29)
+
+
 def test_what_is_no_state_no_settings_and_no_engine_is_refused(engine: hw.InferenceEngine) -> None:
     wrong: Any = hw.Sampling()
     with hw.DecodeState() as state:

@@ -134,9 +134,19 @@ class InferenceEngine:
             self._step(state, ids)
 
     def prefill_batch(self, state: DecodeState, tokens: Iterable[int]) -> None:
-        """Process prompt tokens one by one; continues a live state, and an empty list does nothing."""
-        for token in self._ids(state, tokens):
-            self._step(state, [token])
+        """Process prompt tokens one by one; continues a live state, and an empty list does nothing.
+
+        When one fails the state is as it was.
+        """
+        ids, before = self._ids(state, tokens), state.position
+        try:
+            for token in ids:
+                self._step(state, [token])
+        except BaseException:
+            for context in (state.context, state.mirror):
+                if context is not None:
+                    context.truncate(max(0, context.seq_len - before))
+            raise
 
     def _step(self, state: DecodeState, ids: list[int], *, collect: bool = False) -> None:
         context = self._context(state)
