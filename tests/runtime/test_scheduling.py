@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -568,3 +569,29 @@ def test_events_come_to_threads_and_event_loops_and_end_when_closed() -> None:
         assert engine.run(program) == [1]
         engine.context().forward().input([1]).execute().result()
         assert engine.loop.listeners == []
+
+
+def test_the_worker_says_since_when_it_is_at_a_step_and_that_it_waits() -> None:
+    """Also while somebody has the lock: nobody who asks may have to wait for it."""
+    begun, ends = threading.Event(), threading.Event()
+
+    def hang(batch: Batch) -> None:
+        begun.set()
+        ends.wait(60)
+
+    with faulty_engine(hang, pages=8) as engine:
+        execution, _ = greedy(engine.context(), [1, 2, 3])
+        assert begun.wait(60)
+        found: list[float | None] = []
+        with engine.lock:
+            asks = threading.Thread(target=lambda: found.append(engine.loop.busy_since))
+            asks.start()
+            asks.join()
+        assert found[0] is not None
+        assert engine.loop.busy_since == found[0] <= time.monotonic()  # the same step
+        ends.set()
+        execution.result(60)
+        asked = 0
+        while engine.loop.busy_since is not None:
+            assert (asked := asked + 1) < 60_000, "the worker never came to wait"
+            time.sleep(0.001)

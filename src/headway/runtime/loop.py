@@ -74,6 +74,7 @@ class Loop:
         self._window, self._gap, self._returning = 0.0, 0.0, 0
         self._closing = self._paused = self._one_by_one = False
         self._asleep = False  # it waits for anything to do, not for many to come back
+        self._since: float | None = None  # when the worker began what it is at
         self._died: BaseException | None = None
         self._on_start = on_start
         # Waking an event loop hands the interpreter over to it, so a second thread does it while the device computes.
@@ -231,6 +232,14 @@ class Loop:
         if error:
             raise error[0]
 
+    @property
+    def busy_since(self) -> float | None:
+        """When the worker began the step that it is at, by time.monotonic; None while it waits for work.
+
+        It takes no lock: whoever asks wants to know of a worker that may be stuck with it.
+        """
+        return self._since
+
     def check_open(self) -> None:
         if self._died is not None:
             raise Closed(f"the engine's worker stopped after an internal error: {self._died!r}") from self._died
@@ -271,7 +280,7 @@ class Loop:
             with self.lock:
                 if not self._paused or self._closing:
                     return
-                calls = list(self._calls)
+                self._since, calls = None, list(self._calls)
                 self._calls.clear()
                 if not calls:
                     self._changed.wait()
@@ -313,6 +322,7 @@ class Loop:
         The results of a step are handed out only when the next batch is formed: passes that were queued ahead keep the
         device busy while programs think.
         """
+        self._since = time.monotonic()
         with self.lock:
             flying = self._flights.flying
             if flying is not None:
@@ -398,10 +408,10 @@ class Loop:
         They are many and take turns, so the moment lasts while they keep coming; see GATHER.
         """
         while not (self._has_work() or self._calls or self._closing):
-            self._asleep = True
+            self._asleep, self._since = True, None
             self._changed.wait(timeout=1.0)
             self.drain()
-        self._asleep = False
+        self._asleep, self._since = False, time.monotonic()
         while len(self._queue) < self._returning and not (self._closing or self._calls):
             before = len(self._queue)
             if time.perf_counter() > self._window:

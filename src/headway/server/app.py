@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
@@ -109,8 +110,12 @@ async def _load_and_watch(serving: Serving, open_engine: Callable[[], Engine], o
         return on_end()
     serving.loaded(engine)
     logs.info("ready", model=serving.model_name, **_facts(engine))
+    state = serving.state
     while engine.alive:
         await asyncio.sleep(LOOK)
+        before, state = state, serving.state
+        if "stuck" in (before, state) and before != state:
+            _tell(serving, state)
     logs.log(logs.CRITICAL, "the engine's worker has died; nothing can be computed any more")
     on_end()
 
@@ -140,6 +145,14 @@ def _opened(serving: Serving, open_engine: Callable[[], Engine]) -> asyncio.Futu
     return future
 
 
+def _tell(serving: Serving, state: str) -> None:
+    """The engine's step does not end, or has ended after all."""
+    if state == "stuck":
+        logs.warn("the engine's step does not end", seconds=round(serving.step_seconds, 1), requests=serving.under_way)
+    else:
+        logs.info("the engine's step has ended", state=state)
+
+
 def _facts(engine: Engine) -> dict[str, Any]:
     facts, pages = engine.info, engine.stats().pages_total
     return {"dtype": facts.dtype, "device": facts.device, "threads": facts.threads, "pages": pages}
@@ -154,9 +167,12 @@ router = APIRouter(responses=COMMON)
     responses=ok(Health) | {503: {"model": Health | ErrorAnswer, "description": "Not now"}},
 )
 async def health(request: Request) -> JSONResponse:
-    """200 when requests can be answered; 503 while the model loads, while the server drains, and once it is dead."""
-    state = request.app.state.serving.state
-    return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+    """200 when requests can be answered; 503 while the model loads, while a step of the engine does not end (with
+    `since`), while the server drains, and once it is dead."""
+    serving: Serving = request.app.state.serving
+    seconds, state = serving.step_seconds, serving.state
+    since = {"since": logs.moment(time.time() - seconds)} if state == "stuck" else {}
+    return JSONResponse({"status": state, **since}, 200 if state == "ready" else 503)
 
 
 @router.head("/health", include_in_schema=False)

@@ -76,10 +76,14 @@ class _Plain(logging.Formatter):
         return " ".join([head, *(f"{name}={_plain(value)}" for name, value in fields.items())])
 
 
+def moment(seconds: float) -> str:
+    """A time of time.time's clock as it is written, in UTC."""
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{int(seconds % 1 * 1000):03}Z"
+
+
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
     fields: dict[str, Any] = {
-        "time": f"{moment}.{int(record.msecs):03}Z",
+        "time": moment(record.created),
         "level": record.levelname.lower(),
         "message": _one_line(record.getMessage()),
     }

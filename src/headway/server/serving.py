@@ -34,7 +34,8 @@ STEPS = 32  # whose times are kept for those who watch
 
 
 class Serving:
-    """One server's state: loading, ready, draining, dead (the engine's worker stopped) or failed (it never loaded)."""
+    """One server's state: loading, ready, draining, stuck (a step of the engine does not end), dead (the engine's
+    worker stopped) or failed (it never loaded)."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -69,14 +70,22 @@ class Serving:
             return "draining" if self.draining else "loading"
         if not self._engine.alive:
             return "dead"
-        return "draining" if self.draining else "ready"
+        if self.draining:
+            return "draining"
+        return "ready" if self.step_seconds <= self.settings.step_timeout else "stuck"
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the engine's step is on its way; 0 while it waits for work."""
+        since = None if self._engine is None else self._engine.loop.busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     @property
     def engine(self) -> Engine:
         """The engine; raises an `ApiError` (503) while it loads, and once its worker is dead."""
         state = self.state
         if self._engine is None or state == "dead":
-            raise _unavailable(state)
+            raise _unavailable(state, self.settings)
         return self._engine
 
     @property
@@ -171,8 +180,8 @@ class Serving:
             raise
 
     def _check(self, tenant: Tenant, own: _Load, tokens: int) -> None:
-        if self.state != "ready":
-            raise _unavailable(self.state)
+        if (state := self.state) != "ready":
+            raise _unavailable(state, self.settings)
         settings, limits = self.settings, tenant.limits
         for name, limit in (("max_queue_tokens", settings.max_queue_tokens), ("key's max_tokens", limits.max_tokens)):
             if limit is not None and tokens > limit:
@@ -277,10 +286,11 @@ def _full(message: str, code: str, wait: int) -> ApiError:
     return ApiError(429, f"{message}; try again in {wait} s", code=code, headers={"Retry-After": str(wait)})
 
 
-def _unavailable(state: str) -> ApiError:
+def _unavailable(state: str, settings: Settings) -> ApiError:
     message = {
         "loading": "the model is still loading; try again in a moment",
         "draining": "the server is shutting down and takes no new requests",
+        "stuck": f"the engine's step has not ended within {settings.step_timeout:g} s; try again later",
         "failed": "the model could not be loaded; the server's log says why",
     }.get(state, "the engine has stopped; the server's log says why")
     return ApiError(503, message, code=state, headers={"Retry-After": "1"} if state == "loading" else {})

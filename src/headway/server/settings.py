@@ -44,6 +44,7 @@ class Settings:
     keep_alive_timeout: float = 15.0
     request_timeout: float = 600.0
     drain_timeout: float = 30.0
+    step_timeout: float = 60.0  # for one step of the engine; behind it the server says that it is stuck
 
     max_queue_requests: int = 256  # admitted and not answered yet
     max_queue_tokens: int = 1 << 20  # prompt and answer of these, as asked for

@@ -33,7 +33,10 @@ class ErrorAnswer(Shape):
 
 
 class Health(Shape):
-    status: Literal["ready", "loading", "draining", "dead", "failed"]
+    """The server's state; with `stuck` also since when, in UTC."""
+
+    status: Literal["ready", "loading", "draining", "stuck", "dead", "failed"]
+    since: str | None = None
 
 
 class ServedModel(Shape):

@@ -6,19 +6,26 @@ import json
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from shell import Reply, Server, alone
+from shell import PATIENCE, Reply, Server, alone
 
 import headway as hw
 from headway.base.errors import InvalidInput
+from headway.runtime.batch import Batch
+from headway.runtime.runner import SegmentResult
 from headway.server.run import serve
 from headway.server.settings import Settings
 from headway.testing import random_model, scripted_engine
+from support.live import live
+from support.small import small_folder
+from support.speaker import Speaker
 
 PROMPT = list(range(20, 40))
 DEADLY = [13] * 40
@@ -229,3 +236,50 @@ def test_an_engine_whose_worker_died_is_not_alive() -> None:
         with pytest.raises(hw.HeadwayError, match="worker stopped"):
             engine.run(one_pass)
         assert not engine.alive
+
+
+# -- an engine that hangs ----------------------------------------------------------------------------------------------
+
+
+class Hanging(Speaker):
+    """A device whose steps do not end while `goes_on` is not set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+    def execute(self, batch: Batch) -> list[SegmentResult]:
+        self.goes_on.wait(PATIENCE)
+        return super().execute(batch)
+
+
+def test_a_step_that_does_not_end_turns_health_red_until_it_ends(tmp_path: Path, later: Any) -> None:
+    device = Hanging()
+    engine = hw.Engine(small_folder(tmp_path / "model"), runner=device, threads=1, pages=64)
+    with live(engine, step_timeout=0.05) as server:
+        device.goes_on.clear()
+        began = datetime.now(UTC)
+        try:
+            asked = later(server.post, "/v1/completions", prompt="a", max_tokens=2, ignore_eos=True)
+            reply = server.until(lambda: (found := server.get("/health")).status == 503 and found)
+            since = datetime.fromisoformat(reply.json["since"])
+            assert reply.json == {"status": "stuck", "since": reply.json["since"]}
+            assert began - timedelta(seconds=1) < since < datetime.now(UTC)
+            refused = server.post("/v1/completions", prompt="a", max_tokens=1)
+            assert (refused.status, refused.error["code"]) == (503, "stuck")
+            assert "0.05 s" in refused.error["message"]
+            assert not asked.done()
+        finally:
+            device.goes_on.set()
+        assert asked.result().status == 200
+        server.until(lambda: server.get("/health").json == {"status": "ready"})
+        server.until(lambda: server.post("/v1/completions", prompt="a", max_tokens=1).status == 200)
+
+
+def test_an_engine_that_waits_for_work_is_not_stuck(tmp_path: Path) -> None:
+    """However long it does: there is no step that could end."""
+    engine = hw.Engine(small_folder(tmp_path / "model"), runner=Hanging(), threads=1, pages=64)
+    with live(engine, step_timeout=1e-9) as server:
+        server.complete("a", max_tokens=3)
+        server.until(lambda: server.get("/health").status == 200)
