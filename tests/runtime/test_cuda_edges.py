@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -79,6 +80,13 @@ def test_single_rows_are_the_same_in_one_call_of_attention_and_in_several(monkey
         np.testing.assert_allclose(few, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_of_no_single_rows_there_is_no_call() -> None:
+    assert list(cuda_step._in_calls(None)) == [None]
+    for rows, counts in ((0, []), (1, [1]), (512, [512]), (513, [512, 1])):
+        calls = cuda_step._in_calls(torch.arange(rows))
+        assert [len(which) for which in calls if which is not None] == counts
+
+
 def test_a_row_that_sees_nothing_is_laid_out_as_one_wherever_it_stands() -> None:
     empty, some = Brle.zeros(4), Brle.from_intervals(4, [(1, 3)])
     for masks in ((empty,), (empty, some), (some, empty), (some, empty, some), (empty, empty)):
@@ -100,6 +108,35 @@ def test_a_row_that_sees_nothing_is_laid_out_as_one_wherever_it_stands() -> None
         for column, mask in zip(head.T, masks, strict=True):
             expected = (1, 1, 3) if mask is some else (0, 0, 0)
             assert tuple(column[[layout.RUN_COUNT, layout.FIRST, layout.BEHIND]]) == expected
+
+
+@pytest.mark.parametrize("mode", ["triton", "off", "auto"])
+def test_a_generation_whose_mask_comes_to_see_nothing_ends_there(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = hw.Mask.sink(1, 1) & hw.Mask.window(9) & ~hw.Mask.window(1)  # slot 0 alone, and from slot 9 on none
+
+    async def one(engine: hw.Engine, mask: hw.Mask | None) -> tuple[int, list[int]]:
+        async with engine.context() as ctx:
+            await ctx.fill([1, 2, 3, 4, 5]).flush()
+            found = list[int]()
+            with (
+                pytest.raises(hw.InvalidMask, match="attends to none of its 10 slots")
+                if mask is not None
+                else nullcontext()
+            ):
+                steps = ctx.fill([6]).generate(hw.Argmax(), max_tokens=12, stop_only=True, attention_mask=mask)
+                async for step in steps:
+                    found += step.tokens
+            return ctx.seq_len, found
+
+    async def several(engine: hw.Engine) -> list[tuple[int, list[int]]]:
+        return list(await asyncio.gather(*(one(engine, mask) for mask in (first, None, first, None))))
+
+    monkeypatch.setenv("HEADWAY_NATIVE", mode)
+    with hw.Engine(random_model(device=DEVICE, seed=1), pages=64, threads=1) as engine:
+        alone = [engine.run(one, first), engine.run(one, None)]
+        assert [len(tokens) for _, tokens in alone] == [4, 12]
+        assert engine.run(several) == 2 * alone
+        assert engine.stats().pages_held == 0
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e35, 1e39, 1e300])

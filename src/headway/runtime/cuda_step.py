@@ -238,7 +238,7 @@ class CudaModel:
                 )  # fmt: skip
             return
         row_bytes = q.shape[2] * q.element_size()
-        for which in (None,) if step.singles is None else step.singles.split(SINGLES):
+        for which in _in_calls(step.singles):
             count = n if which is None else len(which)
             splits = MIXED if which is not None else pick_splits(count, self.config.kv_heads)
             attention.attend_rows(
@@ -346,6 +346,13 @@ class CudaModel:
             torch.mm(h, d.output.t(), out=logits)
         else:
             torch.mm(h, d.output.t(), out_dtype=torch.float32, out=logits)
+
+
+def _in_calls(singles: Tensor | None) -> Sequence[Tensor | None]:
+    """The rows that attention takes one by one, call by call; None stands for every row of the step."""
+    if singles is None:
+        return (None,)
+    return singles.split(SINGLES) if len(singles) else ()
 
 
 def pick_splits(rows: int, kv_heads: int) -> Splits:
