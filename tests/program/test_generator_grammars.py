@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import headway as hw
-from headway.program.constraints import COMPILERS, _compilers
+from headway.program.constraints import COMPILERS, Matched, _compilers
 from headway.testing import ScriptedRunner
 from support.schemas import array, obj
 
@@ -319,3 +319,27 @@ def test_a_dead_end_is_said_again_to_whoever_asks_again(smollm2: hw.Engine, more
             assert ctx.tokens[-len(generation.generated) :] == generation.generated
 
     smollm2.run(program)
+
+
+@pytest.mark.parametrize("grammar", [hw.Grammar.regex("(?s).{2000,3000}"), LETTER], ids=["text", "letter"])
+@pytest.mark.parametrize("limit", [1, 2, 9, 30])
+@pytest.mark.parametrize("probe", [None, hw.Logits()], ids=["followed", "step by step"])
+def test_no_mask_is_computed_behind_the_last_token_of_a_text_that_is_cut(
+    words: hw.Engine, grammar: hw.Grammar, limit: int, probe: hw.Probe | None
+) -> None:
+    """The text is not complete, so it cannot have ended; and nothing is drawn any more."""
+
+    async def program(engine: hw.Engine) -> None:
+        async with engine.context().fill("A text:") as context:
+            generation = context.generate(hw.Multinomial(seed=1), max_tokens=limit, constrain=grammar, probe=probe)
+            await generation.tokens()
+            constraint = generation._said.constraint
+            assert isinstance(constraint, Matched)
+            assert (generation.finish, constraint.may_end) == ("length", False)
+            assert constraint._mask is None
+            more = await generation.resume(3).tokens()
+        async with engine.context().fill("A text:") as context:
+            whole = context.generate(hw.Multinomial(seed=1), max_tokens=limit + 3, constrain=grammar, probe=probe)
+            assert await whole.tokens() == more
+
+    words.run(program)

@@ -33,7 +33,7 @@ from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampler
 from headway.program.ahead import Ahead
-from headway.program.constraints import Constraint, compiled
+from headway.program.constraints import Constraint, Matched, compiled
 from headway.program.constraints import compile as compile_grammar
 from headway.program.drawing import Drawing
 from headway.program.grammar import Grammar
@@ -408,7 +408,8 @@ class Generation:
         try:
             self._said.add(token, accepted=self._ahead.accepts())
             kept = token
-            self._ahead.observe()
+            if self._left > 0:
+                self._ahead.observe()
             alone = not self._ahead.is_there or self._said.stopped or self._is_finished
         except BaseException:  # the grammar has come to nothing: whoever asks again is told so again
             self._retract(kept)
@@ -445,8 +446,14 @@ class Generation:
 
     @property
     def _is_finished(self) -> bool:
-        """Whether the constraint allows nothing behind the last token."""
-        return not self._ahead.has_grammar and self._said.finished
+        """Whether the constraint allows nothing behind the last token.
+
+        A grammar tells by its next mask, which nobody needs where max_tokens ends a text that is not complete.
+        """
+        said = self._said
+        if self._ahead.has_grammar or (self._left <= 0 and isinstance(said.constraint, Matched) and not said.may_end):
+            return False
+        return said.finished
 
     def _end(self, why: str, step: Step | None = None) -> Step:
         """The last step: it says the text that was held."""
