@@ -25,6 +25,8 @@ from headway.runtime.scheduler import Job, Queue
 from headway.runtime.streak import AHEAD, Streak
 from headway.runtime.supply import Supply
 
+Masks = tuple[Brle | None, ...] | None  # as in Rows
+
 
 @dataclass(frozen=True, eq=False)
 class Flight:
@@ -68,10 +70,13 @@ class Fleet:
         if not jobs:
             return None
         at = [job.table.length + (job in ahead) for job in jobs]
+        masks = _masks(jobs, at)
+        if masks is not None and not all(mask is None or mask.any() for mask in masks):
+            return None  # an ordinary turn refuses a row that sees nothing
         if not self._provide(jobs, at, early=flying is not None):
             return None
         same = self._rows is not None and jobs == self._jobs and at == (self._rows.slots + 1).tolist()
-        rows = self._following(at, flying) if same else self._gathered(jobs, at, flying)
+        rows = self._following(at, flying, masks) if same else self._gathered(jobs, at, flying, masks)
         for job in jobs:
             job.running, job.chunk, job.started = True, None, False
         self._jobs, self._rows = jobs, rows
@@ -110,7 +115,7 @@ class Fleet:
             job.pages.append(page)
         return True
 
-    def _gathered(self, jobs: list[Job], at: list[int], flying: Flight | None) -> Rows:
+    def _gathered(self, jobs: list[Job], at: list[int], flying: Flight | None, masks: Masks) -> Rows:
         """The rows of these jobs, put side by side anew."""
         size = jobs[0].table.page_size
         slots = np.array(at)
@@ -129,12 +134,12 @@ class Fleet:
             write_slots=last * size + slots % size,
             pages=np.concatenate(self._tables),
             page_ends=np.cumsum([len(table) for table in self._tables]),
-            masks=_masks(jobs, at),
+            masks=masks,
             readouts=readouts,
             seeds=np.array([r.seed for r in readouts], np.uint64),
         )
 
-    def _following(self, at: list[int], flying: Flight | None) -> Rows:
+    def _following(self, at: list[int], flying: Flight | None, masks: Masks) -> Rows:
         """The rows of the same jobs, one slot on."""
         rows, jobs, size = self._rows, self._jobs, self._jobs[0].table.page_size
         assert rows is not None
@@ -157,7 +162,7 @@ class Fleet:
             write_slots=written,
             pages=pages,
             page_ends=ends,
-            masks=_masks(jobs, at),
+            masks=masks,
             readouts=rows.readouts,
             seeds=rows.seeds,
         )
@@ -238,7 +243,7 @@ def _counting(flying: Flight | None) -> set[Job]:
     return {job for job, slot in found if not job.abandoned and slot == job.table.length}
 
 
-def _masks(jobs: list[Job], at: list[int]) -> tuple[Brle | None, ...] | None:
+def _masks(jobs: list[Job], at: list[int]) -> Masks:
     found = [_streak(job).sees(slot) for job, slot in zip(jobs, at, strict=True)]
     return None if all(mask is None for mask in found) else tuple(found)
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from headway.base.errors import DeadlineExceeded, HeadwayError, OutOfPages, PassFailed
+from headway.base.errors import DeadlineExceeded, HeadwayError, InvalidMask, OutOfPages, PassFailed
+from headway.base.masks import check_rows
 from headway.kv.table import Log, PageTable
 from headway.runtime.answers import Answer
 from headway.runtime.batch import Chunk, joined, lay_out, needed_pages
@@ -106,8 +107,8 @@ class Turns:
 
     def _renew(self) -> None:
         """Streaks that have gone on take part with the token that is next."""
-        for job in self._queue:
-            if job.goes_on and job.base != job.table.length and not job.resting:
+        for job in list(self._queue):
+            if job in self._queue and job.goes_on and job.base != job.table.length and not job.resting:
                 self.renew(job)
 
     def renew(self, job: Job) -> None:
@@ -117,6 +118,10 @@ class Turns:
         self._supply.give_back(job)
         job.base, job.work = table.length, job.streak.pass_for(table)
         job.kept_pages = needed_pages(job.work, job.base, table.page_size) if self._trim else None
+        try:
+            check_rows([mask for mask in job.work.masks or () if mask is not None])
+        except InvalidMask as error:  # which is known only when the streak comes there
+            self.fail(job, error)
 
     def _form_alone(self, job: Job) -> Turn:
         tokens = _share(job, self._budget, alone=True)
