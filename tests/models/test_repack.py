@@ -194,6 +194,13 @@ def test_other_ways_to_quantise_are_refused(tmp_path: Path) -> None:
         hw.Engine(folder, quantize="fp8", device="cpu")
 
 
+def test_what_has_codes_already_is_not_quantised_in_silence(smollm2_path: Path) -> None:
+    with pytest.raises(hw.Unsupported, match=r"quantize='int8' is for matrices of floats, and .* has only Q4_"):
+        hw.Engine(smollm2_path, quantize="int8", device="cpu")
+    with hw.Engine(smollm2_path, quantize="int8", dtype="float32", device="cpu", pages=8) as again:
+        assert again.info.format.startswith("int8")
+
+
 def test_the_default_model_is_kept_in_the_numbers_of_its_file(smollm2_path: Path, team: Team) -> None:
     with open_weights(smollm2_path) as weights:
         names = [n for n in weights.names() if weights.stored(n) in QUANTISED]

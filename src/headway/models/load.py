@@ -15,12 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headway.base.errors import BadModelFile
+from headway.base.errors import BadModelFile, Unsupported
 from headway.kernels.native.library import Team
 from headway.kernels.packed import Packed
 from headway.kernels.rope import frequencies
 from headway.models.config import ModelConfig, read_config
 from headway.models.decoder import Decoder
+from headway.models.dequant import FLOATS
 from headway.models.layers import Layer, Linear, fused
 from headway.models.packed import PackedDecoder, PackedLayer
 from headway.models.repack import load_packed
@@ -106,11 +107,23 @@ def load_packed_model(
     names = GGUF_NAMES if path.is_file() else HF_NAMES
     try:
         reader = _Reader(config, weights, names, torch.float32, torch.device("cpu"), set())
+        if quantize is not None and keep:
+            _check_floats(path, weights, quantize)
         decoder = _Packer(reader, team, keep, quantize).decoder(progress)
         reader.check_all_used()
         return decoder
     finally:
         weights.close()
+
+
+def _check_floats(path: Path, weights: Weights, quantize: str) -> None:
+    """Raise where there is nothing to quantise: matrices that have codes in the file keep them."""
+    stored = {weights.stored(name) for name in weights.names() if len(weights.shape(name)) == 2}
+    if not stored & FLOATS.keys():
+        raise Unsupported(
+            f"quantize={quantize!r} is for matrices of floats, and {path.name} has only {', '.join(sorted(stored))}, "
+            "which are kept as they are; leave it out, or ask for dtype='float32' too to have them rounded again"
+        )
 
 
 def _build(reader: _Reader, progress: Progress | None, change: Change | None) -> Decoder:

@@ -76,7 +76,7 @@ def task_named(name: str) -> tuple[str, type[Task]]:
     built_in = "translation" if TRANSLATION.fullmatch(own) else own
     if built_in not in BUILT_IN:
         close = difflib.get_close_matches(own, task_names(), n=2)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        hint = f"; did you mean {' or '.join(close)}?" if close else "."
         raise Unsupported(f"there is no task {name!r}{hint} Known tasks: {', '.join(task_names())}")
     module, kind = BUILT_IN[built_in]
     return own, getattr(import_module(f"headway.pipelines.tasks.{module}"), kind)
