@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,32 @@ def test_cached_pages_forks_and_saved_contexts_have_the_same_bits(exact: hw.Engi
     with exact.context() as context:
         assert context.forward().input(tokens).execute().result().stats.cache_hits == 0
         np.testing.assert_array_equal(tail(context), expected)
+
+
+def test_a_saved_context_that_another_engine_computed_brings_no_other_bits(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages would be found in the prefix cache by everybody."""
+    tokens = random_tokens(V, 50, 6)
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    with made(decoder) as engine, engine.context() as context:
+        expected = logit_rows(context, [*tokens, 7])
+    with made(decoder, deterministic=False) as engine, engine.context() as context:
+        context.forward().input(tokens).execute().result()
+        context.save("theirs", durable=True)
+    with made(decoder) as engine:
+        opened = engine.open("theirs")
+        assert opened is not None
+        with opened, engine.context() as other:
+            assert engine.stats().tokens == len(tokens)  # computed again
+            np.testing.assert_array_equal(logit_rows(opened, [7]), expected[-1:])
+            assert other.forward().input(tokens).execute().result().stats.cache_hits > 0
+            np.testing.assert_array_equal(logit_rows(other, [7]), expected[-1:])
+            opened.save("mine", durable=True)
+        before, mine = engine.stats().tokens, engine.open("mine")
+        assert mine is not None
+        with mine:
+            assert engine.stats().tokens == before
 
 
 def test_slots_that_others_discarded_or_cut_change_no_bit(exact: hw.Engine) -> None:

@@ -23,7 +23,8 @@ class Snapshot:
     """Everything a context is, as arrays and plain data.
 
     `kv` holds the raw bytes of every live page, in order, [pages, bytes]; `state` those of the last token's residual,
-    empty when it was not kept. `program` is the program layer's own data (pending tokens, messages, …).
+    empty when it was not kept. `maker` says what computed them: others compute the same, but not the same bits.
+    `program` is the program layer's own data (pending tokens, messages, …).
     """
 
     fingerprint: str
@@ -39,6 +40,7 @@ class Snapshot:
     kv: np.ndarray
     state: np.ndarray
     program: Mapping[str, Any]
+    maker: str = ""
 
 
 def write(path: Path, snapshot: Snapshot) -> None:
@@ -64,6 +66,7 @@ def write(path: Path, snapshot: Snapshot) -> None:
         "spans": [list(s) for s in snapshot.spans],
         "repeatable": snapshot.repeatable,
         "program": dict(snapshot.program),
+        "maker": snapshot.maker,
     }
     data = save(arrays, metadata={"format": FORMAT, "facts": json.dumps(facts)})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,6 +119,7 @@ def _parse(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Snapsh
         kv=arrays["kv"],
         state=arrays["state"],
         program=dict(facts["program"]),
+        maker=str(facts.get("maker", "")),
     )
     pages = -(-len(tokens) // snapshot.page_size)
     assert tokens.ndim == positions.ndim == 1, "the log is not flat"

@@ -159,7 +159,7 @@ class Engine:
 
         with running_out(decoder.device, "trying out the largest step"):
             total = sizing.pick(decoder, in_memory=in_memory, small=small if runner is None else None)
-        self._page_size, self._threads = page_size, count
+        self._page_size, self._threads, self.deterministic = page_size, count, deterministic
         self._decoder = given if isinstance(given, Decoder) else decoder  # one in memory stays as its owner knows it
         self._name = f"{self.config.family} in memory" if in_memory else str(model)
         self._allocator = Allocator(total)

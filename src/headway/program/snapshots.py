@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,6 +127,7 @@ class Snapshots:
             kv=found[0],
             state=found[1],
             program=_program_data(context),
+            maker=_maker(engine),
         )
 
     # -- from disk -------------------------------------------------------------------------------------------------
@@ -143,7 +145,7 @@ class Snapshots:
         context = engine.context(seed=saved.program.get("seed"), salt=saved.program.get("salt", ""))
         try:
             same = saved.page_size == context.page_size and saved.dtype == _kv_type(engine)
-            if same:
+            if same and (not engine.deterministic or saved.maker == _maker(engine)):
                 self._restore(context.table, saved)
             else:
                 self._recompute(context, saved, path.stem)
@@ -195,7 +197,8 @@ class Snapshots:
         if saved.discarded or not saved.repeatable:
             raise SnapshotError(
                 f"the snapshot {name!r} was made with page size {saved.page_size} and {saved.dtype}; it has discarded "
-                "or cut-off slots and cannot be recomputed under others: open it with the same settings"
+                "or cut-off slots and cannot be recomputed under others: open it with the same settings "
+                f"(it was made by {saved.maker or 'another version'})"
             )
         cuts = sorted({0, len(saved.tokens), *(c for span in saved.spans for c in span)})
         for start, stop in pairwise(cuts):
@@ -214,6 +217,12 @@ def _kv_type(engine: Engine) -> str:
     decoder = engine.decoder
     coding = decoder.coding if isinstance(decoder, PackedDecoder) else None
     return engine.info.dtype if coding is None else f"{engine.info.dtype} from rows coded by {coding}"
+
+
+def _maker(engine: Engine) -> str:
+    """What a deterministic engine's bits are bound to."""
+    info, mode = engine.info, "deterministic" if engine.deterministic else "not deterministic"
+    return f"headway {version('headway')}, {info.runner} on {info.device} with {info.threads} threads, {mode}"
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
