@@ -46,6 +46,7 @@ from headway.base.errors import (
     WrongType,
 )
 from headway.base.uncollected import uncollected
+from headway.base.version import VERSION
 
 if TYPE_CHECKING:
     from headway.base.brle import Brle as Brle
@@ -112,7 +113,7 @@ if TYPE_CHECKING:
     from headway.text.parse_parts import ToolCallEnd as ToolCallEnd
     from headway.text.parse_parts import ToolCallStart as ToolCallStart
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 # Where each public name lives; a module is imported when one of its names is first used.
 _HOMES = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from headway.base.errors import InvalidInput, SnapshotError
+from headway.base.version import VERSION
 from headway.kv import snapshot as files
 from headway.kv.snapshot import Snapshot
 from headway.kv.table import PageTable
@@ -222,7 +222,7 @@ def _kv_type(engine: Engine) -> str:
 def _maker(engine: Engine) -> str:
     """What a deterministic engine's bits are bound to."""
     info, mode = engine.info, "deterministic" if engine.deterministic else "not deterministic"
-    return f"headway {version('headway')}, {info.runner} on {info.device} with {info.threads} threads, {mode}"
+    return f"headway {VERSION}, {info.runner} on {info.device} with {info.threads} threads, {mode}"
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
