@@ -45,25 +45,25 @@ def expected(model: str) -> list[dict[str, Any]]:
 # Loads what the command needs once, then lets it live and die several times: each life is a process, ended by SIGKILL
 # once its journal has grown.
 KILLER = """
-import json, os, signal, sys, time
+import json, os, signal, sys
 import headway.pipelines.opening
 from headway.cli.main import dispatch
 from headway.pipelines.tasks import classification
+from headway.cli.journal import Journal
 from transformers import AutoTokenizer, BertForSequenceClassification
 journal, arguments = sys.argv[1], json.loads(sys.argv[2])
-ends, sizes = [], []
+ends, sizes, add = [], [], Journal.add
 for _ in range(4):
     before = os.path.getsize(journal) if os.path.exists(journal) else 0
+    def kill(self, *entry):
+        add(self, *entry)
+        if os.path.getsize(journal) >= before + 9000:
+            os.kill(os.getpid(), signal.SIGKILL)
     life = os.fork()
     if life == 0:
-        os.nice(19)  # so that the one who kills it is never too late
+        Journal.add = kill
         sys.stderr = open(os.devnull, "w")
         os._exit(dispatch(arguments))
-    while not os.path.exists(journal) or os.path.getsize(journal) < before + 9000:
-        if os.waitpid(life, os.WNOHANG)[0]:
-            sys.exit("it ended by itself")
-        time.sleep(0.001)
-    os.kill(life, signal.SIGKILL)
     ends.append(os.waitstatus_to_exitcode(os.waitpid(life, 0)[1]))
     sizes.append(os.path.getsize(journal))
 print(json.dumps([ends, sizes]))
