@@ -27,6 +27,7 @@ from headway.runtime.cuda_step import MIXED, CudaModel  # noqa: E402
 from headway.runtime.device import pick_device  # noqa: E402
 from headway.runtime.passes import Readout  # noqa: E402
 from headway.testing import random_model  # noqa: E402
+from support.streaks import watched  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
@@ -165,6 +166,24 @@ def test_a_temperature_that_float32_has_no_room_for_draws_what_is_allowed(
             found.append(engine.run(several))
     assert found[0] == found[1]
     assert all(token in allowed for tokens in found[0] for token in tokens)
+
+
+def test_steps_behind_one_that_was_measured_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def measured_in_the_middle(engine: hw.Engine) -> None:
+        async with engine.context() as ctx:
+            steps = ctx.fill([1, 2, 3]).generate(hw.Argmax(), max_tokens=40, stop_only=True)
+            engine.profiler.enabled = True  # as the Lab does for a pass of its own, whoever else generates
+            for _ in range(3):
+                await anext(steps)
+            engine.profiler.enabled = False
+            with watched(engine) as flights:
+                await steps.tokens()
+            assert sum(flights.rows) > 10
+
+    monkeypatch.setenv("HEADWAY_NATIVE", "triton")
+    with hw.Engine(random_model(device=DEVICE), pages=16, threads=1) as engine:
+        engine.run(measured_in_the_middle)
+        assert engine.profiler.take() is None  # nothing behind the last sample
 
 
 @pytest.mark.parametrize("name", ["cuda:128", "cuda:256", "cuda:512", "cuda:999999"])

@@ -149,8 +149,8 @@ class CudaRunner:
 
     def _replayed(self, rows: int, size: int) -> Tensor:
         """Residual rows of the step whose numbers are on their way, laid out for so many rows."""
-        room, step, mark = self._graph_room(), Step(self._fixed.device, rows, size), self.profiler.mark
-        self._graphs.run(("step", size), lambda: self.model.run(step, room, mark))
+        room, step = self._graph_room(), Step(self._fixed.device, rows, size)
+        self._graphs.run(("step", size), lambda: self.model.run(step, room, _unmarked))
         return room.x[:size]
 
     def _by_hand(self, batch: Batch, numbers: Numbers, rows: int, taps: Taps | None) -> Tensor:
@@ -219,6 +219,10 @@ class CudaRows:
         for i, error in self._failed.items():
             found[i] = error
         return found
+
+
+def _unmarked(name: str) -> None:
+    """No time is taken of what may be captured: waiting for the device would end the capture."""
 
 
 def _kept(batch: Batch, x: Tensor) -> list[Tensor | None]:
