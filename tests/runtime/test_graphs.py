@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
 from headway.runtime.cuda_graphs import SIZES, Graphs, padded, told
 
 
@@ -30,6 +35,38 @@ def test_keys_that_never_come_back_take_no_room() -> None:
         graphs.run(("head", 8, address), lambda: None)
     assert len(graphs.graphs) == 4
     assert len(graphs._used) <= 12
+
+
+class Full:
+    """A device on which there is no room for a graph."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.tried = error, 0
+
+    def take(self, work: object) -> NoReturn:
+        self.tried += 1
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: out of memory")], ids=str
+)
+def test_where_there_is_no_memory_for_a_graph_its_kernels_are_launched(error: Exception) -> None:
+    done: list[int] = []
+    device: Any = Full(error)
+    graphs = Graphs(enabled=True, _capture=device)
+    for i in range(4):
+        graphs.run(("step", 8), lambda i=i: done.append(i))
+    assert done == [0, 1, 2, 3]
+    assert (device.tried, graphs.captured) == (1, 0)
+
+
+def test_what_else_goes_wrong_in_a_capture_is_told() -> None:
+    device: Any = Full(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    graphs = Graphs(enabled=True, _capture=device)
+    graphs.run(("step", 8), lambda: None)
+    with pytest.raises(RuntimeError, match="illegal"):
+        graphs.run(("step", 8), lambda: None)
 
 
 def test_keys_in_words() -> None:

@@ -125,6 +125,26 @@ def test_other_errors_pass() -> None:
         raise hw.OutOfMemory("known")
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in the manual",
+        "Triton Error [CUDA]: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_a_driver_that_runs_out_beside_the_allocator_is_told_the_same_way(said: str) -> None:
+    found = str(step_error(RuntimeError(said)))
+    assert found.startswith("memory ran out while computing a pass: ")
+    assert "are free on" in found
+    assert "fewer pages" in found
+    with (
+        pytest.raises(hw.OutOfMemory, match="memory ran out while loading"),
+        running_out(torch.device("cpu"), "loading"),
+    ):
+        raise RuntimeError(said)
+
+
 def test_a_step_that_runs_out_fails_with_numbers() -> None:
     asked = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has …")
     found = step_error(asked)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from headway.base.notes import note
+from headway.runtime.memory import is_out_of_memory
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 MOST = 4 * len(SIZES)  # graphs that are kept: steps, heads and samplers of every size, and some that look elsewhere
@@ -66,7 +67,9 @@ class Graphs:
             if self._capture is None:
                 self._capture = _Capture()
             self.graphs[key] = graph = self._capture.take(work)
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             self._refused.add(key)
             note(f"no memory is left for a graph of {told(key)}; it is launched kernel by kernel")
             return None

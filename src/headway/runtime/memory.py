@@ -24,6 +24,9 @@ SHARE = 0.4  # of the free memory of a CPU's machine that the automatic pool may
 FRACTION = 0.9  # of a CUDA device's memory that Headway may use, unless it is told
 GRAPHS, GRAPHS_OF_LAYER = 128 << 20, 12 << 20  # bytes held back for captured graphs: 92 of them at 128 KiB a layer
 RAN_OUT = "memory ran out"
+# What torch, Triton and cuBLAS say.
+OF_HOST = "DefaultCPUAllocator"
+OF_DEVICE = ("CUDA error: out of memory", "[CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 WAYS_OUT = "a smaller max_batch_tokens, quantize, a higher memory_fraction, or another device"
 
 
@@ -161,12 +164,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device, or the host, has not the memory that was asked for."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return isinstance(error, RuntimeError) and (OF_HOST in str(error) or _of_device(error))
+
+
+def _of_device(error: BaseException) -> bool:
+    """Whether it is a CUDA device's memory: torch's allocator, or a driver or library that takes some beside it."""
+    return isinstance(error, torch.OutOfMemoryError) or any(said in str(error) for said in OF_DEVICE)
 
 
 def _where(error: BaseException) -> torch.device:
     """The device that ran out; torch names a GPU by its number."""
-    if not isinstance(error, torch.OutOfMemoryError) or not torch.cuda.is_available():
+    if not _of_device(error) or not torch.cuda.is_available():
         return torch.device("cpu")
     named = re.search(r"GPU (\d+)", str(error))
     return torch.device("cuda", int(named[1]) if named else torch.cuda.current_device())
