@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headway as hw
-from headway.program.sizing import largest_step
+from headway.program.sizing import _try_out, largest_step
+from headway.runtime.batch import Batch
 from headway.runtime.memory import Room, Wish, pick_pages, read_memory, running_out, step_error
-from headway.testing import random_model
+from headway.runtime.runner import SegmentResult
+from headway.testing import ScriptedRunner, random_model
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -107,6 +109,18 @@ def test_the_largest_step_is_one_step_with_a_token_for_every_row() -> None:
         assert len(drawn) == 160
         assert engine.stats().steps == 1
         assert engine.stats().pages_held == 0
+
+
+def test_a_trial_that_fails_says_so_but_not_for_weights_that_give_no_numbers() -> None:
+    class Broken(ScriptedRunner):
+        def execute(self, batch: Batch) -> list[SegmentResult]:
+            raise RuntimeError("there is no C compiler")
+
+    broken = random_model()
+    broken.output.fill_(float("nan"))
+    with pytest.raises(hw.PassFailed, match="no C compiler"):
+        _try_out(lambda pages: hw.Engine(random_model(), runner=Broken(97, 16), pages=pages), 8, 16)
+    assert _try_out(lambda pages: hw.Engine(broken, device="cpu", pages=pages), 8, 16) > 0
 
 
 # -- running out -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import isawaitable
 from pathlib import Path
 from types import TracebackType
@@ -445,4 +445,4 @@ def _check_flags(**flags: bool) -> None:
 
 
 def _synchronizer(device: torch.device) -> Callable[[], None]:
-    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None

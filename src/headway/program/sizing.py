@@ -19,6 +19,7 @@ from headway.models.decoder import Decoder
 from headway.models.packed import PackedDecoder
 from headway.runtime import memory
 from headway.runtime.memory import Memory, Room, Wish
+from headway.runtime.readout import NO_NUMBER
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
@@ -92,8 +93,8 @@ def _try_out(small: Small, rows: int, page_size: int) -> int:
         for count in dict.fromkeys((rows, min(rows, READ))):
             try:
                 engine.run(largest_step, count)
-            except PassFailed as error:  # weights that give no numbers are for those who use them to find out
-                if memory.RAN_OUT in str(error):
+            except PassFailed as error:
+                if NO_NUMBER not in str(error):  # such weights are for those who use them to find out
                     raise
         return engine.pool.raw.nbytes
 

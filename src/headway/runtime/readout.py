@@ -34,6 +34,7 @@ from headway.runtime.passes import BEFORE, Readout
 from headway.runtime.plan import score_group
 
 SLAB = 64  # rows of logits held at once
+NO_NUMBER = "the model's logits are not a number at a sampled row"
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +269,7 @@ def _probe(readout: Readout, logits: Tensor) -> object:
 
 def not_a_number() -> PassFailed:
     """The value of a sampled row whose logits are broken."""
-    return PassFailed("the model's logits are not a number at a sampled row; no token can be drawn or ranked")
+    return PassFailed(f"{NO_NUMBER}; no token can be drawn or ranked")
 
 
 def plainly_greedy(readout: Readout) -> bool:

@@ -3,6 +3,7 @@
 first SIGTERM or ctrl-C    health turns red, new requests get 503, those under way finish or time out; exit code 0
 a second one               those under way are ended now; exit code 128 + the signal's number
 the engine's worker dies   health turns red; what is under way fails; exit code 1
+… or hangs                 health turns red; nobody waits for it when the server ends; exit code 1
 the model cannot load      its error is raised
 """
 
@@ -60,13 +61,16 @@ def serve(
         asyncio.run(_serve(serving, app, end, listener))
     if serving.failure is not None:
         raise serving.failure
+    if serving.hangs:
+        logs.warn("leaving an engine whose step does not end", seconds=round(serving.step_seconds, 1))
+        _leave(end.code or 1)
     if serving.loader is not None and serving.loader.is_alive():
         _leave(end.code)
     return end.code
 
 
 def _leave(code: int) -> None:
-    """End the process while a thread is still loading: it cannot be stopped, and Python would trip over it."""
+    """End the process while a thread still loads or computes: it cannot be stopped, and Python would trip over it."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)

@@ -72,7 +72,12 @@ class Serving:
             return "dead"
         if self.draining:
             return "draining"
-        return "ready" if self.step_seconds <= self.settings.step_timeout else "stuck"
+        return "stuck" if self.hangs else "ready"
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the engine's step does not end."""
+        return self.step_seconds > self.settings.step_timeout
 
     @property
     def step_seconds(self) -> float:
@@ -100,12 +105,12 @@ class Serving:
         return {"seconds": list(self._seconds), "batch": self._batch}
 
     def close(self) -> None:
-        """Close the engine; waits for the step that runs."""
+        """Close the engine; waits for the step that runs, unless that does not end."""
         self.reading.close()
         self.writing.close()
         if self._events is not None:
             self._events.close()
-        if self._engine is not None:
+        if self._engine is not None and not self.hangs:
             self._engine.close()
 
     def model_names(self) -> tuple[str, ...]:

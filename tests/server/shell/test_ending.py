@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,17 @@ def test_a_step_that_does_not_end_turns_health_red_until_it_ends(tmp_path: Path,
         assert asked.result().status == 200
         server.until(lambda: server.get("/health").json == {"status": "ready"})
         server.until(lambda: server.post("/v1/completions", prompt="a", max_tokens=1).status == 200)
+
+
+def test_a_server_ends_without_a_step_that_does_not(start: Callable[..., Server], later: Any) -> None:
+    server = start({"step_timeout": 0.05, "drain_timeout": 0.1}, step_seconds=3600).ready()
+    asked = later(server.tokens, PROMPT, 5)
+    server.until(lambda: server.get("/health").json["status"] == "stuck")
+    server.signal(signal.SIGTERM)
+    assert server.end() == 1
+    assert server.logged("leaving an engine whose step does not end")
+    reply = asked.exception() or asked.result()
+    assert isinstance(reply, OSError | HTTPException) or reply.status == 503
 
 
 def test_an_engine_that_waits_for_work_is_not_stuck(tmp_path: Path) -> None:
