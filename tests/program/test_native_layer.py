@@ -135,8 +135,14 @@ def assert_same_layer(case: Case, isa: str) -> None:
     finally:
         use_isa(before)
     np.testing.assert_array_equal(ours["embedded"], theirs["embedded"])
-    for name in ("attention", "normed", "logits"):
-        assert_close(ours[name], theirs[name], f"{name} of {case}", TOLERANCE)
+    # Between wide gates and ups rounding grows as they do: torch is then as far from the exact values.
+    tolerances = {
+        "attention": TOLERANCE,
+        "normed": TOLERANCE * max(1, case.gate),
+        "logits": TOLERANCE * max(1, case.gate),
+    }
+    for name, tolerance in tolerances.items():
+        assert_close(ours[name], theirs[name], f"{name} of {case}", tolerance)
 
 
 @pytest.fixture(params=ISAS)
