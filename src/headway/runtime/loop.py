@@ -272,6 +272,7 @@ class Loop:
         except BaseException as e:  # a fault of ours: nobody may be left waiting
             self._die(e)
         finally:
+            self._since = None
             self._notes.put(None)
 
     def _rest(self) -> None:

@@ -119,7 +119,7 @@ class Turns:
         job.base, job.work = table.length, job.streak.pass_for(table)
         job.kept_pages = needed_pages(job.work, job.base, table.page_size) if self._trim else None
         try:
-            check_rows([mask for mask in job.work.masks or () if mask is not None])
+            check_rows(job.work.masks or ())
         except InvalidMask as error:  # which is known only when the streak comes there
             self.fail(job, error)
 

@@ -289,6 +289,14 @@ def test_a_server_ends_without_a_step_that_does_not(start: Callable[..., Server]
     assert isinstance(reply, OSError | HTTPException) or reply.status == 503
 
 
+def test_a_server_that_ends_has_not_hung(start: Callable[..., Server]) -> None:
+    """However short a step may be: the worker ended with the server."""
+    server = start({"step_timeout": 1e-9}).ready()
+    server.signal(signal.SIGTERM)
+    assert server.end() == 0
+    assert not server.logged("leaving an engine whose step does not end")
+
+
 def test_an_engine_that_waits_for_work_is_not_stuck(tmp_path: Path) -> None:
     """However long it does: there is no step that could end."""
     engine = hw.Engine(small_folder(tmp_path / "model"), runner=Hanging(), threads=1, pages=64)
