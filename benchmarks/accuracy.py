@@ -26,7 +26,7 @@ import numpy as np
 
 import headway as hw
 from headway.base.machine import read_machine
-from headway.models import store
+from headway.models.hub import store
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = Path(__file__).parent / "peers"

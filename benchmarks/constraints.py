@@ -32,11 +32,11 @@ import numpy as np
 
 import headway as hw
 from headway.base.machine import read_machine
-from headway.program import later
-from headway.program.advance import accept_all, masks_of
-from headway.program.constraints import Matched, compile
-from headway.program.grammar import Grammar
-from headway.program.later import LaterMask
+from headway.program.constraints.async_mask import LaterMask
+from headway.program.constraints.batch import accept_all, masks_of
+from headway.program.constraints.constraint import Matched, compile
+from headway.program.constraints.constraint import async_mask as later
+from headway.program.constraints.grammar import Grammar
 from headway.text import Tokenizer
 
 RESULTS = Path(__file__).parent / "results"

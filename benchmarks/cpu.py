@@ -37,7 +37,7 @@ from cpu_report import Measured, Outcome, table
 from cpu_runner import Command, PeerFailed, Runner, start_to_first_token
 
 from headway.base.machine import read_machine
-from headway.cli.shapes import SHAPES
+from headway.bench.models import SHAPES
 
 RESULTS = Path(__file__).parent / "results"
 BUSY = 0.3  # of one core: a load above it makes figures doubtful

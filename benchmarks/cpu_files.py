@@ -1,9 +1,9 @@
 """The model files that engines are compared on: one random model of a shape, in every format, written once.
 
-The same float16 numbers stand behind all of them (`headway.cli.shapes`). GGUF files have every matrix in the type they
+The same float16 numbers stand behind all of them (`headway.bench.models`). GGUF files have every matrix in the type they
 are named for, the embedding too, and the default model's tokenizer with made-up words behind its own where a shape has
 more. A format that only a peer can write (Q4_K, OpenVINO's) is written by that peer's worker.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import gguf
 import numpy as np
 import torch
 
-from headway.cli.shapes import FORMATS, Shape, sizes, tensors, write_folder
-from headway.models import store
-from headway.models.gguf import GgufFile
+from headway.bench.models import FORMATS, Shape, sizes, tensors, write_folder
+from headway.models.files.gguf import GgufFile
+from headway.models.hub import store
 from headway.models.load import GGUF_NAMES, HF_NAMES
 
 PEERS = Path(__file__).parent / "peers"
@@ -86,7 +86,7 @@ class Files:
 def weight_bytes(path: Path) -> int:
     """Bytes of the tensors in a GGUF file or a folder of safetensors."""
     if path.is_dir():
-        from headway.models.weights import open_weights
+        from headway.models.files.weights import open_weights
 
         with open_weights(path) as weights:
             return sum(weights.nbytes(name) for name in weights.names())

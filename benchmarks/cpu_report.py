@@ -8,7 +8,7 @@ from typing import Any
 
 from cpu_plan import Entry
 
-from headway.cli.shapes import SHAPES
+from headway.bench.models import SHAPES
 
 INTEGER = ("q4_0", "q8_0", "q4_k", "int8", "int4", "ov-int4", "ov-int8")
 

@@ -200,8 +200,8 @@ class Bench:
         """Decode steps with weights in codes."""
         from gpu_steps import decode_batch, runner_for, step_seconds
 
-        from headway.kernels.triton.coded import KINDS
-        from headway.runtime.cuda_coded import in_codes
+        from headway.kernels.triton.quantized import KINDS
+        from headway.models.quantized.cuda import in_codes
 
         s, c = self.size, config(self.size.big)
         counts = (1, s.batch)

@@ -7,9 +7,9 @@ import string
 from collections.abc import Callable
 
 from headway.base.errors import Unsupported
-from headway.program.constraints import Matched
-from headway.program.constraints import compile as compile_grammar
-from headway.program.grammar import Grammar
+from headway.program.constraints.constraint import Matched
+from headway.program.constraints.constraint import compile as compile_grammar
+from headway.program.constraints.grammar import Grammar
 from headway.text.tokenizer import Tokenizer
 
 

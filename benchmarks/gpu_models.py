@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headway.kernels.rope import Rope, frequencies
+from headway.kernels.reference.rope import Rope, frequencies
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.layers import Layer, Linear

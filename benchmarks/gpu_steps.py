@@ -16,9 +16,9 @@ from headway.base.samplers import Sampling
 from headway.kv.pool import Pool
 from headway.models.decoder import Decoder
 from headway.runtime.batch import NO_POSITIONS, Batch, Segment
-from headway.runtime.cuda import CudaRunner
 from headway.runtime.passes import Readout
 from headway.runtime.profile import Profiler
+from headway.runtime.runners.cuda.runner import CudaRunner
 
 PAGE = 16
 

@@ -519,7 +519,7 @@ def random_model(folder: Path, plan: Plan) -> str:
 
 
 def _folder(options: argparse.Namespace) -> Path:
-    from headway.models.store import resolve
+    from headway.models.hub.store import resolve
 
     return resolve(options.model)
 

@@ -35,11 +35,11 @@ from typing import Any
 import h11
 
 from headway.base.machine import read_machine
-from headway.cli.http_client import Address, Answer, Client
+from headway.bench.http_client import Address, Answer, Client
+from headway.bench.traffic import Outcome
+from headway.bench.traffic_report import Spread
 from headway.cli.options import EngineOptions
-from headway.cli.served import Served
-from headway.cli.traffic import Outcome
-from headway.cli.traffic_report import Spread
+from headway.cli.server_process import Served
 
 RESULTS = Path(__file__).parent / "results"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"

@@ -42,7 +42,7 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's GGUF file."""
-    from headway.models.store import resolve
+    from headway.models.hub.store import resolve
 
     return resolve("smollm2")
 

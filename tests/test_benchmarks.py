@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import headway as hw
-from headway.cli.shapes import SHAPES
+from headway.bench.models import SHAPES
 from headway.kernels.native.library import open_library
-from headway.models.gguf import GgufFile
+from headway.models.files.gguf import GgufFile
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))

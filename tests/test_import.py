@@ -97,7 +97,7 @@ def test_the_collector_is_on_again_after_much_was_made() -> None:
     program = """
 import gc, threading
 import headway as hw
-from headway.base.uncollected import uncollected
+from headway.base.gc_paused import uncollected
 
 hw.Engine
 assert gc.isenabled()

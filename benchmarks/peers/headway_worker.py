@@ -9,7 +9,7 @@ from typing import Any
 import wire
 
 import headway as hw
-from headway.cli.speed import Stopwatch, Timing, pages_for, path_of, step_bytes
+from headway.bench.speed import Stopwatch, Timing, pages_for, path_of, step_bytes
 
 WARM = 4  # steps that are not counted, where each is timed
 NEAR = 16  # slots that a step sees whose attention costs next to nothing

@@ -45,7 +45,7 @@ from headway.base.errors import (
     ValidationFailed,
     WrongType,
 )
-from headway.base.uncollected import uncollected
+from headway.base.gc_paused import uncollected
 from headway.base.version import VERSION
 
 if TYPE_CHECKING:
@@ -81,24 +81,24 @@ if TYPE_CHECKING:
     from headway.pipelines.task import Row as Row
     from headway.pipelines.task import Task as Task
     from headway.pipelines.task import TaskOptions as TaskOptions
-    from headway.program.beam_choices import Continuation as Continuation
-    from headway.program.constraints import Constraint as Constraint
+    from headway.program.chat.reply import ChatLimits as ChatLimits
+    from headway.program.chat.reply import ChatReply as ChatReply
+    from headway.program.chat.reply import ToolResult as ToolResult
+    from headway.program.constraints.constraint import Constraint as Constraint
+    from headway.program.constraints.grammar import Grammar as Grammar
     from headway.program.context import Context as Context
-    from headway.program.defaults import GenerationDefaults as GenerationDefaults
-    from headway.program.dialogue import ChatLimits as ChatLimits
-    from headway.program.dialogue import ChatReply as ChatReply
-    from headway.program.dialogue import ToolResult as ToolResult
     from headway.program.engine import Engine as Engine
     from headway.program.forward import Execution as Execution
     from headway.program.forward import Forward as Forward
-    from headway.program.generator import Generation as Generation
-    from headway.program.grammar import Grammar as Grammar
+    from headway.program.generation.beam_choices import Continuation as Continuation
+    from headway.program.generation.defaults import GenerationDefaults as GenerationDefaults
+    from headway.program.generation.generator import Generation as Generation
+    from headway.program.generation.sequences import Generations as Generations
+    from headway.program.generation.steps import Prepared as Prepared
+    from headway.program.generation.steps import Step as Step
     from headway.program.output import Output as Output
     from headway.program.output import ProbeHandle as ProbeHandle
     from headway.program.output import SampleHandle as SampleHandle
-    from headway.program.several import Generations as Generations
-    from headway.program.steps import Prepared as Prepared
-    from headway.program.steps import Step as Step
     from headway.program.sync import DecodeState as DecodeState
     from headway.program.sync import InferenceEngine as InferenceEngine
     from headway.program.sync import SamplingParams as SamplingParams
@@ -149,18 +149,18 @@ _HOMES = {
     "pipelines.pipeline": ("Pipeline",),
     "pipelines.registry": ("register_task",),
     "pipelines.task": ("Batch", "PreparedItem", "Row", "Task", "TaskOptions"),
-    "program.beam_choices": ("Continuation",),
-    "program.constraints": ("Constraint",),
+    "program.generation.beam_choices": ("Continuation",),
+    "program.constraints.constraint": ("Constraint",),
     "program.context": ("Context",),
-    "program.defaults": ("GenerationDefaults",),
-    "program.dialogue": ("ChatLimits", "ChatReply", "ToolResult"),
+    "program.generation.defaults": ("GenerationDefaults",),
+    "program.chat.reply": ("ChatLimits", "ChatReply", "ToolResult"),
     "program.engine": ("Engine",),
     "program.forward": ("Execution", "Forward"),
-    "program.generator": ("Generation",),
-    "program.grammar": ("Grammar",),
+    "program.generation.generator": ("Generation",),
+    "program.constraints.grammar": ("Grammar",),
     "program.output": ("Output", "ProbeHandle", "SampleHandle"),
-    "program.several": ("Generations",),
-    "program.steps": ("Prepared", "Step"),
+    "program.generation.sequences": ("Generations",),
+    "program.generation.steps": ("Prepared", "Step"),
     "program.sync": ("DecodeState", "InferenceEngine", "SamplingParams", "generate"),
     "text.parse_parts": (
         "BadToolCall",

@@ -20,7 +20,7 @@ from headway.base.errors import HeadwayError, InvalidInput, Unsupported
 from headway.base.probes import Logits
 from headway.base.rng import uniform
 from headway.base.samplers import Sampling
-from headway.kernels.rope import Rope, frequencies
+from headway.kernels.reference.rope import Rope, frequencies
 from headway.kv.allocator import Clear, Copy, Edit, Export, Import
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
@@ -30,8 +30,8 @@ from headway.program.engine import Engine
 from headway.runtime.batch import Batch, Segment
 from headway.runtime.device import pick_device, pick_dtype
 from headway.runtime.passes import BEFORE, Readout
-from headway.runtime.plan import dense_mask, segment_slots
-from headway.runtime.runner import SegmentResult
+from headway.runtime.runners.attention_groups import dense_mask, segment_slots
+from headway.runtime.runners.base import SegmentResult
 
 WINDOW = 8  # what a family with sliding windows gets, unless `windows` says otherwise
 

@@ -11,10 +11,10 @@ from subprocess import CompletedProcess
 import pytest
 
 from headway.base.errors import InvalidInput
+from headway.bench.http_client import Address, Client
+from headway.bench.traffic import Ask, Outcome, Pace, Traffic, drive, send
+from headway.bench.traffic_report import Report, Spread, busiest_second
 from headway.cli.bench_serve import Amounts
-from headway.cli.http_client import Address, Client
-from headway.cli.traffic import Ask, Outcome, Pace, Traffic, drive, send
-from headway.cli.traffic_report import Report, Spread, busiest_second
 from headway.server.auth import add_key
 from support.live import Live, live
 from support.speaker import Stage, speaking_folder

@@ -13,8 +13,8 @@ import transformers
 
 import headway as hw
 from headway.base.errors import InvalidInput
-from headway.cli.shapes import SHAPES, Shape, tensors, write_folder
-from headway.cli.speed import Stopwatch, Summary, Timing, pages_for
+from headway.bench.models import SHAPES, Shape, tensors, write_folder
+from headway.bench.speed import Stopwatch, Summary, Timing, pages_for
 from headway.testing import random_model, scripted_engine
 
 Run = Callable[..., CompletedProcess[str]]

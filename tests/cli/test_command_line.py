@@ -13,7 +13,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from headway.models import store
+from headway.models.hub import store
 
 Run = Callable[..., CompletedProcess[str]]
 

@@ -15,10 +15,10 @@ from headway.base.machine import Machine, read_machine
 from headway.cli.doctor import Fit, Gpu, Kept, hints
 from headway.cli.facts import ModelFacts
 from headway.kernels.native.library import Team, open_library
-from headway.models import store
-from headway.models.gguf import KINDS, GgufFile
-from headway.models.repack import kept_size, load_packed
-from headway.models.weights import GgufWeights
+from headway.models.files.gguf import KINDS, GgufFile
+from headway.models.files.weights import GgufWeights
+from headway.models.hub import store
+from headway.models.quantized.repack import kept_size, load_packed
 from support.gguf_files import random_bytes
 from support.gguf_files import write as write_weights
 

@@ -13,7 +13,7 @@ import pytest
 
 from headway.cli.answer import weights
 from headway.cli.profile import show_profile
-from headway.models import store
+from headway.models.hub import store
 from headway.runtime.profile import Phase, Profile
 
 Run = Callable[..., CompletedProcess[str]]

@@ -18,9 +18,9 @@ import pyarrow.parquet
 import pytest
 
 import headway as hw
-from headway.cli.journal import Journal
 from headway.cli.main import dispatch
-from headway.cli.records import records
+from headway.jobs.journal import Journal
+from headway.jobs.records import records
 from support import encoders
 
 COMMAND = (sys.executable, "-m", "headway.cli.main", "pipeline")
@@ -49,7 +49,7 @@ import json, os, signal, sys
 import headway.pipelines.opening
 from headway.cli.main import dispatch
 from headway.pipelines.tasks import classification
-from headway.cli.journal import Journal
+from headway.jobs.journal import Journal
 from transformers import AutoTokenizer, BertForSequenceClassification
 journal, arguments = sys.argv[1], json.loads(sys.argv[2])
 ends, sizes, add = [], [], Journal.add

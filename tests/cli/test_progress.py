@@ -12,10 +12,10 @@ import sys
 
 import pytest
 
-from headway.base import notes
-from headway.base.notes import note
+from headway.base import log as notes
+from headway.base.log import note
 from headway.cli.render import Listening, loading
-from headway.server import logs
+from headway.server import access_log as logs
 
 ON_A_TERMINAL = """
 import time

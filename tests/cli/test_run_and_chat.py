@@ -19,7 +19,7 @@ import pytest
 
 import headway as hw
 from headway.cli.render import visible
-from headway.models import store
+from headway.models.hub import store
 
 Run = Callable[..., CompletedProcess[str]]
 PODS = "Kubernetes pods are scheduled by the"

@@ -74,8 +74,8 @@ def kernels() -> None:
 
 
 def _models() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    from headway.kernels.triton.coded import KINDS
-    from headway.runtime.cuda_coded import in_codes
+    from headway.kernels.triton.quantized import KINDS
+    from headway.models.quantized.cuda import in_codes
     from headway.testing import random_model
 
     small = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "device": "cuda"}

@@ -31,8 +31,8 @@ FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 
 def pair(family: str, kind: str, dtype: str = "float32", hidden: int = 512) -> tuple[Decoder, Decoder]:
     """A decoder in codes, and one of the same weights in float32."""
-    from headway.kernels.triton.coded import as_kind
-    from headway.runtime.cuda_coded import MATRICES, in_codes
+    from headway.kernels.triton.quantized import as_kind
+    from headway.models.quantized.cuda import MATRICES, in_codes
 
     def drawn(dtype: str) -> Decoder:
         sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "heads": 8, "kv_heads": 4, "head_dim": 64}

@@ -193,7 +193,7 @@ def test_generations_draw_the_same_tokens_alone_and_together(dtype: str) -> None
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_weights_in_codes_give_a_row_its_own_bits_too(kind: Any) -> None:
-    from headway.runtime.cuda_coded import in_codes
+    from headway.models.quantized.cuda import in_codes
 
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "heads": 8, "kv_heads": 4, "head_dim": 64}
     model = random_model(dtype="bfloat16", device="cuda", **sizes)

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import headway as hw
-from headway.base import notes
+from headway.base import log as notes
 from headway.models.decoder import Decoder
-from headway.models.gguf import KINDS, Kind
+from headway.models.files.gguf import KINDS, Kind
+from headway.models.files.mapped import Span, map_file, unmap
+from headway.models.files.staging import Staging
 from headway.models.load import load_model
-from headway.models.mapped import Span, map_file, unmap
-from headway.models.staging import Staging
 from headway.runtime.memory import FRACTION
 from headway.testing import random_model
 from support.plain_files import finite_bytes, write_llama

@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from headway.kernels import kv
-from headway.kernels.attention import Group, attend, attend_exact, scores
-from headway.kernels.linear import by_rows, linear
-from headway.kernels.mlp import gated_silu
-from headway.kernels.norm import rms_norm
-from headway.kernels.rope import Rope, frequencies, rotate, rotation
+from headway.kernels.reference import kv
+from headway.kernels.reference.attention import Group, attend, attend_exact, scores
+from headway.kernels.reference.linear import by_rows, linear
+from headway.kernels.reference.mlp import gated_silu
+from headway.kernels.reference.norm import rms_norm
+from headway.kernels.reference.rope import Rope, frequencies, rotate, rotation
 from support.checks import assert_close
 
 PAGE = 8

@@ -19,9 +19,9 @@ from torch import Tensor
 from headway.base.errors import InvalidInput, OutOfRange, Unsupported, WrongType
 from headway.kernels.native import library
 from headway.kernels.native.library import ISAS, Team, check, open_library, use_isa
-from headway.kernels.native.products import gather, linear, matrix
-from headway.kernels.norm import rms_norm
-from headway.kernels.packed import (
+from headway.kernels.native.matmul import gather, linear, matrix
+from headway.kernels.reference.norm import rms_norm
+from headway.kernels.reference.quantized import (
     Packed,
     coded,
     linear_reference,

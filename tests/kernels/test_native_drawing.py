@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from headway.base.errors import InvalidMask, InvalidToken
 from headway.base.samplers import Sampling
-from headway.kernels.native import drawing
+from headway.kernels.native import sampling as drawing
 from headway.kernels.native.library import ISAS, Team, open_library, use_isa
-from headway.kernels.sampling import NO_TOKEN, Draw, choose, kept
+from headway.kernels.reference.sampling import NO_TOKEN, Draw, choose, kept
 
 pytestmark = pytest.mark.skipif(open_library().calls is None, reason=open_library().missing or "-")
 NEAR = 1e-9  # of a step of the running probability: there another order of sums may choose the neighbour

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headway.base.errors import Unsupported
-from headway.kernels.packed import (
+from headway.kernels.reference.quantized import (
     Packed,
     coded,
     linear_reference,

@@ -21,7 +21,16 @@ from scipy import stats
 from headway.base import rng
 from headway.base.errors import InvalidInput, InvalidMask, InvalidToken
 from headway.base.samplers import Argmax, MinP, Multinomial, Sampling, TopK, TopKTopP, TopP, Typical, resolve
-from headway.kernels.sampling import NO_TOKEN, Draw, check_finite, choose, distribution, entropy, kept, logprobs
+from headway.kernels.reference.sampling import (
+    NO_TOKEN,
+    Draw,
+    check_finite,
+    choose,
+    distribution,
+    entropy,
+    kept,
+    logprobs,
+)
 
 LEVEL = 1e-6  # of every chi-square test here; seeds are fixed, so a pass stays a pass
 NEAR = 1e-10  # a filter whose threshold is nearer than this is not asked to agree

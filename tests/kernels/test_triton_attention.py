@@ -19,7 +19,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from headway.kernels.attention import Group, attend  # noqa: E402
+from headway.kernels.reference.attention import Group, attend  # noqa: E402
 from headway.kernels.triton import attention, layout  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

@@ -20,10 +20,10 @@ pytest.importorskip("triton")
 
 import headway as hw  # noqa: E402
 from headway.base.errors import Unsupported  # noqa: E402
-from headway.kernels.mlp import gated_silu  # noqa: E402
-from headway.kernels.triton import coded  # noqa: E402
-from headway.kernels.triton.coded import Kind, Tile  # noqa: E402
-from headway.runtime.cuda_coded import in_codes  # noqa: E402
+from headway.kernels.reference.mlp import gated_silu  # noqa: E402
+from headway.kernels.triton import quantized as coded  # noqa: E402
+from headway.kernels.triton.quantized import Kind, Tile  # noqa: E402
+from headway.models.quantized.cuda import in_codes  # noqa: E402
 from headway.testing import random_model  # noqa: E402
 from support.hf import random_hf, save_hf  # noqa: E402
 

@@ -18,7 +18,8 @@ pytest.importorskip("triton")
 
 from test_triton_attention import Case, Sequence, by_rows, causal, close, make, reference  # noqa: E402
 
-from headway.kernels.triton import attention, exact, layout  # noqa: E402
+from headway.kernels.triton import attention, layout  # noqa: E402
+from headway.kernels.triton import deterministic as exact  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 FIXED = attention.Splits(4, 32, fixed=True)

@@ -14,10 +14,11 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from headway.kernels.mlp import gated_silu  # noqa: E402
-from headway.kernels.norm import rms_norm  # noqa: E402
-from headway.kernels.rope import rotate, rotation  # noqa: E402
-from headway.kernels.triton import fused, layout, products  # noqa: E402
+from headway.kernels.reference.mlp import gated_silu  # noqa: E402
+from headway.kernels.reference.norm import rms_norm  # noqa: E402
+from headway.kernels.reference.rope import rotate, rotation  # noqa: E402
+from headway.kernels.triton import fused, layout  # noqa: E402
+from headway.kernels.triton import matvec as products  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 EPS = 1e-5

@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 
 from test_triton_sampling import pack  # noqa: E402
 
-from headway.kernels import sampling as reference  # noqa: E402
-from headway.kernels.triton import probing  # noqa: E402
-from headway.kernels.triton.probing import Findings, Measured, Questions  # noqa: E402
+from headway.kernels.reference import sampling as reference  # noqa: E402
+from headway.kernels.triton import probes as probing  # noqa: E402
+from headway.kernels.triton.probes import Findings, Measured, Questions  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 INF = float("inf")

@@ -16,7 +16,7 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 from headway.base.samplers import Sampling  # noqa: E402
-from headway.kernels import sampling as reference  # noqa: E402
+from headway.kernels.reference import sampling as reference  # noqa: E402
 from headway.kernels.triton import sampling  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

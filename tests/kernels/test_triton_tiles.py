@@ -13,10 +13,10 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from headway.kernels.mlp import gated_silu  # noqa: E402
-from headway.kernels.triton import tiles  # noqa: E402
+from headway.kernels.reference.mlp import gated_silu  # noqa: E402
+from headway.kernels.triton import matmul as tiles  # noqa: E402
 from headway.kernels.triton.launch import shared_memory  # noqa: E402
-from headway.kernels.triton.tiles import Tile  # noqa: E402
+from headway.kernels.triton.matmul import Tile  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]

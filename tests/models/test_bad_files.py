@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway.base.errors import BadModelFile, HeadwayError
-from headway.models.gguf import KINDS, GgufFile
-from headway.models.weights import open_weights
+from headway.models.files.gguf import KINDS, GgufFile
+from headway.models.files.weights import open_weights
 
 CPU = torch.device("cpu")
 F32, Q8_0, STRING, ARRAY, U32, BOOL = 0, 8, 8, 9, 4, 7

@@ -217,7 +217,7 @@ def test_a_nasty_value_anywhere_gives_a_config_or_one_of_our_errors(key: str) ->
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 def test_a_nasty_rope_value_gives_a_config_or_one_of_our_errors(kind: str) -> None:
-    from headway.kernels.rope import frequencies
+    from headway.kernels.reference.rope import frequencies
 
     whole = {
         **{"rope_type": kind, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0},

@@ -14,10 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.base.errors import BadModelFile, Closed, InvalidInput, Unsupported
-from headway.models import dequant
-from headway.models.dequant import dequantize
-from headway.models.gguf import KINDS, GgufFile, read_header
-from headway.models.weights import GgufWeights
+from headway.models.files import dequant
+from headway.models.files.dequant import dequantize
+from headway.models.files.gguf import KINDS, GgufFile, read_header
+from headway.models.files.weights import GgufWeights
 from support.gguf_files import random_bytes, write
 
 CPU = torch.device("cpu")

@@ -14,13 +14,13 @@ from torch import Tensor
 
 import headway as hw
 from headway.kernels.native.library import ISAS, Team, open_library, use_isa
-from headway.kernels.native.products import gather, linear
-from headway.kernels.packed import Packed, coded, unpack
-from headway.models.dequant import FLOATS
-from headway.models.gguf import KINDS, GgufFile
+from headway.kernels.native.matmul import gather, linear
+from headway.kernels.reference.quantized import Packed, coded, unpack
+from headway.models.files.dequant import FLOATS
+from headway.models.files.gguf import KINDS, GgufFile
+from headway.models.files.weights import GgufWeights, open_weights
 from headway.models.load import load_model, load_packed_model
-from headway.models.repack import load_packed
-from headway.models.weights import GgufWeights, open_weights
+from headway.models.quantized.repack import load_packed
 from support.checks import all_logits, random_tokens
 from support.gguf_files import ARCHS, HALVES, random_bytes, write, write_gguf
 from support.hf import random_hf, save_hf, variant

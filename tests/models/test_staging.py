@@ -15,11 +15,11 @@ from torch import Tensor
 
 import headway as hw
 from headway.models.decoder import Decoder
-from headway.models.gguf import KINDS, Kind
+from headway.models.files.gguf import KINDS, Kind
+from headway.models.files.mapped import Span, map_file, unmap
+from headway.models.files.staging import Staging, chunks
 from headway.models.layers import Layer, Linear
 from headway.models.load import load_model
-from headway.models.mapped import Span, map_file, unmap
-from headway.models.staging import Staging, chunks
 from support.gguf_files import ARCHS, write_gguf
 from support.hf import VARIANTS, random_hf, save_hf
 from support.plain_files import write_llama, write_safetensors
@@ -141,7 +141,7 @@ def test_infinity_in_the_file_stays_infinity(tmp_path: Path) -> None:
 
 
 def rewrite(folder: Path, plain: Decoder, changed: dict[str, Tensor]) -> None:
-    from headway.models.weights import open_weights
+    from headway.models.files.weights import open_weights
 
     with open_weights(folder) as weights:
         whole = {n: weights.load(n, dtype=torch.float32, device=CPU).clone() for n in weights.names()}

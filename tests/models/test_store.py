@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from headway.base.errors import InvalidInput, ModelNotFound
-from headway.models import store
-from headway.models.fetch import sha256_of
-from headway.models.registry import KNOWN, SMOLLM2, is_hub_id, nearby
+from headway.models.hub import store
+from headway.models.hub.fetch import sha256_of
+from headway.models.hub.registry import KNOWN, SMOLLM2, is_hub_id, nearby
 
 DATA = bytes(range(256)) * 4096  # 1 MiB
 REPO, FILE, MEMBER = "org/tiny-GGUF", "tiny.gguf", "tiny_model/tiny.gguf"
@@ -29,8 +29,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 DRIVER = """
 import json, sys
 from headway.base.errors import HeadwayError
-from headway.models.registry import HubFile, KnownModel, Wheel
-from headway.models.store import pull, pull_known
+from headway.models.hub.registry import HubFile, KnownModel, Wheel
+from headway.models.hub.store import pull, pull_known
 spec = json.loads(sys.argv[1])
 sources = (HubFile(spec["repo"], spec["file"]), Wheel("tiny-model", "1.0", spec["member"]))
 model = KnownModel("tiny", "Tiny", spec["file"], spec["bytes"], spec["sha256"], sources)

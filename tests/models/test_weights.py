@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from headway.base.errors import BadModelFile, Closed, HeadwayError, InvalidInput, ModelNotFound, Unsupported
-from headway.models.weights import GgufWeights, SafetensorsWeights, open_weights
+from headway.models.files.weights import GgufWeights, SafetensorsWeights, open_weights
 
 CPU = torch.device("cpu")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -18,7 +18,7 @@ import transformers
 
 import headway as hw
 from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel, WrongType
-from headway.pipelines.sounds import load_sound, parse_wav, resample
+from headway.pipelines.inputs.audio import load_sound, parse_wav, resample
 from support import encoders, senses
 from support.senses import RATE, same, tone
 

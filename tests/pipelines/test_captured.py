@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import headway as hw
-from headway.pipelines.arrays import by_token, pack, pooled
+from headway.pipelines.backends.cuda_graphs import Room, Size, in_quarters, stage
+from headway.pipelines.backends.unpadded import AnyLayout, FixedLayout, PackedEncoder
 from headway.pipelines.collecting import YOUNG, collecting_rarely
-from headway.pipelines.graphs import Room, Size, in_quarters, stage
-from headway.pipelines.packed import AnyLayout, FixedLayout, PackedEncoder
+from headway.pipelines.inputs.arrays import by_token, pack, pooled
 from headway.pipelines.task import Batch, Row
 from support import encoders
 

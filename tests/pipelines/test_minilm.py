@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import headway as hw
-from headway.models.registry import MINILM
-from headway.models.store import resolve
+from headway.models.hub.registry import MINILM
+from headway.models.hub.store import resolve
 
 TEXTS = [
     "A man is playing the guitar.",

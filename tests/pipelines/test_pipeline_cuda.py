@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import headway as hw
-from headway.pipelines import graphs
-from headway.pipelines.packed import Ragged
+from headway.pipelines.backends import cuda_graphs as graphs
+from headway.pipelines.backends.unpadded import Ragged
 from headway.pipelines.tasks.classification import TextClassification
 from support import encoders
 

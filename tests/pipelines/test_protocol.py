@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import headway as hw
-from headway.pipelines.arrays import collate, pad
-from headway.pipelines.forward import Forward, accepted, bring_back, place, to_device
+from headway.pipelines.backends.forward import Forward, accepted, bring_back, place, to_device
+from headway.pipelines.inputs.arrays import collate, pad
 from headway.pipelines.registry import task_names
 from support import encoders
 

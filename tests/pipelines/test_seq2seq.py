@@ -12,8 +12,8 @@ import torch
 import transformers
 
 import headway as hw
-from headway.pipelines.generation import GenerationOptions
-from headway.pipelines.seq2seq import Seq2SeqPipeline
+from headway.pipelines.generation.sampling import GenerationOptions
+from headway.pipelines.generation.seq2seq import Seq2SeqPipeline
 from support import encoders, writers
 
 TEXTS = [*encoders.texts(5, seed=5), "a", "the film was great in paris and dull in london at the bank of anna"]

@@ -19,8 +19,8 @@ from PIL import Image, PngImagePlugin
 
 import headway as hw
 from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel, WrongType
-from headway.pipelines.images import MAX_PIXELS, load_image
-from headway.pipelines.recipes import Preparer, recipe_of
+from headway.pipelines.inputs.image_recipes import Preparer, recipe_of
+from headway.pipelines.inputs.images import MAX_PIXELS, load_image
 from support import senses
 from support.senses import SIDE, same
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import headway as hw
-from headway.pipelines.arrays import groups_of
-from headway.pipelines.compiled import row_bucket, token_bucket
-from headway.pipelines.packed import FAMILIES, ByLength, Layout, can_pack
-from headway.pipelines.products import Blocked, Int8Torch, Plain, QuantizedLinear, can_block, int8_maker
+from headway.pipelines.backends.compiled import row_bucket, token_bucket
+from headway.pipelines.backends.linear import Blocked, Int8Torch, Plain, QuantizedLinear, can_block, int8_maker
+from headway.pipelines.backends.unpadded import FAMILIES, ByLength, Layout, can_pack
+from headway.pipelines.inputs.arrays import groups_of
 from headway.pipelines.task import Row
 from support import encoders, senses, writers
 
@@ -173,7 +173,7 @@ class TestOnnx:
             for mine, other in zip(got, want):
                 assert [one["label"] for one in mine] == [one["label"] for one in other]
                 assert [o["score"] for o in mine] == pytest.approx([o["score"] for o in other], rel=1e-4)
-        assert len(list((cache / "pipelines/onnx").glob("*/model.onnx"))) == 1
+        assert len(list((cache / "pipelines/backends/onnx").glob("*/model.onnx"))) == 1
 
     def test_states_by_token_and_other_weights_are_another_export(self, cache: Path) -> None:
         texts = encoders.texts(12)
@@ -182,7 +182,7 @@ class TestOnnx:
             got = vectors(pipe("sentence-embedding", model, "distilbert", backend="onnxruntime"), texts)
             want = vectors(pipe("sentence-embedding", model, "distilbert"), texts)
             np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5)
-        assert len(list((cache / "pipelines/onnx").glob("*/model.onnx"))) == 2
+        assert len(list((cache / "pipelines/backends/onnx").glob("*/model.onnx"))) == 2
 
     def test_pictures_are_exported_too_and_other_shapes_are_refused(self, cache: Path) -> None:
         model, pictures = senses.classifier("vit"), senses.pictures(5)

@@ -13,12 +13,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from headway.base.errors import Closed, HeadwayError, InvalidInput, InvalidToken
-from headway.program import shelf
-from headway.program.advance import FEW, accept_all, masks_of
-from headway.program.constraints import Matched, compile
-from headway.program.grammar import Grammar
-from headway.program.later import GrammarFollower, LaterMask, compute, firsts
-from headway.program.mask_words import MaskWords
+from headway.program.constraints.async_mask import GrammarFollower, LaterMask, compute, firsts
+from headway.program.constraints.batch import FEW, accept_all, masks_of
+from headway.program.constraints.bitmask import MaskWords
+from headway.program.constraints.constraint import Matched, compile
+from headway.program.constraints.constraint import cache as shelf
+from headway.program.constraints.grammar import Grammar
 from headway.text import Tokenizer
 
 WORDS = ["ab", "abc", "aa", '{"', '":', "the", " a", "12", "true", "é", "}}", "aaaa"]

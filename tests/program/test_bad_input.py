@@ -18,7 +18,7 @@ from headway import Argmax, Brle, Logits, Mask
 from headway.base.samplers import resolve
 from headway.runtime.batch import Batch
 from headway.runtime.passes import Feed, Pass, Readout
-from headway.runtime.runner import Runner, SegmentResult
+from headway.runtime.runners.base import Runner, SegmentResult
 from headway.testing import random_model
 from support.checks import assert_close, logit_rows, random_tokens
 

@@ -19,9 +19,9 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 import headway as hw
 from headway.base.errors import TokenBudgetExceeded
 from headway.base.events import StepEvent
-from headway.program.beam_choices import Continuation, drawn
-from headway.program.beams import beam_search
-from headway.program.ngrams import banned_by_ngrams
+from headway.program.generation.beam_choices import Continuation, drawn
+from headway.program.generation.beams import beam_search
+from headway.program.generation.ngrams import banned_by_ngrams
 from headway.testing import random_model
 from support.checks import random_tokens
 from support.hf import random_hf, save_hf, variant

@@ -16,7 +16,7 @@ import torch
 
 import headway as hw
 from headway.runtime.batch import Batch
-from headway.runtime.runner import Runner, SegmentResult
+from headway.runtime.runners.base import Runner, SegmentResult
 from headway.testing import random_model
 from support import world as w
 from support.checks import assert_close, logit_rows, random_tokens

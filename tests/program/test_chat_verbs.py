@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import headway as hw
-from headway.program.conversation import PRIVATE
+from headway.program.chat.conversation import PRIVATE
 
 CUE = "<|im_start|>assistant\n"
 

@@ -25,11 +25,11 @@ from tokenizers import Tokenizer as Backend
 import headway as hw
 from headway.base.errors import InvalidInput, InvalidToken, WrongType
 from headway.base.masks import logit_mask
-from headway.program import shelf
-from headway.program.constraints import compile
-from headway.program.grammar import CHOICES, LARK_NAMES, Grammar
-from headway.program.patterns import PATTERN
-from headway.program.schema import DEPTH, NODES, OPTIONAL
+from headway.program.constraints.constraint import cache as shelf
+from headway.program.constraints.constraint import compile
+from headway.program.constraints.grammar import CHOICES, LARK_NAMES, Grammar
+from headway.program.constraints.json_schema import DEPTH, NODES, OPTIONAL
+from headway.program.constraints.patterns import PATTERN
 from headway.text import Tokenizer
 from support.schemas import array, obj, schemas
 

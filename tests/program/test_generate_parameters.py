@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import headway as hw
-from headway.program.ngrams import NoRepeat, banned_by_ngrams
-from headway.program.parameters import Options
+from headway.program.generation.ngrams import NoRepeat, banned_by_ngrams
+from headway.program.generation.parameters import Options
 from headway.testing import random_model
 from support.checks import random_tokens
 from support.hf import save_hf, variant

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import headway as hw
-from headway.program.defaults import UNSUPPORTED, GenerationDefaults
+from headway.program.generation.defaults import UNSUPPORTED, GenerationDefaults
 from support.hf import save_hf, variant
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import headway as hw
-from headway.program.constraints import COMPILERS, Matched, _compilers
+from headway.program.constraints.constraint import COMPILERS, Matched, _compilers
 from headway.testing import ScriptedRunner
 from support.schemas import array, obj
 

@@ -15,11 +15,11 @@ import torch
 
 import headway as hw
 from headway.kernels.native.library import Team, open_library
-from headway.kernels.packed import pack_floats, quantise_int8
+from headway.kernels.reference.quantized import pack_floats, quantise_int8
 from headway.kv import snapshot as files
 from headway.models.decoder import Decoder
 from headway.models.layers import Linear
-from headway.models.packed import PackedDecoder, PackedLayer, pack_decoder
+from headway.models.quantized.cpu import PackedDecoder, PackedLayer, pack_decoder
 from headway.program.engine import Engine
 from headway.testing import random_model
 from support.checks import all_logits, logit_rows, random_tokens

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import headway as hw
 from headway import Mask
 from headway.kernels.native.library import ISA_NAMES, ISAS, open_library, use_isa
-from headway.kernels.rope import Rope
+from headway.kernels.reference.rope import Rope
 from headway.models.decoder import Decoder
 from headway.models.layers import Linear
 from headway.testing import random_model

@@ -20,7 +20,7 @@ from headway.base.rng import uniform
 from headway.base.samplers import resolve
 from headway.models.decoder import Decoder
 from headway.runtime.batch import Batch
-from headway.runtime.runner import Runner, SegmentResult
+from headway.runtime.runners.base import Runner, SegmentResult
 from headway.testing import random_model
 from support import world as w
 from support.checks import assert_close, random_tokens

@@ -14,8 +14,8 @@ import pytest
 
 import headway as hw
 from headway.base.errors import TokenBudgetExceeded
-from headway.program.beams import beam_search
-from headway.program.several import derived_seed
+from headway.program.generation.beams import beam_search
+from headway.program.generation.sequences import derived_seed
 from headway.testing import random_model
 from support.checks import random_tokens
 

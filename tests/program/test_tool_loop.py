@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 
 import headway as hw
-from headway.program.dialogue import ToolResult
+from headway.program.chat.reply import ToolResult
 from headway.text.parse import Content, Reasoning, ToolCall, ToolCallArguments, ToolCallEnd, ToolCallStart
 from support.speaker import TEMPLATES, Stage, speaking_folder
 

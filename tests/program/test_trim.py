@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import headway as hw
 from headway import Mask
 from headway.runtime.batch import Batch
-from headway.runtime.runner import Runner, SegmentResult
+from headway.runtime.runners.base import Runner, SegmentResult
 from support import world as w
 from support.checks import assert_close, random_tokens
 from support.world import Choice, Judge, Twin

@@ -20,12 +20,12 @@ from headway.base.brle import Brle  # noqa: E402
 from headway.base.errors import InvalidInput, Unsupported  # noqa: E402
 from headway.kernels.triton import layout  # noqa: E402
 from headway.kv.pool import Pool  # noqa: E402
-from headway.runtime import cuda_step  # noqa: E402
 from headway.runtime.batch import Rows  # noqa: E402
-from headway.runtime.cuda_arrays import StepInts  # noqa: E402
-from headway.runtime.cuda_step import MIXED, CudaModel  # noqa: E402
 from headway.runtime.device import pick_device  # noqa: E402
 from headway.runtime.passes import Readout  # noqa: E402
+from headway.runtime.runners.cuda import model as cuda_step  # noqa: E402
+from headway.runtime.runners.cuda.arrays import StepInts  # noqa: E402
+from headway.runtime.runners.cuda.model import MIXED, CudaModel  # noqa: E402
 from headway.testing import random_model  # noqa: E402
 from support.streaks import watched  # noqa: E402
 

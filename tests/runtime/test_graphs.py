@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from headway.runtime.cuda_graphs import SIZES, Graphs, padded, told
+from headway.runtime.runners.cuda.graphs import SIZES, Graphs, padded, told
 
 
 def test_work_without_graphs_runs_every_time() -> None:

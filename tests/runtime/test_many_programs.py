@@ -21,8 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import headway as hw
 from headway.program.forward import Execution
 from headway.runtime.batch import Batch
-from headway.runtime.runner import SegmentResult
-from headway.runtime.scheduler import PATIENCE
+from headway.runtime.runners.base import SegmentResult
+from headway.runtime.scheduler.order import PATIENCE
 from headway.testing import scripted_engine
 from support.scripted import QUIET, Sticking, V, check_pages, continued, opened, result, seen
 

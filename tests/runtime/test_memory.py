@@ -13,7 +13,7 @@ import headway as hw
 from headway.program.sizing import _try_out, largest_step
 from headway.runtime.batch import Batch
 from headway.runtime.memory import Room, Wish, pick_pages, read_memory, running_out, step_error
-from headway.runtime.runner import SegmentResult
+from headway.runtime.runners.base import SegmentResult
 from headway.testing import ScriptedRunner, random_model
 
 GIB = 1 << 30

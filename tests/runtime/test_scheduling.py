@@ -18,7 +18,7 @@ import torch
 
 import headway as hw
 from headway.runtime.batch import Batch
-from headway.runtime.scheduler import BID_LIMIT, PATIENCE
+from headway.runtime.scheduler.order import BID_LIMIT, PATIENCE
 from headway.testing import random_model, scripted_engine, scripted_result
 from support.scripted import Hand, V, by_hand, check_pages, continued, faulty_engine, greedy, numbers, plain
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import headway as hw
-from headway.runtime.scheduler import PATIENCE
+from headway.runtime.scheduler.order import PATIENCE
 from headway.testing import random_model, scripted_engine, scripted_result
 from support.scripted import Hand, V, by_hand, check_pages, continued, greedy, numbers, plain
 

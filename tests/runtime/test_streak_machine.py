@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import headway as hw
 from headway.base.rng import uniform
 from headway.kv.allocator import Clear, Edit
-from headway.runtime.streak import Streak
+from headway.runtime.scheduler.decode import Streak
 from headway.testing import _mix
 from support.beside import Beside, Rowed
 from support.scripted import QUIET, V, opened, result, seen

@@ -17,7 +17,7 @@ from headway.program.engine import EngineStats
 from headway.server.app import create_app
 from headway.server.auth import TenantLimits
 from headway.server.metrics import VLLM_NAMES, Metrics
-from headway.server.openai.wire import (
+from headway.server.openai.request_schema import (
     IDLE,
     ChatRequest,
     CompletionRequest,

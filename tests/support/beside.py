@@ -13,7 +13,7 @@ import numpy as np
 
 from headway.base.samplers import Sampling
 from headway.runtime.batch import Batch, Rows, Segment
-from headway.runtime.runner import NO_TOKEN, UNDECIDED, SegmentResult
+from headway.runtime.runners.base import NO_TOKEN, UNDECIDED, SegmentResult
 from headway.testing import _mix, _sum
 from support.scripted import Sticking
 

@@ -17,7 +17,7 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import load_all_checks
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from headway.server.shapes import ChatChunk, CompletionChunk, ErrorAnswer
+from headway.server.openai.response_schema import ChatChunk, CompletionChunk, ErrorAnswer
 from support.live import Live
 
 CHUNKS: dict[str, type[BaseModel]] = {"/v1/completions": CompletionChunk, "/v1/chat/completions": ChatChunk}

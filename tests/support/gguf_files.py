@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from headway.models.dequant import FLOATS
-from headway.models.gguf import KINDS
+from headway.models.files.dequant import FLOATS
+from headway.models.files.gguf import KINDS
 from support.hf import weights_of
 
 ARCHS = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}

@@ -14,8 +14,8 @@ import headway as hw
 from headway.kv.allocator import Edit
 from headway.program.forward import Execution
 from headway.runtime.batch import Batch
-from headway.runtime.runner import SegmentResult
-from headway.runtime.scheduler import Job
+from headway.runtime.runners.base import SegmentResult
+from headway.runtime.scheduler.order import Job
 from headway.testing import ScriptedRunner, random_model, scripted_result
 
 V = 97

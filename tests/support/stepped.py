@@ -11,7 +11,7 @@ import numpy as np
 
 import headway as hw
 from headway.kv.table import PageTable
-from headway.runtime.answers import Answer, wake_all
+from headway.runtime.results import Answer, wake_all
 from headway.testing import _mix, _sum
 from support.beside import Rowed
 from support.scripted import check_pages, known_jobs

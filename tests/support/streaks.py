@@ -11,7 +11,7 @@ from typing import Any
 
 import headway as hw
 from headway.runtime.batch import Rows
-from headway.runtime.runner import RowRunner, RowStep
+from headway.runtime.runners.base import RowRunner, RowStep
 
 SAMPLERS: list[Callable[[int], hw.Sampler]] = [
     lambda i: hw.Argmax(),

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from headway.base.errors import BadModelFile, TemplateError, WrongType
-from headway.models.store import resolve
+from headway.models.hub.store import resolve
 from headway.text import ChatTemplate, Tokenizer
 from headway.text.chat import TemplateLimits
 

@@ -15,7 +15,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from transformers.models.cohere.tokenization_cohere import CohereTokenizer
 
 from headway.base.errors import BadModelFile, HeadwayError, InvalidInput, InvalidToken, Unsupported, WrongType
-from headway.models.store import resolve
+from headway.models.hub.store import resolve
 from headway.text import Tokenizer
 from headway.text.gguf_vocab import PRES, merges_from_scores
 from headway.text.tokenizer import byte_of_character

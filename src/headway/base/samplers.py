@@ -1,7 +1,7 @@
 """What people say about choosing a token: sampler values, checked when they are made.
 
 `Argmax`, `Multinomial`, `TopK`, `TopP`, `MinP`, `TopKTopP` and `Typical` are short names for common cases; `Sampling`
-has every knob, and `resolve` turns any of them into it. Nothing here draws: that is `kernels/sampling`.
+has every knob, and `resolve` turns any of them into it. Nothing here draws: that is `kernels/reference/sampling`.
 """
 
 from __future__ import annotations

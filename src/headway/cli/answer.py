@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import ContextLengthExceeded
 from headway.base.probes import Distribution
+from headway.bench.models import FORMATS
 from headway.cli.options import Decoding
 from headway.cli.render import counted, quoted, show_table
-from headway.cli.shapes import FORMATS
 
 if TYPE_CHECKING:
     import headway as hw

@@ -21,7 +21,7 @@ from headway.cli.render import emit_json, show_table
 
 if TYPE_CHECKING:
     from headway.runtime.batch import Batch
-    from headway.runtime.runner import Runner, SegmentResult
+    from headway.runtime.runners.base import Runner, SegmentResult
 
 STEPS = 120  # measured for each number of rows
 WARM_STEPS = 10  # before that, while everything is first touched

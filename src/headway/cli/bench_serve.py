@@ -19,13 +19,13 @@ import typer
 from headway.base.config import settings
 from headway.base.errors import InvalidInput
 from headway.base.machine import read_machine
-from headway.cli.http_client import Address, Client
+from headway.bench.http_client import Address, Client
+from headway.bench.traffic import Ask, Outcome, Pace, Traffic, drive, send
+from headway.bench.traffic_report import Report
 from headway.cli.options import NUMBER, WHOLE, Device, Dtype, EngineOptions, Json, MemoryFraction, Quantize, Threads
 from headway.cli.render import emit_json, note
-from headway.cli.served import Served
-from headway.cli.traffic import Ask, Outcome, Pace, Traffic, drive, send
-from headway.cli.traffic_report import Report
-from headway.models.registry import DEFAULT_MODEL
+from headway.cli.server_process import Served
+from headway.models.hub.registry import DEFAULT_MODEL
 
 CONCURRENCY = 8  # where neither it nor a rate was given
 LIMIT = 1 << 20  # of every count

@@ -13,11 +13,11 @@ import typer
 
 from headway.base.errors import InvalidInput
 from headway.base.machine import read_machine
+from headway.bench.models import FORMATS, SHAPES, find_shape, write_folder
+from headway.bench.speed import Stopwatch, Summary, Timing, pages_for, path_of, startup, step_bytes
 from headway.cli.options import WHOLE, Device, Dtype, EngineOptions, Json, MemoryFraction, Model, Quantize, Threads
 from headway.cli.render import Listening, counted, emit_json, fetched, loading, note, show_table, size
-from headway.cli.shapes import FORMATS, SHAPES, find_shape, write_folder
-from headway.cli.speed import Stopwatch, Summary, Timing, pages_for, path_of, startup, step_bytes
-from headway.models.registry import DEFAULT_MODEL
+from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     import headway as hw

@@ -12,11 +12,11 @@ from headway.cli import options
 from headway.cli.answer import Answer, show_choices, stream, weights
 from headway.cli.options import Decoding, EngineOptions, open_engine
 from headway.cli.render import counted, emit_json, note, write_aside, write_text
-from headway.models.registry import DEFAULT_MODEL
+from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     import headway as hw
-    from headway.program.reading import Reader
+    from headway.program.chat.reader import Reader
 
 PROMPT = "> "
 HELP = """/help            this list
@@ -154,8 +154,8 @@ class Session:
 
 async def reply(engine: hw.Engine, session: Session, text: str) -> tuple[Answer, str]:
     """The program of one turn: the message, the cue, the answer; the answer's reasoning, where the model has any."""
-    from headway.program.reading import Reader
-    from headway.program.turns import close_turn, open_turn, reply_format
+    from headway.program.chat.messages import close_turn, open_turn, reply_format
+    from headway.program.chat.reader import Reader
 
     ctx, format = session.ctx, reply_format(engine.chat_template)
     open_turn(ctx, text)

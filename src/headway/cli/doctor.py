@@ -24,7 +24,7 @@ from headway.cli.facts import (
 )
 from headway.cli.options import WHOLE, Device, Dtype, Json, MemoryFraction, Threads
 from headway.cli.render import emit_json, show_pairs, size
-from headway.models import store
+from headway.models.hub import store
 
 if TYPE_CHECKING:
     import torch
@@ -245,9 +245,9 @@ def _show(report: dict[str, Any]) -> None:
 def _fit(
     path: Path, device: torch.device, machine: Machine, dtype: str, *, context: int | None, fraction: float | None
 ) -> Fit:
-    from headway.runtime.backend import why_not_native
     from headway.runtime.device import pick_dtype
     from headway.runtime.memory import read_memory
+    from headway.runtime.runners.select import why_not_native
 
     facts, kind = read_model(path), pick_dtype(dtype, device)
     if context is not None and not 1 <= context <= facts.max_positions:
@@ -263,8 +263,8 @@ def _fit(
 def _kept(path: Path) -> Kept:
     """What the weights take where they are kept as the file has them, from its headers alone."""
     from headway.models.config import read_config
-    from headway.models.repack import kept_size
-    from headway.models.weights import open_weights
+    from headway.models.files.weights import open_weights
+    from headway.models.quantized.repack import kept_size
 
     config, found = read_config(path), Counter[str]()
     with open_weights(path) as weights:

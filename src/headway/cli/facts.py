@@ -60,7 +60,7 @@ class ModelFacts:
 def read_model(path: Path) -> ModelFacts:
     """The facts of the model at `path`; no weight is read."""
     from headway.models.config import read_config
-    from headway.models.weights import open_weights
+    from headway.models.files.weights import open_weights
 
     config = read_config(path)
     with open_weights(path) as weights:

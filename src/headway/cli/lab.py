@@ -11,7 +11,7 @@ import typer
 from headway.cli.options import WHOLE, Device, Dtype, EngineOptions, MemoryFraction, Model, Quantize, Threads
 from headway.cli.render import note
 from headway.cli.serve import open_served
-from headway.models.registry import DEFAULT_MODEL
+from headway.models.hub.registry import DEFAULT_MODEL
 
 
 def lab(

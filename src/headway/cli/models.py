@@ -10,8 +10,8 @@ import typer
 from headway.base.errors import InvalidInput
 from headway.cli.options import Json
 from headway.cli.render import counted, emit_json, fetching, note, show_pairs, show_table, size
-from headway.models import store
-from headway.models.registry import DEFAULT_MODEL, KNOWN
+from headway.models.hub import store
+from headway.models.hub.registry import DEFAULT_MODEL, KNOWN
 
 app = typer.Typer(help="List, fetch, show and remove models.", pretty_exceptions_enable=False)
 

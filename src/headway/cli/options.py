@@ -13,7 +13,7 @@ import typer
 from headway.base.amounts import check_fraction
 from headway.base.errors import InvalidInput
 from headway.base.samplers import Sampling
-from headway.models.registry import DEFAULT_MODEL
+from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     import headway as hw

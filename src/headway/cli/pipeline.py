@@ -15,10 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from headway.base.errors import HeadwayError, InvalidInput
-from headway.cli.journal import Journal, dumped
 from headway.cli.options import ENGINE, Device
-from headway.cli.records import PIPE, Record, check_input, item_of, kind_of, pyarrow_parquet, records
 from headway.cli.render import PLAIN_SECONDS, fetched, note
+from headway.jobs.journal import Journal, dumped
+from headway.jobs.records import PIPE, Record, check_input, item_of, kind_of, pyarrow_parquet, records
 
 FILES = "Files"
 WORDS = {"True": True, "False": False, "None": None}

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from headway.base import notes
+from headway.base import log as notes
 from headway.base.amounts import amount
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headway.models.fetch import Progress
+    from headway.models.hub.fetch import Progress
 
 PLAIN_SECONDS = 5.0  # between two progress lines in a pipe
 QUICK_SECONDS = 0.5  # a load that is over by then needs no bar
@@ -106,7 +106,7 @@ def size(count: float) -> str:
 
 def fetched(model: str) -> Path:
     """Where a model is on disk; it is fetched, with progress on standard error, if it is not there yet."""
-    from headway.models import store
+    from headway.models.hub import store
 
     with fetching() as progress:
         return store.resolve(model, progress=progress)

@@ -19,7 +19,7 @@ from headway.cli.answer import Answer, show_choices, stream
 from headway.cli.options import Decoding, EngineOptions, open_engine
 from headway.cli.profile import check_target, show_profile, write_profile
 from headway.cli.render import emit_json, note, write_text
-from headway.models.registry import DEFAULT_MODEL
+from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     import headway as hw

@@ -26,7 +26,7 @@ from headway.cli.options import (
     whole_number,
 )
 from headway.cli.render import emit_json, fetched, note
-from headway.models.registry import DEFAULT_MODEL
+from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from headway.kernels import kv
+from headway.kernels.reference import kv
 from headway.kv.allocator import Clear, Copy, Edit, Export, Import
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.base.errors import BadModelFile, Unsupported
-from headway.kernels.rope import Rope
+from headway.kernels.reference.rope import Rope
 from headway.models.families import by_architecture, by_gguf
 from headway.models.families.family import Family
 
@@ -97,7 +97,7 @@ def read_config(path: Path) -> ModelConfig:
     """The config of a Hugging Face folder or a GGUF file."""
     if path.is_dir():
         return from_hf(read_json(path / "config.json"))
-    from headway.models.gguf import GgufFile
+    from headway.models.files.gguf import GgufFile
 
     with GgufFile.open(path) as file:
         return from_gguf(file.metadata, set(file.tensors))

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headway.kernels import kv as pages
-from headway.kernels import sampling
-from headway.kernels.attention import Group, attend, attend_exact, scores
-from headway.kernels.linear import by_rows, linear
-from headway.kernels.norm import rms_norm
-from headway.kernels.rope import rotation
+from headway.kernels.reference import kv as pages
+from headway.kernels.reference import sampling
+from headway.kernels.reference.attention import Group, attend, attend_exact, scores
+from headway.kernels.reference.linear import by_rows, linear
+from headway.kernels.reference.norm import rms_norm
+from headway.kernels.reference.rope import rotation
 from headway.models.config import ModelConfig
 from headway.models.layers import Layer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from headway.models.decoder import Decoder
-from headway.models.packed import PackedDecoder
+from headway.models.quantized.cpu import PackedDecoder
 
 CHUNK = 1 << 22
 

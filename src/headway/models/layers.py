@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headway.kernels.linear import linear
-from headway.kernels.mlp import gated_silu
-from headway.kernels.norm import rms_norm
-from headway.kernels.rope import rotate
+from headway.kernels.reference.linear import linear
+from headway.kernels.reference.mlp import gated_silu
+from headway.kernels.reference.norm import rms_norm
+from headway.kernels.reference.rope import rotate
 
 
 @dataclass(frozen=True, eq=False)

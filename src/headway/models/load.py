@@ -17,16 +17,16 @@ from torch import Tensor
 
 from headway.base.errors import BadModelFile, Unsupported
 from headway.kernels.native.library import Team
-from headway.kernels.packed import Packed
-from headway.kernels.rope import frequencies
+from headway.kernels.reference.quantized import Packed
+from headway.kernels.reference.rope import frequencies
 from headway.models.config import ModelConfig, read_config
 from headway.models.decoder import Decoder
-from headway.models.dequant import FLOATS
+from headway.models.files.dequant import FLOATS
+from headway.models.files.staging import Staging
+from headway.models.files.weights import Weights, open_weights
 from headway.models.layers import Layer, Linear, fused
-from headway.models.packed import PackedDecoder, PackedLayer
-from headway.models.repack import load_packed
-from headway.models.staging import Staging
-from headway.models.weights import Weights, open_weights
+from headway.models.quantized.cpu import PackedDecoder, PackedLayer
+from headway.models.quantized.repack import load_packed
 
 Progress = Callable[[int, int], None]  # layers done, layers in all
 Change = Callable[[Layer], Layer]

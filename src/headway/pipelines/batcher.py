@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 
 from headway.base.errors import Closed, HeadwayError, PassFailed
+from headway.pipelines.backends.forward import HostCopy, OnItsWay
 from headway.pipelines.budget import Budget
-from headway.pipelines.forward import HostCopy, OnItsWay
 from headway.pipelines.planning import Limits, Slot, Waiting
 from headway.pipelines.task import PreparedItem, Task
 

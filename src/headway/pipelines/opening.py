@@ -9,17 +9,17 @@ import torch
 
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.machine import read_machine
+from headway.pipelines.backends.compiled import CompiledForward
+from headway.pipelines.backends.cuda_graphs import GraphedEncoder
+from headway.pipelines.backends.forward import Forward, place
+from headway.pipelines.backends.linear import int8_maker
+from headway.pipelines.backends.loading import Loaded, load
+from headway.pipelines.backends.onnx import OnnxForward
+from headway.pipelines.backends.quantize import difference, quantize_linears
+from headway.pipelines.backends.unpadded import PackedEncoder, Ragged, attention_for, can_pack
 from headway.pipelines.budget import key_of
-from headway.pipelines.compiled import CompiledForward
-from headway.pipelines.forward import Forward, place
-from headway.pipelines.graphs import GraphedEncoder
-from headway.pipelines.loading import Loaded, load
-from headway.pipelines.onnx import OnnxForward
-from headway.pipelines.packed import PackedEncoder, Ragged, attention_for, can_pack
+from headway.pipelines.inputs.same_shape import ShapedTask
 from headway.pipelines.pipeline import Pipeline
-from headway.pipelines.products import int8_maker
-from headway.pipelines.quantize import difference, quantize_linears
-from headway.pipelines.shapes import ShapedTask
 from headway.pipelines.task import Task
 
 

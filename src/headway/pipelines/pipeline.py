@@ -15,10 +15,10 @@ import torch
 
 from headway.base.errors import Closed, InvalidInput
 from headway.base.machine import read_machine
+from headway.pipelines.backends.forward import FORWARD_PARAMETERS, HostCopy, bring_back
 from headway.pipelines.batcher import Batcher, Ticket
 from headway.pipelines.budget import Budget
 from headway.pipelines.collecting import collecting_rarely
-from headway.pipelines.forward import FORWARD_PARAMETERS, HostCopy, bring_back
 from headway.pipelines.outputs import ModelOutput
 from headway.pipelines.stream import Stream, item_failed
 from headway.pipelines.task import MISSING, Batch, PreparedItem, Task

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from headway.pipelines.arrays import Ragged
-    from headway.pipelines.loading import Loaded
+    from headway.pipelines.backends.loading import Loaded
+    from headway.pipelines.inputs.arrays import Ragged
     from headway.pipelines.opening import Request
 
     Results = Sequence[Mapping[str, np.ndarray]]
@@ -119,7 +119,7 @@ class Task:
 
     def collate(self, rows: Sequence[Row]) -> Batch:
         """Rows as the tensors of one call: sequences padded, arrays stacked."""
-        from headway.pipelines.arrays import collate
+        from headway.pipelines.inputs.arrays import collate
 
         types = self.loaded.text is not None and self.loaded.text.types
         return Batch(collate(rows, self.padding(), self.loaded.run.takes, types=types), tuple(rows))
@@ -183,7 +183,7 @@ class Task:
 
     def samples(self) -> list[Row]:
         """Rows on which the effect of quantisation is measured; a task over something else than text has its own."""
-        from headway.pipelines.text import TextOptions
+        from headway.pipelines.inputs.text import TextOptions
 
         text = self.loaded.text if self.needs == ("tokenizer",) else None
         return [row for rows in text.rows(SAMPLES, TextOptions(truncation=True)) for row in rows] if text else []

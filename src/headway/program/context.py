@@ -21,23 +21,23 @@ from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampler
 from headway.kv.table import PageTable
+from headway.program.chat.conversation import Conversation
+from headway.program.chat.messages import Messages
+from headway.program.chat.reply import ChatLimits, ChatReply, Choice
 from headway.program.checks import check_pass
-from headway.program.constraints import Constraint
-from headway.program.conversation import Conversation
-from headway.program.defaults import GenerationDefaults
-from headway.program.dialogue import ChatLimits, ChatReply, Choice
+from headway.program.constraints.constraint import Constraint
+from headway.program.constraints.grammar import Grammar
 from headway.program.forward import Execution, Forward
-from headway.program.generator import Generation
-from headway.program.grammar import Grammar
+from headway.program.generation.defaults import GenerationDefaults
+from headway.program.generation.generator import Generation
+from headway.program.generation.parameters import Options, settle
+from headway.program.generation.sequences import Generations, Request, started
+from headway.program.generation.stops import listed_stops
 from headway.program.ids import integers, token_ids
 from headway.program.pages import RawPages
-from headway.program.parameters import Options, settle
-from headway.program.several import Generations, Request, started
-from headway.program.stops import listed_stops
-from headway.program.turns import Messages
 from headway.program.view import View
 from headway.runtime.passes import Pass, PassResult
-from headway.runtime.scheduler import BID_LIMIT, Job
+from headway.runtime.scheduler.order import BID_LIMIT, Job
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine

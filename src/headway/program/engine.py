@@ -20,32 +20,32 @@ import torch
 from headway.base.amounts import check_fraction
 from headway.base.config import settings
 from headway.base.errors import Closed, InvalidInput, Unsupported, WrongType
+from headway.base.gc_paused import uncollected
 from headway.base.rng import LIMIT
-from headway.base.uncollected import uncollected
 from headway.kv.allocator import Allocator
 from headway.kv.pool import Pool
 from headway.kv.table import PageTable
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.fingerprint import fingerprint
+from headway.models.hub.store import resolve
 from headway.models.load import Progress
-from headway.models.packed import PackedDecoder
-from headway.models.store import resolve
-from headway.program.cache import Cache
+from headway.models.quantized.cpu import PackedDecoder
+from headway.program.chat.conversation import Chat
 from headway.program.context import Context, checked_bid
-from headway.program.conversation import Chat
-from headway.program.defaults import GenerationDefaults
 from headway.program.events import EventStream
+from headway.program.generation.defaults import GenerationDefaults
 from headway.program.model_text import ModelText
+from headway.program.prefix_cache import Cache
 from headway.program.sizing import Sizing, weight_bytes
 from headway.program.snapshots import Snapshots
 from headway.program.threads import run_in_thread
-from headway.runtime.backend import Backend, open_backend
 from headway.runtime.device import pick_device, pick_dtype, pick_threads
 from headway.runtime.loop import Loop
 from headway.runtime.memory import running_out
 from headway.runtime.profile import Profile, Profiler
-from headway.runtime.runner import Runner
+from headway.runtime.runners.base import Runner
+from headway.runtime.runners.select import Backend, open_backend
 
 if TYPE_CHECKING:
     from headway.text.chat import ChatTemplate

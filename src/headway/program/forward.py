@@ -31,7 +31,7 @@ from headway.program.ids import check_position, integers, position_ids, token_id
 from headway.program.output import Output, ProbeHandle, SampleHandle
 from headway.program.view import View
 from headway.runtime.passes import BEFORE, Feed, Later, Pass, PassResult, Readout
-from headway.runtime.scheduler import Job
+from headway.runtime.scheduler.order import Job
 
 if TYPE_CHECKING:
     from headway.program.context import Context

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.base.uncollected import uncollected
-from headway.models.gguf import GgufFile, read_header
+from headway.base.gc_paused import uncollected
+from headway.models.files.gguf import GgufFile, read_header
 
 if TYPE_CHECKING:
     from headway.text.chat import ChatTemplate

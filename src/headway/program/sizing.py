@@ -16,7 +16,7 @@ from headway.base.errors import PassFailed
 from headway.base.samplers import Sampling
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.packed import PackedDecoder
+from headway.models.quantized.cpu import PackedDecoder
 from headway.runtime import memory
 from headway.runtime.memory import Memory, Room, Wish
 from headway.runtime.readout import NO_NUMBER

@@ -15,9 +15,9 @@ from headway.base.version import VERSION
 from headway.kv import snapshot as files
 from headway.kv.snapshot import Snapshot
 from headway.kv.table import PageTable
-from headway.models.packed import PackedDecoder
+from headway.models.quantized.cpu import PackedDecoder
+from headway.program.chat.conversation import Conversation
 from headway.program.context import Context
-from headway.program.conversation import Conversation
 from headway.program.ids import position_ids, token_ids
 from headway.runtime.passes import Pass
 

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from headway.base.notes import note
+from headway.base.log import note
 from headway.kv.allocator import Edit
 from headway.runtime.edits import carry_out
-from headway.runtime.fleet import Fleet, Flight
-from headway.runtime.runner import RowRunner, RowStep
-from headway.runtime.turn import Turns
+from headway.runtime.runners.base import RowRunner, RowStep
+from headway.runtime.scheduler.decode_batch import Fleet, Flight
+from headway.runtime.scheduler.plan import Turns
 
 SWITCH = 0.0005  # seconds that a program may keep the interpreter while a flight is on its way
 

@@ -20,18 +20,18 @@ from headway.base.errors import Closed, HeadwayError, OutOfPages, PassFailed, To
 from headway.base.events import StepEvent
 from headway.kv.allocator import Allocator, Edit
 from headway.kv.table import PageTable
-from headway.runtime.answers import Answer, resolve, wake_all
 from headway.runtime.batch import Batch, Chunk, needed_pages, pack
 from headway.runtime.edits import Damage, carry_out
-from headway.runtime.fleet import Fleet, Flight
 from headway.runtime.flights import Flights
 from headway.runtime.memory import step_error
 from headway.runtime.passes import Pass
-from headway.runtime.runner import RowRunner, Runner, SegmentResult
-from headway.runtime.scheduler import Job, Queue
-from headway.runtime.streak import Streak
-from headway.runtime.supply import Supply
-from headway.runtime.turn import Turn, Turns, late
+from headway.runtime.results import Answer, resolve, wake_all
+from headway.runtime.runners.base import RowRunner, Runner, SegmentResult
+from headway.runtime.scheduler.decode import Streak
+from headway.runtime.scheduler.decode_batch import Fleet, Flight
+from headway.runtime.scheduler.kv_cache import Supply
+from headway.runtime.scheduler.order import Job, Queue
+from headway.runtime.scheduler.plan import Turn, Turns, late
 
 GATHER = 0.02  # seconds at most to wait for programs to come back after a step, and never longer than the step took
 GATHER_SHARE = 0.1  # of the step's own time: when nobody comes back for so long, the rest are busy with something else

@@ -26,12 +26,12 @@ from headway.base.probes import (
 )
 from headway.base.rng import uniform
 from headway.base.samplers import Sampling
-from headway.kernels import sampling
+from headway.kernels.reference import sampling
 from headway.models.config import ModelConfig
 from headway.models.decoder import Taps
 from headway.runtime.batch import Batch
 from headway.runtime.passes import BEFORE, Readout
-from headway.runtime.plan import score_group
+from headway.runtime.runners.attention_groups import score_group
 
 SLAB = 64  # rows of logits held at once
 NO_NUMBER = "the model's logits are not a number at a sampled row"

@@ -14,16 +14,17 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.middleware import Middleware
 
-from headway.server import logs, openai, pooling
-from headway.server.bodies import Body
+from headway.server import access_log as logs
+from headway.server import openai, pooling
 from headway.server.errors import install
-from headway.server.lives import Life
 from headway.server.metrics import CONTENT_TYPE
+from headway.server.middleware.body import Body
+from headway.server.middleware.checks import Door, KeyCheck, Origins, Trail
+from headway.server.middleware.lifetime import Life
+from headway.server.openai.response_schema import COMMON, ErrorAnswer, Health, Stats, ok
 from headway.server.pooling import Pools
 from headway.server.serving import Serving
 from headway.server.settings import Settings
-from headway.server.shapes import COMMON, ErrorAnswer, Health, Stats, ok
-from headway.server.walls import Door, KeyCheck, Origins, Trail
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine

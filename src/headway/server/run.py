@@ -23,11 +23,11 @@ import uvicorn
 from fastapi import APIRouter, FastAPI
 
 from headway.base.errors import InvalidInput
-from headway.server import logs
+from headway.server import access_log as logs
 from headway.server.app import create_app
 from headway.server.errors import ApiError
+from headway.server.middleware.connection import protocol
 from headway.server.pooling import Pools
-from headway.server.protocol import protocol
 from headway.server.serving import Serving
 from headway.server.settings import EVERYWHERE, Settings
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from headway.server import logs
+from headway.server import access_log as logs
 from headway.server.auth import ANYONE, Keys, Tenant
 from headway.server.errors import ApiError
 from headway.server.metrics import Metrics

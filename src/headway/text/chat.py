@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import BadModelFile, TemplateError, WrongType
-from headway.base.uncollected import uncollected
+from headway.base.gc_paused import uncollected
 
 if TYPE_CHECKING:
     import jinja2

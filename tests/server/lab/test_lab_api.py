@@ -16,7 +16,7 @@ from lab_serving import lab_live
 import headway as hw
 from headway.base.brle import Brle
 from headway.server.lab.page import HEADERS, STATIC, TYPES, files
-from headway.server.lab.wire import Packed
+from headway.server.lab.schema import Packed
 from support.live import Live
 from support.oracle import Oracle
 

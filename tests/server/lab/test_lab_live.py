@@ -19,8 +19,8 @@ import headway as hw
 from headway.base.brle import Brle
 from headway.base.rng import uniform
 from headway.base.samplers import Sampling
-from headway.kernels import sampling
-from headway.server.lab.wire import Packed
+from headway.kernels.reference import sampling
+from headway.server.lab.schema import Packed
 from support.live import Live
 from support.oracle import Oracle
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.server.openai.answers import LIGHT, Usage, _events, _whole
-from headway.server.openai.running import packed, packed_in_pieces
+from headway.server.openai.respond import LIGHT, Usage, _events, _whole
+from headway.server.openai.streaming import packed, packed_in_pieces
 from headway.server.threads import Threads
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and then"

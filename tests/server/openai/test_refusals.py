@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from headway.server.openai.wire import IDLE, ChatRequest, CompletionRequest
+from headway.server.openai.request_schema import IDLE, ChatRequest, CompletionRequest
 
 C, M = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]

@@ -16,7 +16,7 @@ import pytest
 
 import headway as hw
 from headway.server.pooling import Pools
-from headway.server.pooling.shapes import Embeddings, Labels, PooledTexts, Ranking
+from headway.server.pooling.response_schema import Embeddings, Labels, PooledTexts, Ranking
 from support import encoders
 from support.fuzzing import Fuzzer
 from support.live import Live, live

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import headway as hw
 from headway.runtime.batch import Batch
-from headway.runtime.runner import SegmentResult
+from headway.runtime.runners.base import SegmentResult
 from headway.server.auth import Tenant
 from headway.server.run import serve
 from headway.server.serving import Serving

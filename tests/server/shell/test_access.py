@@ -12,9 +12,9 @@ from shell import Server
 
 from headway.base.errors import InvalidInput
 from headway.server.auth import Keys, TenantLimits, add_key, bearer
+from headway.server.middleware.checks import HostCheck
 from headway.server.run import check_exposure
 from headway.server.settings import Settings
-from headway.server.walls import HostCheck
 
 PAGE = "https://app.example.org"
 

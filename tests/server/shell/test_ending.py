@@ -20,7 +20,7 @@ from shell import PATIENCE, Reply, Server, alone
 import headway as hw
 from headway.base.errors import InvalidInput
 from headway.runtime.batch import Batch
-from headway.runtime.runner import SegmentResult
+from headway.runtime.runners.base import SegmentResult
 from headway.server.run import serve
 from headway.server.settings import Settings
 from headway.testing import random_model, scripted_engine

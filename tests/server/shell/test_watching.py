@@ -17,7 +17,7 @@ from shell import QUIET, Server
 
 from headway.base.errors import InvalidInput
 from headway.cli.top_server import ServerWatch
-from headway.server import logs
+from headway.server import access_log as logs
 from headway.server.auth import Keys, add_key
 from headway.server.serving import Serving
 from headway.server.settings import Settings

@@ -1,4 +1,4 @@
-// Drawing a token from a row of logits, in double precision as the torch reference does (kernels/sampling.py): mask and
+// Drawing a token from a row of logits, in double precision as the torch reference does (kernels/reference/sampling.py): mask and
 // changed scores → temperature → top-k → top-p → min-p; ranking is by score, then by lower id; the draw goes through what
 // is kept in the order of ids and takes the first whose running weight exceeds uniform times the whole.
 #pragma once

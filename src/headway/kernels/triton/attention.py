@@ -1,6 +1,6 @@
 """Attention over pages in Triton: rows of any sequences, each with its mask as runs, without a dense mask anywhere.
 
-Two kernels with one meaning, that of `headway.kernels.attention.attend`:
+Two kernels with one meaning, that of `headway.kernels.reference.attention.attend`:
 
     decode   one row a program, its keys split among programs at fixed slots of its own; the program that ends last
              puts the parts together, in their order. For one `Splits` and `Tile` a row's bits depend on its query and

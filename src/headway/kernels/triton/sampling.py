@@ -1,10 +1,10 @@
 """Choosing tokens on the device: a row of logits and how to draw from it in, a token out; nothing else leaves.
 
-The meaning is that of `headway.kernels.sampling.choose`, in float32 with sums of tiles in float64: logit mask →
+The meaning is that of `headway.kernels.reference.sampling.choose`, in float32 with sums of tiles in float64: logit mask →
 temperature → top-k → top-p → min-p, then a draw that goes through the kept tokens in id order. Bias and penalties are
 applied to the row before (`adjust`). Thresholds are found by halving the span between two scores that occur in the
 row, never by sorting. Nothing depends on other rows.
-"""
+"""  # noqa: E501
 
 # ruff: noqa: PLR0124, PLR0915, PLR0917
 from __future__ import annotations

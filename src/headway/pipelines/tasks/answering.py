@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from headway.base.errors import InvalidInput, WrongType
-from headway.pipelines.arrays import by_token
+from headway.pipelines.inputs.arrays import by_token
+from headway.pipelines.inputs.text import TextOptions
 from headway.pipelines.task import MISSING, Batch, PreparedItem, Task, capturable, check_text
 from headway.pipelines.tasks.classification import check_top_k
-from headway.pipelines.text import TextOptions
 
 if TYPE_CHECKING:
     from headway.pipelines.task import Results

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput
-from headway.pipelines.arrays import Ragged
-from headway.pipelines.shapes import ShapedTask
-from headway.pipelines.sounds import MAX_SECONDS, WANTED, check_seconds, is_sound, load_sound
+from headway.pipelines.inputs.arrays import Ragged
+from headway.pipelines.inputs.audio import MAX_SECONDS, WANTED, check_seconds, is_sound, load_sound
+from headway.pipelines.inputs.same_shape import ShapedTask
 from headway.pipelines.task import Batch, PreparedItem, Row, TaskOptions
 from headway.pipelines.tasks.classification import apply, check_function, check_top_k, labels_of, top_labels
 
 if TYPE_CHECKING:
-    from headway.pipelines.loading import Loaded
+    from headway.pipelines.backends.loading import Loaded
     from headway.pipelines.task import Results
 
 # families whose models, if they normalise by layers, are not changed by padding that is masked

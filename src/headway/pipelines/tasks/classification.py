@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from headway.base.errors import InvalidInput, WrongType
+from headway.pipelines.inputs.text import TextOptions
 from headway.pipelines.task import Batch, PreparedItem, capturable, check_text
 from headway.pipelines.tasks.texts import TextTask
-from headway.pipelines.text import TextOptions
 
 if TYPE_CHECKING:
-    from headway.pipelines.loading import Loaded
+    from headway.pipelines.backends.loading import Loaded
     from headway.pipelines.task import Results
 
 FUNCTIONS = ("softmax", "sigmoid", "none")

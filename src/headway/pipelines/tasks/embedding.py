@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel, WrongType
-from headway.pipelines.arrays import by_token, pooled
-from headway.pipelines.loading import read_json
+from headway.pipelines.backends.loading import read_json
+from headway.pipelines.inputs.arrays import by_token, pooled
+from headway.pipelines.inputs.text import TextOptions
 from headway.pipelines.task import MISSING, Batch, PreparedItem, Row, Task, capturable, check_text
 from headway.pipelines.tasks.classification import apply, check_function
 from headway.pipelines.tasks.texts import TextTask
-from headway.pipelines.text import TextOptions
 
 if TYPE_CHECKING:
-    from headway.pipelines.loading import Loaded
+    from headway.pipelines.backends.loading import Loaded
     from headway.pipelines.task import Results
 
 POOLING = ("auto", "mean", "cls", "last", "max")

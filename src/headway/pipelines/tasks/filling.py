@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from headway.base.errors import InvalidInput, UnsupportedModel
-from headway.pipelines.arrays import Ragged, at_marks
+from headway.pipelines.inputs.arrays import Ragged, at_marks
+from headway.pipelines.inputs.text import TextOptions
 from headway.pipelines.task import Batch, PreparedItem, Row, check_text
 from headway.pipelines.tasks.classification import check_top_k
 from headway.pipelines.tasks.texts import TextTask
-from headway.pipelines.text import TextOptions
 
 if TYPE_CHECKING:
-    from headway.pipelines.loading import Loaded
+    from headway.pipelines.backends.loading import Loaded
     from headway.pipelines.task import Results
 
 

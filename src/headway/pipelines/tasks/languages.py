@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import InvalidInput
-from headway.pipelines.text import TextEncoder
+from headway.pipelines.inputs.text import TextEncoder
 
 if TYPE_CHECKING:
-    from headway.pipelines.loading import Loaded
+    from headway.pipelines.backends.loading import Loaded
 
 NAMED = re.compile(r"translation_([A-Za-z0-9-]+)_to_([A-Za-z0-9-]+)")
 PREFIXED = {"en": "English", "de": "German", "fr": "French", "ro": "Romanian"}  # what T5 was trained on

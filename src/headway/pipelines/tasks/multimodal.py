@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from headway.base.errors import InvalidInput, UnsupportedModel, WrongType
-from headway.pipelines.arrays import Ragged
-from headway.pipelines.generation import NAMES, GenerationOptions, Writer, without_rivals
-from headway.pipelines.images import MAX_PIXELS, is_image
-from headway.pipelines.peek import model_type
+from headway.pipelines.backends.peek import model_type
+from headway.pipelines.generation.sampling import NAMES, GenerationOptions, Writer, without_rivals
+from headway.pipelines.generation.writing import cut, flattened, written
+from headway.pipelines.inputs.arrays import Ragged
+from headway.pipelines.inputs.images import MAX_PIXELS, is_image
+from headway.pipelines.inputs.text import TextOptions
 from headway.pipelines.task import MISSING, WRITES, Batch, PreparedItem, Row, check_text
 from headway.pipelines.tasks.classification import apply, check_top_k, labels_of
 from headway.pipelines.tasks.vision import ImageOptions, ImageTask, check_max_pixels
-from headway.pipelines.text import TextOptions
-from headway.pipelines.writing import cut, flattened, written
 
 if TYPE_CHECKING:
-    from headway.pipelines.loading import Loaded
+    from headway.pipelines.backends.loading import Loaded
     from headway.pipelines.opening import Request
     from headway.pipelines.task import Results
 

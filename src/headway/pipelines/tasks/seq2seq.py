@@ -12,15 +12,23 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput, UnsupportedModel
-from headway.pipelines.generation import NAMES, PROMPT, Draws, GenerationOptions, Writer, without_rivals, writer_of
+from headway.pipelines.generation.sampling import (
+    NAMES,
+    PROMPT,
+    Draws,
+    GenerationOptions,
+    Writer,
+    without_rivals,
+    writer_of,
+)
+from headway.pipelines.inputs.text import TextEncoder, TextOptions
 from headway.pipelines.task import WRITES, Batch, PreparedItem, Row, Task, check_text
 from headway.pipelines.tasks.languages import Languages, Pair, pair_named
-from headway.pipelines.text import TextEncoder, TextOptions
 
 if TYPE_CHECKING:
-    from headway.pipelines.loading import Loaded
+    from headway.pipelines.backends.loading import Loaded
+    from headway.pipelines.generation.seq2seq import Seq2SeqPipeline
     from headway.pipelines.opening import Request
-    from headway.pipelines.seq2seq import Seq2SeqPipeline
     from headway.pipelines.task import Results
 
 SHARE = 64  # new tokens that count towards the size of a row: how many will be written is not known before
@@ -81,8 +89,8 @@ class Text2TextGeneration(Task):
 
     @classmethod
     def open(cls, request: Request) -> Seq2SeqPipeline:
+        from headway.pipelines.generation.seq2seq import Seq2SeqPipeline
         from headway.pipelines.opening import open_here
-        from headway.pipelines.seq2seq import Seq2SeqPipeline
 
         return open_here(request, Seq2SeqPipeline)  # type: ignore[return-value]
 

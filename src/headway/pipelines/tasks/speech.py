@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel
-from headway.pipelines.arrays import Ragged
-from headway.pipelines.generation import NAMES, GenerationOptions, Writer, without_rivals
-from headway.pipelines.peek import config_of
-from headway.pipelines.pieces import Piece, Pieces, check_pieces
-from headway.pipelines.sounds import MAX_SECONDS, check_seconds
+from headway.pipelines.backends.peek import config_of
+from headway.pipelines.generation.sampling import NAMES, GenerationOptions, Writer, without_rivals
+from headway.pipelines.generation.writing import cut, flattened, written
+from headway.pipelines.inputs.arrays import Ragged
+from headway.pipelines.inputs.audio import MAX_SECONDS, check_seconds
+from headway.pipelines.inputs.audio_pieces import Piece, Pieces, check_pieces
 from headway.pipelines.task import WRITES, Batch, PreparedItem, Row
 from headway.pipelines.tasks.audio import SoundOptions, SoundTask
-from headway.pipelines.writing import cut, flattened, written
 
 if TYPE_CHECKING:
-    from headway.pipelines.loading import Loaded
+    from headway.pipelines.backends.loading import Loaded
     from headway.pipelines.opening import Request
     from headway.pipelines.task import Results
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from headway.base.errors import InvalidInput
-from headway.pipelines.arrays import by_token
+from headway.pipelines.inputs.arrays import by_token
+from headway.pipelines.inputs.text import TextOptions
 from headway.pipelines.task import Batch, PreparedItem, capturable
 from headway.pipelines.tasks.classification import apply, labels_of
 from headway.pipelines.tasks.texts import TextTask
-from headway.pipelines.text import TextOptions
 
 if TYPE_CHECKING:
-    from headway.pipelines.loading import Loaded
+    from headway.pipelines.backends.loading import Loaded
     from headway.pipelines.task import Results
 
 STRATEGIES = ("none", "simple", "first", "average", "max")

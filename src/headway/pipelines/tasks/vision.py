@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput, UnsupportedModel
-from headway.pipelines.arrays import Ragged
-from headway.pipelines.forward import to_device
-from headway.pipelines.images import MAX_PIXELS, WANTED, is_image
-from headway.pipelines.recipes import Preparer
-from headway.pipelines.shapes import ShapedTask
+from headway.pipelines.backends.forward import to_device
+from headway.pipelines.inputs.arrays import Ragged
+from headway.pipelines.inputs.image_recipes import Preparer
+from headway.pipelines.inputs.images import MAX_PIXELS, WANTED, is_image
+from headway.pipelines.inputs.same_shape import ShapedTask
 from headway.pipelines.task import Batch, PreparedItem, Row, TaskOptions
 from headway.pipelines.tasks.classification import apply, check_function, check_top_k, labels_of, top_labels
 
 if TYPE_CHECKING:
-    from headway.pipelines.loading import Loaded
+    from headway.pipelines.backends.loading import Loaded
     from headway.pipelines.task import Results
 
 POOLS = (True, False, "cls", "mean")

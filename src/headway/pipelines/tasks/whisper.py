@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput, Unsupported
-from headway.pipelines.arrays import Ragged
-from headway.pipelines.generation import Draws
-from headway.pipelines.pieces import Pieces, check_pieces
+from headway.pipelines.generation.sampling import Draws
+from headway.pipelines.inputs.arrays import Ragged
+from headway.pipelines.inputs.audio_pieces import Pieces, check_pieces
 from headway.pipelines.task import Batch, PreparedItem, Row
 from headway.pipelines.tasks.speech import SpeechOptions, WrittenSpeech
 
 if TYPE_CHECKING:
-    from headway.pipelines.loading import Loaded
+    from headway.pipelines.backends.loading import Loaded
     from headway.pipelines.task import Results
 
 READ = ("language", "task", "return_timestamps")  # options that the model's loop looks at

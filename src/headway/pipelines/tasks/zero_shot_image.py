@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput
-from headway.pipelines.arrays import Ragged, collate
+from headway.pipelines.inputs.arrays import Ragged, collate
+from headway.pipelines.inputs.text import TextOptions
 from headway.pipelines.task import Batch, PreparedItem, Row
 from headway.pipelines.tasks.classification import apply
 from headway.pipelines.tasks.vision import ImageOptions, ImageTask, features_of
 from headway.pipelines.tasks.zero_shot import check_template, checked_labels
-from headway.pipelines.text import TextOptions
 
 if TYPE_CHECKING:
-    from headway.pipelines.loading import Loaded
+    from headway.pipelines.backends.loading import Loaded
     from headway.pipelines.task import Results
 
 KEPT = 64  # sets of labels whose vectors are remembered

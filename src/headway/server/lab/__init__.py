@@ -9,7 +9,7 @@
 Three kinds of data go between the engine, the page and whoever keeps a link.
 
 **A trace.** `TraceRequest` → `Trace`. Arrays travel as `Packed`: base64 of little-endian numbers. All V logits come
-as float32, and the page works in float64 from there, by the rules of `kernels/sampling`: the same order of filters,
+as float32, and the page works in float64 from there, by the rules of `kernels/reference/sampling`: the same order of filters,
 the same ranking (by probability, then by lower id), the same counter-based draws.
 
 **The recorded distribution.** `static/recorded.bin`, for a page with no server: gzip of JSON {"made_by", "model",
@@ -27,14 +27,15 @@ and "greedy" is a greedy run. `python -m headway.server.lab.record` writes it fr
      "tree": [[token, parent], …],    nodes in the order they were taken; parent −1 is the prompt
      "at": 3,                  the node that is shown; −1 is the prompt
      "tab": "next"}
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
 from fastapi import APIRouter
 
-from headway.server.lab import branches, page, tracing, watching
-from headway.server.shapes import ERRORS
+from headway.server.lab import branches, page, tracing
+from headway.server.lab import monitor as watching
+from headway.server.openai.response_schema import ERRORS
 
 router = APIRouter(responses=ERRORS)
 for part in (tracing, branches, watching, page):

@@ -13,12 +13,12 @@ from fastapi import APIRouter, Request
 from headway.base.probes import Entropy, Ranking
 from headway.program.context import Context
 from headway.server.errors import bad_request
+from headway.server.lab.schema import Branch, Branches, BranchesRequest, Score
 from headway.server.lab.tracing import MAX_ROWS, pages_of, read_sequence, scored
-from headway.server.lab.wire import Branch, Branches, BranchesRequest, Score
-from headway.server.openai.answers import check_model
-from headway.server.openai.bodies import JsonRoute
 from headway.server.openai.checks import Check
-from headway.server.openai.running import together
+from headway.server.openai.parsing import JsonRoute
+from headway.server.openai.respond import check_model
+from headway.server.openai.streaming import together
 from headway.server.serving import Serving
 
 MAX_BRANCHES = 64

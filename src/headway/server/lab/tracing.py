@@ -23,14 +23,14 @@ from headway.base.masks import Mask
 from headway.base.probes import AttentionScores, Entropy, LogitLens, Logits, Rank, Ranking
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampling
-from headway.kernels import sampling
+from headway.kernels.reference import sampling
 from headway.program.context import Context
 from headway.program.engine import Engine
 from headway.program.forward import Forward
 from headway.program.output import Output
 from headway.runtime.profile import Sample, measure_bandwidth
 from headway.server.errors import ApiError, bad_request
-from headway.server.lab.wire import (
+from headway.server.lab.schema import (
     Bound,
     Drawn,
     Knobs,
@@ -47,10 +47,10 @@ from headway.server.lab.wire import (
     Trace,
     TraceRequest,
 )
-from headway.server.openai.answers import check_model
-from headway.server.openai.bodies import JsonRoute
 from headway.server.openai.checks import Check
+from headway.server.openai.parsing import JsonRoute
 from headway.server.openai.prompts import read_prompts
+from headway.server.openai.respond import check_model
 from headway.server.openai.tokens import text_of
 from headway.server.serving import Serving
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from headway.server.openai import about, chat, completions
-from headway.server.shapes import ERRORS
+from headway.server.openai.response_schema import ERRORS
 
 router = APIRouter(responses=ERRORS)
 for part in (completions, chat, about):

@@ -9,18 +9,18 @@ from starlette.responses import Response
 
 from headway.program.engine import Engine
 from headway.server.errors import bad_request
-from headway.server.openai.answers import check_model
-from headway.server.openai.bodies import JsonRoute
 from headway.server.openai.checks import Check, outside
 from headway.server.openai.messages import read_talk, texts_of
+from headway.server.openai.parsing import JsonRoute
 from headway.server.openai.plan import check_tools
 from headway.server.openai.prompts import decode, encode
-from headway.server.openai.running import packed
+from headway.server.openai.request_schema import DetokenizeRequest, TokenizeRequest
+from headway.server.openai.respond import check_model
+from headway.server.openai.response_schema import Detokenized, Model, ModelList, Tokenized, TokenizerInfo, ok
+from headway.server.openai.streaming import packed
 from headway.server.openai.tokens import text_of
-from headway.server.openai.wire import DetokenizeRequest, TokenizeRequest
 from headway.server.pooling.pools import Pool
 from headway.server.serving import Serving
-from headway.server.shapes import Detokenized, Model, ModelList, Tokenized, TokenizerInfo, ok
 from headway.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)

@@ -9,23 +9,23 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headway.program.constraints.grammar import Grammar
 from headway.program.context import Context
-from headway.program.grammar import Grammar
 from headway.server.auth import Tenant
 from headway.server.errors import bad_request
-from headway.server.openai.answers import Usage, check_model, check_stream, respond
-from headway.server.openai.bodies import JsonRoute
 from headway.server.openai.checks import Check
+from headway.server.openai.message_stream import Manner, Said, Speech, call_id
 from headway.server.openai.messages import Talk, read_talk, texts_of
+from headway.server.openai.parsing import JsonRoute
 from headway.server.openai.plan import Plan, check_size, check_tools, grammar_of, plan
 from headway.server.openai.prompts import Prompt, score, spelled
-from headway.server.openai.running import Put, copies, together
-from headway.server.openai.speech import Manner, Said, Speech, call_id
+from headway.server.openai.request_schema import ChatRequest, NamedTool
+from headway.server.openai.respond import Usage, check_model, check_stream, respond
+from headway.server.openai.response_schema import ChatCompletion, streams
+from headway.server.openai.streaming import Put, copies, together
 from headway.server.openai.tokens import Token, chat_logprobs, prompt_logprobs
-from headway.server.openai.wire import ChatRequest, NamedTool
 from headway.server.serving import Serving, Ticket
 from headway.server.settings import Settings
-from headway.server.shapes import ChatCompletion, streams
 from headway.text.parse_parts import Content, Part, Reasoning, ToolCallArguments, ToolCallStart
 
 router = APIRouter(route_class=JsonRoute)

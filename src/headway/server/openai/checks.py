@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from headway.runtime.scheduler import BID_LIMIT
+from headway.runtime.scheduler.order import BID_LIMIT
 from headway.server.auth import Tenant
 from headway.server.errors import ApiError, bad_request
-from headway.server.openai.bounds import Words, longest_token
+from headway.server.openai.token_bounds import Words, longest_token
 from headway.server.serving import Serving
 
 SHRINKS = 4  # as many characters may become one in a normal form

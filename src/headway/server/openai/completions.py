@@ -13,16 +13,16 @@ from starlette.responses import Response
 from headway.program.context import Context
 from headway.server.auth import Tenant
 from headway.server.errors import bad_request
-from headway.server.openai.answers import REASONS, Usage, check_model, check_stream, respond
-from headway.server.openai.bodies import JsonRoute
 from headway.server.openai.checks import Check
+from headway.server.openai.parsing import JsonRoute
 from headway.server.openai.plan import Plan, plan
 from headway.server.openai.prompts import Prompt, read_prompts, score, spelled
-from headway.server.openai.running import Put, copies, together
+from headway.server.openai.request_schema import CompletionRequest
+from headway.server.openai.respond import REASONS, Usage, check_model, check_stream, respond
+from headway.server.openai.response_schema import Completion, streams
+from headway.server.openai.streaming import Put, copies, together
 from headway.server.openai.tokens import Spelling, Token, completion_logprobs, prompt_logprobs
-from headway.server.openai.wire import CompletionRequest
 from headway.server.serving import Serving, Ticket
-from headway.server.shapes import Completion, streams
 
 MAX_TOKENS = 16  # where a request says nothing, as with OpenAI
 AT_ONCE = 16  # prompts of one request that are worked on together

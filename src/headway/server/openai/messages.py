@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headway.base.errors import InvalidInput, WrongType
-from headway.program.conversation import Conversation
+from headway.program.chat.conversation import Conversation
+from headway.program.chat.messages import reply_format, tool_format
+from headway.program.chat.toolbox import Toolbox
 from headway.program.engine import Engine
 from headway.program.ids import token_ids
-from headway.program.toolbox import Toolbox
-from headway.program.turns import reply_format, tool_format
 from headway.server.errors import bad_request
-from headway.server.openai.wire import Call, Message, Part, Tool
+from headway.server.openai.request_schema import Call, Message, Part, Tool
 from headway.text.forms import CallForm, as_text, call_form
 
 PARTS = tuple(name for name in Part.model_fields if name != "type")

@@ -19,18 +19,18 @@ from headway.base.errors import InvalidInput, Unsupported, WrongType
 from headway.base.probes import Ranking
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampling
-from headway.program.constraints import Constraint, compiled
+from headway.program.constraints.constraint import Constraint, compiled
+from headway.program.constraints.grammar import Grammar
 from headway.program.context import Context
 from headway.program.engine import Engine
-from headway.program.generator import Generation
-from headway.program.grammar import Grammar
-from headway.program.several import derived_seed
+from headway.program.generation.generator import Generation
+from headway.program.generation.sequences import derived_seed
 from headway.program.sync import SamplingParams
 from headway.server.auth import Tenant
 from headway.server.errors import bad_request
-from headway.server.openai.bounds import Bounded, Words
 from headway.server.openai.checks import Check
-from headway.server.openai.wire import Knobs, StructuredOutputs, Tool
+from headway.server.openai.request_schema import Knobs, StructuredOutputs, Tool
+from headway.server.openai.token_bounds import Bounded, Words
 from headway.server.serving import Serving
 from headway.server.settings import Settings
 from headway.server.threads import Threads

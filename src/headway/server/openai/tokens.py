@@ -15,7 +15,7 @@ from typing import Any
 
 from headway.base.probes import Rank, Ranked
 from headway.program.engine import Engine
-from headway.program.steps import Step
+from headway.program.generation.steps import Step
 from headway.text.tokenizer import Tokenizer
 
 NEVER = -9999.0

@@ -17,14 +17,20 @@ from starlette.responses import Response
 from headway.base.errors import InvalidInput
 from headway.pipelines.task import Row
 from headway.server.errors import bad_request
-from headway.server.openai.bodies import JsonRoute
 from headway.server.openai.checks import outside
-from headway.server.openai.running import packed
+from headway.server.openai.parsing import JsonRoute
+from headway.server.openai.response_schema import ERRORS, GENERATES, ok
+from headway.server.openai.streaming import packed
 from headway.server.pooling.pools import Pool, Pools
-from headway.server.pooling.shapes import Embeddings, Labels, PooledTexts, Ranking
-from headway.server.pooling.wire import ClassifyRequest, EmbeddingRequest, Pooled, PoolingRequest, RerankRequest
+from headway.server.pooling.request_schema import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    Pooled,
+    PoolingRequest,
+    RerankRequest,
+)
+from headway.server.pooling.response_schema import Embeddings, Labels, PooledTexts, Ranking
 from headway.server.serving import Serving
-from headway.server.shapes import ERRORS, GENERATES, ok
 
 router = APIRouter(route_class=JsonRoute, responses={**ERRORS, **GENERATES})
 

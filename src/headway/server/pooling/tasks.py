@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from headway.pipelines.arrays import by_token, pooled
+from headway.pipelines.inputs.arrays import by_token, pooled
+from headway.pipelines.inputs.text import Plain, TextOptions
 from headway.pipelines.task import Batch, PreparedItem, Row, Task, TaskOptions
 from headway.pipelines.tasks.classification import apply, default_function, labels_of
 from headway.pipelines.tasks.embedding import declared_pooling
-from headway.pipelines.text import Plain, TextOptions
 
 if TYPE_CHECKING:
-    from headway.pipelines.loading import Loaded
+    from headway.pipelines.backends.loading import Loaded
 
 
 class Served(Task):

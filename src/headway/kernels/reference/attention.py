@@ -1,0 +1,154 @@
+"""Attention over pages: the torch reference, for a ragged batch of prompt and decode rows.
+
+Two functions with one meaning. `attend` gathers each group's pages and uses torch's fused attention. `attend_exact`
+computes every row on its own, its keys split at fixed absolute slots and combined in order, so that a row's bits depend
+on nothing but its query and the slots it sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headway.kernels.reference.linear import by_rows
+
+SPLIT = 64  # slots per partial sum in attend_exact
+UNIT = 1 << 22  # elements of one intermediate in attend_exact
+UNITS = 64  # pairs of a row and a split that a GPU sums at once
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """N sequences with M rows each that share one attention call.
+
+    rows [N, M] are rows of the step; pages [N, P] are physical pages, in slot order (page 0 where a sequence has
+    fewer); numbers [N, P] is each page's place in its sequence (-1 for filler); mask [N, M, P * page] says what a row
+    attends to.
+    """
+
+    rows: Tensor
+    pages: Tensor
+    numbers: Tensor
+    mask: Tensor
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[Group], scale: float) -> Tensor:
+    """q [T, H, D] over pages k, v [P, page, Hkv, D] → [T, H, D]."""
+    out = torch.empty_like(q)
+    for group in groups:
+        n, m = group.rows.shape
+        keys, values = _gather(k, group.pages), _gather(v, group.pages)  # [N, Hkv, S, D]
+        heads = keys.shape[1]
+        # Query heads that share a key head become rows of one product: [N, Hkv, G*M, D], no repeated keys.
+        queries = q[group.rows].unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)  # [N, Hkv, G, M, D]
+        share = queries.shape[2]
+        mask = group.mask[:, None, None].expand(n, 1, share, m, -1).flatten(2, 3)  # [N, 1, G*M, S]
+        mixed = F.scaled_dot_product_attention(queries.flatten(2, 3), keys, values, attn_mask=mask, scale=scale)
+        out[group.rows] = mixed.unflatten(2, (share, m)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out
+
+
+def attend_exact(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[Group], scale: float) -> Tensor:
+    """As `attend`, with bits that do not depend on other rows, on trimmed pages or on how rows were grouped."""
+    out = torch.empty_like(q)
+    for group in groups:
+        n = len(group.rows)
+        heads, dim = k.shape[2], k.shape[3]
+        cost = SPLIT * q.shape[1] * dim
+        keys, values, seen = _aligned(k, v, group)  # [N, B, SPLIT, Hkv, D] twice, [N, M, B, SPLIT]
+        for i in range(n):
+            for rows in group.rows[i].split(max(1, UNIT // (cost * keys.shape[1]))):
+                first = int(rows[0] - group.rows[i][0])
+                queries = q[rows].float().unflatten(1, (heads, -1)) * scale  # [r, Hkv, G, D]
+                mask = seen[i, first : first + len(rows)]  # [r, B, SPLIT]
+                out[rows] = _row_sums(queries, keys[i], values[i], mask).to(q.dtype)
+    return out
+
+
+def scores(q: Tensor, k: Tensor, group: Group, scale: float) -> Tensor:
+    """Attention probabilities of one sequence's rows: q [T, H, D] → [M, H, S] float32, S counted in absolute slots."""
+    heads = k.shape[2]
+    keys, _, seen = _aligned(k, k, group)
+    queries = q[group.rows[0]].float().unflatten(1, (heads, -1)) * scale
+    weight, total = _weights(queries, keys[0], seen[0])
+    return (weight / total[:, None, None]).flatten(1, 2).flatten(2).transpose(1, 2)  # from [M, B, SPLIT, Hkv, G]
+
+
+def _gather(pool: Tensor, pages: Tensor) -> Tensor:
+    """pages [N, P] of pool [P, page, Hkv, D] → [N, Hkv, S, D]."""
+    n = pages.shape[0]
+    return pool.index_select(0, pages.flatten()).view(n, -1, *pool.shape[2:]).transpose(1, 2)
+
+
+def _aligned(k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and mask laid out by absolute slot, trimmed pages as masked zeros, padded to whole splits."""
+    n, m = group.rows.shape
+    page, heads, dim = k.shape[1:]
+    last = int(group.numbers.max()) + 1
+    slots = -(-(last * page) // SPLIT) * SPLIT
+    index = (group.numbers[:, :, None] * page + torch.arange(page, device=k.device)).flatten(1)  # [N, S]
+    index = torch.where(index < 0, slots, index)  # filler goes to a spare slot that is cut off
+    keys = torch.zeros(n, slots + 1, heads, dim, dtype=torch.float32, device=k.device)
+    values = torch.zeros_like(keys)
+    seen = torch.zeros(n, m, slots + 1, dtype=torch.bool, device=k.device)
+    spread = index[:, :, None, None].expand(-1, -1, heads, dim)
+    keys.scatter_(1, spread, _gather(k, group.pages).transpose(1, 2).float())
+    values.scatter_(1, spread, _gather(v, group.pages).transpose(1, 2).float())
+    seen.scatter_(2, index[:, None].expand(-1, m, -1), group.mask)
+    return (
+        keys[:, :slots].unflatten(1, (-1, SPLIT)),
+        values[:, :slots].unflatten(1, (-1, SPLIT)),
+        seen[:, :, :slots].unflatten(2, (-1, SPLIT)),
+    )
+
+
+def _weights(q: Tensor, keys: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Unnormalised weights [r, B, SPLIT, Hkv, G] of q [r, Hkv, G, D] over keys [B, SPLIT, Hkv, D], and their sums.
+
+    Products are elementwise and summed over one fixed-length dimension, then over splits in order: a masked slot adds
+    an exact zero, so leaving pages out changes no bit.
+    """
+    raw = _by_split(lambda a, k: (a[:, None] * k[:, :, :, None]).sum(-1), q, keys)
+    raw = raw.masked_fill(~seen[..., None, None], float("-inf"))
+    weight = torch.exp(raw - raw.amax((1, 2), keepdim=True))
+    return weight, _in_order(_by_split(lambda w: w.sum(1), weight))
+
+
+def _row_sums(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """The weighted values of q [r, Hkv, G, D] → [r, H, D]."""
+    weight, total = _weights(q, keys, seen)
+    mixed = _in_order(_by_split(lambda w, v: (w[..., None] * v[:, :, :, None]).sum(1), weight, values))
+    return (mixed / total[..., None]).flatten(1, 2)
+
+
+def _by_split(fn: Callable[..., Tensor], rows: Tensor, shared: Tensor | None = None) -> Tensor:
+    """fn for every pair of a row and a split: rows [r, …] or [r, B, SPLIT, …], shared [B, SPLIT, …] → [r, B, …].
+
+    A GPU's sums are ordered by the shape of the whole tensor, so there fn always sees UNITS pairs; on a CPU each sum
+    depends on its own length alone, and one split goes at a time.
+    """
+    splits = len(shared) if shared is not None else rows.shape[1]
+    whole = rows.ndim == 4  # one query for all splits
+    if not rows.is_cuda:
+        parts = [
+            fn(*([rows] if whole else [rows[:, b]]), *([] if shared is None else [shared[b : b + 1]]))
+            for b in range(splits)
+        ]
+        return torch.stack(parts, 1)
+    pairs = [(rows[:, None].expand(-1, splits, *rows.shape[1:]) if whole else rows).flatten(0, 1)]
+    if shared is not None:
+        pairs.append(shared[None].expand(len(rows), *shared.shape).flatten(0, 1))
+    (found,) = by_rows(UNITS, lambda *unit: (fn(*unit),), *pairs)
+    return found.unflatten(0, (len(rows), splits))
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """The sum over splits of parts [r, B, …], first to last."""
+    total = parts[:, 0]
+    for b in range(1, parts.shape[1]):
+        total = total + parts[:, b]
+    return total

@@ -1,0 +1,353 @@
+"""The kernels of coded matrices (see `coded` for what lies where).
+
+A product goes through the matrix units (`instructions`). Codes lie so that a lane finds in its own bytes what they
+want from it: nothing is exchanged. Tensors of a program are [blocks of inputs, groups of blocks of outputs, those of a
+group, eights of rows, words of 32 lanes]; its warps divide the first or the second. That a lane holds four words that
+lie side by side is the layout in which Triton loads them, 16 bytes at once. The interpreter knows no such instructions
+and sums the same products one by one.
+"""
+
+# ruff: noqa: PLR0917
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headway.kernels.triton.launch import fetch, follow, wait
+from headway.kernels.triton.mma import begun, row_sums, sums
+
+
+@triton.jit
+def _codes(at, scale_at, d, deep, INPUTS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr):
+    """A lane's words of the blocks of inputs from d on, and the scales that go with them."""
+    WORDS: tl.constexpr = 128 if KIND == "int4" else 256
+    if EVEN:
+        w0 = tl.load(at + d * WORDS, eviction_policy="evict_first")
+    else:
+        w0 = tl.load(at + d * WORDS, mask=d + deep < INPUTS, other=0)
+    w1, s = w0, w0
+    if KIND != "int4":
+        if EVEN:
+            w1 = tl.load(at + d * WORDS + 128, eviction_policy="evict_first")
+        else:
+            w1 = tl.load(at + d * WORDS + 128, mask=d + deep < INPUTS, other=0)
+    elif PACKED:
+        if EVEN:
+            s = tl.load(scale_at + d * 32, eviction_policy="evict_first")
+        else:
+            s = tl.load(scale_at + d * 32, mask=d + deep < INPUTS, other=0.0)
+    return w0, w1, s
+
+
+@triton.jit
+def _rows(x, pair, e, d, deep, K: tl.constexpr, EVEN: tl.constexpr):
+    """A lane's eight pairs of inputs of the blocks from d on, as two words of four."""
+    if EVEN:
+        return tl.load(x + pair + d * 32 + e % 4), tl.load(x + pair + d * 32 + 4 + e % 4)
+    inside = (d + deep) * 64 + e // 4 % 4 * 16 + 16 <= K
+    xa = tl.load(x + pair + d * 32 + e % 4, mask=inside, other=0)
+    xb = tl.load(x + pair + d * 32 + 4 + e % 4, mask=inside, other=0)
+    return xa, xb
+
+
+@triton.jit
+def _value(w0, w1, h: tl.constexpr, p: tl.constexpr, i: tl.constexpr, KIND: tl.constexpr):
+    """The weight of output r + 8h and input 4t + 2p + i, in steps, as float32."""
+    if KIND == "int4":
+        return (((w0 >> (4 * h + 8 * p + 16 * i)) & 15) - 8).to(tl.float32)
+    else:
+        word = w0 if h == 0 else w1
+        byte = (word >> (16 * p + 8 * i)) & 255
+        if KIND == "int8":
+            return (byte - 128).to(tl.float32)
+        else:
+            return _float8(byte)
+
+
+@triton.jit
+def _float8(byte):
+    """The number that a byte of e4m3 is."""
+    power, part = (byte >> 3) & 15, (byte & 7).to(tl.float32)
+    size = tl.where(power == 0, part * 0.001953125, (1.0 + part * 0.125) * tl.exp2(power.to(tl.float32) - 7.0))
+    return tl.where(byte >= 128, -size, size)
+
+
+@triton.jit
+def _one_by_one(w0, w1, scales, x, pair, inside, h: tl.constexpr, KIND: tl.constexpr):
+    """Sums [DEEP, OWN, COLS, 8, 8] of outputs r + 8h and rows; x is at `pair`, whose words are 4 lanes apart."""
+    deep: tl.constexpr = w0.shape[0]
+    parts: tl.constexpr = w0.shape[1] * w0.shape[2]
+    cols: tl.constexpr = pair.shape[3]
+    total = tl.zeros((deep, parts, cols, 8, 8), tl.float32)
+    for p in tl.static_range(2):
+        for i in tl.static_range(2):
+            a = _value(w0, w1, h, p, i, KIND)
+            if KIND == "int4":
+                a = a * scales
+            b = tl.load(x + 2 * (pair + p) + i, mask=inside, other=0.0).to(tl.float32)
+            a = tl.reshape(a, (deep, parts, 1, 8, 1, 16))
+            b = tl.reshape(b, (deep, 1, cols, 1, 8, 16))
+            total += tl.sum(a * b, 5)
+    return total
+
+
+@triton.jit
+def _sums_one_by_one(
+    total, w0, w1, scales, base, x, pair, e, d, deep, K: tl.constexpr, INPUTS: tl.constexpr, KIND: tl.constexpr
+):
+    """The totals with the same products added, each by itself."""
+    DEEP: tl.constexpr = total.shape[0]
+    OWN: tl.constexpr = total.shape[1] * total.shape[2]
+    COLS: tl.constexpr = total.shape[3]
+    there = d + deep < INPUTS
+    inside = there & ((d + deep) * 64 + e // 4 % 4 * 16 + 16 <= K)
+    s0, s1 = w0, w0
+    if KIND == "int4":
+        own = scales + (base + d) * 32 + e // 16 * 4 + e % 4 // 2
+        s0 = tl.load(own, mask=there, other=0.0).to(tl.float32)
+        s1 = tl.load(own + 2, mask=there, other=0.0).to(tl.float32)
+    first = pair + d * 32 + e % 4 * 2
+    low = _one_by_one(w0, w1, s0, x, first, inside, 0, KIND)
+    high = _one_by_one(w0, w1, s1, x, first, inside, 1, KIND)
+    both = tl.reshape(tl.join(low, high), (DEEP, OWN, COLS, 8, 4, 2, 2))  # r, row // 2, row % 2, h
+    return total + tl.reshape(tl.permute(both, (0, 1, 2, 3, 4, 6, 5)), total.shape)
+
+
+@triton.jit
+def product(
+    x, codes, scales, y, bias, rows, n, blocks,
+    K: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr,
+    DEEP: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, FACTOR: tl.constexpr, SCALE: tl.constexpr,
+    EVEN: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Rows of x, float16 (two to a word with PACKED), times the matrix; see `coded.product`.
+
+    Warps divide the inputs, DEEP blocks of them, or with GROUPS the outputs. In the first case all codes of a program
+    are on their way to the second-level cache before the kernel in front of it has ended.
+    """
+    follow(AHEAD)
+    INPUTS: tl.constexpr = (K + 63) // 64
+    WORDS: tl.constexpr = 128 if KIND == "int4" else 256
+    OWN: tl.constexpr = GROUPS * PARTS  # blocks of outputs of a program
+    deep = tl.arange(0, DEEP)[:, None, None, None, None]
+    group = tl.arange(0, GROUPS)[None, :, None, None, None]
+    part = tl.arange(0, PARTS)[None, None, :, None, None]
+    e = tl.arange(0, 128)[None, None, None, None, :]
+    # Blocks and rows that are not there are the last ones once more: nobody asks for what comes out of them.
+    block = tl.minimum(tl.program_id(1) * OWN + group * PARTS + part, blocks - 1)
+    base = block.to(tl.int64) * INPUTS + deep
+    at, scale_at = codes + base * WORDS + e, scales + base * 32 + e // 16 * 4 + e % 4
+    if AHEAD and GROUPS == 1:
+        start = tl.program_id(1).to(tl.int64) * OWN * INPUTS
+        fetch(codes + start * WORDS, OWN * INPUTS * WORDS * 4)
+        if KIND == "int4":
+            fetch(scales + start * 32, OWN * INPUTS * 64)
+    w0, w1, s = _codes(at, scale_at, 0, deep, INPUTS, KIND, EVEN, PACKED)
+    row = tl.minimum((tl.program_id(0) * COLS + tl.arange(0, COLS))[None, None, None, :, None] * 8 + e // 16, rows - 1)
+    pair = row * (K // 2) + deep * 32 + e // 4 % 4 * 8  # of a lane's first two inputs
+    total = tl.zeros((DEEP, GROUPS, PARTS, COLS, 128), tl.float32)
+    wait(AHEAD)
+    if PACKED:
+        pair = tl.broadcast_to(pair, (DEEP, GROUPS, 1, COLS, 128))  # every warp loads what it multiplies by itself
+        xa, xb = _rows(x, pair, e, 0, deep, K, EVEN)
+        for d in range(0, INPUTS, 2 * DEEP):  # two steps: what one of them loads the other computes
+            v0, v1, t = _codes(at, scale_at, d + DEEP, deep, INPUTS, KIND, EVEN, PACKED)
+            ya, yb = _rows(x, pair, e, d + DEEP, deep, K, EVEN)
+            begun()
+            total = sums(total, w0, w1, s, xa, xb, KIND)
+            if d + 2 * DEEP < INPUTS:
+                w0, w1, s = _codes(at, scale_at, d + 2 * DEEP, deep, INPUTS, KIND, EVEN, PACKED)
+                xa, xb = _rows(x, pair, e, d + 2 * DEEP, deep, K, EVEN)
+            begun()
+            total = sums(total, v0, v1, t, ya, yb, KIND)
+    else:
+        for d in range(0, INPUTS, DEEP):
+            w0, w1, _ = _codes(at, scale_at, d, deep, INPUTS, KIND, EVEN, PACKED)
+            total = _sums_one_by_one(total, w0, w1, scales, base, x, pair, e, d, deep, K, INPUTS, KIND)
+    found = tl.reshape(tl.sum(total, 0), (OWN, COLS, 128)) * FACTOR
+    _put(found, scales, y, bias, rows, n, blocks, KIND, GATED, ADD, BIAS, SCALE, PACKED)
+
+
+@triton.jit
+def _row_codes(at, deep, d, INPUTS: tl.constexpr, EVEN: tl.constexpr):
+    """Words of one block of four out of DEEP fours, from block d on."""
+    if EVEN:
+        return tl.load(at, eviction_policy="evict_first")
+    return tl.load(at, mask=d + deep * 4 < INPUTS, other=0)
+
+
+@triton.jit
+def _four(at, scale_at, xat, d, deep, e, K: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr):
+    """What lies four blocks of inputs from d on, for each of DEEP: inputs, words of outputs r and r + 8, scales."""
+    INPUTS: tl.constexpr = (K + 63) // 64
+    WORDS: tl.constexpr = 128 if KIND == "int4" else 256
+    at += d * WORDS
+    a0 = _row_codes(at, deep, d, INPUTS, EVEN)
+    b0 = _row_codes(at + WORDS, deep, d + 1, INPUTS, EVEN)
+    c0 = _row_codes(at + 2 * WORDS, deep, d + 2, INPUTS, EVEN)
+    d0 = _row_codes(at + 3 * WORDS, deep, d + 3, INPUTS, EVEN)
+    a1, b1, c1, d1, s = a0, b0, c0, d0, a0
+    if KIND == "int4":
+        if EVEN:
+            s = tl.load(scale_at + d * 32, eviction_policy="evict_first")
+        else:
+            s = tl.load(scale_at + d * 32, mask=d + deep * 4 + e // 4 % 4 < INPUTS, other=0.0)
+    else:
+        a1 = _row_codes(at + 128, deep, d, INPUTS, EVEN)
+        b1 = _row_codes(at + WORDS + 128, deep, d + 1, INPUTS, EVEN)
+        c1 = _row_codes(at + 2 * WORDS + 128, deep, d + 2, INPUTS, EVEN)
+        d1 = _row_codes(at + 3 * WORDS + 128, deep, d + 3, INPUTS, EVEN)
+    return a0, b0, c0, d0, a1, b1, c1, d1, s
+
+
+@triton.jit
+def _inputs(xat, d, deep, e, K: tl.constexpr, EVEN: tl.constexpr):
+    """A lane's eight inputs: of block r // 2 of four, group r % 2, the q-th of its quarters."""
+    if EVEN:
+        return tl.load(xat + d * 32)
+    return tl.load(xat + d * 32, mask=(d + deep * 4 + e // 32) * 64 + e // 4 % 4 * 16 + 16 <= K, other=0)
+
+
+@triton.jit
+def one_row(
+    x, codes, scales, y, bias, n,
+    K: tl.constexpr, KIND: tl.constexpr, DEEP: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    BIAS: tl.constexpr, FACTOR: tl.constexpr, SCALE: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The same of one row of x, in fewer instructions: the matrix units' eight columns are groups of its inputs.
+
+    A step is DEEP fours of blocks, a warp's own each.
+    """
+    follow(AHEAD)
+    INPUTS: tl.constexpr = (K + 63) // 64
+    WORDS: tl.constexpr = 128 if KIND == "int4" else 256
+    STEP: tl.constexpr = 4 * DEEP
+    block = tl.program_id(0)
+    start = block.to(tl.int64) * INPUTS
+    deep = tl.arange(0, DEEP)[:, None]
+    e = tl.arange(0, 128)[None, :]
+    at = codes + (start + deep * 4) * WORDS + e
+    scale_at = scales + (start + deep * 4 + e // 4 % 4) * 32 + e // 16 * 4 + e % 4
+    xat = x + (deep * 4 + e // 32) * 32 + e // 4 % 4 * 8 + e // 16 % 2 * 4 + e % 4
+    total = tl.zeros((DEEP, 128), tl.float32)
+    a0, b0, c0, d0, a1, b1, c1, d1, s = _four(at, scale_at, xat, 0, deep, e, K, KIND, EVEN)
+    wait(AHEAD)
+    v = _inputs(xat, 0, deep, e, K, EVEN)
+    if INPUTS <= STEP:
+        total = row_sums(total, v, a0, b0, c0, d0, a1, b1, c1, d1, s, KIND)
+    else:
+        for d in range(0, INPUTS, 2 * STEP):  # two steps: what one of them loads the other computes
+            e0, f0, g0, h0, e1, f1, g1, h1, t = _four(at, scale_at, xat, d + STEP, deep, e, K, KIND, EVEN)
+            w = _inputs(xat, d + STEP, deep, e, K, EVEN)
+            begun()
+            total = row_sums(total, v, a0, b0, c0, d0, a1, b1, c1, d1, s, KIND)
+            if d + 2 * STEP < INPUTS:
+                a0, b0, c0, d0, a1, b1, c1, d1, s = _four(at, scale_at, xat, d + 2 * STEP, deep, e, K, KIND, EVEN)
+                v = _inputs(xat, d + 2 * STEP, deep, e, K, EVEN)
+            begun()
+            total = row_sums(total, w, e0, f0, g0, h0, e1, f1, g1, h1, t, KIND)
+    found = tl.sum(tl.reshape(tl.sum(total, 0), (8, 4, 4)), 1) * FACTOR  # [r, (h, -)]
+    _put_row(found, block, scales, y, bias, n, KIND, GATED, ADD, BIAS, SCALE)
+
+
+@triton.jit
+def _put_row(
+    found, block, scales, y, bias, n,
+    KIND: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Sums [8, 4] of a block, of outputs r and r + 8, scaled, with what belongs to them, where they belong."""
+    h = tl.arange(0, 4)[None, :]
+    r = tl.arange(0, 8)[:, None]
+    if KIND == "int4":
+        found = found * tl.where(h == 0, 16777216.0, 1048576.0)
+    else:
+        found = found * tl.load(scales + block * 16 + r + h % 2 * 8)
+        if KIND == "int8":
+            found = found * 16777216.0
+    if GATED:
+        where = block * 8 + r
+        if BIAS:
+            found += tl.load(bias + where + h % 2 * n, mask=where < n, other=0.0).to(tl.float32)
+        gate = tl.sum(tl.where(h == 0, found, 0.0), 1)[:, None]
+        up = tl.sum(tl.where(h == 1, found, 0.0), 1)[:, None]
+        found = gate / (1.0 + tl.exp(-gate)) * up
+        inside = (where < n) & (h == 0)
+    else:
+        where = block * 16 + r + h % 2 * 8
+        if BIAS:
+            found += tl.load(bias + where, mask=where < n, other=0.0).to(tl.float32)
+        inside = (where < n) & (h < 2)
+    where = tl.broadcast_to(where, (8, 4))
+    if ADD:
+        found += tl.load(y + where, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + where, (found * SCALE).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _put(
+    found, scales, y, bias, rows, n, blocks,
+    KIND: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Sums [PARTS, COLS, 128] of a program, scaled, with what belongs to them, where they belong."""
+    PARTS: tl.constexpr = found.shape[0]
+    COLS: tl.constexpr = found.shape[1]
+    part = tl.arange(0, PARTS)[:, None, None]
+    e = tl.arange(0, 128)[None, None, :]
+    block = tl.program_id(1) * PARTS + part
+    output = e // 16 + e % 4 // 2 * 8  # of 16
+    if KIND != "int4":
+        found = found * tl.load(scales + tl.minimum(block, blocks - 1) * 16 + output)
+    if PACKED and KIND == "int4":
+        found = found * tl.where(output < 8, 1.0, 0.0625)
+    if GATED:
+        # Outputs r of a block are gates and r + 8 the ups beside them.
+        lane = tl.arange(0, 32)[None, None, :, None]
+        odd = tl.arange(0, 2)[None, None, None, :]
+        gate, up = tl.split(tl.permute(tl.reshape(found, (PARTS, COLS, 32, 2, 2)), (0, 1, 2, 4, 3)))
+        where = (tl.program_id(1) * PARTS + tl.arange(0, PARTS))[:, None, None, None] * 8 + lane // 4
+        row = (tl.program_id(0) * COLS + tl.arange(0, COLS))[None, :, None, None] * 8 + lane % 4 * 2 + odd
+        if BIAS:
+            gate += tl.load(bias + where, mask=where < n, other=0.0).to(tl.float32)
+            up += tl.load(bias + n + where, mask=where < n, other=0.0).to(tl.float32)
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        where = block * 16 + output
+        row = (tl.program_id(0) * COLS + tl.arange(0, COLS))[None, :, None] * 8 + e // 4 % 4 * 2 + e % 2
+        if BIAS:
+            found += tl.load(bias + where, mask=where < n, other=0.0).to(tl.float32)
+        result = found
+    inside = (where < n) & (row < rows)
+    put = y + row.to(tl.int64) * n + where
+    if ADD:
+        result += tl.load(put, mask=inside, other=0.0).to(tl.float32)
+    tl.store(put, (result * SCALE).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def expand(codes, scales, out, n, K: tl.constexpr, KIND: tl.constexpr, DEEP: tl.constexpr, GATED: tl.constexpr):
+    """A block of outputs' weights of DEEP blocks of inputs, as floats."""
+    INPUTS: tl.constexpr = (K + 63) // 64
+    WORDS: tl.constexpr = 128 if KIND == "int4" else 256
+    block = tl.program_id(0)
+    deep = tl.program_id(1) * DEEP + tl.arange(0, DEEP)[:, None]
+    e = tl.arange(0, 128)[None, :]
+    base = block.to(tl.int64) * INPUTS + deep
+    w0 = tl.load(codes + base * WORDS + e, mask=deep < INPUTS, other=0)
+    w1 = tl.load(codes + base * WORDS + 128 + e, mask=deep < INPUTS, other=0) if KIND != "int4" else w0
+    place = tl.arange(0, 512)[None, :]  # 16 inputs of 32 lanes
+    column = deep * 64 + place // 16 % 4 * 16 + place % 16
+    for h in tl.static_range(2):
+        p0 = tl.join(_value(w0, w1, h, 0, 0, KIND), _value(w0, w1, h, 0, 1, KIND))
+        p1 = tl.join(_value(w0, w1, h, 1, 0, KIND), _value(w0, w1, h, 1, 1, KIND))
+        both = tl.permute(tl.join(p0, p1), (0, 1, 3, 2))  # [DEEP, 128, p, i]
+        values = tl.reshape(both, (DEEP, 512))
+        if KIND == "int4":
+            own = scales + base * 32 + place // 64 * 4 + h * 2 + place % 16 // 8
+            values = values * tl.load(own, mask=deep < INPUTS, other=0.0).to(tl.float32)
+        else:
+            values = values * tl.load(scales + block * 16 + place // 64 + 8 * h)
+        output = block * 8 + place // 64 if GATED else block * 16 + place // 64 + 8 * h
+        at = out + (output + h * n if GATED else output).to(tl.int64) * K + column
+        tl.store(at, values.to(out.dtype.element_ty), mask=(output < n) & (column < K))

@@ -1,0 +1,215 @@
+"""GGUF's packed numbers to floats, in torch, a chunk at a time.
+
+Owns the block layouts. Every kind decodes to exactly the float32 values of the format's reference, multiplying and
+adding in the same order; another dtype is that value rounded once. It never reads files and keeps no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from headway.base.errors import InvalidInput, Unsupported
+from headway.models.files.gguf import KINDS
+
+CHUNK_VALUES = 1 << 18  # values decoded at once: the temporaries of a chunk stay within a few MiB
+
+FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
+    {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+)
+
+
+def dequantize(kind: str, raw: Tensor, shape: Sequence[int], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """A tensor of `shape` and `dtype` from its stored bytes, `raw` uint8 `[nbytes]`.
+
+    `out`, when given, is contiguous, has that shape and dtype, and its device is where the decoding happens:
+    only packed bytes travel there. A value too large for `dtype` raises `Unsupported`.
+    """
+    if kind not in KINDS:
+        raise Unsupported(f"tensors stored as {kind} cannot be decoded; Headway reads {', '.join(KINDS)}")
+    _check_sizes(kind, raw, shape)
+    if out is None:
+        out = torch.empty(tuple(shape), dtype=dtype)
+    _check_out(out, shape, dtype)
+    if kind in FLOATS:
+        convert_floats(raw, FLOATS[kind], out)
+    else:
+        _decode_blocks(kind, raw, out)
+    return out
+
+
+def as_floats(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes seen as numbers, without a copy unless they start at an address the dtype cannot."""
+    aligned = raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()
+    return aligned.view(dtype)
+
+
+def decode(kind: str, raw: Tensor) -> Tensor:
+    """The numbers in whole blocks of stored bytes, flat: floats as they are stored, anything else in float32."""
+    if kind in FLOATS:
+        return as_floats(raw, FLOATS[kind])
+    return _DECODERS[kind](raw.view(-1, KINDS[kind].nbytes)).view(-1)
+
+
+def convert_floats(raw: Tensor, stored: torch.dtype, out: Tensor) -> None:
+    """Fill the contiguous `out` with the `stored` floats in `raw`. One too large for `out` raises `Unsupported`."""
+    for part, target in zip(raw.split(CHUNK_VALUES * stored.itemsize), out.view(-1).split(CHUNK_VALUES)):
+        store(target, as_floats(part, stored).to(out.device))
+
+
+def _decode_blocks(kind: str, raw: Tensor, out: Tensor) -> None:
+    packing, decoder = KINDS[kind], _DECODERS[kind]
+    step = CHUNK_VALUES // packing.block
+    for part, target in zip(raw.view(-1, packing.nbytes).split(step), out.view(-1).split(step * packing.block)):
+        store(target, decoder(part.to(out.device)).view(-1))
+
+
+def may_overflow(values: torch.dtype, target: torch.dtype) -> bool:
+    """Whether `target` can hold some finite number of type `values` only as infinity."""
+    return torch.finfo(target).max < torch.finfo(values).max
+
+
+def store(target: Tensor, values: Tensor) -> None:
+    """Copy numbers to where they stay. One that fits there only as infinity raises `Unsupported`."""
+    target.copy_(values)
+    if not may_overflow(values.dtype, target.dtype):
+        return
+    infinite = torch.isinf(target)
+    if not infinite.any():
+        return
+    lost = values[infinite]
+    lost = lost[torch.isfinite(lost)]
+    if lost.numel():
+        name, limit = str(target.dtype).removeprefix("torch."), torch.finfo(target.dtype).max
+        raise Unsupported(f"the value {lost[0].item():g} does not fit {name} (largest {limit:g}); load as float32")
+
+
+def _check_sizes(kind: str, raw: Tensor, shape: Sequence[int]) -> None:
+    packing = KINDS[kind]
+    if raw.dtype != torch.uint8 or raw.dim() != 1:
+        raise InvalidInput(f"stored bytes must be a flat uint8 tensor, not {raw.dtype} with {raw.dim()} dimensions")
+    if not shape or shape[-1] % packing.block:
+        raise InvalidInput(f"shape {tuple(shape)} does not split into {kind} blocks of {packing.block} along its rows")
+    expected = prod(shape) // packing.block * packing.nbytes
+    if raw.numel() != expected:
+        raise InvalidInput(f"{raw.numel()} bytes for shape {tuple(shape)}; as {kind} it takes {expected}")
+
+
+def _check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise InvalidInput(f"weights are decoded to a floating type, not {dtype}")
+    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or not out.is_contiguous():
+        raise InvalidInput(
+            f"out has shape {tuple(out.shape)} and {out.dtype}; it must be contiguous, {tuple(shape)}, {dtype}"
+        )
+
+
+# Each decoder takes blocks, uint8 [B, nbytes], and gives float32 [B, block].
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].view(torch.int8).float().mul_(half(blocks, 0))
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return planes(blocks[:, 2:], group=16, bits=4).float().sub_(8).mul_(half(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    return planes(blocks[:, 4:], group=16, bits=4).float().mul_(half(blocks, 0)).add_(half(blocks, 2))
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    low, high = planes(blocks[:, 6:], group=16, bits=4), planes(blocks[:, 2:6], group=1, bits=1)
+    return (low | (high << 4)).float().sub_(16).mul_(half(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    low, high = planes(blocks[:, 8:], group=16, bits=4), planes(blocks[:, 4:8], group=1, bits=1)
+    return (low | (high << 4)).float().mul_(half(blocks, 0)).add_(half(blocks, 2))
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    scales = blocks[:, :16]
+    scale = (scales & 15).float() * half(blocks, 80)  # [B, 16]
+    least = (scales >> 4).float() * half(blocks, 82)
+    return _by_group(planes(blocks[:, 16:80], group=32, bits=2).float(), scale, least)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    low, high = planes(blocks[:, 32:96], group=32, bits=2), planes(blocks[:, :32], group=32, bits=1)
+    # Scales have 6 bits: 16 low nibbles in 8 bytes, then 16 high pairs in 4.
+    nibbles, pairs = planes(blocks[:, 96:104], group=8, bits=4), planes(blocks[:, 104:108], group=4, bits=2)
+    scale = (nibbles | (pairs << 4)).float().sub_(32) * half(blocks, 108)  # [B, 16]
+    # A set high bit means "subtract nothing", so the value is low + 4·high − 4.
+    return _by_group((low | (high << 2)).float().sub_(4), scale)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    scale, least = scales_and_mins(blocks)
+    return _by_group(planes(blocks[:, 16:], group=32, bits=4).float(), scale, least)
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    scale, least = scales_and_mins(blocks)
+    low, high = planes(blocks[:, 48:], group=32, bits=4), planes(blocks[:, 16:48], group=32, bits=1)
+    return _by_group((low | (high << 4)).float(), scale, least)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    low, high = planes(blocks[:, :128], group=64, bits=4), planes(blocks[:, 128:192], group=32, bits=2)
+    scale = blocks[:, 192:208].view(torch.int8).float() * half(blocks, 208)  # [B, 16]
+    return _by_group((low | (high << 4)).float().sub_(32), scale)
+
+
+_DECODERS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "Q8_0": _q8_0,
+        "Q4_0": _q4_0,
+        "Q4_1": _q4_1,
+        "Q5_0": _q5_0,
+        "Q5_1": _q5_1,
+        "Q2_K": _q2_k,
+        "Q3_K": _q3_k,
+        "Q4_K": _q4_k,
+        "Q5_K": _q5_k,
+        "Q6_K": _q6_k,
+    }
+)
+
+
+def half(blocks: Tensor, at: int) -> Tensor:
+    """The float16 at byte `at` of every block, as float32 `[B, 1]`."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def planes(packed: Tensor, *, group: int, bits: int) -> Tensor:
+    """Unpack `[B, N]` bytes to `[B, N·8/bits]` numbers: of every `group` bytes the lowest bits first, then the next."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(-1, 1)
+    spread = packed.reshape(len(packed), -1, 1, group) >> shifts
+    return spread.bitwise_and_((1 << bits) - 1).view(len(packed), -1)
+
+
+def _by_group(values: Tensor, scale: Tensor, least: Tensor | None = None) -> Tensor:
+    """`values·scale − least`, float32 `[B, 256]`, where each of the G scales of a block holds for 256/G values."""
+    grouped = values.view(*scale.shape, -1)  # [B, G, 256/G]
+    grouped.mul_(scale.unsqueeze(-1))
+    if least is not None:
+        grouped.sub_(least.unsqueeze(-1))
+    return values
+
+
+def scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The 8 scales and 8 minima of Q4_K and Q5_K, float32 `[B, 8]` each.
+
+    Their 6 bits lie in bytes 4 to 15: numbers 0–3 in the low 6 bits of the first eight bytes, numbers 4–7 as a nibble
+    in the last four, with their two top bits on top of numbers 0–3.
+    """
+    scale, least, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat([scale & 63, (rest & 15) | ((scale >> 2) & 48)], dim=1)
+    mins = torch.cat([least & 63, (rest >> 4) | ((least >> 2) & 48)], dim=1)
+    return scales.float() * half(blocks, 0), mins.float() * half(blocks, 2)

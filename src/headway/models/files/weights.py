@@ -1,0 +1,261 @@
+"""A model's tensors by name, from a folder of safetensors or a GGUF file.
+
+Owns the way from a name to stored bytes, and from those to a tensor on a device. Files are mapped, never read whole:
+loading makes the tensor that was asked for and a chunk of temporaries, or no copy at all. It never reads a header
+(`gguf` and `safetensors` do), never runs a pickle and knows nothing of what the names mean.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Protocol, TypeVar
+
+import torch
+
+from headway.base.errors import BadModelFile, Closed, InvalidInput, ModelNotFound, Unsupported
+from headway.models.files.dequant import FLOATS, as_floats, convert_floats, dequantize
+from headway.models.files.gguf import GgufFile
+from headway.models.files.mapped import Span, map_file, short, unmap
+from headway.models.files.safetensors import INDEX, SINGLE, Entry, read_entries, read_index
+
+
+class Weights(Protocol):
+    """The tensors of one model. Asking for a name that is not there raises `BadModelFile`."""
+
+    def names(self) -> Sequence[str]:
+        """Every tensor's name, in the file's order."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape, in torch's order."""
+        ...
+
+    def stored(self, name: str) -> str:
+        """The type it is stored in, such as `BF16` or `Q4_1`."""
+        ...
+
+    def nbytes(self, name: str) -> int:
+        """The bytes it takes in the file."""
+        ...
+
+    def load(self, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The tensor as `dtype` on `device`. A value that `dtype` can only hold as infinity raises `Unsupported`.
+
+        On the CPU, with the stored type asked for, it is a view of the file's private map: the tensor keeps the map
+        alive, also after `close()`, and writing to it changes this process's memory and never the file.
+        """
+        ...
+
+    def span(self, name: str) -> Span:
+        """Where its stored bytes lie. A type that cannot be loaded raises `Unsupported`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the files. Tensors already loaded stay valid."""
+        ...
+
+
+def open_weights(path: str | os.PathLike[str]) -> SafetensorsWeights | GgufWeights:
+    """The weights in a folder of safetensors, or in a GGUF file."""
+    where = Path(path)
+    if os.path.isdir(where):
+        return SafetensorsWeights(where)
+    if where.suffix == ".safetensors":
+        raise InvalidInput(f"{where} is one file of a model; pass its folder, {where.parent}, with the config in it")
+    if where.suffix.lower() != ".gguf" and os.path.isfile(where) and not _starts_as_gguf(where):
+        raise BadModelFile(f"{where} is neither a GGUF file nor a folder; pass a .gguf file or a folder with {SINGLE}")
+    file = GgufFile.open(where)
+    try:
+        return GgufWeights(file)
+    except BaseException:
+        file.close()
+        raise
+
+
+def _starts_as_gguf(path: Path) -> bool:
+    # Files in the hub's cache are named by their hash.
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError as error:
+        raise BadModelFile(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+class GgufWeights:
+    """The tensors of an open GGUF file, which it closes."""
+
+    def __init__(self, file: GgufFile) -> None:
+        parts = file.metadata.get("split.count", 1)
+        if parts not in (0, 1):
+            raise Unsupported(
+                f"{file.path} is one of {parts} parts of a model; merge them with `llama-gguf-split --merge` first"
+            )
+        self.file = file
+
+    def names(self) -> Sequence[str]:
+        return tuple(self.file.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return _find(self.file.tensors, name, self.file.path).shape
+
+    def stored(self, name: str) -> str:
+        return _find(self.file.tensors, name, self.file.path).kind
+
+    def nbytes(self, name: str) -> int:
+        return _find(self.file.tensors, name, self.file.path).nbytes
+
+    def load(self, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        tensor = _find(self.file.tensors, name, self.file.path)
+        raw = torch.from_numpy(self.file.raw(name))
+        return _to_tensor(
+            raw, tensor.kind, tensor.shape, f"{self.file.path}: tensor {name!r}", dtype=dtype, device=device
+        )
+
+    def span(self, name: str) -> Span:
+        return self.file.span(name)
+
+    def close(self) -> None:
+        self.file.close()
+
+    def __enter__(self) -> GgufWeights:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class SafetensorsWeights:
+    """The tensors of a folder with `model.safetensors`, or with shards and `model.safetensors.index.json`.
+
+    Where both are there the single file is used, as Hugging Face does.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._entries: dict[str, Entry] = {}
+        self._closed = False
+        try:
+            self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return _find(self._entries, name, self.folder).shape
+
+    def stored(self, name: str) -> str:
+        return _find(self._entries, name, self.folder).dtype
+
+    def nbytes(self, name: str) -> int:
+        return _find(self._entries, name, self.folder).nbytes
+
+    def load(self, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        entry, raw = _find(self._entries, name, self.folder), torch.from_numpy(self.span(name).bytes())
+        what = f"{entry.file}: tensor {name!r}"
+        return _to_tensor(raw, entry.dtype, entry.shape, what, dtype=dtype, device=device)
+
+    def span(self, name: str) -> Span:
+        entry = _find(self._entries, name, self.folder)
+        if self._closed:
+            raise Closed(f"the weights of {self.folder} are closed; open them again to load {name!r}")
+        if entry.dtype not in FLOATS:
+            raise Unsupported(
+                f"{entry.file}: tensor {name!r} is stored as {entry.dtype}; "
+                f"Headway loads weights stored as {', '.join(FLOATS)}"
+            )
+        return Span(self._maps[entry.file], entry.offset, entry.nbytes)
+
+    def close(self) -> None:
+        self._closed = True
+        while self._maps:
+            unmap(self._maps.popitem()[1])
+
+    def __enter__(self) -> SafetensorsWeights:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _read(self) -> None:
+        if os.path.exists(self.folder / SINGLE):
+            self._add(self.folder / SINGLE)
+        elif os.path.exists(self.folder / INDEX):
+            self._read_shards(self.folder / INDEX)
+        else:
+            _refuse_folder(self.folder)
+
+    def _read_shards(self, index: Path) -> None:
+        places = read_index(index)
+        for shard in dict.fromkeys(places.values()):
+            try:
+                self._add(self.folder / shard)
+            except ModelNotFound:
+                raise BadModelFile(
+                    f"{index} lists the file {short(shard)}, which is not in the folder; download it again"
+                ) from None
+        for name, shard in places.items():
+            entry = self._entries.get(name)
+            if entry is None or entry.file.name != shard:
+                raise BadModelFile(f"{index} puts tensor {short(name)} in {short(shard)}, which does not hold it")
+
+    def _add(self, file: Path) -> None:
+        self._maps[file] = map_file(file)
+        for name, entry in read_entries(file, self._maps[file]).items():
+            if name in self._entries:
+                raise BadModelFile(f"tensor {short(name)} is in both {self._entries[name].file} and {file.name}")
+            self._entries[name] = entry
+
+
+def _refuse_folder(folder: Path) -> NoReturn:
+    try:
+        found = sorted(os.listdir(folder))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ModelNotFound(f"the folder {folder} cannot be read: {reason}; check the path") from None
+    if any(name.startswith("pytorch_model") and name.endswith((".bin", ".json")) for name in found):
+        raise BadModelFile(
+            f"{folder} holds its weights as a pickle (pytorch_model.bin), which can run code and is never loaded; "
+            "convert it with transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    for name in found:
+        if name.lower().endswith(".gguf"):
+            raise BadModelFile(f"{folder} has no {SINGLE}; to use its GGUF file pass the file itself: {folder / name}")
+    raise BadModelFile(f"{folder} has neither {SINGLE} nor {INDEX}; pass a folder with weights in safetensors")
+
+
+def _to_tensor(
+    raw: torch.Tensor, stored: str, shape: tuple[int, ...], what: str, *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    if dtype not in FLOATS.values():
+        known = ", ".join(str(known).removeprefix("torch.") for known in FLOATS.values())
+        raise InvalidInput(f"{what} cannot be loaded as {dtype}; weights load as one of {known}")
+    if FLOATS.get(stored) == dtype and device.type == "cpu":
+        return as_floats(raw, dtype).view(shape)
+    out = torch.empty(shape, dtype=dtype, device=device)
+    try:
+        if stored in FLOATS:
+            convert_floats(raw, FLOATS[stored], out)
+        else:
+            dequantize(stored, raw, shape, dtype, out)
+    except Unsupported as error:
+        raise Unsupported(f"{what}, stored as {stored}: {error}") from None
+    return out
+
+
+_Item = TypeVar("_Item")
+
+
+def _find(items: Mapping[str, _Item], name: str, where: Path) -> _Item:
+    item = items.get(name)
+    if item is None:
+        some = ", ".join(short(other) for other in list(items)[:3])
+        raise BadModelFile(f"{where} has no tensor {name!r}; it has {len(items)}: {some} …")
+    return item

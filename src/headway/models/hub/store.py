@@ -1,0 +1,215 @@
+"""The model store: from what a user writes as a model to a path on this disk.
+
+Owns the model part of the cache folder. Known names live under `models/<name>/`, hub repositories under
+`hub/<org>/<name>/`; one lock file for each keeps two processes from fetching the same model. Never opens a model.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.base.config import settings
+from headway.base.errors import InvalidInput, ModelError, ModelNotFound, WrongType
+from headway.models.hub.fetch import Progress, fetch_file, fetch_repo, sha256_of, silent
+from headway.models.hub.registry import KNOWN, KnownModel, is_hub_id, nearby
+
+SOURCE_NOTE = "source.txt"
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model that Headway knows by name: where it is, or would be, and what it weighs."""
+
+    name: str
+    path: Path
+    bytes: int
+    source: str
+    installed: bool
+
+
+def resolve(model: str | Path, *, progress: Progress | None = None, download: bool = True) -> Path:
+    """The folder or `.gguf` file that `model` means: a known name, a path, or a hub id `org/name`.
+
+    A model that is not on this disk is fetched, unless `download` is False.
+    """
+    if not isinstance(model, str | os.PathLike):
+        raise WrongType(f"the model is {model!r:.60}; it takes a name, a folder, a .gguf file or a hub id")
+    text = str(model)
+    if isinstance(model, str) and text in KNOWN:
+        known = KNOWN[text]
+        if is_installed(known):
+            return model_path(known)
+        return _fetched(text, progress, download)
+    path = Path(model).expanduser()
+    if text.strip() and path.exists():
+        return _checked_path(path)
+    if isinstance(model, str) and is_hub_id(text):
+        folder = _hub_folder(text)
+        return folder if folder.is_dir() else _fetched(text, progress, download)
+    raise _not_found(text)
+
+
+def pull(model: str, *, progress: Progress | None = None) -> Path:
+    """Fetch a known name or hub id; a file that is there is checked against its pin, and replaced if it differs."""
+    if model in KNOWN:
+        return pull_known(KNOWN[model], progress=progress)
+    if is_hub_id(model):
+        return _pull_repo(model, progress or silent)
+    if Path(model).expanduser().exists():
+        raise InvalidInput(f"{model!r} is already on this disk; pass it with --model, there is nothing to pull")
+    raise _not_found(model)
+
+
+def pull_known(model: KnownModel, *, progress: Progress | None = None) -> Path:
+    """The path of `model`'s pinned file or folder, fetched if it is not there or is not what the pins say."""
+    report, target = progress or silent, path_of(model)
+    with _locked(model.name, report):
+        if is_installed(model) and _as_pinned(model, report):
+            return model_path(model)
+        with _writing(target.parent):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            source = fetch_file(model, target, offline=settings().hub_offline, progress=report)
+            (target.parent / SOURCE_NOTE).write_text(f"{source}\n")
+    return model_path(model)
+
+
+def list_models() -> list[StoredModel]:
+    """Every known name, and every hub repository in the cache."""
+    known = [_stored_known(model) for model in KNOWN.values()]
+    folders = sorted(path for path in (settings().cache / "hub").glob("[!.]*/[!.]*") if path.is_dir())
+    return known + [
+        StoredModel(f"{path.parent.name}/{path.name}", path, _bytes_under(path), "Hugging Face hub", True)
+        for path in folders
+    ]
+
+
+def remove(name: str) -> int:
+    """Delete a model from the cache; the bytes that were freed."""
+    if name not in KNOWN and not is_hub_id(name):
+        if Path(name).expanduser().exists():
+            raise InvalidInput(f"{name!r} is not in Headway's cache; only models that were pulled can be removed")
+        raise _not_found(name)
+    folder = path_of(KNOWN[name]).parent if name in KNOWN else _hub_folder(name)
+    if not folder.is_dir():
+        raise ModelNotFound(
+            f"{name} is not installed, so there is nothing to remove; `headway models list` shows what is"
+        )
+    with _locked(name, silent), _writing(folder):
+        freed = _bytes_under(folder)
+        doomed = folder.with_name(f".removed-{os.getpid()}-{folder.name}")
+        os.replace(folder, doomed)  # gone in one step, so that nobody finds half a model
+        shutil.rmtree(doomed)
+    return freed
+
+
+def path_of(model: KnownModel) -> Path:
+    """Where the cache keeps the file of a known model, whether it is there or not."""
+    return settings().cache / "models" / model.name / model.file
+
+
+def model_path(model: KnownModel) -> Path:
+    """What a known model is loaded from: its file, or the folder of its files."""
+    return path_of(model).parent if model.beside else path_of(model)
+
+
+def is_installed(model: KnownModel) -> bool:
+    """Whether the pinned files are in the cache; only whole, checked files ever get their names."""
+    folder = path_of(model).parent
+    return all(
+        (folder / file.file).is_file() and (folder / file.file).stat().st_size == file.bytes
+        for file in (model, *model.beside)
+    )
+
+
+def _as_pinned(model: KnownModel, progress: Progress) -> bool:
+    folder, label = path_of(model).parent, f"checking {model.name}"
+    return all(
+        sha256_of(folder / file.file, progress=progress, label=label) == file.sha256 for file in (model, *model.beside)
+    )
+
+
+def _fetched(name: str, progress: Progress | None, download: bool) -> Path:
+    if not download:
+        raise ModelNotFound(f"{name} is not in the cache; `headway models pull {name}` fetches it")
+    return pull(name, progress=progress)
+
+
+def _pull_repo(repo: str, progress: Progress) -> Path:
+    folder = _hub_folder(repo)
+    with _locked(repo, progress):
+        if folder.is_dir():
+            return folder
+        if settings().hub_offline:
+            raise ModelNotFound(
+                f"{repo} is not in the cache and HF_HUB_OFFLINE is set, so the Hugging Face hub was not asked; "
+                "unset it, or pass a local folder or .gguf file with --model"
+            )
+        with _writing(folder.parent):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            fetch_repo(repo, folder, progress=progress)
+    return folder
+
+
+def _checked_path(path: Path) -> Path:
+    if path.is_dir() or path.suffix.lower() == ".gguf":
+        return path
+    raise InvalidInput(f"{str(path)!r} is neither a folder nor a .gguf file; pass the folder that holds config.json")
+
+
+def _not_found(text: str) -> ModelNotFound:
+    close = nearby(text)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    return ModelNotFound(
+        f"there is no model {text!r}: it is neither a known name ({', '.join(sorted(KNOWN))}), an existing folder or "
+        f".gguf file, nor a hub id like org/name{hint}"
+    )
+
+
+def _stored_known(model: KnownModel) -> StoredModel:
+    path = path_of(model)
+    if not is_installed(model):
+        return StoredModel(model.name, path, model.bytes, str(model.sources[0]), False)
+    note = path.parent / SOURCE_NOTE
+    source = note.read_text().strip() if note.is_file() else "unknown"
+    return StoredModel(model.name, path, model.bytes, source, True)
+
+
+def _hub_folder(repo: str) -> Path:
+    return settings().cache / "hub" / repo
+
+
+def _bytes_under(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@contextmanager
+def _locked(name: str, progress: Progress) -> Iterator[None]:
+    """Hold the model's lock file; the system lets go of it when the process ends, however it ends."""
+    folder = settings().cache / "locks"
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / f"{name.replace('/', '--')}.lock").open("w")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(0, None, f"waiting for another process that is fetching {name}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn a disk that refuses to be written into one of Headway's errors."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(
+            f"cannot write to {folder}: {error.strerror or error}; HEADWAY_CACHE chooses another cache folder"
+        ) from error

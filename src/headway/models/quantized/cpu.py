@@ -1,0 +1,188 @@
+"""The decoder with packed weights, for the native step: the same model as `Decoder`, matrix by matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway.base.errors import InvalidInput
+from headway.kernels.reference.quantized import Packed, pack_floats
+from headway.models.config import ModelConfig
+from headway.models.decoder import Decoder
+from headway.models.layers import Layer, Linear
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclass(frozen=True, eq=False)
+class PackedLayer:
+    """The weights of one layer; norms in float32."""
+
+    input_norm: Tensor
+    mlp_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    q: Packed
+    k: Packed
+    v: Packed
+    o: Packed
+    gate: Packed
+    up: Packed
+    down: Packed
+
+    def matrices(self) -> list[Packed]:
+        return [getattr(self, name) for name in MATRICES]
+
+    def check(self, at: str, c: ModelConfig) -> None:
+        """Raise for a weight that does not fit the config; `at` goes before its name."""
+        e, f, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
+        shapes = ((q, e), (kv, e), (kv, e), (e, q), (f, e), (f, e), (e, f))
+        for name, shape in zip(MATRICES, shapes, strict=True):
+            _check_matrix(at + name, getattr(self, name), shape)
+        _check_floats(f"{at}input_norm", self.input_norm, e)
+        _check_floats(f"{at}mlp_norm", self.mlp_norm, e)
+        if (self.q_norm is None) != (self.k_norm is None):
+            raise InvalidInput(f"the layer {at[:-1]!r} has a norm for one of q and k; both or none are needed")
+        if self.q_norm is not None and self.k_norm is not None:
+            _check_floats(f"{at}q_norm", self.q_norm, c.head_dim)
+            _check_floats(f"{at}k_norm", self.k_norm, c.head_dim)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedDecoder:
+    """Weights alone: activations, keys and values are float32, on the CPU."""
+
+    config: ModelConfig
+    embedding: Packed  # [V, E]
+    layers: tuple[PackedLayer, ...]
+    final_norm: Tensor
+    output: Packed  # [V, E]; the embedding itself when tied
+    inv_freq: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations, keys and values."""
+        return torch.float32
+
+    def nbytes(self) -> Mapping[str, int]:
+        """Weight bytes that one forward reads, by phase."""
+        size = {"norm": self.final_norm.nbytes, "qkv": 0, "output projection": 0, "feed-forward": 0}
+        for layer in self.layers:
+            size["norm"] += layer.input_norm.nbytes + layer.mlp_norm.nbytes
+            size["qkv"] += layer.q.nbytes + layer.k.nbytes + layer.v.nbytes
+            size["qkv"] += sum(n.nbytes for n in (layer.q_norm, layer.k_norm) if n is not None)
+            size["output projection"] += layer.o.nbytes
+            size["feed-forward"] += layer.gate.nbytes + layer.up.nbytes + layer.down.nbytes
+        return {**size, "head": self.output.nbytes}
+
+    @property
+    def coding(self) -> str | None:
+        """How its layers code rows before products, or None where all of them take floats."""
+        found = {w.coding for layer in self.layers for w in layer.matrices()} - {None}
+        return " and ".join(sorted(map(str, found))) or None
+
+    def check(self) -> None:
+        """Raise, naming the weight, unless each is as the config says and lies as native code reads it."""
+        c, e = self.config, self.config.hidden_size
+        if len(self.layers) != c.layers or len(c.windows) != c.layers:
+            raise InvalidInput(
+                f"the decoder has {len(self.layers)} layers and {len(c.windows)} windows; its config says {c.layers}"
+            )
+        _check_matrix("embedding", self.embedding, (c.vocab_size, e))
+        _check_matrix("output", self.output, (c.vocab_size, e))
+        _check_floats("final_norm", self.final_norm, e)
+        _check_floats("inv_freq", self.inv_freq, c.rope.dim // 2)
+        for i, layer in enumerate(self.layers):
+            layer.check(f"layers.{i}.", c)
+
+    def formats(self) -> tuple[str, ...]:
+        """The weight formats that occur, most bytes first."""
+        size: dict[str, int] = {}
+        for w in (self.output, *(w for layer in self.layers for w in layer.matrices())):
+            size[w.label] = size.get(w.label, 0) + w.nbytes
+        return tuple(sorted(size, key=lambda label: -size[label]))
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor, in a fixed order."""
+        found = [self.final_norm, self.inv_freq]
+        for layer in self.layers:
+            found += [t for t in (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if t is not None]
+        for w in (self.embedding, self.output, *(w for layer in self.layers for w in layer.matrices())):
+            found += [t for t in (w.codes, w.scales, w.super, w.bias) if t is not None]
+        return found
+
+
+def pack_decoder(decoder: Decoder) -> PackedDecoder:
+    """A decoder's float weights, packed as they are."""
+    embedding = pack_floats(decoder.embedding)
+    return PackedDecoder(
+        config=decoder.config,
+        embedding=embedding,
+        layers=tuple(_layer(layer, f"layers.{i}.") for i, layer in enumerate(decoder.layers)),
+        final_norm=_floats(decoder.final_norm),
+        output=embedding if decoder.output is decoder.embedding else pack_floats(decoder.output),
+        inv_freq=_floats(decoder.inv_freq),
+    )
+
+
+def _layer(layer: Layer, at: str) -> PackedLayer:
+    heads = [n * layer.head_dim for n in (layer.heads, layer.kv_heads, layer.kv_heads)]
+    inner = layer.down.weight.shape[1]
+    parts: dict[str, Packed] = {}
+    for names, linear, rows in (
+        (("q", "k", "v"), layer.qkv, heads),
+        (("o",), layer.out, [len(layer.out.weight)]),
+        (("gate", "up"), layer.gate_up, [inner, inner]),
+        (("down",), layer.down, [len(layer.down.weight)]),
+    ):
+        _check_stack(at + "+".join(names), linear, sum(rows))
+        biases = [None] * len(rows) if linear.bias is None else linear.bias.split(rows)
+        for name, weight, bias in zip(names, linear.weight.split(rows), biases, strict=True):
+            parts[name] = pack_floats(weight, bias)
+    return PackedLayer(
+        input_norm=_floats(layer.input_norm),
+        mlp_norm=_floats(layer.mlp_norm),
+        q_norm=None if layer.q_norm is None else _floats(layer.q_norm),
+        k_norm=None if layer.k_norm is None else _floats(layer.k_norm),
+        **parts,
+    )
+
+
+def _floats(norm: Tensor) -> Tensor:
+    return norm.float().contiguous()
+
+
+# -- what native code may read ---------------------------------------------------------------------------------------
+
+
+def _check_matrix(name: str, w: Packed, shape: tuple[int, int]) -> None:
+    if (w.n, w.k) != shape:
+        raise InvalidInput(f"the weight {name!r} has shape {[w.n, w.k]}; this config needs {list(shape)}")
+    if flaw := w.flaw():
+        raise InvalidInput(f"the weight {name!r} cannot be used: {flaw}")
+
+
+def _check_floats(name: str, norm: Tensor, size: int) -> None:
+    if tuple(norm.shape) != (size,) or norm.dtype != torch.float32:
+        raise InvalidInput(
+            f"the weight {name!r} has shape {list(norm.shape)} in {norm.dtype}; [{size}] in torch.float32 is needed"
+        )
+    if not norm.is_contiguous() or norm.device.type != "cpu":
+        raise InvalidInput(f"the weight {name!r} must lie in order, on the CPU")
+
+
+def _check_stack(name: str, linear: Linear, rows: int) -> None:
+    """A matrix that is to be cut into others, and its bias, have as many rows as they."""
+    sizes = [len(linear.weight)] + ([] if linear.bias is None else [len(linear.bias)])
+    if linear.weight.ndim != 2 or any(size != rows for size in sizes):
+        has = [list(t.shape) for t in (linear.weight, linear.bias) if t is not None]
+        raise InvalidInput(
+            f"the weight {name!r} has shape {' and a bias of '.join(map(str, has))}; {rows} rows are needed"
+        )

@@ -1,0 +1,270 @@
+"""The controlled forward pass: eval mode, inference mode, dtype, device, and only arguments the model takes.
+
+Owns the module once it is placed. `Forward(...)` calls the model and leaves the answer on the device; `bring_back`
+copies what was asked for to the host, all of it in one wait. It does not batch and knows nothing of tasks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headway.base.errors import InvalidInput, Unsupported
+from headway.pipelines.inputs.arrays import Ragged
+from headway.runtime.device import DTYPES, pick_device, pick_dtype
+
+FORWARD_PARAMETERS = ("output_hidden_states", "output_attentions", "return_dict")
+AUTOCAST = "autocast"
+REFUSED = {
+    "tpu": "there is no TPU backend; use cpu, cuda, cuda:N or mps",
+    "xla": "there is no XLA (TPU) backend; use cpu, cuda, cuda:N or mps",
+    "tensorrt": 'there is no TensorRT backend; use device="cuda", with compile=True where it pays',
+    "trt": 'there is no TensorRT backend; use device="cuda", with compile=True where it pays',
+}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model computes and in which numbers: `dtype` of the weights, `autocast` of the products if not None."""
+
+    device: torch.device
+    dtype: torch.dtype
+    autocast: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        cast = f", autocast to {str(self.autocast).removeprefix('torch.')}" if self.autocast else ""
+        return f"{self.device} {name}{cast}"
+
+
+def place(device: str, dtype: str) -> Placement:
+    """The placement that a user's words mean. `autocast` and `autocast:float16` keep float32 weights."""
+    name = device.lower().partition(":")[0] if isinstance(device, str) else ""
+    if name in REFUSED:
+        raise Unsupported(f"device {device!r} is refused: {REFUSED[name]}")
+    where = pick_device(device)
+    if isinstance(dtype, str) and dtype.partition(":")[0] == AUTOCAST:
+        half = dtype.partition(":")[2] or "bfloat16"
+        if half not in ("bfloat16", "bf16", "float16", "f16"):
+            raise InvalidInput(f"dtype {dtype!r} is not known; autocast takes autocast:bfloat16 or autocast:float16")
+        return Placement(where, torch.float32, DTYPES[half])
+    return Placement(where, pick_dtype(dtype, where))
+
+
+class Forward:
+    """A module that is ready to be called: `run(inputs)`, `run(inputs, method="generate", max_new_tokens=5)`."""
+
+    def __init__(self, module: nn.Module, placement: Placement) -> None:
+        self.module = module.eval().to(device=placement.device, dtype=placement.dtype)
+        self.placement = placement
+
+    @property
+    def device(self) -> torch.device:
+        return self.placement.device
+
+    def takes(self, name: str, method: str = "forward") -> bool:
+        """Whether the model's `method` has an argument of that name."""
+        return name in accepted(type(self.module), method)
+
+    def check(self, names: Mapping[str, Any], method: str = "forward") -> None:
+        """Refuse arguments that the model does not take."""
+        known = accepted(type(self.module), method)
+        for name in names:
+            if name not in known:
+                shown = ", ".join(sorted(known & _explicit(type(self.module), method))) or "nothing by name"
+                raise InvalidInput(
+                    f"{type(self.module).__name__}.{method} takes no argument {name!r}; it takes {shown}"
+                )
+
+    def __call__(self, inputs: Mapping[str, Any], /, *, method: str = "forward", **parameters: Any) -> Any:
+        """The model's own answer, on the device."""
+        self.check(inputs, method)
+        self.check(parameters, method)
+        with self.context():
+            return self.call_on_device(inputs, method, parameters)
+
+    def call_on_device(self, inputs: Mapping[str, Any], method: str, parameters: Mapping[str, Any]) -> Any:
+        """The call itself, with floats in the model's dtype; the caller is in `context()`."""
+        moved = to_device(dict(inputs), self.device, self.placement.dtype)
+        call: Callable[..., Any] = self.module if method == "forward" else getattr(self.module, method)
+        return call(**moved, **parameters)
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Inference mode, and autocast where it was asked for."""
+        return _Both(torch.inference_mode(), self._cast())
+
+    def _cast(self) -> AbstractContextManager[Any]:
+        if self.placement.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.placement.autocast)
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts as one."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        self._outer.__exit__(*error)
+
+
+# -- moving ------------------------------------------------------------------------------------------------------------
+
+
+def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """`tree` with its tensors on `device`, however they are nested; floats in `dtype`. Types of containers stay."""
+    match tree:
+        case Tensor():
+            cast = dtype if dtype is not None and tree.is_floating_point() else tree.dtype
+            if device.type == "cuda" and tree.device.type == "cpu":
+                return tree.pin_memory().to(device, cast, non_blocking=True)
+            return tree.to(device, cast)
+        case Mapping():
+            moved = {key: to_device(value, device, dtype) for key, value in tree.items()}
+            return moved if type(tree) is dict else _rebuilt(tree, moved)
+        case tuple() if hasattr(tree, "_fields"):
+            return type(tree)(*(to_device(value, device, dtype) for value in tree))
+        case list() | tuple():
+            return type(tree)(to_device(value, device, dtype) for value in tree)
+    return tree
+
+
+def _rebuilt(like: Mapping[str, Any], fields: dict[str, Any]) -> Any:
+    try:
+        return type(like)(**fields)  # type: ignore[call-arg]  # outputs of transformers are made by keywords
+    except TypeError:
+        return fields
+
+
+@typing.runtime_checkable
+class OnItsWay(typing.Protocol):
+    """An answer that is being copied to the host."""
+
+    def wait(self) -> Mapping[str, Sequence[Any]]:
+        """name → one array a row, once they have arrived."""
+        ...
+
+
+class HostCopy:
+    """Tensors on their way to the host; `wait` gives them row by row once they have arrived."""
+
+    def __init__(self, answer: Mapping[str, Tensor | Ragged]) -> None:
+        found = {name: value.values if isinstance(value, Ragged) else value for name, value in answer.items()}
+        self._counts = {name: value.counts for name, value in answer.items() if isinstance(value, Ragged)}
+        self._tensors = {name: _start_copy(tensor) for name, tensor in found.items()}
+        self._event = None
+        device = next((tensor.device for tensor in found.values() if tensor.device.type == "cuda"), None)
+        if device is not None:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> dict[str, Sequence[Any]]:
+        """name → one array a row."""
+        if self._event is not None:
+            self._event.synchronize()
+        return {name: self._rows(name, tensor.numpy()) for name, tensor in self._tensors.items()}
+
+    def _rows(self, name: str, array: Any) -> Sequence[Any]:
+        counts = self._counts.get(name)
+        if counts is None:
+            return array
+        ends = list(accumulate(counts))
+        return [array[end - count : end] for count, end in zip(counts, ends)]
+
+
+def _start_copy(tensor: Tensor) -> Tensor:
+    tensor = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def bring_back(tree: Any) -> Any:
+    """`tree` with its tensors on the CPU, after one wait for the device."""
+    copies: list[tuple[Tensor, Tensor]] = []
+
+    def start(value: Any) -> Any:
+        match value:
+            case Tensor() if value.device.type == "cuda":
+                host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+                copies.append((host, value))
+                return host
+            case Tensor():
+                return value.cpu()
+            case Mapping():
+                return {key: start(part) for key, part in value.items()}
+            case list() | tuple():
+                return tuple(start(part) for part in value)
+        return value
+
+    result = start(tree)
+    for host, value in copies:
+        host.copy_(value, non_blocking=True)
+    if copies:
+        torch.cuda.current_stream(copies[0][1].device).synchronize()
+    return result
+
+
+# -- what a model takes ------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=512)
+def accepted(kind: type, method: str = "forward") -> frozenset[str]:
+    """Names of the arguments that `kind`'s method takes, those that its typed **kwargs list among them."""
+    names = set(_explicit(kind, method))
+    for parameter in inspect.signature(getattr(kind, method)).parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            names |= _typed_names(parameter.annotation) | set(FORWARD_PARAMETERS)
+    if method == "generate":
+        names |= _generation_names() | accepted(kind, "forward")
+        for part in ("get_encoder", "get_decoder"):
+            names |= {"encoder_outputs", "decoder_input_ids"} if hasattr(kind, part) else set()
+    return frozenset(names)
+
+
+@lru_cache(maxsize=512)
+def _explicit(kind: type, method: str) -> frozenset[str]:
+    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(getattr(kind, method)).parameters
+    return frozenset(name for name, p in parameters.items() if p.kind in plain and name != "self")
+
+
+def _typed_names(annotation: Any) -> set[str]:
+    """The keys of `**kwargs: Unpack[SomeTypedDict]`; nothing where kwargs are untyped."""
+    if isinstance(annotation, str) or annotation is inspect.Parameter.empty:
+        return set()
+    for part in typing.get_args(annotation):
+        if hasattr(part, "__annotations__"):
+            return set(typing.get_type_hints(part)) if _resolves(part) else set(part.__annotations__)
+    return set()
+
+
+def _resolves(kind: Any) -> bool:
+    try:
+        typing.get_type_hints(kind)
+    except (NameError, TypeError):
+        return False
+    return True
+
+
+@lru_cache(maxsize=1)
+def _generation_names() -> frozenset[str]:
+    from transformers import GenerationConfig
+
+    return frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_"))

@@ -1,0 +1,202 @@
+"""Model folders into modules: weights from safetensors only, code from the installed transformers only.
+
+`load` gives a Loaded: the module placed and in eval mode behind a Forward, and whatever turns inputs into arrays
+(tokenizer, image processor, feature extractor, processor) as the task needs them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from headway.base.errors import BadModelFile, ModelError, Unsupported, UnsupportedModel, WrongType
+from headway.models.hub.store import resolve
+from headway.pipelines.backends.forward import Forward, Placement
+from headway.pipelines.inputs.text import TextEncoder, length_limit
+
+if TYPE_CHECKING:
+    from headway.pipelines.backends.quantize import QuantizationReport
+    from headway.pipelines.backends.unpadded import PackedEncoder
+
+EXTRA = "pip install 'headway[pipelines]'"
+PARTS = {
+    "tokenizer": "AutoTokenizer",
+    "image_processor": "AutoImageProcessor",
+    "feature_extractor": "AutoFeatureExtractor",
+    "processor": "AutoProcessor",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A model in memory and what prepares its inputs."""
+
+    name: str
+    path: Path | None
+    run: Forward
+    config: Any
+    tokenizer: Any = None
+    image_processor: Any = None
+    feature_extractor: Any = None
+    processor: Any = None
+    text: TextEncoder | None = None  # the tokenizer made safe for threads, where there is one
+    packed: PackedEncoder | None = None  # the same model over rows without padding, where that is known to be right
+    quantization: QuantizationReport | None = None  # what quantize= did
+
+    @property
+    def module(self) -> Any:
+        return self.run.module
+
+    def but(self, **changes: Any) -> Loaded:
+        """The same model with another way to compute it."""
+        return replace(self, **changes)
+
+
+def transformers() -> ModuleType:
+    """The library, or an error that names the extra that brings it."""
+    try:
+        import transformers
+    except ImportError:
+        raise Unsupported(f"pipelines need transformers, which is not installed: {EXTRA}") from None
+    return transformers
+
+
+def load(
+    model: Any,
+    auto_class: str,
+    needs: tuple[str, ...],
+    placement: Placement,
+    parts: dict[str, Any] | None = None,
+    *,
+    changes: bool = False,
+) -> Loaded:
+    """Load what `model` names (a known name, a folder, a hub id) or take a module that is in memory already.
+
+    `parts` are a tokenizer and the like that the caller has; the rest of `needs` is read from the model's folder. If
+    the weights are going to be changed (`changes`, or another dtype), a module of the caller's is copied first.
+    """
+    library, given = transformers(), dict(parts or {})
+    import torch
+
+    if isinstance(model, torch.nn.Module):
+        name, path, module = type(model).__name__, None, _own(model, placement, changes)
+    elif isinstance(model, (str, Path)):
+        name, path = str(model), _folder(model)
+        module = _module(library, path, auto_class)
+    else:
+        raise WrongType(f"model is a {type(model).__name__}; pass a name, a folder, a hub id or a torch module")
+    for part in needs:
+        if given.get(part) is None:
+            given[part] = _part(library, path, part, name)
+    run = Forward(module, placement)
+    config = getattr(module, "config", None)
+    tokenizer = given.get("tokenizer") or getattr(given.get("processor"), "tokenizer", None)
+    text = text_encoder(tokenizer, config, path, run) if tokenizer is not None else None
+    return Loaded(name, path, run, config, **{**given, "tokenizer": tokenizer}, text=text)
+
+
+def _own(module: Any, placement: Placement, changes: bool) -> Any:
+    """A module that may be changed: the caller's own only if it stays as it is."""
+    cast = any(p.is_floating_point() and p.dtype != placement.dtype for p in module.parameters())
+    return copy.deepcopy(module) if changes or cast or module.training else module
+
+
+def text_encoder(tokenizer: Any, config: Any, path: Path | None, run: Forward) -> TextEncoder:
+    """The tokenizer as tasks use it, with the model's length limit."""
+    limit = length_limit(tokenizer, getattr(config, "text_config", config))
+    declared = read_json(path, "sentence_bert_config.json").get("max_seq_length") if path else None
+    if isinstance(declared, int) and declared > 0:
+        limit = min(declared, limit) if limit is not None else declared
+    types = "token_type_ids" in getattr(tokenizer, "model_input_names", ()) and run.takes("token_type_ids")
+    return TextEncoder(tokenizer, limit, types=types)
+
+
+def read_json(folder: Path | None, name: str) -> dict[str, Any]:
+    """A JSON file of a model's folder; empty if it is not there."""
+    if folder is None or not (folder / name).is_file():
+        return {}
+    try:
+        found = json.loads((folder / name).read_text())
+    except ValueError as error:
+        raise BadModelFile(f"{folder / name} is no JSON: {error}") from error
+    return found if isinstance(found, dict) else {"": found}
+
+
+def _folder(model: str | Path) -> Path:
+    path = resolve(model)
+    if not path.is_dir():
+        raise UnsupportedModel(
+            f"{model} is a GGUF file of a decoder; this task needs a folder with config.json and safetensors "
+            '(decoders run as pipeline("text-generation", ...) or hw.Engine)'
+        )
+    if not any(path.glob("*.safetensors")):
+        kinds = sorted(file.name for file in path.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        has = f"it has {', '.join(kinds)}, pickles that are never loaded" if kinds else "it has no weights at all"
+        raise BadModelFile(f"{path} has no *.safetensors: {has}; save the model again with save_pretrained")
+    return path
+
+
+def _module(library: ModuleType, path: Path, auto_class: str) -> Any:
+    import torch
+
+    with _quiet():
+        try:
+            module, info = getattr(library, auto_class).from_pretrained(
+                path,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
+        except (ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UnsupportedModel(f"{path} cannot be loaded as {auto_class}: {reason}") from error
+        except (OSError, RuntimeError) as error:
+            raise BadModelFile(f"{path} cannot be loaded: {' '.join(str(error).split())[:200]}") from error
+    # transformers would fill a missing head with random numbers; a pooler that nobody reads may be missing
+    missing = sorted(key for key in info["missing_keys"] if not ("pooler." in key and auto_class == "AutoModel"))
+    if missing:
+        raise BadModelFile(
+            f"{path} has no weights for {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''} of "
+            f"{type(module).__name__}; it was not trained for this task"
+        )
+    return module
+
+
+def _part(library: ModuleType, path: Path | None, part: str, name: str) -> Any:
+    if path is None:
+        raise ModelError(f"{name} is a module in memory; pass its {part} too ({part}=...)")
+    try:
+        with _quiet():
+            return getattr(library, PARTS[part]).from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except ImportError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise Unsupported(f"the {part} of {path} needs a package that is not installed ({reason}): {EXTRA}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"{path} has no usable {part} ({reason}); put its files there or pass {part}=...") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the library's load reports to itself; what matters is raised."""
+    from transformers.utils import logging as library_logging
+
+    log = logging.getLogger("transformers")
+    before, bars = log.level, library_logging.is_progress_bar_enabled()
+    log.setLevel(logging.ERROR)
+    library_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+        if bars:
+            library_logging.enable_progress_bar()

@@ -1,0 +1,254 @@
+"""Recordings of any kind that users have, as one channel of float32 at the rate a model wants: numpy alone.
+
+WAV files are read here (whole numbers of 8 to 32 bits, floats of 32 and 64, any number of channels); other formats are
+refused by name. Resampling is a windowed sinc, the same filter as torchaudio's default. No network, no programs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from headway.base.errors import InvalidInput, WrongType
+from headway.pipelines.inputs.images import read_file
+
+MAX_SECONDS = 4 * 3600.0
+RATES = (1_000, 768_000)
+WANTED = 'a recording: an array, {"array": ..., "sampling_rate": ...}, bytes or the path of a WAV file'
+ZERO_CROSSINGS, ROLLOFF = 6, 0.99  # of the sinc on each side; the share of the band that is kept
+OTHER_KINDS = {
+    b"fLaC": "FLAC",
+    b"OggS": "Ogg",
+    b"ID3": "MP3",
+    b"\xff\xfb": "MP3",
+    b"\xff\xf3": "MP3",
+    b"FORM": "AIFF",
+    b"\x1aE\xdf\xa3": "WebM",
+    b"caff": "CAF",
+    b"#!AMR": "AMR",
+    b"RF64": "RF64",
+}
+CODECS = {2: "ADPCM", 6: "A-law", 7: "µ-law", 17: "IMA ADPCM", 49: "GSM", 80: "MPEG", 85: "MP3"}
+PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
+
+
+def is_sound(value: Any) -> bool:
+    """Whether `value` is meant as one recording rather than as several."""
+    kinds = (str, bytes, bytearray, memoryview, os.PathLike, Mapping, np.ndarray)
+    return isinstance(value, kinds) or _is_tensor(value)
+
+
+def load_sound(item: Any, rate: int, *, max_seconds: float = MAX_SECONDS) -> np.ndarray:
+    """[samples] of float32 at `rate`; several channels are averaged.
+
+    An array by itself is taken to be at `rate` already: [samples], or [channels, samples] with at most two channels.
+    """
+    values, at = _waveform(item, rate)
+    if not len(values):
+        raise InvalidInput("the recording has no samples; pass one that has a sound in it")
+    if len(values) > max_seconds * at:
+        raise InvalidInput(
+            f"the recording lasts {len(values) / at:.1f} s and the limit is {max_seconds:g} s; "
+            "cut it, or pass max_seconds=... if it is meant to be that long"
+        )
+    if not np.isfinite(values).all():
+        bad = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise InvalidInput(f"sample {bad} of the recording is {values[bad]}; every sample must be a finite number")
+    return resample(values, at, rate)
+
+
+def _waveform(item: Any, rate: int) -> tuple[np.ndarray, int]:
+    """[samples] of float32 and their rate."""
+    if isinstance(item, Mapping):
+        return _of_dict(item, rate)
+    if isinstance(item, (str, os.PathLike)):
+        return parse_wav(*read_file(item, "recording"))
+    if isinstance(item, (bytes, bytearray, memoryview)):
+        return parse_wav(bytes(item), f"the {len(bytes(item))} bytes")
+    if isinstance(item, np.ndarray) or _is_tensor(item):
+        return _one_channel(np.asarray(item)), rate
+    raise WrongType(f"{item!r:.60} of type {type(item).__name__} was given where {WANTED} is wanted")
+
+
+def _of_dict(item: Mapping[str, Any], rate: int) -> tuple[np.ndarray, int]:
+    """The recording in {"array" or "raw": ..., "sampling_rate": ...}, or in {"bytes": ..., "path": ...}."""
+    name = "raw" if "raw" in item else "array"
+    if name in item and "sampling_rate" in item and set(item) <= {name, "sampling_rate", "path"}:
+        values = item[name]
+        if not (isinstance(values, np.ndarray) or _is_tensor(values)):
+            try:
+                values = np.asarray(values, dtype=np.float32)
+            except (TypeError, ValueError) as error:
+                raise WrongType(f"{name!r} is a {type(values).__name__}; it takes an array of numbers") from error
+        return _one_channel(np.asarray(values)), check_rate(item["sampling_rate"])
+    if item and set(item) <= {"bytes", "path"}:
+        return _waveform(item["bytes"] if item.get("bytes") is not None else item.get("path"), rate)
+    raise InvalidInput(
+        f'a dict has "array" and "sampling_rate", or "bytes" and "path"; {sorted(map(str, item))} were given'
+    )
+
+
+def check_seconds(name: str, value: Any, *, zero: bool = False) -> None:
+    """Refuse what is no length of time."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value < float("inf")
+    if not number or value < 0 or (value == 0 and not zero):
+        raise InvalidInput(f"{name} is {value!r}; it takes a number of seconds {'from' if zero else 'above'} 0")
+
+
+def check_rate(rate: Any) -> int:
+    """`rate` if it is a number of samples a second."""
+    if isinstance(rate, bool) or not isinstance(rate, (int, np.integer)):
+        raise WrongType(f"sampling_rate is {rate!r}; it takes a whole number of samples a second")
+    if not RATES[0] <= rate <= RATES[1]:
+        raise InvalidInput(f"sampling_rate is {rate}; it takes {RATES[0]} to {RATES[1]} samples a second")
+    return int(rate)
+
+
+def _one_channel(values: np.ndarray) -> np.ndarray:
+    """[samples] of float32, whole numbers brought to -1 to 1."""
+    if values.ndim == 2 and values.shape[0] > 2:
+        raise InvalidInput(
+            f"an array of shape {list(values.shape)} is read as {values.shape[0]} channels, and at most 2 are taken; "
+            "transpose it if it is [samples, channels], or mix it to one channel first"
+        )
+    if values.ndim not in (1, 2):
+        raise InvalidInput(f"an array of shape {list(values.shape)} is no recording; [samples] is wanted")
+    scaled = _scaled(values)
+    return scaled if values.ndim == 1 else scaled.mean(axis=0, dtype=np.float32)
+
+
+def _scaled(values: np.ndarray) -> np.ndarray:
+    kind = values.dtype
+    if np.issubdtype(kind, np.floating):
+        return values.astype(np.float32, copy=False)
+    if kind == np.uint8:
+        return (values.astype(np.float32) - 128) / 128
+    if kind in (np.int16, np.int32):
+        return (values / -float(np.iinfo(kind).min)).astype(np.float32)
+    raise WrongType(f"an array of {kind} is no recording; floats of -1 to 1, int16, int32 or uint8 are")
+
+
+def _is_tensor(value: Any) -> bool:
+    from torch import Tensor
+
+    return isinstance(value, Tensor) and value.device.type == "cpu"
+
+
+# -- WAV ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Format:
+    """What the "fmt " chunk says."""
+
+    codec: int
+    channels: int
+    rate: int
+    bits: int
+
+
+def parse_wav(data: bytes, name: str = "the WAV") -> tuple[np.ndarray, int]:
+    """[samples] of float32, channels averaged, and their rate."""
+    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
+        kind = next((kind for magic, kind in OTHER_KINDS.items() if data.startswith(magic)), None)
+        said = f"is {kind}, which is not read here" if kind else "is no WAV file"
+        raise InvalidInput(
+            f"{name} {said}; convert it first (ffmpeg -i FILE -ac 1 out.wav), "
+            'or pass {"array": ..., "sampling_rate": ...}'
+        )
+    chunks = _chunks(data, name)
+    if b"fmt " not in chunks or b"data" not in chunks:
+        raise InvalidInput(f"{name} is a WAV file without {'samples' if b'fmt ' in chunks else 'a format'}: damaged")
+    form = _format(chunks[b"fmt "], name)
+    return _samples(chunks[b"data"], form, name), check_rate(form.rate)
+
+
+def _chunks(data: bytes, name: str) -> dict[bytes, memoryview]:
+    """The chunks of a RIFF file up to its samples."""
+    found: dict[bytes, memoryview] = {}
+    view, at = memoryview(data), 12
+    while at + 8 <= len(data) and b"data" not in found:
+        tag, size = struct.unpack_from("<4sI", data, at)
+        if tag == b"data" and size == 0xFFFFFFFF:  # written to a pipe: its length was not known
+            size = len(data) - at - 8
+        if at + 8 + size > len(data):
+            raise InvalidInput(f"{name} is cut off: its {tag!r} has {size} bytes and {len(data) - at - 8} are there")
+        found[tag] = view[at + 8 : at + 8 + size]
+        at += 8 + size + size % 2
+    return found
+
+
+def _format(chunk: memoryview, name: str) -> _Format:
+    if len(chunk) < 16:
+        raise InvalidInput(f"{name} has a format of {len(chunk)} bytes where 16 are wanted: damaged")
+    codec, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", chunk)
+    if codec == EXTENSIBLE and len(chunk) >= 26:
+        codec = struct.unpack_from("<H", chunk, 24)[0]
+    if (codec, bits) not in {(PCM, 8), (PCM, 16), (PCM, 24), (PCM, 32), (FLOAT, 32), (FLOAT, 64)}:
+        said = {PCM: "whole numbers", FLOAT: "floats"}.get(codec, CODECS.get(codec, f"codec {codec}"))
+        raise InvalidInput(
+            f"{name} holds {said} of {bits} bits; whole numbers of 8, 16, 24, 32 and floats of 32, 64 bits are read"
+        )
+    if not channels:
+        raise InvalidInput(f"{name} has no channels: damaged")
+    return _Format(codec, channels, rate, bits)
+
+
+def _samples(chunk: memoryview, form: _Format, name: str) -> np.ndarray:
+    width = form.channels * form.bits // 8
+    if len(chunk) % width:
+        raise InvalidInput(f"{name} has {len(chunk)} bytes of samples, no multiple of {width}: damaged or cut off")
+    if form.codec == FLOAT:
+        values = np.frombuffer(chunk, dtype=f"<f{form.bits // 8}").astype(np.float32)
+    elif form.bits == 24:
+        parts = np.frombuffer(chunk, dtype=np.uint8).reshape(-1, 3)
+        whole = np.zeros((len(parts), 4), dtype=np.uint8)
+        whole[:, 1:] = parts  # the upper three bytes of a whole number of 32 bits
+        values = _scaled(whole.reshape(-1).view("<i4").astype(np.int32, copy=False))
+    else:
+        values = _scaled(np.frombuffer(chunk, dtype={8: "u1", 16: "<i2", 32: "<i4"}[form.bits]))
+    values = values.reshape(-1, form.channels)
+    return values[:, 0] if form.channels == 1 else values.mean(axis=1, dtype=np.float32)
+
+
+# -- resampling --------------------------------------------------------------------------------------------------------
+
+BLOCK = 1 << 16  # results computed at a time, so that memory stays small
+
+
+def resample(values: np.ndarray, rate: int, to: int) -> np.ndarray:
+    """`values` of one rate at another, band-limited: ceil(samples × to ÷ rate) of them."""
+    if rate == to:
+        return np.ascontiguousarray(values, dtype=np.float32)
+    common = math.gcd(rate, to)
+    step, phases = rate // common, to // common  # result j lies at j × step ÷ phases of the input
+    weights, reach = _filter(step, phases)
+    padded = np.pad(values.astype(np.float32, copy=False), reach)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, weights.shape[1])
+    found = np.empty(-(-len(values) * phases // step), dtype=np.float32)
+    for start in range(0, len(found), BLOCK):
+        places = np.arange(start, min(start + BLOCK, len(found))) * step
+        near = windows[places // phases]
+        found[start : start + len(places)] = np.einsum("ij,ij->i", near, weights[places % phases])
+    return found
+
+
+@lru_cache(maxsize=8)
+def _filter(step: int, phases: int) -> tuple[np.ndarray, int]:
+    """For each phase the weights of the samples around it, [phases, 2 × reach + 1], and how far they reach.
+
+    A sinc under a Hann window, ZERO_CROSSINGS wide, that passes ROLLOFF of the narrower band.
+    """
+    cutoff = min(1.0, phases / step) * ROLLOFF  # in cycles of half the input's rate
+    reach = math.ceil(ZERO_CROSSINGS / cutoff)
+    offsets = np.arange(-reach, reach + 1)[None, :] - (np.arange(phases) / phases)[:, None]  # [phases, taps]
+    t = np.clip(offsets * cutoff, -ZERO_CROSSINGS, ZERO_CROSSINGS)
+    window = np.cos(t * np.pi / ZERO_CROSSINGS / 2) ** 2
+    return (np.sinc(t) * window * cutoff).astype(np.float32), reach

@@ -1,0 +1,40 @@
+"""A call that a model must make, written in parts: texts that are filled in, and grammars for what it may choose.
+
+<tool_call>\\n{"name": "        filled in
+get_weather"                   one of the names, when there are several
+, "arguments":                 filled in
+{"city": "Oslo"}               the arguments, by the tool's schema
+}\\n</tool_call>                filled in
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from headway.program.chat.toolbox import Toolbox
+from headway.program.constraints.grammar import Grammar
+from headway.text.forms import CallForm
+
+Item = str | Grammar | None  # a text to fill in, what to generate by, or None for whatever the model says
+Script = Generator[Item, str, None]  # it is sent the message's text so far
+
+
+def free() -> Script:
+    """A message that the model writes as it likes."""
+    yield None
+
+
+def forced_call(tools: Toolbox, form: CallForm, name: str, lead: str = "") -> Script:
+    """A message that is a call of the tool with this name, or of any when it is ""; `lead` stands before it."""
+    names = (name,) if name else tools.names
+    text = yield lead + form.opening
+    if len(names) == 1:
+        name = names[0]
+        yield name + form.between
+    else:
+        text = yield Grammar.choices(name + form.border for name in names)
+        name = next(name for name in names if text.endswith(form.opening + name + form.border))
+        yield form.between.removeprefix(form.border)
+    yield tools.get(name).arguments
+    if form.closing:
+        yield form.closing

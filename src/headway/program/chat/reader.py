@@ -1,0 +1,70 @@
+"""A model's reply, read as it is generated: steps in, parts out."""
+
+from __future__ import annotations
+
+from headway.program.generation.generator import Step
+from headway.text.parse import Content, Part, Reply, collect, parser
+from headway.text.stream import TextStream
+from headway.text.tokenizer import Tokenizer
+
+
+class Reader:
+    """Content, reasoning and calls of one assistant message, however many generations write it.
+
+    Markers of some formats are special tokens, which the text of a step leaves out; so tokens are read, each when all
+    of its text has become certain. Without a format everything is content.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, format: str | None, prompt: str = "") -> None:
+        self._tokenizer = tokenizer
+        self._parser = None if format is None else parser(format, prompt=prompt)
+        self._parts: list[Part] = []
+        self.text = ""  # all that was read, special tokens included
+        self.begin()
+
+    def begin(self) -> None:
+        """Another generation goes on with the message."""
+        self._shown, self._raw = TextStream(self._tokenizer), TextStream(self._tokenizer, skip_special=False)
+        self._held: list[tuple[int, int]] = []  # tokens, and how many characters are shown with each
+        self._certain = ""
+        self._known = self._read = 0
+
+    def push(self, step: Step) -> list[Part]:
+        """The parts that a step completes."""
+        if self._parser is None:
+            return self.write(step.text)
+        for token in step.tokens:
+            if token < self._tokenizer.vocab_size:  # ids the tokenizer lacks have no text
+                self._known += len(self._shown.push([token]))
+                self._held.append((token, self._known))
+        self._certain += step.text
+        text = self._released()
+        if step.finish is not None:
+            text += self._certain[self._read :]  # of a token that also held the beginning of a stop
+        return self.write(text)
+
+    def write(self, text: str) -> list[Part]:
+        """The parts that a text completes which was not drawn but filled in."""
+        self.text += text
+        if self._parser is not None:
+            return self._keep(self._parser.feed(text))
+        return self._keep([Content(text)] if text else [])
+
+    def finish(self) -> list[Part]:
+        """The rest: what was held back."""
+        return [] if self._parser is None else self._keep(self._parser.finish())
+
+    @property
+    def reply(self) -> Reply:
+        """The message so far."""
+        return collect(self._parts)
+
+    def _released(self) -> str:
+        ready = [(token, end) for token, end in self._held if end <= len(self._certain)]
+        del self._held[: len(ready)]
+        self._read = ready[-1][1] if ready else self._read
+        return "".join(self._raw.push([token]) for token, _ in ready)
+
+    def _keep(self, parts: list[Part]) -> list[Part]:
+        self._parts += parts
+        return parts

@@ -1,0 +1,315 @@
+"""A chat reply: a generation read as content, reasoning and calls as it comes, and tools run until there is an answer.
+
+One round is: the model writes a message; when it has calls, they are run one after the other and their results go back
+through the model's own template. A reply that fails or is cancelled leaves the context as it was before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from headway.base.errors import DeadlineExceeded, InvalidInput, ToolFailed
+from headway.base.samplers import Sampler
+from headway.program.chat.forced_calls import Item, Script, forced_call, free
+from headway.program.chat.messages import Before, Messages, close_turn, open_turn, reply_format, tool_format
+from headway.program.chat.reader import Reader
+from headway.program.chat.toolbox import Function, Toolbox
+from headway.program.generation.generator import Generation, Step
+from headway.program.ids import integers
+from headway.text.forms import CallForm, call_form, end_of_reasoning, tool_message
+from headway.text.parse import BadToolCall, Part, ToolCall
+
+if TYPE_CHECKING:
+    from headway.program.context import Context
+
+Choice = Literal["auto", "required", "none"] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """A call was made: what the model is told about it, and the error, if it failed."""
+
+    call: ToolCall
+    text: str
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class ChatLimits:
+    """What a reply may take: tokens of one message, rounds of calls, seconds of one call and of all."""
+
+    max_tokens: int = 512
+    max_rounds: int = 8
+    tool_timeout: float | None = 30.0
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_tokens", 1), ("max_rounds", 0)):
+            (value,) = integers([getattr(self, name)], name)
+            if value < least:
+                raise InvalidInput(f"{name} is {value}; it takes a whole number from {least}")
+        for name in ("tool_timeout", "timeout"):
+            seconds = getattr(self, name)
+            if seconds is None:
+                continue
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+                raise InvalidInput(f"{name} is {seconds!r}; it takes a number of seconds above 0, or None for no limit")
+
+
+class ChatReply:
+    """A reply as it arrives: an async iterator of parts. `await reply.text()` runs it to its end.
+
+    Parts are `Content`, `Reasoning`, `ToolCallStart`, `ToolCallArguments`, `ToolCallEnd`, `BadToolCall` and, for every
+    call that was made, `ToolResult`. When it has ended, `finish` says why:
+
+    - `eos`, `stop`: the model answered; the message is closed and the next can follow
+    - `length`: `max_tokens` cut the message; it is left open
+    - `calls`: it ended in calls that nobody here runs: tools given as schemas, or `tool_choice="none"`
+    - `bad_call`: it ended in a call that cannot be read; `bad` has it
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        said: Messages = None,
+        sampler: Sampler | None = None,
+        *,
+        tools: Iterable[Function | Mapping[str, Any]] | None = None,
+        tool_choice: Choice = "auto",
+        tool_format: str | None = None,
+        on_error: Literal["tell", "raise"] = "tell",
+        stop: str | Iterable[str | int] = (),
+        limits: ChatLimits | None = None,
+    ) -> None:
+        self.limits = limits or ChatLimits()
+        if on_error not in ("tell", "raise"):
+            raise InvalidInput(f"on_error is {on_error!r}; it takes 'tell' (the model) or 'raise'")
+        self._context, self._sampler = context, sampler
+        self._stop = stop if isinstance(stop, str) else list(stop)
+        self._raises, self._runs = on_error == "raise", tool_choice != "none"
+        self._tools = Toolbox((context.talk.tools or ()) if tools is None else tools)
+        chosen = _chosen_tool(tool_choice, self._tools)
+        self._before = Before.of(context)
+        self._parts: deque[Part | ToolResult] = deque()
+        self._script: Script = free()  # what the message is made of
+        self._item: Item | Literal[False] = False  # the part of it that comes next; False when there is none
+        self._generation: Generation | None = None
+        self._waiting: deque[tuple[ToolCall, str]] = deque()  # calls to make, with their ids
+        self._answers: list[Mapping[str, Any]] = []
+        self._deadline: float | None = None
+        self._reasoning: list[str] = []
+        self.calls: list[ToolResult | ToolCall] = []
+        self.bad: tuple[BadToolCall, ...] = ()
+        self.rounds = 0  # of calls
+        self.finish: str | None = None
+        try:
+            self._format = self._open(said, tools is not None, tool_format)
+            self._begin_message(chosen)
+            while self._generation is None and self._item is not False:  # what cannot be used is refused here already
+                self._play(self._item)
+        except BaseException:
+            self._before.restore(context)
+            raise
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> AsyncIterator[Part | ToolResult]:
+        return self
+
+    async def __anext__(self) -> Part | ToolResult:
+        while not self._parts:
+            if self.finish is not None:
+                raise StopAsyncIteration
+            await self._bounded()
+        return self._parts.popleft()
+
+    async def text(self) -> str:
+        """Run to the end; the content of the last message."""
+        async for _ in self:
+            pass
+        return self.content
+
+    @property
+    def content(self) -> str:
+        """The text for the reader, of the message being written or the last one."""
+        return self._reader.reply.content
+
+    @property
+    def reasoning(self) -> str:
+        """What the model wrote for itself so far, in all rounds."""
+        now = self._reader.reply.reasoning
+        return "\n".join(filter(None, [*self._reasoning, now]))
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    async def _bounded(self) -> None:
+        """Go on by one step, inside the time there is; what fails takes the whole reply back."""
+        loop = asyncio.get_running_loop()
+        if self._deadline is None and self.limits.timeout is not None:
+            self._deadline = loop.time() + self.limits.timeout
+        scope = asyncio.timeout_at(self._deadline)
+        try:
+            async with scope:
+                await self._advance()
+        except BaseException as error:
+            self.finish = "failed"
+            self._before.restore(self._context)
+            if isinstance(error, TimeoutError) and scope.expired():
+                raise DeadlineExceeded(
+                    f"the reply took longer than timeout={self.limits.timeout:g} seconds; the context is as it was"
+                ) from error
+            raise
+
+    async def _advance(self) -> None:
+        if self._generation is not None:
+            self._take(await anext(self._generation))
+        elif self._item is not False:
+            self._play(self._item)
+        elif self._waiting:
+            await self._call(*self._waiting.popleft())
+        else:
+            self._go_on()
+
+    def _play(self, item: Item) -> None:
+        """The next thing that makes up a message: a text that is given, or a generation."""
+        if isinstance(item, str):
+            self._context.fill(self._context.engine.tokenizer.encode(item, special=True))
+            self._parts.extend(self._reader.write(item))
+            self._turn_page("constraint")
+            return
+        left = self.limits.max_tokens - self._drawn
+        if left < 1:
+            self._end_message("length")
+            return
+        self._item = False
+        self._reader.begin()
+        stop = self._stop if item is None else ()
+        self._generation = self._context.generate(self._sampler, max_tokens=left, stop=stop, constrain=item)
+
+    def _take(self, step: Step) -> None:
+        self._drawn += len(step.tokens)
+        self._parts.extend(self._reader.push(step))
+        if step.finish is None:
+            return
+        self._generation = None
+        if step.finish == "length":
+            self._end_message("length")
+        else:
+            self._turn_page(step.finish)
+
+    def _turn_page(self, finish: str) -> None:
+        """Go on to the next part of the message, or end it when that was the last."""
+        try:
+            self._item = self._script.send(self._reader.text)
+        except StopIteration:
+            self._end_message(finish)
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def _open(self, said: Messages, new_tools: bool, asked: str | None) -> str | None:
+        """Write the messages; the format of what will come."""
+        template = self._context.engine.chat_template
+        if not self._tools:
+            open_turn(self._context, said, tools=() if new_tools else None)
+            return reply_format(template, asked)
+        if not new_tools and self._context.talk.described:
+            asked = "hermes"
+        format, described = tool_format(template, asked)
+        open_turn(self._context, said, tools=self._tools.schemas if new_tools else None, described=described)
+        return format
+
+    def _begin_message(self, choice: str | None) -> None:
+        """Get ready for one message of the model. `choice` is a tool it must call, "" for any; None leaves it free."""
+        prompt = self._context.talk.rendered
+        self._reader = Reader(self._context.engine.tokenizer, self._format, prompt)
+        self._drawn = 0
+        behind = self._context.tokens[self._context.written :]
+        self._parts.extend(self._reader.write(self._context.engine.tokenizer.decode(behind)))
+        self._script = free()
+        if choice is not None:
+            assert self._format is not None
+            self._script = forced_call(self._tools, self._form(), choice, end_of_reasoning(self._format, prompt))
+        self._item = next(self._script)
+
+    def _form(self) -> CallForm:
+        template = self._context.engine.chat_template
+        assert self._format is not None
+        assert template is not None
+        return call_form(self._format, template.tool_source or template.source)
+
+    def _end_message(self, finish: str) -> None:
+        """The model has ended a message: what it has in it decides what comes next."""
+        self._item = False
+        self._parts.extend(self._reader.finish())
+        reply = self._reader.reply
+        self.bad = reply.bad
+        if finish == "length":
+            self.finish = finish
+            return
+        ids = close_turn(self._context, self._reader)
+        if reply.bad:
+            self.finish = "bad_call"
+        elif not reply.calls:
+            self.finish = finish
+        elif not self._runs or not self._tools or not self._tools.can_run(reply.calls):
+            self.calls += reply.calls
+            self.finish = "calls"
+        else:
+            self._check_rounds(reply.calls)
+            self._waiting.extend(zip(reply.calls, ids, strict=True))
+
+    def _check_rounds(self, calls: tuple[ToolCall, ...]) -> None:
+        if self.rounds == self.limits.max_rounds:
+            raise ToolFailed(
+                f"the model has called tools in max_rounds={self.rounds} rounds and wants to call "
+                f"{', '.join(call.name for call in calls)}; allow more rounds, or ask for less"
+            )
+        self.rounds += 1
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    async def _call(self, call: ToolCall, id: str) -> None:
+        outcome = await self._tools.run(call, self.limits.tool_timeout)
+        if outcome.error is not None and self._raises and not outcome.misused:
+            raise ToolFailed(
+                f"the tool {call.name!r} failed: {outcome.text.removeprefix('error: ')}"
+            ) from outcome.error
+        result = ToolResult(call, outcome.text, outcome.error)
+        self.calls.append(result)
+        self._parts.append(result)
+        self._answers.append(tool_message(call.name, id, outcome.text))
+
+    def _go_on(self) -> None:
+        """All calls of the message were made: the model reads the results and writes the next."""
+        answers, self._answers = self._answers, []
+        if thought := self._reader.reply.reasoning:
+            self._reasoning.append(thought)
+        open_turn(self._context, answers)
+        self._begin_message(None)
+
+
+def _chosen_tool(choice: Choice, tools: Toolbox) -> str | None:
+    """The tool that must be called, "" for any of them; None when none must."""
+    match choice:
+        case "auto" | "none":
+            return None
+        case "required":
+            name = ""
+        case {"name": str(name)} | {"function": {"name": str(name)}}:
+            pass
+        case _:
+            raise InvalidInput(
+                f"tool_choice is {choice!r:.80}; it takes 'auto', 'required', 'none' or {{'name': …}} of a tool"
+            )
+    if not tools:
+        raise InvalidInput(f"tool_choice is {choice!r:.80}, and there are no tools; give some in tools=")
+    if name and name not in tools.names:
+        raise InvalidInput(
+            f"tool_choice names {name!r:.80}, and there is no such tool; there are {', '.join(tools.names)}"
+        )
+    return name

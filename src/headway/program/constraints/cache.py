@@ -1,0 +1,229 @@
+"""The shelf of compiled grammars: what one tokenizer's grammars became, kept so that each is compiled once.
+
+Owns the compiler (llguidance), its limits and its messages, and the tokenizer as the compiler sees it. It hands out
+copies: it never follows a text and never holds a tokenizer alive.
+
+What is bounded: the size of a grammar (headway.program.constraints.grammar), the compiler's own fuel, states and items (LIMITS),
+and the time a caller waits (DEADLINE). The compiler recurses, so it runs in a thread of its own with a deep stack.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from headway.base.errors import InvalidInput, InvalidToken, Unsupported
+from headway.program.constraints.bitmask import padded
+from headway.program.constraints.grammar import WHITESPACE, Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from headway.text.tokenizer import Tokenizer
+
+LIMITS: dict[str, Any] = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 20_000,  # 1 to 2 kB each
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+KEPT = 64  # compiled grammars per tokenizer
+KEPT_BYTES = 1 << 20  # of their sources, which say roughly what they take: large ones leave sooner
+STACK = 64 << 20  # bytes; only what is used is ever real memory
+DEADLINE = 20.0  # seconds; what the limits let through takes a tenth of this
+SHOWN = 200  # characters of the compiler's message
+
+
+class Shelf:
+    """The compiler's view of one tokenizer, and the grammars compiled for it, least recently used first."""
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        self.words = _words(tokenizer, size)
+        self._kept: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def taken(self, key: bytes) -> LLMatcher | None:
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is None:
+                return None
+            self._kept.move_to_end(key)
+            return kept.deep_copy()
+
+    def made(self, grammar: Grammar) -> LLMatcher:
+        """The grammar compiled anew."""
+        return _with_deep_stack(lambda: _matcher(grammar, self.words), grammar)
+
+    def drop(self, key: bytes) -> None:
+        """Keep it no longer: its table is full."""
+        with self._lock:
+            self._kept.pop(key, None)
+
+    def put(self, key: bytes, matcher: LLMatcher) -> None:
+        with self._lock:
+            self._kept[key] = matcher
+            while len(self._kept) > KEPT or (len(self._kept) > 1 and sum(map(len, self._kept)) > KEPT_BYTES):
+                self._kept.popitem(last=False)
+
+
+_shelves: weakref.WeakKeyDictionary[Tokenizer, dict[int, Shelf]] = weakref.WeakKeyDictionary()
+_shelving = threading.Lock()
+
+
+def shelf_of(tokenizer: Tokenizer, size: int) -> Shelf:
+    """The shelf for the first `size` ids of a vocabulary: those that the model has."""
+    with _shelving:
+        shelves = _shelves.setdefault(tokenizer, {})
+        if size not in shelves:
+            shelves[size] = Shelf(tokenizer, size)
+        return shelves[size]
+
+
+def made_shelf(tokenizer: Tokenizer, size: int) -> Shelf | None:
+    """The same where it is there already; None also while any shelf is being made, which takes long."""
+    if not _shelving.acquire(blocking=False):
+        return None
+    try:
+        return _shelves.get(tokenizer, {}).get(size)
+    finally:
+        _shelving.release()
+
+
+# --- compiling
+
+
+def _matcher(grammar: Grammar, words: LLTokenizer) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
+    return LLMatcher(words, _source(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar in the compiler's own form."""
+    from llguidance import LLMatcher
+
+    match grammar.kind:
+        case "json":
+            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_json_options(grammar.compact))
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case "choices":
+            return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(_quoted(grammar.text)))
+        case "lark":
+            return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _json_options(compact: bool) -> Any:
+    # Without \u no name in a document can be another spelling of a property's.
+    escapes = {"json_allowed_escapes": 'nrbtf\\"', "json_allow_general_unicode_escapes": False}
+    if compact:
+        return {"whitespace_flexible": False, **escapes}
+    return {"whitespace_pattern": f"[ \\n\\r\\t]{{1,{WHITESPACE}}}", **escapes}
+
+
+def _quoted(choices: str) -> list[str]:
+    return [json.dumps(choice, ensure_ascii=False) for choice in json.loads(choices)]
+
+
+def _with_deep_stack(work: Callable[[], LLMatcher], grammar: Grammar) -> LLMatcher:
+    """Run the compiler where its recursion cannot reach the end of the stack; refuse what it refuses."""
+    done: list[LLMatcher | BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:  # a panic inside the compiler is no Exception
+            done.append(error)
+
+    thread = threading.Thread(target=run, name="headway-grammar", daemon=True)
+    with _starting:
+        before = threading.stack_size(STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join(DEADLINE)
+    if not done:
+        raise InvalidInput(f"{named(grammar)} was not compiled in {DEADLINE:.0f} seconds; simplify it")
+    if isinstance(done[0], BaseException):
+        raise InvalidInput(f"{named(grammar)} cannot be used: {brief(str(done[0]))}") from done[0]
+    if done[0].is_error():
+        raise InvalidInput(f"{named(grammar)} cannot be used: {brief(done[0].get_error())}")
+    return done[0]
+
+
+_starting = threading.Lock()  # the stack size is one setting for the whole process
+
+
+def named(grammar: Grammar) -> str:
+    """What a message calls the grammar."""
+    names = {
+        "json": "the JSON schema",
+        "regex": f"the regular expression {grammar.text!r:.60}",
+        "lark": "the Lark grammar",
+        "choices": "the list of choices",
+    }
+    return names[grammar.kind]
+
+
+def brief(message: str) -> str:
+    """The compiler's message on one line, without state dumps, the grammar's text and advice about its own options."""
+    if message.startswith("NoExtension"):
+        return "no text satisfies it"
+    text = message.partition("<backtrace>")[0].partition(" Enable '")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not re.match(r"\s*(\d+ \||<|\^)", line)]
+    reasons = [line for line in lines if line.startswith("error: ")]
+    text = "; ".join(reasons or lines)
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+
+
+# --- the tokenizer as the compiler sees it
+
+
+class _Wrapper:
+    """A tokenizer as llguidance asks for it. It holds ours weakly: the shelf must not keep its own key alive."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        self._tokenizer, self._size = weakref.ref(tokenizer), size
+        self.tokens = [*(_bytes(tokenizer, id) for id in range(size)), b"<end>"]
+        self.tokens += [b""] * (padded(size + 1) - size - 1)
+        self.eos_token_id = size  # an end of its own, so that ours are never part of a grammar
+        self.special_token_ids = sorted(id for id in {*tokenizer.special_ids, *tokenizer.eos_ids, size} if id <= size)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """The ids of a forced text as the tokenizer writes it, or [] when they are not exactly that text."""
+        tokenizer = self._tokenizer()
+        wanted = text.encode() if isinstance(text, str) else bytes(text)
+        if tokenizer is None:
+            return []
+        ids = tokenizer.encode(wanted.decode("utf-8", "replace"))
+        exact = all(id < self._size for id in ids) and b"".join(map(tokenizer.token_bytes, ids)) == wanted
+        return ids if exact else []
+
+
+def _words(tokenizer: Tokenizer, size: int) -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    if tokenizer.pieces.kind == "opaque":
+        raise Unsupported("this tokenizer decodes only whole sequences, so its tokens have no bytes to constrain")
+    tokenizer.encode("a")  # what it builds on first use is built here, not in the first mask
+    wrapper: Any = _Wrapper(tokenizer, size)
+    return LLTokenizer(wrapper, n_vocab=padded(size + 1), eos_token=[size])
+
+
+def _bytes(tokenizer: Tokenizer, id: int) -> bytes:
+    try:
+        return tokenizer.token_bytes(id)
+    except InvalidToken:
+        return b""  # a hole in the vocabulary

@@ -1,0 +1,152 @@
+"""What a text must look like: a JSON schema, a regular expression, a Lark grammar or a list of choices.
+
+A `Grammar` is a plain value: checked against limits when it is made, equal and hashed by what it says, and turned into
+a `Constraint` for one tokenizer by `headway.program.constraints.constraint.compile`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from headway.base.errors import InvalidInput, WrongType
+from headway.program.constraints.json_schema import checked_schema
+from headway.program.constraints.patterns import PATTERN
+
+LARK_BYTES = 64 * 1024
+LARK_NAMES = 512  # rules and terminals
+CHOICES = 10_000
+CHOICE_BYTES = 256 * 1024
+WHITESPACE = 64  # characters at one place between the parts of a JSON document: a model that pads must go on
+
+# What may be inside a Lark grammar: literals and comments are skipped, the rest is looked at.
+_LARK = re.compile(
+    r'"(?:\\.|[^"\\\n])*"i?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/[imslux]*'
+    r"|(?P<embed>%(?:json|llguidance)\b)|(?P<name>^[?!]*[A-Za-z_][\w-]*(?P<options>\[[^\]]*\])?[^\n\"/#:<]*:)",
+    re.MULTILINE,
+)
+_REFUSED_OPTION = re.compile(r"\b(temperature|stop|stop_capture|capture|max_tokens)\b")
+_LARK_OPTIONS = {"no_forcing", "allow_initial_skip"}
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a text must look like. Make it with `Grammar.json_schema`, `.json_object`, `.regex`, `.lark`, `.choices`."""
+
+    kind: Literal["json", "regex", "lark", "choices"]
+    text: str  # the schema as JSON, the pattern, the Lark grammar, or the choices as a JSON list
+    compact: bool = False
+
+    @classmethod
+    def json_schema(cls, schema: Any, *, compact: bool = False) -> Grammar:
+        """JSON that satisfies `schema`: a dict, JSON text or a pydantic model class.
+
+        Properties come in the schema's order. Control characters without a short escape are never written. Between
+        its parts the document may have up to 64 characters of white space, or none with `compact`. `pattern` is read as
+        ECMAScript's and `format` is enforced.
+        """
+        return cls("json", checked_schema(schema), bool(compact))
+
+    @classmethod
+    def json_object(cls, *, compact: bool = False) -> Grammar:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"}, compact=compact)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that `pattern` matches from its first to its last character, in the syntax of Rust's `regex`.
+
+        Look-around, word borders and back references are refused.
+        """
+        text = _text(pattern, "the regular expression")
+        if len(text) > PATTERN:
+            raise InvalidInput(f"the regular expression has {len(text)} characters; at most {PATTERN} are allowed")
+        return cls("regex", text)
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """Text that a Lark grammar produces from its rule `start`, in llguidance's variant of Lark.
+
+        `%json {…}` embeds a schema; special tokens are named as `<|name|>`.
+        """
+        return cls("lark", _checked_lark(_text(text, "the Lark grammar")))
+
+    @classmethod
+    def choices(cls, texts: Iterable[str]) -> Grammar:
+        """One of `texts`, exactly."""
+        if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+            raise WrongType(f"choices takes a list of strings, not {type(texts).__name__}")
+        given = list(dict.fromkeys(_text(text, "a choice") for text in texts))
+        if not given:
+            raise InvalidInput("the list of choices is empty; give at least one")
+        size = sum(len(text.encode()) for text in given)
+        if len(given) > CHOICES or size > CHOICE_BYTES:
+            raise InvalidInput(
+                f"{len(given)} choices with {size} bytes were given; at most {CHOICES} with {CHOICE_BYTES} are allowed"
+            )
+        return cls("choices", json.dumps(given, ensure_ascii=False))
+
+    @property
+    def key(self) -> bytes:
+        """What compiled grammars are cached by."""
+        return f"{self.kind}\0{int(self.compact)}\0{self.text}".encode("utf-8", "surrogatepass")
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise WrongType(f"{what} is {value!r:.40} of type {type(value).__name__}; a str is needed")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"{what} has a lone surrogate U+{ord(value[error.start]):04X}; it is not Unicode") from None
+    return value
+
+
+def _checked_lark(text: str) -> str:
+    """The grammar, with its embedded schemas checked and rewritten."""
+    size = len(text.encode())
+    if size > LARK_BYTES:
+        raise InvalidInput(f"the Lark grammar has {size} bytes; at most {LARK_BYTES} are allowed")
+    names, at, out = 0, 0, []
+    while (found := _LARK.search(text, at)) is not None:
+        out.append(text[at : found.end()])
+        at = found.end()
+        if found["embed"] is not None:
+            written, at = _embedded(found["embed"], text, at)
+            out.append(" " + written)
+        elif found["name"] is not None:
+            names += 1
+            _check_options(found["options"] or "")
+    if names > LARK_NAMES:
+        raise InvalidInput(f"the Lark grammar has {names} rules and terminals; at most {LARK_NAMES} are allowed")
+    return "".join(out) + text[at:]
+
+
+def _embedded(keyword: str, text: str, at: int) -> tuple[str, int]:
+    """The JSON after %json or %llguidance, checked, and where it ends."""
+    start = re.compile(r"\s*").match(text, at)
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, start.end() if start else at)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InvalidInput(f"the Lark grammar has no JSON after {keyword}: {error}") from None
+    if keyword == "%json":
+        return checked_schema(value), end
+    unknown = sorted(set(value) - _LARK_OPTIONS) if isinstance(value, dict) else ["a value that is no object"]
+    if unknown:
+        raise InvalidInput(
+            f"%llguidance in the Lark grammar has {', '.join(unknown)!r:.80}; "
+            f"the options known are {', '.join(sorted(_LARK_OPTIONS))}"
+        )
+    return json.dumps(value), end
+
+
+def _check_options(options: str) -> None:
+    refused = _REFUSED_OPTION.search(options)
+    if refused is not None:
+        raise InvalidInput(
+            f"the Lark grammar has the option {refused[1]!r}, which has no effect on a mask or cannot be taken back; "
+            "use lazy or suffix= to end a text early, and the sampler for the temperature"
+        )

@@ -1,0 +1,375 @@
+"""JSON schemas as a constraint takes them: checked keyword by keyword, so that nothing in them is ignored.
+
+`checked_schema` gives back the schema as JSON text for the grammar compiler, with patterns written in its dialect, or
+raises and names the place. Keywords that cannot be enforced token by token are refused, and so is every unknown one
+(a misspelt keyword would otherwise be no constraint at all). It never resolves anything outside the schema.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import combinations
+from typing import Any
+from urllib.parse import unquote
+
+from headway.base.errors import InvalidInput, WrongType
+from headway.program.constraints.patterns import ecma_pattern, real_times
+from headway.program.ids import SHOWN
+
+BYTES = 256 * 1024  # of a schema as JSON text
+NODES = 2048  # subschemas, and lists and objects inside const and enum
+DEPTH = 100  # of JSON values inside each other
+OPTIONAL = 400  # properties of one object that may be left out: each is a way on at every other
+EXACT = 1 << 53  # bounds are read as doubles: beyond, whole numbers would be rounded
+
+ONE = {"additionalProperties", "additionalItems"}
+LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
+MAPS = {"properties", "patternProperties", "$defs", "definitions"}
+COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+TEXTS = {"pattern", "format", "$ref"}
+ENFORCED = {*ONE, *LISTS, *MAPS, *COUNTS, *NUMBERS, *TEXTS, "items", "type", "const", "enum", "required"}
+ANNOTATIONS = {
+    *("$schema", "$id", "$anchor", "$comment", "title", "description", "default", "examples", "example", "deprecated"),
+    *("readOnly", "writeOnly", "contentMediaType", "contentEncoding", "contentSchema", "discriminator"),
+}
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+DRAFTS = ("draft/2020-12", "draft/2019-09", "draft-07", "draft-06")
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+
+
+def checked_schema(schema: Any) -> str:
+    """The schema as JSON text. Takes a dict, a bool, JSON text, or a pydantic model class."""
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    if isinstance(schema, str | bytes):
+        schema = _parsed(schema)
+    walk = _Walk()
+    out = walk.node(schema, "", 0)
+    walk.check_references()
+    walk.settle_unions()
+    if out is False:
+        raise InvalidInput("the JSON schema is false: it allows nothing")
+    text = json.dumps({} if out is True else out, ensure_ascii=False, allow_nan=False)
+    if len(text.encode("utf-8", "surrogatepass")) > BYTES:
+        raise InvalidInput(f"the JSON schema has {len(text)} characters; at most {BYTES} bytes are allowed")
+    return text
+
+
+class _Walk:
+    """One pass over a schema: what it says, where its subschemas are, and which refer to which."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, Any] = {}  # pointer → subschema
+        self.references: dict[str, str] = {}  # pointer of the $ref → pointer it names
+        self.unions: list[dict[str, Any]] = []  # rewritten subschemas that have oneOf
+        self.count = 0
+
+    def node(self, schema: Any, at: str, depth: int) -> Any:
+        """The subschema at pointer `at`, rewritten."""
+        self.step(at, depth)
+        self.nodes[at] = schema
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise WrongType(f"the JSON schema has {_short(schema)} at {_place(at)}; a schema is an object or a bool")
+        out = {}
+        for keyword, value in schema.items():
+            if not isinstance(keyword, str):
+                raise WrongType(f"the JSON schema has the key {_short(keyword)} at {_place(at)}; keys are strings")
+            if keyword in ENFORCED:
+                out[keyword] = self.keyword(keyword, value, f"{at}/{_escaped(keyword)}", depth + 1)
+            else:
+                _check_annotation(keyword, value, at)
+        _check_properties(schema, at)
+        if "oneOf" in out:
+            self.unions.append(out)
+        return _with_real_times(out)
+
+    def keyword(self, keyword: str, value: Any, at: str, depth: int) -> Any:
+        if keyword in ONE or (keyword == "items" and not isinstance(value, list)):
+            return self.node(value, at, depth)
+        if keyword in LISTS or keyword == "items":
+            return [self.node(v, f"{at}/{i}", depth + 1) for i, v in enumerate(_typed(value, list, at))]
+        if keyword in MAPS:
+            named = _typed(value, dict, at).items()
+            written = ecma_pattern if keyword == "patternProperties" else str
+            return {written(_typed(k, str, at)): self.node(v, f"{at}/{_escaped(k)}", depth + 1) for k, v in named}
+        if keyword == "$ref":
+            self.references[at.rpartition("/")[0]] = _target(_typed(value, str, at), at)
+        elif keyword in ("const", "enum"):
+            self.literal(_typed(value, list, at) if keyword == "enum" else value, at, depth)
+        else:
+            _check_value(keyword, value, at)
+        return ecma_pattern(str(value)) if keyword == "pattern" else value
+
+    def literal(self, value: Any, at: str, depth: int) -> None:
+        """A value of const or enum can be written out as it is."""
+        match value:
+            case dict():
+                self.step(at, depth)
+                for key, inner in value.items():
+                    self.literal(_typed(key, str, at), at, depth + 1)
+                    self.literal(inner, at, depth + 1)
+            case list():
+                self.step(at, depth)
+                for inner in value:
+                    self.literal(inner, at, depth + 1)
+            case str():
+                _check_text(value, at)
+            case int() if not -(1 << 63) <= value < 1 << 64:
+                raise InvalidInput(f"{_place(at)} in the JSON schema is {_short(value)}; it has to fit into 64 bits")
+            case float() if not math.isfinite(value):
+                raise InvalidInput(f"{_place(at)} in the JSON schema is {value}, which is no JSON number")
+            case None | bool() | int() | float():
+                pass
+            case _:
+                raise WrongType(f"{_place(at)} in the JSON schema is {_short(value)}, which is no JSON value")
+
+    def step(self, at: str, depth: int) -> None:
+        self.count += 1
+        if self.count > NODES:
+            raise InvalidInput(f"the JSON schema has more than {NODES} subschemas; simplify it")
+        if depth > DEPTH:
+            raise InvalidInput(f"the JSON schema is nested deeper than {DEPTH} levels, at {_place(at)[:SHOWN]}…")
+
+    def check_references(self) -> None:
+        for at, target in self.references.items():
+            if target not in self.nodes:
+                raise InvalidInput(
+                    f"$ref at {_place(at)} names #{target}, where this JSON schema has no subschema; "
+                    "only places inside it can be named"
+                )
+        endless = self.endless()
+        if endless is not None:
+            raise InvalidInput(
+                f"the JSON schema allows nothing at {_place(endless)}: it needs itself inside itself, without end; "
+                "make a property optional, allow an empty array or add another choice"
+            )
+
+    def settle_unions(self) -> None:
+        """Where no document satisfies two choices of a oneOf it is an anyOf, which the compiler enforces."""
+        for schema in self.unions:
+            choices = [self.resolved(choice) for choice in schema["oneOf"]]
+            if "anyOf" not in schema and all(_apart(a, b) for a, b in combinations(choices, 2)):
+                schema["anyOf"] = schema.pop("oneOf")
+
+    def resolved(self, schema: Any) -> Any:
+        """The subschema that a chain of references ends in."""
+        for _ in range(len(self.nodes)):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                return schema
+            schema = self.nodes[_target(schema["$ref"], "")]
+        raise AssertionError("endless references are refused before")
+
+    def endless(self) -> str | None:
+        """A subschema that no finite document satisfies, if there is one: what cannot end by what has been shown to."""
+        waiting: dict[str, set[str]] = defaultdict(set)
+        for at, schema in self.nodes.items():
+            for other in self.uses(schema, at):
+                waiting[other].add(at)
+        ends: set[str] = set()
+        todo = list(self.nodes)
+        while todo:
+            at = todo.pop()
+            if at not in ends and self.can_end(self.nodes[at], at, ends):
+                ends.add(at)
+                todo.extend(waiting[at] - ends)
+        return next((at for at in self.nodes if at not in ends), None)
+
+    def uses(self, schema: Any, at: str) -> Iterator[str]:
+        """The subschemas whose ending matters to this one's."""
+        if at in self.references:
+            yield self.references[at]
+        prefix = f"{at}/"
+        for keyword in (*LISTS, *MAPS, *ONE, "items"):
+            value = schema.get(keyword) if isinstance(schema, dict) else None
+            match value:
+                case list():
+                    yield from (f"{prefix}{keyword}/{i}" for i in range(len(value)))
+                case dict() if keyword in MAPS:
+                    yield from (f"{prefix}{keyword}/{_escaped(name)}" for name in value)
+                case dict():
+                    yield prefix + keyword
+
+    def can_end(self, schema: Any, at: str, ends: set[str]) -> bool:
+        if isinstance(schema, bool):
+            return True  # what `false` makes impossible, the compiler sees
+        if at in self.references and self.references[at] not in ends:
+            return False
+        if any(f"{at}/allOf/{i}" not in ends for i in range(len(schema.get("allOf", ())))):
+            return False
+        for keyword in ("anyOf", "oneOf"):
+            choices = schema.get(keyword)
+            if choices and not any(f"{at}/{keyword}/{i}" in ends for i in range(len(choices))):
+                return False
+        types = schema.get("type", TYPES)
+        return any(self.type_can_end(kind, schema, at, ends) for kind in _listed(types))
+
+    def type_can_end(self, kind: str, schema: dict[str, Any], at: str, ends: set[str]) -> bool:
+        if kind == "object":
+            known = schema.get("properties", {})
+            other = f"{at}/additionalProperties"
+            places = (f"{at}/properties/{_escaped(k)}" if k in known else other for k in schema.get("required", ()))
+        elif kind == "array":
+            first = schema.get("prefixItems", schema["items"] if isinstance(schema.get("items"), list) else ())
+            name = "prefixItems" if "prefixItems" in schema else "items"
+            least = schema.get("minItems", 0)
+            rest = [f"{at}/{'items' if isinstance(schema.get('items'), dict) else 'additionalItems'}"]
+            places = [f"{at}/{name}/{i}" for i in range(min(least, len(first)))] + rest * (least > len(first))
+        else:
+            return True
+        return all(place in ends or place not in self.nodes for place in places)
+
+
+def _parsed(text: str | bytes) -> Any:
+    if len(text) > BYTES:
+        raise InvalidInput(f"the JSON schema has {len(text)} characters; at most {BYTES} bytes are allowed")
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"the JSON schema is not JSON: {error}") from None
+    except RecursionError:
+        raise InvalidInput(f"the JSON schema is nested deeper than {DEPTH} levels") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidInput(f"the JSON schema has the key {_short(twice)} twice in one object")
+    return dict(pairs)
+
+
+def _no_constant(name: str) -> Any:
+    raise InvalidInput(f"the JSON schema has {name}, which is no JSON number")
+
+
+def _check_annotation(keyword: str, value: Any, at: str) -> None:
+    if keyword == "$schema":
+        known = any(draft in _typed(value, str, at) for draft in DRAFTS)
+        if not known:
+            raise InvalidInput(f"$schema is {_short(value)}; the drafts known are {', '.join(DRAFTS)}")
+    elif keyword == "$id" and at:
+        raise InvalidInput(f"the JSON schema has $id at {_place(at)}; it may only stand at the top")
+    elif keyword not in ANNOTATIONS and (not keyword.startswith("x-") or keyword == "x-guidance"):
+        raise InvalidInput(
+            f"the JSON schema has {_short(keyword)} at {_place(at)}, which cannot be enforced while generating; "
+            f"take it out and check it afterwards (enforced: {', '.join(sorted(ENFORCED))})"
+        )
+
+
+def _check_value(keyword: str, value: Any, at: str) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if keyword in COUNTS:
+        good = number and float(value).is_integer() and 0 <= value < EXACT
+        wanted = f"a whole number from 0 to {EXACT - 1}"
+    elif keyword in NUMBERS:
+        good = number and abs(value) <= EXACT and not (keyword == "multipleOf" and value <= 0)
+        wanted = f"a number from {-EXACT} to {EXACT}" if keyword != "multipleOf" else f"a number above 0, up to {EXACT}"
+    elif keyword == "type":
+        kinds = value if isinstance(value, list) else [value]
+        good = bool(kinds) and all(isinstance(kind, str) and kind in TYPES for kind in kinds)
+        wanted = f"one or a list of {', '.join(TYPES)}"
+    elif keyword == "format":
+        good, wanted = value in FORMATS, f"one of {', '.join(FORMATS)}"
+    elif keyword == "required":
+        good, wanted = isinstance(value, list) and all(isinstance(v, str) for v in value), "a list of property names"
+    else:
+        good, wanted = isinstance(value, str), "a string"
+    if not good:
+        raise InvalidInput(f"{_place(at)} in the JSON schema is {_short(value)}; it takes {wanted}")
+
+
+def _check_properties(schema: dict[str, Any], at: str) -> None:
+    """Names outside `properties` may repeat in a document, so no more than one of them can be counted on."""
+    required = set(schema.get("required", ()))
+    optional = len(schema.get("properties", {}).keys() - required)
+    if optional > OPTIONAL:
+        raise InvalidInput(
+            f"{optional} properties at {_place(at)} are optional; at most {OPTIONAL} may be: require some"
+        )
+    least, sure = schema.get("minProperties", 0), len(required)
+    if least > sure + 1:
+        raise InvalidInput(
+            f"minProperties at {_place(at)} is {least} with {sure} required; at most one more than those required "
+            "can be enforced: list the properties and require them"
+        )
+
+
+def _check_text(text: str, at: str) -> None:
+    for c in text:
+        if (c < " " and c not in "\b\t\n\f\r") or c == "\x7f" or "\ud800" <= c <= "\udfff":
+            raise InvalidInput(
+                f"{_place(at)} in the JSON schema has the character U+{ord(c):04X}, which is not written"
+            )
+
+
+def _apart(a: Any, b: Any) -> bool:
+    """Whether two schemas surely have no document in common: other types, or other values of a required property."""
+    if not isinstance(a, dict) or not isinstance(b, dict):
+        return False
+    kinds = [{kind.replace("integer", "number") for kind in _listed(s.get("type", TYPES))} for s in (a, b)]
+    if not kinds[0] & kinds[1]:
+        return True
+    if kinds != [{"object"}, {"object"}]:
+        return False
+    for name in {*a.get("required", ())} & {*b.get("required", ())}:
+        values = [_values(s.get("properties", {}).get(name)) for s in (a, b)]
+        if values[0] is not None and values[1] is not None and not values[0] & values[1]:
+            return True
+    return False
+
+
+def _values(schema: Any) -> set[str] | None:
+    """The strings that a subschema lists, if it lists only strings."""
+    if not isinstance(schema, dict) or not {"const", "enum"} & schema.keys():
+        return None
+    listed = [schema["const"]] if "const" in schema else schema["enum"]
+    return set(listed) if all(isinstance(value, str) for value in listed) else None
+
+
+def _listed(value: str | Iterable[str]) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _with_real_times(schema: dict[str, Any]) -> dict[str, Any]:
+    more = [{"pattern": pattern} for pattern in real_times(schema.get("format"))]
+    return schema | {"allOf": [*schema.get("allOf", ()), *more]} if more else schema
+
+
+def _target(reference: str, at: str) -> str:
+    """The pointer inside this schema that a $ref names."""
+    if reference != "#" and not reference.startswith("#/"):
+        raise InvalidInput(
+            f"$ref at {_place(at)} is {_short(reference)}; only places inside the schema, as in #/$defs/name, are read"
+        )
+    return "".join(f"/{_escaped(part)}" for part in map(_unescaped, unquote(reference[1:]).split("/")[1:]))
+
+
+def _typed(value: Any, kind: type, at: str) -> Any:
+    if not isinstance(value, kind):
+        names = {list: "a list", dict: "an object", str: "a string"}
+        raise WrongType(f"{_place(at)} in the JSON schema is {_short(value)}; it takes {names[kind]}")
+    return value
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _unescaped(part: str) -> str:
+    return part.replace("~1", "/").replace("~0", "~")
+
+
+def _place(at: str) -> str:
+    shown = at if len(at) <= 200 else at[:199] + "…"
+    return f"#{shown}" if at else "the top"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "…"

@@ -1,0 +1,100 @@
+"""How a generation draws its tokens: sampler, seed, end tokens, masks, probe. A value, from which passes are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from headway.base.errors import InvalidInput, WrongType
+from headway.base.masks import Mask
+from headway.base.probes import Probe
+from headway.base.rng import fresh_seed
+from headway.base.samplers import Sampler, Sampling, resolve
+from headway.program.constraints.async_mask import LaterMask
+from headway.program.generation.steps import Prepared
+from headway.program.generation.transcript import Transcript
+from headway.program.output import SampleHandle
+
+if TYPE_CHECKING:
+    from headway.program.context import Context
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """The same for every token of a generation."""
+
+    sampler: Sampling
+    seed: int
+    seeded: bool  # somebody chose it; else every fork gets a seed of its own
+    ends: frozenset[int]  # the tokens that end it
+    least: int  # how many must come before one of those may
+    probe: Probe | None
+    attention: Mask | None  # what any row sees
+    penalise_prompt: bool
+
+    @staticmethod
+    def of(
+        context: Context,
+        sampler: Sampler,
+        *,
+        ends: frozenset[int],
+        least: int,
+        probe: Probe | None,
+        attention_mask: Mask | None,
+        penalise_prompt: bool,
+    ) -> Drawing:
+        """As the arguments of `generate` say it; the context's seed is taken where the sampler has none."""
+        what = resolve(sampler)
+        chosen = what.seed if what.seed is not None else context.seed
+        seed = fresh_seed() if chosen is None else chosen
+        if what.seed != seed:
+            what = replace(what, seed=seed)
+        return Drawing(what, seed, chosen is not None, ends, least, probe, _symbolic(attention_mask), penalise_prompt)
+
+    def reseeded(self, seed: int | None) -> Drawing:
+        """With another seed, or with fresh entropy."""
+        chosen = fresh_seed() if seed is None else seed
+        return replace(self, sampler=replace(self.sampler, seed=chosen), seed=chosen, seeded=seed is not None)
+
+    def prepared(
+        self, context: Context, said: Transcript, fed: SampleHandle | None = None, later: LaterMask | None = None
+    ) -> Prepared:
+        """A pass that draws one token, behind the context's last or behind one that is being drawn (`fed`).
+
+        `later` is the mask that the token being drawn decides.
+        """
+        forward, constraint = context.forward(), said.constraint
+        if fed is not None:
+            forward.input(fed)
+        if self.attention is not None:
+            forward.attention_mask(self.attention)
+        if later is not None:
+            forward.mask_later(later)
+        elif constraint is not None and (bits := constraint.mask()) is not None:
+            forward.mask(bits)
+        if len(said.generated) + (fed is not None) < self.least and self.ends:
+            forward.mask(forbid=sorted(self.ends))
+        counted = said.generated if self.sampler.penalises else None
+        history = None if self.penalise_prompt else counted
+        handle = forward.sample([-1], self.sampler, history=history, generated=counted)
+        return Prepared(forward, handle, None if self.probe is None else forward.probe(-1, self.probe))
+
+    def repeats(self, context: Context, said: Transcript) -> bool:
+        """Whether the passes behind the next differ by their token and its mask alone, and nobody counts them."""
+        table, windows = context.table, context.engine.config.windows
+        plain = self.probe is None and not table.has_discards
+        known = self.attention is None or all(window is None for window in windows)
+        free = not self.ends or len(said.generated) + 1 >= self.least
+        reserved = table.working > -(-table.working_tokens // table.page_size)
+        return plain and known and free and not reserved and table.token_budget is None
+
+
+def _symbolic(mask: Mask | None) -> Mask | None:
+    if mask is None or (isinstance(mask, Mask) and mask.rows is None):
+        return mask
+    if not isinstance(mask, Mask):
+        raise WrongType(f"attention_mask is {mask!r:.60}; a Mask is needed, such as Mask.window(64)")
+    raise InvalidInput(
+        f"attention_mask has {mask.rows} rows of its own and a generation has ever more of them: give a mask that says "
+        "what any row sees, such as Mask.window(64) or Mask.sink(4, 64)"
+    )

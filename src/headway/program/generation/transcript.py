@@ -1,0 +1,167 @@
+"""What a generation has put behind its prompt: tokens, and the constraint and text that follow them.
+
+It knows nothing of passes and never changes a context; it is told what stands there, and follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from headway.base.errors import InvalidInput, Unsupported
+from headway.program.constraints.constraint import Constraint
+from headway.program.generation.stops import StopText
+from headway.program.ids import common
+
+if TYPE_CHECKING:
+    from headway.program.engine import Engine
+
+
+class Transcript:
+    """The tokens behind a prompt, each generated or written by the program, and all that depends on them."""
+
+    def __init__(self, engine: Engine, stops: tuple[str, ...], constraint: Constraint | None) -> None:
+        self.constraint = constraint
+        self.generated: list[int] = []
+        self._prompt: tuple[int, ...] = ()
+        self._tail: list[tuple[int, bool]] = []  # tokens behind the prompt, each with whether it was generated
+        self._text = StopText(engine, stops)
+        self._lost = 0  # characters given out that no longer stand
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string is complete."""
+        return self._text.stopped
+
+    @property
+    def finished(self) -> bool:
+        """The constraint allows nothing but the end."""
+        return bool(getattr(self.constraint, "finished", False))
+
+    @property
+    def may_end(self) -> bool:
+        return bool(getattr(self.constraint, "may_end", True))
+
+    def forced(self) -> list[int]:
+        """Tokens that the constraint leaves no choice about."""
+        return getattr(self.constraint, "forced", list)()
+
+    # -- growing ---------------------------------------------------------------------------------------------------
+
+    def add(self, token: int, *, accepted: bool = False) -> None:
+        """One more generated token; the constraint may have accepted it already."""
+        if self.constraint is not None and not accepted:
+            self.constraint.accept(token)
+        self._count([token])
+        self._text.push(token)
+
+    @contextmanager
+    def adding(self, ids: list[int], *, whole: bool, behind: bool = False) -> Iterator[list[int]]:
+        """Several more generated tokens, up to a stop string; with `whole` one before the last is refused, and with
+        `behind`, when an end token is to follow them, one at the last as well.
+
+        Yields those that are taken; nothing has changed when the constraint refuses one or the caller fails.
+        """
+        text, count = self._text.copy(), 0
+        try:
+            for token in ids:
+                if text.stopped:
+                    break
+                if self.constraint is not None:
+                    self.constraint.accept(token)
+                count += 1
+                text.push(token)
+            more = len(ids) - count + (behind and text.stopped)
+            if whole and more:
+                raise InvalidInput(f"the first {count} tokens end in a stop string and {more} follow it")
+            yield ids[:count]
+        except BaseException:
+            if self.constraint is not None:
+                self.constraint.rollback(count)
+            raise
+        self._text = text
+        self._count(ids[:count])
+
+    def _count(self, tokens: list[int]) -> None:
+        self.generated += tokens
+        self._tail += [(token, True) for token in tokens]
+
+    # -- going back ------------------------------------------------------------------------------------------------
+
+    def begin(self, tokens: tuple[int, ...]) -> None:
+        """These tokens are the prompt."""
+        self._prompt = tokens
+
+    def follow(self, tokens: tuple[int, ...]) -> None:
+        """These are the context's tokens now: what was cut is forgotten, what is new was written by the program."""
+        mine = (*self._prompt, *(token for token, _ in self._tail))
+        kept = common(tokens, mine)
+        if kept == len(tokens) == len(mine):
+            return
+        base = len(self._prompt)
+        if kept < base:
+            self._prompt, tail = tokens, []
+        else:
+            tail = [*self._tail[: kept - base], *((token, False) for token in tokens[kept:])]
+        left = [token for token, generated in tail if generated]
+        if self.constraint is not None and len(left) < len(self.generated):
+            self.constraint.rollback(len(self.generated) - len(left))
+        self._tail, self.generated = tail, left
+        self.reopen()
+
+    def lacks_last(self, tokens: tuple[int, ...]) -> bool:
+        """Whether these are all tokens but the last one, which was generated."""
+        last = self._tail[-1:]
+        return [generated for _, generated in last] == [True] and tokens == (
+            *self._prompt,
+            *(token for token, _ in self._tail[:-1]),
+        )
+
+    def stop(self) -> int:
+        """Forget the tokens that hold any part of the stop string; how many those are."""
+        surplus = self._text.surplus()
+        if self.constraint is not None:
+            self.constraint.rollback(surplus)
+        del self.generated[len(self.generated) - surplus :]
+        del self._tail[len(self._tail) - surplus :]
+        return surplus
+
+    def fork(self) -> Transcript:
+        """One at the same point that goes its own way."""
+        twin = object.__new__(Transcript)
+        twin.__dict__.update(self.__dict__)
+        twin.constraint = self._copied_constraint()
+        twin.generated, twin._tail, twin._text = list(self.generated), list(self._tail), self._text.copy()
+        return twin
+
+    def _copied_constraint(self) -> Constraint | None:
+        if self.constraint is None:
+            return None
+        copied = getattr(self.constraint, "copy", None)
+        if copied is None:
+            raise Unsupported(
+                f"the constraint {type(self.constraint).__name__} has no copy(), so this generation cannot be forked; "
+                "give it one that returns a constraint in the same state"
+            )
+        return copied()
+
+    # -- text ------------------------------------------------------------------------------------------------------
+
+    def say(self) -> tuple[str, int]:
+        """The text that became certain, and how many characters at the end of what was said before no longer stand."""
+        lost, self._lost = self._lost, 0
+        return self._text.take(), lost
+
+    def close(self) -> None:
+        """No token will follow: what is held is certain."""
+        self._text.close()
+
+    def reopen(self) -> None:
+        """Tokens will follow after all."""
+        self._text, lost = self._text.again(self._tail)
+        self._lost += lost
+
+    def whole(self) -> str:
+        """All text that was said and stands."""
+        return self._text.whole()

@@ -1,0 +1,183 @@
+"""A batch's numbers on their way to the device: laid out as kernels/triton/layout says, copied in one piece.
+
+The worker fills the host's buffer, and waits before it does until the copy of what was there has been made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.kernels.triton import layout
+from headway.runtime.batch import Batch, Rows, Segment
+from headway.runtime.runners.cpu.arrays import row_runs, runs
+
+
+class Upload:
+    """A buffer in pinned host memory and its twin on the device; `grow` replaces both.
+
+    A copy is made when the stream gets there, so whoever writes into `host` calls `wait` first.
+    """
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._where = dtype, device
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
+        self.grow(count)
+
+    def wait(self) -> None:
+        """Until the last copy has been made."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def grow(self, count: int) -> None:
+        pinned = self._where.type == "cuda"
+        self._host = torch.empty(count, dtype=self._dtype, pin_memory=pinned)
+        self.host: np.ndarray = self._host.numpy()
+        self.device: Tensor = torch.empty(count, dtype=self._dtype, device=self._where)
+        self._last: np.ndarray | None = None  # what was `put` there
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    def send(self, count: int) -> None:
+        """Copy the first `count` numbers, in the order of the stream."""
+        self.device[:count].copy_(self._host[:count], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+    def put(self, numbers: np.ndarray) -> None:
+        """Have these be the first numbers on the device. Where they are already, as from step to step they often are,
+        the device is not kept waiting for a copy."""
+        flat = numbers.ravel()
+        if self._last is not None and np.array_equal(self._last, flat):
+            return
+        self.wait()
+        self.host[: len(flat)] = flat
+        self.send(len(flat))
+        self._last = flat.copy()
+
+
+class Landing:
+    """Room in pinned host memory for numbers that come back."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._host = torch.empty(count, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._come = torch.cuda.Event() if device.type == "cuda" else None
+
+    def send(self, numbers: Tensor) -> None:
+        """Copy the numbers, in the order of the stream."""
+        self._host[: len(numbers)].copy_(numbers, non_blocking=True)
+        if self._come is not None:
+            self._come.record()
+
+    def read(self, count: int) -> list[int]:
+        """The first numbers, once they have come."""
+        if self._come is not None:
+            self._come.synchronize()
+        return self._host[:count].tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """What stands behind a step's columns: page tables, one a segment that has rows, and the runs of each mask set."""
+
+    segments: tuple[Segment, ...]
+    tables: list[np.ndarray]
+    runs: list[tuple[np.ndarray, np.ndarray]]  # where each row's begin, in runs [T + 1]; their ends, flat
+
+    def __len__(self) -> int:
+        return sum(len(t) for t in self.tables) + sum(len(pairs) for _, pairs in self.runs)
+
+
+@dataclass(frozen=True)
+class StepInts:
+    """Lays out the numbers of steps for a model's windows."""
+
+    windows: tuple[int | None, ...]
+    page_size: int
+
+    @property
+    def columns(self) -> int:
+        return layout.columns(len(self.windows))
+
+    def read(self, batch: Batch) -> Numbers:
+        """What a batch's rows read and attend to."""
+        used = tuple([s for s in batch.segments if len(s.rows)])
+        found = [runs(used, window, self.page_size) for window in self.windows]
+        return Numbers(used, [_table(s) for s in used], [(np.asarray(at), np.asarray(pairs)) for at, pairs in found])
+
+    def size(self, numbers: Numbers, rows: int) -> int:
+        """How many numbers a step of so many rows takes."""
+        return self.columns * rows + len(numbers)
+
+    def fill(self, host: np.ndarray, batch: Batch, numbers: Numbers, rows: int) -> int:
+        """Write a step of `rows` rows, those behind the batch's own empty. How many numbers it has."""
+        count, head = len(batch.tokens), host[: self.columns * rows].reshape(self.columns, rows)
+        head[:, count:] = 0
+        head[layout.WRITE] = -1
+        head[layout.TOKEN, :count], head[layout.POSITION, :count] = batch.tokens, batch.positions
+        head[layout.WRITE, batch.write_rows] = batch.write_slots
+        at = self.columns * rows
+        sizes = [len(t) for t in numbers.tables]
+        starts = np.cumsum([at, *sizes])
+        whole = np.array([len(s.pages) == size for s, size in zip(numbers.segments, sizes, strict=True)])
+        host[at : starts[-1]] = np.concatenate(numbers.tables)
+        at, starts = int(starts[-1]), starts[:-1]
+        if count > len(sizes):
+            lengths = [len(s.rows) for s in numbers.segments]
+            starts, whole = np.repeat(starts, lengths), np.repeat(whole, lengths)
+        head[layout.PAGE_AT, :count], head[layout.WHOLE, :count] = starts, whole
+        for i, (where, pairs) in enumerate(numbers.runs):
+            at = _put_runs(host, head[layout.run_field(i) :, :count], where, pairs, at)
+        return at
+
+    def fill_rows(self, host: np.ndarray, step: Rows, rows: int) -> int | None:
+        """The same for rows that go on by themselves; None when there is no room for all numbers."""
+        count, at = len(step), self.columns * rows
+        found = [row_runs(step, window) for window in self.windows]
+        end = at + len(step.pages)
+        if end + sum(len(pairs) for _, pairs in found) > len(host):
+            return None
+        head = host[:at].reshape(self.columns, rows)
+        head[:, count:] = 0
+        head[layout.WRITE] = -1
+        head[layout.TOKEN, :count], head[layout.POSITION, :count] = step.tokens, step.positions
+        head[layout.WRITE, :count] = step.write_slots
+        head[layout.PAGE_AT, 0] = at
+        head[layout.PAGE_AT, 1:count] = at + step.page_ends[:-1]
+        head[layout.WHOLE, :count] = 1
+        host[at:end] = step.pages
+        for i, (where, pairs) in enumerate(found):
+            end = _put_runs(host, head[layout.run_field(i) :, :count], where, pairs, end)
+        return end
+
+
+def _put_runs(host: np.ndarray, columns: np.ndarray, where: np.ndarray, pairs: np.ndarray, at: int) -> int:
+    """Write a set of masks from `at` on, and its columns; where it ends."""
+    first, behind = 2 * where[:-1], 2 * where[1:]
+    columns[layout.RUN_AT] = at + first
+    columns[layout.RUN_COUNT] = (behind - first) // 2
+    some = slice(None) if (first < behind).all() else first < behind
+    columns[layout.FIRST] = columns[layout.BEHIND] = 0  # of a row that sees nothing
+    columns[layout.FIRST, some] = pairs[first[some]]
+    columns[layout.BEHIND, some] = pairs[behind[some] - 1]
+    host[at : at + len(pairs)] = pairs
+    return at + len(pairs)
+
+
+def even(count: int) -> int:
+    """The next multiple of 16. Triton compiles a kernel once more for sizes and addresses that are none."""
+    return -(-count // 16) * 16
+
+
+def _table(segment: Segment) -> np.ndarray:
+    """The physical page of every page number, 0 for one that is not read."""
+    pages, numbers = segment.pages, segment.numbers
+    if not len(numbers) or int(numbers[-1]) == len(numbers) - 1:
+        return pages
+    table = np.zeros(int(numbers[-1]) + 1, np.int64)
+    table[numbers] = pages
+    return table

@@ -1,0 +1,127 @@
+"""Captured steps: one graph for each padded size, captured the second time a size comes, replayed ever after.
+
+The first time the work runs as it stands, which compiles its kernels and is a result in itself. Graphs share one stream
+to be captured on and one pool of memory: they are replayed one after the other, and nothing in that pool outlives a
+replay. Of many sizes those used last are kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from headway.base.log import note
+from headway.runtime.memory import is_out_of_memory
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+MOST = 4 * len(SIZES)  # graphs that are kept: steps, heads and samplers of every size, and some that look elsewhere
+
+
+def padded(rows: int) -> int | None:
+    """The size of the graph that holds so many rows; None when there are too many."""
+    return next((size for size in SIZES if size >= rows), None)
+
+
+@dataclass(eq=False)
+class Graphs:
+    """Graphs by key. `run` does the work once, or what was captured of it."""
+
+    enabled: bool
+    most: int = MOST
+    graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = field(default_factory=dict)  # None: seen once
+    _used: dict[Hashable, int] = field(default_factory=dict)
+    _runs: int = 0
+    _refused: set[Hashable] = field(default_factory=set)  # there was no memory to capture these
+    _capture: _Capture | None = None
+
+    def run(self, key: Hashable | None, work: Callable[[], None]) -> None:
+        """Do the work, which launches the same kernels on the same memory whenever the key is the same.
+
+        Work without a key is done by hand each time.
+        """
+        if key is None:
+            work()
+            return
+        self._runs += 1
+        self._used[key] = self._runs
+        graph = self.graphs.get(key)
+        if graph is None and self.enabled and key in self.graphs and key not in self._refused:
+            graph = self._captured(key, work)
+        if graph is not None:
+            graph.replay()
+            return
+        if key not in self.graphs:
+            self._make_room()
+            self.graphs[key] = None
+        work()
+
+    def _captured(self, key: Hashable, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        """What the work launches, not yet run; None when there is no memory for it."""
+        start = time.perf_counter()
+        note(f"capturing a graph of {told(key)}", graphs=self.captured)
+        try:
+            if self._capture is None:
+                self._capture = _Capture()
+            self.graphs[key] = graph = self._capture.take(work)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._refused.add(key)
+            note(f"no memory is left for a graph of {told(key)}; it is launched kernel by kernel")
+            return None
+        note(f"captured a graph of {told(key)}", seconds=round(time.perf_counter() - start, 3), graphs=self.captured)
+        return graph
+
+    @property
+    def captured(self) -> int:
+        """How many graphs there are."""
+        return sum(graph is not None for graph in self.graphs.values())
+
+    def _make_room(self) -> None:
+        """Let go of what was used longest ago, until one more may come."""
+        while len(self.graphs) >= self.most:
+            oldest = min(self.graphs, key=lambda key: self._used.get(key, 0))
+            if self.graphs[oldest] is not None:
+                torch.cuda.synchronize()  # it may be running
+            del self.graphs[oldest]
+        if len(self._used) > 2 * self.most:
+            self._used = {key: self._used.get(key, 0) for key in self.graphs}
+            self._refused &= self.graphs.keys()
+
+
+def told(key: Hashable) -> str:
+    """A key in words: "step", 64 are 64 rows of a step."""
+    if isinstance(key, tuple) and len(key) > 1:
+        return f"{key[1] or 1} rows ({key[0]})"
+    return str(key)
+
+
+class _Capture:
+    """Where graphs are captured: a stream and a pool of memory.
+
+    A pool that no graph uses any longer is gone, and cannot be captured in again. So one graph stays.
+    """
+
+    def __init__(self) -> None:
+        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        number = torch.zeros(1, device="cuda")
+        self._first = self.take(number.zero_)
+
+    def take(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """The kernels that the work launches, not yet run. Unlike torch.cuda.graph it collects no garbage first."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):  # what it says is less than what went wrong
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph

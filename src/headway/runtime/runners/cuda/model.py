@@ -1,0 +1,394 @@
+"""A decoder's forward on a CUDA device, kernel by kernel: the same for eager steps, prompts and captured graphs.
+
+Everything that varies lies in device memory (the step's numbers), every intermediate in a `Buffers`; a forward of so
+many rows launches the same kernels whatever the batch. One row goes through Triton products with the norms inside,
+several through cuBLAS, or about 64 through tiles of ours, with the small steps between these products fused.
+
+In deterministic mode a row's bits depend on the row alone: products have fixed tiles, attention takes every row by
+itself and cuts its keys at fixed slots, and nothing is chosen by how many rows there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from headway.kernels.reference.sampling import Draw
+from headway.kernels.triton import attention, fused, layout
+from headway.kernels.triton import deterministic as exact
+from headway.kernels.triton import matmul as tiles
+from headway.kernels.triton import quantized as coded
+from headway.kernels.triton.attention import Paged, Scratch, Splits, Tile
+from headway.kernels.triton.fused import Heads
+from headway.kernels.triton.launch import can_go_ahead, shared_memory
+from headway.kernels.triton.matvec import Norm, row_product
+from headway.kernels.triton.quantized import Coded
+from headway.kv.pool import Pool
+from headway.models.decoder import Decoder, Taps
+from headway.models.layers import Layer, Linear
+
+Mark = Callable[[str], None]
+PROGRAMS = 264  # that keep the device busy: two a multiprocessor
+MIXED = Splits(8, 256)  # of single rows beside longer segments, however many
+FIXED = Splits(16, 64, fixed=True)  # of every row in deterministic mode
+SINGLES = 512  # single rows beside longer segments that attention takes in one call
+AT_ONCE = 128  # rows that attention takes in one call in deterministic mode: they have room for FIXED.most parts each
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One forward of `count` rows. `ints` is laid out for `rows` of them; attention takes the rows of `singles` one by
+    one (None: all of them) and those of `items` [n, 2] together. With `taps` it is launched by hand."""
+
+    ints: Tensor
+    rows: int
+    count: int
+    singles: Tensor | None = None
+    items: Tensor | None = None
+    taps: Taps | None = None
+
+
+class Buffers:
+    """Room for the intermediates of `rows` rows. Kernels of one stream use it in turn."""
+
+    def __init__(self, decoder: Decoder, rows: int) -> None:
+        c, dtype, device = decoder.config, decoder.dtype, decoder.device
+
+        def empty(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+            return torch.empty(rows, *shape, dtype=kind, device=device)
+
+        self.rows = rows
+        self.x, self.h, self.delta = (empty(c.hidden_size) for _ in range(3))
+        self.qkv = empty((c.heads + 2 * c.kv_heads) * c.head_dim)
+        self.q, self.mixed = empty(c.heads, c.head_dim), empty(c.heads, c.head_dim)
+        self.gate_up, self.inner = empty(2 * c.intermediate_size), empty(c.intermediate_size)
+        self.cs = empty(2, len(decoder.inv_freq), kind=torch.float32)
+        self._halves: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def halves(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Room in float16 for rows, normed [R, E], between gate and down [R, F], and out of attention [R, H, D]."""
+        if not self._halves or len(self._halves[-1][0]) < rows:  # what is given stays: graphs go on using it
+            size = min(self.rows, max(rows, coded.FEW))
+            shapes = (self.h[:size], self.inner[:size], self.mixed[:size])
+            h, inner, mixed = (torch.empty_like(t, dtype=torch.float16) for t in shapes)
+            self._halves.append((h, inner, mixed))
+        h, inner, mixed = self._halves[-1]
+        return h[:rows], inner[:rows], mixed[:rows]
+
+
+class CudaModel:
+    """Weights and pages, bound together."""
+
+    def __init__(self, decoder: Decoder, pool: Pool, *, deterministic: bool = False) -> None:
+        self.decoder, self.config, self.pool = decoder, decoder.config, pool
+        self.device, self.dtype = decoder.device, decoder.dtype
+        self.windows = tuple(dict.fromkeys(decoder.config.windows))
+        self._run_at = [layout.run_field(self.windows.index(w)) for w in decoder.config.windows]
+        self._kv = [(pool.keys[l], pool.values[l]) for l in range(decoder.config.layers)]
+        self._heads = [
+            Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.q_norm, layer.k_norm, layer.eps)
+            for layer in decoder.layers
+        ]
+        self._scratch: dict[Splits, list[Scratch]] = {}
+        self.drawn = torch.zeros(1, dtype=torch.int32, device=self.device)  # tokens of the last step: the reader's
+        c = decoder.config
+        self.chunk = attention.chunk_tokens(c.heads, c.kv_heads, c.head_dim, decoder.dtype)
+        self.ahead = can_go_ahead(self.device)
+        self._shared = shared_memory(self.device)
+        self.deterministic = deterministic
+        self._wide: bool | None = None  # whether many rows take wider tiles in deterministic mode
+        self.coded = isinstance(decoder.output, Coded)
+        self._written: Tensor | None = None
+        self._numbers = torch.arange(512, dtype=torch.int32, device=self.device)
+        self._given: list[Tensor] = []  # earlier ones, that graphs go on using
+
+    def run(self, step: Step, room: Buffers, mark: Mark) -> None:
+        """`forward`, whose rows are in the room."""
+        self.forward(step, room, mark)
+
+    def forward(self, step: Step, room: Buffers, mark: Mark) -> Tensor:
+        """Residual rows [T, E] before the final norm; keys and values are in their pages."""
+        x = room.x[: step.count]
+        fused.embed(step.ints, step.rows, self.decoder.embedding, x, self.drawn)
+        mark("embed")
+        fused.angles(step.ints, step.rows, room.cs[: step.count], self.decoder.inv_freq, self.config.rope.scale)
+        mark("rope")
+        if self.coded and (self.deterministic or step.count <= coded.FEW):
+            self._coded_rows(step, room, mark)
+        elif self.deterministic:
+            self._rows(step, room, mark)
+        elif step.count == 1:
+            self._one_row(step, room, mark)
+        else:
+            self._rows(step, room, mark)
+        if step.taps is not None:
+            step.taps.see_hidden(self.config.layers, x)
+        return x
+
+    def _one_row(self, step: Step, room: Buffers, mark: Mark) -> None:
+        x, inner, mixed = room.x[0], room.inner[0], room.mixed[0].flatten()
+        for l, layer in enumerate(self.decoder.layers):
+            norm = Norm(layer.input_norm, layer.eps)
+            self._product(x, layer.qkv, room.qkv[0], norm=norm)
+            mark("qkv")
+            self._attention(l, step, room, mark)
+            self._product(mixed, layer.out, x, add=True)
+            mark("output projection")
+            self._product(x, layer.gate_up, inner, norm=Norm(layer.mlp_norm, layer.eps), gated=True)
+            self._product(inner, layer.down, x, add=True)
+            mark("feed-forward")
+
+    def _product(
+        self,
+        x: Tensor,
+        w: Linear,
+        y: Tensor,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        add: bool = False,
+    ) -> None:
+        row_product(x, w.weight, y, bias=w.bias, norm=norm, gated=gated, add=add, ahead=self.ahead)
+
+    def _coded_rows(self, step: Step, room: Buffers, mark: Mark) -> None:
+        """The same of few rows with matrices in codes, whose products take rows in float16."""
+        n = step.count
+        x, (h, inner, mixed) = room.x[:n], room.halves(n)
+        for l, layer in enumerate(self.decoder.layers):
+            fused.norm(x, layer.input_norm, layer.eps, h, ahead=self.ahead)
+            self._coded_product(h, layer.qkv, room.qkv[:n])
+            mark("qkv")
+            self._attention(l, step, room, mark, mixed)
+            self._coded_product(mixed.flatten(1), layer.out, x, add=True)
+            mark("output projection")
+            fused.norm(x, layer.mlp_norm, layer.eps, h, ahead=self.ahead)
+            self._coded_product(h, layer.gate_up, inner)
+            self._coded_product(inner, layer.down, x, factor=1 / coded.INNER, add=True)
+            mark("feed-forward")
+
+    def _coded_product(self, x: Tensor, w: object, y: Tensor, *, factor: float = 1.0, add: bool = False) -> None:
+        assert isinstance(w, Coded)
+        coded.product(x, w, y, factor=factor, add=add, ahead=self.ahead, alone=not self.deterministic)
+
+    def _dense(self, w: Linear | Coded) -> Tensor:
+        """The matrix [N, K] as floats. One in codes is written out where the next one will be: it serves until then."""
+        if not isinstance(w, Coded):
+            return w.weight
+        if self._written is None:
+            size = max(prod(m.shape) for layer in self.decoder.layers for m in _matrices(layer))
+            self._written = torch.empty(size, dtype=self.dtype, device=self.device)
+        n, k = w.shape
+        found = self._written[: n * k].view(n, k)
+        coded.expand(w, found)
+        return found
+
+    def _rows(self, step: Step, room: Buffers, mark: Mark) -> None:
+        n, layers = step.count, self.decoder.layers
+        many = self._multiplied(n, room)
+        x, h, delta = room.x[:n], room.h[:many], room.delta[:many]
+        fused.norm(x, layers[0].input_norm, layers[0].eps, h[:n])
+        mark("norm")
+        for l, layer in enumerate(layers):
+            self._linear(h, layer.qkv, room.qkv[:many])
+            mark("qkv")
+            self._attention(l, step, room, mark)
+            self._linear(room.mixed[:many].flatten(1), layer.out, delta)
+            mark("output projection")
+            fused.norm(x, layer.mlp_norm, layer.eps, h[:n], add=delta[:n], ahead=self.ahead)
+            mark("norm")
+            self._gate_times_up(h, layer.gate_up, room)
+            self._linear(room.inner[:many], layer.down, delta)
+            mark("feed-forward")
+            following: Layer | None = layers[l + 1] if l + 1 < len(layers) else None
+            if following is None:
+                fused.add(x, delta[:n])
+            else:
+                fused.norm(x, following.input_norm, following.eps, h[:n], add=delta[:n], ahead=self.ahead)
+            mark("norm")
+
+    def _multiplied(self, rows: int, room: Buffers) -> int:
+        """How many rows products take: a whole tile of them where that is faster, the last ones in vain."""
+        if tiles.LEAST <= rows <= tiles.MOST <= room.rows and self._in_tiles(tiles.MOST):
+            return tiles.MOST
+        return rows
+
+    def _attention(self, l: int, step: Step, room: Buffers, mark: Mark, out: Tensor | None = None) -> None:
+        n, (keys, values) = step.count, self._kv[l]
+        q, mixed = room.q[:n], room.mixed[:n] if out is None else out
+        fused.rotate_and_write(
+            room.qkv[:n], q, keys, values, step.ints, step.rows, room.cs[:n], self._heads[l], self.ahead
+        )
+        mark("rope")
+        paged = Paged(keys, values, step.ints, step.rows, self._run_at[l], self.config.head_dim**-0.5)
+        self._attend(q, mixed, paged, step)
+        mark("attention")
+        if step.taps is not None:  # what a layer writes comes after its attention: x is still what entered it
+            step.taps.see_hidden(l, room.x[:n])
+            step.taps.see_attention(l, q, keys, paged.scale)
+
+    def _attend(self, q: Tensor, mixed: Tensor, paged: Paged, step: Step) -> None:
+        n = step.count
+        if self.deterministic:
+            for start in range(0, n, AT_ONCE):
+                which = self._first(n)[start : start + AT_ONCE]
+                attention.attend_rows(
+                    q, mixed, paged, FIXED, self._room(FIXED, AT_ONCE),
+                    which=which, tile=fixed_tile(q.shape[2], q.dtype), ahead=self.ahead,
+                )  # fmt: skip
+            return
+        row_bytes = q.shape[2] * q.element_size()
+        for which in _in_calls(step.singles):
+            count = n if which is None else len(which)
+            splits = MIXED if which is not None else pick_splits(count, self.config.kv_heads)
+            attention.attend_rows(
+                q, mixed, paged, splits, self._room(splits, count),
+                which=which, tile=pick_tile(count, splits, row_bytes), ahead=self.ahead,
+            )  # fmt: skip
+        if step.items is not None:
+            attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
+
+    def _room(self, splits: Splits, rows: int) -> Scratch:
+        """Room for the parts of so many rows. It is never given back, since graphs go on using it: so each is for the
+        next power of two, and all of them have fewer than four times the rows of the largest step."""
+        found = [room for room in self._scratch.get(splits, ()) if len(room.arrived) >= rows]
+        if found:
+            return found[0]
+        c, wide = self.config, 1 << max(0, rows - 1).bit_length()
+        made = attention.scratch(wide, c.heads, c.kv_heads, c.head_dim, splits, self.device)
+        self._scratch.setdefault(splits, []).append(made)
+        return made
+
+    def _first(self, count: int) -> Tensor:
+        """The numbers below count [count] int32."""
+        if len(self._numbers) < count:
+            self._given.append(self._numbers)
+            self._numbers = torch.arange(2 * count, dtype=torch.int32, device=self.device)
+        return self._numbers[:count]
+
+    def _gate_times_up(self, h: Tensor, w: Linear, room: Buffers) -> None:
+        gate_up, inner = room.gate_up[: len(h)], room.inner[: len(h)]
+        if self._in_tiles(len(h)):
+            self._tiled(h, w.weight, inner, w.bias, gated=True)
+        else:
+            self._linear(h, w, gate_up)
+            fused.gated(gate_up, inner, ahead=self.ahead)
+
+    def _in_tiles(self, rows: int) -> bool:
+        """Whether products of so many rows are ours; cuBLAS does better with others, and in float32."""
+        own_ways = self.coded or self.deterministic
+        return rows == tiles.MOST and not own_ways and self.dtype != torch.float32
+
+    def _tiled(self, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> None:
+        tile = tiles.pick_tile(y.shape[1], gated, self._shared)
+        tiles.product(x, weight, y, tile, bias=bias, gated=gated, ahead=self.ahead)
+
+    def _linear(self, x: Tensor, w: Linear, y: Tensor) -> None:
+        if self.deterministic:
+            exact.product(x, w.weight, y, bias=w.bias, tile=self._exact(len(x)), ahead=self.ahead)
+        elif self._in_tiles(len(x)):
+            self._tiled(x, w.weight, y, w.bias)
+        elif w.bias is None:
+            torch.mm(x, self._dense(w).t(), out=y)
+        else:
+            torch.addmm(w.bias, x, self._dense(w).t(), out=y)
+
+    def _exact(self, rows: int) -> tiles.Tile | None:
+        """The tile of products in deterministic mode; None for that of any number of rows."""
+        if rows <= exact.MANY:
+            return None
+        if self._wide is None:  # the first step of a size is never captured
+            self._wide = exact.wide_is_alike(self.decoder.layers[0].qkv.weight)
+        return exact.WIDE if self._wide else None
+
+    # -- what the reader asks for ----------------------------------------------------------------------------------
+
+    def finish(self, x: Tensor, tile: int | None) -> Tensor:
+        """The final norm of residual rows [R, E]."""
+        return self.decoder.finish(x, tile)
+
+    def logits(self, x: Tensor, tile: int | None) -> Tensor:
+        """Logits [R, V] float32 of residual rows [R, E]."""
+        found = torch.empty(len(x), self.config.vocab_size, dtype=torch.float32, device=self.device)
+        self.head(x, None, torch.empty_like(x), found)
+        return found
+
+    def best(self, logits: Tensor) -> tuple[list[bool], list[int] | None]:
+        """For each row whether it has a NaN."""
+        return self.decoder.best(logits)
+
+    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+        """The token drawn at each row."""
+        return self.decoder.choose(logits, draws)
+
+    def head(self, x: Tensor, rows: Tensor | None, h: Tensor, logits: Tensor) -> None:
+        """Logits into [R, V] float32, of residual rows x, or of those that `rows` [R] int32 names. h [R, E] is room."""
+        d = self.decoder
+        if isinstance(d.output, Coded):
+            half = torch.empty_like(h, dtype=torch.float16)
+            fused.norm(x, d.final_norm, self.config.norm_eps, half, rows=rows, ahead=self.ahead)
+            self._coded_product(half, d.output, logits)
+            return
+        if self.deterministic:
+            fused.norm(x, d.final_norm, self.config.norm_eps, h, rows=self._first(len(h)) if rows is None else rows)
+            exact.product(h, d.output, logits, tile=self._exact(len(h)), ahead=self.ahead)
+            return
+        if len(h) == 1 and rows is None:
+            norm = Norm(d.final_norm, self.config.norm_eps)
+            row_product(x[0], d.output, logits[0], norm=norm, ahead=self.ahead)
+            return
+        fused.norm(x, d.final_norm, self.config.norm_eps, h, rows=rows, ahead=self.ahead)
+        if len(h) == 1:
+            row_product(h[0], d.output, logits[0], ahead=self.ahead)
+        elif self._in_tiles(len(h)):
+            self._tiled(h, d.output, logits)
+        elif self.dtype == torch.float32:
+            torch.mm(h, d.output.t(), out=logits)
+        else:
+            torch.mm(h, d.output.t(), out_dtype=torch.float32, out=logits)
+
+
+def _in_calls(singles: Tensor | None) -> Sequence[Tensor | None]:
+    """The rows that attention takes one by one, call by call; None stands for every row of the step."""
+    if singles is None:
+        return (None,)
+    return singles.split(SINGLES) if len(singles) else ()
+
+
+def pick_splits(rows: int, kv_heads: int) -> Splits:
+    """How the keys of so many single rows are divided: enough programs for the device, none with too little to do."""
+    programs = rows * kv_heads
+    most = 1
+    while most < 32 and most * programs < PROGRAMS:
+        most *= 2
+    if most < 4:
+        return Splits(4 if rows <= 128 else 2, 1024)  # long sequences among short ones
+    return Splits(most, 64 if most >= 8 else 128)
+
+
+def pick_tile(rows: int, splits: Splits, row_bytes: int) -> Tile:
+    """What was fastest on an H200: wide tiles where programs are few, small programs where they are many.
+
+    `row_bytes` are those of a key: of long ones less fits.
+    """
+    if row_bytes > 512:
+        return Tile(32, 4, 2)
+    if splits.least < 1024:
+        return Tile(64, 4, 2)
+    if row_bytes > 256:
+        return Tile(32, 4, 3)
+    if rows > 96:
+        return Tile(16, 1, 3)
+    return Tile(64, 2, 2) if rows > 40 else Tile(32, 4, 5)
+
+
+def _matrices(layer: Layer) -> list[Coded]:
+    return [m for m in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(m, Coded)]
+
+
+def fixed_tile(dim: int, dtype: torch.dtype) -> Tile:
+    """The one tile of a model in deterministic mode; FIXED.least holds a whole number of them."""
+    return Tile(32, 4, 2) if dim > 128 or dtype == torch.float32 else Tile(64, 4, 2)

@@ -1,0 +1,203 @@
+"""Probes on the device: what a step asks about its rows is launched together and copied back once.
+
+Questions (cuda_rounds) are uploaded and answered by kernels in a graph (kernels/triton/probes); a row's best are found
+by torch. What that leaves undecided is the torch reader's, over the same logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.kernels.triton import probes as probing
+from headway.kernels.triton.probes import FOUND, JOB_INTS, NUMBERS, PAIR_INTS, Findings, Measured, Questions
+from headway.runtime.runners.cuda.arrays import Upload
+from headway.runtime.runners.cuda.graphs import Graphs
+from headway.runtime.runners.cuda.model import CudaModel
+from headway.runtime.runners.cuda.probe_rounds import (
+    JOBS,
+    NO_MASK,
+    PAIRS,
+    Answers,
+    Asked,
+    Drawn,
+    Key,
+    Round,
+    plan,
+    tell,
+)
+
+SLAB = 64  # rows of logits that are ranked or sorted at once
+
+
+class CudaProbes:
+    """Answers probes over rows of logits. Owns what is uploaded, found and copied back for them."""
+
+    def __init__(self, model: CudaModel, graphs: Graphs) -> None:
+        self.model, self._graphs = model, graphs
+        self._vocab, self._device = model.config.vocab_size, model.device
+        self._words, self._pieces = -(-self._vocab // 32), probing.pieces(self._vocab)
+        self._asked = Upload(JOBS * JOB_INTS + PAIRS * PAIR_INTS, torch.int32, self._device)
+        self._masks = Upload(self._words, torch.int32, self._device)
+        room = JOBS * self._pieces * NUMBERS + PAIRS * (FOUND + self._pieces)
+        self._found = torch.empty(room, dtype=torch.int32, device=self._device)
+        self._back = torch.empty(room, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+
+    def begin(
+        self,
+        asked: Sequence[Asked],
+        logits: Tensor,
+        tokens: Tensor,
+        drawn: Mapping[Key, Sequence[Drawn | None]],
+        *,
+        lasting: bool,
+    ) -> Callable[[dict[Key, object]], list[Asked]]:
+        """Set the device to work on these probes of logits [R, V], which are where they always are if `lasting`.
+
+        `tokens` [A] int32 are those that the device draws in front of it, `drawn` has for every ranking those of its
+        own row (None for one that is drawn later). What comes back waits, adds values, and gives the probes that are
+        left undecided.
+        """
+        rounds, known, left = plan(asked, drawn, self._vocab)
+        first = self._launch(rounds[0], logits, tokens, lasting) if rounds else None
+
+        def finish(values: dict[Key, object]) -> list[Asked]:
+            values.update(known)
+            undecided = list(left)
+            for i, part in enumerate(rounds):
+                wait = first if i == 0 and first is not None else self._launch(part, logits, tokens, lasting)
+                undecided += tell(part, wait(), values)
+            return undecided
+
+        return finish
+
+    def _launch(self, part: Round, logits: Tensor, tokens: Tensor, lasting: bool) -> Callable[[], Answers]:
+        jobs, pairs = self._send(part)
+        measured = jobs * self._pieces * NUMBERS
+        back = measured + pairs * (FOUND + self._pieces)
+        behind = jobs * JOB_INTS
+        asked = Questions(
+            self._asked.device[:behind].view(jobs, JOB_INTS),
+            self._asked.device[behind : behind + pairs * PAIR_INTS].view(pairs, PAIR_INTS),
+            self._masks.device.view(-1, self._words),
+            tokens,
+        )
+        found = Findings(
+            self._found[:measured].view(torch.float32).view(jobs, self._pieces, NUMBERS),
+            self._found[measured:back].view(pairs, FOUND + self._pieces),
+        )
+
+        def work() -> None:
+            probing.look(logits, asked, found)
+            self._back[:back].copy_(self._found[:back], non_blocking=True)
+
+        if back:
+            key = ("probe", jobs, pairs, logits.data_ptr(), self._masks.device.data_ptr())
+            self._graphs.run(key if lasting else None, work)
+        best = self._ordered(list(part.best), part.masks, logits, part.most + 1)
+        whole = self._ordered(list(part.sorted), part.masks, logits, self._vocab)
+        rows = [_host(_taken(logits, list(part.rows)))] if part.rows else []
+
+        def wait() -> Answers:
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+            numbers = self._back[:back].numpy()
+            return Answers(
+                *_read(part, numbers[:measured].view(np.float32), numbers[measured:], self._pieces),
+                best=_pairs_of(best),
+                sorted=_pairs_of(whole),
+                rows=[row for block in rows for row in block.numpy()],
+            )
+
+        return wait
+
+    def _send(self, part: Round) -> tuple[int, int]:
+        """Upload a round's questions; how many there are, with padding."""
+        jobs, pairs = _room(len(part.jobs)), _room(len(part.pairs))
+        self._asked.wait()
+        host, behind = self._asked.host, jobs * JOB_INTS
+        asked = host[:behind].reshape(jobs, JOB_INTS)
+        asked[len(part.jobs) :, 0] = -1
+        if part.jobs:
+            rows, masks, rates = zip(*part.jobs, strict=True)
+            asked[: len(rows), 0], asked[: len(rows), 1] = rows, masks
+            asked[: len(rows), 2] = np.array(rates, np.float32).view(np.int32)
+        named = host[behind : behind + pairs * PAIR_INTS].reshape(pairs, PAIR_INTS)
+        named[len(part.pairs) :, 0] = -1
+        if part.pairs:
+            named[: len(part.pairs)] = part.pairs
+        self._asked.send(behind + pairs * PAIR_INTS)
+        self._send_masks(part.masks)
+        return jobs, pairs
+
+    def _send_masks(self, masks: Sequence[np.ndarray]) -> None:
+        if not masks:
+            return
+        if len(masks) * self._words > len(self._masks):
+            self._masks.grow(2 * len(masks) * self._words)
+        self._masks.wait()
+        bits = self._masks.host[: len(masks) * self._words].view(np.uint8).reshape(len(masks), -1)
+        for line, allowed in zip(bits, masks, strict=True):
+            packed = np.packbits(allowed, bitorder="little")
+            line[: len(packed)], line[len(packed) :] = packed, 0
+        self._masks.send(len(masks) * self._words)
+
+    def _ordered(
+        self, asked: list[tuple[int, int]], masks: Sequence[np.ndarray], logits: Tensor, count: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The `count` best scores of these rows, each behind its mask, and their ids, on their way to the host."""
+        found = []
+        for start in range(0, len(asked), SLAB):
+            slab = asked[start : start + SLAB]
+            lines = _taken(logits, [row for row, _ in slab])
+            bound = [(i, mask) for i, (_, mask) in enumerate(slab) if mask != NO_MASK]
+            if bound:
+                allowed = torch.ones(lines.shape, dtype=torch.bool)
+                for i, mask in bound:
+                    allowed[i] = torch.from_numpy(masks[mask])
+                lines = lines.masked_fill(~allowed.to(self._device), float("-inf"))
+            if count >= self._vocab:
+                scores, ids = lines.sort(dim=1, descending=True, stable=True)
+            else:
+                scores, ids = lines.topk(count, dim=1)
+            found.append((_host(scores), _host(ids)))
+        return found
+
+
+def _read(
+    part: Round, measured: np.ndarray, placed: np.ndarray, pieces: int
+) -> tuple[list[Measured], np.ndarray, np.ndarray, np.ndarray]:
+    """Rows that were measured, and the scores, ranks and tokens of pairs."""
+    jobs, pairs = len(part.jobs), len(part.pairs)
+    rates = np.array([rate for _, _, rate in part.jobs])
+    rows = probing.combined(measured.reshape(-1, pieces, NUMBERS)[:jobs], rates)
+    lines = placed.reshape(-1, FOUND + pieces)[:pairs]
+    scores = np.ascontiguousarray(lines[:, 0]).view(np.float32)
+    return rows, scores, 1 + lines[:, FOUND:].sum(1), lines[:, 1].copy()
+
+
+def _room(count: int) -> int:
+    """The next power of two, so that there are few graphs; 0 for none."""
+    return 1 << (count - 1).bit_length() if count else 0
+
+
+def _taken(logits: Tensor, rows: list[int]) -> Tensor:
+    """These rows of logits [R, V]: itself where it can be."""
+    if rows == list(range(len(rows))):
+        return logits[: len(rows)]
+    return logits.index_select(0, torch.tensor(rows, device=logits.device))
+
+
+def _host(x: Tensor) -> Tensor:
+    """A copy on its way to the host; it is there when the stream is."""
+    if x.device.type != "cuda":
+        return x.clone()
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+def _pairs_of(blocks: list[tuple[Tensor, Tensor]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Scores and ids of every row."""
+    return [(s.copy(), i.copy()) for scores, ids in blocks for s, i in zip(scores.numpy(), ids.numpy(), strict=True)]

@@ -1,0 +1,365 @@
+"""Reading a step on the device: the head on asked rows, samplers in one kernel, one small copy back.
+
+Tokens are drawn by cuda_draw, and probes are answered beside them by cuda_probes. Bias and penalties go onto a row of
+logits in place, or onto a copy of it where others read the row too. What neither can do, typical-p above all, goes
+through the torch reader, over the same logits. The logits of a step are overwritten by the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.base.probes import Ranking
+from headway.base.samplers import Sampling
+from headway.kernels.triton.sampling import NO_TOKEN, UNDECIDED
+from headway.models.decoder import Taps
+from headway.runtime.batch import Batch, Rows, reads_final_state
+from headway.runtime.passes import BEFORE, Readout
+from headway.runtime.readout import Ask, Reader, not_a_number
+from headway.runtime.runners.cuda.arrays import Landing, Upload
+from headway.runtime.runners.cuda.graphs import Graphs, padded
+from headway.runtime.runners.cuda.model import CudaModel, Mark
+from headway.runtime.runners.cuda.probes import CudaProbes, Drawn
+from headway.runtime.runners.cuda.sampling import MOST, CudaDraws, Key
+
+Values = dict[Key, object]
+_Asked = tuple[int, int, int, Readout]  # a segment, the index of a readout, its row, and what it reads
+
+
+class _Place(NamedTuple):
+    """Where a readout's residual is: a batch row, or a segment's kept state."""
+
+    row: int
+    segment: int
+
+
+class _Work(NamedTuple):
+    """The readouts of a part of a step, each with its row of logits."""
+
+    quick: list[tuple[int, Ask]]  # tokens that the device can draw
+    slow: list[tuple[int, Ask]]  # tokens that it cannot
+    probes: list[tuple[int, Ask]]
+    beside: list[list[tuple[int, Ask]]]  # by row: all tokens that are drawn there
+    copied: list[int]  # rows whose logits stand once more behind the last, for bias and penalties of one ask each
+
+
+class _Begun(NamedTuple):
+    """A draw that the device is set to: where each token will stand, and what waits and gives those left undecided."""
+
+    places: dict[Key, int]
+    finish: Callable[[], list[tuple[int, Ask]]]
+
+
+class CudaReader:
+    """Turns residual rows into values. Owns the logits, of at most MOST rows at once, and who draws and looks there."""
+
+    def __init__(self, model: CudaModel, graphs: Graphs) -> None:
+        self.model, self._graphs, self._slow = model, graphs, Reader(model, None)
+        self._room = 0
+        self._rows = Upload(MOST, torch.int32, model.device)
+        self._draws, self._probes = CudaDraws(model, graphs), CudaProbes(model, graphs)
+        self._grow(1)
+        model.drawn = self._draws.tokens
+        self._landing = [Landing(MOST, model.device) for _ in range(2)]  # of rows that go on by themselves, in turn
+
+    def begin(self, batch: Batch, x: Tensor | None, mark: Mark, taps: Taps | None = None) -> Callable[[], Values]:
+        """Set the device to work on what is read; what comes back waits for it and gives values by segment and readout.
+
+        x [T, E] is the residual before the final norm; None when T is 0. `taps` has what was looked at on the way.
+        """
+        asked = [(s, index, row, r) for s, segment in enumerate(batch.segments) for index, row, r in segment.readouts]
+        if taps is not None:
+            return self._looking(asked, x, batch, mark, taps)
+        return self._reading(asked, x, batch, mark)
+
+    def _looking(
+        self, asked: list[_Asked], x: Tensor | None, batch: Batch, mark: Mark, taps: Taps
+    ) -> Callable[[], Values]:
+        """What is read of the final state, and what was looked at on the way."""
+        final = [a for a in asked if reads_final_state(a[3].what)]
+        read = self._reading(final, x, batch, mark)
+
+        def finish() -> Values:
+            values = read()
+            for s, index, row, r in asked:
+                if not reads_final_state(r.what):
+                    values[s, index] = self._slow.look(Ask(s, index, row, r), batch, taps)
+            return values
+
+        return finish
+
+    def _reading(self, asked: list[_Asked], x: Tensor | None, batch: Batch, mark: Mark) -> Callable[[], Values]:
+        if x is not None and len(x) > 1 and 0 < len(asked) <= MOST and self._is_plain(asked):
+            return self._plain(asked, x, batch)
+        by_place: dict[_Place, list[Ask]] = {}
+        for s, index, row, what in asked:
+            place = _Place(row, s if row == BEFORE else 0)
+            by_place.setdefault(place, []).append(Ask(s, index, row, what))
+        places = list(by_place)
+        parts = [places[start : start + MOST] for start in range(0, len(places), MOST)]
+        if not parts:
+            return dict
+        first = self._part(parts[0], by_place, batch, x, mark)
+
+        def finish() -> Values:
+            values = first()
+            for part in parts[1:]:
+                values |= self._part(part, by_place, batch, x, mark)()
+            return values
+
+        return finish
+
+    def draws(self, how: Sampling) -> bool:
+        """Whether `draw_rows` can draw so."""
+        return self._draws.way(how).plain
+
+    def row_logits(self, x: Tensor) -> Tensor:
+        """Logits [N, V] of all rows of x."""
+        return self._only(x) if len(x) == 1 else self._chosen(list(range(len(x))), x)
+
+    def draw_rows(self, rows: Rows, logits: Tensor, words: Sequence[np.ndarray | None]) -> Callable[[], list[int]]:
+        """Draw a token at each row, where `words` are bits of what is allowed; what comes back waits for them.
+
+        Two such steps may be on their way.
+        """
+        count, masks = len(rows), list[int]()
+        bound = [bits for bits in words if bits is not None]
+        if bound:
+            self._draws.upload(bound)
+            at = iter(range(count))
+            masks = [-1 if bits is None else next(at) for bits in words]
+        self._launch(logits, self._draws.fill(range(count), rows.readouts, rows.positions, masks))
+        landing = self._landing[0]
+        self._landing.reverse()
+        landing.send(self._draws.tokens[:count])
+        return lambda: landing.read(count)
+
+    def _is_plain(self, asked: list[_Asked]) -> bool:
+        """Whether each row of the step is read once at most, by a sampler that needs nothing but its numbers."""
+        ways, rows = self._draws.ways, set()
+        for _, _, row, r in asked:
+            way = ways.get(id(r.what))
+            if way is None or way[0] is not r.what:
+                if not isinstance(r.what, Sampling):
+                    return False
+                way = r.what, self._draws.way(r.what)
+            if row == BEFORE or not way[1].plain or r.allowed is not None or r.later is not None:
+                return False
+            rows.add(row)
+        return len(rows) == len(asked)
+
+    def _plain(self, asked: list[_Asked], x: Tensor, batch: Batch) -> Callable[[], Values]:
+        """Most decodes: the same with less of the host's time."""
+        rows = [row for _, _, row, _ in asked]
+        logits = self._chosen(rows, x)
+        readouts = [r for _, _, _, r in asked]
+        size = self._draws.fill(range(len(asked)), readouts, batch.positions[rows], ())
+        self._launch(logits, size)
+
+        def finish() -> Values:
+            values: Values = {}
+            for (segment, index, row, r), token in zip(asked, self._draws.wait(len(asked)), strict=True):
+                if token >= 0:
+                    values[segment, index] = token
+                elif token == NO_TOKEN:
+                    values[segment, index] = not_a_number()
+                else:
+                    values |= self._slow.answers([Ask(segment, index, row, r)], [rows.index(row)], logits, batch)
+            return values
+
+        return finish
+
+    def _part(
+        self, places: list[_Place], by_place: dict[_Place, list[Ask]], batch: Batch, x: Tensor | None, mark: Mark
+    ) -> Callable[[], Values]:
+        work = self._sorted([by_place[place] for place in places])
+        logits = self._logits(places, batch, x, work.copied)
+        mark("head")
+        values: Values = {}
+        # A mask that comes later is waited for when the device has all it can be given.
+        now = len(work.quick) <= MOST and not any(_waits(ask) for _, ask in (*work.quick, *work.probes))
+        begun = self._draw(work.quick, logits, batch, values) if now else None
+        looked = self._look(work, logits, begun, values) if begun is not None else None
+
+        def finish() -> Values:
+            left = list(work.slow)
+            if begun is not None:
+                left += begun.finish()
+            else:
+                for start in range(0, len(work.quick), MOST):
+                    left += self._draw(work.quick[start : start + MOST], logits, batch, values).finish()
+            if left:
+                values.update(self._slow.answers([a for _, a in left], [at for at, _ in left], logits, batch))
+            wait = self._look(work, logits, None, values) if looked is None else looked
+            self._settle(wait(values), work, logits, batch, values)
+            mark("sample")
+            return values
+
+        return finish
+
+    def _look(
+        self, work: _Work, logits: Tensor, begun: _Begun | None, values: Values
+    ) -> Callable[[Values], list[tuple[int, Ask]]]:
+        """Have the device answer the probes, beside the tokens that it draws or, where it has drawn them, behind."""
+        drawn = {
+            (ask.segment, ask.index): [self._drawn(row, mate, work, begun, values) for row, mate in work.beside[at]]
+            for at, ask in work.probes
+            if isinstance(ask.what.what, Ranking)
+        }
+        return self._probes.begin(work.probes, logits, self._draws.tokens, drawn, lasting=self._lasts(logits))
+
+    def _drawn(self, row: int, ask: Ask, work: _Work, begun: _Begun | None, values: Values) -> Drawn | None:
+        """What is drawn at a row of logits, as a ranking of it needs to know; None when it is not known yet."""
+        how, key = ask.what.what, (ask.segment, ask.index)
+        assert isinstance(how, Sampling)
+        token = values.get(key)
+        if begun is not None and key in begun.places:
+            token = -1 - begun.places[key]
+        if not isinstance(token, int):
+            return None
+        filters = how.top_k or how.top_p < 1 or how.min_p or how.typical_p < 1
+        adjusted = row >= len(work.beside) or not self._draws.way(how).adjusts
+        known = adjusted and (how.temperature == 0 or not filters)
+        return Drawn(token, row, how.temperature if known else None, ask.what.permitted() if known else None)
+
+    def _settle(self, left: list[tuple[int, Ask]], work: _Work, logits: Tensor, batch: Batch, values: Values) -> None:
+        """Probes that the device leaves undecided."""
+        rest = [(at, ask) for at, ask in left if not isinstance(ask.what.what, Ranking)]
+        if rest:
+            values.update(self._slow.answers([a for _, a in rest], [at for at, _ in rest], logits, batch))
+        for at, ask in left:
+            if isinstance(what := ask.what.what, Ranking):
+                mates = [mate for _, mate in work.beside[at]]
+                tokens = [values[mate.segment, mate.index] for mate in mates]
+                bad = bool(logits[at].isnan().any())
+                found = not_a_number() if bad else self._slow.ranked(what, logits[at], mates, tokens, batch)
+                values[ask.segment, ask.index] = found
+
+    # -- logits ----------------------------------------------------------------------------------------------------
+
+    def _grow(self, rows: int) -> None:
+        """Have room for the logits of so many rows; graphs that write to the old room go."""
+        if rows <= self._room:
+            return
+        self._room = rows if rows < 64 else max(rows, MOST)
+        for key in [k for k in self._graphs.graphs if isinstance(k, tuple) and k[0] in ("head", "draw", "probe")]:
+            del self._graphs.graphs[key]
+        c, device = self.model.config, self.model.device
+        self._out = torch.empty(self._room, c.vocab_size, dtype=torch.float32, device=device)
+        self._h = torch.empty(self._room, c.hidden_size, dtype=self.model.dtype, device=device)
+
+    def _logits(self, places: Sequence[_Place], batch: Batch, x: Tensor | None, copied: list[int]) -> Tensor:
+        """Logits [R, V] of these places, in the reader's own room, and behind them once more those of `copied` rows."""
+        if any(place.row == BEFORE for place in places):
+            rows = [self._residual(place, batch, x) for place in places]
+            logits = self.model.logits(torch.stack(rows), None)
+            return torch.cat((logits, logits[copied])) if copied else logits
+        assert x is not None
+        count = len(places)
+        if len(x) == 1:
+            self._grow(1 + len(copied))
+            logits = self._only(x)
+        else:
+            self._grow(count + len(copied))
+            logits = self._chosen([place.row for place in places], x)
+        if not copied:
+            return logits
+        self._out[count : count + len(copied)] = logits[copied]
+        return self._out[: count + len(copied)]
+
+    def _only(self, x: Tensor) -> Tensor:
+        """Logits [1, V] of the one row of x."""
+        logits, h = self._out[:1], self._h[:1]
+        self._graphs.run(("head", 0, x.data_ptr()), lambda: self.model.head(x, None, h, logits))
+        return logits
+
+    def _chosen(self, rows: list[int], x: Tensor) -> Tensor:
+        """Logits [R, V] of these rows of x."""
+        count, size = len(rows), padded(len(rows))
+        assert size is not None
+        self._grow(size)
+        logits, h = self._out[:size], self._h[:size]
+        self._rows.put(np.pad(np.array(rows, np.int32), (0, size - count)))
+        chosen = self._rows.device[:size]
+        self._graphs.run(("head", size, x.data_ptr()), lambda: self.model.head(x, chosen, h, logits))
+        return logits[:count]
+
+    @staticmethod
+    def _residual(place: _Place, batch: Batch, x: Tensor | None) -> Tensor:
+        kept = batch.segments[place.segment].kept if place.row == BEFORE else None
+        if kept is not None:
+            assert isinstance(kept, Tensor)
+            return kept
+        assert x is not None
+        return x[place.row]
+
+    # -- tokens ----------------------------------------------------------------------------------------------------
+
+    def _sorted(self, asked: list[list[Ask]]) -> _Work:
+        """What is asked at each row of logits, by who does it."""
+        work = _Work([], [], [], [], [])
+        for at, asks in enumerate(asked):
+            work.beside.append([])
+            for ask in asks:
+                row, what = at, ask.what.what
+                if not isinstance(what, Sampling):
+                    work.probes.append((at, ask))
+                    continue
+                way = self._draws.way(what)
+                apart = way.quick and way.adjusts and len(asks) > 1
+                if apart and len(work.copied) < MOST:
+                    row = len(asked) + len(work.copied)
+                    work.copied.append(at)
+                quick = way.quick and (row != at or not apart)
+                (work.quick if quick else work.slow).append((row, ask))
+                work.beside[-1].append((row, ask))
+        return work
+
+    def _draw(self, asked: list[tuple[int, Ask]], logits: Tensor, batch: Batch, values: Values) -> _Begun:
+        """Have the device draw tokens of at most MOST asks."""
+        if any(self._draws.way(ask.what.what).adjusts for _, ask in asked):
+            self._draws.adjust(asked, logits)
+        bound = self._draws.bind(asked, values)
+        drawn = [(at, ask) for at, ask in asked if (ask.segment, ask.index) not in values] if values else asked
+        if not drawn:
+            return _Begun({}, list)
+        positions = np.array([_position(batch, ask) for _, ask in drawn])
+        masks = [bound.get((ask.segment, ask.index), -1) for _, ask in drawn] if bound else ()
+        size = self._draws.fill([at for at, _ in drawn], [ask.what for _, ask in drawn], positions, masks)
+        self._launch(logits, size)
+        places = {(ask.segment, ask.index): i for i, (_, ask) in enumerate(drawn)}
+        return _Begun(places, lambda: self._tell(drawn, values))
+
+    def _launch(self, logits: Tensor, size: int) -> None:
+        """Draw what was said."""
+        self._draws.launch(logits, size, lasting=self._lasts(logits))
+
+    def _lasts(self, logits: Tensor) -> bool:
+        """Whether these are in the reader's own room."""
+        return logits.data_ptr() == self._out.data_ptr()
+
+    def _tell(self, drawn: list[tuple[int, Ask]], values: Values) -> list[tuple[int, Ask]]:
+        """Wait for the tokens; those that the device leaves undecided come back."""
+        undecided = []
+        for (at, ask), token in zip(drawn, self._draws.wait(len(drawn)), strict=True):
+            if token == UNDECIDED:
+                undecided.append((at, ask))
+            else:
+                values[ask.segment, ask.index] = not_a_number() if token == NO_TOKEN else token
+        return undecided
+
+
+def _position(batch: Batch, ask: Ask) -> int:
+    """The position id of the row that is read."""
+    return int(batch.positions[ask.row]) if ask.row != BEFORE else batch.segments[ask.segment].before_position
+
+
+def _waits(ask: Ask) -> bool:
+    """Whether a mask binds it that comes later."""
+    bound = isinstance(ask.what.what, Sampling) or getattr(ask.what.what, "masked", False)
+    return bound and ask.what.later is not None

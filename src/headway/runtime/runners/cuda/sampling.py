@@ -1,0 +1,174 @@
+"""Drawing tokens on the device: how samplers draw, which masks bind them, and the tokens, one small copy back.
+
+Owned by the reader, used by the worker thread alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.base.errors import HeadwayError
+from headway.base.rng import uniforms
+from headway.base.samplers import Sampling
+from headway.kernels.triton import sampling
+from headway.kernels.triton.sampling import ASK_FLOATS, ASK_INTS, Asks
+from headway.runtime.passes import Readout
+from headway.runtime.readout import Ask
+from headway.runtime.runners.cuda.arrays import Upload
+from headway.runtime.runners.cuda.graphs import Graphs, padded
+from headway.runtime.runners.cuda.model import CudaModel
+from headway.runtime.runners.cuda.probe_rounds import COLDEST, HOTTEST
+
+MOST = 512  # tokens drawn at once
+
+Key = tuple[int, int]  # a segment and the index of one of its readouts
+
+
+class Way(NamedTuple):
+    """How a sampler draws, as the device is told."""
+
+    numbers: tuple[float, float, float]  # temperature, top-p, min-p
+    top_k: int
+    quick: bool  # whether the device can
+    adjusts: bool  # whether it has bias or penalties
+
+    @property
+    def plain(self) -> bool:
+        return self.quick and not self.adjusts
+
+
+class CudaDraws:
+    """Draws tokens from rows of logits."""
+
+    def __init__(self, model: CudaModel, graphs: Graphs) -> None:
+        self.model, self._graphs = model, graphs
+        vocab, device = model.config.vocab_size, model.device
+        self._words = -(-vocab // 32)
+        self._ints = Upload(MOST * ASK_INTS, torch.int32, device)
+        self._floats = Upload(MOST * ASK_FLOATS, torch.float64, device)
+        self._masks = Upload(self._words, torch.int32, device)
+        self._found = sampling.room(MOST, vocab, device)
+        self._tokens = torch.empty(MOST, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.ways: dict[int, tuple[Sampling, Way]] = {}  # by identity
+
+    @property
+    def tokens(self) -> Tensor:
+        """What was drawn last [MOST] int32, on the device. It is always the same memory."""
+        return self._found.tokens
+
+    def launch(self, logits: Tensor, size: int, *, lasting: bool) -> None:
+        """Draw what `fill` has said, from logits [R, V], which are where they always are if `lasting`."""
+        asks = Asks(
+            self._ints.device[: size * ASK_INTS].view(size, ASK_INTS),
+            self._floats.device[: size * ASK_FLOATS].view(size, ASK_FLOATS),
+            self._masks.device.view(-1, self._words),
+        )
+        key = ("draw", size, self._masks.device.data_ptr()) if lasting else None
+        self._graphs.run(key, lambda: self._choose(logits, asks, size))
+
+    def wait(self, count: int) -> list[int]:
+        """The tokens, once they are there."""
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream(self.model.device).synchronize()
+        return self._tokens[:count].tolist()
+
+    def _choose(self, logits: Tensor, asks: Asks, size: int) -> None:
+        sampling.choose(logits, asks, self._found)
+        self._tokens[:size].copy_(self._found.tokens[:size], non_blocking=True)
+
+    def fill(
+        self, rows: Sequence[int], readouts: Sequence[Readout], positions: np.ndarray, masks: Sequence[int]
+    ) -> int:
+        """Tell the device how to draw at these rows of logits, and how many numbers that are with padding."""
+        count, ways = len(rows), [self.way(r.what) for r in readouts]
+        size = padded(count)
+        assert size is not None
+        ints, floats = np.zeros((size, ASK_INTS), np.int32), np.zeros((size, ASK_FLOATS))
+        ints[count:, 0] = -1
+        ints[:count, 0] = rows
+        ints[:count, 1] = [way.top_k for way in ways]
+        ints[:count, 2] = masks if len(masks) else -1
+        floats[:count, :3] = [way.numbers for way in ways]
+        if any(way.numbers[0] > 0 for way in ways):
+            seeds, ordinals = (
+                np.array(n, np.uint64) for n in zip(*((r.seed, r.ordinal) for r in readouts), strict=True)
+            )
+            floats[:count, 3] = uniforms(seeds, positions.astype(np.uint64), ordinals)
+        self._ints.put(ints)
+        self._floats.put(floats)
+        return size
+
+    def way(self, what: object) -> Way:
+        """How it draws; a generation's sampler is one object from its first step to its last."""
+        found = self.ways.get(id(what))
+        if found is not None and found[0] is what:
+            return found[1]
+        assert isinstance(what, Sampling)
+        if len(self.ways) > 4 * MOST:
+            self.ways.clear()
+        way = Way(
+            numbers=(what.temperature, what.top_p, what.min_p),
+            top_k=min(what.top_k, self.model.config.vocab_size),
+            quick=what.typical_p == 1 and (what.temperature == 0 or COLDEST <= what.temperature <= HOTTEST),
+            adjusts=bool(what.penalises or what.bias),
+        )
+        self.ways[id(what)] = what, way
+        return way
+
+    def bind(self, asked: list[tuple[int, Ask]], values: dict[Key, object]) -> dict[Key, int]:
+        """Logit masks as bits on the device, and which ask each binds. An error is its ask's value."""
+        found: list[tuple[Key, np.ndarray]] = []
+        for _, ask in asked:
+            if ask.what.allowed is None and ask.what.later is None:
+                continue
+            try:
+                allowed = ask.what.permitted()
+            except HeadwayError as error:  # there is no mask for this row; the others go on
+                values[ask.segment, ask.index] = error
+                continue
+            assert allowed is not None
+            found.append(((ask.segment, ask.index), allowed))
+        if not found:
+            return {}
+        self.upload([np.packbits(allowed, bitorder="little") for _, allowed in found])
+        return {key: i for i, (key, _) in enumerate(found)}
+
+    def upload(self, masks: list[np.ndarray]) -> None:
+        """Send masks to the device, in order, as bits."""
+        if len(masks) * self._words > len(self._masks):
+            self._masks.grow((len(masks) if len(masks) < 64 else MOST) * self._words)
+        self._masks.wait()
+        # Not by numpy, which would let the interpreter's lock go for each row.
+        room, size = self._masks.host.data.cast("B"), self._words * 4
+        for at, mask in zip(range(0, len(masks) * size, size), masks, strict=True):
+            end = at + mask.nbytes
+            room[at:end] = mask.data.cast("B")
+            if end < at + size:
+                room[end : at + size] = bytes(at + size - end)
+        self._masks.send(len(masks) * self._words)
+
+    def adjust(self, asked: list[tuple[int, Ask]], logits: Tensor) -> None:
+        """Bias and penalties onto the logits of rows that nobody else reads."""
+        rows, ends, ids, amounts, ways = [], [0], [], [], []
+        for at, ask in asked:
+            how = ask.what.what
+            assert isinstance(how, Sampling)
+            if not (how.bias or how.penalises):
+                continue
+            bias, seen, counts = dict(how.bias), set(ask.what.seen), ask.what.generated
+            entries = sorted({*bias, *seen, *counts})
+            rows.append(at)
+            ids += entries
+            amounts += [(bias.get(t, 0.0), float(t in seen), float(counts.get(t, 0))) for t in entries]
+            ends.append(len(ids))
+            ways.append((how.repetition_penalty, how.presence_penalty, how.frequency_penalty))
+        if rows:
+            device = logits.device
+            whole = (torch.tensor(part, dtype=torch.int32, device=device) for part in (rows, ends, ids))
+            exact = (torch.tensor(part, dtype=torch.float64, device=device) for part in (amounts, ways))
+            sampling.adjust(logits, *whole, *exact)

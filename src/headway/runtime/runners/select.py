@@ -1,0 +1,148 @@
+"""What computes: the native step on packed weights, Triton kernels on a CUDA device, else torch; and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headway.base.config import Settings
+from headway.base.errors import Unsupported
+from headway.kernels import triton
+from headway.kernels.native.library import ISA_NAMES, Team, open_library, use_isa
+from headway.kv.pool import Pool
+from headway.models.decoder import Decoder
+from headway.models.load import Progress, load_model, load_packed_model
+from headway.models.quantized.cpu import PackedDecoder, pack_decoder
+from headway.models.quantized.repack import check_quantize
+from headway.runtime.device import pick_dtype
+from headway.runtime.profile import Profiler
+from headway.runtime.runners.base import Runner, TorchRunner
+from headway.runtime.runners.cpu.runner import NativeRunner
+
+
+@dataclass(frozen=True, eq=False)
+class Backend:
+    """A loaded model and how its batches are computed. `reason` says why it is not native, if it is not."""
+
+    decoder: Decoder | PackedDecoder
+    team: Team | None
+    reason: str
+    triton: bool = False
+
+    @property
+    def name(self) -> str:
+        if self.team is not None:
+            return f"native, {ISA_NAMES[self.team.isa]}"
+        return "triton" if self.triton else "torch"
+
+    @property
+    def by_head(self) -> bool:
+        """Whether the pool is to keep a head's slots of a page together."""
+        return self.team is not None or self.triton
+
+    @property
+    def format(self) -> str:
+        """How the weights are kept."""
+        if isinstance(self.decoder, PackedDecoder):
+            return ", ".join(self.decoder.formats())
+        matrices = (self.decoder.layers[0].qkv, self.decoder.output)
+        found = [getattr(m, "label", None) for m in matrices]  # a matrix that is no float has one
+        return ", ".join(dict.fromkeys(filter(None, found))) or str(self.decoder.dtype).removeprefix("torch.")
+
+    def runner(self, pool: Pool, page_size: int, *, deterministic: bool, profiler: Profiler) -> Runner:
+        if isinstance(self.decoder, PackedDecoder):
+            assert self.team is not None
+            return NativeRunner(self.decoder, pool, page_size, team=self.team, profiler=profiler)
+        if self.triton:
+            from headway.runtime.runners.cuda.runner import CudaRunner
+
+            return CudaRunner(self.decoder, pool, page_size, profiler=profiler, deterministic=deterministic)
+        return TorchRunner(self.decoder, pool, page_size, deterministic=deterministic, profiler=profiler)
+
+
+def open_backend(
+    model: Path | Decoder | PackedDecoder,
+    *,
+    dtype: str,
+    device: torch.device,
+    threads: int,
+    quantize: str | None,
+    settings: Settings,
+    progress: Progress | None = None,
+) -> Backend:
+    """Load a model, or take one that is in memory, for the best that can compute it here."""
+    check_quantize(quantize)
+    if quantize is not None and not isinstance(model, Path):
+        raise Unsupported(f"quantize={quantize!r} is for models read from files; this one is in memory already")
+    if quantize == "fp8" and device.type != "cuda" and settings.native != "triton":
+        raise Unsupported(f"quantize='fp8' is for CUDA devices, not for {device}; use int8, which is as small")
+    if isinstance(model, PackedDecoder):
+        if settings.native == "off":
+            raise Unsupported(
+                "HEADWAY_NATIVE is off, and only the native step computes a packed decoder; unset it, "
+                "or give the model's file or a decoder of floats"
+            )
+        return Backend(model, _team(threads, settings), "")
+    reason = why_not_native(model, dtype, device, settings)
+    if reason is not None:
+        fast = why_not_triton(device, settings)
+        if settings.native == "triton" and fast is not None:
+            raise Unsupported(f"HEADWAY_NATIVE asks for Triton kernels, and {fast}")
+        if settings.native == "require" and fast is not None:
+            why = reason if device.type == "cpu" else fast
+            raise Unsupported(f"HEADWAY_NATIVE asks for the native step, and {why}")
+        if quantize is not None and fast is None:
+            from headway.kernels.triton.quantized import as_kind
+            from headway.models.quantized.cuda import load_in_codes
+
+            assert isinstance(model, Path)
+            kept, kind = pick_dtype(dtype, device), as_kind(quantize)
+            found = load_in_codes(model, kind, dtype=kept, device=device, progress=progress)
+            return Backend(found, None, "", triton=True)
+        if quantize is not None:
+            needs, why = ("Triton kernels", fast) if device.type == "cuda" else ("the native step", reason)
+            raise Unsupported(f"quantize={quantize!r} needs {needs}, and {why}")
+        found = _torch_model(model, dtype, device, progress)
+        return Backend(found, None, reason if fast else "", triton=fast is None)
+    team = _team(threads, settings)
+    if isinstance(model, Decoder):
+        return Backend(pack_decoder(model), team, "")
+    packed = load_packed_model(model, team=team, keep=dtype == "auto", quantize=quantize, progress=progress)
+    return Backend(packed, team, "")
+
+
+def _team(threads: int, settings: Settings) -> Team:
+    if settings.isa is not None:
+        use_isa(settings.isa)
+    return Team(threads)
+
+
+def why_not_native(model: Path | Decoder, dtype: str, device: torch.device, settings: Settings) -> str | None:
+    """Why the native step does not serve, in words, or None."""
+    if settings.native in ("off", "triton"):
+        return f"HEADWAY_NATIVE is {settings.native}"
+    if device.type != "cpu":
+        return f"it runs on the CPU, not on {device}"
+    computed = model.dtype if isinstance(model, Decoder) else pick_dtype(dtype, device)
+    if computed != torch.float32:
+        return f"it computes in float32, not in {str(computed).removeprefix('torch.')}"
+    return open_library().missing or None
+
+
+def why_not_triton(device: torch.device, settings: Settings) -> str | None:
+    """Why the Triton kernels do not serve, in words, or None."""
+    if settings.native == "off":
+        return "HEADWAY_NATIVE is off"
+    if device.type != "cuda" and settings.native != "triton":
+        return f"it runs on CUDA devices, not on {device}"
+    return triton.missing()
+
+
+def _torch_model(model: Path | Decoder, dtype: str, device: torch.device, progress: Progress | None) -> Decoder:
+    if isinstance(model, Decoder):
+        return model
+    # Rows stay floats here: torch's products round by their shape, and rows coded in 8 bits would tell one batch from
+    # another by far more than that.
+    return load_model(model, dtype=pick_dtype(dtype, device), device=device, progress=progress)

@@ -1,0 +1,83 @@
+"""Request bodies: read whole, within a size and a time, before anything is parsed."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headway.server import access_log as logs
+from headway.server.errors import ApiError
+from headway.server.serving import Serving
+
+LOGGED_BYTES = 64 << 10
+
+
+class Gone(Exception):
+    """The client left before its request was complete: there is nobody to answer."""
+
+
+class Body:
+    """Reads a body and hands it on in one piece. What all requests hold together is bounded too."""
+
+    def __init__(self, app: ASGIApp, serving: Serving) -> None:
+        self._app, self._settings = app, serving.settings
+        self._held = 0  # bytes, of all requests under way
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        body = bytearray()
+        try:
+            await self._read(_declared(scope), body, receive)
+            if self._settings.log_prompts and body:
+                logs.info("body", body=bytes(body[:LOGGED_BYTES]).decode("utf-8", "backslashreplace"))
+            await self._app(scope, _replayed(bytes(body), receive), send)
+        except Gone:
+            return
+        finally:
+            self._held -= len(body)
+
+    async def _read(self, declared: int, body: bytearray, receive: Receive) -> None:
+        settings = self._settings
+        self._check(declared)
+        try:
+            async with asyncio.timeout(settings.body_timeout):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        raise Gone
+                    piece, more = message.get("body", b""), message.get("more_body", False)
+                    self._check(len(body) + len(piece))
+                    if self._held + len(piece) > settings.max_bodies_bytes:
+                        raise ApiError(
+                            503, "too many large requests at once", code="busy", headers={"Retry-After": "1"}
+                        )
+                    body += piece
+                    self._held += len(piece)
+        except TimeoutError:
+            raise ApiError(
+                408, f"this request's body did not come within {settings.body_timeout:g} s", code="body_timeout"
+            ) from None
+
+    def _check(self, size: int) -> None:
+        limit = self._settings.max_body_bytes
+        if size > limit:
+            raise ApiError(413, f"this request's body is larger than {limit} bytes", code="body_too_large")
+
+
+def _declared(scope: Scope) -> int:
+    text = Headers(scope=scope).get("content-length", "0")
+    return int(text) if text.isdecimal() else 0  # the protocol has refused what is no number
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """The body once, in one piece, and then what the client does next, which can only be leaving."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return first.pop() if first else await receive()
+
+    return replay
