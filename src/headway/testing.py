@@ -9,6 +9,8 @@ Needs torch and numpy only: no model files, no tokenizer, no network.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -31,7 +33,7 @@ from headway.runtime.batch import Batch, Segment
 from headway.runtime.device import pick_device, pick_dtype
 from headway.runtime.passes import BEFORE, Readout
 from headway.runtime.runners.attention_groups import dense_mask, segment_slots
-from headway.runtime.runners.base import SegmentResult
+from headway.runtime.runners.base import DECODE_LIMIT, Deferred, InFlight, SegmentResult
 
 WINDOW = 8  # what a family with sliding windows gets, unless `windows` says otherwise
 
@@ -154,10 +156,21 @@ class ScriptedRunner:
         self.vocab_size, self.page_size = vocab_size, page_size
         self._pages: dict[int, np.ndarray] = {}  # page → [2, page_size]
 
-    def execute(self, batch: Batch) -> list[SegmentResult]:
-        """As a runner must."""
-        for edit in batch.edits:
+    overlaps = False
+    decode_limit = DECODE_LIMIT
+
+    def samples(self, how: Sampling) -> bool:
+        return not how.penalises
+
+    def edit(self, edits: Sequence[Edit]) -> None:
+        for edit in edits:
             self._edit(edit)
+
+    def begin(self, batch: Batch) -> InFlight:
+        return Deferred(batch, self.page_size, self.execute)
+
+    def execute(self, batch: Batch) -> list[SegmentResult]:
+        """The values of every segment."""
         written = dict(zip(batch.write_rows.tolist(), batch.write_slots.tolist(), strict=True))
         return [self._segment(batch, segment, written) for segment in batch.segments]
 
@@ -232,6 +245,32 @@ def scripted_result(tokens: Any, positions: Any, attend: np.ndarray, row: int) -
     first = np.array([_mix(int(t) * 3 + 1, int(p)) for t, p in zip(tokens, positions, strict=True)], np.uint64)
     second = np.array([_mix(int(a), _sum(first, slots, m)) for a, m in zip(first, attend, strict=True)], np.uint64)
     return _mix(int(second[row]), _sum(second, slots, attend[row]))
+
+
+@contextmanager
+def stepping(engine: Engine, *, ahead: bool = False) -> Iterator[Callable[[], None]]:
+    """Take the engine's steps by hand: its worker rests, and each call of what this yields takes one step, if any.
+
+    With `ahead` a step may be in flight between two calls, as it is when the worker takes them.
+    """
+    loop = engine.loop
+
+    def step() -> None:
+        with loop.lock:
+            idle = not (loop._has_work() or loop._calls or loop._in_flight)
+        if not idle:
+            loop._next()
+        loop._deliver(now=True)
+
+    with loop.lock:
+        loop._paused, loop._one_by_one = True, not ahead
+    loop.call(lambda: None)  # the worker is past whatever it was doing
+    try:
+        yield step
+    finally:
+        with loop.lock:
+            loop._paused = loop._one_by_one = False
+            loop._changed.notify_all()
 
 
 def _sum(numbers: np.ndarray, slots: np.ndarray, seen: np.ndarray) -> int:

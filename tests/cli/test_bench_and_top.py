@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
-import numpy as np
 import pytest
 
 from headway.cli import bench, top
@@ -87,17 +86,17 @@ def test_the_allowance_is_a_part_for_the_step_and_one_for_each_row() -> None:
 def test_the_stop_watch_counts_what_lies_between_steps_and_not_the_edits() -> None:
     class Slow(ScriptedRunner):
         def execute(self, batch):  # type: ignore[no-untyped-def]
-            if not batch.segments:
-                time.sleep(0.05)
             return []
 
-    empty = pack([], ())
-    step = type(empty)(np.zeros(1), np.zeros(1), np.zeros(0), np.zeros(0), (object(),), ())  # type: ignore[arg-type]
-    watch = StopWatch(Slow(97, 16), 1, 0.0, lambda step: None)
-    watch.execute(step)
+        def edit(self, edits):  # type: ignore[no-untyped-def]
+            time.sleep(0.05)
+
+    step = pack([])
+    watch = StopWatch(Slow(97, 16), 0, 0.0, lambda step: None)
+    watch.begin(step).result()
     time.sleep(0.02)
-    watch.execute(empty)
-    watch.execute(step)
+    watch.edit(())
+    watch.begin(step).result()
     (gap,) = watch.gaps
     assert 0.02 <= gap < 0.05
 

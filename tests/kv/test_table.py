@@ -124,9 +124,9 @@ def test_without_a_free_page_a_shared_page_is_cut_and_computed_again_later() -> 
     table = filled(pool, 8)
     twin = table.fork()
     table.truncate(3)
-    assert table.is_aside
+    assert table.is_preempted
     assert table.absent() == [1]
-    assert not twin.is_aside
+    assert not twin.is_preempted
 
 
 def test_without_a_free_page_a_shared_page_that_cannot_be_computed_again_is_not_cut() -> None:
@@ -331,8 +331,8 @@ def test_a_table_that_can_be_computed_again_gives_its_pages_up_without_a_copy() 
     pool = Allocator(4)
     table = filled(pool, 10)
     pool.take_edits()
-    table.set_aside()
-    assert (table.is_aside, table.host, pool.take_edits()) == (True, None, ())
+    table.preempt()
+    assert (table.is_preempted, table.host, pool.take_edits()) == (True, None, ())
     assert (pool.held, pool.cached, pool.free) == (0, 2, 2)
 
 
@@ -340,7 +340,7 @@ def test_a_table_with_deferred_pages_recovers_from_its_log() -> None:
     """Its pages are spoilt, or the copy in host memory that it was to come back from."""
     pool = Allocator(8)
     spoilt, uncopied = filled(pool, 10, commit=False), filled(pool, 10, commit=False)
-    uncopied.set_aside()
+    uncopied.preempt()
     pool.take_edits()
     for table in (spoilt, uncopied):
         table.recover(None, "stuck")
@@ -359,28 +359,28 @@ def test_a_table_that_cannot_is_copied_to_host_memory_and_back(why: str) -> None
     assert not table.can_replay
     held = table.held()
     pool.take_edits()
-    table.set_aside()
+    table.preempt()
     (export,) = pool.take_edits()
     assert isinstance(export, Export)
     assert (export.pages, export.target) == (tuple(held), table.host)
     assert pool.held == 0
     pages = pool.take(len(table.absent()))
     host = table.host
-    table.bring_back(pages)
+    table.resume(pages)
     (imported,) = [edit for edit in pool.take_edits() if isinstance(edit, Import)]
     assert (imported.source, imported.places, imported.pages) == (host, tuple(range(len(pages))), tuple(pages))
-    assert not table.is_aside
+    assert not table.is_preempted
     assert table.held() == pages
 
 
 def test_of_a_table_in_host_memory_only_what_a_cut_leaves_comes_back() -> None:
     pool = Allocator(8)
     table = filled(pool, 11, commit=False)
-    table.set_aside()
+    table.preempt()
     table.truncate(6)
     pages = pool.take(len(table.absent()))
     pool.take_edits()
-    table.bring_back(pages)
+    table.resume(pages)
     back, wiped = pool.take_edits()  # what was cut off is in the copy, and goes
     assert isinstance(back, Import)
     assert (len(pages), back.places, back.pages) == (2, (0, 1), tuple(pages))
@@ -391,12 +391,12 @@ def test_a_copy_in_host_memory_that_a_cut_leaves_nothing_of_is_forgotten() -> No
     """It must not be taken for what is computed later in the same places."""
     pool = Allocator(8)
     table = filled(pool, 11, commit=False)
-    table.set_aside()
+    table.preempt()
     table.truncate(11)
     assert table.host is None
     table.advance(plain([5, 6]), pool.take(1), commit=True)
-    table.set_aside()
-    assert (table.is_aside, table.host) == (True, None)
+    table.preempt()
+    assert (table.is_preempted, table.host) == (True, None)
 
 
 def test_what_lies_behind_the_end_is_zeroed() -> None:
@@ -488,7 +488,7 @@ class Walk(RuleBasedStateMachine):
         if name == "opens" or not self.twins:
             return self.opens(data.draw(st.sampled_from(["", "", "a"])))
         twin = self.twins[which % len(self.twins)]
-        here = not twin.table.is_aside
+        here = not twin.table.is_preempted
         match name:
             case "computes" if here:
                 tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=9))
@@ -535,7 +535,7 @@ class Walk(RuleBasedStateMachine):
             twin.table.reserve(n)
 
     def commits(self, twin: Twin, k: int) -> None:
-        if k <= twin.table.length // SIZE - twin.table.committed and not twin.table.is_aside:
+        if k <= twin.table.length // SIZE - twin.table.committed and not twin.table.is_preempted:
             twin.table.commit(k)
 
     def releases(self, twin: Twin, n: int) -> None:
@@ -568,13 +568,13 @@ class Walk(RuleBasedStateMachine):
 
     def sets_aside(self, twin: Twin) -> None:
         if twin.table.held():
-            twin.table.set_aside()
+            twin.table.preempt()
 
     def brings_back(self, twin: Twin) -> None:
         table, numbers, kept = twin.table, twin.table.absent(), twin.table.host is not None
         if not numbers or len(numbers) > self.pool.available:
             return
-        table.bring_back(self.pool.take(len(numbers)))
+        table.resume(self.pool.take(len(numbers)))
         self.device.apply(self.pool)
         if not kept:  # what the log says must be what was there
             assert table.can_replay

@@ -18,9 +18,9 @@ from headway import Argmax, Brle, Logits, Mask
 from headway.base.samplers import resolve
 from headway.runtime.batch import Batch
 from headway.runtime.passes import Feed, Pass, Readout
-from headway.runtime.runners.base import Runner, SegmentResult
 from headway.testing import random_model
 from support.checks import assert_close, logit_rows, random_tokens
+from support.watched import WatchedRunner
 
 V, PAGE, LIMIT, LAYERS = 97, 8, 256, 2
 BAD_IDS = (-1, V, V + 31, 1 << 31, 1 << 63, -(1 << 63), 1 << 200)
@@ -493,21 +493,18 @@ def test_text_of_tokens_without_a_tokenizer_is_refused_before_any_pass(
         refuses(hw.Unsupported, lambda collect=collect: ctx.engine.run(lambda _: collect()), "tokenizer")
 
 
-class Gate:
+class Gate(WatchedRunner):
     """The engine's own runner, which waits."""
 
     def __init__(self, engine: hw.Engine) -> None:
-        self.open, self.entered, self.engine = threading.Event(), threading.Event(), engine
-        self.inner: Runner = engine.loop._runner
+        super().__init__(engine)
+        self.open, self.entered = threading.Event(), threading.Event()
 
-    def execute(self, batch: Batch) -> list[SegmentResult]:
-        if len(batch.segments):
-            self.entered.set()
-            assert self.open.wait(30)
-        return self.inner.execute(batch)
+    def before(self, batch: Batch) -> None:
+        self.entered.set()
+        assert self.open.wait(30)
 
     def __enter__(self) -> Gate:
-        self.engine.loop._runner = self
         return self
 
     def __exit__(self, *_: object) -> None:

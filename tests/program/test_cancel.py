@@ -16,37 +16,34 @@ import torch
 
 import headway as hw
 from headway.runtime.batch import Batch
-from headway.runtime.runners.base import Runner, SegmentResult
 from headway.testing import random_model
 from support import world as w
 from support.checks import assert_close, logit_rows, random_tokens
+from support.watched import WatchedRunner, tokens_of
 from support.world import Judge, Twin
 
 V = 97
 POISON = 13
 
 
-class Gate:
+class Gate(WatchedRunner):
     """The engine's own runner behind a gate: steps wait while it is shut, and a step with a poisoned token fails."""
 
     def __init__(self, engine: hw.Engine) -> None:
+        super().__init__(engine)
         self.open, self.entered = threading.Event(), threading.Semaphore(0)
         self.poison: int | None = None
         self.steps_before_shutting = -1
-        self.inner: Runner = engine.loop._runner
         self.open.set()
-        engine.loop._runner = self
 
-    def execute(self, batch: Batch) -> list[SegmentResult]:
-        if len(batch.segments):
-            if self.steps_before_shutting == 0:
-                self.open.clear()
-            self.steps_before_shutting -= 1
-            self.entered.release()
-            assert self.open.wait(30)
-            if self.poison is not None and self.poison in batch.tokens:
-                raise RuntimeError("no such memory")
-        return self.inner.execute(batch)
+    def before(self, batch: Batch) -> None:
+        if self.steps_before_shutting == 0:
+            self.open.clear()
+        self.steps_before_shutting -= 1
+        self.entered.release()
+        assert self.open.wait(30)
+        if self.poison is not None and self.poison in tokens_of(batch):
+            raise RuntimeError("no such memory")
 
     def shut(self, after: int = 0) -> None:
         """From now on steps wait, the first `after` excepted."""

@@ -17,7 +17,7 @@ import pytest
 
 import headway as hw
 from headway.program.constraints.constraint import COMPILERS, Matched, _compilers
-from headway.testing import ScriptedRunner
+from headway.testing import ScriptedRunner, stepping
 from support.schemas import array, obj
 
 LONG = hw.Grammar.regex("(?s).{1,3000}")
@@ -128,13 +128,13 @@ def test_a_step_cancelled_when_its_token_was_drawn_is_taken_again(words: hw.Engi
         generation = started(engine, exact)
         generation.accept([])  # compiles the grammar
         ahead = turn = 0
-        with engine.loop.by_hand() as step:
+        with stepping(engine) as step:
             while generation.finish is None:
                 turn += 1
                 task = asyncio.ensure_future(anext(generation))
                 for _ in range(5):  # it has submitted its passes
                     await asyncio.sleep(0)
-                ahead += any(job.streak is not None for job in engine.loop.jobs())
+                ahead += any(job.decode is not None for job in engine.loop.jobs())
                 step()  # the token is drawn, and the mask behind it computed, before anybody has heard of it
                 if turn % 3 == 0:
                     task.cancel()

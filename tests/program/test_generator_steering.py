@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import headway as hw
-from headway.testing import ScriptedRunner, random_model, scripted_engine
+from headway.testing import ScriptedRunner, random_model, scripted_engine, stepping
 from support.scripted import V, continued, faulty_engine
 
 Program = Callable[[hw.Engine], Awaitable[None]]
@@ -498,7 +498,7 @@ async def soon(work: Awaitable[Any]) -> asyncio.Future[Any]:
 async def test_a_cancelled_step_leaves_the_token_of_the_step_before_it(engine: hw.Engine) -> None:
     async with engine.context().fill([7]) as context:
         generation = context.generate(hw.Argmax(), max_tokens=8)
-        with engine.loop.by_hand() as step:
+        with stepping(engine) as step:
             task = await soon(anext(generation))
             step()
             (first,) = (await task).tokens  # nobody looks at the context
@@ -523,7 +523,7 @@ def test_a_failed_step_leaves_the_token_of_the_step_before_it() -> None:
     async def program(engine: hw.Engine) -> None:
         context = engine.context().fill([7])
         generation = context.generate(hw.Argmax(), max_tokens=8)
-        with engine.loop.by_hand() as step:
+        with stepping(engine) as step:
             task = await soon(anext(generation))
             step()
             (first,) = (await task).tokens
@@ -546,7 +546,7 @@ def test_a_failed_step_leaves_the_token_of_the_step_before_it() -> None:
 async def test_a_step_on_its_way_cannot_be_steered(engine: hw.Engine) -> None:
     async with engine.context().fill([7]) as context:
         generation = context.generate(hw.Argmax(), max_tokens=8)
-        with engine.loop.by_hand() as step:
+        with stepping(engine) as step:
             for begun in range(3):
                 task = await soon(anext(generation))
                 verbs: list[Callable[[], Any]] = [

@@ -20,10 +20,11 @@ from headway.base.rng import uniform
 from headway.base.samplers import resolve
 from headway.models.decoder import Decoder
 from headway.runtime.batch import Batch
-from headway.runtime.runners.base import Runner, SegmentResult
+from headway.runtime.runners.base import InFlight, SegmentResult, StepResult
 from headway.testing import random_model
 from support import world as w
 from support.checks import assert_close, random_tokens
+from support.watched import WatchedRunner
 from support.world import Cell, Choice, Judge, Twin
 
 MODELS = ("llama-gqa-tied", "mistral-window", "qwen2-layer-types", "qwen3-headdim24")
@@ -496,18 +497,24 @@ class CountingDecoder(Decoder):
         return super().head(h, tile)
 
 
-class Watcher:
+class Watcher(WatchedRunner):
     """The engine's own runner, with an eye on the values that come back."""
 
     def __init__(self, engine: hw.Engine) -> None:
+        super().__init__(engine)
         self.values: list[object] = []
-        self.inner: Runner = engine.loop._runner
-        engine.loop._runner = self
 
-    def execute(self, batch: Batch) -> list[SegmentResult]:
-        results = self.inner.execute(batch)
-        self.values += [v for r in results for v in r.values.values()]
-        return results
+    def begin(self, batch: Batch) -> InFlight:
+        step = self.inner.begin(batch)
+        result = step.result
+
+        def watched() -> StepResult:
+            found = result()
+            self.values += [v for r in found.segments if isinstance(r, SegmentResult) for v in r.values.values()]
+            return found
+
+        step.result = watched  # type: ignore[method-assign]
+        return step
 
 
 @pytest.fixture(scope="module")

@@ -96,9 +96,9 @@ def run(engine: hw.Engine, programs: int, seed: int) -> None:
     check_pages(engine)
     engine.cache.clear()
     assert engine.stats().pages_free == stats.pages_total
-    assert engine.loop.supply.computing == {}
-    assert all(table.closed for table in engine.loop.supply.tables)
-    assert len(engine.loop.supply.tables) <= AT_ONCE  # the last step's
+    assert engine.loop.kv_cache.computing == {}
+    assert all(table.closed for table in engine.loop.kv_cache.tables)
+    assert len(engine.loop.kv_cache.tables) <= AT_ONCE  # the last step's
 
 
 def test_some_hundred_programs_leave_nothing() -> None:

@@ -18,27 +18,26 @@ from hypothesis import strategies as st
 import headway as hw
 from headway import Mask
 from headway.runtime.batch import Batch
-from headway.runtime.runners.base import Runner, SegmentResult
+from headway.runtime.runners.base import as_segments
 from support import world as w
 from support.checks import assert_close, random_tokens
+from support.watched import WatchedRunner
 from support.world import Choice, Judge, Twin
 
 MODELS = ("llama-gqa-tied", "qwen2-layer-types")
 V, PAGE = 97, 4
 
 
-class Watcher:
+class Watcher(WatchedRunner):
     """The engine's own runner, with an eye on the pages that reach it."""
 
     def __init__(self, engine: hw.Engine) -> None:
+        super().__init__(engine)
         self.batches: list[Batch] = []
-        self.inner: Runner = engine.loop._runner
-        engine.loop._runner = self
 
-    def execute(self, batch: Batch) -> list[SegmentResult]:
-        if len(batch.tokens):
-            self.batches.append(batch)
-        return self.inner.execute(batch)
+    def before(self, batch: Batch) -> None:
+        if batch.rows:
+            self.batches.append(as_segments(batch, (None,) * batch.decode_count, PAGE))
 
     def numbers(self) -> list[set[int]]:
         """The page numbers of each segment since the last look."""

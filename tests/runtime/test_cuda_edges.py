@@ -27,7 +27,7 @@ from headway.runtime.runners.cuda import model as cuda_step  # noqa: E402
 from headway.runtime.runners.cuda.arrays import StepInts  # noqa: E402
 from headway.runtime.runners.cuda.model import MIXED, CudaModel  # noqa: E402
 from headway.testing import random_model  # noqa: E402
-from support.streaks import watched  # noqa: E402
+from support.run_ahead import watched  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 

@@ -130,7 +130,7 @@ def test_a_context_that_cannot_be_copied_back_keeps_its_host_copy(hand: Bench) -
     kept.release()
     big = hand.engine.context(priority=1)
     hand.compute(big, numbers(16 * 7, 2))
-    assert victim.table.is_aside
+    assert victim.table.is_preempted
     big.release()
     hand.device.broken = lambda edit: isinstance(edit, Import)
     execution, _ = greedy(victim, [3])
@@ -149,7 +149,7 @@ def test_a_pass_that_was_not_in_the_step_is_not_hurt_by_its_edits(hand: Bench) -
     idle.truncate(2)  # its last page is zeroed behind the cut
     hand.device.broken = lambda edit: isinstance(edit, Clear) and edit.page in idle.table.held()
     assert drawn(hand, running, [1]) == plain([*numbers(20, 2), 1])
-    assert idle.table.is_aside
+    assert idle.table.is_preempted
     assert drawn(hand, idle, [9]) == plain([*numbers(20, 1)[:18], 9])
     check_pages(hand.engine)
 

@@ -21,9 +21,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import headway as hw
 from headway.program.forward import Execution
 from headway.runtime.batch import Batch
+from headway.runtime.job import PATIENCE
 from headway.runtime.runners.base import SegmentResult
-from headway.runtime.scheduler.order import PATIENCE
-from headway.testing import scripted_engine
+from headway.testing import scripted_engine, stepping
 from support.scripted import QUIET, Sticking, V, check_pages, continued, opened, result, seen
 
 POISON = 13  # a token that makes the device fail
@@ -75,7 +75,7 @@ class Machine(RuleBasedStateMachine):
         self.pages = pages
         self.device = FailingRunner(V, 16)
         self.engine = opened(self.device, pages=pages, max_batch_tokens=budget, trim=True)
-        self.by_hand = self.engine.loop.by_hand()
+        self.by_hand = stepping(self.engine)
         self.step = self.by_hand.__enter__()
         self.twins: list[Twin] = []
 
@@ -244,7 +244,7 @@ class Machine(RuleBasedStateMachine):
         try:
             return flight.execution.result(0)
         except hw.OutOfPages:
-            assert self.engine.loop.supply.pins or len(self.twins) > 1
+            assert self.engine.loop.kv_cache.pins or len(self.twins) > 1
         except hw.PassFailed as e:
             if "preparing pages" not in str(e) and not (POISON in flight.tokens and "poisoned" in str(e)):
                 raise
@@ -263,9 +263,9 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        for name in list(self.engine.loop.supply.pins):
+        for name in list(self.engine.loop.kv_cache.pins):
             with self.engine.lock:
-                self.engine.loop.supply.unpin(name)
+                self.engine.loop.kv_cache.unpin(name)
         for _ in range(5000):
             if all(t.flight is None for t in self.twins):
                 break
@@ -341,7 +341,7 @@ def test_a_storm_of_programs_gets_right_results_and_leaves_nothing(pages: int) -
     with scripted_engine(pages=pages, max_batch_tokens=64) as engine:
         assert engine.run(storm, 150, pages) > 0
         assert engine.stats().pages_held == 0
-        assert (engine.stats().set_asides > 0) == (pages < 400)
+        assert (engine.stats().preemptions > 0) == (pages < 400)
 
 
 @pytest.mark.slow

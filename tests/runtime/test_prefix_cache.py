@@ -405,7 +405,7 @@ def test_cached_pages_are_free_for_whoever_needs_them() -> None:
         for seed in range(6):
             with engine.context() as context:
                 assert asked(context, numbers(60, seed)) == (plain(numbers(60, seed)), 0)
-        assert engine.stats().set_asides == 0
+        assert engine.stats().preemptions == 0
         assert engine.stats().pages_held == 0
 
 
@@ -441,7 +441,7 @@ def test_pinned_pages_outlive_a_flood_and_unpinned_ones_do_not(engine: hw.Engine
     assert asked(engine.context(), PROMPT) == (plain(PROMPT), 2)
     assert engine.cache.unpin(PROMPT) is True
     assert engine.cache.unpin(PROMPT) is False
-    for context in list(engine.loop.supply.tables):
+    for context in list(engine.loop.kv_cache.tables):
         context.close()
     flood(engine)
     assert asked(engine.context(), PROMPT) == (plain(PROMPT), 0)
@@ -527,7 +527,7 @@ def test_results_are_the_same_bit_for_bit_with_and_without_the_cache(family: str
 
     def run(*, caching: bool) -> list[np.ndarray]:
         with hw.Engine(decoder, pages=128, threads=1, deterministic=True, max_batch_tokens=24) as engine:
-            engine.loop.supply.caching = caching
+            engine.loop.kv_cache.caching = caching
             found = []
             for prompt in prompts:
                 context = engine.context()
@@ -558,7 +558,7 @@ def test_generations_are_the_same_with_and_without_the_cache() -> None:
     found = []
     for caching in (True, False):
         with hw.Engine(decoder, pages=256, threads=1, deterministic=True) as engine:
-            engine.loop.supply.caching = caching
+            engine.loop.kv_cache.caching = caching
             found.append(engine.run(program))
             assert (engine.stats().cache_hits > 0) == caching
     assert found[0] == found[1]

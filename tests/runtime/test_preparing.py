@@ -9,7 +9,7 @@ import pytest
 
 import headway as hw
 from headway.runtime.batch import Batch
-from headway.runtime.scheduler.order import Job
+from headway.runtime.job import Job
 from support.scripted import Hand, by_hand, check_pages, continued, faulty_engine, greedy, numbers, plain
 
 

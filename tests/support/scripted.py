@@ -14,9 +14,9 @@ import headway as hw
 from headway.kv.allocator import Edit
 from headway.program.forward import Execution
 from headway.runtime.batch import Batch
+from headway.runtime.job import Job
 from headway.runtime.runners.base import SegmentResult
-from headway.runtime.scheduler.order import Job
-from headway.testing import ScriptedRunner, random_model, scripted_result
+from headway.testing import ScriptedRunner, random_model, scripted_result, stepping
 
 V = 97
 QUIET: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck)}  # for state machines
@@ -116,7 +116,7 @@ class Hand:
 
 @contextmanager
 def by_hand(engine: hw.Engine) -> Iterator[Hand]:
-    with engine.loop.by_hand() as step:
+    with stepping(engine) as step:
         yield Hand(engine, step)
 
 
@@ -132,13 +132,13 @@ def check_pages(engine: hw.Engine) -> None:
     loop = engine.loop
     with engine.lock:
         loop.drain()
-        tables = [t.held() for t in loop.supply.tables if not t.closed]
-        jobs = [[*job.pages, *job.back] for job in known_jobs(engine)]
-        engine.allocator.check([*tables, *jobs, *(pin.pages for pin in loop.supply.pins.values())])
+        tables = [t.held() for t in loop.kv_cache.tables if not t.closed]
+        jobs = [[*job.pages, *job.replay_pages] for job in known_jobs(engine)]
+        engine.allocator.check([*tables, *jobs, *(pin.pages for pin in loop.kv_cache.pins.values())])
 
 
 def known_jobs(engine: hw.Engine) -> set[Job]:
     """The passes of a loop: those that wait and those on their way, though nobody may want them any more."""
     loop = engine.loop
-    flying = [] if loop._flights.flying is None else loop._flights.flying.jobs
-    return {*loop.jobs(), *flying, *loop._running}
+    flying = [] if loop._in_flight is None else loop._in_flight.plan.jobs
+    return {*loop.jobs(), *flying}

@@ -11,9 +11,10 @@ import numpy as np
 
 import headway as hw
 from headway.kv.table import PageTable
-from headway.runtime.results import Answer, wake_all
-from headway.testing import _mix, _sum
-from support.beside import Rowed
+from headway.runtime.job import Delivery
+from headway.runtime.outcome import wake_all
+from headway.testing import _mix, _sum, stepping
+from support.overlapping import DecodingRunner
 from support.scripted import check_pages, known_jobs
 
 
@@ -23,24 +24,24 @@ class Both:
 
     engine: hw.Engine
     ahead: bool = True
-    boxes: list[list[Answer]] = field(default_factory=list)
+    boxes: list[list[Delivery]] = field(default_factory=list)
 
     def __enter__(self) -> Both:
         self.events = asyncio.new_event_loop()
         loop = self.engine.loop
-        self._by_hand = loop.by_hand(ahead=self.ahead)
-        self._step, self._notes = self._by_hand.__enter__(), loop._notes
-        loop._notes = self  # type: ignore[assignment]  # whom a second thread would wake, at a time of its own
+        self._by_hand = stepping(self.engine, ahead=self.ahead)
+        self._step, self._deliveries = self._by_hand.__enter__(), loop._deliveries
+        loop._deliveries = self  # type: ignore[assignment]  # whom a second thread would wake, at a time of its own
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.engine.loop._notes = self._notes
+        self.engine.loop._deliveries = self._deliveries
         self._by_hand.__exit__(None, None, None)
         self.engine.close()
         self.pump()
         self.events.close()
 
-    def put(self, box: list[Answer]) -> None:
+    def put(self, box: list[Delivery]) -> None:
         self.boxes.append(box)
 
     def step(self) -> None:
@@ -80,28 +81,28 @@ async def _turns_of_the_loop() -> None:
 def check_engine(engine: hw.Engine) -> None:
     """Pages are held by whom they should, and hold what they should; the device was asked for nothing odd."""
     runner = engine.loop._runner
-    assert isinstance(runner, Rowed)
+    assert isinstance(runner, DecodingRunner)
     with engine.lock:
         check_pages(engine)
         assert not runner.faults, runner.faults
-        assert engine.loop.supply.computing.keys() <= {key for job in known_jobs(engine) for key in job.keys}
+        assert engine.loop.kv_cache.computing.keys() <= {key for job in known_jobs(engine) for key in job.keys}
 
 
 def check_contents(engine: hw.Engine) -> None:
     """Every slot of every table stands in its page as its log says."""
     loop, runner = engine.loop, engine.loop._runner
-    assert isinstance(runner, Rowed)
+    assert isinstance(runner, DecodingRunner)
     with engine.lock:
         if runner.broken == 0 and (edits := engine.allocator.take_edits()):
-            loop._do(edits)
+            runner.edit(edits)
         runner.catch_up()
-        for table in [t for t in loop.supply.tables if not t.closed and t.lost is None]:
+        for table in [t for t in loop.kv_cache.tables if not t.closed and t.lost is None]:
             assert table.length <= len(table.pages) * table.page_size
-            if not table.is_aside and not table.has_discards and runner.broken == 0:
+            if not table.is_preempted and not table.has_discards and runner.broken == 0:
                 _check_table(runner, table)
 
 
-def _check_table(runner: Rowed, table: PageTable) -> None:
+def _check_table(runner: DecodingRunner, table: PageTable) -> None:
     attend = np.tril(np.ones((table.length, table.length), bool))
     for i, mask in enumerate(table.masks):
         if mask is not None:

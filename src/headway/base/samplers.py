@@ -17,6 +17,8 @@ from headway.base.errors import InvalidInput, InvalidToken, WrongType
 
 SEEDS = 1 << 64
 
+NO_TOKEN, UNDECIDED = -1, -2  # in the place of a sampled token: its logits are not numbers; the fast path cannot tell
+
 
 @dataclass(frozen=True)
 class Argmax:

@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,8 +20,11 @@ from headway.cli.options import Json
 from headway.cli.render import emit_json, show_table
 
 if TYPE_CHECKING:
+    from headway.base.samplers import Sampling
+    from headway.kv.allocator import Edit
     from headway.runtime.batch import Batch
-    from headway.runtime.runners.base import Runner, SegmentResult
+    from headway.runtime.passes import DecodeMask
+    from headway.runtime.runners.base import InFlight, Runner, StepResult
 
 STEPS = 120  # measured for each number of rows
 WARM_STEPS = 10  # before that, while everything is first touched
@@ -155,22 +158,45 @@ class StopWatch:
         self._runner, self._passes, self._seconds, self._tick = runner, passes, seconds, tick
         self._ended: float | None = None
 
-    def execute(self, batch: Batch) -> list[SegmentResult]:
-        """As a runner must."""
+    overlaps = False
+    decode_limit = ROWS_LIMIT
+
+    def samples(self, how: Sampling) -> bool:
+        return self._runner.samples(how)
+
+    def edit(self, edits: Sequence[Edit]) -> None:
         began = time.perf_counter()
-        if not batch.segments:
-            results = self._runner.execute(batch)
-            if self._ended is not None:
-                self._ended += time.perf_counter() - began
-            return results
-        whole = len(batch.segments) == len(batch.tokens) == self._passes  # one row of every program
+        self._runner.edit(edits)
+        if self._ended is not None:
+            self._ended += time.perf_counter() - began
+
+    def begin(self, batch: Batch) -> InFlight:
+        began = time.perf_counter()
+        whole = batch.decode_count == self._passes and not batch.segments  # one row of every program
         if whole and self._ended is not None:
             self.gaps.append(began - self._ended)
-        results = self._runner.execute(batch)
+        return TimedStep(self, self._runner.begin(batch), began, whole)
+
+    def end(self, began: float, whole: bool) -> None:
+        """The inner runner has computed a step: let it take its time."""
         time.sleep(max(0.0, began + self._seconds - time.perf_counter()))
         self._tick(len(self.gaps))
         self._ended = time.perf_counter() if whole else None
-        return results
+
+
+class TimedStep:
+    """A step of the inner runner that takes a given time."""
+
+    def __init__(self, watch: StopWatch, step: InFlight, began: float, whole: bool) -> None:
+        self._watch, self._step, self._began, self._whole = watch, step, began, whole
+
+    def masks(self, masks: Sequence[DecodeMask | None]) -> None:
+        self._step.masks(masks)
+
+    def result(self) -> StepResult:
+        result = self._step.result()
+        self._watch.end(self._began, self._whole)
+        return result
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from headway.base.errors import OutOfPages
 
 @dataclass(frozen=True)
 class Clear:
-    """Zero a page that got a new owner, or what lies behind a sequence's end in its own."""
+    """Zero a page that got a new owner, or the slots after a sequence's end in its own."""
 
     page: int
     start: int = 0
@@ -38,7 +38,7 @@ class Copy:
 
 @dataclass(eq=False)
 class HostPages:
-    """Pages of a context that was set aside, in host memory, by their numbers in the sequence.
+    """Pages of a preempted context, in host memory, by their numbers in the sequence.
 
     The device's owner fills and reads `data`.
     """

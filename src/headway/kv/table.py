@@ -7,7 +7,7 @@
 
 `pages` has an entry for every page of the sequence, None where one was discarded; `committed` counts leading pages,
 discarded ones included, so page and slot numbers never move. The log says how each slot came to be (token, position,
-the mask it attended under), which is what it takes to compute it again. A table that was set aside keeps its log and
+the mask it attended under), which is what it takes to compute it again. A table that was preempted keeps its log and
 gives up its pages: their entries are ABSENT until they are computed again or copied back (`host`).
 """
 
@@ -30,7 +30,7 @@ from headway.kv.prefix import page_key, root
 
 _births = itertools.count()
 
-ABSENT = 0  # a page that was set aside
+ABSENT = 0  # a page that was preempted
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class PageTable:
         self.born = next(_births)  # the youngest has the largest
         self.deadline = math.inf  # on time.monotonic's clock
         self.token_budget: int | None = None  # tokens that may still be computed
-        self.idle_first = False  # a saved context: the first to be set aside
+        self.idle_first = False  # a saved context: the first to be preempted
         self.host: HostPages | None = None  # where its pages are, when they cannot be computed again
         self.keys: list[bytes | None] = []  # of committed pages; None from where the chain is broken
         self.pages = []
@@ -92,7 +92,7 @@ class PageTable:
     def pages(self, pages: Sequence[int | None]) -> None:
         self._pages = pages
         self.has_discards = None in pages
-        self.is_aside = ABSENT in pages  # some must be brought back before it can be computed on
+        self.is_preempted = ABSENT in pages  # some must be resumed before anything can be computed
         self._physical: np.ndarray | None = None
 
     @property
@@ -283,7 +283,7 @@ class PageTable:
 
     def discard(self, start: int, n: int) -> None:
         """Free n full pages from page number `start`; their slots stay counted and can never be attended again."""
-        assert not self.is_aside  # other slots may need these to be computed again
+        assert not self.is_preempted  # other slots may need these to be computed again
         _count("discard_pages", n)
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
             raise InvalidInput(f"discard_pages: start is {start!r}; a page number from 0 is needed")
@@ -329,7 +329,7 @@ class PageTable:
             self._cut_pages(0)
             self.committed, self.length, self.state = 0, 0, None
 
-    # -- setting aside ---------------------------------------------------------------------------------------------
+    # -- preemption ------------------------------------------------------------------------------------------------
 
     @property
     def can_replay(self) -> bool:
@@ -342,9 +342,9 @@ class PageTable:
         """The same, full pages that are not committed yet included: nothing is lost while this is so."""
         return self.repeatable and not self.spans and not self.has_discards
 
-    def set_aside(self) -> None:
+    def preempt(self) -> None:
         """Give every page up: to be computed again from the log, or with a copy in host memory where that cannot be."""
-        if not self.can_replay and not self.is_aside:
+        if not self.can_replay and not self.is_preempted:
             held = [(i, p) for i, p in enumerate(self.pages) if _is_there(p)]
             self.host = HostPages(tuple(i for i, _ in held))
             self.allocator.edit(Export(tuple(p for _, p in held), self.host))
@@ -369,7 +369,7 @@ class PageTable:
         """The numbers of the pages that must come back before anything can be computed."""
         return [i for i, p in enumerate(self.pages) if p == ABSENT]
 
-    def bring_back(self, pages: Sequence[int]) -> None:
+    def resume(self, pages: Sequence[int]) -> None:
         """Pages for every absent one, in order, with their contents."""
         numbers = self.absent()
         if self.host is not None:
@@ -391,7 +391,7 @@ class PageTable:
         """Replace a committed page by a working copy of its first slots."""
         page = self.pages[number]
         if not _is_there(page):
-            return  # it was set aside: what is kept of it comes back as a working page
+            return  # it was preempted: what is kept of it comes back as a working page
         if self.allocator.holders(page) == 1 and (self.allocator.available == 0 or not self.allocator.is_keyed(page)):
             self.allocator.forget(page)  # nobody else sees it, so it may become a working page itself
             return
@@ -416,7 +416,7 @@ class PageTable:
         self.allocator.drop([p for p in self.pages[keep:] if _is_there(p)])
         if keep < len(self.pages):
             self.pages = self.pages[:keep]
-        if self.host is not None and not self.is_aside:
+        if self.host is not None and not self.is_preempted:
             self.host = None  # nothing of it is needed any more
 
     def _cut_log(self, keep: int) -> None:

@@ -36,8 +36,9 @@ from headway.program.generation.stops import listed_stops
 from headway.program.ids import integers, token_ids
 from headway.program.pages import RawPages
 from headway.program.view import View
+from headway.runtime.job import Job
 from headway.runtime.passes import Pass, PassResult
-from headway.runtime.scheduler.order import BID_LIMIT, Job
+from headway.runtime.scheduler.order import BID_LIMIT
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
@@ -441,7 +442,7 @@ class Context:
     def settle(self) -> None:
         """Have the pages here, if the context was set aside: waits for them in this thread."""
         with self.changing():
-            coming = self.execute(Pass((), (), commit=False)) if self.table.is_aside else None
+            coming = self.execute(Pass((), (), commit=False)) if self.table.is_preempted else None
         if coming is not None:
             coming.result()
 

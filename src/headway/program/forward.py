@@ -30,8 +30,8 @@ from headway.program.checks import check_readout, check_reread, check_windows
 from headway.program.ids import check_position, integers, position_ids, token_ids
 from headway.program.output import Output, ProbeHandle, SampleHandle
 from headway.program.view import View
-from headway.runtime.passes import BEFORE, Feed, Later, Pass, PassResult, Readout
-from headway.runtime.scheduler.order import Job
+from headway.runtime.job import Job
+from headway.runtime.passes import BEFORE, AsyncLogitMask, Feed, Pass, PassResult, Readout
 
 if TYPE_CHECKING:
     from headway.program.context import Context
@@ -67,7 +67,7 @@ class Forward:
         self._mask: Mask | None = None
         self._causal = True
         self._logit_masks: list[_LogitMask] = []
-        self._later: Later | None = None
+        self._async_mask: AsyncLogitMask | None = None
         self._commit = True
         self._executed = False
         self._feeds: list[tuple[int, SampleHandle, int]] = []  # (row, whose token, which)
@@ -135,15 +135,15 @@ class Forward:
         self._logit_masks.append(_LogitMask(allowed, chosen))
         return self
 
-    def mask_later(self, mask: Later) -> Forward:
+    def mask_async(self, mask: AsyncLogitMask) -> Forward:
         """A logit mask for every row that depends on tokens fed by a handle: computed beside the device, once those
         are known. The step waits for it, so it must be quick; the generator gives masks of compiled grammars."""
         self._check_open()
         if not self._feeds:
             raise InvalidInput(
-                "mask_later is for a pass that is fed by a handle; this one's tokens are known, use mask"
+                "mask_async is for a pass that is fed by a handle; this one's tokens are known, use mask"
             )
-        self._later = mask
+        self._async_mask = mask
         return self
 
     def adapter(self, adapter: object, scale: float = 1.0) -> Forward:
@@ -297,7 +297,7 @@ class Forward:
             row = self._row(ask, context, view)
             allowed = self._allowed(row - len(view.pending))
             if not isinstance(ask.what, Sampling):
-                found.append(Readout(row, ask.what, allowed=allowed, later=self._later))
+                found.append(Readout(row, ask.what, allowed=allowed, async_mask=self._async_mask))
                 continue
             own = ask.what.seed if ask.what.seed is not None else context.seed
             if own is None:
@@ -305,7 +305,9 @@ class Forward:
             seen, counts = self._history(ask, view, tokens, row)
             by_rows = ask.what.penalises and ask.history is None
             own_count = by_rows and ask.generated is None
-            readout = Readout(row, ask.what, allowed, own, draws[row], seen, counts, by_rows, own_count, self._later)
+            readout = Readout(
+                row, ask.what, allowed, own, draws[row], seen, counts, by_rows, own_count, self._async_mask
+            )
             found.append(readout)
             draws[row] += 1
         return tuple(found)

@@ -64,5 +64,5 @@ class RawPages:
         while True:
             self._context.settle()  # a context that was set aside comes back first
             with self._context.changing():
-                if not self._context.table.is_aside:
+                if not self._context.table.is_preempted:
                     return self._context.table.discard(start, n)

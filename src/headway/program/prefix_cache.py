@@ -47,15 +47,15 @@ class Cache:
                 name, pages = name_or_ids, table.held()
             else:
                 ids = token_ids(name_or_ids, engine.vocab_size)
-                name, pages = (salt, *ids), engine.loop.supply.cached_prefix(salt, ids, engine.page_size)
-            engine.loop.supply.pin(name, pages, until)
+                name, pages = (salt, *ids), engine.loop.kv_cache.cached_prefix(salt, ids, engine.page_size)
+            engine.loop.kv_cache.pin(name, pages, until)
         return len(pages)
 
     def unpin(self, name_or_ids: str | Iterable[int], *, salt: str = "") -> bool:
         """Let pinned pages go; False when they were not pinned."""
         name = name_or_ids if isinstance(name_or_ids, str) else (salt, *token_ids(name_or_ids, self._engine.vocab_size))
         with self._engine.lock:
-            return self._engine.loop.supply.unpin(name)
+            return self._engine.loop.kv_cache.unpin(name)
 
     def clear(self) -> int:
         """Forget every cached page; returns how many became free. Pages in use stay, and are found no more."""

@@ -11,7 +11,7 @@ from itertools import chain
 
 from headway.base.brle import Brle
 from headway.kv.table import PageTable
-from headway.runtime.scheduler.order import Job
+from headway.runtime.job import Job
 
 
 @dataclass(frozen=True, eq=False, slots=True)

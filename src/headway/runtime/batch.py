@@ -1,4 +1,4 @@
-"""The Batch: chunks of passes packed for one step, as flat arrays. Made under the lock, frozen, run by the worker.
+"""The Batch: decode rows and chunks of passes for one step, as flat arrays. Made under the lock, frozen.
 
 A chunk is laid out while the device computes the step before, where its pass is known by then. Packing stands between
 two steps, so it only puts chunks side by side: tokens that the last step sampled, and where each row stands.
@@ -16,7 +16,6 @@ import numpy as np
 from headway.base.brle import Brle
 from headway.base.probes import AttentionScores, Hidden, LogitLens, Probe
 from headway.base.samplers import Sampling
-from headway.kv.allocator import Edit
 from headway.kv.table import PageTable
 from headway.runtime.passes import BEFORE, Pass, Readout
 
@@ -45,23 +44,12 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Batch:
-    """Everything one step needs. Rows [W] in `write_rows` have their keys and values kept at `write_slots` [W]."""
+class DecodeRows:
+    """One row each of N decoding sequences, as flat arrays [N], and how each samples its next token.
 
-    tokens: np.ndarray
-    positions: np.ndarray
-    write_rows: np.ndarray
-    write_slots: np.ndarray
-    segments: tuple[Segment, ...]
-    edits: tuple[Edit, ...]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Rows:
-    """One row each of sequences that go on by themselves [N], and how each draws its next token.
-
-    A token below 0 is one that the rows before drew and nobody has read yet: -1 - i for row i of those. `pages` are the
-    sequences' whole tables side by side, ending at `page_ends` [N]; `slots` [N] is where each row stands in its own.
+    A token below 0 is one that the step in flight samples and the host does not know yet: -1 - i for its decode row i.
+    `pages` are the sequences' whole page tables side by side, ending at `page_ends`; `slots` is where each row stands
+    in its own sequence.
     """
 
     tokens: np.ndarray
@@ -70,12 +58,42 @@ class Rows:
     write_slots: np.ndarray
     pages: np.ndarray
     page_ends: np.ndarray
-    masks: tuple[Brle | None, ...] | None  # None: every row sees all slots up to its own
+    masks: tuple[Brle | None, ...] | None  # None: every row attends to all slots up to its own
     readouts: tuple[Readout, ...]
     seeds: np.ndarray  # of the readouts, uint64
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Batch:
+    """Everything one step computes: decode rows, and chunks of passes as segments.
+
+    The arrays hold the rows of the segments [T]; `write_rows` [W] are those whose keys and values are kept, at the
+    physical slots `write_slots` [W]. Decode rows come first where a runner puts both into one forward pass.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    write_rows: np.ndarray
+    write_slots: np.ndarray
+    segments: tuple[Segment, ...]
+    decode: DecodeRows | None = None
+
+    @property
+    def decode_count(self) -> int:
+        return 0 if self.decode is None else len(self.decode)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the forward pass."""
+        return len(self.tokens) + self.decode_count
+
+    @property
+    def computed(self) -> int:
+        """Tokens whose keys and values are kept."""
+        return len(self.write_rows) + self.decode_count
 
 
 @dataclass(eq=False, slots=True)
@@ -103,7 +121,7 @@ class Chunk:
     before_position: int
 
     @property
-    def ends(self) -> bool:
+    def is_last(self) -> bool:
         """Whether it is the last of its pass."""
         return self.stop == len(self.work.tokens)
 
@@ -141,8 +159,8 @@ def lay_out(
     )
 
 
-def pack(chunks: Sequence[Chunk], edits: tuple[Edit, ...], *, positions: bool = True) -> Batch:
-    """The chunks as one batch. Without `positions` its segments do not say at which position id a slot stands."""
+def pack(chunks: Sequence[Chunk], decode: DecodeRows | None = None, *, positions: bool = True) -> Batch:
+    """Chunks and decode rows as one batch. Without `positions` its segments do not have the position ids of slots."""
     tokens: list[int] = []
     at: list[int] = []
     slots: list[int] = []
@@ -168,7 +186,7 @@ def pack(chunks: Sequence[Chunk], edits: tuple[Edit, ...], *, positions: bool = 
         write_rows=np.array(write_rows, dtype=np.int64),
         write_slots=np.array(write_slots, dtype=np.int64),
         segments=tuple([_segment(c, first, where, positions) for c, first in zip(chunks, firsts, strict=True)]),
-        edits=edits,
+        decode=decode,
     )
 
 
@@ -224,7 +242,7 @@ def _segment(chunk: Chunk, first: int, slots: np.ndarray, positions: bool) -> Se
         masks=chunk.masks,
         slot_positions=_positions(chunk) if positions else NO_POSITIONS,
         readouts=tuple([(i, BEFORE if row == BEFORE else first + row, readouts[i]) for i, row in chunk.asked]),
-        keep_last=chunk.ends and chunk.stop > chunk.start,
+        keep_last=chunk.is_last and chunk.stop > chunk.start,
         kept=chunk.table.state,
         before_position=chunk.before_position,
     )

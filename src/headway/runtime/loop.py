@@ -1,43 +1,65 @@
-"""The loop: programs submit passes from any thread, one worker thread steps the device, futures come back.
+"""The loop: programs submit passes from any thread, one worker thread steps the device, outcomes come back.
+
+    step:   plan ──▶ begin ──▶ apply        (scheduler/plan.py, runners/, scheduler/plan.py)
 
 One lock guards all bookkeeping (tables, allocator, queue) and is held only for pure work. The worker owns the device
-and sees frozen batches. While the device computes, the results of the step before are put together and handed out, and
-programs build and queue what comes next, which is prepared as it comes; between two steps stands only what the next
-batch needs of the last (see turn.py).
+and sees frozen batches. Where the device computes concurrently with the host, the next step begins before the last one
+is applied. While a step runs, results are delivered and programs submit what comes next.
 """
 
 from __future__ import annotations
 
 import itertools
 import queue
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from headway.base.errors import Closed, HeadwayError, OutOfPages, PassFailed, TokenBudgetExceeded
 from headway.base.events import StepEvent
+from headway.base.log import note
+from headway.base.samplers import UNDECIDED
 from headway.kv.allocator import Allocator, Edit
 from headway.kv.table import PageTable
-from headway.runtime.batch import Batch, Chunk, needed_pages, pack
-from headway.runtime.edits import Damage, carry_out
-from headway.runtime.flights import Flights
+from headway.runtime.batch import Chunk, needed_pages
+from headway.runtime.decode import Decode
+from headway.runtime.edits import carry_out
+from headway.runtime.job import Delivery, Job, Queue
 from headway.runtime.memory import step_error
+from headway.runtime.outcome import resolve, wake_all
 from headway.runtime.passes import Pass
-from headway.runtime.results import Answer, resolve, wake_all
-from headway.runtime.runners.base import RowRunner, Runner, SegmentResult
-from headway.runtime.scheduler.decode import Streak
-from headway.runtime.scheduler.decode_batch import Fleet, Flight
-from headway.runtime.scheduler.kv_cache import Supply
-from headway.runtime.scheduler.order import Job, Queue
-from headway.runtime.scheduler.plan import Turn, Turns, late
+from headway.runtime.runners.base import InFlight, Runner, SegmentResult, StepResult
+from headway.runtime.scheduler.kv_cache import KVCache
+from headway.runtime.scheduler.plan import Scheduler, StepPlan, late
 
 GATHER = 0.02  # seconds at most to wait for programs to come back after a step, and never longer than the step took
-GATHER_SHARE = 0.1  # of the step's own time: when nobody comes back for so long, the rest are busy with something else
+GATHER_SHARE = 0.1  # of the step's own time: if nobody comes back for that long, the others are busy elsewhere
+SWITCH_INTERVAL = 0.0005  # seconds that a program may keep the interpreter while a step is in flight
 
 
-Begin = Callable[[Batch], Callable[[], list[SegmentResult]]]  # sets the device to work; what it gives waits for it
+@dataclass(eq=False)
+class Started:
+    """A step in flight."""
+
+    plan: StepPlan
+    step: InFlight
+    began: float
+
+
+class Failed:
+    """A step that could not begin, or whose rows could not be sampled."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def masks(self, masks: object) -> None:
+        """There is nothing to sample."""
+
+    def result(self) -> StepResult:
+        raise self._error
 
 
 class Loop:
@@ -54,31 +76,27 @@ class Loop:
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.lock = threading.RLock()
-        self.supply = Supply(allocator)
+        self.kv_cache = KVCache(allocator)
         self.listeners: list[Callable[[StepEvent], None]] = []
         self._changed = threading.Condition(self.lock)
         self._runner, self._allocator, self._trim = runner, allocator, trim
-        self._begin: Begin | None = getattr(runner, "begin", None)  # a runner that computes beside the host has it
-        self._positions = positions  # whether the runner looks at the position ids of slots
         self._queue = Queue()
-        self._turns = Turns(self._queue, self.supply, budget, trim=trim)
-        rows = runner if isinstance(runner, RowRunner) else None
-        self._fleet = Fleet(self._queue, self.supply, budget, rows, plain=not positions, trim=trim)
-        beside = self._begin is not None
-        self._flights = Flights(self._fleet, self._turns, rows, self.lock, self._do, beside=beside)
-        self.counters = self._turns.counters
+        self._scheduler = Scheduler(self._queue, self.kv_cache, runner, budget, trim=trim, positions=positions)
+        self.counters = self._scheduler.counters
         self._orders = itertools.count()
         self._released: deque[PageTable] = deque()  # a finalizer only appends here
-        self._calls: deque[Callable[[], None]] = deque()  # work for the device that is no pass
-        self._running: list[Job] = []  # what the running step computes
+        self._calls: deque[Callable[[], None]] = deque()  # device work that is not a pass
+        self._in_flight: Started | None = None
+        self._computing = False  # the device is at work, so that passes are prepared as they arrive
         self._window, self._gap, self._returning = 0.0, 0.0, 0
         self._closing = self._paused = self._one_by_one = False
-        self._asleep = False  # it waits for anything to do, not for many to come back
-        self._since: float | None = None  # when the worker began what it is at
+        self._asleep = False  # it waits for any work, not for programs to come back
+        self._since: float | None = None  # when the worker began its current step
         self._died: BaseException | None = None
         self._on_start = on_start
+        self._interval: float | None = None  # Python's own switch interval, while it is ours
         # Waking an event loop hands the interpreter over to it, so a second thread does it while the device computes.
-        self._notes: queue.SimpleQueue[list[Answer] | None] = queue.SimpleQueue()
+        self._deliveries: queue.SimpleQueue[list[Delivery] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="headway-worker", daemon=True)
         self._notifier = threading.Thread(target=self._notify, name="headway-notify", daemon=True)
         self._thread.start()
@@ -87,8 +105,8 @@ class Loop:
     # -- from any thread -------------------------------------------------------------------------------------------
 
     def adopt(self, table: PageTable) -> PageTable:
-        """Know a table, so that it can be set aside."""
-        self.supply.tables.add(table)
+        """Know a table, so that it can be preempted."""
+        self.kv_cache.tables.add(table)
         return table
 
     def submit(
@@ -112,26 +130,26 @@ class Loop:
             if self._trim:
                 job.kept_pages = needed_pages(work, base, table.page_size)
             self._queue.add(job)
-            if self._running:
-                self._turns.prepare(job)
+            if self._computing:
+                self._scheduler.prepare(job)
             # While the worker waits for many it looks by itself: waking it for each would take longer than the pass.
             if self._asleep or len(self._queue) >= self._returning:
                 self._changed.notify_all()
         return job
 
-    def keep_going(self, job: Job, streak: Streak) -> None:
-        """Have a pass repeat itself that was submitted just now. The caller has held the lock since."""
-        job.streak = streak
+    def decode(self, job: Job, decode: Decode) -> None:
+        """Let a pass that was submitted just now continue by itself. The caller has held the lock since."""
+        job.decode = decode
         if job.after is None:
-            streak.begin(job)
+            decode.begin(job)
 
-    def taken(self, job: Job) -> int | None:
-        """The next token of a streak, if one is there. The caller holds the lock."""
-        assert job.streak is not None
+    def next_token(self, job: Job) -> int | None:
+        """The next token of a decoding sequence, if there is one. The caller holds the lock."""
+        assert job.decode is not None
         if job.table.closed:  # what has failed before is no longer known here
             return None
-        token = job.streak.take()
-        if token is not None and job.streak.wake(job):
+        token = job.decode.take()
+        if token is not None and job.decode.wake(job):
             self._changed.notify_all()
         return token
 
@@ -155,20 +173,20 @@ class Loop:
             raise PassFailed(f"this context's pages are lost; release it and create a new one: {table.lost}")
 
     def abandon(self, job: Job, error: HeadwayError | None = None) -> None:
-        """Nobody wants this pass any more: it leaves the queue now, and what it did is undone.
+        """Cancel a pass: it leaves the queue now, and what it did is undone.
 
         Whoever still waits for it gets the error; without one it counts as cancelled.
         """
         with self.lock:
             if job.then is not None and (job in self._queue or job.before is not None):
                 self.abandon(job.then, error)
-            if job.goes_on:
-                self._turns.stop(job)
+            if job.decodes:
+                self._scheduler.stop(job)
             elif job in self._queue:
                 self._queue.remove(job)
                 job.abandoned = True
                 if not job.running:
-                    self.supply.give_back(job)
+                    self.kv_cache.give_back(job)
             elif job.before is not None and not self.busy(job.table) and job.left is job.table.stamp:
                 # It succeeded a moment before it was cancelled, and nobody has built on it.
                 job.table.rewind(job.before)
@@ -190,7 +208,7 @@ class Loop:
         return self.last_job(table) is not None
 
     def jobs(self) -> list[Job]:
-        """Passes that are queued or running, and streaks that rest. The caller holds the lock."""
+        """Passes that are queued or running, and decoding sequences that rest. The caller holds the lock."""
         return list(self._queue)
 
     def waiting(self) -> int:
@@ -203,14 +221,14 @@ class Loop:
         self._released.append(table)
 
     def drain(self) -> None:
-        """Give back what finalizers left. The caller holds the lock."""
+        """Free what finalizers left. The caller holds the lock."""
         while self._released:
             table = self._released.popleft()
             for job in self._queue.of(table):
                 self.abandon(job, Closed("the context was released while this pass was in flight"))
             table.close()
-        if self.supply.pins:
-            self.supply.expire_pins(time.monotonic())
+        if self.kv_cache.pins:
+            self.kv_cache.expire_pins(time.monotonic())
 
     def call(self, fn: Callable[[], None]) -> None:
         """Run fn on the worker thread, after all edits noted so far, and wait for it."""
@@ -267,138 +285,162 @@ class Loop:
     def _work(self) -> None:
         try:
             self._on_start()
-            while self._step():
+            while self._next():
                 self._rest()
         except BaseException as e:  # a fault of ours: nobody may be left waiting
             self._die(e)
         finally:
             self._since = None
-            self._notes.put(None)
+            self._deliveries.put(None)
 
-    def _rest(self) -> None:
-        """While somebody steps by hand: only what is to run on this thread."""
-        while True:
-            with self.lock:
-                if not self._paused or self._closing:
-                    return
-                self._since, calls = None, list(self._calls)
-                self._calls.clear()
-                if not calls:
-                    self._changed.wait()
-            for call in calls:
-                call()
-
-    @contextmanager
-    def by_hand(self, *, ahead: bool = False) -> Iterator[Callable[[], None]]:
-        """For tests: the worker rests, and each call of what this yields takes one step, if there is work.
-
-        With `ahead` a flight may be on its way between two steps, as it is when the worker takes them.
-        """
-
-        def step() -> None:
-            with self.lock:
-                idle = not (self._has_work() or self._calls or self._flights.flying)
-            if not idle:
-                self._step()
-            self._hand_out(now=True)
-
-        with self.lock:
-            self._paused, self._one_by_one = True, not ahead
-        self.call(lambda: None)  # the worker is past whatever it was doing
-        try:
-            yield step
-        finally:
-            with self.lock:
-                self._paused = self._one_by_one = False
-                self._changed.notify_all()
-
-    def _notify(self) -> None:
-        while (box := self._notes.get()) is not None:
-            resolve(box)
-            wake_all([job for job, _ in box])
-
-    def _step(self) -> bool:
-        """One turn: wait for work, form a batch, tell the programs of the last one, run it. False when it is to end.
-
-        The results of a step are handed out only when the next batch is formed: passes that were queued ahead keep the
-        device busy while programs think.
-        """
+    def _next(self) -> bool:
+        """Wait for work and do some: calls, or one step. False at the end."""
         self._since = time.monotonic()
         with self.lock:
-            flying = self._flights.flying
-            if flying is not None:
+            if self._in_flight is not None:
                 self.drain()
             elif not self._ready():
-                self._hand_out(now=True)
+                self._deliver(now=True)
                 self._wait()
-            if self._closing and not self._calls and flying is None:
-                self._hand_out(now=True)
+            calls = [] if self._in_flight is not None else list(self._calls)
+            if calls:
+                self._calls.clear()
+            elif self._closing and self._in_flight is None:
+                self._deliver(now=True)
                 return False
-            flight = None if self._calls or self._closing else self._flights.form(alone=self._one_by_one)
-            if flight is not None:
-                self._running = flight.jobs
-            edits = () if flight is None else self._allocator.take_edits()
-        if flight is not None or flying is not None:
-            self._fly(flight, edits)
-            return True
-        with self.lock:
-            calls = list(self._calls)
-            self._calls.clear()
-            self._fleet.forget()
-            turn = self._turns.form()
-            self._running = [job for job, _ in turn]
-            edits, batch = self._allocator.take_edits(), self._pack([chunk for _, chunk in turn])
-        if self._begin is None:
-            self._hand_out()
-        start = time.perf_counter()
-        if edits:  # by themselves: a pass that fails must not take other contexts' pages with it
-            damage = carry_out(edits, self._do)
-            if damage:
-                turn, batch = self._spared(turn, damage)
-        results = self._execute(batch, turn) if turn else []
-        self._hand_out()  # unless it was done beside the device
-        for call in calls:
-            call()
-        seconds = time.perf_counter() - start
-        with self.lock:
-            self._turns.apply(turn, results, len(batch.write_rows))
-            self._running = []
-            self._window, self._gap = start + seconds + min(GATHER, seconds), min(GATHER, seconds * GATHER_SHARE)
-            self._returning = sum(job.streak is None for job, _ in self._turns.outbox)
-            if self.listeners and turn:
-                self._heard(len(turn), len(batch.tokens), seconds)
+        if calls:
+            self._run_calls(calls)
+        else:
+            self._step()
         return True
 
-    def _fly(self, flight: Flight | None, edits: tuple[Edit, ...]) -> None:
-        """A step of streaks alone."""
-        if self._begin is None:
-            self._hand_out()
-        landed = self._flights.fly(flight, edits, alone=self._one_by_one)
+    def _step(self) -> None:
+        """Plan a step, begin it, and apply the one before it; and this one too, unless the device overlaps."""
+        before = self._in_flight
         with self.lock:
-            flying = self._flights.flying
-            self._running = [] if flying is None else flying.jobs
-            self._returning = 0
+            hold = before is not None and (self._must_finish(before) or self._one_by_one)
+            plan = None if hold else self._scheduler.plan(None if before is None else before.plan)
+            edits = self._allocator.take_edits() if plan is not None or before is None else ()
+            self._computing = plan is not None or before is not None
+        if not self._runner.overlaps:
+            self._deliver()  # programs go on while this thread computes
+        after = self._in_flight = self._begin(plan, edits, before)
+        late_masks = after is not None and before is not None and after.plan.is_constrained
+        if after is not None and not late_masks:
+            self._sample(after)
+        if before is not None:
+            self._apply(before)
+        if late_masks and self._in_flight is not None:  # its masks depend on the tokens just applied
+            self._sample(self._in_flight)
+        if self._in_flight is not None and (self._one_by_one or not self._runner.overlaps):
+            started, self._in_flight = self._in_flight, None
+            self._apply(started)
+        self._computing = self._in_flight is not None
+        self._tune_interpreter()
+        if self._runner.overlaps:
+            self._deliver()
+
+    def _must_finish(self, started: Started) -> bool:
+        """Whether nothing may begin before this step is applied."""
+        return isinstance(started.step, Failed) or bool(self._calls) or self._closing
+
+    def _begin(self, plan: StepPlan | None, edits: tuple[Edit, ...], before: Started | None) -> Started | None:
+        """Edit pages, and set the device to work on a plan.
+
+        Edits go first and by themselves: a pass that fails must not take other contexts' pages with it.
+        """
+        began = time.perf_counter()
+        damage = carry_out(edits, self._runner.edit) if edits else None
+        if damage:
+            with self.lock:
+                if plan is None:
+                    self._scheduler.recover(damage)
+                else:
+                    plan = self._scheduler.without_damaged(plan, damage, None if before is None else before.plan)
+        if plan is None or not (plan.decode_jobs or plan.chunks):
+            return None
+        try:
+            return Started(plan, self._runner.begin(plan.batch), began)
+        except Exception as error:
+            return Started(plan, Failed(error), began)
+
+    def _sample(self, started: Started) -> None:
+        """Have the decode rows sampled, among what their masks allow."""
+        if started.plan.batch.decode is None:
+            return
+        with self.lock:
+            masks = self._scheduler.masks(started.plan)
+        try:
+            started.step.masks(masks)
+        except Exception as error:
+            started.step = Failed(error)
+
+    def _apply(self, started: Started) -> None:
+        """Wait for a step, and fold its results in."""
+        plan = started.plan
+        try:
+            result = started.step.result()
+        except Exception as error:
+            result = self._recompute(plan, error)
+        seconds = time.perf_counter() - started.began
+        with self.lock:
+            self._scheduler.apply(plan, result, None if self._in_flight is None else self._in_flight.plan)
+            self._window = time.perf_counter() + min(GATHER, seconds)
+            self._gap = min(GATHER, seconds * GATHER_SHARE)
+            self._returning = 0 if plan.decode_jobs else sum(job.decode is None for job, _ in self._scheduler.outbox)
             if self.listeners:
-                for rows, seconds in landed:
-                    self._heard(rows, rows, seconds)
-        if self._begin is not None:
-            self._hand_out()
+                self._tell_listeners(plan, seconds)
 
-    def _do(self, edits: tuple[Edit, ...]) -> None:
-        self._runner.execute(self._pack([], edits))
+    def _recompute(self, plan: StepPlan, error: Exception) -> StepResult:
+        """The results of a step that failed: each pass again alone, so that only the guilty one fails.
 
-    def _spared(self, turn: Turn, damage: Damage) -> tuple[Turn, Batch]:
-        """What is left of a turn when pages of it are spoilt."""
+        Decode rows are computed as passes in the next step; a step in flight that builds on this one is ignored.
+        """
         with self.lock:
-            turn = self._turns.without(turn, damage)
-            self._running = [job for job, _ in turn]
-            return turn, self._pack([chunk for _, chunk in turn])
+            dropped, self._in_flight = self._in_flight, None
+            if dropped is not None and dropped.plan is not plan:
+                self._scheduler.drop(dropped.plan, plan)
+        if plan.decode_jobs:
+            note("a step failed; its decode rows are computed again as passes", rows=plan.batch.rows, why=str(error))
+        failure, alone = step_error(error), len(plan.chunks) == 1 and not plan.decode_jobs
+        segments = [failure if alone else self._compute_alone(job, chunk, failure) for job, chunk in plan.chunks]
+        return StepResult([UNDECIDED] * len(plan.decode_jobs), segments)
 
-    def _pack(self, chunks: list[Chunk], edits: tuple[Edit, ...] = ()) -> Batch:
-        return pack(chunks, edits, positions=self._positions)
+    def _compute_alone(self, job: Job, chunk: Chunk, failure: HeadwayError) -> SegmentResult | HeadwayError:
+        """One pass of a step that failed, by itself."""
+        with self.lock:
+            batch = self._scheduler.alone(job, chunk)
+        if batch is None:
+            return failure
+        try:
+            (result,) = self._runner.begin(batch).result().segments
+            return result
+        except Exception as error:
+            return step_error(error)
+
+    def _run_calls(self, calls: list[Callable[[], None]]) -> None:
+        """Device work that is not a pass, after all edits noted so far."""
+        with self.lock:
+            edits = self._allocator.take_edits()
+        self._begin(None, edits, None)
+        for call in calls:
+            call()
+
+    def _tune_interpreter(self) -> None:
+        """The device must not wait for the worker while programs take tokens; else they may queue many passes first."""
+        if (self._in_flight is None) == (self._interval is None):
+            return
+        if self._interval is None:
+            self._interval = sys.getswitchinterval()
+            sys.setswitchinterval(min(self._interval, SWITCH_INTERVAL))
+        else:
+            sys.setswitchinterval(self._interval)
+            self._interval = None
+
+    # -- waiting and telling ---------------------------------------------------------------------------------------
 
     def _ready(self) -> bool:
-        """Whether a batch can be formed without the programs that still have to hear of their results."""
+        """Whether a step can be planned without the programs that have yet to receive their results."""
         self.drain()
         queued = sum(job.after is None and not job.resting for job in self._queue)
         return bool(self._calls or self._closing) or (queued > 0 and queued >= self._returning)
@@ -425,72 +467,60 @@ class Loop:
     def _has_work(self) -> bool:
         return any(not job.resting for job in self._queue)
 
-    def _hand_out(self, *, now: bool = False) -> None:
-        """Have the outbox delivered: now, or beside the step that is about to run."""
-        box, self._turns.outbox = self._turns.outbox, []
+    def _rest(self) -> None:
+        """While somebody else takes the steps (headway.testing): only calls run on this thread."""
+        while True:
+            with self.lock:
+                if not self._paused or self._closing:
+                    return
+                self._since, calls = None, list(self._calls)
+                self._calls.clear()
+                if not calls:
+                    self._changed.wait()
+            for call in calls:
+                call()
+
+    def _deliver(self, *, now: bool = False) -> None:
+        """Have the outbox delivered: now, or concurrently with the step that is about to run."""
+        box, self._scheduler.outbox = self._scheduler.outbox, []
         if now or self._paused:
             resolve(box)
         if box:
-            self._notes.put(box)
+            self._deliveries.put(box)
 
-    def _execute(self, batch: Batch, turn: Turn) -> list[SegmentResult | HeadwayError]:
-        """The batch's results; when the device fails, each pass alone, so that only the guilty one fails."""
-        try:
-            if self._begin is None:
-                return list(self._runner.execute(batch))
-            # The programs wait until the device is at work: they would keep this thread from setting it to work.
-            finish = self._begin(batch)
-            self._hand_out()
-            return list(finish())
-        except Exception as e:
-            error = step_error(e)
-        if len(turn) == 1:
-            return [error]
-        return [self._alone(job, chunk, error) for job, chunk in turn]
+    def _notify(self) -> None:
+        while (box := self._deliveries.get()) is not None:
+            resolve(box)
+            wake_all([job for job, _ in box])
 
-    def _alone(self, job: Job, chunk: Chunk, error: HeadwayError) -> SegmentResult | HeadwayError:
-        """One pass of a batch that failed, by itself."""
-        with self.lock:
-            if job.abandoned:  # its table may have changed meanwhile
-                return error
-            batch = self._pack([chunk])
-        try:
-            (result,) = self._runner.execute(batch)
-            return result
-        except Exception as e:
-            return step_error(e)
-
-    def _heard(self, passes: int, rows: int, seconds: float) -> None:
-        """Tell the listeners of a step."""
-        event = self._event(passes, rows, seconds)
-        for listener in self.listeners:
-            listener(event)
-
-    def _event(self, passes: int, rows: int, seconds: float) -> StepEvent:
-        return StepEvent(
+    def _tell_listeners(self, plan: StepPlan, seconds: float) -> None:
+        event = StepEvent(
             step=self.counters.steps,
             seconds=seconds,
-            passes=passes,
-            rows=rows,
+            passes=len(plan.decode_jobs) + len(plan.chunks),
+            rows=plan.batch.rows,
             queued=self.waiting(),
             pages_free=self._allocator.free,
             pages_cached=self._allocator.cached,
             pages_held=self._allocator.held,
-            cache_hits=self.supply.hits,
+            cache_hits=self.kv_cache.hits,
             pages_trimmed=self.counters.pages_trimmed,
-            set_asides=self.supply.set_asides,
+            preemptions=self.kv_cache.preemptions,
             tokens=self.counters.tokens,
         )
+        for listener in self.listeners:
+            listener(event)
 
     def _die(self, error: BaseException) -> None:
         with self.lock:
             self._died = error
-            waiting = {*self._running, *self._queue}
+            running = [] if self._in_flight is None else self._in_flight.plan.jobs
+            waiting = {*running, *self._queue}
             for job in list(self._queue):
                 self._queue.remove(job)
             calls = list(self._calls)
         stopped = Closed(f"the engine's worker stopped after an internal error: {error!r}")
-        self._turns.outbox += [(job, stopped) for job in waiting]
-        self._hand_out(now=True)
+        self._scheduler.outbox += [(job, stopped) for job in waiting]
+        self._deliver(now=True)
         for call in calls:
             call()

@@ -1,21 +1,26 @@
-"""The outcome of a pass: set once, from any thread, and waited for by threads.
+"""The outcome of a pass: set once, from any thread; threads wait for it, event loops are woken.
 
-There is one for every token, so it is light: event loops are woken by other means (answers.py), and what
-a thread waits on is made only when one does.
+There is one for every pass, so it is light: what a thread waits on is created only when one waits.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Iterable
 from concurrent.futures import CancelledError
-from typing import Generic, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from headway.runtime.job import Delivery, Job
 
 Value = TypeVar("Value")
-_setting = threading.Lock()  # held for a moment, by whoever sets an outcome or begins to wait for one
+_setting = threading.Lock()  # held for a moment by whoever sets an outcome or begins to wait for one
 
 
 class Outcome(Generic[Value]):
-    """A value, an error, or nothing any more (cancelled). The first that comes stays."""
+    """A value, an error, or a cancellation. The first one set stays."""
 
     __slots__ = ("_error", "_is_cancelled", "_is_set", "_value", "_waiting")
 
@@ -67,3 +72,31 @@ class Outcome(Generic[Value]):
             if self._waiting is None:
                 self._waiting = threading.Event()
         return self._waiting.wait(timeout)
+
+
+def resolve(deliveries: Iterable[Delivery]) -> None:
+    """Give every job its result or its error. Needs no lock."""
+    for job, error in deliveries:
+        if error is not None:
+            job.outcome.fail(error)
+        elif job.decode is None and not job.outcome.done():
+            job.outcome.succeed(job.result())
+
+
+def wake_all(jobs: Iterable[Job]) -> None:
+    """Wake everyone who awaits one of these jobs, with one call for each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Job]] = {}
+    for job in jobs:
+        for loop in {loop for loop, _ in job.waiters}:
+            by_loop.setdefault(loop, []).append(job)
+    for loop, there in by_loop.items():
+        with suppress(RuntimeError):  # that loop was closed, and nobody waits there any more
+            loop.call_soon_threadsafe(_wake, loop, there)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, jobs: list[Job]) -> None:
+    """In the loop's own thread: everyone who waits there for these jobs goes on."""
+    for job in jobs:
+        for owner, waiter in job.waiters:
+            if owner is loop and not waiter.done():
+                waiter.set_result(None)

@@ -17,33 +17,33 @@ from headway.base.samplers import Sampling
 BEFORE = -1  # the row of the token just before the pass
 
 
-class Later(Protocol):
-    """A logit mask that is computed beside the device, while the pass that it binds is on its way."""
+class AsyncLogitMask(Protocol):
+    """A logit mask that is computed concurrently with the device, while the pass that it binds is in flight."""
 
     def start(self, tokens: Sequence[int]) -> None:
-        """The pass's tokens are known. Called under the engine's lock: it only sets the work going."""
+        """The pass's tokens are known. Called under the engine's lock: it only starts the work."""
         ...
 
     def result(self) -> np.ndarray:
-        """The mask [V], as soon as it is there, or a HeadwayError. The device waits: it takes bounded time."""
+        """The mask [V], once it is there, or a HeadwayError. The device waits: it takes bounded time."""
         ...
 
 
-class Follower(Protocol):
-    """What binds the tokens of a streak: a mask behind each, set going as soon as the token is known."""
+class ConstraintCursor(Protocol):
+    """A constraint that follows a decoding sequence: after each token, the mask of the next one."""
 
     @property
-    def first(self) -> Followed:
-        """The mask behind the token that the streak is fed with."""
+    def first(self) -> DecodeMask:
+        """The mask after the token that the sequence is fed with first."""
         ...
 
-    def follow(self, token: int) -> Followed:
-        """A token was drawn. Called under the engine's lock."""
+    def advance(self, token: int) -> DecodeMask:
+        """A token was sampled. Called under the engine's lock: it only starts the work."""
         ...
 
 
-class Followed(Later, Protocol):
-    """The mask behind a token of a streak; all of it but `start` waits until it is there, or raises."""
+class DecodeMask(AsyncLogitMask, Protocol):
+    """The mask after one token of a decoding sequence; everything but `start` waits for it, or raises."""
 
     def words(self) -> np.ndarray:
         """The mask as bits, [V / 32] of 32 each."""
@@ -55,8 +55,8 @@ class Followed(Later, Protocol):
         ...
 
     @property
-    def narrow(self) -> bool:
-        """Little can: the program goes on by other means behind the next token."""
+    def sparse(self) -> bool:
+        """The mask allows little: the program continues by other means after the next token."""
         ...
 
 
@@ -77,14 +77,14 @@ class Readout:
     generated: Mapping[int, int] = field(default_factory=dict)
     seen_by_rows: bool = False  # `seen` is the sequence up to its row, tokens fed to the pass among them
     generated_by_rows: bool = False
-    later: Later | None = None  # a further logit mask, that the tokens fed to the pass decide
+    async_mask: AsyncLogitMask | None = None  # another logit mask, which depends on the tokens fed to the pass
 
     def permitted(self) -> np.ndarray | None:
-        """The tokens that may be chosen [V]: `allowed` and, once it is there, the mask that comes later."""
-        if self.later is None:
+        """The tokens that may be chosen [V]: `allowed` and, once it is there, the async mask."""
+        if self.async_mask is None:
             return self.allowed
-        found = self.later.result()
-        return found if self.allowed is None else found & self.allowed
+        mask = self.async_mask.result()
+        return mask if self.allowed is None else mask & self.allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Feed:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pass:
-    """One forward over the slots that follow a context's last.
+    """One forward pass over the slots that follow a context's last.
 
     `masks` has for each token what it attends to (1 = attend): slots 0 to its own, or all slots of the pass when not
     causal; None for a token that sees every live slot up to itself. `pending` says how many leading tokens came from
@@ -137,8 +137,8 @@ class Pass:
             assert isinstance(token, int)
             tokens[feed.row] = token
         for readout in self.readouts:
-            if readout.later is not None:
-                readout.later.start(tokens)
+            if readout.async_mask is not None:
+                readout.async_mask.start(tokens)
         readouts = tuple([_counted(r, before, tokens) if r.seen_by_rows else r for r in self.readouts])
         return Pass(tuple(tokens), self.positions, self.masks, readouts, self.pending, self.causal, self.commit)
 

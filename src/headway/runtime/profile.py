@@ -6,7 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headway.models.decoder import Decoder
+    from headway.models.quantized.cpu import PackedDecoder
+    from headway.runtime.batch import Batch
 
 PHASES = (  # in the order of native/api.h
     "embed",
@@ -175,3 +180,20 @@ def measure_bandwidth(device: str = "cpu", megabytes: int = 512) -> float:
         data.sum().item()
         best = min(best, time.perf_counter() - start)
     return data.nbytes / best
+
+
+def step_bytes(decoder: Decoder | PackedDecoder, batch: Batch, page_size: int) -> dict[str, int]:
+    """Bytes that each phase of this step had to move, by arithmetic."""
+    config, width = decoder.config, decoder.dtype.itemsize
+    slot = config.kv_values_per_token * width
+    rows = len(batch.tokens)
+    pages = sum(len(s.pages) for s in batch.segments if len(s.rows))
+    asked = len({row for s in batch.segments for _, row, _ in s.readouts})
+    sizes = dict(decoder.nbytes()) if rows else {"head": decoder.output.nbytes}
+    return sizes | {
+        "embed": rows * config.hidden_size * width,
+        "kv write": len(batch.write_rows) * slot,
+        "attention": pages * page_size * slot,
+        "rope": rows * config.layers * (config.heads + config.kv_heads) * config.head_dim * width * 2,
+        "sample": asked * config.vocab_size * 4,
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ from headway.models.decoder import Taps
 from headway.runtime.batch import Batch
 from headway.runtime.passes import BEFORE, Readout
 from headway.runtime.runners.attention_groups import score_group
+from headway.runtime.runners.base import SegmentResult
 
 SLAB = 64  # rows of logits held at once
 NO_NUMBER = "the model's logits are not a number at a sampled row"
@@ -236,6 +237,19 @@ class Reader:
         return heads.cpu().numpy()
 
 
+def segment_results(batch: Batch, x: Tensor | None, values: Mapping[tuple[int, int], object]) -> list[SegmentResult]:
+    """What each segment gets: its readouts' values and, if wanted, its last row of the residual x [T, E]."""
+    few = x is not None and len(x) <= SLAB  # then a row may keep the others alive
+    rows = x.unbind() if x is not None and few else ()
+    results = []
+    for i, segment in enumerate(batch.segments):
+        state = None
+        if x is not None and segment.keep_last:
+            state = rows[segment.rows[-1]] if few else x[segment.rows[-1]].clone()
+        results.append(SegmentResult({index: values[i, index] for index, _, _ in segment.readouts}, state))
+    return results
+
+
 def _position(batch: Batch, ask: Ask) -> int:
     """The position id of the row that is read."""
     segment = batch.segments[ask.segment]
@@ -245,7 +259,7 @@ def _position(batch: Batch, ask: Ask) -> int:
 def _probe_or_error(readout: Readout, logits: Tensor) -> object:
     try:
         return _probe(readout, logits)
-    except HeadwayError as error:  # the mask that was to come later did not
+    except HeadwayError as error:  # the async mask failed
         return error
 
 
@@ -279,7 +293,7 @@ def plainly_greedy(readout: Readout) -> bool:
     return (
         what.temperature == 0
         and readout.allowed is None
-        and readout.later is None
+        and readout.async_mask is None
         and not (what.penalises or what.logit_bias)
     )
 

@@ -23,7 +23,7 @@ from headway.runtime.batch import Batch
 from headway.runtime.runners.base import SegmentResult
 from headway.server.run import serve
 from headway.server.settings import Settings
-from headway.testing import random_model, scripted_engine
+from headway.testing import ScriptedRunner, random_model, scripted_engine
 from support.live import live
 from support.small import small_folder
 from support.speaker import Speaker
@@ -222,11 +222,11 @@ def test_an_engine_is_alive_until_it_is_closed() -> None:
 
 
 def test_an_engine_whose_worker_died_is_not_alive() -> None:
-    class Deadly:
+    class Deadly(ScriptedRunner):
         def execute(self, batch: object) -> list[Any]:
             raise SystemExit
 
-    with hw.Engine(random_model(), runner=Deadly(), pages=8, threads=1) as engine:
+    with hw.Engine(random_model(), runner=Deadly(97, 16), pages=8, threads=1) as engine:
         assert engine.alive
 
         async def one_pass(engine: hw.Engine) -> None:

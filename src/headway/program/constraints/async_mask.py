@@ -34,7 +34,7 @@ class GrammarFollower:
         self.tokens = 1  # that it was given; not the last of a streak, behind which nothing is drawn
         self._accepted = 0  # by masks that are done
 
-    def follow(self, token: int) -> LaterMask:
+    def advance(self, token: int) -> LaterMask:
         """The mask behind a token, set going."""
         while self._masks and self._masks[0].done:  # a long streak has many
             self._accepted += self._masks.popleft().accepted
@@ -88,7 +88,7 @@ class LaterMask:
         return self._ended
 
     @property
-    def narrow(self) -> bool:
+    def sparse(self) -> bool:
         """The grammar leaves little open, so that tokens without a choice are near."""
         self.wait()
         return self._narrow

@@ -69,7 +69,7 @@ class Drawing:
         if self.attention is not None:
             forward.attention_mask(self.attention)
         if later is not None:
-            forward.mask_later(later)
+            forward.mask_async(later)
         elif constraint is not None and (bits := constraint.mask()) is not None:
             forward.mask(bits)
         if len(said.generated) + (fed is not None) < self.least and self.ends:

@@ -36,13 +36,13 @@ from headway.program.constraints.constraint import Constraint, Matched, compiled
 from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.draws import Drawing
-from headway.program.generation.run_ahead import Ahead
+from headway.program.generation.lookahead import Lookahead
 from headway.program.generation.steps import Prepared, Step, Turn, probed
 from headway.program.generation.stops import read_stops
 from headway.program.generation.transcript import Transcript
 from headway.program.ids import integers, token_ids
 from headway.program.output import Output
-from headway.runtime.scheduler.order import Job
+from headway.runtime.job import Job
 
 if TYPE_CHECKING:
     from headway.program.context import Context
@@ -94,7 +94,7 @@ class Generation:
         self._grammar = constrain if isinstance(constrain, Grammar) else None  # compiled before the first pass
         self._said = Transcript(context.engine, strings, None if isinstance(constrain, Grammar) else constrain)
         self._seen: object = None  # the context as the last step left it; None before the first
-        self._ahead = Ahead(context, self._said, self._ids)
+        self._ahead = Lookahead(context, self._said, self._ids)
         self.finish: str | None = None
 
     @property
@@ -345,7 +345,7 @@ class Generation:
             left = min(self._left, self._context.room()) - 1
             self._ahead.start(self._how.prepared(self._context, self._said, turn.token, self._ahead.mask()))
             if self._how.repeats(self._context, self._said):
-                self._ahead.keep_going(self._how.attention, left)
+                self._ahead.decode(self._how.attention, left)
 
     async def _coming(self, job: Job) -> int | None:
         """The next token of a streak; on an error the context is as it was behind the last."""

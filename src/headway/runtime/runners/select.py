@@ -18,8 +18,9 @@ from headway.models.quantized.cpu import PackedDecoder, pack_decoder
 from headway.models.quantized.repack import check_quantize
 from headway.runtime.device import pick_dtype
 from headway.runtime.profile import Profiler
-from headway.runtime.runners.base import Runner, TorchRunner
+from headway.runtime.runners.base import Runner
 from headway.runtime.runners.cpu.runner import NativeRunner
+from headway.runtime.runners.torch import TorchRunner
 
 
 @dataclass(frozen=True, eq=False)

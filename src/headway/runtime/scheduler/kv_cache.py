@@ -1,6 +1,6 @@
-"""Pages for passes: cache hits first, then free pages, then cached ones, then those of contexts set aside.
+"""The KV cache as the scheduler sees it: pages for passes, from prefix hits, free pages, cached pages, preemption.
 
-Everything here is bookkeeping under the engine's lock.
+It alone talks to the allocator on behalf of jobs. Everything here is bookkeeping under the engine's lock.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from headway.kv.allocator import Allocator
 from headway.kv.prefix import chain, root
 from headway.kv.table import PageTable
 from headway.runtime.edits import Damage
+from headway.runtime.job import Job, Queue
 from headway.runtime.passes import Pass
-from headway.runtime.scheduler.order import Job, Queue
 
-SPARE = 4  # passes take pages ahead of their turn while more than one in so many is free
+SPARE = 4  # pages are handed out early while more than one page in SPARE is free
 
 
 class Start(Enum):
-    """What came of starting a job."""
+    """The result of starting a job."""
 
     READY = "ready"
     WAITS = "waits for another pass that computes the same pages"
-    BLOCKED = "finds no pages"
+    BLOCKED = "there are no pages for it"
 
 
 @dataclass(frozen=True)
@@ -39,25 +39,25 @@ class Pin:
 
 
 @dataclass(eq=False)
-class Supply:
-    """Who holds pages, who computes which page, and who must make room."""
+class KVCache:
+    """Who holds pages, who computes which page, and whom to preempt."""
 
     allocator: Allocator
     caching: bool = True
     tables: weakref.WeakSet[PageTable] = field(default_factory=weakref.WeakSet)
     computing: dict[bytes, Job] = field(default_factory=dict)
     hits: int = 0
-    set_asides: int = 0
+    preemptions: int = 0
     pins: dict[object, Pin] = field(default_factory=dict)
 
     def start(self, job: Job, queue: Queue, *, force: bool = False, ahead: bool = False) -> Start:
-        """Give a job every page it needs, or nothing. With force, any context without a pass makes room for it.
+        """Give a job every page it needs, or none. With `force`, any context without a pass may be preempted for it.
 
-        Ahead of its turn it gets none where they are short.
+        With `ahead`, while a step is in flight, nobody is preempted and it gets no page when pages are scarce.
         """
         table, size = job.table, job.table.page_size
         fresh = max(0, -(-(job.base + len(job.work.tokens)) // size) - len(table.pages))
-        if fresh == 0 and not table.is_aside:  # most decodes: there is room in the last page
+        if fresh == 0 and not table.is_preempted:  # most decodes: the last page has room
             job.started = True
             return Start.READY
         keys, readable = self._keys(job), _readable(job) // size
@@ -77,13 +77,13 @@ class Supply:
         job.pages = [*found, *self.allocator.take(fresh)]
         for key in keys[len(found) :]:
             self.computing.setdefault(key, job)
-        if table.is_aside:
-            job.back = [*old, *self.allocator.take(back)]
+        if table.is_preempted:
+            job.replay_pages = [*old, *self.allocator.take(back)]
             self._replay(job, table.absent()[0] + len(old))
         return Start.READY
 
     def take_ahead(self, job: Job, after: Job) -> bool:
-        """Pages for a pass that waits for the running one's token; they are given back like those of a started one."""
+        """Pages for a pass that is fed by the running one; they are given back like those of a started one."""
         size, tokens = job.table.page_size, len(job.work.tokens)
         fresh = max(0, -(-(job.base + tokens) // size) - len(job.table.pages) - len(after.pages))
         if fresh and (tokens >= size or not self.plenty(fresh)):  # whole pages of it may be in the cache
@@ -92,14 +92,14 @@ class Supply:
         return True
 
     def plenty(self, pages: int) -> bool:
-        """Whether so many can be taken before it is known who else wants some."""
+        """Whether this many pages can be taken before it is known who else needs some."""
         return self.allocator.available - pages >= max(1, self.allocator.total // SPARE)
 
     def _replay(self, job: Job, known: int) -> None:
-        """Bring a table back whose first `known` pages are there: from host memory, or by a pass over its log."""
+        """Restore a preempted table after its first `known` pages: from host memory, or by a pass over its log."""
         table = job.table
         if table.host is not None or table.length <= known * table.page_size:
-            self.brought_back(job)
+            self.resumed(job)
             return
         masks = table.masks
         job.replay = Pass(
@@ -109,13 +109,13 @@ class Supply:
         )
         job.replayed = known * table.page_size
 
-    def brought_back(self, job: Job) -> None:
-        """The old slots are there again."""
-        job.table.bring_back(job.back)
-        job.replay, job.back, job.replayed = None, [], 0
+    def resumed(self, job: Job) -> None:
+        """The old slots of a preempted table are computed again."""
+        job.table.resume(job.replay_pages)
+        job.replay, job.replay_pages, job.replayed = None, [], 0
 
     def computed(self, job: Job) -> None:
-        """A chunk is done: its whole pages can be found by others already."""
+        """A chunk is done: others can find its whole pages already."""
         if not job.keys:
             return
         size = job.table.page_size
@@ -129,7 +129,7 @@ class Supply:
             job.table.wipe()
         for key in job.keys:
             self.stop_computing(job, key)
-        self.allocator.drop([*job.pages, *job.back])
+        self.allocator.drop([*job.pages, *job.replay_pages])
         job.reset()
 
     def finished(self, job: Job) -> None:
@@ -146,7 +146,7 @@ class Supply:
     # -- the cache -------------------------------------------------------------------------------------------------
 
     def _keys(self, job: Job) -> list[bytes]:
-        """Keys of the pass's whole pages; none where they cannot be cached or would not stand in pages of their own."""
+        """Keys of the pass's whole pages; none if they cannot be cached or do not start at a page boundary."""
         table, work, size = job.table, job.work, job.table.page_size
         plain = self.caching and work.causal and work.commit and not work.feeds
         aligned = job.base % size == 0 and len(table.pages) == job.base // size == table.committed
@@ -155,7 +155,7 @@ class Supply:
         return chain(table.last_key, work.tokens, work.positions, work.masks, size)
 
     def _found(self, keys: list[bytes], limit: int) -> list[int]:
-        """The leading pages that are there already, at most `limit`."""
+        """The leading pages that are in the prefix cache, at most `limit`."""
         pages = []
         for key in keys[:limit]:
             page = self.allocator.find(key)
@@ -168,9 +168,9 @@ class Supply:
         return at < len(keys) and self.computing.get(keys[at], job) is not job
 
     def _old_pages(self, table: PageTable) -> list[int]:
-        """The first absent pages of a table that are still in the cache."""
+        """The first pages of a preempted table that are still in the prefix cache."""
         pages: list[int] = []
-        if table.host is None and table.is_aside:
+        if table.host is None and table.is_preempted:
             for number in range(table.absent()[0], len(table.keys)):
                 key = table.keys[number]
                 page = None if key is None or table.pages[number] else self.allocator.find(key)
@@ -186,63 +186,63 @@ class Supply:
         self.pins[name] = Pin(tuple(pages), until)
 
     def unpin(self, name: object) -> bool:
-        """Let the pages of a name go; False when it held none."""
+        """Release the pages of a name; False if it held none."""
         pin = self.pins.pop(name, None)
         if pin is not None:
             self.allocator.drop(pin.pages)
         return pin is not None
 
     def expire_pins(self, now: float) -> None:
-        """Let pins go whose time is over."""
+        """Release pins whose time is over."""
         for name in [n for n, pin in self.pins.items() if pin.until < now]:
             self.unpin(name)
 
     def cached_prefix(self, salt: str, tokens: Sequence[int], size: int) -> list[int]:
-        """The pages that hold the beginning of a plain sequence, as far as they are there."""
+        """The cached pages that hold the beginning of a plain sequence."""
         keys = chain(root(salt), tokens, range(len(tokens)), None, size)
         return self._found(keys, len(keys))
 
-    # -- making room -----------------------------------------------------------------------------------------------
+    # -- preemption -------------------------------------------------------------------------------------------------
 
     def _make_room(self, pages: int, job: Job, queue: Queue, force: bool) -> bool:
-        """Whether this many pages can be taken now. Contexts are set aside for it, as few as it takes, or none."""
+        """Whether this many pages can be taken now. As few contexts as possible are preempted for it, or none."""
         short = pages - self.allocator.available
         if short <= 0:
             return True
         victims = self._victims(short, job, queue, force)
         for table in victims or ():
-            self.set_aside(table, queue)
+            self.preempt(table, queue)
         return victims is not None
 
-    def set_aside(self, table: PageTable, queue: Queue) -> None:
-        """A context gives up its pages; a pass of it that had begun starts over."""
+    def preempt(self, table: PageTable, queue: Queue) -> None:
+        """A context gives up its pages; a pass of it that had started begins again."""
         for job in queue.of(table):
             if job.started:
                 self.give_back(job)
-        table.set_aside()
-        self.set_asides += 1
+        table.preempt()
+        self.preemptions += 1
 
-    def hurt(self, damage: Damage) -> dict[PageTable, HeadwayError]:
-        """The contexts that hold something that was spoilt."""
+    def affected(self, damage: Damage) -> dict[PageTable, HeadwayError]:
+        """The contexts that hold damaged pages."""
         found = {t: damage.of(t.held(), t.host) for t in self.tables if not t.closed}
         return {table: error for table, error in found.items() if error is not None}
 
-    def recover(self, damage: Damage, hurt: Mapping[PageTable, HeadwayError], queue: Queue) -> None:
-        """Nobody finds spoilt pages in the cache; passes that wait with some start over, and contexts give them up."""
+    def recover(self, damage: Damage, affected: Mapping[PageTable, HeadwayError], queue: Queue) -> None:
+        """Take damaged pages out of the prefix cache; passes that hold some begin again, and contexts give them up."""
         for page in damage.pages:
             self.allocator.forget(page)
         for job in queue:
             waits = (job.started or job.chunk is not None) and not job.running
-            if waits and (job.table in hurt or damage.of([*job.pages, *job.back])):
+            if waits and (job.table in affected or damage.of([*job.pages, *job.replay_pages])):
                 self.give_back(job)
-        for table, error in hurt.items():
+        for table, error in affected.items():
             hosts = [damage.sources[p] for p in table.held() if p in damage.sources]
             table.recover(hosts[0] if hosts else None, str(error))
 
     def _victims(self, pages: int, job: Job, queue: Queue, force: bool) -> list[PageTable] | None:
-        """Whom to set aside to get this many pages; None when all who may go do not have them.
+        """Whom to preempt to get this many pages; None if all candidates together do not have them.
 
-        Saved contexts first, then the lowest bid, then the youngest; never one with a larger claim than the job.
+        Saved contexts first, then the lowest bid, then the youngest; never one with a larger claim than the job's.
         """
         waiting = {j.table: j for j in queue if j.after is None and not j.resting}
 
@@ -256,21 +256,21 @@ class Supply:
 
         def holdings(table: PageTable) -> list[int]:
             own = waiting.get(table)
-            return table.held() if own is None else [*table.held(), *own.pages, *own.back]
+            return table.held() if own is None else [*table.held(), *own.pages, *own.replay_pages]
 
-        left = Counter[int]()  # pages that some would leave, by how many
+        left = Counter[int]()  # pages that would lose holders, and how many
         gained, chosen = 0, []
         for table in sorted(filter(may_go, self.tables), key=lambda t: (not t.idle_first, t.bid, -t.born)):
             pages_here = holdings(table)
             left.update(pages_here)
             gained += sum(left[p] == self.allocator.holders(p) for p in pages_here)
             chosen.append((table, pages_here))
-            if gained >= pages:  # those whose pages others hold anyway may stay
+            if gained >= pages:  # contexts whose pages others hold anyway may stay
                 return [t for t, here in chosen if any(left[p] == self.allocator.holders(p) for p in here)]
         return None
 
 
 def _readable(job: Job) -> int:
-    """How many leading tokens need not be computed: those before the first that is read; none if it is before them."""
+    """How many leading tokens may come from the cache: those before the first row that is read."""
     rows = [max(0, r.row) for r in job.work.readouts]
     return min([*rows, len(job.work.tokens)])

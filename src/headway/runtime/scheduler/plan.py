@@ -1,36 +1,33 @@
-"""The turn: which passes the next step computes, and what their results change.
+"""The scheduler: what the next step computes, and what its results change. The one place where that is decided.
 
-Turns are formed from the queue under the token budget and folded back into jobs and tables when the device is done.
-Bookkeeping under the engine's lock: no thread, no device. A pass that comes while the device computes is prepared then:
-its pages are taken and its chunk is laid out. What forms and applies a turn keeps the device waiting, so it is only
-what depends on the step that has just ended; figures and results are put together afterwards (`Job.result`).
+A step has decode rows (one for each decoding sequence, run_ahead.py) and chunks of passes (prefills in pieces, single
+passes, replays), formed together under the token budget: continuous batching. It may be planned while the step before
+is in flight; then it takes only what cannot depend on that step: decode rows by reference to its tokens, and passes it
+does not touch. Bookkeeping under the engine's lock: no thread, no device.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 from headway.base.errors import DeadlineExceeded, HeadwayError, InvalidMask, OutOfPages, PassFailed
 from headway.base.masks import check_rows
 from headway.kv.table import Log, PageTable
-from headway.runtime.batch import Chunk, joined, lay_out, needed_pages
+from headway.runtime.batch import Batch, Chunk, joined, lay_out, needed_pages, pack
 from headway.runtime.edits import Damage
-from headway.runtime.passes import BEFORE
-from headway.runtime.results import Answer
-from headway.runtime.runners.base import SegmentResult
-from headway.runtime.scheduler.kv_cache import Start, Supply
-from headway.runtime.scheduler.order import Job, Queue, ordered
-
-Turn = list[tuple[Job, Chunk]]
-Some = TypeVar("Some", bound=Chunk | None)
+from headway.runtime.job import Delivery, Job, Queue
+from headway.runtime.passes import BEFORE, DecodeMask
+from headway.runtime.runners.base import Runner, SegmentResult, StepResult
+from headway.runtime.scheduler.kv_cache import KVCache, Start
+from headway.runtime.scheduler.order import ordered
+from headway.runtime.scheduler.run_ahead import RunAhead
 
 
 @dataclass
 class Counters:
-    """What the loop has done so far."""
+    """What the engine has done so far."""
 
     steps: int = 0
     passes: int = 0
@@ -39,29 +36,52 @@ class Counters:
     pages_trimmed: int = 0
 
 
-class Turns:
-    """Forms turns and applies their results. Answers gather in `outbox`: a job, and its error if it failed."""
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """One step: whose rows it has, and the batch that the runner computes."""
 
-    def __init__(self, queue: Queue, supply: Supply, budget: int, *, trim: bool) -> None:
+    decode_jobs: Sequence[Job]
+    chunks: Sequence[tuple[Job, Chunk]]
+    batch: Batch
+
+    @property
+    def jobs(self) -> list[Job]:
+        return [*self.decode_jobs, *(job for job, _ in self.chunks)]
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the logit mask of a decode row depends on the token sampled before it."""
+        return any(job.decode is not None and job.decode.constraint is not None for job in self.decode_jobs)
+
+
+class Scheduler:
+    """Plans steps and applies their results. Deliveries gather in `outbox`: a job, and its error if it failed."""
+
+    def __init__(
+        self, queue: Queue, kv_cache: KVCache, runner: Runner, budget: int, *, trim: bool, positions: bool
+    ) -> None:
         self.counters = Counters()
-        self.outbox: list[Answer] = []
-        self._queue, self._supply, self._budget, self._trim = queue, supply, budget, trim
+        self.outbox: list[Delivery] = []
+        self.run_ahead = RunAhead(kv_cache, runner, positions=positions, trim=trim)
+        self._queue, self._kv_cache, self._runner = queue, kv_cache, runner
+        self._budget, self._trim, self._positions = budget, trim, positions
+        self._draining = False  # a job waits that cannot be planned while a step is in flight
 
-    # -- while a step runs -----------------------------------------------------------------------------------------
+    # -- when a pass arrives ---------------------------------------------------------------------------------------
 
     def prepare(self, job: Job) -> None:
-        """Take a pass's pages and lay its first chunk out, as far as the running step cannot change them.
+        """Allocate a pass's pages and lay its first chunk out, as far as the step in flight cannot change them.
 
-        Nothing is taken where pages are short: who has the larger claim is seen when the next turn is formed.
+        Nothing is allocated when pages are scarce: who has the larger claim is decided when the next step is planned.
         """
         after, table = job.after, job.table
         if after is None:
-            if not table.is_aside and self._supply.start(job, self._queue, ahead=True) is Start.READY:
+            if not table.is_preempted and self._kv_cache.start(job, self._queue, ahead=True) is Start.READY:
                 tokens = _share(job, self._budget, alone=False)
                 job.chunk = None if tokens is None else _chunk(job, tokens)
         elif _nearly_done(after) and not any(r.row == BEFORE for r in job.work.readouts):
             whole = len(job.work.tokens)
-            if whole <= self._budget and self._supply.take_ahead(job, after):
+            if whole <= self._budget and self._kv_cache.take_ahead(job, after):
                 assert after.chunk is not None
                 job.chunk = lay_out(
                     job.work,
@@ -75,68 +95,132 @@ class Turns:
 
     # -- before a step ---------------------------------------------------------------------------------------------
 
-    def form(self) -> Turn:
-        """Chunks for the next step, under the token budget, with pages for every pass that starts.
+    def plan(self, in_flight: StepPlan | None) -> StepPlan | None:
+        """The next step, or None if there is nothing to compute, or nothing before the step in flight is applied.
 
-        Passes that are too late, or blocked with nobody left to make room, are refused.
+        Jobs whose deadline has passed, or that are blocked with nobody left to preempt, are refused.
         """
+        if in_flight is None:
+            self._draining = False
+        elif self._draining or not in_flight.decode_jobs:
+            return None  # without decode rows there is nothing to be ahead of
         self._expire()
-        self._renew()
-        turn: Turn = []
+        ahead = _decoding(in_flight)
+        busy = {} if in_flight is None else {job.table: job for job in in_flight.jobs}
+        decodes: list[Job] = []
+        slots: list[int] = []
+        chunks: list[tuple[Job, Chunk]] = []
         blocked: list[Job] = []
-        left = self._budget
-        for job in ordered(self._queue):
+        left, most = self._budget, self._runner.decode_limit
+        for job in self._candidates():
+            flies = job in ahead
+            if job.running and not flies:
+                continue  # the step in flight computes it
+            if busy.get(job.table, job) is not job:
+                continue  # the step in flight still writes to its context, though for nothing
+            if job.decodes:
+                if not self.run_ahead.wants_token(job, in_flight=flies):
+                    continue
+                if left <= 0:
+                    job.waited += 1
+                    continue
+                slot = job.table.length + flies
+                if len(decodes) < most and self.run_ahead.fits(job, slot):
+                    if self.run_ahead.give_page(job, slot, ahead=in_flight is not None):
+                        job.running = True  # now: what comes next must not preempt it
+                        decodes.append(job)
+                        slots.append(slot)
+                        left -= 1
+                        continue
+                    self._draining = in_flight is not None
+                if flies or not self._renewed(job):
+                    continue  # it is computed as a pass, once its row in flight is applied
             if left <= 0 and job.remaining > 0:
                 job.waited += 1
                 continue
-            outcome = Start.READY if job.started else self._supply.start(job, self._queue)
-            if outcome is Start.BLOCKED:
-                blocked.append(job)
-            tokens = _share(job, left, alone=not turn) if outcome is Start.READY else None
-            if tokens is None:
+            chunk = self._start(job, left, blocked, ahead=in_flight is not None, alone=not (decodes or chunks))
+            if chunk is None:
                 job.waited += 1
                 continue
-            left -= tokens
-            turn.append((job, _chosen(job, tokens)))
-        if not turn and blocked:
-            first = max(blocked, key=lambda job: job.claim)
-            if self._supply.start(first, self._queue, force=True) is Start.READY:
-                return self._form_alone(first)
-            self.fail(first, self._no_room(first))
-        return turn
+            left -= chunk.stop - chunk.start
+            chunks.append((job, chunk))
+        if blocked and not (decodes or chunks) and in_flight is None:
+            chunks = self._forced(blocked)
+        if not (decodes or chunks):
+            return None
+        if not decodes:
+            self.run_ahead.forget()
+            return StepPlan((), chunks, self._packed(chunks))
+        rows = self.run_ahead.lay_out(decodes, slots, () if in_flight is None else in_flight.decode_jobs)
+        batch = pack([chunk for _, chunk in chunks], rows, positions=self._positions)
+        return StepPlan(decodes, chunks, batch)
 
-    def _renew(self) -> None:
-        """Streaks that have gone on take part with the token that is next."""
-        for job in list(self._queue):
-            if job in self._queue and job.goes_on and job.base != job.table.length and not job.resting:
-                self.renew(job)
+    def _candidates(self) -> Sequence[Job]:
+        """Jobs that may run, in the order in which they get tokens."""
+        decodes: list[Job] = []
+        others: list[Job] = []
+        for job in self._queue:
+            if job.after is None and not job.resting:
+                (decodes if job.decodes else others).append(job)
+        if len(decodes) + bool(others) <= self._budget:  # each decode gets its token, so their order does not matter
+            return [*decodes, *ordered(others)]
+        return ordered([*decodes, *others])
 
-    def renew(self, job: Job) -> None:
-        """The next token of a streak, as an ordinary pass."""
-        assert job.streak is not None
+    def _renewed(self, job: Job) -> bool:
+        """The next token of a decoding sequence as an ordinary pass; False if its mask is refused."""
+        assert job.decode is not None
         table = job.table
-        self._supply.give_back(job)
-        job.base, job.work = table.length, job.streak.pass_for(table)
+        if job.base == table.length:
+            return True  # it is one already
+        self._kv_cache.give_back(job)
+        job.base, job.work = table.length, job.decode.next_pass(table)
         job.kept_pages = needed_pages(job.work, job.base, table.page_size) if self._trim else None
         try:
             check_rows(job.work.masks or ())
-        except InvalidMask as error:  # which is known only when the streak comes there
+        except InvalidMask as error:  # which is known only when the sequence gets there
             self.fail(job, error)
+            return False
+        return True
 
-    def _form_alone(self, job: Job) -> Turn:
+    def _start(self, job: Job, left: int, blocked: list[Job], *, ahead: bool, alone: bool) -> Chunk | None:
+        """The chunk of a job that fits into what is left of the budget, with pages for the whole pass."""
+        if not job.started:
+            if ahead and job.table.is_preempted:
+                self._draining = True
+                return None
+            start = self._kv_cache.start(job, self._queue, ahead=ahead)
+            if start is Start.BLOCKED:
+                blocked.append(job)
+                self._draining = ahead
+            if start is not Start.READY:
+                return None
+        tokens = _share(job, left, alone=alone)
+        if tokens is None:
+            return None
+        return _chosen(job, tokens)
+
+    def _forced(self, blocked: list[Job]) -> list[tuple[Job, Chunk]]:
+        """Nothing can run: the blocked job with the largest claim preempts any context without a pass, or fails."""
+        job = max(blocked, key=lambda job: job.claim)
+        if self._kv_cache.start(job, self._queue, force=True) is not Start.READY:
+            self.fail(job, self._no_room(job))
+            return []
         tokens = _share(job, self._budget, alone=True)
         assert tokens is not None
         return [(job, _chosen(job, tokens))]
 
+    def _packed(self, chunks: Sequence[tuple[Job, Chunk]]) -> Batch:
+        return pack([chunk for _, chunk in chunks], positions=self._positions)
+
     def _expire(self) -> None:
-        """Refuse passes whose context's time is over."""
+        """Refuse passes whose context's deadline has passed."""
         now = time.monotonic()
         for job in [j for j in self._queue if j.table.deadline < now]:
             if job in self._queue:
                 self.fail(job, late())
 
     def _no_room(self, job: Job) -> OutOfPages:
-        table, pool = job.table, self._supply.allocator
+        table, pool = job.table, self._kv_cache.allocator
         need = -(-(job.base + len(job.work.tokens)) // table.page_size)
         return OutOfPages(
             f"this pass needs {need} pages for its context; of {pool.total} pages {pool.available} are free and "
@@ -144,106 +228,144 @@ class Turns:
             "unpin some, or create the engine with a larger pages="
         )
 
-    def without(self, turn: list[tuple[Job, Some]], damage: Damage) -> list[tuple[Job, Some]]:
-        """The turn without passes that need what was spoilt before it began: they fail, and their contexts recover."""
-        hurt = self._supply.hurt(damage)
-        rest: list[tuple[Job, Some]] = []
-        for job, chunk in turn:
-            error = hurt.get(job.table) or damage.of([*job.pages, *job.back])
+    # -- when something fails --------------------------------------------------------------------------------------
+
+    def without_damaged(self, plan: StepPlan, damage: Damage, still: StepPlan | None) -> StepPlan:
+        """The plan without passes whose pages were damaged before it began: they fail, and their contexts recover.
+
+        Decode rows are computed as passes in the next step.
+        """
+        self.run_ahead.fall_back(plan.decode_jobs, set() if still is None else set(still.decode_jobs))
+        affected = self._kv_cache.affected(damage)
+        chunks: list[tuple[Job, Chunk]] = []
+        for job, chunk in plan.chunks:
+            error = affected.get(job.table) or damage.of([*job.pages, *job.replay_pages])
             if error is None and not job.abandoned:
-                rest.append((job, chunk))
+                chunks.append((job, chunk))
                 continue
             job.running = False
             if job.abandoned or error is None:
-                self._supply.give_back(job)
+                self._kv_cache.give_back(job)
             else:
                 self.fail(job, error)
         self.recover(damage)
-        return rest
+        return StepPlan((), chunks, self._packed(chunks))
 
     def recover(self, damage: Damage) -> None:
-        """Contexts give up what was spoilt, to be computed again; where that cannot be, their passes fail."""
-        hurt = self._supply.hurt(damage)
-        self._supply.recover(damage, hurt, self._queue)
-        for table, error in hurt.items():
+        """Contexts give up damaged pages, to compute them again; where that is impossible, their passes fail."""
+        affected = self._kv_cache.affected(damage)
+        self._kv_cache.recover(damage, affected, self._queue)
+        for table, error in affected.items():
             for job in self._queue.of(table) if table.lost is not None else ():
                 if job in self._queue:
                     self.fail(job, error)
 
+    def alone(self, job: Job, chunk: Chunk) -> Batch | None:
+        """The batch of one pass by itself, after a step of several failed; None if nobody wants it any more."""
+        return None if job.abandoned else self._packed([(job, chunk)])  # its table may have changed meanwhile
+
+    def drop(self, plan: StepPlan, still: StepPlan) -> None:
+        """Ignore a step in flight that follows a failed one, `still`: its rows and passes start over."""
+        self.run_ahead.fall_back(plan.decode_jobs, set(still.decode_jobs))
+        for job, _ in plan.chunks:
+            job.running = False
+            self._kv_cache.give_back(job)
+
     # -- after a step ----------------------------------------------------------------------------------------------
 
-    def apply(self, turn: Turn, results: Sequence[SegmentResult | HeadwayError], tokens: int) -> None:
-        """Fold the results of a step that computed this many tokens into jobs and tables."""
-        size, now = len(turn), time.perf_counter()
-        if turn:
-            self.counters.steps += 1
-            self.counters.batch_passes += size
-            self.counters.tokens += tokens
-        for (job, chunk), result in zip(turn, results, strict=True):
-            job.running, job.chunk = False, None
-            if job.abandoned:
-                self._supply.give_back(job)
-                continue
-            error = _error(result)
-            if error is not None:
-                self.fail(job, error)
-                continue
-            assert isinstance(result, SegmentResult)
-            job.steps += 1
-            job.batch_size = max(job.batch_size, size)
-            if chunk.work is job.replay:
-                self._replayed(job, chunk, result)
-                continue
-            job.values.update(result.values)
-            job.done = chunk.stop
-            if job.goes_on:
-                self._drawn(job, result)
-                continue
-            self._supply.computed(job)
-            if job.done == len(job.work.tokens):
-                self._finish(job, result, now)
+    @staticmethod
+    def masks(plan: StepPlan) -> list[DecodeMask | None]:
+        """The logit mask of each decode row, now that the tokens it computes are known."""
+        return [None if job.abandoned or job.decode is None else job.decode.logit_mask for job in plan.decode_jobs]
 
-    def _replayed(self, job: Job, chunk: Chunk, result: SegmentResult) -> None:
-        """Old slots are back; when all are, the job's own tokens are next."""
+    def apply(self, plan: StepPlan, result: StepResult, in_flight: StepPlan | None) -> None:
+        """Fold a step's results into jobs and tables, while the next one may be in flight."""
+        now, size = time.perf_counter(), len(plan.decode_jobs) + len(plan.chunks)
+        self.counters.steps += 1
+        self.counters.batch_passes += size
+        self.counters.tokens += plan.batch.computed
+        if plan.batch.decode is not None:
+            self._apply_decodes(plan, result.tokens, set() if in_flight is None else set(in_flight.decode_jobs))
+        for (job, chunk), segment in zip(plan.chunks, result.segments, strict=True):
+            self._apply_chunk(job, chunk, segment, size, now)
+
+    def _apply_decodes(self, plan: StepPlan, tokens: Sequence[int | HeadwayError], still: set[Job]) -> None:
+        rows, run = plan.batch.decode, self.run_ahead
+        assert rows is not None
+        for job, error in run.apply(plan.decode_jobs, rows, tokens, still):
+            self.fail(job, error)
+        for job in plan.decode_jobs:
+            self.announce(job)
+        self.counters.passes, run.sampled = self.counters.passes + run.sampled, 0
+        self.counters.pages_trimmed, run.pages_trimmed = self.counters.pages_trimmed + run.pages_trimmed, 0
+
+    def _apply_chunk(
+        self, job: Job, chunk: Chunk, result: SegmentResult | HeadwayError, batch_size: int, now: float
+    ) -> None:
+        job.running, job.chunk = False, None
+        if job.abandoned:
+            self._kv_cache.give_back(job)
+            return
+        error = _error(result)
+        if error is not None:
+            self.fail(job, error)
+            return
+        assert isinstance(result, SegmentResult)
+        job.steps += 1
+        job.batch_size = max(job.batch_size, batch_size)
+        if chunk.work is job.replay:
+            self._apply_replay(job, chunk, result)
+            return
+        job.values.update(result.values)
+        job.done = chunk.stop
+        if job.decodes:
+            self._apply_decode_pass(job, result)
+            return
+        self._kv_cache.computed(job)
+        if job.done == len(job.work.tokens):
+            self._finish(job, result, now)
+
+    def _apply_replay(self, job: Job, chunk: Chunk, result: SegmentResult) -> None:
+        """Old slots are computed again; after the last one the job's own tokens are next."""
         job.replayed = chunk.stop
         if job.replayed == len(chunk.work.tokens):
             if job.table.state is None:
                 job.table.state = result.state
-            self._supply.brought_back(job)
+            self._kv_cache.resumed(job)
 
-    def _drawn(self, job: Job, result: SegmentResult) -> None:
-        """A streak has computed a token and drawn the next."""
-        streak, token, pages = job.streak, job.values[0], job.pages
-        assert streak is not None
+    def _apply_decode_pass(self, job: Job, result: SegmentResult) -> None:
+        """A decoding sequence has computed a token as an ordinary pass, and sampled the next."""
+        decode, token, pages = job.decode, job.values[0], job.pages
+        assert decode is not None
         assert isinstance(token, int)
         if job.kept_pages is not None:
             job.pages_trimmed = _trimmed(job)
             self.counters.pages_trimmed += job.pages_trimmed
-        streak.walks = False
-        if streak.stops(job):
-            self._supply.give_back(job)
+        decode.as_pass = False
+        if decode.cannot_continue(job):
+            self._kv_cache.give_back(job)
         else:
-            streak.draw(job, token, job.work.mask(0), result.state)
+            decode.append(job, token, job.work.mask(0), result.state)
             assert pages == job.pages == []
-            self._supply.finished(job)
-            job.started = False
+            self._kv_cache.finished(job)
+            job.started, job.keys = False, []
             self.counters.passes += 1
-        self.tell(job)
+        self.announce(job)
 
-    def tell(self, job: Job) -> None:
-        """A streak has drawn: whoever waits for it is told."""
+    def announce(self, job: Job) -> None:
+        """A decoding sequence has a token: wake whoever waits for it."""
         if job.waiters:
             self.outbox.append((job, None))
 
     def stop(self, job: Job) -> None:
-        """A streak ends here: what its program has not taken is cut off."""
-        streak, table = job.streak, job.table
-        assert streak is not None
+        """End a decoding sequence here: what its program has not taken is cut off."""
+        decode, table = job.decode, job.table
+        assert decode is not None
         if job in self._queue:
             self._queue.remove(job)
         job.abandoned = True
-        self._supply.give_back(job)
-        streak.cut(table)
+        self._kv_cache.give_back(job)
+        decode.cut(table)
         if job.running:
             table.wipe()
 
@@ -262,16 +384,16 @@ class Turns:
             table.state = result.state
         if table.token_budget is not None:
             table.token_budget -= count
-        self._supply.finished(job)
+        self._kv_cache.finished(job)
         job.pages, job.left = [], table.stamp
         job.on_success()
-        later = job.then
-        if later is not None and later.after is job:
-            later.after, later.work = None, later.work.fed(job.values, table.tokens)
-            if later.chunk is not None:
-                later.started, later.chunk.work = True, later.work
-            if later.streak is not None:
-                later.streak.begin(later)
+        then = job.then
+        if then is not None and then.after is job:
+            then.after, then.work = None, then.work.fed(job.values, table.tokens)
+            if then.chunk is not None:
+                then.started, then.chunk = True, replace(then.chunk, work=then.work)
+            if then.decode is not None:
+                then.decode.begin(then)
         self.counters.passes += 1
         self.outbox.append((job, None))
 
@@ -280,15 +402,23 @@ class Turns:
         self._queue.remove(job)
         job.abandoned = True
         if not job.running:  # else what it holds is given back when its step ends
-            self._supply.give_back(job)
+            self._kv_cache.give_back(job)
         self.outbox.append((job, error))
-        for later in self._queue.of(job.table):
-            if later.after is job:
-                self.fail(later, PassFailed(f"the pass whose token this one takes failed: {error}"))
+        for then in self._queue.of(job.table):
+            if then.after is job:
+                self.fail(then, PassFailed(f"the pass whose token this one takes failed: {error}"))
 
 
 def late() -> DeadlineExceeded:
     return DeadlineExceeded("the context's deadline has passed; give it more time with deadline=, or create a new one")
+
+
+def _decoding(plan: StepPlan | None) -> set[Job]:
+    """The jobs of the decode rows in flight that count: the row stands where its table ends."""
+    if plan is None or plan.batch.decode is None:
+        return set()
+    rows = zip(plan.decode_jobs, plan.batch.decode.slots.tolist(), strict=True)
+    return {job for job, slot in rows if not job.abandoned and slot == job.table.length}
 
 
 def _share(job: Job, left: int, *, alone: bool) -> int | None:
@@ -302,17 +432,17 @@ def _share(job: Job, left: int, *, alone: bool) -> int | None:
 
 
 def _nearly_done(job: Job) -> bool:
-    """Whether the running step computes the last of its tokens."""
-    return job.running and not job.abandoned and job.replay is None and job.chunk is not None and job.chunk.ends
+    """Whether the step in flight computes the last of its tokens."""
+    return job.running and not job.abandoned and job.replay is None and job.chunk is not None and job.chunk.is_last
 
 
 def _chosen(job: Job, tokens: int) -> Chunk:
-    """This many tokens of a job for the next step, laid out before or now."""
-    job.chosen()
-    ahead = job.chunk
-    if ahead is None or (ahead.start, ahead.stop) != (job.done, job.done + tokens):
-        job.chunk = ahead = _chunk(job, tokens)
-    return ahead
+    """The next tokens of a job for a step, laid out before or now."""
+    job.choose()
+    chunk = job.chunk
+    if chunk is None or (chunk.start, chunk.stop) != (job.done, job.done + tokens):
+        job.chunk = chunk = _chunk(job, tokens)
+    return chunk
 
 
 def _chunk(job: Job, tokens: int) -> Chunk:
@@ -321,7 +451,7 @@ def _chunk(job: Job, tokens: int) -> Chunk:
     if job.replay is not None:
         work, base, done, kept = job.replay, 0, job.replayed, None
         pages = pages.copy()
-        pages[table.absent()] = job.back
+        pages[table.absent()] = job.replay_pages
     else:
         assert job.base == table.length
         pages = joined(pages, job.pages)

@@ -127,7 +127,7 @@ def page_map(engine: Engine) -> PageMap:
     """Copied under the engine's lock, counted beside it."""
     with engine.lock:
         engine.loop.drain()
-        tables = [(list(table.held()), table.pages, table.committed) for table in list(engine.loop.supply.tables)]
+        tables = [(list(table.held()), table.pages, table.committed) for table in list(engine.loop.kv_cache.tables)]
         cached = engine.allocator.cached_pages()
         total, queued = engine.allocator.total, engine.loop.waiting()
     found = [0] * (total + 1)

@@ -1,8 +1,8 @@
-"""The native runner: a frozen batch through the library's one call for a whole step.
+"""The native runner: a frozen batch through the library's one call for a whole step, decode rows and chunks together.
 
-Same batches, same values as the torch runner. It has nothing to fall back for: hidden states and queries are tapped on
-the way, and attention scores are read from the pages afterwards. A row's bits never depend on its neighbours here, so
-deterministic mode costs nothing.
+Same batches, same values as the torch runner. It never falls back: hidden states and queries are hooked on the way, and
+attention scores are read from the pages afterwards. A row's bits never depend on its neighbors here, so deterministic
+mode costs nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headway.base.errors import HeadwayError
 from headway.base.rng import uniforms
-from headway.base.samplers import Sampling
+from headway.base.samplers import NO_TOKEN, Sampling
 from headway.kernels.native import library
 from headway.kernels.native import sampling as drawing
 from headway.kernels.native.library import Team, check
@@ -24,17 +24,16 @@ from headway.kernels.native.matmul import float_rows, matrix
 from headway.kernels.reference.attention import scores
 from headway.kernels.reference.norm import rms_norm
 from headway.kernels.reference.sampling import Draw
+from headway.kv.allocator import Edit
 from headway.kv.pool import Pool
 from headway.models.decoder import Taps
 from headway.models.quantized.cpu import MATRICES, PackedDecoder, PackedLayer
-from headway.runtime.batch import Batch, Rows, Segment
-from headway.runtime.passes import BEFORE, Followed, Readout
-from headway.runtime.profile import PHASES, Profiler
-from headway.runtime.readout import SLAB, Reader, make_taps, not_a_number, plainly_greedy
-from headway.runtime.runners.base import NO_TOKEN, SegmentResult, segment_results, step_bytes
+from headway.runtime.batch import Batch, DecodeRows, Segment
+from headway.runtime.passes import BEFORE, DecodeMask, Readout
+from headway.runtime.profile import PHASES, Profiler, step_bytes
+from headway.runtime.readout import SLAB, Reader, make_taps, not_a_number, plainly_greedy, segment_results
+from headway.runtime.runners.base import DECODE_LIMIT, SegmentResult, StepResult
 from headway.runtime.runners.cpu.arrays import StepArrays
-
-MOST_ROWS = 256
 
 
 class NativeModel:
@@ -128,78 +127,80 @@ class NativeModel:
 
 
 class NativeRunner:
-    """Runs batches on the native step."""
+    """Computes batches with the native step."""
+
+    overlaps = False
 
     def __init__(self, decoder: PackedDecoder, pool: Pool, page_size: int, *, team: Team, profiler: Profiler) -> None:
         self.model = NativeModel(decoder, pool, page_size, team)
         self.decoder, self.pool, self.page_size, self.profiler = decoder, pool, page_size, profiler
         self.reader = Reader(self.model, None)
         self._arrays = StepArrays(self.model.windows, page_size)
-        self._logits = torch.empty(0, 0)  # room for rows that are read at once
-
-    @torch.inference_mode()
-    def execute(self, batch: Batch) -> list[SegmentResult]:
-        """Apply the edits, run the model over the rows, read what was asked."""
-        if batch.edits:
-            self.pool.apply(batch.edits)
-        self.profiler.begin(len(batch.write_rows))
-        asked = [(i, index, row) for i, s in enumerate(batch.segments) for index, row, _ in s.readouts]
-        if len(batch.tokens) and len(asked) <= SLAB and all(_at_once(s) for s in batch.segments):
-            x, values = self._read_at_once(batch, asked)
-        else:
-            taps = make_taps(batch, self.model, self.page_size)
-            x = self._forward(batch, taps) if len(batch.tokens) else None
-            values = self.reader.read(batch, x, taps, self.profiler.mark)
-        if self.profiler.measuring:
-            sizes = step_bytes(self.decoder, batch, self.page_size)
-            sizes["rope"] += sizes.pop("kv write")  # keys and values go to their pages as they are turned
-            self.profiler.end(sizes)
-        return segment_results(batch, x, values)
+        self._logits = torch.empty(0, 0)  # of the rows that the step itself reads
 
     @property
-    def measures(self) -> bool:
-        """Whether steps are being measured."""
-        return self.profiler.enabled
+    def decode_limit(self) -> int:
+        return 0 if self.profiler.enabled else DECODE_LIMIT
 
-    @property
-    def most_rows(self) -> int:
-        """How many rows go on by themselves in one step, at most: each has its logits."""
-        return MOST_ROWS
-
-    def draws(self, how: Sampling) -> bool:
-        """Whether rows that go on by themselves can draw so: in every way that takes no history."""
-        return not how.penalises
+    def samples(self, how: Sampling) -> bool:
+        return not how.penalises  # everything that needs no history
 
     @torch.inference_mode()
-    def begin_rows(self, rows: Rows) -> NativeRows:
-        """Compute the rows, here and now."""
-        step, count = self._arrays.fill_rows(rows), len(rows)
-        best, bad = self._room_for(step, count)
-        self._run(step)
-        return NativeRows(self.model, rows, self._logits[:count, : self.decoder.output.n], best.tolist(), bad)
+    def edit(self, edits: Sequence[Edit]) -> None:
+        self.pool.apply(edits)
 
-    def _room_for(self, step: library.Step, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where the step puts the logits of rows it reads, the likeliest token of each, and whether it has a NaN."""
-        w = self.decoder.output
+    @torch.inference_mode()
+    def begin(self, batch: Batch) -> NativeStep:
+        """Compute the rows now; decode rows are sampled when their masks are there."""
+        self.profiler.begin(batch.computed)
+        count = batch.decode_count
+        reads = [(i, index, row) for i, s in enumerate(batch.segments) for index, row, _ in s.readouts]
+        if batch.rows and self._reads_in_step(batch, reads):
+            return self._read_in_step(batch, reads)
+        taps = make_taps(batch, self.model, self.page_size)
+        x, step = None, NativeStep(self, batch)
+        if batch.rows:
+            x, step.decode = self._forward(batch, taps)
+        x = None if x is None else x[count:]
+        step.segments = segment_results(batch, x, self.reader.read(batch, x, taps, self.profiler.mark))
+        return step
+
+    @staticmethod
+    def _reads_in_step(batch: Batch, reads: list[tuple[int, int, int]]) -> bool:
+        """Whether all that is read of the segments is the likeliest token of a few rows."""
+        return len(reads) <= SLAB and all(_only_greedy(s) for s in batch.segments)
+
+    def _read_in_step(self, batch: Batch, reads: list[tuple[int, int, int]]) -> NativeStep:
+        """Run with the head and the greedy choice in the same call."""
+        count, step = batch.decode_count, NativeStep(self, batch)
+        native = self._arrays.fill(batch)
+        best, bad = self._read(native, [*range(count), *(count + row for _, _, row in reads)])
+        x = self._run(native)
+        step.decode = self._decoded(batch, best, bad)
+        values: dict[tuple[int, int], object] = {}
+        tokens = zip(reads, best[count:].tolist(), bad[count:].tolist(), strict=True)
+        for (segment, index, _), token, is_bad in tokens:
+            values[segment, index] = not_a_number() if is_bad else token
+        step.segments = segment_results(batch, x[count:], values)
+        return step
+
+    def _read(self, step: library.Step, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Have the step compute the logits of these rows, the likeliest token of each, and whether it has a NaN."""
+        w, count = self.decoder.output, len(rows)
         if len(self._logits) < count:
             self._logits = torch.empty(count, w.wide)
         best, bad = np.empty(count, np.int64), np.empty(count, np.uint8)
+        step.reads, step.read_rows = count, self._arrays.put(rows)
         step.logits, step.logits_stride = self._logits.data_ptr(), w.wide
         step.best, step.bad = best.ctypes.data, bad.ctypes.data
         return best, bad
 
-    def _read_at_once(
-        self, batch: Batch, asked: list[tuple[int, int, int]]
-    ) -> tuple[Tensor, dict[tuple[int, int], object]]:
-        """Rows of which only the likeliest token is wanted: the head and the choice in the same call."""
-        step = self._arrays.fill(batch)
-        best, bad = self._room_for(step, len(asked))
-        step.reads, step.read_rows = len(asked), self._arrays.put([row for _, _, row in asked])
-        x = self._run(step)
-        values: dict[tuple[int, int], object] = {}
-        for (segment, index, _), token, wrong in zip(asked, best.tolist(), bad.tolist(), strict=True):
-            values[segment, index] = not_a_number() if wrong else token
-        return x, values
+    def _decoded(self, batch: Batch, best: np.ndarray, bad: np.ndarray) -> DecodeLogits | None:
+        count = batch.decode_count
+        if batch.decode is None:
+            return None
+        logits = self._logits[:count, : self.decoder.output.n]
+        return DecodeLogits(self.model, batch.decode, logits, best[:count].tolist(), bad[:count])
 
     def _run(self, step: library.Step) -> Tensor:
         # Not torch.empty, which lets another thread have the interpreter: the device would wait for what that runs.
@@ -211,66 +212,88 @@ class NativeRunner:
             self.profiler.add(dict(zip(PHASES, phases.tolist(), strict=True)), _calls(self.model.config.layers))
         return out
 
-    def _forward(self, batch: Batch, taps: Taps) -> Tensor:
-        c, step, put = self.model.config, self._arrays.fill(batch), self._arrays.put
-        hidden = [(l, int(r)) for l, found in taps.hidden.items() for r in found]
-        queries = [(l, int(g.rows[0, 0])) for l, found in taps.scores.items() for g in found]
+    def _forward(self, batch: Batch, taps: Taps) -> tuple[Tensor, DecodeLogits | None]:
+        """Run with hooks on hidden states and queries; decode rows are read in the step, the others are not."""
+        c, step, put, count = self.model.config, self._arrays.fill(batch), self._arrays.put, batch.decode_count
+        hidden = [(l, int(r)) for l, rows in taps.hidden.items() for r in rows]
+        queries = [(l, int(g.rows[0, 0])) for l, groups in taps.scores.items() for g in groups]
         hidden_out = torch.empty(len(hidden), c.hidden_size)
         query_out = torch.empty(len(queries), c.heads, c.head_dim)
         step.taps, step.query_taps = len(hidden), len(queries)
-        step.tap_layers, step.tap_rows = put([l for l, _ in hidden]), put([r for _, r in hidden])
-        step.query_layers, step.query_rows = put([l for l, _ in queries]), put([r for _, r in queries])
+        step.tap_layers, step.tap_rows = put([l for l, _ in hidden]), put([count + r for _, r in hidden])
+        step.query_layers, step.query_rows = put([l for l, _ in queries]), put([count + r for _, r in queries])
         step.hidden_out, step.query_out = hidden_out.data_ptr(), query_out.data_ptr()
-        out = self._run(step)
-        self._tapped(taps, hidden_out, query_out)
-        return out
+        best, bad = self._read(step, range(count)) if count else (np.empty(0), np.empty(0))
+        x = self._run(step)
+        self._collect(taps, hidden_out, query_out)
+        return x, self._decoded(batch, best, bad)
 
-    def _tapped(self, taps: Taps, hidden: Tensor, queries: Tensor) -> None:
+    def _collect(self, taps: Taps, hidden: Tensor, queries: Tensor) -> None:
         at = 0
         for l, rows in taps.hidden.items():
             taps.hidden_found[l] = hidden[at : at + len(rows)]
             at += len(rows)
         at = 0
         for l, groups in taps.scores.items():
-            found = taps.scores_found[l] = []
+            collected = taps.scores_found[l] = []
             for group in groups:
                 alone = replace(group, rows=torch.zeros_like(group.rows))
-                found.append(scores(queries[at : at + 1], self.pool.keys[l], alone, 1.0))
+                collected.append(scores(queries[at : at + 1], self.pool.keys[l], alone, 1.0))
                 at += 1
 
+    def profiled(self, batch: Batch) -> None:
+        """The step is over: give its bytes to the profiler."""
+        if self.profiler.measuring:
+            sizes = step_bytes(self.decoder, batch, self.page_size)
+            sizes["rope"] += sizes.pop("kv write")  # keys and values go to their pages as they are rotated
+            self.profiler.end(sizes)
 
-class NativeRows:
-    """A step of rows that go on by themselves: their logits [N, V] are there, with the likeliest token of each."""
 
-    def __init__(self, model: NativeModel, rows: Rows, logits: Tensor, best: list[int], bad: np.ndarray) -> None:
+class NativeStep:
+    """A step whose rows are computed: results of its segments, and decode rows that are still to be sampled."""
+
+    def __init__(self, runner: NativeRunner, batch: Batch) -> None:
+        self._runner, self._batch = runner, batch
+        self.segments: list[SegmentResult] = []
+        self.decode: DecodeLogits | None = None
+
+    def masks(self, masks: Sequence[DecodeMask | None]) -> None:
+        assert self.decode is not None
+        self.decode.sample(masks)
+
+    def result(self) -> StepResult:
+        self._runner.profiled(self._batch)
+        return StepResult(() if self.decode is None else self.decode.tokens, self.segments)
+
+
+class DecodeLogits:
+    """The logits [N, V] of decode rows and the likeliest token of each; `tokens` once they are sampled."""
+
+    def __init__(self, model: NativeModel, rows: DecodeRows, logits: Tensor, best: list[int], bad: np.ndarray) -> None:
         self._model, self._rows, self._logits = model, rows, logits
-        self._found: list[int | HeadwayError] = [*best]
+        self.tokens: list[int | HeadwayError] = [*best]
         self._bad = np.flatnonzero(bad).tolist()
 
     @torch.inference_mode()
-    def draw(self, masks: Sequence[Followed | None]) -> None:
-        """Draw a token at each row, among those that its mask allows."""
-        rows, found, draws = self._rows, self._found, []
-        drawn = [i for i, r in enumerate(rows.readouts) if masks[i] is not None or not plainly_greedy(r)]
-        numbers = uniforms(rows.seeds, rows.positions.astype(np.uint64)).tolist() if drawn else []
-        for i in drawn:
+    def sample(self, masks: Sequence[DecodeMask | None]) -> None:
+        """Sample a token at each row, among those that its mask allows."""
+        rows, tokens, draws = self._rows, self.tokens, []
+        sampled = [i for i, r in enumerate(rows.readouts) if masks[i] is not None or not plainly_greedy(r)]
+        numbers = uniforms(rows.seeds, rows.positions.astype(np.uint64)).tolist() if sampled else []
+        for i in sampled:
             try:
                 mask = masks[i]
                 allowed = None if mask is None else torch.from_numpy(mask.result())
                 draws.append((i, Draw(_sampling(rows.readouts[i]), uniform=numbers[i], allowed=allowed)))
             except HeadwayError as error:  # there is no mask for this row; the others go on
-                found[i] = error
+                tokens[i] = error
         if draws:
             which = [i for i, _ in draws]
             logits = self._logits if len(which) == len(rows) else self._logits[which]
             for i, token in zip(which, self._model.choose(logits, [draw for _, draw in draws]), strict=True):
-                found[i] = token
+                tokens[i] = token
         for i in self._bad:
-            found[i] = NO_TOKEN
-
-    def tokens(self) -> list[int | HeadwayError]:
-        """What was drawn."""
-        return self._found
+            tokens[i] = NO_TOKEN
 
 
 def _sampling(readout: Readout) -> Sampling:
@@ -283,6 +306,6 @@ def _calls(layers: int) -> dict[str, int]:
     return {**dict.fromkeys(PHASES, layers), "embed": 1, "norm": 2 * layers, "head": 1, "sample": 1}
 
 
-def _at_once(segment: Segment) -> bool:
-    """Whether all that is read of it is the likeliest token of rows of this step."""
+def _only_greedy(segment: Segment) -> bool:
+    """Whether all that is read of a segment is the likeliest token of rows of this step."""
     return all(row != BEFORE and isinstance(r.what, Sampling) and plainly_greedy(r) for _, row, r in segment.readouts)

@@ -12,8 +12,23 @@ import torch
 from torch import Tensor
 
 from headway.kernels.triton import layout
-from headway.runtime.batch import Batch, Rows, Segment
-from headway.runtime.runners.cpu.arrays import row_runs, runs
+from headway.runtime.batch import Batch, Segment
+from headway.runtime.runners.mask_runs import mask_runs
+
+
+class StreamPoint:
+    """A point in the stream's work that the host can wait for, without waiting for what was launched after it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def record(self) -> None:
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
 
 
 class Upload:
@@ -24,13 +39,12 @@ class Upload:
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._where = dtype, device
-        self._sent = torch.cuda.Event() if device.type == "cuda" else None
+        self._sent = StreamPoint(device)
         self.grow(count)
 
     def wait(self) -> None:
         """Until the last copy has been made."""
-        if self._sent is not None:
-            self._sent.synchronize()
+        self._sent.wait()
 
     def grow(self, count: int) -> None:
         pinned = self._where.type == "cuda"
@@ -45,8 +59,7 @@ class Upload:
     def send(self, count: int) -> None:
         """Copy the first `count` numbers, in the order of the stream."""
         self.device[:count].copy_(self._host[:count], non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
+        self._sent.record()
 
     def put(self, numbers: np.ndarray) -> None:
         """Have these be the first numbers on the device. Where they are already, as from step to step they often are,
@@ -60,41 +73,44 @@ class Upload:
         self._last = flat.copy()
 
 
-class Landing:
-    """Room in pinned host memory for numbers that come back."""
+class PinnedBuffer:
+    """Pinned host memory for numbers that come back from the device."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._host = torch.empty(count, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._come = torch.cuda.Event() if device.type == "cuda" else None
+        self._arrived = StreamPoint(device)
 
     def send(self, numbers: Tensor) -> None:
         """Copy the numbers, in the order of the stream."""
         self._host[: len(numbers)].copy_(numbers, non_blocking=True)
-        if self._come is not None:
-            self._come.record()
+        self._arrived.record()
 
     def read(self, count: int) -> list[int]:
         """The first numbers, once they have come."""
-        if self._come is not None:
-            self._come.synchronize()
+        self._arrived.wait()
         return self._host[:count].tolist()
 
 
 @dataclass(frozen=True, eq=False)
-class Numbers:
-    """What stands behind a step's columns: page tables, one a segment that has rows, and the runs of each mask set."""
+class StepNumbers:
+    """What follows a step's columns: the pages of decode rows, page tables of segments, the runs of each mask set."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...]  # those that have rows
+    decode_pages: np.ndarray
     tables: list[np.ndarray]
-    runs: list[tuple[np.ndarray, np.ndarray]]  # where each row's begin, in runs [T + 1]; their ends, flat
+    runs: list[tuple[np.ndarray, np.ndarray]]  # where each row's runs begin [T + 1]; their ends, flat
 
     def __len__(self) -> int:
-        return sum(len(t) for t in self.tables) + sum(len(pairs) for _, pairs in self.runs)
+        tables = len(self.decode_pages) + sum(len(t) for t in self.tables)
+        return tables + sum(len(pairs) for _, pairs in self.runs)
+
+
+NO_PAGES = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
 class StepInts:
-    """Lays out the numbers of steps for a model's windows."""
+    """Lays out the numbers of steps for a model's windows. Decode rows come before the rows of segments."""
 
     windows: tuple[int | None, ...]
     page_size: int
@@ -103,56 +119,57 @@ class StepInts:
     def columns(self) -> int:
         return layout.columns(len(self.windows))
 
-    def read(self, batch: Batch) -> Numbers:
+    def read(self, batch: Batch) -> StepNumbers:
         """What a batch's rows read and attend to."""
         used = tuple([s for s in batch.segments if len(s.rows)])
-        found = [runs(used, window, self.page_size) for window in self.windows]
-        return Numbers(used, [_table(s) for s in used], [(np.asarray(at), np.asarray(pairs)) for at, pairs in found])
+        runs = [mask_runs(batch, window, self.page_size) for window in self.windows]
+        return StepNumbers(
+            segments=used,
+            decode_pages=NO_PAGES if batch.decode is None else batch.decode.pages,
+            tables=[_table(s) for s in used],
+            runs=[(np.asarray(at), np.asarray(pairs)) for at, pairs in runs],
+        )
 
-    def size(self, numbers: Numbers, rows: int) -> int:
-        """How many numbers a step of so many rows takes."""
+    def size(self, numbers: StepNumbers, rows: int) -> int:
+        """How many numbers a step of this many rows takes."""
         return self.columns * rows + len(numbers)
 
-    def fill(self, host: np.ndarray, batch: Batch, numbers: Numbers, rows: int) -> int:
-        """Write a step of `rows` rows, those behind the batch's own empty. How many numbers it has."""
-        count, head = len(batch.tokens), host[: self.columns * rows].reshape(self.columns, rows)
+    def fill(self, host: np.ndarray, batch: Batch, numbers: StepNumbers, rows: int) -> int:
+        """Write a step of `rows` rows, those after the batch's own empty. Returns how many numbers it has."""
+        first, count, decode = batch.decode_count, batch.rows, batch.decode
+        head = host[: self.columns * rows].reshape(self.columns, rows)
         head[:, count:] = 0
         head[layout.WRITE] = -1
-        head[layout.TOKEN, :count], head[layout.POSITION, :count] = batch.tokens, batch.positions
-        head[layout.WRITE, batch.write_rows] = batch.write_slots
+        head[layout.TOKEN, first:count], head[layout.POSITION, first:count] = batch.tokens, batch.positions
+        head[layout.WRITE, first + batch.write_rows] = batch.write_slots
         at = self.columns * rows
-        sizes = [len(t) for t in numbers.tables]
-        starts = np.cumsum([at, *sizes])
-        whole = np.array([len(s.pages) == size for s, size in zip(numbers.segments, sizes, strict=True)])
-        host[at : starts[-1]] = np.concatenate(numbers.tables)
-        at, starts = int(starts[-1]), starts[:-1]
-        if count > len(sizes):
-            lengths = [len(s.rows) for s in numbers.segments]
-            starts, whole = np.repeat(starts, lengths), np.repeat(whole, lengths)
-        head[layout.PAGE_AT, :count], head[layout.WHOLE, :count] = starts, whole
+        if decode is not None:
+            head[layout.TOKEN, :first], head[layout.POSITION, :first] = decode.tokens, decode.positions
+            head[layout.WRITE, :first] = decode.write_slots
+            head[layout.PAGE_AT, 0] = at
+            head[layout.PAGE_AT, 1:first] = at + decode.page_ends[:-1]
+            head[layout.WHOLE, :first] = 1
+            host[at : at + len(decode.pages)] = decode.pages
+            at += len(decode.pages)
+        if count > first:
+            at = _put_tables(host, head[:, first:count], numbers, at)
         for i, (where, pairs) in enumerate(numbers.runs):
             at = _put_runs(host, head[layout.run_field(i) :, :count], where, pairs, at)
         return at
 
-    def fill_rows(self, host: np.ndarray, step: Rows, rows: int) -> int | None:
-        """The same for rows that go on by themselves; None when there is no room for all numbers."""
-        count, at = len(step), self.columns * rows
-        found = [row_runs(step, window) for window in self.windows]
-        end = at + len(step.pages)
-        if end + sum(len(pairs) for _, pairs in found) > len(host):
-            return None
-        head = host[:at].reshape(self.columns, rows)
-        head[:, count:] = 0
-        head[layout.WRITE] = -1
-        head[layout.TOKEN, :count], head[layout.POSITION, :count] = step.tokens, step.positions
-        head[layout.WRITE, :count] = step.write_slots
-        head[layout.PAGE_AT, 0] = at
-        head[layout.PAGE_AT, 1:count] = at + step.page_ends[:-1]
-        head[layout.WHOLE, :count] = 1
-        host[at:end] = step.pages
-        for i, (where, pairs) in enumerate(found):
-            end = _put_runs(host, head[layout.run_field(i) :, :count], where, pairs, end)
-        return end
+
+def _put_tables(host: np.ndarray, columns: np.ndarray, numbers: StepNumbers, at: int) -> int:
+    """Write the page tables of segments from `at` on, and their rows' columns; returns where they end."""
+    sizes = [len(t) for t in numbers.tables]
+    starts = np.cumsum([at, *sizes])
+    whole = np.array([len(s.pages) == size for s, size in zip(numbers.segments, sizes, strict=True)])
+    host[at : starts[-1]] = np.concatenate(numbers.tables)
+    at, starts = int(starts[-1]), starts[:-1]
+    if columns.shape[1] > len(sizes):
+        lengths = [len(s.rows) for s in numbers.segments]
+        starts, whole = np.repeat(starts, lengths), np.repeat(whole, lengths)
+    columns[layout.PAGE_AT], columns[layout.WHOLE] = starts, whole
+    return at
 
 
 def _put_runs(host: np.ndarray, columns: np.ndarray, where: np.ndarray, pairs: np.ndarray, at: int) -> int:

@@ -38,7 +38,7 @@ class Graphs:
     _refused: set[Hashable] = field(default_factory=set)  # there was no memory to capture these
     _capture: _Capture | None = None
 
-    def run(self, key: Hashable | None, work: Callable[[], None]) -> None:
+    def run(self, key: Hashable | None, work: Callable[[], object]) -> None:
         """Do the work, which launches the same kernels on the same memory whenever the key is the same.
 
         Work without a key is done by hand each time.
@@ -59,7 +59,7 @@ class Graphs:
             self.graphs[key] = None
         work()
 
-    def _captured(self, key: Hashable, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+    def _captured(self, key: Hashable, work: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
         """What the work launches, not yet run; None when there is no memory for it."""
         start = time.perf_counter()
         note(f"capturing a graph of {told(key)}", graphs=self.captured)
@@ -75,6 +75,11 @@ class Graphs:
             return None
         note(f"captured a graph of {told(key)}", seconds=round(time.perf_counter() - start, 3), graphs=self.captured)
         return graph
+
+    def forget(self, which: Callable[[tuple[object, ...]], bool]) -> None:
+        """Drop graphs by their keys, because the memory they use goes."""
+        for key in [key for key in self.graphs if isinstance(key, tuple) and which(key)]:
+            del self.graphs[key]
 
     @property
     def captured(self) -> int:

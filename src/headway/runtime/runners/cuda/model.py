@@ -50,6 +50,7 @@ class Step:
     singles: Tensor | None = None
     items: Tensor | None = None
     taps: Taps | None = None
+    taps_from: int = 0  # the row that hooks count from: decode rows have none
 
 
 class Buffers:
@@ -94,7 +95,7 @@ class CudaModel:
             for layer in decoder.layers
         ]
         self._scratch: dict[Splits, list[Scratch]] = {}
-        self.drawn = torch.zeros(1, dtype=torch.int32, device=self.device)  # tokens of the last step: the reader's
+        self.sampled = torch.zeros(1, dtype=torch.int32, device=self.device)  # tokens that decode rows refer to
         c = decoder.config
         self.chunk = attention.chunk_tokens(c.heads, c.kv_heads, c.head_dim, decoder.dtype)
         self.ahead = can_go_ahead(self.device)
@@ -106,14 +107,10 @@ class CudaModel:
         self._numbers = torch.arange(512, dtype=torch.int32, device=self.device)
         self._given: list[Tensor] = []  # earlier ones, that graphs go on using
 
-    def run(self, step: Step, room: Buffers, mark: Mark) -> None:
-        """`forward`, whose rows are in the room."""
-        self.forward(step, room, mark)
-
     def forward(self, step: Step, room: Buffers, mark: Mark) -> Tensor:
         """Residual rows [T, E] before the final norm; keys and values are in their pages."""
         x = room.x[: step.count]
-        fused.embed(step.ints, step.rows, self.decoder.embedding, x, self.drawn)
+        fused.embed(step.ints, step.rows, self.decoder.embedding, x, self.sampled)
         mark("embed")
         fused.angles(step.ints, step.rows, room.cs[: step.count], self.decoder.inv_freq, self.config.rope.scale)
         mark("rope")
@@ -126,7 +123,7 @@ class CudaModel:
         else:
             self._rows(step, room, mark)
         if step.taps is not None:
-            step.taps.see_hidden(self.config.layers, x)
+            step.taps.see_hidden(self.config.layers, x[step.taps_from :])
         return x
 
     def _one_row(self, step: Step, room: Buffers, mark: Mark) -> None:
@@ -227,8 +224,8 @@ class CudaModel:
         self._attend(q, mixed, paged, step)
         mark("attention")
         if step.taps is not None:  # what a layer writes comes after its attention: x is still what entered it
-            step.taps.see_hidden(l, room.x[:n])
-            step.taps.see_attention(l, q, keys, paged.scale)
+            step.taps.see_hidden(l, room.x[step.taps_from : n])
+            step.taps.see_attention(l, q[step.taps_from :], keys, paged.scale)
 
     def _attend(self, q: Tensor, mixed: Tensor, paged: Paged, step: Step) -> None:
         n = step.count

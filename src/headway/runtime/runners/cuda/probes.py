@@ -1,6 +1,6 @@
 """Probes on the device: what a step asks about its rows is launched together and copied back once.
 
-Questions (cuda_rounds) are uploaded and answered by kernels in a graph (kernels/triton/probes); a row's best are found
+Questions (probe_rounds) are uploaded and answered by kernels in a graph (kernels/triton/probes); a row's best are found
 by torch. What that leaves undecided is the torch reader's, over the same logits.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headway.kernels.triton import probes as probing
 from headway.kernels.triton.probes import FOUND, JOB_INTS, NUMBERS, PAIR_INTS, Findings, Measured, Questions
-from headway.runtime.runners.cuda.arrays import Upload
+from headway.runtime.runners.cuda.arrays import StreamPoint, Upload
 from headway.runtime.runners.cuda.graphs import Graphs
 from headway.runtime.runners.cuda.model import CudaModel
 from headway.runtime.runners.cuda.probe_rounds import (
@@ -36,8 +36,8 @@ SLAB = 64  # rows of logits that are ranked or sorted at once
 class CudaProbes:
     """Answers probes over rows of logits. Owns what is uploaded, found and copied back for them."""
 
-    def __init__(self, model: CudaModel, graphs: Graphs) -> None:
-        self.model, self._graphs = model, graphs
+    def __init__(self, model: CudaModel, graphs: Graphs, name: str) -> None:
+        self.model, self._graphs, self._name = model, graphs, name
         self._vocab, self._device = model.config.vocab_size, model.device
         self._words, self._pieces = -(-self._vocab // 32), probing.pieces(self._vocab)
         self._asked = Upload(JOBS * JOB_INTS + PAIRS * PAIR_INTS, torch.int32, self._device)
@@ -95,15 +95,16 @@ class CudaProbes:
             self._back[:back].copy_(self._found[:back], non_blocking=True)
 
         if back:
-            key = ("probe", jobs, pairs, logits.data_ptr(), self._masks.device.data_ptr())
+            key = ("probe", jobs, pairs, logits.data_ptr(), self._masks.device.data_ptr(), self._name)
             self._graphs.run(key if lasting else None, work)
         best = self._ordered(list(part.best), part.masks, logits, part.most + 1)
         whole = self._ordered(list(part.sorted), part.masks, logits, self._vocab)
         rows = [_host(_taken(logits, list(part.rows)))] if part.rows else []
+        done = StreamPoint(self._device)
+        done.record()
 
         def wait() -> Answers:
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
+            done.wait()
             numbers = self._back[:back].numpy()
             return Answers(
                 *_read(part, numbers[:measured].view(np.float32), numbers[measured:], self._pieces),

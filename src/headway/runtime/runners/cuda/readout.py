@@ -1,6 +1,6 @@
-"""Reading a step on the device: the head on asked rows, samplers in one kernel, one small copy back.
+"""Reading a step on the device: the head on the rows that are read, samplers in one kernel, one small copy back.
 
-Tokens are drawn by cuda_draw, and probes are answered beside them by cuda_probes. Bias and penalties go onto a row of
+Tokens are sampled by sampling.py, probes are answered concurrently by probes.py. Bias and penalties go onto a row of
 logits in place, or onto a copy of it where others read the row too. What neither can do, typical-p above all, goes
 through the torch reader, over the same logits. The logits of a step are overwritten by the next.
 """
@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from headway.base.probes import Ranking
-from headway.base.samplers import Sampling
-from headway.kernels.triton.sampling import NO_TOKEN, UNDECIDED
+from headway.base.samplers import NO_TOKEN, UNDECIDED, Sampling
 from headway.models.decoder import Taps
-from headway.runtime.batch import Batch, Rows, reads_final_state
+from headway.runtime.batch import Batch, DecodeRows, reads_final_state
 from headway.runtime.passes import BEFORE, Readout
 from headway.runtime.readout import Ask, Reader, not_a_number
-from headway.runtime.runners.cuda.arrays import Landing, Upload
+from headway.runtime.runners.cuda.arrays import PinnedBuffer, Upload
 from headway.runtime.runners.cuda.graphs import Graphs, padded
 from headway.runtime.runners.cuda.model import CudaModel, Mark
 from headway.runtime.runners.cuda.probes import CudaProbes, Drawn
@@ -58,20 +57,26 @@ class _Begun(NamedTuple):
 class CudaReader:
     """Turns residual rows into values. Owns the logits, of at most MOST rows at once, and who draws and looks there."""
 
-    def __init__(self, model: CudaModel, graphs: Graphs) -> None:
-        self.model, self._graphs, self._slow = model, graphs, Reader(model, None)
+    def __init__(self, model: CudaModel, graphs: Graphs, name: str) -> None:
+        self.model, self._graphs, self._slow, self._name = model, graphs, Reader(model, None), name
         self._room = 0
         self._rows = Upload(MOST, torch.int32, model.device)
-        self._draws, self._probes = CudaDraws(model, graphs), CudaProbes(model, graphs)
+        self._draws, self._probes = CudaDraws(model, graphs, name), CudaProbes(model, graphs, name)
         self._grow(1)
-        model.drawn = self._draws.tokens
-        self._landing = [Landing(MOST, model.device) for _ in range(2)]  # of rows that go on by themselves, in turn
+        self._pinned = [PinnedBuffer(MOST, model.device) for _ in range(2)]  # for the tokens of decode rows, in turn
+        self._first = 0  # rows of x before those of the batch's segments: decode rows
+
+    @property
+    def tokens(self) -> Tensor:
+        """What was sampled last [MOST] int32, on the device. It is always the same memory."""
+        return self._draws.tokens
 
     def begin(self, batch: Batch, x: Tensor | None, mark: Mark, taps: Taps | None = None) -> Callable[[], Values]:
-        """Set the device to work on what is read; what comes back waits for it and gives values by segment and readout.
+        """Set the device to work on what is read of the segments; the returned function waits for the values.
 
-        x [T, E] is the residual before the final norm; None when T is 0. `taps` has what was looked at on the way.
+        x [T, E] is the residual before the final norm, decode rows first; None when T is 0. `taps` has what was hooked.
         """
+        self._first = batch.decode_count
         asked = [(s, index, row, r) for s, segment in enumerate(batch.segments) for index, row, r in segment.readouts]
         if taps is not None:
             return self._looking(asked, x, batch, mark, taps)
@@ -104,28 +109,27 @@ class CudaReader:
         parts = [places[start : start + MOST] for start in range(0, len(places), MOST)]
         if not parts:
             return dict
-        first = self._part(parts[0], by_place, batch, x, mark)
+        if len(parts) == 1:
+            return self._part(parts[0], by_place, batch, x, mark)
+        values: Values = {}
+        for part in parts:  # now: the next step overwrites x
+            values |= self._part(part, by_place, batch, x, mark)()
+        return lambda: values
 
-        def finish() -> Values:
-            values = first()
-            for part in parts[1:]:
-                values |= self._part(part, by_place, batch, x, mark)()
-            return values
-
-        return finish
-
-    def draws(self, how: Sampling) -> bool:
-        """Whether `draw_rows` can draw so."""
+    def samples(self, how: Sampling) -> bool:
+        """Whether `sample_rows` can sample like this."""
         return self._draws.way(how).plain
 
-    def row_logits(self, x: Tensor) -> Tensor:
-        """Logits [N, V] of all rows of x."""
-        return self._only(x) if len(x) == 1 else self._chosen(list(range(len(x))), x)
+    def row_logits(self, x: Tensor, count: int) -> Tensor:
+        """Logits [N, V] of the first rows of x."""
+        return self._only(x) if len(x) == 1 else self._chosen(list(range(count)), x)
 
-    def draw_rows(self, rows: Rows, logits: Tensor, words: Sequence[np.ndarray | None]) -> Callable[[], list[int]]:
-        """Draw a token at each row, where `words` are bits of what is allowed; what comes back waits for them.
+    def sample_rows(
+        self, rows: DecodeRows, logits: Tensor, words: Sequence[np.ndarray | None]
+    ) -> Callable[[], list[int]]:
+        """Sample a token at each row, where `words` are bits of what is allowed; the returned function waits for them.
 
-        Two such steps may be on their way.
+        Two such steps may be in flight.
         """
         count, masks = len(rows), list[int]()
         bound = [bits for bits in words if bits is not None]
@@ -134,10 +138,10 @@ class CudaReader:
             at = iter(range(count))
             masks = [-1 if bits is None else next(at) for bits in words]
         self._launch(logits, self._draws.fill(range(count), rows.readouts, rows.positions, masks))
-        landing = self._landing[0]
-        self._landing.reverse()
-        landing.send(self._draws.tokens[:count])
-        return lambda: landing.read(count)
+        pinned = self._pinned[0]
+        self._pinned.reverse()
+        pinned.send(self._draws.tokens[:count])
+        return lambda: pinned.read(count)
 
     def _is_plain(self, asked: list[_Asked]) -> bool:
         """Whether each row of the step is read once at most, by a sampler that needs nothing but its numbers."""
@@ -148,7 +152,7 @@ class CudaReader:
                 if not isinstance(r.what, Sampling):
                     return False
                 way = r.what, self._draws.way(r.what)
-            if row == BEFORE or not way[1].plain or r.allowed is not None or r.later is not None:
+            if row == BEFORE or not way[1].plain or r.allowed is not None or r.async_mask is not None:
                 return False
             rows.add(row)
         return len(rows) == len(asked)
@@ -156,7 +160,7 @@ class CudaReader:
     def _plain(self, asked: list[_Asked], x: Tensor, batch: Batch) -> Callable[[], Values]:
         """Most decodes: the same with less of the host's time."""
         rows = [row for _, _, row, _ in asked]
-        logits = self._chosen(rows, x)
+        logits = self._chosen([self._first + row for row in rows], x)
         readouts = [r for _, _, _, r in asked]
         size = self._draws.fill(range(len(asked)), readouts, batch.positions[rows], ())
         self._launch(logits, size)
@@ -181,7 +185,7 @@ class CudaReader:
         logits = self._logits(places, batch, x, work.copied)
         mark("head")
         values: Values = {}
-        # A mask that comes later is waited for when the device has all it can be given.
+        # An async mask is waited for when the device has all the work it can be given.
         now = len(work.quick) <= MOST and not any(_waits(ask) for _, ask in (*work.quick, *work.probes))
         begun = self._draw(work.quick, logits, batch, values) if now else None
         looked = self._look(work, logits, begun, values) if begun is not None else None
@@ -247,8 +251,7 @@ class CudaReader:
         if rows <= self._room:
             return
         self._room = rows if rows < 64 else max(rows, MOST)
-        for key in [k for k in self._graphs.graphs if isinstance(k, tuple) and k[0] in ("head", "draw", "probe")]:
-            del self._graphs.graphs[key]
+        self._graphs.forget(lambda key: self._name in key)
         c, device = self.model.config, self.model.device
         self._out = torch.empty(self._room, c.vocab_size, dtype=torch.float32, device=device)
         self._h = torch.empty(self._room, c.hidden_size, dtype=self.model.dtype, device=device)
@@ -266,7 +269,7 @@ class CudaReader:
             logits = self._only(x)
         else:
             self._grow(count + len(copied))
-            logits = self._chosen([place.row for place in places], x)
+            logits = self._chosen([self._first + place.row for place in places], x)
         if not copied:
             return logits
         self._out[count : count + len(copied)] = logits[copied]
@@ -275,7 +278,7 @@ class CudaReader:
     def _only(self, x: Tensor) -> Tensor:
         """Logits [1, V] of the one row of x."""
         logits, h = self._out[:1], self._h[:1]
-        self._graphs.run(("head", 0, x.data_ptr()), lambda: self.model.head(x, None, h, logits))
+        self._graphs.run(("head", 0, x.data_ptr(), self._name), lambda: self.model.head(x, None, h, logits))
         return logits
 
     def _chosen(self, rows: list[int], x: Tensor) -> Tensor:
@@ -286,17 +289,16 @@ class CudaReader:
         logits, h = self._out[:size], self._h[:size]
         self._rows.put(np.pad(np.array(rows, np.int32), (0, size - count)))
         chosen = self._rows.device[:size]
-        self._graphs.run(("head", size, x.data_ptr()), lambda: self.model.head(x, chosen, h, logits))
+        self._graphs.run(("head", size, x.data_ptr(), self._name), lambda: self.model.head(x, chosen, h, logits))
         return logits[:count]
 
-    @staticmethod
-    def _residual(place: _Place, batch: Batch, x: Tensor | None) -> Tensor:
+    def _residual(self, place: _Place, batch: Batch, x: Tensor | None) -> Tensor:
         kept = batch.segments[place.segment].kept if place.row == BEFORE else None
         if kept is not None:
             assert isinstance(kept, Tensor)
             return kept
         assert x is not None
-        return x[place.row]
+        return x[self._first + place.row]
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
@@ -360,6 +362,6 @@ def _position(batch: Batch, ask: Ask) -> int:
 
 
 def _waits(ask: Ask) -> bool:
-    """Whether a mask binds it that comes later."""
+    """Whether an async mask binds it."""
     bound = isinstance(ask.what.what, Sampling) or getattr(ask.what.what, "masked", False)
-    return bound and ask.what.later is not None
+    return bound and ask.what.async_mask is not None

@@ -1,16 +1,18 @@
 """The CUDA runner: the same batches and values as the torch runner, in Triton kernels and captured graphs.
 
-    Batch ──cuda_arrays──▶ one buffer of int32 (kernels/triton/layout) ──one copy──▶ device
-          ──cuda_step────▶ residual rows: a graph for up to 512 rows, launched kernel by kernel above
-          ──cuda_read────▶ head on asked rows, sampler (two graphs more), tokens back in one copy
+    Batch ──arrays───▶ one buffer of int32 (kernels/triton/layout) ──one copy──▶ device
+          ──model────▶ residual rows, decode rows and chunks together: a graph up to 512 rows, launched above
+          ──readout──▶ head on the rows that are read, sampler (two more graphs), tokens back in one copy
 
 Data, and who owns it: the model's weights and the pool's pages belong to the engine; the runner has the uploads (pinned
-host buffers and their twins), the buffers of intermediates (one for graphs, which must not move, one that grows for
-prompts), the graphs and the reader's logits. All of it is used by the worker thread alone, on one stream: what the
-device writes is overwritten in the order of the stream, and an upload waits for its last copy before it is filled.
+host buffers and their copies on the device), the buffers of intermediates (one set for graphs, which must not move, one
+that grows for prefills), the graphs and three readers: one for decode rows, whose tokens feed the next step without
+the host, and two for segments, because the values of one step may be read while the next one is in flight. All of it is
+used by the worker thread alone, on one stream: what the device writes is overwritten in the order of the stream, and an
+upload waits for its last copy before it is filled again.
 
-A step whose readouts look inside the model (hidden states, attention, logit lens) is launched kernel by kernel too, and
-looked at on its way. In deterministic mode the same graphs hold other kernels, whose bits depend on the row alone.
+A step whose readouts look inside the model (hidden states, attention, logit lens) is launched kernel by kernel, with
+hooks. In deterministic mode the same graphs hold other kernels, whose bits depend on the row alone.
 """
 
 from __future__ import annotations
@@ -18,27 +20,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from headway.base.errors import HeadwayError, PassFailed
+from headway.base.errors import HeadwayError
 from headway.base.samplers import Sampling
 from headway.kernels.triton.attention import chunk_items
+from headway.kv.allocator import Edit
 from headway.kv.pool import Pool
 from headway.models.decoder import Decoder, Taps
-from headway.runtime.batch import Batch, Rows, reads_final_state
-from headway.runtime.passes import Followed
-from headway.runtime.profile import Profiler
+from headway.runtime.batch import Batch, reads_final_state
+from headway.runtime.passes import DecodeMask
+from headway.runtime.profile import Profiler, step_bytes
 from headway.runtime.readout import make_taps
-from headway.runtime.runners.base import SegmentResult, step_bytes
-from headway.runtime.runners.cuda.arrays import Numbers, StepInts, Upload, even
+from headway.runtime.runners.base import SegmentResult, StepResult
+from headway.runtime.runners.cuda.arrays import StepInts, StepNumbers, Upload, even
 from headway.runtime.runners.cuda.graphs import SIZES, Graphs, padded
 from headway.runtime.runners.cuda.model import Buffers, CudaModel, Step
 from headway.runtime.runners.cuda.readout import CudaReader, Values
 
 GRAPH_INTS = 1 << 20  # numbers that a captured step has room for
 FEW = 4  # rows of a sequence that attention takes one by one
+MUCH = 1 << 17  # rows × slots of long segments above which attention wants the matrix units
 
 
 class CudaRunner:
@@ -57,168 +60,164 @@ class CudaRunner:
         self.decoder, self.pool, self.page_size, self.profiler = decoder, pool, page_size, profiler
         self.model = CudaModel(decoder, pool, deterministic=deterministic)
         self._graphs = Graphs(graphs and decoder.device.type == "cuda")
-        self._reader = CudaReader(self.model, self._graphs)
+        self._decode_reader = CudaReader(self.model, self._graphs, "decode")
+        self.model.sampled = self._decode_reader.tokens  # what decode rows of the next step are fed with
+        self._readers = [CudaReader(self.model, self._graphs, f"read {i}") for i in range(2)]
+        self._owners: list[CudaStep | None] = [None, None]  # the last step of each reader
         self._layout = StepInts(self.model.windows, page_size)
         self._fixed = Upload(GRAPH_INTS, torch.int32, decoder.device)
-        self._fixed_room: Buffers | None = None
+        self._fixed_buffers: Buffers | None = None
         self._free = Upload(1 << 14, torch.int32, decoder.device)
-        self._free_room: Buffers | None = None
+        self._free_buffers: Buffers | None = None
 
-    def execute(self, batch: Batch) -> list[SegmentResult]:
-        """Apply the edits, run the model over the rows, read what was asked."""
-        return self.begin(batch)()
-
-    def begin(self, batch: Batch) -> Callable[[], list[SegmentResult]]:
-        """Set the device to work; what comes back waits for it. The host is free meanwhile."""
-        with torch.inference_mode(), self._where():
-            finish = self._begin(batch)
-
-        def finished() -> list[SegmentResult]:
-            with torch.inference_mode(), self._where():
-                return finish()
-
-        return finished
+    overlaps = True
 
     @property
-    def measures(self) -> bool:
-        """Whether steps are being measured."""
-        return self.profiler.enabled
+    def decode_limit(self) -> int:
+        return 0 if self.profiler.enabled else SIZES[-1]
 
-    @property
-    def most_rows(self) -> int:
-        """How many rows go on by themselves in one step, at most."""
-        return SIZES[-1]
+    def samples(self, how: Sampling) -> bool:
+        return self._decode_reader.samples(how)
 
-    def draws(self, how: Sampling) -> bool:
-        """Whether rows that go on by themselves can draw so."""
-        return self._reader.draws(how)
-
-    def begin_rows(self, rows: Rows) -> CudaRows:
-        """Set the device to work on rows that go on by themselves, behind those that it may be at work on."""
+    def edit(self, edits: Sequence[Edit]) -> None:
         with torch.inference_mode(), self._where():
-            size = padded(len(rows))
-            assert size is not None
-            self._fixed.wait()
-            padding = even(size)
-            used = self._layout.fill_rows(self._fixed.host, rows, padding)
-            if used is None:
-                raise PassFailed(f"the pages of {len(rows)} rows are more than a captured step has room for")
-            self._fixed.send(used)
-            return CudaRows(self._reader, rows, self._reader.row_logits(self._replayed(padding, size)), self._where)
+            self.pool.apply(edits)
+
+    def begin(self, batch: Batch) -> CudaStep:
+        """Set the device to work on a step, after those that it may be at work on. The host is free meanwhile."""
+        with torch.inference_mode(), self._where():
+            inside = any(not reads_final_state(r.what) for s in batch.segments for _, _, r in s.readouts)
+            taps = make_taps(batch, self.model, self.page_size) if inside else None
+            self.profiler.begin(batch.computed)
+            x, count = self._forward(batch, taps) if batch.rows else None, batch.decode_count
+            step = CudaStep(self, batch)
+            if x is not None and count:
+                step.logits = self._decode_reader.row_logits(x, count)
+            if x is not None and batch.segments:
+                step.kept = _kept(batch, x[count:])
+            if batch.segments:
+                step.read = self._free_reader(step).begin(batch, x, self.profiler.mark, taps)
+            return step
+
+    def _free_reader(self, step: CudaStep) -> CudaReader:
+        """A reader whose logits no step in flight still needs. At most one other step is in flight."""
+        at = next(i for i, owner in enumerate(self._owners) if owner is None or owner.is_over)
+        self._owners[at] = step
+        return self._readers[at]
 
     def _where(self) -> AbstractContextManager[object]:
         """Triton launches on the thread's own device, whatever device the tensors are on."""
         device = self.decoder.device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
-    def _begin(self, batch: Batch) -> Callable[[], list[SegmentResult]]:
-        if batch.edits:
-            self.pool.apply(batch.edits)
-        inside = any(not reads_final_state(r.what) for s in batch.segments for _, _, r in s.readouts)
-        taps = make_taps(batch, self.model, self.page_size) if inside else None
-        self.profiler.begin(len(batch.write_rows))
-        x = self._forward(batch, taps) if len(batch.tokens) else None
-        kept = None if x is None else _kept(batch, x)
-        read = self._reader.begin(batch, x, self.profiler.mark, taps)
-        return lambda: self._finish(batch, read(), kept)
-
-    def _finish(self, batch: Batch, values: Values, kept: list[Tensor | None] | None) -> list[SegmentResult]:
-        if self.profiler.measuring:
-            self.profiler.end(step_bytes(self.decoder, batch, self.page_size))
-        return [
-            SegmentResult({index: values[i, index] for index, _, _ in segment.readouts}, kept[i] if kept else None)
-            for i, segment in enumerate(batch.segments)
-        ]
-
     @property
     def captured(self) -> list[torch.cuda.CUDAGraph]:
         """The graphs so far, in the order in which they were first needed: a step's own, its head, its samplers."""
         return [graph for graph in self._graphs.graphs.values() if graph is not None]
 
-    def _forward(self, batch: Batch, taps: Taps | None = None) -> Tensor:
-        numbers, count = self._layout.read(batch), len(batch.tokens)
-        size = padded(count)
-        rows = even(count if size is None else size)
-        large = size is None or self._layout.size(numbers, rows) > GRAPH_INTS
+    def _forward(self, batch: Batch, taps: Taps | None) -> Tensor:
+        """Residual rows [T, E] of the whole step, decode rows first."""
+        numbers, size = self._layout.read(batch), padded(batch.rows)
+        rows = even(batch.rows if size is None else size)
+        large = size is None or self._layout.size(numbers, rows) > GRAPH_INTS or _attends_much(batch)
         if large or taps is not None or self.profiler.measuring:
-            return self._by_hand(batch, numbers, rows, taps)
+            return self._launch(batch, numbers, rows, taps)
         assert size is not None
         self._fixed.wait()
         self._fixed.send(self._layout.fill(self._fixed.host, batch, numbers, rows))
-        return self._replayed(rows, size)
+        buffers, step = self._graph_buffers(), Step(self._fixed.device, rows, size)
+        self._graphs.run(("step", size), lambda: self.model.forward(step, buffers, _unmarked))
+        return buffers.x[: batch.rows]
 
-    def _replayed(self, rows: int, size: int) -> Tensor:
-        """Residual rows of the step whose numbers are on their way, laid out for so many rows."""
-        room, step = self._graph_room(), Step(self._fixed.device, rows, size)
-        self._graphs.run(("step", size), lambda: self.model.run(step, room, _unmarked))
-        return room.x[:size]
-
-    def _by_hand(self, batch: Batch, numbers: Numbers, rows: int, taps: Taps | None) -> Tensor:
-        """Rows of any number: long segments on the matrix units, the others one by one."""
-        count = len(batch.tokens)
-        items = chunk_items(
-            [(s.rows.start, len(s.rows)) for s in batch.segments if len(s.rows) > FEW], self.model.chunk
-        )
-        singles = [row for s in batch.segments if len(s.rows) <= FEW for row in s.rows]
+    def _launch(self, batch: Batch, numbers: StepNumbers, rows: int, taps: Taps | None) -> Tensor:
+        """A step of any number of rows, kernel by kernel: long segments on the matrix units, other rows one by one."""
+        first, count = batch.decode_count, batch.rows
+        long = [s for s in batch.segments if len(s.rows) > FEW]
+        items = chunk_items([(first + s.rows.start, len(s.rows)) for s in long], self.model.chunk)
+        singles = [*range(first), *(first + row for s in batch.segments if len(s.rows) <= FEW for row in s.rows)]
         used = even(self._layout.size(numbers, rows))
-        behind = used + even(len(items))
-        needed = behind + len(singles)
+        after = used + even(len(items))
+        needed = after + len(singles)
         if needed > len(self._free):
             self._free.grow(2 * needed)
         self._free.wait()
         host, device = self._free.host, self._free.device
         self._layout.fill(host, batch, numbers, rows)
         host[used : used + len(items)] = items
-        host[behind:needed] = singles
+        host[after:needed] = singles
         self._free.send(needed)
         step = Step(
             device,
             rows,
             count,
-            singles=device[behind:needed],
+            singles=device[after:needed],
             items=device[used : used + len(items)].view(-1, 2) if items else None,
             taps=taps,
+            taps_from=first,
         )
-        if self._free_room is None or self._free_room.rows < count:
-            self._free_room = None  # the old one goes before the new one comes
-            self._free_room = Buffers(self.decoder, count)
-        return self.model.forward(step, self._free_room, self.profiler.mark)
+        if self._free_buffers is None or self._free_buffers.rows < count:
+            self._free_buffers = None  # the old ones go before the new ones come
+            self._free_buffers = Buffers(self.decoder, count)
+        return self.model.forward(step, self._free_buffers, self.profiler.mark)
 
-    def _graph_room(self) -> Buffers:
-        if self._fixed_room is None:
-            self._fixed_room = Buffers(self.decoder, SIZES[-1])
-        return self._fixed_room
+    def _graph_buffers(self) -> Buffers:
+        if self._fixed_buffers is None:
+            self._fixed_buffers = Buffers(self.decoder, SIZES[-1])
+        return self._fixed_buffers
+
+    def sample(self, batch: Batch, logits: Tensor, masks: Sequence[DecodeMask | None]) -> Callable[[], list[int]]:
+        """Have decode rows sampled; the function that is returned waits for the tokens."""
+        assert batch.decode is not None
+        words = [None if mask is None else mask.words() for mask in masks]
+        with torch.inference_mode(), self._where():
+            return self._decode_reader.sample_rows(batch.decode, logits, words)
+
+    def finish(self, step: CudaStep) -> list[SegmentResult]:
+        """Wait for the values of a step's segments."""
+        with torch.inference_mode(), self._where():
+            values = {} if step.read is None else step.read()
+        step.is_over = True
+        if self.profiler.measuring:
+            self.profiler.end(step_bytes(self.decoder, step.batch, self.page_size))
+        return [
+            SegmentResult({index: values[i, index] for index, _, _ in segment.readouts}, step.kept[i])
+            for i, segment in enumerate(step.batch.segments)
+        ]
 
 
-class CudaRows:
-    """A step of rows that go on by themselves, whose logits [N, V] are on their way."""
+class CudaStep:
+    """A step in flight: its values, and the logits [N, V] of its decode rows, are on their way."""
 
-    def __init__(
-        self, reader: CudaReader, rows: Rows, logits: Tensor, where: Callable[[], AbstractContextManager[object]]
-    ) -> None:
-        self._reader, self._rows, self._logits, self._where = reader, rows, logits, where
-        self._wait: Callable[[], list[int]] | None = None
+    def __init__(self, runner: CudaRunner, batch: Batch) -> None:
+        self._runner, self.batch = runner, batch
+        self.logits: Tensor | None = None
+        self.kept: Sequence[Tensor | None] = (None,) * len(batch.segments)
+        self.read: Callable[[], Values] | None = None
+        self.is_over = False  # nobody needs what its readers hold
+        self._tokens: Callable[[], list[int]] | None = None
         self._failed: dict[int, HeadwayError] = {}
 
-    def draw(self, masks: Sequence[Followed | None]) -> None:
-        """Have the device draw, among what the masks allow."""
-        words: list[np.ndarray | None] = []
+    def masks(self, masks: Sequence[DecodeMask | None]) -> None:
+        usable: list[DecodeMask | None] = []
         for i, mask in enumerate(masks):
             try:
-                words.append(None if mask is None else mask.words())
+                if mask is not None:
+                    mask.words()  # waits for it
+                usable.append(mask)
             except HeadwayError as error:  # there is no mask for this row; the others go on
                 self._failed[i] = error
-                words.append(None)
-        with torch.inference_mode(), self._where():
-            self._wait = self._reader.draw_rows(self._rows, self._logits, words)
+                usable.append(None)
+        assert self.logits is not None
+        self._tokens = self._runner.sample(self.batch, self.logits, usable)
 
-    def tokens(self) -> list[int | HeadwayError]:
-        """What was drawn, once it is there."""
-        assert self._wait is not None
-        found: list[int | HeadwayError] = [*self._wait()]
+    def result(self) -> StepResult:
+        tokens: list[int | HeadwayError] = []
+        if self.batch.decode is not None:
+            assert self._tokens is not None
+            tokens += self._tokens()
         for i, error in self._failed.items():
-            found[i] = error
-        return found
+            tokens[i] = error
+        return StepResult(tokens, self._runner.finish(self))
 
 
 def _unmarked(name: str) -> None:
@@ -229,5 +228,10 @@ def _kept(batch: Batch, x: Tensor) -> list[Tensor | None]:
     """Each segment's last row, where it is wanted: copies, as the next step writes where x is."""
     if len(x) > SIZES[-1]:  # few segments, and their rows must not keep all of x alive
         return [x[s.rows[-1]].clone() if s.keep_last else None for s in batch.segments]
-    rows = x[: len(batch.tokens)].clone().unbind()
+    rows = x.clone().unbind()
     return [rows[s.rows[-1]] if s.keep_last else None for s in batch.segments]
+
+
+def _attends_much(batch: Batch) -> bool:
+    """Whether long segments attend to so much that the matrix units pay for launching kernel by kernel."""
+    return sum(len(s.rows) * (int(s.slots[-1]) + 1) for s in batch.segments if len(s.rows) > FEW) > MUCH

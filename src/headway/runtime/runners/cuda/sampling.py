@@ -19,7 +19,7 @@ from headway.kernels.triton import sampling
 from headway.kernels.triton.sampling import ASK_FLOATS, ASK_INTS, Asks
 from headway.runtime.passes import Readout
 from headway.runtime.readout import Ask
-from headway.runtime.runners.cuda.arrays import Upload
+from headway.runtime.runners.cuda.arrays import StreamPoint, Upload
 from headway.runtime.runners.cuda.graphs import Graphs, padded
 from headway.runtime.runners.cuda.model import CudaModel
 from headway.runtime.runners.cuda.probe_rounds import COLDEST, HOTTEST
@@ -45,8 +45,8 @@ class Way(NamedTuple):
 class CudaDraws:
     """Draws tokens from rows of logits."""
 
-    def __init__(self, model: CudaModel, graphs: Graphs) -> None:
-        self.model, self._graphs = model, graphs
+    def __init__(self, model: CudaModel, graphs: Graphs, name: str) -> None:
+        self.model, self._graphs, self._name = model, graphs, name
         vocab, device = model.config.vocab_size, model.device
         self._words = -(-vocab // 32)
         self._ints = Upload(MOST * ASK_INTS, torch.int32, device)
@@ -54,6 +54,7 @@ class CudaDraws:
         self._masks = Upload(self._words, torch.int32, device)
         self._found = sampling.room(MOST, vocab, device)
         self._tokens = torch.empty(MOST, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._done = StreamPoint(device)
         self.ways: dict[int, tuple[Sampling, Way]] = {}  # by identity
 
     @property
@@ -68,13 +69,13 @@ class CudaDraws:
             self._floats.device[: size * ASK_FLOATS].view(size, ASK_FLOATS),
             self._masks.device.view(-1, self._words),
         )
-        key = ("draw", size, self._masks.device.data_ptr()) if lasting else None
+        key = ("draw", size, self._masks.device.data_ptr(), logits.data_ptr(), self._name) if lasting else None
         self._graphs.run(key, lambda: self._choose(logits, asks, size))
+        self._done.record()
 
     def wait(self, count: int) -> list[int]:
         """The tokens, once they are there."""
-        if self.model.device.type == "cuda":
-            torch.cuda.current_stream(self.model.device).synchronize()
+        self._done.wait()
         return self._tokens[:count].tolist()
 
     def _choose(self, logits: Tensor, asks: Asks, size: int) -> None:
@@ -124,7 +125,7 @@ class CudaDraws:
         """Logit masks as bits on the device, and which ask each binds. An error is its ask's value."""
         found: list[tuple[Key, np.ndarray]] = []
         for _, ask in asked:
-            if ask.what.allowed is None and ask.what.later is None:
+            if ask.what.allowed is None and ask.what.async_mask is None:
                 continue
             try:
                 allowed = ask.what.permitted()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,12 +24,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import headway as hw
 from headway.base.rng import uniform
 from headway.kv.allocator import Clear, Edit
-from headway.runtime.scheduler.decode import Streak
+from headway.runtime.decode import Decode
+from headway.runtime.scheduler.plan import StepPlan
 from headway.testing import _mix
-from support.beside import Beside, Rowed
+from support.overlapping import DecodingRunner, OverlappingRunner
+from support.run_ahead import abandoned, alike, by_hand, ends, run_ahead, steered
 from support.scripted import QUIET, V, opened, result, seen
 from support.stepped import Both, check_contents, check_engine
-from support.streaks import abandoned, alike, by_hand, ends, followed, steered
 
 SIZE = 16
 WHICH = st.integers(0, 5)
@@ -93,7 +94,7 @@ class Machine(RuleBasedStateMachine):
     def begins(
         self, *, beside: bool, pages: int, budget: int, counts: list[int], window: int | None, stops: list[int]
     ) -> None:
-        self.device = Beside(V, SIZE) if beside else Rowed(V, SIZE)
+        self.device = OverlappingRunner(V, SIZE) if beside else DecodingRunner(V, SIZE)
         self.engine = opened(self.device, pages=pages, max_batch_tokens=budget)
         self.hand = Both(self.engine).__enter__()
         self.twins: list[Twin] = []
@@ -350,27 +351,27 @@ class Machine(RuleBasedStateMachine):
         return twin if twin.task is None else None
 
 
-TestStreaks = Machine.TestCase
-TestStreaks.settings = settings(max_examples=60, stateful_step_count=50, **QUIET)
+TestRunAhead = Machine.TestCase
+TestRunAhead.settings = settings(max_examples=60, stateful_step_count=50, **QUIET)
 
 
 @pytest.mark.slow
-class TestStreaksLong(Machine.TestCase):
+class TestRunAheadLong(Machine.TestCase):
     settings = settings(max_examples=500, stateful_step_count=80, **QUIET)
 
 
 # -- one thing at a time ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[Rowed, Beside])
+@pytest.fixture(params=[DecodingRunner, OverlappingRunner])
 def hand(request: pytest.FixtureRequest) -> Iterator[Both]:
     with Both(opened(request.param(V, SIZE), pages=40)) as made:
         yield made
 
 
-def device(hand: Both) -> Rowed:
+def device(hand: Both) -> DecodingRunner:
     runner = hand.engine.loop._runner
-    assert isinstance(runner, Rowed)
+    assert isinstance(runner, DecodingRunner)
     return runner
 
 
@@ -399,14 +400,14 @@ def rest(hand: Both) -> None:
     assert hand.engine.loop.waiting() == 0
 
 
-def streaks(hand: Both) -> list[Streak]:
-    return [job.streak for job in hand.engine.loop.jobs() if job.streak is not None]
+def streaks(hand: Both) -> list[Decode]:
+    return [job.decode for job in hand.engine.loop.jobs() if job.decode is not None]
 
 
 def test_a_released_context_gives_no_more_tokens(hand: Both) -> None:
     twin, generation = begun(hand, [1, 2, 3])
     rest(hand)
-    assert len(streaks(hand)[0].drawn) > 3
+    assert len(streaks(hand)[0].buffer) > 3
     twin.context.release()
     with pytest.raises(hw.Closed):
         hand.run(anext(generation), limit=5)
@@ -423,12 +424,12 @@ def test_a_streak_that_has_failed_gives_no_tokens_of_a_released_context(hand: Bo
 
 
 def test_a_closed_engine_gives_no_more_tokens() -> None:
-    with Both(opened(Beside(V, SIZE), pages=40)) as hand:
+    with Both(opened(OverlappingRunner(V, SIZE), pages=40)) as hand:
         twin, generation = begun(hand, [1, 2, 3])
         rest(hand)
         waits, late = begun(hand, [4, 5])
         task = hand.start(_all(late))
-    with Both(opened(Beside(V, SIZE), pages=40)) as other:
+    with Both(opened(OverlappingRunner(V, SIZE), pages=40)) as other:
         with pytest.raises(hw.Closed):
             other.run(anext(generation), limit=5)
         assert twin.context.engine is waits.context.engine
@@ -465,7 +466,7 @@ def spoil(hand: Both, twin: Twin, *, flying: bool = False) -> None:
         hand.step()
     else:
         hand.run(hand.engine.context().fill([7]).flush())
-    assert (table.is_aside, table.lost, device(hand).broken) == (True, None, 0)
+    assert (table.is_preempted, table.lost, device(hand).broken) == (True, None, 0)
 
 
 @pytest.mark.parametrize("taken", [0, 3, 7])
@@ -482,31 +483,16 @@ def test_a_streak_that_rests_ahead_is_computed_again_when_its_page_is_spoilt(
     check_contents(hand.engine)
 
 
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("length", [1, 12, 15])
-def test_a_streak_whose_page_is_spoilt_before_an_ordinary_turn_fails_and_keeps_its_context(
-    hand: Both, length: int
+def test_a_sequence_whose_page_is_damaged_before_its_step_is_computed_again(
+    hand: Both, length: int, alone: bool
 ) -> None:
-    twin, generation = begun(hand, list(range(length)))
-    rest(hand)
-    take(hand, twin, 8)
-    assert not any(job.resting for job in hand.engine.loop.jobs())
-    spoil(hand, twin)
-    take(hand, twin, 8)
-    with pytest.raises(hw.PassFailed, match="preparing pages"):
-        hand.run(anext(generation))
-    assert list(twin.context.tokens) == twin.tokens
-    take(hand, twin, 30)
-    check_engine(hand.engine)
-    check_contents(hand.engine)
-
-
-@pytest.mark.parametrize("length", [1, 12, 15])
-def test_a_streak_whose_page_is_spoilt_before_a_flight_is_computed_again(hand: Both, length: int) -> None:
     twin, _ = begun(hand, list(range(length)))
     rest(hand)
     take(hand, twin, 8)
     assert not any(job.resting for job in hand.engine.loop.jobs())
-    spoil(hand, twin, flying=True)
+    spoil(hand, twin, flying=alone)
     take(hand, twin, 40)
     check_engine(hand.engine)
     check_contents(hand.engine)
@@ -516,7 +502,7 @@ def test_a_streak_whose_page_is_spoilt_before_a_flight_is_computed_again(hand: B
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_flight_whose_next_page_cannot_be_cleared_is_taken_again(count: int, pages: int) -> None:
     """With another page; where pages are short, another context makes room for it."""
-    for kind in (Rowed, Beside):
+    for kind in (DecodingRunner, OverlappingRunner):
         with Both(opened(kind(V, SIZE), pages=pages)) as hand, failing_flights(hand) as failed:
             twins = [begun(hand, [i, *range(9)])[0] for i in range(count)]
             for _ in range(40):
@@ -525,24 +511,28 @@ def test_a_flight_whose_next_page_cannot_be_cleared_is_taken_again(count: int, p
                 check_engine(hand.engine)
             check_contents(hand.engine)
             assert failed
-            assert (hand.engine.stats().set_asides > 0) == (pages == 7 and count == 3)
+            assert (hand.engine.stats().preemptions > 0) == (pages == 7 and count == 3)
 
 
 @contextmanager
 def failing_flights(hand: Both) -> Iterator[list[Clear]]:
     """No page can be cleared before a flight; those that could not."""
-    flights, failed = hand.engine.loop._flights, list[Clear]()
-    edit = flights._edit
+    loop, runner, failed = hand.engine.loop, device(hand), list[Clear]()
+    begin, edit = loop._begin, runner.edit
 
-    def fail(edits: tuple[Edit, ...]) -> None:
+    def fail(edits: Sequence[Edit]) -> None:
         if clears := [e for e in edits if isinstance(e, Clear)]:
             failed.extend(clears)
             raise RuntimeError("stuck")
         edit(edits)
 
-    flights._edit = fail
+    def begin_failing(plan: StepPlan | None, *rest: Any) -> Any:
+        runner.edit = fail if plan is not None and not plan.chunks else edit  # type: ignore[method-assign]
+        return begin(plan, *rest)
+
+    loop._begin = begin_failing  # type: ignore[method-assign]
     yield failed
-    flights._edit = edit
+    loop._begin, runner.edit = begin, edit  # type: ignore[method-assign]
 
 
 def test_logits_that_are_not_numbers_leave_nothing_behind(hand: Both) -> None:
@@ -566,18 +556,16 @@ def test_logits_that_are_not_numbers_leave_nothing_behind(hand: Both) -> None:
 def test_pages_may_be_others_behind_an_ordinary_turn(hand: Both) -> None:
     """A streak that flew alone, was set aside, came back, and flies alone again."""
     loop = hand.engine.loop
-    twin, _ = begun(hand, list(range(18)))
-    take(hand, twin, 3)
+    twin, _ = begun(hand, list(range(24)))
+    rest(hand)
+    take(hand, twin, 9)
     other = hand.start(hand.engine.context().fill([5] * 40).flush())
-    while loop._flights.flying is not None:
-        hand.step()
     with hand.engine.lock:
-        assert twin.context.table.can_replay
-        loop.supply.set_aside(twin.context.table, loop._queue)
+        loop.kv_cache.preempt(twin.context.table, loop._queue)
         taken = hand.engine.allocator.take(3)  # those that it had
-    hand.step()
-    assert other.done()
-    assert not twin.context.table.is_aside
+    while not other.done():
+        hand.step()
+    assert not twin.context.table.is_preempted
     take(hand, twin, 40)
     with hand.engine.lock:
         hand.engine.allocator.drop(taken)
@@ -591,7 +579,7 @@ def test_what_was_cut_while_it_was_aside_does_not_come_back(hand: Both) -> None:
     table = twin.context.table
     with hand.engine.lock:
         assert not table.can_replay  # a page is full that the program has not taken
-        hand.engine.loop.supply.set_aside(table, hand.engine.loop._queue)
+        hand.engine.loop.kv_cache.preempt(table, hand.engine.loop._queue)
     assert list(twin.context.tokens) == twin.tokens
     take(hand, twin, 30)
     check_engine(hand.engine)
@@ -607,7 +595,7 @@ def test_nothing_is_drawn_behind_an_end_token(hand: Both) -> None:
     generation = again.generate(hw.Argmax(), max_tokens=100, stop=[end], stop_only=True)
     hand.run(anext(generation))
     rest(hand)
-    assert list(streaks(hand)[-1].drawn) == twin.tokens[4 : first + 1]
+    assert list(streaks(hand)[-1].buffer) == twin.tokens[4 : first + 1]
     assert hand.run(generation.tokens()) == twin.tokens[3:first]
     assert list(again.tokens) == twin.tokens[:first]
 
@@ -616,7 +604,7 @@ def test_a_lost_context_gives_its_pages_back_while_others_fly(hand: Both) -> Non
     twin, _ = begun(hand, [1, 2, 3])
     lost = begun(hand, [4, 5, 6])
     hand.step()
-    assert (hand.engine.loop._flights.flying is not None) == isinstance(device(hand), Beside)
+    assert (hand.engine.loop._in_flight is not None) == isinstance(device(hand), OverlappingRunner)
     table = lost[0].context.table
     del lost
     gc.collect()
@@ -642,7 +630,7 @@ def test_nobody_holds_on_to_a_streak_that_has_failed(hand: Both) -> None:
 
 def test_a_streak_has_waited_for_its_next_token_alone() -> None:
     """What it waited for earlier tokens gives it no claim on pages."""
-    with Both(opened(Rowed(V, SIZE), pages=40, max_batch_tokens=1)) as hand:
+    with Both(opened(DecodingRunner(V, SIZE), pages=40, max_batch_tokens=1)) as hand:
         twins = [begun(hand, [i])[0] for i in range(3)]
         for _ in range(30):
             for twin in twins:
@@ -694,13 +682,13 @@ def test_whoever_comes_while_the_worker_sleeps_wakes_it(monkeypatch: pytest.Monk
             finally:
                 monkeypatch.undo()
 
-    with opened(Rowed(V, SIZE), pages=40) as engine:
+    with opened(DecodingRunner(V, SIZE), pages=40) as engine:
         engine.run(program)
 
 
 @pytest.mark.parametrize("pages", [3, 4])
 def test_a_streak_that_fills_all_pages_ends_as_steps_by_hand_do(pages: int) -> None:
-    for kind in (Rowed, Beside):
+    for kind in (DecodingRunner, OverlappingRunner):
         with Both(opened(kind(V, SIZE), pages=pages)) as hand:
             twin, generation = begun(hand, [1, 2, 3])
             with pytest.raises(hw.OutOfPages):
@@ -714,9 +702,9 @@ def test_a_streak_that_fills_all_pages_ends_as_steps_by_hand_do(pages: int) -> N
             take(hand, twin, 5)
 
 
-@pytest.mark.parametrize("kind", [Rowed, Beside])
+@pytest.mark.parametrize("kind", [DecodingRunner, OverlappingRunner])
 @pytest.mark.parametrize("least", [0, 7, 38])
-def test_the_limit_of_positions_ends_it_as_steps_by_hand_do(kind: type[Rowed], least: int) -> None:
+def test_the_limit_of_positions_ends_it_as_steps_by_hand_do(kind: type[DecodingRunner], least: int) -> None:
     async def program(engine: hw.Engine, prompt: int, way: Any) -> Any:
         async with engine.context().fill([3] * prompt) as context:
             found = await way(context, hw.Multinomial(seed=3), max_tokens=100, min_tokens=least, stop=[50])
@@ -724,7 +712,7 @@ def test_the_limit_of_positions_ends_it_as_steps_by_hand_do(kind: type[Rowed], l
 
     with opened(kind(V, SIZE), pages=30, max_positions=40) as engine:
         for prompt in (1, 5, 38, 39, 40):
-            assert engine.run(program, prompt, followed) == engine.run(program, prompt, by_hand)
+            assert engine.run(program, prompt, run_ahead) == engine.run(program, prompt, by_hand)
 
 
 def test_whatever_a_streak_holds_is_given_back_before_its_next_token(hand: Both) -> None:
@@ -734,9 +722,10 @@ def test_whatever_a_streak_holds_is_given_back_before_its_next_token(hand: Both)
     loop, pool = hand.engine.loop, hand.engine.allocator
     (job,) = loop.jobs()
     with hand.engine.lock:
-        job.pages, job.back = pool.take(1), pool.take(2)
-        loop._turns.renew(job)
-        assert (job.base, job.pages, job.back) == (twin.context.table.length, [], [])
+        job.pages, job.replay_pages = pool.take(1), pool.take(2)
+        job.base = -1
+        loop._scheduler._renewed(job)
+        assert (job.base, job.pages, job.replay_pages) == (twin.context.table.length, [], [])
     check_engine(hand.engine)
 
 
@@ -750,7 +739,7 @@ def test_nobody_is_woken_for_tokens_that_wait(hand: Both) -> None:
 # -- real threads ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[Rowed, Beside])
+@pytest.fixture(params=[DecodingRunner, OverlappingRunner])
 def engine(request: pytest.FixtureRequest) -> Iterator[hw.Engine]:
     with opened(request.param(V, SIZE), pages=400) as made:
         yield made
@@ -770,12 +759,12 @@ def test_contexts_can_be_changed_between_steps(engine: hw.Engine, seed: int) -> 
     engine.run(abandoned, seed)
 
 
-@pytest.mark.parametrize("kind", [Rowed, Beside])
+@pytest.mark.parametrize("kind", [DecodingRunner, OverlappingRunner])
 @pytest.mark.parametrize("pages", [10, 14, 20])
-def test_where_pages_are_short_contexts_are_set_aside(kind: type[Rowed], pages: int) -> None:
+def test_where_pages_are_short_contexts_are_set_aside(kind: type[DecodingRunner], pages: int) -> None:
     with opened(kind(V, SIZE), pages=pages) as engine:
         engine.run(alike)
-        assert engine.stats().set_asides > 0
+        assert engine.stats().preemptions > 0
         engine.run(abandoned, 1)
         gc.collect()
         assert engine.stats().pages_held == 0

@@ -1,4 +1,4 @@
-"""Generations that follow streaks, held against the same ones step by step: for the CPU and for CUDA devices."""
+"""Generations with run-ahead decoding, held against the same ones step by step: for the CPU and for CUDA devices."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import headway as hw
-from headway.runtime.batch import Rows
-from headway.runtime.runners.base import RowRunner, RowStep
+from headway.runtime.batch import Batch
+from headway.runtime.runners.base import InFlight
 
 SAMPLERS: list[Callable[[int], hw.Sampler]] = [
     lambda i: hw.Argmax(),
@@ -24,28 +24,30 @@ SAMPLERS: list[Callable[[int], hw.Sampler]] = [
 
 
 @dataclass
-class Flights:
-    """How many rows the steps had that the fleet took."""
+class Steps:
+    """What the steps of an engine had."""
 
-    rows: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # decode rows, of steps that have some
+    mixed: int = 0  # steps with decode rows and chunks of passes
 
 
 @contextmanager
-def watched(engine: hw.Engine) -> Iterator[Flights]:
-    """Count what flies in an engine."""
-    runner, found = engine.loop._runner, Flights()
-    assert isinstance(runner, RowRunner), "this engine's runner takes no rows that go on by themselves"
-    begin = runner.begin_rows
+def watched(engine: hw.Engine) -> Iterator[Steps]:
+    """Count the decode rows of an engine."""
+    runner, steps = engine.loop._runner, Steps()
+    begin = runner.begin
 
-    def counted(rows: Rows) -> RowStep:
-        found.rows.append(len(rows))
-        return begin(rows)
+    def counted(batch: Batch) -> InFlight:
+        if batch.decode is not None:
+            steps.rows.append(batch.decode_count)
+            steps.mixed += bool(batch.segments)
+        return begin(batch)
 
-    runner.begin_rows = counted  # type: ignore[method-assign]
+    runner.begin = counted  # type: ignore[method-assign]
     try:
-        yield found
+        yield steps
     finally:
-        del runner.begin_rows  # type: ignore[attr-defined]
+        del runner.begin  # type: ignore[attr-defined]
 
 
 def prompt(i: int, vocab: int) -> list[int]:
@@ -63,7 +65,7 @@ async def by_hand(context: hw.Context, sampler: hw.Sampler, **options: Any) -> t
     return list(generation.generated), generation.finish
 
 
-async def followed(context: hw.Context, sampler: hw.Sampler, **options: Any) -> tuple[list[int], str | None]:
+async def run_ahead(context: hw.Context, sampler: hw.Sampler, **options: Any) -> tuple[list[int], str | None]:
     generation = context.generate(sampler, **options)
     return await generation.tokens(), generation.finish
 
@@ -78,7 +80,7 @@ async def alike(engine: hw.Engine, count: int = 13, **options: Any) -> None:
             return found, context.tokens
 
     alone = [await one(i, by_hand) for i in range(count)]
-    assert await asyncio.gather(*(one(i, followed) for i in range(count))) == alone
+    assert await asyncio.gather(*(one(i, run_ahead) for i in range(count))) == alone
     assert [len(tokens) for (tokens, _), _ in alone] == limits
 
 
@@ -88,15 +90,15 @@ async def ends(engine: hw.Engine) -> None:
     async def one(i: int) -> None:
         ids = prompt(i, engine.vocab_size)
         async with engine.context().fill(ids) as free:
-            tokens, _ = await followed(free, SAMPLERS[1 + i % 5](i), max_tokens=40, stop_only=True)
+            tokens, _ = await run_ahead(free, SAMPLERS[1 + i % 5](i), max_tokens=40, stop_only=True)
         for at in (0, 1, 2, 17, 39):
             stop = tokens[at]
             first = tokens.index(stop)
             async with engine.context().fill(ids) as context:
-                got = await followed(context, SAMPLERS[1 + i % 5](i), max_tokens=40, stop_only=True, stop=[stop])
+                got = await run_ahead(context, SAMPLERS[1 + i % 5](i), max_tokens=40, stop_only=True, stop=[stop])
                 assert got == (tokens[:first], "stop")
                 assert list(context.tokens) == [*ids, *tokens[:first]]
-                more, _ = await followed(context.fill(tokens[first : first + 1]), hw.Argmax(), max_tokens=3)
+                more, _ = await run_ahead(context.fill(tokens[first : first + 1]), hw.Argmax(), max_tokens=3)
                 assert len(more) <= 3
 
     await asyncio.gather(*(one(i) for i in range(7)))
@@ -137,7 +139,7 @@ async def steered(engine: hw.Engine, seed: int) -> None:
                 break
         async with engine.context().fill(list(context.tokens)) as fresh:
             expected, _ = await by_hand(fresh, hw.Argmax(), max_tokens=4, stop_only=True)
-        assert (await followed(context, hw.Argmax(), max_tokens=4, stop_only=True))[0] == expected
+        assert (await run_ahead(context, hw.Argmax(), max_tokens=4, stop_only=True))[0] == expected
         context.release()
 
     await asyncio.gather(*(one(i) for i in range(9)))
@@ -159,7 +161,7 @@ async def abandoned(engine: hw.Engine, seed: int) -> None:
         ids = prompt(i, engine.vocab_size)
         async with engine.context().fill(ids) as one, engine.context().fill(ids) as two:
             expected = await by_hand(one, hw.Multinomial(seed=i), max_tokens=50, stop_only=True)
-            assert await followed(two, hw.Multinomial(seed=i), max_tokens=50, stop_only=True) == expected
+            assert await run_ahead(two, hw.Multinomial(seed=i), max_tokens=50, stop_only=True) == expected
 
     tasks = [asyncio.ensure_future(wild(i)) for i in range(12)]
     calm_ones = [asyncio.ensure_future(calm(i)) for i in range(4)]

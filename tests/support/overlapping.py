@@ -1,52 +1,58 @@
-"""The scripted model on a device that takes rows which go on by themselves, beside the host or not.
+"""The scripted model on a device with decode rows of its own, which overlaps with the host or not.
 
-What a device beside the host is given waits in a line and is done in order, when somebody waits for a part of it: as
-late as can be. A row reads its token from the rows before where the host does not know it yet.
+The work of a device that overlaps waits in a line and is done in order, when somebody waits for a part of it: as late
+as possible. A row reads its token from the step before where the host does not know it yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from headway.base.samplers import Sampling
-from headway.runtime.batch import Batch, Rows, Segment
-from headway.runtime.runners.base import NO_TOKEN, UNDECIDED, SegmentResult
+from headway.base.samplers import NO_TOKEN, UNDECIDED
+from headway.kv.allocator import Edit
+from headway.runtime.batch import Batch, DecodeRows, Segment
+from headway.runtime.runners.base import SegmentResult, StepResult
 from headway.testing import _mix, _sum
 from support.scripted import Sticking
 
 
-class Rowed(Sticking):
+class DecodingRunner(Sticking):
     """Computes rows at once. `moods` says what becomes of the next steps of rows, one word each:
 
     refuses: nothing is computed · fails: all is, and no token comes back · undecided, nan: the first row has none.
     `faults` gathers what a device must never be asked for.
     """
 
-    measures = False
-    most_rows = 6
+    decode_limit = 6
 
     def __init__(self, vocab_size: int = 97, page_size: int = 16) -> None:
         super().__init__(vocab_size, page_size)
         self.moods: list[str] = []
         self.faults: list[str] = []
-        self.flown: list[int] = []  # rows of each step
+        self.decoded: list[int] = []  # decode rows of each step that has some
+        self.mixed = 0  # steps with decode rows and chunks
         self.ahead = 0  # rows whose token the host did not know
         self._before: list[int] = []  # what the rows before drew
 
-    def draws(self, how: Sampling) -> bool:
-        return not how.penalises
-
-    def begin_rows(self, rows: Rows) -> RowsOnTheirWay:
-        mood = self.moods.pop(0) if self.moods else "well"
-        if mood == "refuses":
-            raise RuntimeError("no room for these rows")
-        self.flown.append(len(rows))
-        step = RowsOnTheirWay(self, rows, mood)
+    def begin(self, batch: Batch) -> StepInLine:
+        mood = "well"
+        if batch.decode is not None:
+            mood = self.moods.pop(0) if self.moods else "well"
+            if mood == "refuses":
+                raise RuntimeError("no memory for these rows")
+            self.decoded.append(batch.decode_count)
+            self.mixed += bool(batch.segments)
+        step = StepInLine(self, batch, mood)
         self.give(step.compute)
         return step
+
+    def edit(self, edits: Sequence[Edit]) -> None:
+        self.catch_up()
+        super().edit(edits)
 
     def give(self, work: Callable[[], None]) -> None:
         work()
@@ -54,7 +60,7 @@ class Rowed(Sticking):
     def catch_up(self) -> None:
         """Do all that waits."""
 
-    def compute_rows(self, rows: Rows, mood: str) -> list[int]:
+    def compute_rows(self, rows: DecodeRows, mood: str) -> list[int]:
         """The tokens that the rows draw."""
         self.ahead += int((rows.tokens < 0).sum())
         given = [self._before[-1 - t] if t < 0 else t for t in rows.tokens.tolist()]
@@ -64,7 +70,7 @@ class Rowed(Sticking):
         self._before = found
         return found
 
-    def _row(self, rows: Rows, i: int, token: int) -> int:
+    def _row(self, rows: DecodeRows, i: int, token: int) -> int:
         slot, position, size = int(rows.slots[i]), int(rows.positions[i]), self.page_size
         pages = rows.pages[(int(rows.page_ends[i - 1]) if i else 0) : int(rows.page_ends[i])].tolist()
         if len(pages) <= slot // size or int(rows.write_slots[i]) != pages[slot // size] * size + slot % size:
@@ -91,10 +97,6 @@ class Rowed(Sticking):
         if any(self._all(part, pages)[slot + 1 :].any() for part in (0, 1)):
             self.faults.append(f"something stands behind slot {slot}")
 
-    def execute(self, batch: Batch) -> list[SegmentResult]:
-        self.catch_up()
-        return super().execute(batch)
-
     def _segment(self, batch: Batch, segment: Segment, written: dict[int, int]) -> SegmentResult:
         if len(segment.rows) and len(segment.pages):
             behind = (int(segment.numbers[-1]) + 1) * self.page_size - 1 - int(segment.slots[-1])
@@ -104,31 +106,39 @@ class Rowed(Sticking):
         return super()._segment(batch, segment, written)
 
 
-class RowsOnTheirWay:
-    """A step of rows."""
+class StepInLine:
+    """A step in flight."""
 
-    def __init__(self, runner: Rowed, rows: Rows, mood: str) -> None:
-        self._runner, self._rows, self._mood = runner, rows, mood
-        self._found: list[int] | None = None
+    def __init__(self, runner: DecodingRunner, batch: Batch, mood: str) -> None:
+        self._runner, self._batch, self._mood = runner, batch, mood
+        self._result: StepResult | None = None
+        self._error: Exception | None = None
 
     def compute(self) -> None:
-        self._found = self._runner.compute_rows(self._rows, self._mood)
+        rows = self._batch.decode
+        tokens = [] if rows is None else self._runner.compute_rows(rows, self._mood)
+        try:
+            self._result = StepResult(tokens, self._runner.execute(replace(self._batch, decode=None)))
+        except Exception as error:
+            self._error = error
 
-    def draw(self, masks: Sequence[Any]) -> None:
-        assert not any(masks), "this device draws without masks that follow"
+    def masks(self, masks: Sequence[Any]) -> None:
+        assert not any(masks), "this device samples without async masks"
 
-    def tokens(self) -> list[Any]:
+    def result(self) -> StepResult:
         self._runner.catch_up()
         if self._mood == "fails":
             raise RuntimeError("the device failed")
-        assert self._found is not None
-        return list(self._found)
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
 
-    __call__ = tokens
 
+class OverlappingRunner(DecodingRunner):
+    """Computes concurrently with the host, as late as it may."""
 
-class Beside(Rowed):
-    """Computes beside the host, as late as it may."""
+    overlaps = True
 
     def __init__(self, vocab_size: int = 97, page_size: int = 16) -> None:
         super().__init__(vocab_size, page_size)
@@ -140,6 +150,3 @@ class Beside(Rowed):
     def catch_up(self) -> None:
         while self._line:
             self._line.pop(0)()
-
-    def begin(self, batch: Batch) -> Callable[[], list[SegmentResult]]:
-        return lambda: self.execute(batch)

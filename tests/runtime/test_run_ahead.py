@@ -1,4 +1,4 @@
-"""Streaks: passes that repeat themselves give what steps by hand give, in the fleet and in ordinary turns."""
+"""Run-ahead decoding gives what steps by hand give, in decode rows, beside chunks of passes, and as passes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import asyncio
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import headway as hw
 from headway.kv.allocator import Edit
+from headway.runtime.scheduler.plan import StepPlan
 from headway.testing import random_model
-from support.streaks import abandoned, alike, ends, steered, watched
+from support.run_ahead import abandoned, alike, ends, steered, watched
 
 PATHS = ("native", "torch")
 
@@ -64,7 +66,7 @@ def test_nothing_is_left_of_those_that_end_early(engine: hw.Engine, seed: int) -
 def test_where_pages_are_short_contexts_are_set_aside(path: str, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(path, monkeypatch, pages=pages) as engine:
         engine.run(alike)
-        assert engine.stats().set_asides > 0
+        assert engine.stats().preemptions > 0
         engine.run(abandoned, 1)
         gc.collect()
         assert engine.stats().pages_held == 0
@@ -82,11 +84,19 @@ def test_pages_that_cannot_be_cleared_before_a_flight_change_nothing(
             failed.extend(edits)
             raise RuntimeError("stuck")
 
-        monkeypatch.setattr(engine.loop._flights, "_edit", fail)
+        edit = engine.loop._runner.edit
+        begin = engine.loop._begin
+
+        def begin_failing(plan: StepPlan | None, *rest: Any) -> Any:
+            decodes = plan is not None and plan.batch.decode is not None
+            monkeypatch.setattr(engine.loop._runner, "edit", fail if decodes else edit)
+            return begin(plan, *rest)
+
+        monkeypatch.setattr(engine.loop, "_begin", begin_failing)
         engine.run(alike)
         assert failed
         assert flights.rows
-        assert (engine.stats().set_asides > 0) == (pages == 14)
+        assert (engine.stats().preemptions > 0) == (pages == 14)
         gc.collect()
         assert engine.stats().pages_held == 0
 
@@ -124,7 +134,7 @@ def test_a_program_that_lags_is_waited_for(engine: hw.Engine) -> None:
                 await asyncio.sleep(0.001)
             (job,) = engine.loop.jobs()
             assert job.resting
-            ahead = len(job.streak.drawn)  # type: ignore[union-attr]
+            ahead = len(job.decode.buffer)  # type: ignore[union-attr]
             assert 0 < ahead < 100
             assert list(context.tokens) == [1, 2, 3, *first.tokens]
             assert engine.loop.jobs() == []

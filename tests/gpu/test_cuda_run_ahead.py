@@ -11,7 +11,7 @@ import torch
 
 import headway as hw
 from headway.testing import random_model
-from support.streaks import abandoned, alike, ends, steered, watched
+from support.run_ahead import abandoned, alike, ends, steered, watched
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,4 +62,4 @@ def test_minutes_of_random_operations(engine: hw.Engine) -> None:
 def test_where_pages_are_short_contexts_are_set_aside() -> None:
     with hw.Engine(random_model(device="cuda"), device="cuda", pages=14) as engine:
         engine.run(alike)
-        assert engine.stats().set_asides > 0
+        assert engine.stats().preemptions > 0

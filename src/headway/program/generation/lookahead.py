@@ -1,7 +1,7 @@
-"""What a generation has ahead of its program: a pass that is fed with a token nobody has read yet, or a streak of them.
+"""What a generation has in flight ahead of its program: a pass fed with an unread token, or run-ahead decoding.
 
 Between two steps it can be taken back at any time: the context does so when somebody looks at it. A grammar that binds
-the pass has moved on with it, and goes back then.
+the tokens has moved on with them, and is rolled back then.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from headway.program.constraints.async_mask import OPEN, GrammarFollower, LaterM
 from headway.program.constraints.constraint import Matched
 from headway.program.generation.steps import Prepared, Turn
 from headway.program.generation.transcript import Transcript
-from headway.runtime.scheduler.decode import Streak
-from headway.runtime.scheduler.order import Job
+from headway.runtime.decode import Decode
+from headway.runtime.job import Job
 
 if TYPE_CHECKING:
     from headway.program.context import Context
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 CALM = 8
 
 
-class Ahead:
-    """At most one pass, which may repeat itself, and the masks of the grammar that binds it."""
+class Lookahead:
+    """At most one pass, which may continue as a decoding sequence, and the masks of the grammar that binds it."""
 
     def __init__(self, context: Context, said: Transcript, ends: frozenset[int], calm: int | None = None) -> None:
         self._context, self._said, self._ends = context, said, ends
         self._turn: Turn | None = None
         self._later: LaterMask | None = None  # its mask, when a grammar is followed
-        self._follower: GrammarFollower | None = None  # those of a streak
+        self._follower: GrammarFollower | None = None  # those of a decoding sequence
         self._calm = calm  # tokens in succession behind which the grammar left much open; None: look when it matters
 
-    def fork(self, context: Context, said: Transcript) -> Ahead:
+    def fork(self, context: Context, said: Transcript) -> Lookahead:
         """Nothing is ahead of a fork; what is known of the grammar comes along."""
-        return Ahead(context, said, self._ends, self._calm)
+        return Lookahead(context, said, self._ends, self._calm)
 
     @property
     def is_there(self) -> bool:
@@ -47,29 +47,29 @@ class Ahead:
 
     @property
     def has_grammar(self) -> bool:
-        """A streak moves the grammar on, so that it says nothing about the program's last token."""
+        """Whether run-ahead decoding has moved the grammar past the program's last token."""
         return self._follower is not None
 
     @property
     def fed(self) -> int:
-        """The last token that the program has: what the pass was fed with, or what came of a streak."""
-        streak = self._streak
-        return self._said.generated[-1] if streak is None else streak.last
+        """The last token that the program has: what the pass was fed with, or what was taken from the buffer."""
+        decode = self._decode
+        return self._said.generated[-1] if decode is None else decode.last
 
     @property
-    def _streak(self) -> Streak | None:
-        return None if self._turn is None else self._turn.execution.job.streak
+    def _decode(self) -> Decode | None:
+        return None if self._turn is None else self._turn.execution.job.decode
 
     def check_idle(self) -> None:
-        """Raise while a step is on its way: the pass ahead then follows one whose token nobody has yet."""
+        """Raise while a step is in flight: the pass ahead then follows one whose token nobody has yet."""
         with self._context.engine.lock:
             if self._turn is not None and self._context.retract is None:
-                raise ContextBusy("this generation has a step on its way; await it before steering the generation")
+                raise ContextBusy("this generation has a step in flight; await it before steering the generation")
 
     # -- setting it going ------------------------------------------------------------------------------------------
 
     def can_follow(self) -> bool:
-        """Whether what binds the next token can be computed beside the device."""
+        """Whether what binds the next token can be computed concurrently with the device."""
         constraint = self._said.constraint
         if constraint is None:
             return True
@@ -87,15 +87,15 @@ class Ahead:
         """Queue a pass that is fed with the token of the one before."""
         self._turn = prepared.execute()
 
-    def keep_going(self, attention: Mask | None, left: int) -> None:
-        """It takes nothing but its token: it repeats itself from now on, `left` times at most."""
+    def decode(self, attention: Mask | None, left: int) -> None:
+        """It takes nothing but its token: let it continue by itself, for at most `left` tokens."""
         assert self._turn is not None
         engine, job, constraint = self._context.engine, self._turn.execution.job, self._said.constraint
         if isinstance(constraint, Matched):
             assert self._later is not None
             self._follower = GrammarFollower(self._later, constraint, self._ends, engine.vocab_size)
-        readout = replace(job.work.readouts[0], later=None)
-        engine.loop.keep_going(job, Streak(readout, attention, self._ends, left, self._follower))
+        readout = replace(job.work.readouts[0], async_mask=None)
+        engine.loop.decode(job, Decode(readout, attention, self._ends, left, self._follower))
 
     # -- the step that it makes ------------------------------------------------------------------------------------
 
@@ -109,26 +109,26 @@ class Ahead:
             return turn
 
     def follow(self) -> tuple[Job | None, int | None]:
-        """The streak, if it is one, and its next token, if that is there.
+        """The decoding sequence, if it is one, and its next token, if there is one.
 
-        From now on nobody takes the streak back, until the step is made.
+        From now on nobody takes it back, until the step is made.
         """
         with self._context.engine.lock:
             job = None if self._turn is None else self._turn.execution.job
-            if job is None or job.streak is None:
+            if job is None or job.decode is None:
                 return None, None
             self.check_idle()
             self._context.retract = None
-            return job, self._context.engine.loop.taken(job)
+            return job, self._context.engine.loop.next_token(job)
 
     async def coming(self, job: Job) -> int | None:
-        """The next token of a streak, when it is there; None when it has ended without one."""
+        """The next token of a decoding sequence, when it is there; None if it has ended without one."""
         engine, loop = self._context.engine, asyncio.get_running_loop()
         while True:
             with engine.lock:
-                token = engine.loop.taken(job)
-                if token is not None or (job.streak is not None and job.streak.over):
-                    job.waiters.clear()  # nobody is woken for tokens that are not waited for
+                token = engine.loop.next_token(job)
+                if token is not None or (job.decode is not None and job.decode.over):
+                    job.waiters.clear()  # nobody is woken for tokens that nobody waits for
                     return token
                 if job.outcome.done():
                     break
@@ -136,24 +136,24 @@ class Ahead:
                 job.waiters[:] = [(loop, waiter)]
             await waiter
         job.outcome.result()
-        raise AssertionError("a streak has no result")
+        raise AssertionError("a decoding sequence has no result")
 
     def is_untouched(self) -> bool:
-        """Whether the context is as the streak has left it."""
-        streak, context = self._streak, self._context
-        return streak is not None and context.table.stamp is streak.stamp and not context.pending
+        """Whether the context is as the decoding sequence has left it."""
+        decode, context = self._decode, self._context
+        return decode is not None and context.table.stamp is decode.stamp and not context.pending
 
     @property
     def is_spent(self) -> bool:
-        """Whether no token of the streak is left, and none will come."""
-        streak = self._streak
-        return streak is not None and streak.over and not streak.drawn
+        """Whether the buffer is empty and no token will come."""
+        decode = self._decode
+        return decode is not None and decode.over and not decode.buffer
 
     # -- the grammar -----------------------------------------------------------------------------------------------
 
     def has_accepted(self) -> bool:
-        """Whether the grammar has taken the token that was taken from the streak just now."""
-        return self._follower is not None and self._streak is not None and self._follower.tokens > self._streak.taken
+        """Whether the grammar has accepted the token that was just taken from the buffer."""
+        return self._follower is not None and self._decode is not None and self._follower.tokens > self._decode.taken
 
     def accepts(self) -> bool:
         """Whether the grammar has taken the token, drawn just now, that the pass is fed with."""
@@ -172,12 +172,12 @@ class Ahead:
 
     def take_back(self) -> None:
         """Have neither the pass nor anything that came of it and was not taken."""
-        streak, turn, follower = self._streak, self._turn, self._follower
+        decode, turn, follower = self._decode, self._turn, self._follower
         self._turn = self._later = self._follower = self._context.retract = None
         if turn is not None:
             turn.execution.cancel()
-        if follower is not None and streak is not None:
-            follower.cut(1 + streak.taken - (streak.taken > 0 and streak.last in self._ends))
+        if follower is not None and decode is not None:
+            follower.cut(1 + decode.taken - (decode.taken > 0 and decode.last in self._ends))
             self._calm = None
 
     def undone(self) -> None:

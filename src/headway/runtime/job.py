@@ -1,0 +1,164 @@
+"""A Job: one submitted pass, or one decoding sequence, from its arrival to its end; and the queue of them.
+
+Mutable bookkeeping under the engine's lock. The scheduler alone moves a job on; programs see only its outcome.
+"""
+
+from __future__ import annotations
+
+from asyncio import AbstractEventLoop
+from asyncio import Future as AsyncFuture
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from headway.base.errors import HeadwayError
+from headway.base.samplers import Sampling
+from headway.kv.table import Mark, PageTable
+from headway.runtime.batch import Chunk
+from headway.runtime.decode import Decode
+from headway.runtime.outcome import Outcome
+from headway.runtime.passes import Pass, PassResult, PassStats
+
+PATIENCE = 64  # steps after which a waiting pass gains on others: a prefill on decodes, any on those that hold pages
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A pass in the engine: how far it is and what it holds.
+
+    `pages` were allocated for it and do not belong to the table yet. `chunk` is what the step in flight computes of it
+    or, laid out early, what the next step may compute. After its table was preempted, `replay` is the pass that
+    computes the old slots again into `replay_pages`, before the job's own tokens. With `decode` the job is a sequence
+    that feeds itself: `work` is then its first pass, or its next one wherever it runs as an ordinary pass.
+    """
+
+    work: Pass
+    table: PageTable
+    base: int  # the table's length when the job's first token is computed
+    order: int  # of arrival
+    arrived: float
+    after: Job | None = None  # the pass of the same context that must finish first
+    outcome: Outcome[PassResult] = field(default_factory=Outcome)
+    waiters: list[tuple[AbstractEventLoop, AsyncFuture[None]]] = field(default_factory=list)
+    on_success: Callable[[], None] = _nothing  # called under the lock when the table advances
+    on_undo: Callable[[], None] = _nothing  # called under the lock when a pass that succeeded is taken back
+    done: int = 0  # tokens computed or found in the prefix cache
+    started: bool = False
+    pages: list[int] = field(default_factory=list)
+    chunk: Chunk | None = None
+    replay: Pass | None = None
+    replay_pages: list[int] = field(default_factory=list)
+    replayed: int = 0
+    keys: list[bytes] = field(default_factory=list)  # of the pass's whole pages, if they can be cached
+    hits: int = 0  # pages found in the prefix cache
+    kept_pages: frozenset[int] | None = None  # page numbers that attention needs; None: all
+    values: dict[int, object] = field(default_factory=dict)
+    before: Mark | None = None  # the table before it advanced
+    left: object = None  # the table's stamp after it advanced
+    then: Job | None = None  # the pass that is fed with this one's tokens
+    running: bool = False  # it is in the step in flight
+    abandoned: bool = False  # it failed or was cancelled: there is no result
+    waited: int = 0  # steps since it was last chosen
+    waited_before: int = 0  # steps waited before that, so that time spent waiting for pages is not forgotten
+    steps: int = 0
+    batch_size: int = 0
+    pages_trimmed: int = 0  # left out of attention
+    ended: float = 0.0
+    decode: Decode | None = None
+    resting: bool = False  # a decoding sequence whose buffer is full, or that is over
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is a decoding sequence whose first token is known."""
+        return self.decode is not None and self.decode.begun
+
+    def settle(self) -> None:
+        """Its result was delivered: it can no longer be undone, and keeps nothing alive."""
+        self.before = self.then = None
+        self.on_success = self.on_undo = _nothing
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute, including old slots that must be replayed."""
+        old = 0 if self.replay is None else len(self.replay.tokens) - self.replayed
+        return old + len(self.work.tokens) - self.done
+
+    @property
+    def pages_in_all(self) -> int:
+        """Pages of its sequence once it has succeeded."""
+        return -(-(self.base + len(self.work.tokens)) // self.table.page_size)
+
+    @property
+    def claim(self) -> tuple[float, int]:
+        """Its claim on pages: the job with the larger one may preempt the other's context."""
+        return self.table.bid + (self.waited_before + self.waited) // PATIENCE, -self.table.born
+
+    def result(self) -> PassResult:
+        """Its values and statistics, once it has succeeded."""
+        readouts = self.work.readouts
+        stats = PassStats(
+            rows=self.work.rows,
+            pages=self.pages_in_all - self.pages_trimmed,
+            pages_trimmed=self.pages_trimmed,
+            cache_hits=self.hits,
+            batch_size=self.batch_size,
+            steps=self.steps,
+            seconds=self.ended - self.arrived,
+            seeds=tuple([r.seed for r in readouts if isinstance(r.what, Sampling)]),
+        )
+        return PassResult(tuple([self.values[i] for i in range(len(readouts))]), stats)
+
+    def choose(self) -> None:
+        """It is part of the next step."""
+        self.running = True
+        self.waited_before, self.waited = self.waited_before + self.waited, 0
+
+    def reset(self) -> None:
+        """Back to the start. Only `KVCache.give_back` calls this, after it has freed what the job held."""
+        self.done = self.replayed = self.hits = 0
+        self.started, self.replay, self.chunk = False, None, None
+        self.pages, self.replay_pages, self.keys = [], [], []
+        self.values.clear()
+
+
+Delivery = tuple[Job, HeadwayError | None]  # a job that failed with this error, or succeeded
+
+
+class Queue:
+    """Jobs that wait or run, in order of arrival, each found directly by its context."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[Job, None] = {}
+        self._of: dict[PageTable, list[Job]] = {}
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __contains__(self, job: Job) -> bool:
+        return job in self._jobs
+
+    def add(self, job: Job) -> None:
+        self._jobs[job] = None
+        self._of.setdefault(job.table, []).append(job)
+
+    def remove(self, job: Job) -> None:
+        del self._jobs[job]
+        of = self._of[job.table]
+        of.remove(job)
+        if not of:
+            del self._of[job.table]
+
+    def of(self, table: PageTable) -> list[Job]:
+        """A context's jobs, in order of arrival."""
+        return list(self._of.get(table, ()))
+
+    def last(self, table: PageTable) -> Job | None:
+        """A context's latest job."""
+        of = self._of.get(table)
+        return of[-1] if of else None

@@ -1,0 +1,97 @@
+"""The torch runner: the reference, on any device torch has. It computes a step when its result is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from headway.base.samplers import Sampling
+from headway.kv.allocator import Edit
+from headway.kv.pool import Pool
+from headway.models.decoder import Decoder, Step
+from headway.runtime.batch import Batch
+from headway.runtime.profile import Profiler, step_bytes
+from headway.runtime.readout import Reader, make_taps, segment_results
+from headway.runtime.runners.attention_groups import plan
+from headway.runtime.runners.base import DECODE_LIMIT, Deferred, SegmentResult
+
+TILE = 16  # rows of every matmul in deterministic mode
+
+
+class TorchRunner:
+    """The reference: the decoder and torch kernels, on any device torch has."""
+
+    def __init__(
+        self, decoder: Decoder, pool: Pool, page_size: int, *, deterministic: bool, profiler: Profiler
+    ) -> None:
+        self.decoder, self.pool, self.page_size, self.profiler = decoder, pool, page_size, profiler
+        self.tile = TILE if deterministic else None
+        if deterministic and not rows_are_alike(decoder, TILE):
+            self.tile = 1  # this machine's products treat rows of one tile differently: take them one by one
+        self.reader = Reader(decoder, self.tile)
+        self.windows = set(decoder.config.windows)
+
+    overlaps = False
+
+    @property
+    def decode_limit(self) -> int:
+        return 0 if self.profiler.enabled else DECODE_LIMIT
+
+    def samples(self, how: Sampling) -> bool:
+        return not how.penalises
+
+    @torch.inference_mode()
+    def edit(self, edits: Sequence[Edit]) -> None:
+        self.pool.apply(edits)
+
+    def begin(self, batch: Batch) -> Deferred:
+        return Deferred(batch, self.page_size, self.execute)
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> list[SegmentResult]:
+        """Run the model over the rows and read what was asked."""
+        taps = make_taps(batch, self.decoder, self.page_size)
+        step = self._step(batch) if len(batch.tokens) else None
+        self.profiler.begin(len(batch.write_rows))
+        x = None
+        if step is not None:
+            x = self.decoder.forward(step, (self.pool.keys, self.pool.values), taps, self.profiler.mark, self.tile)
+        values = self.reader.read(batch, x, taps, self.profiler.mark)
+        self.profiler.end(step_bytes(self.decoder, batch, self.page_size))
+        return segment_results(batch, x, values)
+
+    def _step(self, batch: Batch) -> Step:
+        """The batch's arrays on the device."""
+        device = self.decoder.device
+        whole = len(batch.write_rows) == len(batch.tokens)
+        return Step(
+            tokens=torch.from_numpy(batch.tokens).to(device),
+            positions=torch.from_numpy(batch.positions).to(device),
+            write_rows=None if whole else torch.from_numpy(batch.write_rows).to(device),
+            write_slots=torch.from_numpy(batch.write_slots).to(device),
+            groups=plan(batch, self.windows, self.page_size, device),
+        )
+
+
+@torch.inference_mode()
+def rows_are_alike(decoder: Decoder, tile: int) -> bool:
+    """Whether a row's bits are the same at every place of a tile, whatever its neighbours: tried on real weights."""
+    generator = torch.Generator().manual_seed(0)
+    layer, e = decoder.layers[0], decoder.config.hidden_size
+    x = torch.randn(tile, e, generator=generator).to(decoder.device, decoder.dtype)
+    order = torch.randperm(tile, generator=generator).to(decoder.device)
+
+    def through(rows: torch.Tensor) -> list[torch.Tensor]:
+        q, k, v = layer.project(rows)
+        (mlp,) = layer.feed_forward(rows, rows, exact=True)
+        return [*layer.norm_in(rows), q, k, v, *layer.project_out(rows, q), mlp, decoder.head(rows, None)]
+
+    straight, shuffled = through(x), through(x[order].contiguous())
+    mixed = torch.randn(tile, e, generator=generator).to(decoder.device, decoder.dtype)
+    mixed[order[0]] = x[0]
+    among = through(mixed)
+    return all(
+        torch.equal(a[order], b) and torch.equal(a[0], c[order[0]])
+        for a, b, c in zip(straight, shuffled, among, strict=True)
+    )

@@ -1,0 +1,47 @@
+"""The engine's own runner, with somebody who looks at its batches on the way in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+import headway as hw
+from headway.base.samplers import Sampling
+from headway.kv.allocator import Edit
+from headway.runtime.batch import Batch
+from headway.runtime.runners.base import InFlight, Runner
+
+
+class WatchedRunner:
+    """Delegates to the runner of an engine, in its place; `before` is called with every batch."""
+
+    def __init__(self, engine: hw.Engine) -> None:
+        self.engine = engine
+        self.inner: Runner = engine.loop._runner
+        self.overlaps = self.inner.overlaps
+        engine.loop._runner = self
+
+    def before(self, batch: Batch) -> None:
+        """What it raises is the device's error."""
+
+    @property
+    def decode_limit(self) -> int:
+        return self.inner.decode_limit
+
+    def samples(self, how: Sampling) -> bool:
+        return self.inner.samples(how)
+
+    def edit(self, edits: Sequence[Edit]) -> None:
+        self.inner.edit(edits)
+
+    def begin(self, batch: Batch) -> InFlight:
+        self.before(batch)
+        return self.inner.begin(batch)
+
+
+def tokens_of(batch: Batch) -> list[int]:
+    """All tokens of a batch, those of decode rows first."""
+    if batch.decode is None:
+        return batch.tokens.tolist()
+    return np.concatenate((batch.decode.tokens, batch.tokens)).tolist()
