@@ -14,8 +14,9 @@ are random: bfloat16 on a CUDA device, int8 on a CPU.
   graphs captured by then. It is open for `--seconds`, or until `--requests` have finished in it.
 - Times are taken at the client, token by token. A figure counts if its token arrived while the window was open: time to
   first token is from before `engine.context()` to the first token; time between tokens is between two of one request.
-- The limit, on a CUDA device, is what bytes and operations allow, measured in the same run: all prompts at the rate of
-  a large matmul, and after them the decode steps of all clients.
+- The limit, on a CUDA device, is what bytes and operations allow, measured in the same run: all operations of prefill
+  and decode at the rate of a large matmul, or weights and KV cache read once for each decode step of all clients,
+  whichever takes longer. Steps that do both at once could overlap the two entirely.
 
 The table and the JSON go to benchmarks/results/.
 """
@@ -26,6 +27,7 @@ import argparse
 import asyncio
 import gc
 import json
+import math
 import platform
 import sys
 import tempfile
@@ -196,9 +198,11 @@ def throughput_limit(case: Case, device: torch.device) -> float | None:
     from gpu_models import config, decode_limit, measure, prompt_limit
 
     model, limits = config(case.shape), measure(device)
-    prompts = case.clients * prompt_limit(model, case.prompt, limits)
-    decoding = case.new * decode_limit(model, case.clients, case.prompt + case.new // 2, limits)
-    return case.clients * case.new / (prompts + decoding)
+    context = case.prompt + case.new // 2
+    reads = case.new * decode_limit(model, case.clients, context, replace(limits, operations=math.inf))
+    operations = case.new * decode_limit(model, case.clients, context, replace(limits, bandwidth=math.inf))
+    operations += case.clients * prompt_limit(model, case.prompt, limits)
+    return case.clients * case.new / max(reads, operations)
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------
@@ -289,7 +293,7 @@ def run_case(case: Case, device: torch.device, options: argparse.Namespace) -> d
     with open_engine(case, device, options.max_batch_tokens) as engine:
         clients = Clients(engine, case, options)
         window = engine.run(clients.run)
-        info = asdict(engine.info) | {"path": None}
+        info = asdict(engine.info) | {"name": f"random {case.shape}", "path": None}
     figures = summarize(clients.requests, window, case.prompt)
     return {"case": case.name, **asdict(case), **figures, "limit": limit, "engine": info}
 
