@@ -7,6 +7,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +23,7 @@ from cpu_files import CannotWrite, Files, weight_bytes  # noqa: E402
 from cpu_plan import Entry, Rival, Work, plan, quick  # noqa: E402
 from cpu_report import Measured, Outcome, table  # noqa: E402
 from cpu_runner import Command, PeerFailed, Runner  # noqa: E402
+from mixed import Request, Window, summarize  # noqa: E402
 
 
 def test_concurrency_measures_every_section_and_describes_the_machine(tmp_path: Path) -> None:
@@ -51,6 +53,39 @@ def test_an_unknown_engine_is_refused() -> None:
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "'abacus'" in done.stderr
+
+
+# -- mixed load --------------------------------------------------------------------------------------------------------
+
+
+def test_mixed_load_reports_throughput_and_latency_at_the_client(tmp_path: Path) -> None:
+    done = _benchmark("mixed.py", "--quick", "--requests", "12", "--temperature", "0.8", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "mixed.json").read_text())
+    assert data["about"]["machine"]["cpu"]
+    (row,) = data["results"]
+    assert row["requests"] >= 12
+    assert min(row["output_tokens_per_s"], row["prompt_tokens_per_s"], row["steps"]) > 0
+    assert 1 <= row["mean_batch"] <= row["clients"] == 3
+    assert all(row[name]["p50"] <= row[name]["p99"] for name in ("first_token_ms", "between_tokens_ms"))
+    assert (tmp_path / "mixed.txt").read_text() == done.stdout
+    refused = _benchmark("mixed.py", "--shape", "abacus")
+    assert (refused.returncode, "'abacus'" in refused.stderr) == (2, True)
+
+
+def test_mixed_load_counts_only_what_arrives_in_the_window() -> None:
+    before = SimpleNamespace(steps=10, batch_size_mean=1.0, tokens=100)
+    after = SimpleNamespace(steps=14, batch_size_mean=1.5, tokens=140)
+    requests = [
+        Request(0.0, 3, [9.0, 10.5, 11.0]),  # begun before the window: two tokens count
+        Request(10.0, 2, [10.25, 11.75]),
+        Request(11.0, 2, [11.5, 12.5]),  # goes on after it
+    ]
+    found = summarize(requests, Window(10.0, 12.0, before, after, 10.0), prompt=8)
+    assert (found["output_tokens_per_s"], found["prompt_tokens_per_s"], found["requests"]) == (2.5, 8.0, 2)
+    assert (found["first_token_ms"]["p50"], found["first_token_ms"]["max"]) == (375.0, 500.0)
+    assert (found["between_tokens_ms"]["p50"], found["between_tokens_ms"]["max"]) == (1500.0, 1500.0)
+    assert (found["steps"], found["mean_batch"], found["mean_tokens"]) == (4, 2.75, 10.0)
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
