@@ -6,14 +6,12 @@ has every knob, and `resolve` turns any of them into it. Nothing here draws: tha
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from headway.base.brle import integer, whole
-from headway.base.errors import InvalidInput, InvalidToken, WrongType
+from headway.base.checks import as_integer, check_integer, check_number, check_token_id
+from headway.base.errors import InvalidInput, WrongType
 
 SEEDS = 1 << 64
 
@@ -122,8 +120,8 @@ class Sampling:
             min_p=_ratio(self.min_p, "min_p"),
             typical_p=_share(self.typical_p, "typical_p"),
             repetition_penalty=_positive(self.repetition_penalty, "repetition_penalty"),
-            presence_penalty=real(self.presence_penalty, "presence_penalty"),
-            frequency_penalty=real(self.frequency_penalty, "frequency_penalty"),
+            presence_penalty=check_number(self.presence_penalty, "presence_penalty"),
+            frequency_penalty=check_number(self.frequency_penalty, "frequency_penalty"),
             logit_bias=_bias(self.logit_bias),
         )
 
@@ -166,69 +164,47 @@ def resolve(sampler: Sampler) -> Sampling:
     raise WrongType(f"{sampler!r} is not a sampler; expected {hint}")
 
 
-def real(value: Any, name: str) -> float:
-    """`value` as a finite Python float; booleans, text and NaN are refused."""
-    if type(value) is float and math.isfinite(value):
-        return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise WrongType(f"{name} is {value!r} of type {type(value).__name__}; expected a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise InvalidInput(f"{name} is {value}; it must be a finite number")
-    return number
-
-
-def token_id(value: Any, name: str) -> int:
-    """`value` as a token id that some vocabulary may have."""
-    if (number := integer(value, name)) < 0:
-        raise InvalidToken(f"{name} is {number}; token ids are at least 0")
-    return number
-
-
 def _settle(sampler: Any, **fields: Any) -> None:
     """Writes the checked values, and temperature and seed, into a frozen sampler."""
     fields["temperature"] = _temperature(sampler.temperature)
-    fields["seed"] = None if sampler.seed is None else whole(sampler.seed, "seed", below=SEEDS)
+    fields["seed"] = None if sampler.seed is None else check_integer(sampler.seed, "seed", high=SEEDS - 1)
     for name, value in fields.items():
         object.__setattr__(sampler, name, value)
 
 
 def _temperature(value: Any) -> float:
-    number = real(value, "temperature")
+    number = check_number(value, "temperature")
     if number < 0:
         raise InvalidInput(f"temperature is {number}; it must be at least 0 (0 is argmax, 1 leaves the model as it is)")
     return number
 
 
 def _count(value: Any) -> int:
-    if (number := integer(value, "k")) < 1:
+    if (number := as_integer(value, "k")) < 1:
         raise InvalidInput(f"k is {number}; it must be at least 1 (Multinomial() keeps every token)")
     return number
 
 
 def _off_or_count(value: Any) -> int:
-    if (number := integer(value, "top_k")) < 0:
+    if (number := as_integer(value, "top_k")) < 0:
         raise InvalidInput(f"top_k is {number}; it must be at least 0 (0 turns it off)")
     return number
 
 
 def _share(value: Any, name: str) -> float:
-    if not 0 < (number := real(value, name)) <= 1:
+    if not 0 < (number := check_number(value, name)) <= 1:
         raise InvalidInput(f"{name} is {number}; it must be above 0 and at most 1 (1 keeps every token)")
     return number
 
 
 def _ratio(value: Any, name: str) -> float:
-    if not 0 <= (number := real(value, name)) <= 1:
+    if not 0 <= (number := check_number(value, name)) <= 1:
         raise InvalidInput(f"{name} is {number}; it must be in 0 … 1 (0 keeps every token)")
     return number
 
 
 def _positive(value: Any, name: str) -> float:
-    if (number := real(value, name)) <= 0:
+    if (number := check_number(value, name)) <= 0:
         raise InvalidInput(f"{name} is {number}; it must be above 0 (1 turns it off, more discourages repeats)")
     return number
 
@@ -245,8 +221,8 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
             raise WrongType(
                 f"logit_bias has {pair!r}; expected a mapping from token id to a number, or (id, number) pairs"
             )
-        token = token_id(pair[0], "a token id in logit_bias")
+        token = check_token_id(pair[0], "a token id in logit_bias")
         if token in pairs:
             raise InvalidInput(f"logit_bias names token {token} twice; give each token one number")
-        pairs[token] = real(pair[1], f"logit_bias of token {token}")
+        pairs[token] = check_number(pair[1], f"logit_bias of token {token}")
     return tuple(sorted(pairs.items()))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import numpy as np
 
-from headway.base.brle import whole
+from headway.base.checks import check_integer
 from headway.base.errors import (
     Closed,
     ContextBusy,
@@ -283,8 +283,8 @@ class Context:
             num_return_sequences=num_return_sequences,
             max_length=max_length,
             min_length=min_length,
-            max_new_tokens=None if max_tokens is None else whole(max_tokens, "max_tokens", low=1),
-            min_new_tokens=None if min_tokens is None else whole(min_tokens, "min_tokens"),
+            max_new_tokens=None if max_tokens is None else check_integer(max_tokens, "max_tokens", low=1),
+            min_new_tokens=None if min_tokens is None else check_integer(min_tokens, "min_tokens"),
         )
         request = Request(
             listed_stops(stop), stop_only, constrain, probe, attention_mask, adapter, speculate, penalise_prompt
