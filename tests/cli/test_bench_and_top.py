@@ -13,8 +13,8 @@ from subprocess import CompletedProcess
 import numpy as np
 import pytest
 
+from headway.bench.overhead import GapTimer, Overhead
 from headway.cli import bench, top
-from headway.cli.bench import Overhead, StopWatch
 from headway.program.engine import engines
 from headway.runtime.batch import pack
 from headway.testing import ScriptedRunner, scripted_engine
@@ -93,7 +93,7 @@ def test_the_stop_watch_counts_what_lies_between_steps_and_not_the_edits() -> No
 
     empty = pack([], ())
     step = type(empty)(np.zeros(1), np.zeros(1), np.zeros(0), np.zeros(0), (object(),), ())  # type: ignore[arg-type]
-    watch = StopWatch(Slow(97, 16), 1, 0.0, lambda step: None)
+    watch = GapTimer(Slow(97, 16), 1, 0.0, lambda step: None)
     watch.execute(step)
     time.sleep(0.02)
     watch.execute(empty)

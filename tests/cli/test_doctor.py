@@ -12,7 +12,7 @@ import pytest
 
 import headway as hw
 from headway.base.machine import Machine, read_machine
-from headway.cli.doctor import Fit, Gpu, Kept, hints
+from headway.cli.doctor import Gpu, MemoryFit, StoredWeights, hints
 from headway.cli.facts import ModelFacts
 from headway.kernels.native.library import Team, open_library
 from headway.models.files.gguf import KINDS, GgufFile
@@ -115,14 +115,14 @@ def tiny_model() -> ModelFacts:
 
 
 def test_the_sum_of_a_fit() -> None:
-    fit = Fit(tiny_model(), "float32", 4, 10, 10**6)
+    fit = MemoryFit(tiny_model(), "float32", 4, 10, 10**6)
     assert (fit.weights, fit.kv_per_token) == (4000, 2 * 2 * 1 * 4 * 4)
     assert fit.needed == 4000 + 64 * 10 + fit.work
     assert fit.fits
 
 
 def test_what_does_not_fit_says_how_much_context_would() -> None:
-    whole = Fit(tiny_model(), "float32", 4, 100, 0)
+    whole = MemoryFit(tiny_model(), "float32", 4, 100, 0)
     tight = replace(whole, available=whole.weights + whole.work + 64 * 7 + 63)
     assert not tight.fits
     assert tight.longest_context == 7
@@ -142,8 +142,8 @@ def test_weights_are_counted_as_the_native_step_keeps_them(tmp_path: Path, kind:
 
 
 def test_what_a_file_keeps_small_fits_where_its_floats_would_not() -> None:
-    floats = Fit(tiny_model(), "float32", 4, 10, 0)
-    kept = replace(floats, kept=Kept("int4 in groups of 32", 600))
+    floats = MemoryFit(tiny_model(), "float32", 4, 10, 0)
+    kept = replace(floats, stored=StoredWeights("int4 in groups of 32", 600))
     assert (floats.weights, kept.weights) == (4000, 600)
     room = 600 + floats.work + 64 * 10
     assert not replace(floats, available=room).fits
