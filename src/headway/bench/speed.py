@@ -137,7 +137,7 @@ def path_of(engine: hw.Engine) -> str:
     return f"{engine.info.runner}; {engine.info.format}"
 
 
-# -- process startup -----------------------------------------------------------------------------------------------------
+# -- process startup ---------------------------------------------------------------------------------------------------
 
 CHILD = """
 import json, sys

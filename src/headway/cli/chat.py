@@ -111,7 +111,7 @@ class ChatSession:
         self.ctx = self._fresh()
 
     def turn(self, text: str) -> None:
-        """GeneratedAnswer one message. A turn that fails or is interrupted leaves the conversation as it was before it."""
+        """Answer one message. A turn that fails or is interrupted leaves the conversation as it was."""
         before = self.ctx.fork()
         try:
             answer, reasoning = self.engine.run(reply, self, text)

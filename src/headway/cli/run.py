@@ -63,7 +63,7 @@ def run(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """GeneratedAnswer PROMPT through the model's chat template, or continue it with --raw.
+    """Answer PROMPT through the model's chat template, or continue it with --raw.
 
     Piped input is the prompt, or is joined to it after a blank line.
     """
