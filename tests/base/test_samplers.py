@@ -52,9 +52,9 @@ def test_every_sampler_resolves_to_the_one_form(sampler, expected):
 def test_the_defaults_leave_everything_off():
     assert resolve(Multinomial()) == Sampling()
     assert Sampling().bias == ()
-    assert not Sampling().penalises
-    assert Sampling(presence_penalty=-0.1).penalises
-    assert Sampling(repetition_penalty=1.1).penalises
+    assert not Sampling().penalizes
+    assert Sampling(presence_penalty=-0.1).penalizes
+    assert Sampling(repetition_penalty=1.1).penalizes
 
 
 def test_numbers_of_every_kind_are_kept_as_pythons_own():

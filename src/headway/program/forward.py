@@ -304,7 +304,7 @@ class Forward:
             if own is None:
                 own = seed = seed if seed is not None else fresh_seed()
             seen, counts = self._history(ask, view, tokens, row)
-            by_rows = ask.what.penalises and ask.history is None
+            by_rows = ask.what.penalizes and ask.history is None
             own_count = by_rows and ask.generated is None
             readout = Readout(row, ask.what, allowed, own, draws[row], seen, counts, by_rows, own_count, self._later)
             found.append(readout)
@@ -330,7 +330,7 @@ class Forward:
     def _history(self, ask: _Ask, view: View, tokens: list[int], row: int) -> tuple[tuple[int, ...], dict[int, int]]:
         """The ids a penalty counts: what was given, or the context's tokens up to the row."""
         assert isinstance(ask.what, Sampling)
-        if not ask.what.penalises:
+        if not ask.what.penalizes:
             return (), {}
         past = ask.history
         if past is None:

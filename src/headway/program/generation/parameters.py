@@ -51,7 +51,7 @@ class Options(TypedDict, total=False):
     attention_mask: Mask | None
     adapter: object
     speculate: object
-    penalise_prompt: bool
+    penalize_prompt: bool
 
 
 @dataclass(frozen=True)
