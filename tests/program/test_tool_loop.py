@@ -545,7 +545,7 @@ def test_a_call_that_cannot_be_read_ends_the_reply(staged: Make) -> None:
         reply = ctx.chat("Go.", tools=[add])
         await reply.text()
         assert (reply.finish, reply.calls) == ("bad_call", [])
-        assert "stands where a value" in reply.bad[0].why
+        assert "is where a value" in reply.bad[0].why
 
     run(stage, program)
 

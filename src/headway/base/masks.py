@@ -98,7 +98,7 @@ class Mask:
     def from_runs(cls, rows: Iterable[Iterable[int] | Brle]) -> Mask:
         """Raw runs, one list per input row: alternating, zeros first, 0 = attend, 1 = masked.
 
-        A row covers the slots before its token, with or without its own; without, the token sees itself, also after `~`.
+        A row covers the slots before its token, with or without its own, which it sees if left out, even after `~`.
         """
         masked = [_raw_row(row, index) for index, row in enumerate(check_list(rows, "rows"))]
         return cls(Raw(tuple(~row for row in masked), READ_RUNS, rectangular=False))

@@ -1,6 +1,7 @@
 """Probe specs: what to read at a row without choosing a token. They are checked when created.
 
-Only what is wrong for any model is refused here; token ids and layers are checked when a pass is built. A probe sees the model's raw logits unless it has `masked=True`.
+Only what is wrong for any model is refused here; token ids and layers are checked when a pass is built. A probe sees
+the model's raw logits unless it has `masked=True`.
 """
 
 from __future__ import annotations

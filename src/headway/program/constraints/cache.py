@@ -215,7 +215,7 @@ class _Wrapper:
 def _words(tokenizer: Tokenizer, size: int) -> LLTokenizer:
     from llguidance import LLTokenizer
 
-    if tokenizer.pieces.kind == "opaque":
+    if tokenizer.decoding.kind == "opaque":
         raise Unsupported("this tokenizer decodes only whole sequences, so its tokens have no bytes to constrain")
     tokenizer.encode("a")  # what it builds on first use is built here, not in the first mask
     wrapper: Any = _Wrapper(tokenizer, size)
