@@ -103,7 +103,7 @@ NAN, INF = float("nan"), float("inf")
         (lambda: TopP(1.01), InvalidInput, ["1.01", "at most 1"]),
         (lambda: TopP(-0.5), InvalidInput, ["-0.5"]),
         (lambda: TopP(NAN), InvalidInput, ["nan"]),
-        (lambda: MinP(-0.01), InvalidInput, ["-0.01", "0 … 1"]),
+        (lambda: MinP(-0.01), InvalidInput, ["-0.01", "[0, 1]"]),
         (lambda: MinP(1.5), InvalidInput, ["1.5"]),
         (lambda: TopKTopP(0, 0.5), InvalidInput, ["k is 0"]),
         (lambda: TopKTopP(3, 0), InvalidInput, ["p is 0"]),

@@ -123,7 +123,7 @@ def test_a_key_comes_from_the_environment(headway: Run, folder: Path, tmp_path: 
         (("--rate", "0"), "--rate is 0"),
         (("--range", "1"), "--range is 1"),
         (("--url", "http://127.0.0.1:1", "--threads", "2"), "--threads was given with --url"),
-        (("--model", "/nowhere/at/all"), "the server did not come up: "),
+        (("--model", "/nowhere/at/all"), "the server did not start: "),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_sentence(headway: Run, arguments: tuple[str, ...], why: str) -> None:

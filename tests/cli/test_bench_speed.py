@@ -31,7 +31,7 @@ def test_decode_counts_tokens_after_the_first_and_holds_them_against_the_memory(
     assert limit["bytes_per_token"] == weights
     assert limit["tokens_per_second"] == pytest.approx(limit["bytes_per_second"] / weights)
     rate = found["tokens_per_second"]
-    assert rate["least"] <= rate["median"] <= rate["most"]
+    assert rate["min"] <= rate["median"] <= rate["max"]
     assert found["share_of_limit"] == pytest.approx(rate["median"] / limit["tokens_per_second"])
 
 
@@ -49,7 +49,7 @@ def test_a_pipe_gets_plain_lines(headway: Run) -> None:
     title, headers, rate, first, memory = done.stdout.splitlines()
     assert title.startswith("prefill · random tiny in bf16 · ")
     assert " · 1 thread · prompt 40, 2 runs" in title
-    assert headers.split("\t") == ["what", "median", "least", "most", "spread", "of limit"]
+    assert headers.split("\t") == ["what", "median", "min", "max", "spread", "of limit"]
     assert rate.startswith("tokens/s\t")
     assert first.startswith("ms to the first token\t")
     assert memory.startswith("memory: ")
