@@ -1,9 +1,9 @@
 """The model files that engines are compared on: one random model of a shape, in every format, written once.
 
-The same float16 numbers stand behind all of them (`headway.bench.models`). GGUF files have every matrix in the type they
+All of them hold the same float16 weights (`headway.bench.models`). GGUF files have every matrix in the type they
 are named for, the embedding too, and the default model's tokenizer with made-up words behind its own where a shape has
 more. A format that only a peer can write (Q4_K, OpenVINO's) is written by that peer's worker.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _stored(shape: ModelShape, form: str) -> Iterator[np.ndarray]:
 
 
 def _paired(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows for rotation of halves, reordered for rotation of neighbouring pairs, as Llama's GGUF files have them."""
+    """Rows for rotation of halves, reordered for rotation of neighboring pairs, as Llama's GGUF files have them."""
     return rows.reshape(heads, 2, -1, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 

@@ -1,4 +1,4 @@
-"""What `cpu.py` found, held against rivals, limits and aims; as JSON and as one table."""
+"""The results of `cpu.py` against rivals, limits and targets, as JSON and as a table."""
 
 from __future__ import annotations
 

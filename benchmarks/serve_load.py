@@ -45,7 +45,7 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 REFUSALS = frozenset({429, 503})
 KNOWN = ("The capital of France is", "Kubernetes pods are scheduled by the", "Once upon a time", "def fibonacci(n):")
 KNOWN_TOKENS = 24
-REST_SECONDS = 60.0  # for everything to be given back once nobody asks
+REST_SECONDS = 60.0  # until everything is released after the load
 SETTLED = 0.02  # of the pages may still be untouched when memory is first looked at
 MIB = 1 << 20
 
@@ -180,12 +180,12 @@ def _body(dice: random.Random, known: str | None) -> tuple[str, dict[str, Any]]:
     if known is not None:
         body = {"prompt": known, "max_tokens": KNOWN_TOKENS, "temperature": 0, "stream": dice.random() < 0.7}
         return COMPLETIONS, body
-    knobs = {"max_tokens": dice.randrange(1, 40), "stream": dice.random() < 0.9, "temperature": dice.random()}
+    fields = {"max_tokens": dice.randrange(1, 40), "stream": dice.random() < 0.9, "temperature": dice.random()}
     if dice.random() < 0.3:
         words = " ".join(dice.choice(("sun", "moon", "tree", "river", "stone")) for _ in range(dice.randrange(1, 30)))
-        return CHATS, knobs | {"messages": [{"role": "user", "content": words}]}
+        return CHATS, fields | {"messages": [{"role": "user", "content": words}]}
     more: dict[str, Any] = dice.choice(({}, {}, {}, {"logprobs": 5}, {"n": 2}, {"stop": [" the"]}))
-    return COMPLETIONS, knobs | more | {"prompt": dice.choices(range(1000, 40_000), k=dice.randrange(4, 96))}
+    return COMPLETIONS, fields | more | {"prompt": dice.choices(range(1000, 40_000), k=dice.randrange(4, 96))}
 
 
 def _text(answer: dict[str, Any], plain: str, inner: str) -> str:
@@ -243,7 +243,7 @@ def growth(samples: Sequence[Sample], pages: int) -> tuple[float, float]:
 
 
 async def alone(url: str) -> dict[str, str]:
-    """What the known prompts are answered with when nobody else is there."""
+    """The responses to the known prompts without other load."""
     client, right = HttpClient(Address.of(url)), {}
     for prompt in KNOWN:
         body = {"prompt": prompt, "max_tokens": KNOWN_TOKENS, "temperature": 0}

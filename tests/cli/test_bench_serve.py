@@ -12,7 +12,7 @@ import pytest
 
 from headway.base.errors import InvalidInput
 from headway.bench.http_client import Address, HttpClient
-from headway.bench.load import ArrivalPattern, CompletionRequest, LoadResult, RequestResult, run_load, send
+from headway.bench.load import ArrivalPattern, LoadRequest, LoadResult, RequestResult, run_load, send
 from headway.bench.load_report import LatencyStats, LoadReport, busiest_second
 from headway.bench.serve import Workload
 from headway.server.auth import add_key
@@ -195,9 +195,9 @@ def test_connections_are_kept_and_given_up(served: Live) -> None:
     async def talk() -> list[int]:
         client, idle = HttpClient(Address.of(served.url)), []
         for _ in range(3):
-            await send(client, CompletionRequest((1, 2, 3), 2))
+            await send(client, LoadRequest((1, 2, 3), 2))
             idle.append(len(client._idle))
-        async with client.request("POST", "/v1/completions", CompletionRequest((1, 2, 3), 500).body()) as answer:
+        async with client.request("POST", "/v1/completions", LoadRequest((1, 2, 3), 500).body()) as answer:
             async for _ in answer.events():
                 break
         idle.append(len(client._idle))
@@ -211,9 +211,7 @@ def test_connections_are_kept_and_given_up(served: Live) -> None:
 def test_a_concurrency_is_never_passed(served: Live) -> None:
     async def talk() -> LoadResult:
         client = HttpClient(Address.of(served.url))
-        load = await run_load(
-            client, [CompletionRequest((i, 5, 6), 3) for i in range(12)], ArrivalPattern(concurrency=2)
-        )
+        load = await run_load(client, [LoadRequest((i, 5, 6), 3) for i in range(12)], ArrivalPattern(concurrency=2))
         client.close()
         return load
 

@@ -14,7 +14,7 @@ import transformers
 import headway as hw
 from headway.base.errors import InvalidInput
 from headway.bench.models import SHAPES, ModelShape, tensors, write_folder
-from headway.bench.speed import SpeedTest, Summary, Timing, pages_for
+from headway.bench.speed import DecodeTiming, SpeedTest, Summary, pages_for
 from headway.testing import random_model, scripted_engine
 
 Run = Callable[..., CompletedProcess[str]]
@@ -153,4 +153,4 @@ def test_no_run_meets_the_cache() -> None:
 def test_a_summary_has_the_median_and_the_ends() -> None:
     assert Summary.of([3.0, 1.0, 2.0, 9.0]) == Summary(2.5, 1.0, 9.0)
     assert Summary.of([1.0, 2.0, 3.0]).spread == 1.0
-    assert Timing(0.5, 2.0, 10).rate == 5.0
+    assert DecodeTiming(0.5, 2.0, 10).rate == 5.0

@@ -24,7 +24,7 @@ PATH = "/v1/completions"
 
 
 @dataclass(frozen=True)
-class CompletionRequest:
+class LoadRequest:
     """A prompt of token ids, and how many tokens to generate."""
 
     prompt: tuple[int, ...]
@@ -89,7 +89,7 @@ class LoadResult:
     peak: int  # most requests in flight at once
 
 
-async def send(client: HttpClient, request: CompletionRequest) -> RequestResult:
+async def send(client: HttpClient, request: LoadRequest) -> RequestResult:
     """Send one request and read its response to the end."""
     result = RequestResult(time.perf_counter())
     try:
@@ -138,7 +138,7 @@ def error_message(status: int, body: bytes) -> str:
 
 async def run_load(
     client: HttpClient,
-    requests: Sequence[CompletionRequest],
+    requests: Sequence[LoadRequest],
     pattern: ArrivalPattern,
     tick: Callable[[RequestResult], None] = lambda _: None,
 ) -> LoadResult:
@@ -147,7 +147,7 @@ async def run_load(
     rng = random.Random(pattern.seed)
     in_flight = peak = 0
 
-    async def one(request: CompletionRequest) -> RequestResult:
+    async def one(request: LoadRequest) -> RequestResult:
         nonlocal in_flight, peak
         async with slots:
             in_flight += 1

@@ -13,7 +13,7 @@ import h11
 from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput
 from headway.bench.http_client import Address, HttpClient
-from headway.bench.load import ArrivalPattern, CompletionRequest, RequestResult, run_load, send
+from headway.bench.load import ArrivalPattern, LoadRequest, RequestResult, run_load, send
 from headway.bench.load_report import LoadReport
 
 LIMIT = 1 << 20  # of every count
@@ -41,16 +41,16 @@ class Workload:
         """Prompt and generated tokens of the longest possible request."""
         return round(self.prompt * (1 + self.range)) + round(self.tokens * (1 + self.range))
 
-    def draw(self, vocab: int, *, stream: bool, model: str | None) -> list[CompletionRequest]:
+    def draw(self, vocab: int, *, stream: bool, model: str | None) -> list[LoadRequest]:
         """Requests with prompts of random token ids, warmup first; the same seed draws the same requests."""
         rng = random.Random(self.seed)
 
         def length(mean: int) -> int:
             return max(1, rng.randint(round(mean * (1 - self.range)), round(mean * (1 + self.range))))
 
-        def one() -> CompletionRequest:
+        def one() -> LoadRequest:
             prompt = tuple(rng.choices(range(vocab), k=length(self.prompt)))
-            return CompletionRequest(prompt, length(self.tokens), stream, model)
+            return LoadRequest(prompt, length(self.tokens), stream, model)
 
         return [one() for _ in range(self.warmup + self.requests)]
 

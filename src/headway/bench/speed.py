@@ -29,7 +29,7 @@ Stamped = list[tuple[int, float]]  # tokens, and when each arrived
 
 
 @dataclass(frozen=True)
-class Timing:
+class DecodeTiming:
     """One run: seconds until every sequence had its first token, then seconds for `tokens` more in all of them."""
 
     prompt_seconds: float
@@ -71,7 +71,7 @@ class SpeedTest:
         """Random token ids."""
         return self._random.choices(range(self.engine.vocab_size), k=tokens)
 
-    def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> DecodeTiming:
         """All prompts at once, each continued by `tokens`."""
 
         async def one(prompt: Sequence[int]) -> Stamped:
@@ -84,7 +84,7 @@ class SpeedTest:
 
         return _timing(*self.engine.run(everyone))
 
-    def fork(self, prompt: Sequence[int], forks: int, tokens: int) -> Timing:
+    def fork(self, prompt: Sequence[int], forks: int, tokens: int) -> DecodeTiming:
         """One prompt, computed once, and forks of it that each go on by `tokens`."""
 
         async def branches(engine: hw.Engine) -> tuple[float, list[Stamped]]:
@@ -115,11 +115,11 @@ async def _stamped(ctx: hw.Context, tokens: int) -> Stamped:
     return stamped
 
 
-def _timing(began: float, found: list[Stamped]) -> Timing:
+def _timing(began: float, found: list[Stamped]) -> DecodeTiming:
     ready = max(stamped[0][1] for stamped in found)  # every sequence has its first token
     ended = max(stamped[-1][1] for stamped in found)
     after = sum(moment > ready for stamped in found for _, moment in stamped)
-    return Timing(ready - began, ended - ready, after, tuple(token for token, _ in found[0]))
+    return DecodeTiming(ready - began, ended - ready, after, tuple(token for token, _ in found[0]))
 
 
 def pages_for(sequences: int, slots: int, page_size: int = 16) -> int:

@@ -15,7 +15,7 @@ from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput
 from headway.base.machine import read_machine
 from headway.bench.models import FORMATS, SHAPES, find_shape, write_folder
-from headway.bench.speed import SpeedTest, Summary, Timing, measure_startup, pages_for, path_of, step_bytes
+from headway.bench.speed import DecodeTiming, SpeedTest, Summary, measure_startup, pages_for, path_of, step_bytes
 from headway.cli.options import INTEGER, Device, Dtype, EngineOptions, Json, MemoryFraction, Model, Quantize, Threads
 from headway.cli.render import EngineLog, counted, emit_json, fetched, loading, note, show_table, size
 from headway.models.hub.registry import DEFAULT_MODEL
@@ -208,7 +208,7 @@ def _bench_decode(target: BenchModel, work: str, sizes: RunSizes, json: bool) ->
     with _open_engine(target, sizes) as engine:
         test = SpeedTest(engine)
 
-        def once() -> Timing:
+        def once() -> DecodeTiming:
             return test.decode([test.prompt(sizes.prompt) for _ in range(sizes.sequences)], sizes.tokens)
 
         runs = _repeat(sizes.repeat, once)
