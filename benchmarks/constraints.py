@@ -6,12 +6,12 @@
 `alone` walks each grammar with random allowed tokens, from fresh copies: µs per token for mask() + accept(). `first`
 is compiling it once, `copy` is a fork. The claim: under 1,000 µs.
 
-`together` advances the grammars of many rows by one token each, as the thread that overlaps with the device does: µs per
-row for accept() + mask() one by one and batched, and the calling thread's part of the latter.
+`together` advances the grammars of many rows by one token each, as the thread next to the device does: µs per row
+for accept() + mask() one by one and batched, and the calling thread's part of the latter.
 
-`generating` is the default model under the grammar with `rows` concurrent sequences: the constraint's time per token, over
-all calls; the part of it in the thread that overlaps with the device (for masks that leave much open); how long the
-device waited for that thread; and the hidden share, the overlapped time less the wait, of the whole.
+`generating` is the default model under the grammar with `rows` concurrent sequences: the constraint's time per token;
+the part of it in the thread that overlaps with the device (for masks that leave much open); how long the device
+waited for that thread; and the hidden share, the overlapped time less the wait, of the whole.
 """
 
 from __future__ import annotations
