@@ -172,11 +172,11 @@ def test_a_watched_engine_is_not_kept_alive() -> None:
     before = len(engines())
     view = top.TopView()
     engine = scripted_engine(pages=8)
-    view.look()
+    view.refresh()
     watch = next(w for w in view.watches if isinstance(w, top.EngineWatch) and w.engine() is engine)
     del engine
     gc.collect()
-    view.look()
+    view.refresh()
     assert watch.over
     assert len(engines()) == before
     assert "closed" in watch.line()

@@ -563,9 +563,9 @@ def test_mistral_reads_the_forms_in_between():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("[TOOL_CALLS][ARGS]{}", "'A' stands in the list of calls where an object"),
-        ("[TOOL_CALLS] [1]", "'1' stands in the list"),
-        ('[TOOL_CALLS] [{"name": "f", "arguments": {}} 1]', "where a comma or ]"),
+        ("[TOOL_CALLS][ARGS]{}", "'A' in the list of calls should be an object"),
+        ("[TOOL_CALLS] [1]", "'1' in the list"),
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {}} 1]', "should be a comma or ]"),
         ("[TOOL_CALLS]{}", "no name"),
         ("[TOOL_CALLS]f</s>", "has no arguments"),
         ("[TOOL_CALLS]f[TOOL_CALLS]g[ARGS]{}", "has no arguments"),
@@ -680,7 +680,7 @@ def test_a_finished_parser_takes_no_more():
     stream = reply_parser("qwen")
     assert stream.finish() == []
     assert stream.finish() == []
-    with pytest.raises(Closed, match="make a new one"):
+    with pytest.raises(Closed, match="create a new one"):
         stream.feed("a")
 
 
@@ -690,7 +690,9 @@ def test_only_text_can_be_fed():
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones():
-    with pytest.raises(InvalidInput, match="'pig latin'; the known ones are qwen, hermes, llama, mistral, harmony"):
+    with pytest.raises(
+        InvalidInput, match="'pig latin' is not known; it must be one of qwen, hermes, llama, mistral, harmony"
+    ):
         reply_parser("pig latin")
 
 

@@ -200,13 +200,13 @@ def test_a_server_is_watched_until_it_ends(locked: tuple[Server, str], monkeypat
     monkeypatch.setenv("HEADWAY_API_KEY", key)
     watch = ServerWatch(url)
     server.tokens(list(range(20)), 7, key=key)
-    server.until(lambda: watch.look() or watch.stats.tokens >= 26)
+    server.until(lambda: watch.refresh() or watch.stats.tokens >= 26)
     assert watch.line().startswith(f"scripted · float32 · cpu · {url}")
     assert "of 64 pages" in watch.line()
     assert len(watch.seconds) == watch.stats.steps
     server.signal(signal.SIGTERM)
     assert server.end() == 0
-    server.until(lambda: watch.look() or watch.over)
+    server.until(lambda: watch.refresh() or watch.over)
     assert "closed" in watch.line()
 
 
