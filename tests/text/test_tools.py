@@ -200,7 +200,7 @@ def test_functions_that_cannot_be_tools_are_refused():
         with pytest.raises(InvalidInput, match=why):
             tool_schema(function)
     for thing in (3, int, functools.partial(get_weather, "a")):
-        with pytest.raises(WrongType, match="a function with a name"):
+        with pytest.raises(WrongType, match="a named function"):
             tool_schema(thing)  # pyright: ignore[reportArgumentType]
 
 
