@@ -1,4 +1,4 @@
-"""What quantised arithmetic costs in accuracy: a model file as it is against the same numbers in float32.
+"""The accuracy of quantized arithmetic: a model file as it is against the same weights in float32.
 
     python benchmarks/accuracy.py                                     # the default model, Headway alone
     python benchmarks/accuracy.py --peer llama=llama/bin/python       # and llama.cpp on the same file
@@ -59,7 +59,7 @@ def main() -> int:
     _show(data)
     native = about["engines"]["headway"]["runner"].startswith("native")
     if not native:
-        print("FAILED: Headway did not compute on its native step, so nothing was quantised", file=sys.stderr)
+        print("FAILED: Headway did not compute on its native step, so nothing was quantized", file=sys.stderr)
     return 0 if native else 1
 
 
@@ -194,7 +194,7 @@ def _options() -> argparse.Namespace:
     name, _, options.llama = (options.peer or "").partition("=")
     options.llama = options.llama or None
     if options.peer is not None and (name != "llama" or options.llama is None):
-        parser.error(f"--peer is {options.peer!r}; it takes llama=PYTHON")
+        parser.error(f"--peer is {options.peer!r}; it must be llama=PYTHON")
     if options.context < 2 or options.tokens < options.context or options.threads < 1:
         parser.error("--context takes a number from 2, --tokens one from --context, --threads one from 1")
     return options

@@ -113,7 +113,7 @@ def main() -> None:
     options = parser.parse_args()
     for name in ("threads", "megabytes", "tries", "cube"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}; it takes a whole number from 1")
+            parser.error(f"--{name} is {getattr(options, name)}; it must be an integer of at least 1")
     limits = measure(options.threads, options.megabytes, options.tries, options.cube)
     text = json.dumps({"machine": asdict(read_machine()), "limits": asdict(limits)}, indent=2) + "\n"
     print(text, end="") if options.out is None else options.out.write_text(text)

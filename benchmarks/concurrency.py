@@ -77,7 +77,7 @@ class Report:
 
 
 class Work:
-    """Prompts nobody has seen before, and the engine's own ways of computing them."""
+    """New random prompts, and the ways to compute them with the engine."""
 
     def __init__(self, engine: hw.Engine, plan: Plan) -> None:
         self.engine, self.plan, self._random = engine, plan, random.Random(0)
@@ -443,7 +443,7 @@ def _check_twins(work: Work, rivals: dict[str, Callable], report: Report) -> Non
     ours = work.generate(prompts)
     for name, way in rivals.items():
         same = sum(a == b for mine, other in zip(ours, way(prompts)) for a, b in zip(mine, other))
-        note = " (it computes with the file's quantised weights)" if name == "llama.cpp" else ""
+        note = " (it computes with the file's quantized weights)" if name == "llama.cpp" else ""
         report.notes.append(f"{name} gave {same} of {sum(map(len, ours))} greedy tokens as Headway did{note}")
 
 

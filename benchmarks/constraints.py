@@ -1,17 +1,17 @@
-"""What a constraint costs a token, over SmolLM2's 49,152 words, and how much of that the device's work hides.
+"""The cost of a constraint per token with SmolLM2's vocabulary of 49,152, and how much of it overlaps with the device.
 
     python benchmarks/constraints.py              # the default model
     python benchmarks/constraints.py --quick      # a few tokens: does it run?
 
-`alone` walks each grammar with random allowed tokens, from fresh copies: microseconds a token for mask() + accept().
-`first` is compiling it once, `copy` is a fork. The claim: under 1,000 µs.
+`alone` walks each grammar with random allowed tokens, from fresh copies: µs per token for mask() + accept(). `first`
+is compiling it once, `copy` is a fork. The claim: under 1,000 µs.
 
-`together` moves the grammars of many rows on at once, a token each, as the thread beside the device does: microseconds
-a row for accept() + mask() one by one and all at once, and the part of the latter that is the calling thread's own.
+`together` advances the grammars of many rows by one token each, as the thread next to the device does: µs per row
+for accept() + mask() one by one and batched, and the calling thread's part of the latter.
 
-`generating` is the default model under the grammar, `rows` sequences at once: the constraint's own time a token, all
-calls together; the part of it in the thread that works beside the device (where a grammar leaves much open); how long
-the device waited for that thread; and what is hidden, the beside less the wait, as a share of the whole.
+`generating` is the default model under the grammar with `rows` concurrent sequences: the constraint's time per token;
+the part of it in the thread that overlaps with the device (for masks that leave much open); how long the device
+waited for that thread; and the hidden share, the overlapped time less the wait, of the whole.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def measure(grammar: Grammar, tokenizer: Tokenizer, tokens: int) -> tuple[np.nda
 
 
 def moved(name: str, tokenizer: Tokenizer, rows: int, tokens: int) -> dict[str, Any]:
-    """One grammar in so many rows, each with a text of its own: medians of steps taken by turns in either way."""
+    """One grammar in `rows` rows, each with its own text: medians of interleaved steps of both ways."""
     rng, grammars = np.random.default_rng(0), list[Matched]()
     spent: dict[str, list[float]] = defaultdict(list)
     for turn in range(2 * tokens):

@@ -1,4 +1,4 @@
-"""Headway against other engines on this CPU: in alternation, on the same weights, beside what the machine allows.
+"""Headway against other engines on this CPU: interleaved, on the same weights, against the machine's limits.
 
     python benchmarks/cpu.py --peer llama=/venvs/llama/bin/python --peer openvino=/venvs/openvino/bin/python \\
         --peer transformers=python --peer vllm=/venvs/vllm/bin/python --models /tmp/models
@@ -46,7 +46,7 @@ Key = tuple[str, str]  # peer, format
 
 @dataclass
 class Bench:
-    """The run: what is there to run with, and what was found."""
+    """One run: the engines and files it uses, and its results."""
 
     files: Files
     commands: dict[str, Command]
@@ -72,7 +72,7 @@ class Bench:
                 self._guarded(entry, runners)
 
     def _open(self, peer: str, form: str, shape: str, load: dict[str, Any], stack: ExitStack) -> Loaded | None:
-        """A loaded engine; None with a note where there is no such peer, or it cannot."""
+        """A loaded engine; None, with a note, if there is no such peer or it cannot load."""
         if peer not in self.commands:
             return self._note(f"{peer} was not given with --peer")
         try:
@@ -269,7 +269,7 @@ def _options() -> argparse.Namespace:
 def _peer(parser: argparse.ArgumentParser, text: str) -> tuple[str, str]:
     name, _, python = text.partition("=")
     if name not in PEERS:
-        parser.error(f"--peer has {name!r}; it takes {', '.join(PEERS)}, each with its interpreter: NAME=PYTHON")
+        parser.error(f"--peer has {name!r}; it must be NAME=PYTHON with NAME one of {', '.join(PEERS)}")
     found = sys.executable if python in ("", "python") else shutil.which(python)
     if found is None:
         parser.error(f"--peer {name}: there is no interpreter {python!r}")

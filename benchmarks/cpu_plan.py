@@ -109,7 +109,7 @@ QUICK = Sizes(6, 5, (24, 40), (2, 3), 3, 5, 8, 300, 32)
 
 def plan(sizes: Sizes = FULL, small: str = "smol", large: str = "1b") -> list[Entry]:
     """Every comparison, ordered so that entries over the same files stand together."""
-    found = [*_quantised(sizes, small, large), *_floats(sizes, small, large), *_others(sizes, small, large)]
+    found = [*_quantized(sizes, small, large), *_floats(sizes, small, large), *_others(sizes, small, large)]
     forms = list(dict.fromkeys((e.shape, e.form) for e in found))
     return sorted(found, key=lambda e: forms.index((e.shape, e.form)))
 
@@ -121,7 +121,7 @@ def quick() -> list[Entry]:
     return [replace(e, rivals=rivals, share=None, wanted=None) for e, rivals in zip(found, plain)]
 
 
-def _quantised(z: Sizes, small: str, large: str) -> Iterator[Entry]:
+def _quantized(z: Sizes, small: str, large: str) -> Iterator[Entry]:
     decode, long, longer = _works(z)
     for form, other, ahead, share in (("q4_0", "ov-int4", 1.5, 0.65), ("q8_0", "ov-int8", 1.3, 0.75)):
         both = (Rival("llama", form, ahead), Rival("openvino", other, ahead))
@@ -156,7 +156,7 @@ def _floats(z: Sizes, small: str, large: str) -> Iterator[Entry]:
 
 
 def _others(z: Sizes, small: str, large: str) -> Iterator[Entry]:
-    """Formats without a target of their own: llama.cpp's mixed one, and what Headway quantises while loading."""
+    """Formats without a target of their own: llama.cpp's mixed one, and what Headway quantizes while loading."""
     decode, long, _ = _works(z)
     for shape in dict.fromkeys((small, large)):
         for work in (decode, long):

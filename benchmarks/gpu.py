@@ -40,7 +40,7 @@ SECTIONS = ("step", "coded", "decode", "small", "batch", "many", "prompt", "wind
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that was measured, beside what is possible and what was aimed for."""
+    """One measurement, with its limit and its target."""
 
     work: str
     value: float | None  # none where it could not be measured: the note says why
@@ -149,7 +149,7 @@ class Bench:
 
     @contextmanager
     def engine(self, shape: str, sequences: int, slots: int, budget: int | None = None) -> Iterator[hw.Engine]:
-        """An engine with room for so many sequences twice over."""
+        """An engine with twice the pages that these sequences need."""
         pages = 2 * sequences * (2 + slots // 16) + 64
         decoder = self.decoder(shape)
         with hw.Engine(decoder, pages=pages, max_batch_tokens=budget) as engine:

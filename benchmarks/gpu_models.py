@@ -106,7 +106,7 @@ def _seconds(work: Callable[[], object], count: int = 10) -> float:
 
 
 def decode_limit(c: ModelConfig, rows: int, context: int, limits: Limits, width: float = 2.0) -> float:
-    """Seconds a step of so many sequences takes at least: bytes (weights, keys and values) or operations."""
+    """The least seconds of a step with these sequences, by bytes (weights, KV cache) or by operations."""
     weights = c.parameters - (0 if c.tied else c.vocab_size * c.hidden_size)
     read = weights * width + rows * context * c.kv_values_per_token * 2
     operations = 2 * rows * (weights + context * c.kv_values_per_token * c.heads / c.kv_heads)

@@ -85,7 +85,7 @@ def installed() -> bool:
 
 
 def compare(s: Size, requests: int, device: torch.device, dtype: torch.dtype, began: float) -> Iterator[Found]:
-    """Each work's figure as it is found; all is over so many seconds after `began`, by time.perf_counter."""
+    """Each measurement as it completes; the deadline counts from `began`, by time.perf_counter."""
     compiles = device.type == "cuda"
     ends = began + (SECONDS if compiles else PATIENCE)
     with ExitStack() as stack:

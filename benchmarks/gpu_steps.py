@@ -24,7 +24,7 @@ PAGE = 16
 
 
 def decode_batch(rows: int, context: int, mask: Brle | None = None, how: Sampling = Sampling(temperature=0.0)) -> Batch:
-    """One token of each of so many sequences, each with so many slots before it, all of them read."""
+    """A decode batch: one token for each sequence, attending to all slots before it."""
     pages = context // PAGE + 1
     where = np.full(rows, context)
     tables = 1 + np.arange(rows * pages).reshape(rows, pages)
@@ -49,7 +49,7 @@ def decode_batch(rows: int, context: int, mask: Brle | None = None, how: Samplin
 
 
 def runner_for(decoder: Decoder, rows: int, context: int) -> CudaRunner:
-    """A runner with random keys and values in pages for so many sequences."""
+    """A runner with a random KV cache for these sequences."""
     c = decoder.config
     pool = Pool(
         layers=c.layers,

@@ -1,7 +1,7 @@
 """Hierarchical attention: sections see the heading and themselves, the question at the end sees everything.
 
 A section's keys and values then depend on the heading and itself alone, so one can be rewritten (at the same length,
-so that positions stay) without touching the others: the example does it and looks at a neighbour's hidden state.
+so that positions stay) without touching the others: the example does it and looks at a neighbor's hidden state.
 """
 
 from itertools import chain

@@ -1,4 +1,4 @@
-"""Map-reduce: summarise the parts of a text at the same time, then the summaries.
+"""Map-reduce: summarize the parts of a text at the same time, then the summaries.
 
 The map step is one `asyncio.gather`. Every part's chat opens with the same instructions; nobody forks anything, and
 still they are computed once: whoever comes second finds the pages in the prefix cache, or waits for the one who is

@@ -1,7 +1,7 @@
 """Position interpolation with whole position ids: several tokens share an id, so a text takes up fewer positions.
 
 A model's context limit binds position ids, not slots: with two tokens to an id, twice the tokens fit under it.
-It is not free. This model was never trained on repeated ids and reads worse for it, as the table shows; neighbours
+It is not free. This model was never trained on repeated ids and reads worse for it, as the table shows; neighbors
 that share an id can no longer be told apart by position at all. (Interpolation as it is used in training divides
 positions into fractions, which keeps the order; ids are whole numbers here.) Spreading the ids out costs as well.
 """

@@ -1,6 +1,6 @@
 """transformers on a CUDA device as a worker: random weights of a shape, eager or compiled, one by one or batched.
 
-The loops are the plainest there are, in its favour: greedy, without `generate`'s own costs, and no token is read back
+The loops are the plainest there are, in its favor: greedy, without `generate`'s own costs, and no token is read back
 before the last one of a run.
 """
 

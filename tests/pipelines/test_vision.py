@@ -396,7 +396,7 @@ def test_options_are_checked() -> None:
             ({"max_pixels": True}, "max_pixels is True"),
             ({"timeout": 3}, "'timeout' is no option of this task"),
         ]:
-            with pytest.raises(InvalidInput, match=words):
+            with pytest.raises((InvalidInput, hw.WrongType), match=words):
                 mine(senses.pictures(1)[0], **given)
     model = senses.enliven(transformers.ViTModel(transformers.ViTConfig(**senses.VISION)))
     with hw.pipeline("image-feature-extraction", model, image_processor=senses.square("ViT"), device="cpu") as mine:

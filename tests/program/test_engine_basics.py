@@ -175,7 +175,6 @@ def test_info_says_what_was_loaded(engine: hw.Engine) -> None:
     assert (info.dtype, info.device, info.threads, info.path) == ("float32", "cpu", 2, None)
     assert info.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
     assert engine.vocab_size == V
-    assert "masks" in engine.capabilities
 
 
 def test_a_model_without_a_tokenizer_takes_ids_and_refuses_text(engine: hw.Engine) -> None:
@@ -220,19 +219,19 @@ def test_narrow_dtypes_compute_about_the_same(
         ({"device": ""}, hw.InvalidInput, "''.*cpu"),
         ({"device": None}, hw.InvalidInput, "None.*cpu"),
         ({"device": 7}, hw.InvalidInput, "7.*cpu"),
-        ({"threads": 0}, hw.InvalidInput, "threads is 0.*1 to 1024"),
+        ({"threads": 0}, hw.InvalidInput, r"threads is 0.*\[1, 1024\]"),
         ({"threads": -1}, hw.InvalidInput, "threads is -1"),
         ({"threads": 1025}, hw.InvalidInput, "1025"),
-        ({"threads": 2.0}, hw.InvalidInput, r"2\.0"),
-        ({"threads": True}, hw.InvalidInput, "True"),
-        ({"pages": 0}, hw.InvalidInput, "pages is 0.*from 1"),
+        ({"threads": 2.0}, hw.WrongType, r"2\.0"),
+        ({"threads": True}, hw.WrongType, "True"),
+        ({"pages": 0}, hw.InvalidInput, "pages is 0.*at least 1"),
         ({"pages": -3}, hw.InvalidInput, "-3"),
-        ({"pages": 1.5}, hw.InvalidInput, r"1\.5"),
+        ({"pages": 1.5}, hw.WrongType, r"1\.5"),
         ({"pages": 1 << 40}, hw.OutOfPages, "MiB are free; at most"),
-        ({"page_size": 0}, hw.InvalidInput, "page_size is 0.*1 to 1024"),
+        ({"page_size": 0}, hw.InvalidInput, r"page_size is 0.*\[1, 1024\]"),
         ({"page_size": -16}, hw.InvalidInput, "-16"),
         ({"page_size": 4096}, hw.InvalidInput, "4096"),
-        ({"page_size": "16"}, hw.InvalidInput, "'16'"),
+        ({"page_size": "16"}, hw.WrongType, "'16'"),
         ({"max_batch_tokens": 0}, hw.InvalidInput, "max_batch_tokens is 0"),
         ({"max_batch_tokens": -1}, hw.InvalidInput, "-1"),
         ({"max_batch_tokens": 1 << 30}, hw.InvalidInput, "1048576"),
@@ -335,7 +334,7 @@ def test_a_prompt_that_can_never_fit_the_pages_is_refused_with_numbers(engine: h
 
 def test_a_bad_seed_is_refused(engine: hw.Engine) -> None:
     for seed in (-1, 1 << 64, 1.0, True):
-        with pytest.raises(hw.InvalidInput, match="seed"):
+        with pytest.raises((hw.InvalidInput, hw.WrongType), match="seed"):
             engine.context(seed=seed)  # type: ignore[arg-type]
 
 

@@ -18,7 +18,7 @@ import pytest
 
 import headway as hw
 from headway.program.chat.reply import ToolResult
-from headway.text.parse import Content, Reasoning, ToolCall, ToolCallArguments, ToolCallEnd, ToolCallStart
+from headway.text.replies import Content, Reasoning, ToolCall, ToolCallArguments, ToolCallEnd, ToolCallStart
 from support.speaker import TEMPLATES, Stage, speaking_folder
 
 
@@ -280,12 +280,12 @@ def test_a_fork_and_a_snapshot_keep_the_tools(staged: Make) -> None:
 
 
 def test_the_command_line_shows_reasoning_apart(staged: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    from headway.cli.chat import Session
+    from headway.cli.chat import ChatSession
     from headway.cli.options import Decoding
 
     stage = staged("qwen.jinja")
     decoding = Decoding(64, 0.0, None, None, None, None, None, (), 0)
-    session = Session(stage.engine, "speaker", decoding, "Be brief.", as_json=False)
+    session = ChatSession(stage.engine, "speaker", decoding, "Be brief.", as_json=False)
     for _ in range(2):  # the second turn has to drop the first one's reasoning
         stage.say("<think>\nhm…\n</think>\n\nYes. ☀️", end="<|im_end|>")
         session.turn("Well?")
@@ -545,7 +545,7 @@ def test_a_call_that_cannot_be_read_ends_the_reply(staged: Make) -> None:
         reply = ctx.chat("Go.", tools=[add])
         await reply.text()
         assert (reply.finish, reply.calls) == ("bad_call", [])
-        assert "stands where a value" in reply.bad[0].why
+        assert "is where a value" in reply.bad[0].why
 
     run(stage, program)
 

@@ -26,7 +26,7 @@ from headway.base.rng import uniform
 from headway.kv.allocator import Clear, Edit
 from headway.runtime.decode import Decode
 from headway.runtime.scheduler.plan import StepPlan
-from headway.testing import _mix
+from headway.testing import _hash
 from support.overlapping import DecodingRunner, OverlappingRunner
 from support.run_ahead import abandoned, alike, by_hand, ends, run_ahead, steered
 from support.scripted import QUIET, V, opened, result, seen
@@ -76,7 +76,7 @@ class Twin:
         """The token that must come."""
         found = result(self.tokens, self.rows)
         if said.seed is not None:
-            found = _mix(found, int(uniform(said.seed, len(self.tokens) - 1) * (1 << 53)))
+            found = _hash(found, int(uniform(said.seed, len(self.tokens) - 1) * (1 << 53)))
         return found % V
 
 

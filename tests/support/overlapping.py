@@ -16,7 +16,7 @@ from headway.base.samplers import NO_TOKEN, UNDECIDED
 from headway.kv.allocator import Edit
 from headway.runtime.batch import Batch, DecodeRows, Segment
 from headway.runtime.runners.base import SegmentResult, StepResult
-from headway.testing import _mix, _sum
+from headway.testing import _hash, _sum
 from support.scripted import Sticking
 
 
@@ -81,11 +81,11 @@ class DecodingRunner(Sticking):
         for start, stop in ((0, slot + 1),) if mask is None else mask.intervals():
             seen[start:stop] = True
         page, offset = pages[slot // size], slot % size
-        first = self._page(page)[0, offset] = _mix(token * 3 + 1, position)
+        first = self._page(page)[0, offset] = _hash(token * 3 + 1, position)
         self._page(page)[1, offset] = 0
         self.check_clean(pages, slot)
-        second = self._page(page)[1, offset] = _mix(int(first), _sum(self._all(0, pages), slots, seen))
-        value = self._value(rows.readouts[i], _mix(int(second), _sum(self._all(1, pages), slots, seen)), position)
+        second = self._page(page)[1, offset] = _hash(int(first), _sum(self._all(0, pages), slots, seen))
+        value = self._value(rows.readouts[i], _hash(int(second), _sum(self._all(1, pages), slots, seen)), position)
         assert isinstance(value, int)
         return value
 

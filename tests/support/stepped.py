@@ -13,7 +13,7 @@ import headway as hw
 from headway.kv.table import PageTable
 from headway.runtime.job import Delivery
 from headway.runtime.outcome import wake_all
-from headway.testing import _mix, _sum, stepping
+from headway.testing import _hash, _sum, stepping
 from support.overlapping import DecodingRunner
 from support.scripted import check_pages, known_jobs
 
@@ -108,8 +108,8 @@ def _check_table(runner: DecodingRunner, table: PageTable) -> None:
         if mask is not None:
             attend[i, : i + 1] = mask.to_bool()
     slots = np.arange(table.length)
-    first = np.array([_mix(t * 3 + 1, p) for t, p in zip(table.tokens, table.positions, strict=True)], np.uint64)
-    second = np.array([_mix(int(a), _sum(first, slots, m)) for a, m in zip(first, attend, strict=True)], np.uint64)
+    first = np.array([_hash(t * 3 + 1, p) for t, p in zip(table.tokens, table.positions, strict=True)], np.uint64)
+    second = np.array([_hash(int(a), _sum(first, slots, m)) for a, m in zip(first, attend, strict=True)], np.uint64)
     for part, expected in ((0, first), (1, second)):
         found = runner._all(part, [p or 0 for p in table.pages])[: table.length] if table.pages else expected
         assert found.tolist() == expected.tolist(), f"slots of a table differ from its log: {found != expected}"

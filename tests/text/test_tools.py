@@ -191,16 +191,16 @@ def test_functions_that_cannot_be_tools_are_refused():
 
     for function, why in (
         (bare, "'city' of bare has no annotation; write its type, as in city: str"),
-        (many, "cannot be passed by its name"),
-        (named, "cannot be passed by its name"),
-        (only, "cannot be passed by its name"),
+        (many, "cannot be passed by name"),
+        (named, "cannot be passed by name"),
+        (only, "cannot be passed by name"),
         (described, "describes \\['town'\\]"),
         (lambda: None, "needs a name"),
     ):
         with pytest.raises(InvalidInput, match=why):
             tool_schema(function)
     for thing in (3, int, functools.partial(get_weather, "a")):
-        with pytest.raises(WrongType, match="a function with a name"):
+        with pytest.raises(WrongType, match="a named function"):
             tool_schema(thing)  # pyright: ignore[reportArgumentType]
 
 

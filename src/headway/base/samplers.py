@@ -1,19 +1,18 @@
-"""What people say about choosing a token: sampler values, checked when they are made.
+"""Sampler specs: how to choose a token. They are checked when created.
 
-`Argmax`, `Multinomial`, `TopK`, `TopP`, `MinP`, `TopKTopP` and `Typical` are short names for common cases; `Sampling`
-has every knob, and `resolve` turns any of them into it. Nothing here draws: that is `kernels/reference/sampling`.
+`Argmax`, `Multinomial`, `TopK`, `TopP`, `MinP`, `TopKTopP` and `Typical` are short forms of `Sampling`, which has every
+parameter; `resolve` converts them to it. Nothing here draws: that is `kernels/reference/sampling`.
 """
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from headway.base.brle import integer, whole
-from headway.base.errors import InvalidInput, InvalidToken, WrongType
+from headway.base.checks import as_integer, check_integer, check_number, check_token_id
+from headway.base.errors import InvalidInput, WrongType
+from headway.base.text import short_repr
 
 SEEDS = 1 << 64
 
@@ -22,18 +21,18 @@ NO_TOKEN, UNDECIDED = -1, -2  # in the place of a sampled token: its logits are 
 
 @dataclass(frozen=True)
 class Argmax:
-    """The likeliest token; the lowest id among equals."""
+    """The likeliest token; ties go to the lowest id."""
 
 
 @dataclass(frozen=True)
 class Multinomial:
-    """Any token, with its probability at this temperature."""
+    """Any token, by its probability at this temperature."""
 
     temperature: float = 1.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(self)
+        _set_checked(self)
 
 
 @dataclass(frozen=True)
@@ -45,19 +44,19 @@ class TopK:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(self, k=_count(self.k))
+        _set_checked(self, k=_count(self.k))
 
 
 @dataclass(frozen=True)
 class TopP:
-    """One of the fewest tokens whose probabilities reach `p`."""
+    """One of the smallest set of tokens whose probabilities reach `p`."""
 
     p: float
     temperature: float = 1.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(self, p=_share(self.p, "p"))
+        _set_checked(self, p=_share(self.p, "p"))
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,12 @@ class MinP:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(self, p=_ratio(self.p, "p"))
+        _set_checked(self, p=_ratio(self.p, "p"))
 
 
 @dataclass(frozen=True)
 class TopKTopP:
-    """Of the `k` likeliest tokens, one of the fewest that reach `p` of their probability."""
+    """Of the `k` likeliest tokens, one of the smallest set that reaches `p` of their probability."""
 
     k: int
     p: float
@@ -82,27 +81,27 @@ class TopKTopP:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(self, k=_count(self.k), p=_share(self.p, "p"))
+        _set_checked(self, k=_count(self.k), p=_share(self.p, "p"))
 
 
 @dataclass(frozen=True)
 class Typical:
-    """One of the tokens whose surprise is nearest the entropy, the fewest that reach `p`."""
+    """One of the tokens whose surprise is nearest the entropy, the smallest set that reaches `p`."""
 
     p: float
     temperature: float = 1.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(self, p=_share(self.p, "p"))
+        _set_checked(self, p=_share(self.p, "p"))
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Every knob at once. The defaults leave each one off; `temperature=0` is argmax.
+    """Every sampling parameter. The defaults turn each one off; `temperature=0` is argmax.
 
-    They apply in the order: logit mask, `logit_bias`, penalties (repetition, then presence and frequency), temperature,
-    `top_k`, `top_p`, `min_p`, `typical_p`; each filter works on the renormalised rest.
+    Order: logit mask, `logit_bias`, penalties (repetition, then presence and frequency), temperature, `top_k`,
+    `top_p`, `min_p`, `typical_p`; each filter works on the renormalized rest.
     """
 
     temperature: float = 1.0
@@ -117,26 +116,26 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(
+        _set_checked(
             self,
             top_k=_off_or_count(self.top_k),
             top_p=_share(self.top_p, "top_p"),
             min_p=_ratio(self.min_p, "min_p"),
             typical_p=_share(self.typical_p, "typical_p"),
             repetition_penalty=_positive(self.repetition_penalty, "repetition_penalty"),
-            presence_penalty=real(self.presence_penalty, "presence_penalty"),
-            frequency_penalty=real(self.frequency_penalty, "frequency_penalty"),
+            presence_penalty=check_number(self.presence_penalty, "presence_penalty"),
+            frequency_penalty=check_number(self.frequency_penalty, "frequency_penalty"),
             logit_bias=_bias(self.logit_bias),
         )
 
     @property
     def bias(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as it is kept: (id, bias) pairs in id order."""
+        """`logit_bias` as (id, bias) pairs in id order."""
         assert isinstance(self.logit_bias, tuple)
         return self.logit_bias
 
     @property
-    def penalises(self) -> bool:
+    def penalizes(self) -> bool:
         """Whether any penalty is on, so that the tokens seen so far matter."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
@@ -145,7 +144,7 @@ Sampler: TypeAlias = Argmax | Multinomial | TopK | TopP | MinP | TopKTopP | Typi
 
 
 def resolve(sampler: Sampler) -> Sampling:
-    """The same choice in the one form that has every knob."""
+    """Any sampler as a `Sampling`."""
     match sampler:
         case Sampling():
             return sampler
@@ -164,74 +163,52 @@ def resolve(sampler: Sampler) -> Sampling:
         case Typical(p, temperature, seed):
             return Sampling(temperature, typical_p=p, seed=seed)
     name = sampler.__name__ if isinstance(sampler, type) else None
-    hint = f"{name}() with its values in the brackets" if name else "one of Argmax(), TopP(0.9), Sampling(...)"
-    raise WrongType(f"{sampler!r} is not a sampler; expected {hint}")
+    hint = f"an instance, {name}(...)" if name else "one of Argmax(), TopP(0.9), Sampling(...)"
+    raise WrongType(f"{short_repr(sampler)} is not a sampler; use {hint}")
 
 
-def real(value: Any, name: str) -> float:
-    """`value` as a finite Python float; booleans, text and NaN are refused."""
-    if type(value) is float and math.isfinite(value):
-        return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise WrongType(f"{name} is {value!r} of type {type(value).__name__}; expected a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise InvalidInput(f"{name} is {value}; it must be a finite number")
-    return number
-
-
-def token_id(value: Any, name: str) -> int:
-    """`value` as a token id that some vocabulary may have."""
-    if (number := integer(value, name)) < 0:
-        raise InvalidToken(f"{name} is {number}; token ids are at least 0")
-    return number
-
-
-def _settle(sampler: Any, **fields: Any) -> None:
-    """Writes the checked values, and temperature and seed, into a frozen sampler."""
+def _set_checked(sampler: Any, **fields: Any) -> None:
+    """Write the checked values, and temperature and seed, into a frozen sampler."""
     fields["temperature"] = _temperature(sampler.temperature)
-    fields["seed"] = None if sampler.seed is None else whole(sampler.seed, "seed", below=SEEDS)
+    fields["seed"] = None if sampler.seed is None else check_integer(sampler.seed, "seed", high=SEEDS - 1)
     for name, value in fields.items():
         object.__setattr__(sampler, name, value)
 
 
 def _temperature(value: Any) -> float:
-    number = real(value, "temperature")
+    number = check_number(value, "temperature")
     if number < 0:
         raise InvalidInput(f"temperature is {number}; it must be at least 0 (0 is argmax, 1 leaves the model as it is)")
     return number
 
 
 def _count(value: Any) -> int:
-    if (number := integer(value, "k")) < 1:
-        raise InvalidInput(f"k is {number}; it must be at least 1 (Multinomial() keeps every token)")
+    if (number := as_integer(value, "k")) < 1:
+        raise InvalidInput(f"k is {number}; it must be an integer of at least 1 (Multinomial() keeps every token)")
     return number
 
 
 def _off_or_count(value: Any) -> int:
-    if (number := integer(value, "top_k")) < 0:
-        raise InvalidInput(f"top_k is {number}; it must be at least 0 (0 turns it off)")
+    if (number := as_integer(value, "top_k")) < 0:
+        raise InvalidInput(f"top_k is {number}; it must be an integer of at least 0 (0 turns it off)")
     return number
 
 
 def _share(value: Any, name: str) -> float:
-    if not 0 < (number := real(value, name)) <= 1:
+    if not 0 < (number := check_number(value, name)) <= 1:
         raise InvalidInput(f"{name} is {number}; it must be above 0 and at most 1 (1 keeps every token)")
     return number
 
 
 def _ratio(value: Any, name: str) -> float:
-    if not 0 <= (number := real(value, name)) <= 1:
-        raise InvalidInput(f"{name} is {number}; it must be in 0 … 1 (0 keeps every token)")
+    if not 0 <= (number := check_number(value, name)) <= 1:
+        raise InvalidInput(f"{name} is {number}; it must be in [0, 1] (0 keeps every token)")
     return number
 
 
 def _positive(value: Any, name: str) -> float:
-    if (number := real(value, name)) <= 0:
-        raise InvalidInput(f"{name} is {number}; it must be above 0 (1 turns it off, more discourages repeats)")
+    if (number := check_number(value, name)) <= 0:
+        raise InvalidInput(f"{name} is {number}; it must be above 0 (1 turns it off, higher values discourage repeats)")
     return number
 
 
@@ -240,15 +217,15 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
     if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
-        raise WrongType(f"logit_bias is {value!r}; expected a mapping from token id to a number")
+        raise WrongType(f"logit_bias is {value!r}; it must be a mapping from token id to number")
     pairs = {}
     for pair in value.items() if isinstance(value, Mapping) else value:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise WrongType(
-                f"logit_bias has {pair!r}; expected a mapping from token id to a number, or (id, number) pairs"
+                f"logit_bias has {pair!r}; it must be a mapping from token id to number, or (id, number) pairs"
             )
-        token = token_id(pair[0], "a token id in logit_bias")
+        token = check_token_id(pair[0], "a token id in logit_bias")
         if token in pairs:
-            raise InvalidInput(f"logit_bias names token {token} twice; give each token one number")
-        pairs[token] = real(pair[1], f"logit_bias of token {token}")
+            raise InvalidInput(f"logit_bias has token {token} twice; give each token one number")
+        pairs[token] = check_number(pair[1], f"logit_bias of token {token}")
     return tuple(sorted(pairs.items()))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import numpy as np
 
-from headway.base.brle import whole
+from headway.base.checks import check_integer
 from headway.base.errors import (
     Closed,
     ContextBusy,
@@ -248,7 +248,7 @@ class Context:
         attention_mask: Mask | None = None,
         adapter: object = None,
         speculate: object = None,
-        penalise_prompt: bool = True,
+        penalize_prompt: bool = True,
     ) -> Generation:
         """Many passes: an async iterator of steps; `await gen.text()` collects. Adds the cue after a chat verb.
 
@@ -262,7 +262,7 @@ class Context:
 
         Stops add to the model's own end tokens, unless `stop_only`; end tokens and stop ids cannot come before the
         minimum. `constrain` is a `Grammar` or an object with `mask`, `accept` and `rollback`. The repetition penalty
-        counts the prompt too, unless `penalise_prompt=False`.
+        counts the prompt too, unless `penalize_prompt=False`.
 
         With `num_beams` or `num_return_sequences` the result is `Generations`: several sequences on shared pages, of
         which the first, the best of the beams, continues in this context. Draws without beams have seeds made of this
@@ -284,11 +284,11 @@ class Context:
             num_return_sequences=num_return_sequences,
             max_length=max_length,
             min_length=min_length,
-            max_new_tokens=None if max_tokens is None else whole(max_tokens, "max_tokens", low=1),
-            min_new_tokens=None if min_tokens is None else whole(min_tokens, "min_tokens"),
+            max_new_tokens=None if max_tokens is None else check_integer(max_tokens, "max_tokens", low=1),
+            min_new_tokens=None if min_tokens is None else check_integer(min_tokens, "min_tokens"),
         )
         request = Request(
-            listed_stops(stop), stop_only, constrain, probe, attention_mask, adapter, speculate, penalise_prompt
+            listed_stops(stop), stop_only, constrain, probe, attention_mask, adapter, speculate, penalize_prompt
         )
         several = num_beams is not None or num_return_sequences is not None
         with self._all_or_nothing():

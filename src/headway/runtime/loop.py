@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from headway.base.errors import Closed, HeadwayError, OutOfPages, PassFailed, TokenBudgetExceeded
 from headway.base.events import StepEvent
-from headway.base.log import note
+from headway.base.log import log_event
 from headway.base.samplers import UNDECIDED
 from headway.kv.allocator import Allocator, Edit
 from headway.kv.table import PageTable
@@ -401,7 +401,9 @@ class Loop:
             if dropped is not None and dropped.plan is not plan:
                 self._scheduler.drop(dropped.plan, plan)
         if plan.decode_jobs:
-            note("a step failed; its decode rows are computed again as passes", rows=plan.batch.rows, why=str(error))
+            log_event(
+                "a step failed; its decode rows are computed again as passes", rows=plan.batch.rows, why=str(error)
+            )
         failure, alone = step_error(error), len(plan.chunks) == 1 and not plan.decode_jobs
         segments = [failure if alone else self._compute_alone(job, chunk, failure) for job, chunk in plan.chunks]
         return StepResult([UNDECIDED] * len(plan.decode_jobs), segments)

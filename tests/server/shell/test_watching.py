@@ -200,13 +200,13 @@ def test_a_server_is_watched_until_it_ends(locked: tuple[Server, str], monkeypat
     monkeypatch.setenv("HEADWAY_API_KEY", key)
     watch = ServerWatch(url)
     server.tokens(list(range(20)), 7, key=key)
-    server.until(lambda: watch.look() or watch.stats.tokens >= 26)
+    server.until(lambda: watch.refresh() or watch.stats.tokens >= 26)
     assert watch.line().startswith(f"scripted · float32 · cpu · {url}")
     assert "of 64 pages" in watch.line()
     assert len(watch.seconds) == watch.stats.steps
     server.signal(signal.SIGTERM)
     assert server.end() == 0
-    server.until(lambda: watch.look() or watch.over)
+    server.until(lambda: watch.refresh() or watch.over)
     assert "closed" in watch.line()
 
 
@@ -252,7 +252,7 @@ def test_a_key_is_printed_once_and_kept_as_a_hash(tmp_path: Path) -> None:
         (("--keys", "/nowhere/keys.json"), "no key file"),
         (("--limit", "max_everything=1"), "max_queue_requests"),
         (("--limit", "max_n=0"), "above 0"),
-        (("--limit", "max_n=many"), "whole number"),
+        (("--limit", "max_n=many"), "an integer"),
         (("--host", "0.0.0.0"), "--allowed-host"),
         (("--host", "256.1.1.1"), "cannot listen"),
         (("--port", "70000"), "65535"),

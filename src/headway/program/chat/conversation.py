@@ -9,8 +9,8 @@ from typing import Any
 
 from headway.base.errors import TemplateError, Unsupported
 from headway.program.ids import common
-from headway.text.chat import ChatTemplate
-from headway.text.forms import described
+from headway.text.templates.chat_template import ChatTemplate
+from headway.text.templates.messages import describe_tools
 from headway.text.tokenizer import Tokenizer
 
 STAND_IN = "headway"  # an assistant text, for finding what the template puts behind one
@@ -131,7 +131,7 @@ class Chat:
         if self.template is None:
             raise Unsupported("this model has no chat template; write the prompt with ctx.fill")
         if talk.described and talk.tools:
-            messages = described(messages, talk.tools)
+            messages = describe_tools(messages, talk.tools)
         hidden = [_hide(m, self._hiding, self._names) for m in messages]
         tools = None if not talk.tools or talk.described else _hide(talk.tools, self._hiding, self._names)
         return self.template.render(hidden, add_generation_prompt=prompt, tools=tools)

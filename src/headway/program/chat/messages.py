@@ -11,12 +11,12 @@ from headway.base.errors import Closed, ContextBusy, InvalidInput, Unsupported, 
 from headway.program.chat.conversation import Conversation
 from headway.program.chat.reader import Reader
 from headway.program.ids import common
-from headway.text.forms import assistant_message
-from headway.text.parse import FORMATS, detect
+from headway.text.replies import FORMATS, detect_format
+from headway.text.templates.messages import assistant_message
 
 if TYPE_CHECKING:
     from headway.program.context import Context
-    from headway.text.chat import ChatTemplate
+    from headway.text.templates.chat_template import ChatTemplate
 
 Messages = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
@@ -107,13 +107,13 @@ def as_messages(said: Messages) -> tuple[Mapping[str, Any], ...]:
 
 def reply_format(template: ChatTemplate | None, asked: str | None = None) -> str | None:
     """The format of a model's replies when it has no tools; None when they are content alone, or in an unknown form."""
-    return _checked(asked) or detect(_source(template, with_tools=False))
+    return _checked(asked) or detect_format(_source(template, with_tools=False))
 
 
 def tool_format(template: ChatTemplate | None, asked: str | None = None) -> tuple[str, bool]:
     """The format for calls of tools, and whether tools must be described in the system message."""
     source = _source(template, with_tools=True)
-    found = _checked(asked) or detect(source)
+    found = _checked(asked) or detect_format(source)
     if "tools" in source and found is not None:
         return found, False
     if asked == "hermes":

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from headway.base.brle import whole
+from headway.base.checks import check_integer, check_number
 from headway.base.errors import ContextLengthExceeded, InvalidInput, WrongType
 from headway.base.probes import Logits
 from headway.base.rng import LIMIT, fresh_seed
-from headway.base.samplers import real
 from headway.program.generation.beam_choices import Continuation, Draws, Rules, Search
 from headway.program.generation.parameters import BEAMS
 from headway.program.ids import token_ids
@@ -68,13 +67,13 @@ async def beam_search(
     stops = frozenset(token_ids(stop_ids, context.engine.vocab_size, "stop_ids"))
     rules = Rules(
         beams=_beams(num_beams),
-        max_tokens=whole(max_tokens, "max_tokens", low=1),
-        length_penalty=real(length_penalty, "length_penalty"),
+        max_tokens=check_integer(max_tokens, "max_tokens", low=1),
+        length_penalty=check_number(length_penalty, "length_penalty"),
         early_stopping=_early(early_stopping),
         returned=_returned(num_return_sequences, num_beams),
-        min_tokens=whole(min_tokens, "min_tokens"),
+        min_tokens=check_integer(min_tokens, "min_tokens"),
         repetition_penalty=_above_0(repetition_penalty, "repetition_penalty"),
-        ngram=whole(no_repeat_ngram_size, "no_repeat_ngram_size"),
+        ngram=check_integer(no_repeat_ngram_size, "no_repeat_ngram_size"),
         eos=_ends(context.engine.vocab_size, [*own, *sorted(stops)]),
         stops=stops.difference(own),
         draws=_draws(context, do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
@@ -171,13 +170,13 @@ class _Crowd:
 
 
 def _beams(value: Any) -> int:
-    if whole(value, "num_beams", low=1, below=BEAMS + 1) == 1:
+    if check_integer(value, "num_beams", low=1, high=BEAMS) == 1:
         raise InvalidInput("num_beams is 1; beam search takes 2 or more, and ctx.generate(...) is the search with one")
     return int(value)
 
 
 def _returned(value: Any, beams: int) -> int:
-    number = whole(value, "num_return_sequences", low=1)
+    number = check_integer(value, "num_return_sequences", low=1)
     if number > beams:
         raise InvalidInput(f"num_return_sequences is {number}; with num_beams={beams} it is at most {beams}")
     return number
@@ -192,7 +191,7 @@ def _early(value: Any) -> bool | Literal["never"]:
 
 
 def _above_0(value: Any, name: str) -> float:
-    if (number := real(value, name)) <= 0:
+    if (number := check_number(value, name)) <= 0:
         raise InvalidInput(f"{name} is {number}; it must be above 0 (1 leaves scores as they are)")
     return number
 
@@ -212,15 +211,15 @@ def _draws(context: Context, do_sample: bool, **knobs: Any) -> Draws | None:
             raise InvalidInput(f"{', '.join(unused)} has no meaning without sampling; give do_sample=True, or leave it")
         return None
     temperature, top_k, top_p, seed = (knobs[name] for name in ("temperature", "top_k", "top_p", "seed"))
-    share = 1.0 if top_p is None else real(top_p, "top_p")
+    share = 1.0 if top_p is None else check_number(top_p, "top_p")
     if not 0 < share <= 1:
         raise InvalidInput(f"top_p is {share}; it must be above 0 and at most 1 (1 keeps every token)")
     own = seed if seed is not None else context.seed
     return Draws(
         temperature=1.0 if temperature is None else _above_0(temperature, "temperature"),
-        top_k=0 if top_k is None else whole(top_k, "top_k"),
+        top_k=0 if top_k is None else check_integer(top_k, "top_k"),
         top_p=share,
-        seed=fresh_seed() if own is None else whole(own, "seed", below=LIMIT),
+        seed=fresh_seed() if own is None else check_integer(own, "seed", high=LIMIT - 1),
     )
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
-from headway.base.brle import whole
+from headway.base.checks import check_integer, check_number, check_token_id
 from headway.base.errors import BadModelFile, InvalidInput, Unsupported, WrongType
-from headway.base.samplers import Sampling, real, token_id
-from headway.text.chat import read_json
+from headway.base.files import read_json
+from headway.base.samplers import Sampling
 
 FILE = "generation_config.json"
 TOKENS = {"eos_token_id": "eos_ids", "bos_token_id": "bos_id", "pad_token_id": "pad_id"}  # names in the file, and ours
@@ -192,38 +192,38 @@ def _early(value: Any, name: str) -> bool | Literal["never"]:
 
 
 def _above_0(value: Any, name: str) -> float:
-    if (number := real(value, name)) <= 0:
+    if (number := check_number(value, name)) <= 0:
         raise InvalidInput(f"{name} is {number}; it must be above 0 (1 turns it off)")
     return number
 
 
 def _count(value: Any, name: str) -> int:
-    return whole(value, name, low=1)
+    return check_integer(value, name, low=1)
 
 
 def _ids(value: Any, name: str) -> tuple[int, ...]:
-    return tuple(token_id(v, name) for v in (value if isinstance(value, list | tuple) else [value]))
+    return tuple(check_token_id(v, name) for v in (value if isinstance(value, list | tuple) else [value]))
 
 
 CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     "do_sample": _flag,
-    "temperature": real,
-    "top_k": whole,
-    "top_p": real,
-    "min_p": real,
-    "typical_p": real,
+    "temperature": check_number,
+    "top_k": check_integer,
+    "top_p": check_number,
+    "min_p": check_number,
+    "typical_p": check_number,
     "repetition_penalty": _above_0,
-    "no_repeat_ngram_size": whole,
+    "no_repeat_ngram_size": check_integer,
     "num_beams": _count,
-    "length_penalty": real,
+    "length_penalty": check_number,
     "early_stopping": _early,
     "num_return_sequences": _count,
     "max_length": _count,
     "max_new_tokens": _count,
-    "min_length": whole,
-    "min_new_tokens": whole,
+    "min_length": check_integer,
+    "min_new_tokens": check_integer,
     "eos_ids": _ids,
-    "bos_id": token_id,
-    "pad_id": token_id,
+    "bos_id": check_token_id,
+    "pad_id": check_token_id,
 }
 NAMES = frozenset(f.name for f in fields(GenerationDefaults)) - {"unknown"}

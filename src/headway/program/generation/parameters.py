@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
-from headway.base.brle import whole
+from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.masks import Mask
 from headway.base.probes import Probe
@@ -51,7 +51,7 @@ class Options(TypedDict, total=False):
     attention_mask: Mask | None
     adapter: object
     speculate: object
-    penalise_prompt: bool
+    penalize_prompt: bool
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def settle(
     base = file() if sampler is None else GenerationDefaults()
     chosen = _over(base, said)
     what = _drawing(chosen, said) if sampler is None else _turned(resolve(sampler), said)
-    beams = whole(chosen.num_beams or 1, "num_beams", low=1, below=BEAMS + 1)
+    beams = check_integer(chosen.num_beams or 1, "num_beams", low=1, high=BEAMS)
     limit = chosen.max_tokens(prompt)
     if limit is None:
         limit = MAX_TOKENS if beams == 1 else min(MAX_TOKENS, max(room, 1))

@@ -43,11 +43,11 @@ class Request:
     attention_mask: Mask | None
     adapter: Any
     speculate: Any
-    penalise_prompt: bool = True
+    penalize_prompt: bool = True
 
     def options(self) -> dict[str, Any]:
         """What a generation takes as it is."""
-        names = ("stop", "stop_only", "probe", "attention_mask", "adapter", "speculate", "penalise_prompt")
+        names = ("stop", "stop_only", "probe", "attention_mask", "adapter", "speculate", "penalize_prompt")
         return {name: getattr(self, name) for name in names}
 
 
@@ -265,7 +265,7 @@ def _check_request(parameters: Parameters, request: Request) -> None:
     strings = [stop for stop in request.stop if isinstance(stop, str)]
     found = {"constrain": request.constrain, "probe": request.probe, "speculate": request.speculate}
     found["stop strings"] = strings or None
-    found["penalise_prompt=False"] = None if request.penalise_prompt else False
+    found["penalize_prompt=False"] = None if request.penalize_prompt else False
     for name, value in found.items():
         if value is not None:
             hint = "; token ids can stop beams" if name == "stop strings" else ""

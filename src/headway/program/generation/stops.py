@@ -42,7 +42,7 @@ class StopText:
     """The text of the tokens pushed so far: what was given out, what is certain and not given out yet, what is held."""
 
     def __init__(self, engine: Engine, stops: tuple[str, ...]) -> None:
-        if stops and engine.tokenizer.pieces.kind == "opaque":
+        if stops and engine.tokenizer.decoding.kind == "opaque":
             raise Unsupported("this tokenizer decodes only whole sequences, so no stop string can be looked for")
         self._engine, self._stops = engine, stops
         self._stream = engine.stream() if engine.has_tokenizer else None

@@ -39,7 +39,7 @@ class TorchRunner:
         return 0 if self.profiler.enabled else DECODE_LIMIT
 
     def samples(self, how: Sampling) -> bool:
-        return not how.penalises
+        return not how.penalizes
 
     @torch.inference_mode()
     def edit(self, edits: Sequence[Edit]) -> None:

@@ -143,7 +143,7 @@ class NativeRunner:
         return 0 if self.profiler.enabled else DECODE_LIMIT
 
     def samples(self, how: Sampling) -> bool:
-        return not how.penalises  # everything that needs no history
+        return not how.penalizes  # everything that needs no history
 
     @torch.inference_mode()
     def edit(self, edits: Sequence[Edit]) -> None:
