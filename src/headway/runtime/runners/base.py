@@ -12,12 +12,12 @@ from torch import Tensor
 from headway.base.errors import HeadwayError
 from headway.base.samplers import Sampling
 from headway.kv.pool import Pool
-from headway.models.decoder import Decoder, Step
-from headway.models.quantized.cpu import PackedDecoder
+from headway.models.decoder import Decoder, DecoderInput
+from headway.models.quantized.cpu import QuantizedDecoder
 from headway.runtime.batch import Batch, Rows
 from headway.runtime.passes import Followed
 from headway.runtime.profile import Profiler
-from headway.runtime.readout import SLAB, Reader, make_taps
+from headway.runtime.readout import SLAB, Reader, make_hooks
 from headway.runtime.runners.attention_groups import plan
 
 TILE = 16  # rows of every product in deterministic mode
@@ -93,21 +93,21 @@ class TorchRunner:
     def execute(self, batch: Batch) -> list[SegmentResult]:
         """Apply the edits, run the model over the rows, read what was asked."""
         self.pool.apply(batch.edits)
-        taps = make_taps(batch, self.decoder, self.page_size)
+        hooks = make_hooks(batch, self.decoder, self.page_size)
         step = self._step(batch) if len(batch.tokens) else None
         self.profiler.begin(len(batch.write_rows))
         x = None
         if step is not None:
-            x = self.decoder.forward(step, (self.pool.keys, self.pool.values), taps, self.profiler.mark, self.tile)
-        values = self.reader.read(batch, x, taps, self.profiler.mark)
+            x = self.decoder.forward(step, (self.pool.keys, self.pool.values), hooks, self.profiler.mark, self.tile)
+        values = self.reader.read(batch, x, hooks, self.profiler.mark)
         self.profiler.end(step_bytes(self.decoder, batch, self.page_size))
         return segment_results(batch, x, values)
 
-    def _step(self, batch: Batch) -> Step:
+    def _step(self, batch: Batch) -> DecoderInput:
         """The batch's arrays on the device."""
         device = self.decoder.device
         whole = len(batch.write_rows) == len(batch.tokens)
-        return Step(
+        return DecoderInput(
             tokens=torch.from_numpy(batch.tokens).to(device),
             positions=torch.from_numpy(batch.positions).to(device),
             write_rows=None if whole else torch.from_numpy(batch.write_rows).to(device),
@@ -129,7 +129,7 @@ def segment_results(batch: Batch, x: Tensor | None, values: Mapping[tuple[int, i
     return results
 
 
-def step_bytes(decoder: Decoder | PackedDecoder, batch: Batch, page_size: int) -> dict[str, int]:
+def step_bytes(decoder: Decoder | QuantizedDecoder, batch: Batch, page_size: int) -> dict[str, int]:
     """Bytes each phase of this step had to move, by arithmetic."""
     config, width = decoder.config, decoder.dtype.itemsize
     slot = config.kv_values_per_token * width

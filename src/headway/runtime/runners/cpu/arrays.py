@@ -44,19 +44,19 @@ class Ints:
 
 
 class StepArrays:
-    """Fills one `library.Step` over and over. Owned by the runner, used by the worker thread alone."""
+    """Fills one `library.StepStruct` over and over. Owned by the runner, used by the worker thread alone."""
 
     def __init__(self, windows: Sequence[int | None], page_size: int) -> None:
         self.windows, self.page_size = windows, page_size
-        self.step = library.Step()
+        self.step = library.StepStruct()
         self._ints = Ints()
         self._runs_at = (ctypes.c_void_p * len(windows))()
         self._runs = (ctypes.c_void_p * len(windows))()
         self.step.mask_sets = len(windows)
         self.step.runs_at, self.step.runs = ctypes.addressof(self._runs_at), ctypes.addressof(self._runs)
 
-    def fill(self, batch: Batch) -> library.Step:
-        """The batch's rows, pages and masks; taps, reads and outputs are the caller's to set."""
+    def fill(self, batch: Batch) -> library.StepStruct:
+        """The batch's rows, pages and masks; hooks, reads and outputs are the caller's to set."""
         put, step, segments = self._ints.put, self.step, batch.segments
         self._ints.clear()
         rows = len(batch.tokens)
@@ -70,10 +70,10 @@ class StepArrays:
         for i, window in enumerate(self.windows):
             at, pairs = runs(segments, window, self.page_size)
             self._runs_at[i], self._runs[i] = put(at), put(pairs)
-        step.taps = step.query_taps = step.reads = 0
+        step.hidden_count = step.query_count = step.reads = 0
         return step
 
-    def fill_rows(self, rows: Rows) -> library.Step:
+    def fill_rows(self, rows: Rows) -> library.StepStruct:
         """The same for rows that go on by themselves; each is read."""
         put, step, count = self._ints.put, self.step, len(rows)
         self._ints.clear()
@@ -87,7 +87,7 @@ class StepArrays:
         for i, window in enumerate(self.windows):
             at, pairs = row_runs(rows, window)
             self._runs_at[i], self._runs[i] = put(at), put(pairs)
-        step.taps = step.query_taps = 0
+        step.hidden_count = step.query_count = 0
         step.reads, step.read_rows = count, put(range(count))
         return step
 

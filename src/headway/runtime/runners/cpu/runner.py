@@ -19,18 +19,18 @@ from headway.base.rng import uniforms
 from headway.base.samplers import Sampling
 from headway.kernels.native import library
 from headway.kernels.native import sampling as drawing
-from headway.kernels.native.library import Team, check
-from headway.kernels.native.matmul import float_rows, matrix
+from headway.kernels.native.library import ThreadPool, check
+from headway.kernels.native.matmul import float_rows, matrix_struct
 from headway.kernels.reference.attention import scores
 from headway.kernels.reference.norm import rms_norm
-from headway.kernels.reference.sampling import Draw
+from headway.kernels.reference.sampling import RowSampler
 from headway.kv.pool import Pool
-from headway.models.decoder import Taps
-from headway.models.quantized.cpu import MATRICES, PackedDecoder, PackedLayer
+from headway.models.decoder import Hooks
+from headway.models.quantized.cpu import MATRICES, QuantizedDecoder, QuantizedLayer
 from headway.runtime.batch import Batch, Rows, Segment
 from headway.runtime.passes import BEFORE, Followed, Readout
 from headway.runtime.profile import PHASES, Profiler
-from headway.runtime.readout import SLAB, Reader, make_taps, not_a_number, plainly_greedy
+from headway.runtime.readout import SLAB, Reader, make_hooks, not_a_number, plainly_greedy
 from headway.runtime.runners.base import NO_TOKEN, SegmentResult, segment_results, step_bytes
 from headway.runtime.runners.cpu.arrays import StepArrays
 
@@ -40,16 +40,16 @@ MOST_ROWS = 256
 class NativeModel:
     """The packed weights, bound to the pages, as the reader and the runner use them."""
 
-    def __init__(self, decoder: PackedDecoder, pool: Pool, page_size: int, team: Team) -> None:
-        self.decoder, self.pool, self.team, self.config = decoder, pool, team, decoder.config
+    def __init__(self, decoder: QuantizedDecoder, pool: Pool, page_size: int, thread_pool: ThreadPool) -> None:
+        self.decoder, self.pool, self.thread_pool, self.config = decoder, pool, thread_pool, decoder.config
         self.device, self.dtype = decoder.device, decoder.dtype
         self.windows = tuple(dict.fromkeys(decoder.config.windows))
         self._struct = self._bind(page_size)
 
-    def _bind(self, page_size: int) -> library.Model:
+    def _bind(self, page_size: int) -> library.ModelStruct:
         d, c = self.decoder, self.config
         d.check()
-        self._layers = (library.Layer * c.layers)(
+        self._layers = (library.LayerStruct * c.layers)(
             *(self._layer(layer, self.windows.index(c.windows[i])) for i, layer in enumerate(d.layers))
         )
         kv = self.pool.raw
@@ -59,7 +59,7 @@ class NativeModel:
         inner = page_size * c.head_dim
         assert self.pool.keys.stride()[2:] == (1, inner, page_size), "keys do not lie as the native step wants"
         assert self.pool.values.stride()[2:] == (c.head_dim, inner, 1), "values do not lie as the native step wants"
-        return library.Model(
+        return library.ModelStruct(
             layers=c.layers,
             hidden=c.hidden_size,
             inner=c.intermediate_size,
@@ -75,16 +75,16 @@ class NativeModel:
             inv_freq=d.inv_freq.data_ptr(),
             final_norm=d.final_norm.data_ptr(),
             layer=self._layers,
-            embedding=matrix(d.embedding),
-            output=matrix(d.output),
+            embedding=matrix_struct(d.embedding),
+            output=matrix_struct(d.output),
             kv=kv.data_ptr(),
             kv_pages=kv.shape[2],
         )
 
     @staticmethod
-    def _layer(layer: PackedLayer, mask_set: int) -> library.Layer:
-        parts = {name: matrix(getattr(layer, name)) for name in MATRICES}
-        return library.Layer(
+    def _layer(layer: QuantizedLayer, mask_set: int) -> library.LayerStruct:
+        parts = {name: matrix_struct(getattr(layer, name)) for name in MATRICES}
+        return library.LayerStruct(
             **parts,
             norm_in=layer.input_norm.data_ptr(),
             norm_mlp=layer.mlp_norm.data_ptr(),
@@ -93,8 +93,8 @@ class NativeModel:
             mask_set=mask_set,
         )
 
-    def run(self, step: library.Step) -> None:
-        check(self.team.calls.hw_run(self.team.handle, self._struct, step))
+    def run(self, step: library.StepStruct) -> None:
+        check(self.thread_pool.calls.hw_forward(self.thread_pool.handle, self._struct, step))
 
     # -- what the reader asks for ----------------------------------------------------------------------------------
 
@@ -105,10 +105,10 @@ class NativeModel:
     def logits(self, x: Tensor, tile: int | None) -> Tensor:
         """Logits [R, V] of residual rows [R, E]."""
         w = self.decoder.output
-        y = torch.empty(len(x), w.wide)
+        y = torch.empty(len(x), w.padded_n)
         x = float_rows(x, w.k)
-        call = self.team.calls.hw_head
-        check(call(self.team.handle, self._struct, x.data_ptr(), len(x), 1, y.data_ptr(), w.wide))
+        call = self.thread_pool.calls.hw_logits
+        check(call(self.thread_pool.handle, self._struct, x.data_ptr(), len(x), 1, y.data_ptr(), w.padded_n))
         return y[:, : w.n]
 
     def best(self, logits: Tensor) -> tuple[list[bool], list[int] | None]:
@@ -117,21 +117,23 @@ class NativeModel:
         assert logits.stride(1) == 1
         rows, vocab = logits.shape
         best, bad = np.empty(rows, np.int64), np.empty(rows, np.uint8)
-        handle, stride = self.team.handle, logits.stride(0)
-        call = self.team.calls.hw_choose
+        handle, stride = self.thread_pool.handle, logits.stride(0)
+        call = self.thread_pool.calls.hw_argmax
         check(call(handle, logits.data_ptr(), rows, vocab, stride, best.ctypes.data, bad.ctypes.data))
         return bad.astype(bool).tolist(), best.tolist()
 
-    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    def sample(self, logits: Tensor, samplers: Sequence[RowSampler]) -> list[int]:
         """The token drawn at each row."""
-        return drawing.choose(self.team, logits, draws)
+        return drawing.sample(self.thread_pool, logits, samplers)
 
 
 class NativeRunner:
     """Runs batches on the native step."""
 
-    def __init__(self, decoder: PackedDecoder, pool: Pool, page_size: int, *, team: Team, profiler: Profiler) -> None:
-        self.model = NativeModel(decoder, pool, page_size, team)
+    def __init__(
+        self, decoder: QuantizedDecoder, pool: Pool, page_size: int, *, thread_pool: ThreadPool, profiler: Profiler
+    ) -> None:
+        self.model = NativeModel(decoder, pool, page_size, thread_pool)
         self.decoder, self.pool, self.page_size, self.profiler = decoder, pool, page_size, profiler
         self.reader = Reader(self.model, None)
         self._arrays = StepArrays(self.model.windows, page_size)
@@ -147,9 +149,9 @@ class NativeRunner:
         if len(batch.tokens) and len(asked) <= SLAB and all(_at_once(s) for s in batch.segments):
             x, values = self._read_at_once(batch, asked)
         else:
-            taps = make_taps(batch, self.model, self.page_size)
-            x = self._forward(batch, taps) if len(batch.tokens) else None
-            values = self.reader.read(batch, x, taps, self.profiler.mark)
+            hooks = make_hooks(batch, self.model, self.page_size)
+            x = self._forward(batch, hooks) if len(batch.tokens) else None
+            values = self.reader.read(batch, x, hooks, self.profiler.mark)
         if self.profiler.measuring:
             sizes = step_bytes(self.decoder, batch, self.page_size)
             sizes["rope"] += sizes.pop("kv write")  # keys and values go to their pages as they are turned
@@ -178,13 +180,13 @@ class NativeRunner:
         self._run(step)
         return NativeRows(self.model, rows, self._logits[:count, : self.decoder.output.n], best.tolist(), bad)
 
-    def _room_for(self, step: library.Step, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def _room_for(self, step: library.StepStruct, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Where the step puts the logits of rows it reads, the likeliest token of each, and whether it has a NaN."""
         w = self.decoder.output
         if len(self._logits) < count:
-            self._logits = torch.empty(count, w.wide)
+            self._logits = torch.empty(count, w.padded_n)
         best, bad = np.empty(count, np.int64), np.empty(count, np.uint8)
-        step.logits, step.logits_stride = self._logits.data_ptr(), w.wide
+        step.logits, step.logits_stride = self._logits.data_ptr(), w.padded_n
         step.best, step.bad = best.ctypes.data, bad.ctypes.data
         return best, bad
 
@@ -201,7 +203,7 @@ class NativeRunner:
             values[segment, index] = not_a_number() if wrong else token
         return x, values
 
-    def _run(self, step: library.Step) -> Tensor:
+    def _run(self, step: library.StepStruct) -> Tensor:
         # Not torch.empty, which lets another thread have the interpreter: the device would wait for what that runs.
         out = torch.from_numpy(np.empty((step.rows, self.model.config.hidden_size), np.float32))
         phases = np.zeros(len(PHASES)) if self.profiler.measuring else None
@@ -211,28 +213,28 @@ class NativeRunner:
             self.profiler.add(dict(zip(PHASES, phases.tolist(), strict=True)), _calls(self.model.config.layers))
         return out
 
-    def _forward(self, batch: Batch, taps: Taps) -> Tensor:
+    def _forward(self, batch: Batch, hooks: Hooks) -> Tensor:
         c, step, put = self.model.config, self._arrays.fill(batch), self._arrays.put
-        hidden = [(l, int(r)) for l, found in taps.hidden.items() for r in found]
-        queries = [(l, int(g.rows[0, 0])) for l, found in taps.scores.items() for g in found]
+        hidden = [(l, int(r)) for l, found in hooks.hidden.items() for r in found]
+        queries = [(l, int(g.rows[0, 0])) for l, found in hooks.scores.items() for g in found]
         hidden_out = torch.empty(len(hidden), c.hidden_size)
         query_out = torch.empty(len(queries), c.heads, c.head_dim)
-        step.taps, step.query_taps = len(hidden), len(queries)
-        step.tap_layers, step.tap_rows = put([l for l, _ in hidden]), put([r for _, r in hidden])
+        step.hidden_count, step.query_count = len(hidden), len(queries)
+        step.hidden_layers, step.hidden_rows = put([l for l, _ in hidden]), put([r for _, r in hidden])
         step.query_layers, step.query_rows = put([l for l, _ in queries]), put([r for _, r in queries])
         step.hidden_out, step.query_out = hidden_out.data_ptr(), query_out.data_ptr()
         out = self._run(step)
-        self._tapped(taps, hidden_out, query_out)
+        self._tapped(hooks, hidden_out, query_out)
         return out
 
-    def _tapped(self, taps: Taps, hidden: Tensor, queries: Tensor) -> None:
+    def _tapped(self, hooks: Hooks, hidden: Tensor, queries: Tensor) -> None:
         at = 0
-        for l, rows in taps.hidden.items():
-            taps.hidden_found[l] = hidden[at : at + len(rows)]
+        for l, rows in hooks.hidden.items():
+            hooks.hidden_out[l] = hidden[at : at + len(rows)]
             at += len(rows)
         at = 0
-        for l, groups in taps.scores.items():
-            found = taps.scores_found[l] = []
+        for l, groups in hooks.scores.items():
+            found = hooks.scores_out[l] = []
             for group in groups:
                 alone = replace(group, rows=torch.zeros_like(group.rows))
                 found.append(scores(queries[at : at + 1], self.pool.keys[l], alone, 1.0))
@@ -257,13 +259,13 @@ class NativeRows:
             try:
                 mask = masks[i]
                 allowed = None if mask is None else torch.from_numpy(mask.result())
-                draws.append((i, Draw(_sampling(rows.readouts[i]), uniform=numbers[i], allowed=allowed)))
+                draws.append((i, RowSampler(_sampling(rows.readouts[i]), uniform=numbers[i], allowed=allowed)))
             except HeadwayError as error:  # there is no mask for this row; the others go on
                 found[i] = error
         if draws:
             which = [i for i, _ in draws]
             logits = self._logits if len(which) == len(rows) else self._logits[which]
-            for i, token in zip(which, self._model.choose(logits, [draw for _, draw in draws]), strict=True):
+            for i, token in zip(which, self._model.sample(logits, [draw for _, draw in draws]), strict=True):
                 found[i] = token
         for i in self._bad:
             found[i] = NO_TOKEN

@@ -17,7 +17,7 @@ from torch import Tensor
 from headway.base.probes import Ranking
 from headway.base.samplers import Sampling
 from headway.kernels.triton.sampling import NO_TOKEN, UNDECIDED
-from headway.models.decoder import Taps
+from headway.models.decoder import Hooks
 from headway.runtime.batch import Batch, Rows, reads_final_state
 from headway.runtime.passes import BEFORE, Readout
 from headway.runtime.readout import Ask, Reader, not_a_number
@@ -67,18 +67,18 @@ class CudaReader:
         model.drawn = self._draws.tokens
         self._landing = [Landing(MOST, model.device) for _ in range(2)]  # of rows that go on by themselves, in turn
 
-    def begin(self, batch: Batch, x: Tensor | None, mark: Mark, taps: Taps | None = None) -> Callable[[], Values]:
+    def begin(self, batch: Batch, x: Tensor | None, mark: Mark, hooks: Hooks | None = None) -> Callable[[], Values]:
         """Set the device to work on what is read; what comes back waits for it and gives values by segment and readout.
 
-        x [T, E] is the residual before the final norm; None when T is 0. `taps` has what was looked at on the way.
+        x [T, E] is the residual before the final norm; None when T is 0. `hooks` has what was looked at on the way.
         """
         asked = [(s, index, row, r) for s, segment in enumerate(batch.segments) for index, row, r in segment.readouts]
-        if taps is not None:
-            return self._looking(asked, x, batch, mark, taps)
+        if hooks is not None:
+            return self._looking(asked, x, batch, mark, hooks)
         return self._reading(asked, x, batch, mark)
 
     def _looking(
-        self, asked: list[_Asked], x: Tensor | None, batch: Batch, mark: Mark, taps: Taps
+        self, asked: list[_Asked], x: Tensor | None, batch: Batch, mark: Mark, hooks: Hooks
     ) -> Callable[[], Values]:
         """What is read of the final state, and what was looked at on the way."""
         final = [a for a in asked if reads_final_state(a[3].what)]
@@ -88,7 +88,7 @@ class CudaReader:
             values = read()
             for s, index, row, r in asked:
                 if not reads_final_state(r.what):
-                    values[s, index] = self._slow.look(Ask(s, index, row, r), batch, taps)
+                    values[s, index] = self._slow.look(Ask(s, index, row, r), batch, hooks)
             return values
 
         return finish

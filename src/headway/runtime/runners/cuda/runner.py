@@ -26,11 +26,11 @@ from headway.base.errors import HeadwayError, PassFailed
 from headway.base.samplers import Sampling
 from headway.kernels.triton.attention import chunk_items
 from headway.kv.pool import Pool
-from headway.models.decoder import Decoder, Taps
+from headway.models.decoder import Decoder, Hooks
 from headway.runtime.batch import Batch, Rows, reads_final_state
 from headway.runtime.passes import Followed
 from headway.runtime.profile import Profiler
-from headway.runtime.readout import make_taps
+from headway.runtime.readout import make_hooks
 from headway.runtime.runners.base import SegmentResult, step_bytes
 from headway.runtime.runners.cuda.arrays import Numbers, StepInts, Upload, even
 from headway.runtime.runners.cuda.graphs import SIZES, Graphs, padded
@@ -115,11 +115,11 @@ class CudaRunner:
         if batch.edits:
             self.pool.apply(batch.edits)
         inside = any(not reads_final_state(r.what) for s in batch.segments for _, _, r in s.readouts)
-        taps = make_taps(batch, self.model, self.page_size) if inside else None
+        hooks = make_hooks(batch, self.model, self.page_size) if inside else None
         self.profiler.begin(len(batch.write_rows))
-        x = self._forward(batch, taps) if len(batch.tokens) else None
+        x = self._forward(batch, hooks) if len(batch.tokens) else None
         kept = None if x is None else _kept(batch, x)
-        read = self._reader.begin(batch, x, self.profiler.mark, taps)
+        read = self._reader.begin(batch, x, self.profiler.mark, hooks)
         return lambda: self._finish(batch, read(), kept)
 
     def _finish(self, batch: Batch, values: Values, kept: list[Tensor | None] | None) -> list[SegmentResult]:
@@ -135,13 +135,13 @@ class CudaRunner:
         """The graphs so far, in the order in which they were first needed: a step's own, its head, its samplers."""
         return [graph for graph in self._graphs.graphs.values() if graph is not None]
 
-    def _forward(self, batch: Batch, taps: Taps | None = None) -> Tensor:
+    def _forward(self, batch: Batch, hooks: Hooks | None = None) -> Tensor:
         numbers, count = self._layout.read(batch), len(batch.tokens)
         size = padded(count)
         rows = even(count if size is None else size)
         large = size is None or self._layout.size(numbers, rows) > GRAPH_INTS
-        if large or taps is not None or self.profiler.measuring:
-            return self._by_hand(batch, numbers, rows, taps)
+        if large or hooks is not None or self.profiler.measuring:
+            return self._by_hand(batch, numbers, rows, hooks)
         assert size is not None
         self._fixed.wait()
         self._fixed.send(self._layout.fill(self._fixed.host, batch, numbers, rows))
@@ -153,7 +153,7 @@ class CudaRunner:
         self._graphs.run(("step", size), lambda: self.model.run(step, room, _unmarked))
         return room.x[:size]
 
-    def _by_hand(self, batch: Batch, numbers: Numbers, rows: int, taps: Taps | None) -> Tensor:
+    def _by_hand(self, batch: Batch, numbers: Numbers, rows: int, hooks: Hooks | None) -> Tensor:
         """Rows of any number: long segments on the matrix units, the others one by one."""
         count = len(batch.tokens)
         items = chunk_items(
@@ -177,7 +177,7 @@ class CudaRunner:
             count,
             singles=device[behind:needed],
             items=device[used : used + len(items)].view(-1, 2) if items else None,
-            taps=taps,
+            hooks=hooks,
         )
         if self._free_room is None or self._free_room.rows < count:
             self._free_room = None  # the old one goes before the new one comes
