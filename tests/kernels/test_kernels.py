@@ -26,7 +26,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# -- norm, products, activation ------------------------------------------------------------------------------------
+# -- norm, matmul, activation ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (5, 64), (3, 4, 10)])
@@ -46,7 +46,7 @@ def test_rms_norm_works_in_float32_inside_and_keeps_the_dtype() -> None:
     assert_close(result.float(), rms_norm(x.float(), torch.ones(64), 1e-6), tolerance=1e-3)
 
 
-def test_linear_is_a_product_with_the_transposed_weight_plus_bias() -> None:
+def test_linear_is_a_matmul_with_the_transposed_weight_plus_bias() -> None:
     x, weight, bias = randn(5, 7), randn(3, 7, seed=1), randn(3, seed=2)
     expected = np.einsum("rk,nk->rn", x.numpy(), weight.numpy())
     assert_close(linear(x, weight), expected, tolerance=1e-6)

@@ -98,7 +98,7 @@ def floats(dtype: torch.dtype) -> Build:
     return build
 
 
-def quantised(how: Callable[[Tensor, Tensor | None], QuantizedMatrix]) -> Build:
+def quantized(how: Callable[[Tensor, Tensor | None], QuantizedMatrix]) -> Build:
     def build(n: int, k: int, generator: torch.Generator) -> QuantizedMatrix:
         return how(torch.randn(n, k, generator=generator), torch.randn(n, generator=generator) if n % 2 else None)
 
@@ -110,8 +110,8 @@ FORMATS: dict[str, Build] = {
     "f32": floats(torch.float32),
     "f16": floats(torch.float16),
     "bf16": floats(torch.bfloat16),
-    "int8": quantised(quantize_int8),
-    "int4": quantised(quantize_int4),
+    "int8": quantized(quantize_int8),
+    "int4": quantized(quantize_int4),
     "k": k_scales,
     **{f"4 bits, {g}": grouped(4, g, HALF, False, 8) for g in (32, 64, 128)},
     **{f"4 bits, {g}, minimum": grouped(4, g, HALF, True, 0) for g in (32, 64, 128)},
@@ -151,13 +151,13 @@ def assert_matmul(y: Tensor, x: Tensor, w: QuantizedMatrix) -> None:
     assert worst < 4e-6, f"{w.label}, {w.n} x {w.k}, {len(x)} rows: {worst:.2e} of the largest sum"
 
 
-# -- products ------------------------------------------------------------------------------------------------------
+# -- matmul ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(n=sizes, k=sizes, rows=counts, seed=seeds, threads=st.sampled_from((1, 2, 3)))
 @few
-def test_a_product_is_that_of_the_reference(
+def test_a_matmul_is_that_of_the_reference(
     thread_pool: Callable[[int], ThreadPool], *, name: str, n: int, k: int, rows: int, seed: int, threads: int
 ) -> None:
     w = FORMATS[name](n, k, generator(seed))
@@ -197,7 +197,7 @@ def test_any_number_of_threads_gives_the_same_bits(
 
 
 def test_teams_of_their_own_compute_side_by_side(thread_pool: Callable[[int], ThreadPool]) -> None:
-    """Working memory belongs to a thread_pool: a wide product between two narrow ones leaves nothing behind."""
+    """Working memory belongs to a thread_pool: a wide matmul between two narrow ones leaves nothing behind."""
     one, other = thread_pool(2), thread_pool(3)
     narrow, wide = FORMATS["4 bits, 32"](20, 64, generator(1)), FORMATS["8 bits, 32"](50, 190, generator(2))
     x, wider = inputs(2, 64, 1), inputs(100, 190, 2)
@@ -207,7 +207,7 @@ def test_teams_of_their_own_compute_side_by_side(thread_pool: Callable[[int], Th
     assert torch.equal(linear(one, x, narrow), first)
 
 
-def test_a_product_of_no_rows_is_empty(thread_pool: Callable[[int], ThreadPool]) -> None:
+def test_a_matmul_of_no_rows_is_empty(thread_pool: Callable[[int], ThreadPool]) -> None:
     assert linear(thread_pool(1), torch.empty(0, 40), FORMATS["f32"](7, 40, generator(0))).shape == (0, 7)
 
 

@@ -17,7 +17,7 @@ from headway.kernels.native.library import ISAS, ThreadPool, open_library, use_i
 from headway.kernels.reference.sampling import NO_TOKEN, RowSampler, sample, sampling_distribution
 
 pytestmark = pytest.mark.skipif(open_library().calls is None, reason=open_library().missing or "-")
-NEAR = 1e-9  # of a step of the running probability: there another order of sums may choose the neighbour
+NEAR = 1e-9  # of a step of the running probability: there another order of sums may choose the neighbor
 
 
 @pytest.fixture(params=ISAS)
@@ -111,7 +111,7 @@ def test_frequencies_over_a_whole_vocabulary_are_its_probabilities(thread_pool: 
     assert tokens.sum() == tokens[ids.numpy()].sum()
 
 
-def test_a_row_with_a_nan_has_no_token_and_its_neighbours_have_theirs(thread_pool: ThreadPool) -> None:
+def test_a_row_with_a_nan_has_no_token_and_its_neighbors_have_theirs(thread_pool: ThreadPool) -> None:
     rows = torch.zeros(3, 50)
     rows[1, 49] = float("nan")
     rows[2, 7] = 30.0

@@ -1,4 +1,4 @@
-"""Packed weights: what goes in comes out, quantising errs within its step, and rows are coded as the formats say."""
+"""Quantized weights: values survive, quantizing errs within its step, and rows are quantized as the formats say."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_bias_is_kept_in_float32_and_added() -> None:
         torch.testing.assert_close(linear_reference(x, w), plain + bias.half().float())
 
 
-# -- quantising ----------------------------------------------------------------------------------------------------
+# -- quantizing ----------------------------------------------------------------------------------------------------
 
 
 @given(n=sizes, k=sizes, seed=seeds, size=st.sampled_from((1e-30, 1e-3, 1.0, 1e4, 1e30)))
@@ -141,7 +141,7 @@ def test_int4_refuses_what_its_float16_scales_cannot_hold() -> None:
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
-def coded_by_hand(row: np.ndarray) -> np.ndarray:
+def quantized_by_hand(row: np.ndarray) -> np.ndarray:
     """One group: the nearest of 255 steps, in float32 as the formats do it."""
     most = np.float32(np.abs(row).max())
     if not np.isfinite(row).all():
@@ -156,15 +156,15 @@ odd = st.sampled_from((0.0, 1e-36, 9e-37, 1e-45, -1e-40, 3e38, float("inf"), flo
 
 @given(row=st.lists(st.one_of(st.floats(width=32), st.floats(-2, 2, width=32), odd), min_size=1, max_size=80))
 @settings(quick, max_examples=150)
-def test_rows_are_coded_group_by_group_or_whole(row: list[float]) -> None:
+def test_rows_are_quantized_group_by_group_or_whole(row: list[float]) -> None:
     x = np.array(row, dtype=np.float32)
-    groups = [coded_by_hand(x[i : i + 32]) for i in range(0, len(x), 32)]
+    groups = [quantized_by_hand(x[i : i + 32]) for i in range(0, len(x), 32)]
     np.testing.assert_array_equal(quantize_rows(torch.from_numpy(x[None]), "groups")[0].numpy(), np.concatenate(groups))
-    np.testing.assert_array_equal(quantize_rows(torch.from_numpy(x[None]), "row")[0].numpy(), coded_by_hand(x))
+    np.testing.assert_array_equal(quantize_rows(torch.from_numpy(x[None]), "row")[0].numpy(), quantized_by_hand(x))
     assert quantize_rows(torch.from_numpy(x), None).data_ptr() == x.ctypes.data  # floats are taken as they are
 
 
-def test_the_reference_is_the_product_of_coded_rows_and_plain_weights() -> None:
+def test_the_reference_is_the_matmul_of_quantized_rows_and_plain_weights() -> None:
     weight, x, bias = randn(21, 70), randn(5, 70, 1), randn(1, 21, 2)[0]
     for w in (interleave_floats(weight, bias), quantize_int8(weight, bias), quantize_int4(weight, bias)):
         exact = quantize_rows(x, w.row_quantization).double() @ dequantize(w).double().T + bias

@@ -317,7 +317,7 @@ def test_infinite_logits_are_certain_and_equal():
     assert entropy(row).item() == pytest.approx(math.log(2))
 
 
-def test_minus_infinity_is_never_drawn_unless_all_are():
+def test_minus_infinity_is_never_sampled_unless_all_are():
     row = torch.tensor([-math.inf, 1.0, -math.inf, 1.0])
     assert sampling_distribution(row, Sampling(top_k=3))[0].tolist() == [1, 3]
     dead = torch.full((1, 4), -math.inf)

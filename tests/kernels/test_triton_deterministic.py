@@ -33,7 +33,7 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Te
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(5, 16), (48, 84), (97, 256)] + [(1000, 4096)] * (DEVICE == "cuda"))
-def test_a_product_is_that_of_torch_and_its_bits_those_of_the_row_alone(n: int, k: int, dtype: torch.dtype) -> None:
+def test_a_matmul_is_that_of_torch_and_its_bits_those_of_the_row_alone(n: int, k: int, dtype: torch.dtype) -> None:
     x, w, bias = draw(130, k, seed=0, dtype=dtype), draw(n, k, seed=1, dtype=dtype), draw(n, seed=2, dtype=dtype)
     among = torch.full((130, n), float("nan"), device=DEVICE, dtype=torch.float32)
     exact.matmul(x, w, among, bias=bias)

@@ -1,4 +1,4 @@
-"""The fused row-wise kernels and the one-row products in Triton, against the torch functions they stand for."""
+"""The fused row-wise kernels and the matvec in Triton, against the torch functions they stand for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def numbers(rows: int, **columns: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("n", [1, 5, 48])
 @pytest.mark.parametrize("k", [16, 84, 1024, 1500])
 @pytest.mark.parametrize("ahead", [False] if DEVICE == "cpu" else [False, True])
-def test_products_of_one_row(n: int, k: int, ahead: bool) -> None:
+def test_matvec(n: int, k: int, ahead: bool) -> None:
     x, w, bias, weight = draw(k), draw(n, k, seed=1), draw(n, seed=2), draw(k, seed=3)
     y = torch.full((n,), float("nan"), device=DEVICE)
     matvec.matvec(x, w, y, ahead=ahead)

@@ -36,7 +36,7 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ahead", AHEAD)
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 1, 16), (2, 5, 16), (7, 33, 84), (40, 70, 128), (70, 48, 200)])
-def test_products_are_those_of_torch(rows: int, n: int, k: int, ahead: bool, dtype: torch.dtype) -> None:
+def test_matmul_is_that_of_torch(rows: int, n: int, k: int, ahead: bool, dtype: torch.dtype) -> None:
     x, w, bias = (draw(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(rows, k), (2 * n, k), (2 * n,)]))
     tile = MatmulTile(32, 16, 32, stages=2)
     plain, gated = (torch.full((rows, n), float("nan"), device=DEVICE, dtype=dtype) for _ in range(2))

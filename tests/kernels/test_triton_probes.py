@@ -101,7 +101,7 @@ def test_infinities_ties_and_what_is_not_a_number() -> None:
         assert ranks[row] == 1 + int((rows[row] > rows[row, 7]).sum())
 
 
-def test_tokens_that_the_device_has_drawn_are_placed_without_coming_back_first() -> None:
+def test_tokens_that_the_device_has_sampled_are_placed_without_coming_back_first() -> None:
     rows = logits(3, 97, seed=6)
     _, scores, tokens, ranks = run_probes(
         rows, [], [(2, -1, -1, 1), (0, -3, -1, 1), (-1, 0, -1, 1)], tokens=(40, 0, 96)

@@ -1,4 +1,4 @@
-"""Matrices of codes for the device: what they mean, and their products with one row and with several."""
+"""Quantized weights on the device: their values, and their matmul with one row and with several."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_matrix_is_written_out_as_it_is(kind: QuantKind, n: int, k: int, gated
 
 @KINDS
 @pytest.mark.parametrize("rows", range(1, 18))
-def test_products_with_rows(kind: QuantKind, rows: int) -> None:
+def test_matmul_with_rows(kind: QuantKind, rows: int) -> None:
     n, k = [(5, 32), (33, 96), (18, 320)][rows % 3]
     x, w = draw(rows, k).half(), matrix(kind, n, k)
     expected = F.linear(x.float(), w.weight, w.bias)
@@ -208,8 +208,8 @@ async def logits(engine: hw.Engine, prompts: list[list[int]]) -> list[np.ndarray
 
 
 @KINDS
-def test_a_folder_is_read_into_codes(kind: QuantKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same file in codes and as floats: near, and nearer the finer the codes."""
+def test_a_folder_is_quantized_as_it_is_read(kind: QuantKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same file quantized and as floats: near, and nearer the more bits."""
     monkeypatch.setenv("HEADWAY_NATIVE", "triton")
     sizes: dict[str, Any] = {
         "hidden_size": 64,
@@ -236,7 +236,7 @@ def test_a_folder_is_read_into_codes(kind: QuantKind, tmp_path: Path, monkeypatc
 
 @KINDS
 def test_many_rows_are_the_same_through_floats(kind: QuantKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt above FEW rows is computed with matrices written out, in pieces from their codes."""
+    """A prompt above FEW rows is computed with dequantized matrices, in pieces from the quants."""
     monkeypatch.setenv("HEADWAY_NATIVE", "triton")
     monkeypatch.setattr(quantized, "FEW", 4)
     decoder = quantize_decoder(

@@ -157,6 +157,6 @@ def test_bias_and_penalties_change_a_row_as_the_reference_does() -> None:
         seen=torch.tensor(seen, device=DEVICE),
         generated=(torch.tensor(list(counted), device=DEVICE), torch.tensor(list(counted.values()), device=DEVICE)),
     )
-    expected = reference._penalised(reference._biased(raw[1].double(), how), draw)
+    expected = reference._penalized(reference._biased(raw[1].double(), how), draw)
     assert torch.allclose(logits[1].double(), expected, atol=1e-6)
     assert torch.equal(logits[[0, 2]], raw[[0, 2]])

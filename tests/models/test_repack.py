@@ -1,4 +1,4 @@
-"""From a file's matrices to packed ones: GGUF's own numbers in another order, whole models, and what is refused."""
+"""Matrices of files as QuantizedMatrix: GGUF blocks repacked, whole models, and what is refused."""
 
 from __future__ import annotations
 
@@ -93,37 +93,37 @@ def test_a_bias_comes_along_in_float32(tmp_path: Path, thread_pool: ThreadPool, 
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_products_with_every_kind_are_those_of_its_numbers(tmp_path: Path, isa: str, kind: str) -> None:
+def test_the_matmul_of_every_kind_is_that_of_its_numbers(tmp_path: Path, isa: str, kind: str) -> None:
     """Blocks have tame scales here, so that sums can be compared; rows alone and together have the same bits."""
-    teams = [ThreadPool(1), ThreadPool(3)]
-    assert teams[0].isa == isa
+    pools = [ThreadPool(1), ThreadPool(3)]
+    assert pools[0].isa == isa
     for n, k in ((33, 256), (16, 768)):
         raw = random_bytes(kind, n, k).reshape(-1, KINDS[kind].nbytes)
         for at in HALVES[kind]:
             raw[:, at : at + 2] = np.random.default_rng(at).normal(0, 0.01, len(raw)).astype("<f2")[:, None].view("u1")
         path = write(tmp_path / f"{n}.gguf", {"w": (kind, raw.reshape(n, -1))})
         with GgufWeights(GgufFile.open(path)) as weights:
-            w = load_matrix(weights, "w", thread_pool=teams[0], keep=True, bias=torch.randn(n))
+            w = load_matrix(weights, "w", thread_pool=pools[0], keep=True, bias=torch.randn(n))
         for rows in (1, 2, 13, 70, 260):
             x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows))
-            check_product(linear(teams[0], x, w), x, w)
-            whole = linear(teams[1], x, w)
-            assert torch.equal(linear(teams[0], x, w), whole)
-            assert torch.equal(linear(teams[1], x[-1:], w)[0], whole[-1])
+            check_matmul(linear(pools[0], x, w), x, w)
+            whole = linear(pools[1], x, w)
+            assert torch.equal(linear(pools[0], x, w), whole)
+            assert torch.equal(linear(pools[1], x[-1:], w)[0], whole[-1])
 
 
-def check_product(y: Tensor, x: Tensor, w: QuantizedMatrix) -> None:
+def check_matmul(y: Tensor, x: Tensor, w: QuantizedMatrix) -> None:
     assert w.bias is not None
     exact = quantize_rows(x, "groups").double() @ dequantize(w).double().T + w.bias
     limit = 4e-6 * float(dequantize(w).abs().max()) * x.abs().sum(1, keepdim=True) + 1e-6
     assert ((y - exact).abs() <= limit).all()
 
 
-# -- floats, quantised or not --------------------------------------------------------------------------------------
+# -- floats, quantized or not --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
-def test_floats_are_quantised_when_asked_and_only_then(tmp_path: Path, thread_pool: ThreadPool, kind: str) -> None:
+def test_floats_are_quantized_when_asked_and_only_then(tmp_path: Path, thread_pool: ThreadPool, kind: str) -> None:
     with one_matrix(tmp_path, kind, 30, 70) as weights:
         plain = weights.load("w", dtype=torch.float32, device=CPU)
         for how, label in (("int8", "int8"), ("int4", "int4 in groups of 32"), (None, kind.lower())):
@@ -135,7 +135,7 @@ def test_floats_are_quantised_when_asked_and_only_then(tmp_path: Path, thread_po
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_what_is_quantised_already_is_never_quantised_again(tmp_path: Path, thread_pool: ThreadPool, kind: str) -> None:
+def test_what_is_quantized_already_is_never_quantized_again(tmp_path: Path, thread_pool: ThreadPool, kind: str) -> None:
     with one_matrix(tmp_path, kind, 8, 256) as weights:
         kept = load_matrix(weights, "w", thread_pool=thread_pool, keep=True, quantize="int8")
         assert torch.equal(dequantize(kept), weights.load("w", dtype=torch.float32, device=CPU))
@@ -152,17 +152,17 @@ def mixed_kinds(name: str) -> str:
 
 @pytest.mark.parametrize("family", ARCHS)
 @pytest.mark.parametrize("kind", ["mixed", *QUANTIZED])
-def test_a_packed_model_has_the_weights_of_the_plain_one(
+def test_a_quantized_model_has_the_weights_of_the_plain_one(
     tmp_path: Path, thread_pool: ThreadPool, family: str, kind: str
 ) -> None:
     """Rows of q and k in llama files are stored for another rotation, and are put in order; biases with them."""
     _, model = random_hf(family, 1, hidden_size=256, intermediate_size=256, num_attention_heads=4, head_dim=64)
     path = write_gguf(tmp_path / "m.gguf", model, kind=mixed_kinds if kind == "mixed" else kind)
-    packed = load_quantized_model(path, thread_pool=thread_pool, keep=True)
+    quantized = load_quantized_model(path, thread_pool=thread_pool, keep=True)
     plain = load_model(path, dtype=torch.float32, device=CPU)
-    assert torch.equal(dequantize(packed.embedding), plain.embedding)
-    assert torch.equal(dequantize(packed.output), plain.output)
-    for one, other in zip(packed.layers, plain.layers, strict=True):
+    assert torch.equal(dequantize(quantized.embedding), plain.embedding)
+    assert torch.equal(dequantize(quantized.output), plain.output)
+    for one, other in zip(quantized.layers, plain.layers, strict=True):
         for names, whole in (("qkv", other.qkv), (("o",), other.out), (("gate", "up"), other.gate_up)):
             parts = [getattr(one, name) for name in names]
             assert torch.equal(torch.cat([dequantize(w) for w in parts]), whole.weight)
@@ -170,12 +170,12 @@ def test_a_packed_model_has_the_weights_of_the_plain_one(
             if whole.bias is not None:
                 assert torch.equal(torch.cat([w.bias for w in parts]), whole.bias)
         assert torch.equal(dequantize(one.down), other.down.weight)
-    assert set(packed.formats()) == {w.label for w in (*packed.layers[0].matrices(), packed.output)}
-    assert len(packed.formats()) == (4 if kind == "mixed" else 1)
+    assert set(quantized.formats()) == {w.label for w in (*quantized.layers[0].matrices(), quantized.output)}
+    assert len(quantized.formats()) == (4 if kind == "mixed" else 1)
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_a_quantised_folder_is_near_the_plain_one(tmp_path: Path, quantize: str) -> None:
+def test_a_quantized_folder_is_near_the_plain_one(tmp_path: Path, quantize: str) -> None:
     wide = {"hidden_size": 128, "intermediate_size": 192, "attention_bias": True, "mlp_bias": True}
     folder = save_hf(tmp_path, random_hf("llama", 2, **wide)[1])
     tokens = random_tokens(97, 40)
@@ -196,7 +196,7 @@ def test_other_ways_to_quantise_are_refused(tmp_path: Path) -> None:
         hw.Engine(folder, quantize="fp8", device="cpu")
 
 
-def test_what_has_codes_already_is_not_quantised_in_silence(smollm2_path: Path) -> None:
+def test_a_quantized_file_is_not_quantized_silently(smollm2_path: Path) -> None:
     with pytest.raises(hw.Unsupported, match=r"quantize='int8' is for float matrices, and .* has only Q4_"):
         hw.Engine(smollm2_path, quantize="int8", device="cpu")
     with hw.Engine(smollm2_path, quantize="int8", dtype="float32", device="cpu", pages=8) as again:
