@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -471,3 +473,18 @@ def test_an_instruction_set_that_is_not_there_is_refused() -> None:
     for name in set(ISAS) - set(here()):
         with pytest.raises(Unsupported, match=f"'{name}' is not available"):
             use_isa(name)
+
+
+def test_the_structs_mirror_the_header() -> None:
+    """ctypes takes any attribute: a field of another name would be set and never read."""
+    header = re.sub(r"//.*", "", Path(library.__file__).with_name("api.h").read_text())
+    structs = {name: body for body, name in re.findall(r"typedef struct \{(.*?)\}\s*(\w+);", header, re.DOTALL)}
+    for name, mirror in (
+        ("hw_matrix", library.MatrixStruct),
+        ("hw_layer", library.LayerStruct),
+        ("hw_model", library.ModelStruct),
+        ("hw_step", library.StepStruct),
+        ("hw_sampling", library.SamplingStruct),
+    ):
+        fields = [field for line in structs[name].split(";") for field in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
+        assert [field for field, _ in mirror._fields_] == fields

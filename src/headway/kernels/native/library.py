@@ -91,7 +91,7 @@ class StepStruct(Structure):
     """hw_step."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("rows", "segments", "mask_sets", "hooks", "query_count", "reads")),
+        *((name, c_int32) for name in ("rows", "segments", "mask_sets", "hidden_count", "query_count", "reads")),
         *(
             (name, c_void_p)
             for name in (
