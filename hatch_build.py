@@ -1,8 +1,8 @@
-"""Compiles the native library when a wheel, or an editable installation, is made.
+"""Compiles the native library when a wheel or an editable installation is built.
 
-Calls the compiler itself: a few files and one library need no second build system. It decides what is compiled and how
-and never looks at the machine it runs on: one library holds every instruction set, which of them to use is found at run
-time. Where no compiler is found the package is built without the library, says so, and runs on torch alone.
+Calls the compiler itself: a few files and one library need no second build system. It never looks at the machine it
+runs on: one library holds kernels for every instruction set, and the one to use is picked at run time. Without a
+compiler the package is built without the library, with a warning, and runs on torch alone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 NATIVE = Path("src/headway/kernels/native")
 LIBRARY = NATIVE / ("_headway.dylib" if sys.platform == "darwin" else "_headway.so")
 COMPILERS = ("c++", "g++", "clang++")
-OPTIMISE = ("-O3",)
-# Behind CXXFLAGS, so that no flag from outside changes what a sum rounds to or which names are seen.
+OPTIMIZE = ("-O3",)
+# After CXXFLAGS, so that no outside flag changes rounding or symbol visibility.
 ALWAYS = ("-std=c++17", "-fPIC", "-pthread", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 SETS = {  # step.cpp is compiled once for each
@@ -40,10 +40,10 @@ PROBE = "#include <thread>\nint main() { std::thread([] {}).join(); }\n"
 
 
 class BuildError(Exception):
-    """The library cannot be built, and should have been."""
+    """The library should have been built and cannot be."""
 
 
-class Unit(NamedTuple):  # hatchling loads this file in a way that dataclasses cannot be made in
+class Unit(NamedTuple):  # the way hatchling loads this file, dataclasses do not work
     """One object file and what it is compiled with."""
 
     name: str
@@ -52,7 +52,7 @@ class Unit(NamedTuple):  # hatchling loads this file in a way that dataclasses c
 
 
 class Toolchain(NamedTuple):
-    """A compiler and the flags of every call."""
+    """A compiler and the flags for every call."""
 
     command: tuple[str, ...]
     flags: tuple[str, ...]
@@ -60,15 +60,15 @@ class Toolchain(NamedTuple):
     x86: bool = False
 
     @classmethod
-    def found(cls, environment: Mapping[str, str], machine: str) -> Toolchain | None:
+    def detect(cls, environment: Mapping[str, str], machine: str) -> Toolchain | None:
         """The compiler that CXX names, or the first on PATH; None without one, or with HEADWAY_NATIVE_BUILD=off."""
         wanted = environment.get("HEADWAY_NATIVE_BUILD", "auto")
         if wanted not in ("auto", "off"):
-            raise BuildError(f"HEADWAY_NATIVE_BUILD is {wanted!r}; it takes auto or off")
+            raise BuildError(f"HEADWAY_NATIVE_BUILD is {wanted!r}; it must be auto or off")
         command = None if wanted == "off" else compiler(environment)
         if command is None:
             return None
-        flags = (*OPTIMISE, *shlex.split(environment.get("CXXFLAGS", "")), *ALWAYS)
+        flags = (*OPTIMIZE, *shlex.split(environment.get("CXXFLAGS", "")), *ALWAYS)
         link = tuple(shlex.split(environment.get("LDFLAGS", "")))
         return cls(command, flags, link, machine.lower() in ("x86_64", "amd64"))
 
@@ -97,17 +97,17 @@ def compiler(environment: Mapping[str, str]) -> tuple[str, ...] | None:
     path = environment.get("PATH", "")
     if named := shlex.split(environment.get("CXX", "")):
         if shutil.which(named[0], path=path) is None:
-            raise BuildError(f"CXX names {named[0]!r}, which is not there; name a C++17 compiler, or unset CXX")
+            raise BuildError(f"CXX names {named[0]!r}, which does not exist; name a C++17 compiler, or unset CXX")
         return tuple(named)
-    found = (shutil.which(name, path=path) for name in COMPILERS)
-    return next(((name,) for name in found if name), None)
+    paths = (shutil.which(name, path=path) for name in COMPILERS)
+    return next(((name,) for name in paths if name), None)
 
 
 def units(sources: Sequence[Path], x86: bool) -> list[Unit]:
-    """What is compiled, in the order it is linked.
+    """The object files, in link order.
 
-    The plain set comes first: of the inline functions that several objects define, the linker keeps the first, which
-    must run on every machine.
+    The plain instruction set comes first: of inline functions that several objects define, the linker keeps the first,
+    which must run on every machine.
     """
     sets = SETS if x86 else {"hw_plain": ()}
     levels = [
@@ -120,7 +120,7 @@ def units(sources: Sequence[Path], x86: bool) -> list[Unit]:
 
 
 def visibility(source: str) -> str:
-    """Only the calls of api.cpp can be seen from outside the library."""
+    """Only the calls of api.cpp are visible outside the library."""
     return "-fvisibility=default" if source == "api.cpp" else "-fvisibility=hidden"
 
 
@@ -130,7 +130,7 @@ def native_sources(root: Path) -> list[Path]:
 
 
 def key(sources: Sequence[Path], tools: Toolchain) -> str:
-    """Changes when the library would."""
+    """A hash of everything the library depends on."""
     digest = hashlib.sha256(repr((tools, units(sources, tools.x86))).encode())
     for source in sources:
         digest.update(f"\n{source.name}\n".encode() + source.read_bytes())
@@ -138,7 +138,7 @@ def key(sources: Sequence[Path], tools: Toolchain) -> str:
 
 
 def compile_objects(root: Path, folder: Path, tools: Toolchain) -> list[Path]:
-    """All objects in the order to link them, compiled side by side into `folder` unless they are there already."""
+    """All objects in link order, compiled in parallel into `folder` unless they are up to date."""
     folder.mkdir(parents=True, exist_ok=True)
     sources = native_sources(root)
     stamp, wanted = folder / "key", key(sources, tools)
@@ -158,16 +158,16 @@ def compile_objects(root: Path, folder: Path, tools: Toolchain) -> list[Path]:
 
 
 def build(root: Path, tools: Toolchain) -> None:
-    """Put an up-to-date library beside its sources."""
+    """Put an up-to-date library next to its sources."""
     folder = root / "build" / "native"
     objects = compile_objects(root, folder, tools)
     fresh, library = folder / LIBRARY.name, root / LIBRARY
     tools.run(["-shared", *objects, *only_calls(folder), *tools.link, "-o", fresh])
-    fresh.replace(library)  # by name: a process that has the old one loaded keeps it
+    fresh.replace(library)  # a rename: a process that has loaded the old one keeps it
 
 
 def only_calls(folder: Path) -> list[str]:
-    """Linker flags that hide all but the calls of api.h: torch has its own copies of the standard templates."""
+    """Linker flags that hide all symbols but the calls of api.h: torch has its own copies of standard templates."""
     if sys.platform == "darwin":
         return ["-Wl,-exported_symbol,_hw_*"]
     script = folder / "exports"
@@ -181,14 +181,14 @@ def platform_tag() -> str:
 
 
 class NativeBuildHook(BuildHookInterface):
-    """What hatchling calls before it packs a wheel."""
+    """Called by hatchling before it builds a wheel."""
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
         try:
-            tools = Toolchain.found(os.environ, platform.machine())
+            tools = Toolchain.detect(os.environ, platform.machine())
             if tools is None or not tools.works():
                 return self._without(root)
             self.app.display_info(f"Headway: compiling the native library with {shlex.join(tools.command)}")
@@ -200,7 +200,7 @@ class NativeBuildHook(BuildHookInterface):
             build_data["artifacts"].append(f"/{LIBRARY.as_posix()}")
 
     def _without(self, root: Path) -> None:
-        (root / LIBRARY).unlink(missing_ok=True)  # it could be that of older sources
+        (root / LIBRARY).unlink(missing_ok=True)  # it may be from older sources
         self.app.display_warning(
             "Headway: built without its native library, because no C++17 compiler works here or HEADWAY_NATIVE_BUILD "
             "is off. It computes with torch, which is slower. With g++, clang++ or CXX set, install it again."

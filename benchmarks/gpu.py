@@ -201,7 +201,7 @@ class Bench:
         from gpu_steps import decode_batch, runner_for, step_seconds
 
         from headway.kernels.triton.quantized import KINDS
-        from headway.models.quantized.cuda import in_codes
+        from headway.models.quantized.cuda import quantize_decoder
 
         s, c = self.size, config(self.size.big)
         counts = (1, s.batch)
@@ -215,7 +215,7 @@ class Bench:
         plain = self.decoder(s.big)
         floats = steps(plain)
         for kind in KINDS:
-            decoder = in_codes(plain, kind)
+            decoder = quantize_decoder(plain, kind)
             weights = sum(decoder.nbytes().values())
             for rows, taken, whole in zip(counts, steps(decoder), floats, strict=True):
                 read = weights + rows * s.context * c.kv_values_per_token * 2

@@ -10,7 +10,7 @@ import torch
 from headway.kernels.reference.rope import Rope, frequencies
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.layers import Layer, Linear
+from headway.models.layers import DecoderLayer, Linear
 
 SHAPES = {  # hidden, layers, heads, key heads, head size, inner, vocabulary, tied
     "8b": (4096, 32, 32, 8, 128, 14336, 128256, False),
@@ -62,7 +62,7 @@ def random_decoder(name: str, device: torch.device, dtype: torch.dtype) -> Decod
         return torch.ones(size, device=device, dtype=dtype)
 
     layers = tuple(
-        Layer(
+        DecoderLayer(
             input_norm=ones(e),
             qkv=Linear(matrix((c.heads + 2 * c.kv_heads) * d, e)),
             q_norm=None,

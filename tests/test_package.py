@@ -77,7 +77,7 @@ def test_any_usual_compiler_on_the_path_is_found(name: str, hook: ModuleType, tm
 
 def test_no_compiler_is_none_and_a_named_one_that_is_missing_is_refused(hook: ModuleType, tmp_path: Path) -> None:
     assert hook.compiler({"PATH": str(tmp_path)}) is None
-    assert hook.Toolchain.found({"PATH": str(tmp_path)}, "x86_64") is None
+    assert hook.Toolchain.detect({"PATH": str(tmp_path)}, "x86_64") is None
     with pytest.raises(hook.BuildError, match=r"'icpx'.*unset CXX"):
         hook.compiler({"CXX": "icpx", "PATH": str(tmp_path)})
 
@@ -85,15 +85,15 @@ def test_no_compiler_is_none_and_a_named_one_that_is_missing_is_refused(hook: Mo
 def test_the_native_build_can_be_turned_off(hook: ModuleType, tmp_path: Path) -> None:
     program(tmp_path / "c++", "")
     found = {"PATH": str(tmp_path)}
-    assert hook.Toolchain.found(found, "x86_64") is not None
-    assert hook.Toolchain.found(found | {"HEADWAY_NATIVE_BUILD": "off"}, "x86_64") is None
+    assert hook.Toolchain.detect(found, "x86_64") is not None
+    assert hook.Toolchain.detect(found | {"HEADWAY_NATIVE_BUILD": "off"}, "x86_64") is None
     with pytest.raises(hook.BuildError, match=r"'no'.*auto or off"):
-        hook.Toolchain.found(found | {"HEADWAY_NATIVE_BUILD": "no"}, "x86_64")
+        hook.Toolchain.detect(found | {"HEADWAY_NATIVE_BUILD": "no"}, "x86_64")
 
 
 def test_a_compiler_that_cannot_compile_counts_as_none(hook: ModuleType, tmp_path: Path) -> None:
     program(tmp_path / "c++", "exit 1")
-    tools = hook.Toolchain.found({"PATH": str(tmp_path)}, "x86_64")
+    tools = hook.Toolchain.detect({"PATH": str(tmp_path)}, "x86_64")
     assert not tools.works()
     working = noting_compiler(tmp_path)
     assert tools._replace(command=(str(working),)).works()
@@ -120,8 +120,8 @@ def test_every_instruction_set_is_compiled_and_the_plain_one_is_linked_first(hoo
 
 def test_other_machines_get_the_plain_set_alone(hook: ModuleType, tmp_path: Path) -> None:
     program(tmp_path / "c++", "")
-    assert hook.Toolchain.found({"PATH": str(tmp_path)}, "AMD64").x86
-    assert not hook.Toolchain.found({"PATH": str(tmp_path)}, "aarch64").x86
+    assert hook.Toolchain.detect({"PATH": str(tmp_path)}, "AMD64").x86
+    assert not hook.Toolchain.detect({"PATH": str(tmp_path)}, "aarch64").x86
     units = hook.units(hook.native_sources(ROOT), x86=False)
     assert [unit.name for unit in units if unit.source == "step.cpp"] == ["hw_plain"]
     assert not [flag for unit in units for flag in unit.flags if flag.startswith("-m") or flag == "-DHW_X86"]
@@ -130,7 +130,7 @@ def test_other_machines_get_the_plain_set_alone(hook: ModuleType, tmp_path: Path
 def test_flags_from_outside_are_used_and_cannot_change_what_a_sum_rounds_to(hook: ModuleType, tmp_path: Path) -> None:
     program(tmp_path / "c++", "")
     outside = {"PATH": str(tmp_path), "CXXFLAGS": "-g '-DX=a b' -ffast-math", "LDFLAGS": "-Wl,--as-needed"}
-    tools = hook.Toolchain.found(outside, "x86_64")
+    tools = hook.Toolchain.detect(outside, "x86_64")
     assert tools.flags[:4] == ("-O3", "-g", "-DX=a b", "-ffast-math")
     assert {"-fno-fast-math", "-ffp-contract=off"} <= set(tools.flags[4:])
     assert tools.link == ("-Wl,--as-needed",)

@@ -27,7 +27,7 @@ from headway.kv.allocator import Clear, Copy, Edit, Export, Import
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.families import FAMILIES
-from headway.models.layers import Layer, Linear
+from headway.models.layers import DecoderLayer, Linear
 from headway.program.engine import Engine
 from headway.runtime.batch import Batch, Segment
 from headway.runtime.device import pick_device, pick_dtype
@@ -117,9 +117,9 @@ def _build(c: ModelConfig, draw: _RandomTensors) -> Decoder:
     )
 
 
-def _layer(c: ModelConfig, draw: _RandomTensors) -> Layer:
+def _layer(c: ModelConfig, draw: _RandomTensors) -> DecoderLayer:
     e, f, d = c.hidden_size, c.intermediate_size, c.head_dim
-    return Layer(
+    return DecoderLayer(
         input_norm=draw.norm(e),
         qkv=draw.linear((c.heads + 2 * c.kv_heads) * d, e, c.qkv_bias),
         q_norm=draw.norm(d) if c.qk_norm else None,

@@ -14,11 +14,11 @@ import headway as hw
 from headway.base.machine import Machine, read_machine
 from headway.cli.doctor import Gpu, MemoryFit, StoredWeights, hints
 from headway.cli.facts import ModelFacts
-from headway.kernels.native.library import Team, open_library
+from headway.kernels.native.library import ThreadPool, open_library
 from headway.models.files.gguf import KINDS, GgufFile
 from headway.models.files.weights import GgufWeights
 from headway.models.hub import store
-from headway.models.quantized.repack import kept_size, load_packed
+from headway.models.quantized.repack import kept_size, load_matrix
 from support.gguf_files import random_bytes
 from support.gguf_files import write as write_weights
 
@@ -137,7 +137,7 @@ def test_weights_are_counted_as_the_native_step_keeps_them(tmp_path: Path, kind:
     for n, spans in ((16, 1), (37, 3)):
         path = write_weights(tmp_path / "m.gguf", {"w": (kind, random_bytes(kind, n, KINDS[kind].block * spans * 4))})
         with GgufWeights(GgufFile.open(path)) as weights:
-            kept = load_packed(weights, "w", team=Team(1), keep=True)
+            kept = load_matrix(weights, "w", thread_pool=ThreadPool(1), keep=True)
             assert kept_size(weights.stored("w"), weights.shape("w")) == (kept.label, kept.nbytes)
 
 

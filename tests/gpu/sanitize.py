@@ -75,7 +75,7 @@ def kernels() -> None:
 
 def _models() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     from headway.kernels.triton.quantized import KINDS
-    from headway.models.quantized.cuda import in_codes
+    from headway.models.quantized.cuda import quantize_decoder
     from headway.testing import random_model
 
     small = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "device": "cuda"}
@@ -84,7 +84,7 @@ def _models() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     yield "bfloat16", random_model("mistral", dtype="bfloat16", **small), {}
     yield "float16", random_model("qwen2", dtype="float16", **small), {}
     for kind in KINDS:
-        yield kind, in_codes(random_model("llama", dtype="bfloat16", **wide), kind), {}
+        yield kind, quantize_decoder(random_model("llama", dtype="bfloat16", **wide), kind), {}
     for dtype in ("float32", "bfloat16"):
         yield f"deterministic {dtype}", random_model("llama", dtype=dtype, **small), {"deterministic": True}
 

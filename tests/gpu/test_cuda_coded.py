@@ -32,12 +32,12 @@ FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def pair(family: str, kind: str, dtype: str = "float32", hidden: int = 512) -> tuple[Decoder, Decoder]:
     """A decoder in codes, and one of the same weights in float32."""
     from headway.kernels.triton.quantized import as_kind
-    from headway.models.quantized.cuda import MATRICES, in_codes
+    from headway.models.quantized.cuda import MATRICES, quantize_decoder
 
     def drawn(dtype: str) -> Decoder:
         sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "heads": 8, "kv_heads": 4, "head_dim": 64}
         whole = random_model(family, device="cuda", dtype=dtype, **sizes)
-        return in_codes(whole, as_kind(kind))
+        return quantize_decoder(whole, as_kind(kind))
 
     in_float = drawn("float32")
 

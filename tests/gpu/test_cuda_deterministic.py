@@ -193,11 +193,11 @@ def test_generations_draw_the_same_tokens_alone_and_together(dtype: str) -> None
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_weights_in_codes_give_a_row_its_own_bits_too(kind: Any) -> None:
-    from headway.models.quantized.cuda import in_codes
+    from headway.models.quantized.cuda import quantize_decoder
 
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "heads": 8, "kv_heads": 4, "head_dim": 64}
     model = random_model(dtype="bfloat16", device="cuda", **sizes)
-    with hw.Engine(in_codes(model, kind), device="cuda", pages=3000, deterministic=True) as one:
+    with hw.Engine(quantize_decoder(model, kind), device="cuda", pages=3000, deterministic=True) as one:
         alone = [one.run(decode, i, 4) for i in range(3)]
         for count in MATES:
             one.cache.clear()

@@ -19,7 +19,7 @@ import torch
 import headway as hw
 from headway.base import log as notes
 from headway.models.decoder import Decoder
-from headway.models.files.gguf import KINDS, Kind
+from headway.models.files.gguf import KINDS, BlockFormat
 from headway.models.files.mapped import Span, map_file, unmap
 from headway.models.files.staging import Staging
 from headway.models.load import load_model
@@ -104,7 +104,7 @@ def test_no_weight_is_on_the_device_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [*KINDS, "F64"])
 @pytest.mark.parametrize("pairs", [0, 8])
 def test_every_stored_type_becomes_the_numbers_it_is_on_a_cpu(tmp_path: Path, kind: str, pairs: int) -> None:
-    packing = KINDS.get(kind) or Kind(1, 8)
+    packing = KINDS.get(kind) or BlockFormat(1, 8)
     rows, width = 64, 2 * packing.block if packing.block > 1 else 96
     count = rows * width // packing.block * packing.nbytes
     (tmp_path / "raw").write_bytes(finite_bytes(count + 3))

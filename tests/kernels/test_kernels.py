@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headway.kernels.reference import kv
-from headway.kernels.reference.attention import Group, attend, attend_exact, scores
+from headway.kernels.reference.attention import AttentionGroup, attend, attend_exact, scores
 from headway.kernels.reference.linear import by_rows, linear
 from headway.kernels.reference.mlp import gated_silu
 from headway.kernels.reference.norm import rms_norm
@@ -26,7 +26,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# -- norm, products, activation ------------------------------------------------------------------------------------
+# -- norm, matmul, activation ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (5, 64), (3, 4, 10)])
@@ -46,7 +46,7 @@ def test_rms_norm_works_in_float32_inside_and_keeps_the_dtype() -> None:
     assert_close(result.float(), rms_norm(x.float(), torch.ones(64), 1e-6), tolerance=1e-3)
 
 
-def test_linear_is_a_product_with_the_transposed_weight_plus_bias() -> None:
+def test_linear_is_a_matmul_with_the_transposed_weight_plus_bias() -> None:
     x, weight, bias = randn(5, 7), randn(3, 7, seed=1), randn(3, seed=2)
     expected = np.einsum("rk,nk->rn", x.numpy(), weight.numpy())
     assert_close(linear(x, weight), expected, tolerance=1e-6)
@@ -184,7 +184,7 @@ class Paged:
             self.parts.append((np.arange(row, row + rows), order[page : page + pages], mask))
             row, page = row + rows, page + pages
 
-    def group(self, *members: int) -> Group:
+    def group(self, *members: int) -> AttentionGroup:
         """These sequences in one call; all must have as many rows."""
         wide = max(len(self.parts[i][1]) for i in members)
         count = len(self.parts[members[0]][0])
@@ -195,7 +195,7 @@ class Paged:
             pages[n, : len(own)], numbers[n, : len(own)] = own, np.arange(len(own))
             mask[n, :, : bits.shape[1]] = bits
         rows = np.stack([self.parts[i][0] for i in members])
-        return Group(*(torch.from_numpy(a) for a in (rows, pages, numbers, mask)))
+        return AttentionGroup(*(torch.from_numpy(a) for a in (rows, pages, numbers, mask)))
 
     def expected(self) -> tuple[np.ndarray, list[np.ndarray]]:
         """Outputs [T, H, D] and each sequence's probabilities [M, H, S], in float64 and with loops."""
@@ -267,7 +267,7 @@ def test_exact_attention_has_the_same_bits_for_a_row_among_many_and_alone() -> N
     whole = case.group(0)
     together = attend_exact(case.q, case.k, case.v, [whole], case.scale)
     for i in (0, 1, 17, 39):
-        one = Group(whole.rows[:, i : i + 1], whole.pages, whole.numbers, whole.mask[:, i : i + 1])
+        one = AttentionGroup(whole.rows[:, i : i + 1], whole.pages, whole.numbers, whole.mask[:, i : i + 1])
         out = attend_exact(case.q, case.k, case.v, [one], case.scale)
         assert torch.equal(out[i], together[i])
 
@@ -280,7 +280,7 @@ def test_exact_attention_has_the_same_bits_without_the_pages_that_every_row_mask
         whole.mask[:, :, page * PAGE : (page + 1) * PAGE] = False
     keep = [p for p in range(whole.pages.shape[1]) if p not in gone]
     mask = whole.mask.unflatten(2, (-1, PAGE))[:, :, keep].flatten(2)
-    trimmed = Group(whole.rows, whole.pages[:, keep], whole.numbers[:, keep], mask.contiguous())
+    trimmed = AttentionGroup(whole.rows, whole.pages[:, keep], whole.numbers[:, keep], mask.contiguous())
     for kernel, same in ((attend_exact, torch.equal), (attend, torch.allclose)):
         full, less = (kernel(case.q, case.k, case.v, [g], case.scale) for g in (whole, trimmed))
         assert same(full, less)

@@ -23,13 +23,12 @@ from headway.base.errors import InvalidInput, InvalidMask, InvalidToken
 from headway.base.samplers import Argmax, MinP, Multinomial, Sampling, TopK, TopKTopP, TopP, Typical, resolve
 from headway.kernels.reference.sampling import (
     NO_TOKEN,
-    Draw,
-    check_finite,
-    choose,
+    RowSampler,
     distribution,
     entropy,
-    kept,
     logprobs,
+    sample,
+    sampling_distribution,
 )
 
 LEVEL = 1e-6  # of every chi-square test here; seeds are fixed, so a pass stays a pass
@@ -122,7 +121,7 @@ def agree(logits, how, allowed=None, seen=(), generated=None) -> None:
     row = torch.tensor(np.asarray(logits), dtype=torch.float32)
     expected = reference(row.numpy(), how, allowed, seen, generated)
     mask = None if allowed is None else torch.tensor(np.asarray(allowed))
-    ids, probs = kept(row, how, allowed=mask, **history(seen, generated or {}))
+    ids, probs = sampling_distribution(row, how, allowed=mask, **history(seen, generated or {}))
     assert ids.tolist() == sorted(expected), (how, ids.tolist(), sorted(expected))
     assert probs.dtype == torch.float64
     assert probs.tolist() == pytest.approx([expected[i] for i in ids.tolist()], rel=1e-9, abs=1e-300)
@@ -238,16 +237,16 @@ def test_any_mixture_of_knobs_masks_and_history_equals_the_reference(data):
 def test_top_p_and_typical_land_exactly_on_equal_shares(share, count):
     row = torch.zeros(8)
     for how in (Sampling(top_p=share), Sampling(typical_p=share)):
-        assert kept(row, how)[0].tolist() == list(range(count))
+        assert sampling_distribution(row, how)[0].tolist() == list(range(count))
 
 
 def test_ties_go_to_the_lower_id_and_top_k_keeps_exactly_k():
     row = torch.tensor([1.0, 5.0, 5.0, 0.0, 5.0, 5.0, 1.0])
-    assert kept(row, Sampling(top_k=3))[0].tolist() == [1, 2, 4]
-    assert kept(row, Sampling(top_k=5))[0].tolist() == [0, 1, 2, 4, 5]
-    assert kept(row, Sampling(top_p=0.4))[0].tolist() == [1, 2]
+    assert sampling_distribution(row, Sampling(top_k=3))[0].tolist() == [1, 2, 4]
+    assert sampling_distribution(row, Sampling(top_k=5))[0].tolist() == [0, 1, 2, 4, 5]
+    assert sampling_distribution(row, Sampling(top_p=0.4))[0].tolist() == [1, 2]
     allowed = torch.tensor([True, False, True, True, False, False, False])
-    assert kept(row, Sampling(top_k=5), allowed=allowed)[0].tolist() == [0, 2, 3]
+    assert sampling_distribution(row, Sampling(top_k=5), allowed=allowed)[0].tolist() == [0, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -282,26 +281,26 @@ def test_bounded_candidates_and_a_full_sort_keep_the_same(size, how):
 # Zero temperature, infinities, NaN.
 def test_temperature_zero_takes_the_lowest_id_of_the_largest():
     rows = torch.tensor([[0.0, 2.0, 2.0], [3.0, 3.0, 3.0], [-1.0, -5.0, -1.0]])
-    assert choose(rows, [Draw(resolve(Argmax()))] * 3).tolist() == [1, 0, 0]
+    assert sample(rows, [RowSampler(resolve(Argmax()))] * 3).tolist() == [1, 0, 0]
     filters = Sampling(0.0, top_k=2, top_p=0.1, min_p=0.5, typical_p=0.2)
-    assert choose(rows, [Draw(filters, 0.99)] * 3).tolist() == [1, 0, 0]
+    assert sample(rows, [RowSampler(filters, 0.99)] * 3).tolist() == [1, 0, 0]
     allowed = torch.tensor([False, False, True])
-    assert choose(rows, [Draw(Sampling(0.0), allowed=allowed)] * 3).tolist() == [2, 2, 2]
+    assert sample(rows, [RowSampler(Sampling(0.0), allowed=allowed)] * 3).tolist() == [2, 2, 2]
 
 
 def test_bias_and_penalties_bind_argmax_too():
     row = torch.tensor([[4.0, 3.0, -1.0]])
-    assert choose(row, [Draw(Sampling(0.0, logit_bias={1: 1.5}))]).tolist() == [1]
-    assert choose(row, [Draw(Sampling(0.0, repetition_penalty=2.0), seen=torch.tensor([0]))]).tolist() == [1]
+    assert sample(row, [RowSampler(Sampling(0.0, logit_bias={1: 1.5}))]).tolist() == [1]
+    assert sample(row, [RowSampler(Sampling(0.0, repetition_penalty=2.0), seen=torch.tensor([0]))]).tolist() == [1]
     often = (torch.tensor([0, 1]), torch.tensor([1, 5]))
-    assert choose(row, [Draw(Sampling(0.0, presence_penalty=1.5), generated=often)]).tolist() == [0]
-    assert choose(row, [Draw(Sampling(0.0, frequency_penalty=2.0), generated=often)]).tolist() == [0]
-    assert choose(row, [Draw(Sampling(0.0, frequency_penalty=-2.0), generated=often)]).tolist() == [1]
+    assert sample(row, [RowSampler(Sampling(0.0, presence_penalty=1.5), generated=often)]).tolist() == [0]
+    assert sample(row, [RowSampler(Sampling(0.0, frequency_penalty=2.0), generated=often)]).tolist() == [0]
+    assert sample(row, [RowSampler(Sampling(0.0, frequency_penalty=-2.0), generated=often)]).tolist() == [1]
 
 
 def test_a_repetition_penalty_divides_positive_and_multiplies_negative_logits():
     row = torch.tensor([2.0, -2.0, 1.0])
-    _, probs = kept(row, Sampling(repetition_penalty=4.0), seen=torch.tensor([0, 1]))
+    _, probs = sampling_distribution(row, Sampling(repetition_penalty=4.0), seen=torch.tensor([0, 1]))
     assert probs.tolist() == pytest.approx(torch.softmax(torch.tensor([0.5, -8.0, 1.0]).double(), 0).tolist())
 
 
@@ -309,41 +308,39 @@ def test_infinite_logits_are_certain_and_equal():
     inf = math.inf
     row = torch.tensor([0.0, inf, 5.0, inf, -inf])
     for how in (Sampling(), Sampling(top_p=0.9), Sampling(typical_p=0.9), Sampling(min_p=0.1), Sampling(5.0)):
-        ids, probs = kept(row, how)
+        ids, probs = sampling_distribution(row, how)
         live = {i: p for i, p in zip(ids.tolist(), probs.tolist()) if p}
         assert live == {1: 0.5, 3: 0.5}
-        drawn = choose(row.repeat(4, 1), [Draw(how, u) for u in (0.0, 0.49, 0.5, 0.99)])
+        drawn = sample(row.repeat(4, 1), [RowSampler(how, u) for u in (0.0, 0.49, 0.5, 0.99)])
         assert drawn.tolist() == [1, 1, 3, 3]
-    assert choose(row[None], [Draw(Sampling(0.0))]).tolist() == [1]
+    assert sample(row[None], [RowSampler(Sampling(0.0))]).tolist() == [1]
     assert entropy(row).item() == pytest.approx(math.log(2))
 
 
-def test_minus_infinity_is_never_drawn_unless_all_are():
+def test_minus_infinity_is_never_sampled_unless_all_are():
     row = torch.tensor([-math.inf, 1.0, -math.inf, 1.0])
-    assert kept(row, Sampling(top_k=3))[0].tolist() == [1, 3]
+    assert sampling_distribution(row, Sampling(top_k=3))[0].tolist() == [1, 3]
     dead = torch.full((1, 4), -math.inf)
     allowed = torch.tensor([False, True, False, True])
-    assert choose(dead, [Draw(Sampling(), 0.7, allowed)]).tolist() == [3]
-    assert choose(dead, [Draw(Sampling(0.0), allowed=allowed)]).tolist() == [1]
+    assert sample(dead, [RowSampler(Sampling(), 0.7, allowed)]).tolist() == [3]
+    assert sample(dead, [RowSampler(Sampling(0.0), allowed=allowed)]).tolist() == [1]
 
 
-def test_a_row_with_nan_gets_no_token_and_its_neighbours_theirs():
+def test_a_row_with_nan_gets_no_token_and_its_neighbors_theirs():
     rows = torch.tensor([[0.0, 1.0], [math.nan, 1.0], [2.0, 1.0]])
-    assert choose(rows, [Draw(Sampling(0.0))] * 3).tolist() == [1, NO_TOKEN, 0]
-    mixed = [Draw(Sampling(0.0)), Draw(Sampling(), 0.3), Draw(Sampling(top_k=1), 0.3)]
-    assert choose(rows, mixed).tolist() == [1, NO_TOKEN, 0]
-    hidden = Draw(Sampling(), 0.3, torch.tensor([False, True]))
-    assert choose(rows[1:2], [hidden]).tolist() == [NO_TOKEN]
-    assert check_finite(rows).tolist() == [True, False, True]
-    assert check_finite(torch.tensor([[math.inf, -math.inf]])).tolist() == [True]
+    assert sample(rows, [RowSampler(Sampling(0.0))] * 3).tolist() == [1, NO_TOKEN, 0]
+    mixed = [RowSampler(Sampling(0.0)), RowSampler(Sampling(), 0.3), RowSampler(Sampling(top_k=1), 0.3)]
+    assert sample(rows, mixed).tolist() == [1, NO_TOKEN, 0]
+    hidden = RowSampler(Sampling(), 0.3, torch.tensor([False, True]))
+    assert sample(rows[1:2], [hidden]).tolist() == [NO_TOKEN]
 
 
 def test_a_tiny_temperature_is_argmax_and_a_huge_one_is_flat():
     row = torch.tensor([1.0, 3.0, 2.0])
-    ids, probs = kept(row, Sampling(5e-324))
+    ids, probs = sampling_distribution(row, Sampling(5e-324))
     assert dict(zip(ids.tolist(), probs.tolist()))[1] == 1.0
-    assert kept(row, Sampling(1e300))[1].tolist() == pytest.approx([1 / 3] * 3)
-    assert kept(row, Sampling(1e300, top_k=2))[0].tolist() == [1, 2]
+    assert sampling_distribution(row, Sampling(1e300))[1].tolist() == pytest.approx([1 / 3] * 3)
+    assert sampling_distribution(row, Sampling(1e300, top_k=2))[0].tolist() == [1, 2]
 
 
 # The draw.
@@ -351,21 +348,21 @@ def test_a_tiny_temperature_is_argmax_and_a_huge_one_is_flat():
 @given(st.lists(levels, min_size=1, max_size=20), st.floats(0, 1, exclude_max=True))
 def test_a_draw_is_the_first_token_in_id_order_past_its_uniform_number(row, number):
     logits = torch.tensor([row])
-    ids, probs = kept(logits[0], Sampling())
+    ids, probs = sampling_distribution(logits[0], Sampling())
     reached = np.cumsum(probs.numpy())
     assume(np.abs(reached - number).min() > 1e-9)
     expected = next(i for i, at in zip(ids.tolist(), reached) if at > number)
-    assert choose(logits, [Draw(Sampling(), number)]).tolist() == [expected]
+    assert sample(logits, [RowSampler(Sampling(), number)]).tolist() == [expected]
 
 
 @pytest.mark.parametrize("number", [0.0, 5e-324, 0.5, 1 - 2**-53])
 def test_the_ends_of_the_range_never_draw_a_token_without_probability(number):
     row = torch.full((9,), -1e4)
     row[[2, 5]] = 3.0
-    token = choose(row[None], [Draw(Sampling(), number)]).item()
+    token = sample(row[None], [RowSampler(Sampling(), number)]).item()
     assert token == (2 if number < 0.5 else 5)
     third = torch.zeros(1, 3)
-    assert choose(third, [Draw(Sampling(), 1 - 2**-53)]).item() == 2
+    assert sample(third, [RowSampler(Sampling(), 1 - 2**-53)]).item() == 2
 
 
 COMBINATIONS = [
@@ -393,9 +390,10 @@ def check_frequencies(sampler, draws: int, masked: bool) -> None:
     expected = reference(row, how, allowed, seen, generated)
     mask = None if allowed is None else torch.tensor(allowed)
     made = [
-        Draw(how, float(u), mask, **history(seen, generated)) for u in rng.uniforms(2024, np.arange(draws), int(masked))
+        RowSampler(how, float(u), mask, **history(seen, generated))
+        for u in rng.uniforms(2024, np.arange(draws), int(masked))
     ]
-    found = Counter(choose(torch.tensor(row).repeat(draws, 1), made).tolist())
+    found = Counter(sample(torch.tensor(row).repeat(draws, 1), made).tolist())
     assert set(found) <= set(expected)
     ids = sorted(expected, key=lambda i: expected[i])
     counts, means = np.array([found[i] for i in ids]), np.array([expected[i] * draws for i in ids])
@@ -437,13 +435,13 @@ def test_kept_sets_equal_the_reference_in_a_long_sweep():
 
 
 # Batch mates.
-def mixed_draws(count: int, size: int) -> list[Draw]:
+def mixed_draws(count: int, size: int) -> list[RowSampler]:
     generator = np.random.default_rng(9)
     draws = []
     for row in range(count):
         allowed = torch.tensor(generator.random(size) < 0.8) if row % 3 == 0 else None
         how = [Sampling(0.0), *map(resolve, COMBINATIONS)][row % (len(COMBINATIONS) + 1)]
-        draws.append(Draw(how, float(generator.random()), allowed, **history({1, 2}, {2: 2})))
+        draws.append(RowSampler(how, float(generator.random()), allowed, **history({1, 2}, {2: 2})))
     return draws
 
 
@@ -452,19 +450,19 @@ def test_a_row_gives_the_same_token_alone_and_among_others(size):
     count = 30
     logits = torch.tensor(np.stack([numbered(i, size) for i in range(count)]))
     draws = mixed_draws(count, size)
-    together = choose(logits, draws)
+    together = sample(logits, draws)
     assert together.dtype == torch.int64
     for row in range(count):
-        assert choose(logits[row : row + 1].clone(), draws[row : row + 1]).item() == together[row]
+        assert sample(logits[row : row + 1].clone(), draws[row : row + 1]).item() == together[row]
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(choose(logits[order], [draws[i] for i in order.tolist()]), together[order])
+    assert torch.equal(sample(logits[order], [draws[i] for i in order.tolist()]), together[order])
 
 
 def test_the_probabilities_of_a_row_do_not_depend_on_its_place_in_memory():
     logits = torch.tensor(np.stack([numbered(i, 1001) for i in range(7)]))
     for how in KNOBS:
         for row in range(7):
-            inside, alone = kept(logits[row], how), kept(logits[row].clone(), how)
+            inside, alone = sampling_distribution(logits[row], how), sampling_distribution(logits[row].clone(), how)
             assert torch.equal(inside[0], alone[0])
             assert torch.equal(inside[1], alone[1])
 
@@ -473,7 +471,7 @@ def test_inputs_are_not_changed():
     logits = torch.tensor(numbered(0, 50)[None])
     before = logits.clone()
     for draw in mixed_draws(28, 50):
-        choose(logits, [draw])
+        sample(logits, [draw])
     assert torch.equal(logits, before)
 
 
@@ -514,20 +512,20 @@ def test_probes_of_masked_and_certain_rows():
 def test_what_does_not_fit_is_refused():
     row = torch.zeros(1, 4)
     with pytest.raises(InvalidInput, match=r"\(1, 4\) for 2 draws"):
-        choose(row, [Draw(Sampling())] * 2)
+        sample(row, [RowSampler(Sampling())] * 2)
     with pytest.raises(InvalidInput, match=r"\(4,\)"):
-        choose(row[0], [Draw(Sampling())])
+        sample(row[0], [RowSampler(Sampling())])
     with pytest.raises(InvalidMask, match="none of 4"):
-        choose(row, [Draw(Sampling(), allowed=torch.zeros(4, dtype=torch.bool))])
+        sample(row, [RowSampler(Sampling(), allowed=torch.zeros(4, dtype=torch.bool))])
     with pytest.raises(InvalidToken, match=r"4 in logit_bias.*0 … 3"):
-        choose(row, [Draw(Sampling(logit_bias={4: 1.0}))])
+        sample(row, [RowSampler(Sampling(logit_bias={4: 1.0}))])
     for bad in (-0.1, 1.0, math.nan):
         with pytest.raises(InvalidInput, match="uniform"):
-            Draw(Sampling(), bad)
+            RowSampler(Sampling(), bad)
 
 
 def test_no_rows_give_no_tokens():
-    assert choose(torch.zeros(0, 5), []).tolist() == []
+    assert sample(torch.zeros(0, 5), []).tolist() == []
 
 
 @pytest.mark.gpu
@@ -536,7 +534,7 @@ def test_a_cuda_device_keeps_and_draws_the_same():
         logits = torch.tensor(np.stack([numbered(i, size) for i in range(28)]))
         draws = mixed_draws(28, size)
         there = [
-            Draw(
+            RowSampler(
                 d.sampling,
                 d.uniform,
                 None if d.allowed is None else d.allowed.cuda(),
@@ -545,13 +543,13 @@ def test_a_cuda_device_keeps_and_draws_the_same():
             )
             for d in draws
         ]
-        again = [choose(logits.cuda(), there).cpu() for _ in range(5)]
+        again = [sample(logits.cuda(), there).cpu() for _ in range(5)]
         assert all(torch.equal(tokens, again[0]) for tokens in again)
-        assert torch.equal(again[0], choose(logits, draws))
+        assert torch.equal(again[0], sample(logits, draws))
         for row, (here, far) in enumerate(zip(draws, there)):
             extra = {"allowed": here.allowed, "seen": here.seen, "generated": here.generated}
             moved = {"allowed": far.allowed, "seen": far.seen, "generated": far.generated}
-            ids, probs = kept(logits[row], here.sampling, **extra)
-            far_ids, far_probs = kept(logits[row].cuda(), far.sampling, **moved)
+            ids, probs = sampling_distribution(logits[row], here.sampling, **extra)
+            far_ids, far_probs = sampling_distribution(logits[row].cuda(), far.sampling, **moved)
             assert torch.equal(far_ids.cpu(), ids)
             assert torch.allclose(far_probs.cpu(), probs, rtol=1e-12, atol=0)

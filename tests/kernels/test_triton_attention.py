@@ -1,4 +1,4 @@
-"""Paged attention in Triton against the torch reference: any mask, any page size, heads, windows, trimmed pages.
+"""PagedKV attention in Triton against the torch reference: any mask, any page size, heads, windows, trimmed pages.
 
 Without a GPU the kernels run in Triton's interpreter.
 """
@@ -19,7 +19,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from headway.kernels.reference.attention import Group, attend  # noqa: E402
+from headway.kernels.reference.attention import AttentionGroup, attend  # noqa: E402
 from headway.kernels.triton import attention, layout  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -40,7 +40,7 @@ class Case:
     q: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
-    groups: list[Group]
+    groups: list[AttentionGroup]
     ints: torch.Tensor
     segments: list[tuple[int, int]]
     rows: int
@@ -79,7 +79,7 @@ def make(
         kept = seen.reshape(len(seen), count, page)[:, here].reshape(len(seen), -1)
         index = torch.arange(row, row + len(seen))[None]
         parts = (index, torch.from_numpy(table[here])[None], torch.from_numpy(here)[None], torch.from_numpy(kept)[None])
-        groups.append(Group(*(p.to(DEVICE) for p in parts)))
+        groups.append(AttentionGroup(*(p.to(DEVICE) for p in parts)))
         header[layout.PAGE_AT, row : row + len(seen)] = at
         header[layout.WHOLE, row : row + len(seen)] = int(len(here) == count)
         behind.append(table)
@@ -105,7 +105,7 @@ def reference(case: Case, scale: float) -> torch.Tensor:
 def by_rows(case: Case, splits: attention.Splits, which: torch.Tensor | None = None, **paged: object) -> torch.Tensor:
     heads, dim = case.q.shape[1:]
     out = torch.full_like(case.q, float("nan"))
-    room = attention.scratch(case.rows, heads, case.keys.shape[2], dim, splits, case.q.device)
+    room = attention.make_scratch(case.rows, heads, case.keys.shape[2], dim, splits, case.q.device)
     attention.attend_rows(case.q, out, _paged(case, **paged), splits, room, which=which)
     assert int(room.arrived.abs().sum()) == 0
     return out
@@ -120,9 +120,9 @@ def by_chunks(case: Case, **paged: object) -> torch.Tensor:
     return out
 
 
-def _paged(case: Case, **more: object) -> attention.Paged:
+def _paged(case: Case, **more: object) -> attention.PagedKV:
     scale = case.q.shape[2] ** -0.5
-    return attention.Paged(case.keys, case.values, case.ints, case.rows, layout.run_field(0), scale, **more)  # type: ignore[arg-type]
+    return attention.PagedKV(case.keys, case.values, case.ints, case.rows, layout.run_field(0), scale, **more)  # type: ignore[arg-type]
 
 
 def causal(rows: int, slots: int, window: int | None = None, sink: int = 0) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The fused row-wise kernels and the one-row products in Triton, against the torch functions they stand for."""
+"""The fused row-wise kernels and the matvec in Triton, against the torch functions they stand for."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ pytest.importorskip("triton")
 from headway.kernels.reference.mlp import gated_silu  # noqa: E402
 from headway.kernels.reference.norm import rms_norm  # noqa: E402
 from headway.kernels.reference.rope import rotate, rotation  # noqa: E402
-from headway.kernels.triton import fused, layout  # noqa: E402
-from headway.kernels.triton import matvec as products  # noqa: E402
+from headway.kernels.triton import (  # noqa: E402
+    fused,
+    layout,
+    matvec,
+)
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 EPS = 1e-5
@@ -38,17 +41,17 @@ def numbers(rows: int, **columns: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("n", [1, 5, 48])
 @pytest.mark.parametrize("k", [16, 84, 1024, 1500])
 @pytest.mark.parametrize("ahead", [False] if DEVICE == "cpu" else [False, True])
-def test_products_of_one_row(n: int, k: int, ahead: bool) -> None:
+def test_matvec(n: int, k: int, ahead: bool) -> None:
     x, w, bias, weight = draw(k), draw(n, k, seed=1), draw(n, seed=2), draw(k, seed=3)
     y = torch.full((n,), float("nan"), device=DEVICE)
-    products.row_product(x, w, y, ahead=ahead)
+    matvec.matvec(x, w, y, ahead=ahead)
     torch.testing.assert_close(y, F.linear(x, w), atol=1e-3, rtol=1e-4)
     onto = draw(n, seed=4)
     before = onto.clone()
-    products.row_product(x, w, onto, bias=bias, norm=products.Norm(weight, EPS), add=True, ahead=ahead)
+    matvec.matvec(x, w, onto, bias=bias, norm=matvec.RmsNorm(weight, EPS), add=True, ahead=ahead)
     torch.testing.assert_close(onto, before + F.linear(rms_norm(x, weight, EPS), w, bias), atol=1e-3, rtol=1e-4)
     pair, both = draw(2 * n, k, seed=5) / k**0.5, draw(2 * n, seed=6)
-    products.row_product(x, pair, y, bias=both, norm=products.Norm(weight, EPS), gated=True, ahead=ahead)
+    matvec.matvec(x, pair, y, bias=both, norm=matvec.RmsNorm(weight, EPS), gated=True, ahead=ahead)
     expected = gated_silu(F.linear(rms_norm(x, weight, EPS), pair, both), exact=False)
     torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
 
@@ -105,7 +108,7 @@ def test_rotation_and_page_write(shape: tuple[int, int, int, int], normed: bool,
     ints, cs = numbers(8, POSITION=positions, WRITE=slots), torch.empty(rows, 2, turned // 2, device=DEVICE)
     fused.angles(ints, 8, cs, inv_freq, scale)
     out = torch.full((rows, heads, dim), float("nan"), device=DEVICE)
-    how = fused.Heads(heads, kv_heads, dim, q_norm, k_norm, EPS)
+    how = fused.HeadConfig(heads, kv_heads, dim, q_norm, k_norm, EPS)
     fused.rotate_and_write(qkv, out, keys, values, ints, 8, cs, how)
     torch.testing.assert_close(out, rotate(q, cos, sin), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(keys, expected_keys, atol=1e-4, rtol=1e-4)

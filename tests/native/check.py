@@ -28,7 +28,7 @@ VALGRIND = ("valgrind", "--quiet", "--error-exitcode=1", "--leak-check=full", "-
 def main() -> int:
     """Build and run all of them; the number of failures."""
     native = _build_module()
-    tools = native.Toolchain.found(os.environ, platform.machine())
+    tools = native.Toolchain.detect(os.environ, platform.machine())
     if tools is None or not tools.works():
         print("native-sanitize needs a C++17 compiler; install g++ or clang++, or name one with CXX", file=sys.stderr)
         return 1

@@ -1,6 +1,6 @@
 // Every call of the native library on small random work, for sanitizers and valgrind to watch: all weight formats, every
 // instruction set of this machine, 1 to 8 threads, odd sizes. Arrays are exactly as long as api.h says. It also fails when
-// a result depends on the number of threads; whether numbers are right is for the tests in Python to say.
+// a result depends on the number of threads; the tests in Python check the numbers.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -23,7 +23,7 @@ void require(bool good, const char* what) {
   std::exit(1);
 }
 
-// Memory of exactly the size asked for: one byte further is an error that sanitizers see.
+// Memory of exactly the requested size: sanitizers see an access one byte further.
 struct Memory {
   std::vector<std::unique_ptr<uint8_t[]>> held;
   template <class T, class F>
@@ -67,10 +67,10 @@ hw_matrix matrix(Memory& m, const Format& f, int n, int k, bool bias) {
   const size_t rows = up(n, 16), groups = up(k, 32) / 32;
   hw_matrix w{f.kind, n, k, f.bits, f.group, f.bits == 4 ? 8 : 128, f.least, f.scale, nullptr, nullptr, nullptr, nullptr};
   w.bias = bias ? m.floats(n) : nullptr;
-  if (f.kind == HW_F32) w.codes = m.floats(rows * k);
-  if (f.kind == HW_F16 || f.kind == HW_BF16) w.codes = m.halves(rows * k);
+  if (f.kind == HW_F32) w.quants = m.floats(rows * k);
+  if (f.kind == HW_F16 || f.kind == HW_BF16) w.quants = m.halves(rows * k);
   if (f.kind < HW_INT8) return w;
-  w.codes = m.bytes(rows * groups * (f.bits * 4));
+  w.quants = m.bytes(rows * groups * (f.bits * 4));
   if (f.kind == HW_INT8) {
     w.scales = m.floats(rows);
     return w;
@@ -91,54 +91,54 @@ void keep(Results& all, const T* at, size_t n) {
   all.insert(all.end(), (const uint8_t*)at, (const uint8_t*)(at + n));
 }
 
-Results product(const Format& f, int n, int k, int rows, bool strange, int threads) {
+Results matmul(const Format& f, int n, int k, int rows, bool strange, int threads) {
   Memory m;
-  void* team = hw_threads_new(threads);
-  require(team, "threads start");
+  void* pool = hw_pool_new(threads);
+  require(pool, "threads start");
   hw_matrix w = matrix(m, f, n, k, below(2));
   const int64_t stride = n + below(3);
   float *x = m.floats((size_t)rows * k), *y = m.floats(rows * stride), *full = m.floats((size_t)n * k);
   const float odd[] = {NAN, INFINITY, -INFINITY, std::numeric_limits<float>::denorm_min(), std::numeric_limits<float>::max()};
   for (int i = 0; strange && i < rows; i++) x[(size_t)i * k + below(k)] = odd[i % 5];
-  require(hw_linear(team, &w, x, rows, y, stride) == 0, "hw_linear");
+  require(hw_matmul(pool, &w, x, rows, y, stride) == 0, "hw_matmul");
   std::vector<int32_t> order(n);
   for (int i = 0; i < n; i++) order[i] = n - 1 - i;
-  require(hw_gather(team, &w, m.copy(order), n, full) == 0, "hw_gather");
+  require(hw_dequantize_rows(pool, &w, m.copy(order), n, full) == 0, "hw_dequantize_rows");
   int64_t* best = m.make<int64_t>(rows, [] { return 0; });
   uint8_t* bad = m.bytes(rows);
-  require(hw_choose(team, y, rows, n, stride, best, bad) == 0, "hw_choose");
+  require(hw_argmax(pool, y, rows, n, stride, best, bad) == 0, "hw_argmax");
   Results all;
   keep(all, y, rows * stride), keep(all, full, (size_t)n * k), keep(all, best, rows), keep(all, bad, rows);
-  hw_threads_free(team);
+  hw_pool_free(pool);
   return all;
 }
 
-Results packed(int kind, int n, int k, bool mapped, int threads) {
+Results repacked(int kind, int n, int k, bool mapped, int threads) {
   Memory m;
-  void* team = hw_threads_new(threads);
-  require(team, "threads start");
+  void* pool = hw_pool_new(threads);
+  require(pool, "threads start");
   const int block = kind == 3 ? 144 : kind == 2 ? 34 : kind == 1 ? 20 : 18, inputs = kind == 3 ? 256 : 32;
   const size_t rows = up(n, 16), groups = k / 32, scales = rows * groups * (kind == 0 || kind == 2 ? 2 : kind == 1 ? 4 : 2);
-  const size_t codes = rows * groups * (kind == 2 ? 32 : 16), super = kind == 3 ? rows * (groups / 8) * 2 : 0;
+  const size_t quants = rows * groups * (kind == 2 ? 32 : 16), super = kind == 3 ? rows * (groups / 8) * 2 : 0;
   std::vector<int32_t> order(n);
   for (int i = 0; i < n; i++) order[i] = (i * 7 + 3) % n;
-  uint8_t *raw = m.bytes((size_t)n * (k / inputs) * block), *to = m.bytes(codes), *factors = m.bytes(scales);
+  uint8_t *raw = m.bytes((size_t)n * (k / inputs) * block), *to = m.bytes(quants), *factors = m.bytes(scales);
   uint16_t* d = super ? m.halves(super) : nullptr;
-  require(hw_pack(team, kind, raw, n, k, mapped ? m.copy(order) : nullptr, to, factors, d) == 0, "hw_pack");
+  require(hw_repack(pool, kind, raw, n, k, mapped ? m.copy(order) : nullptr, to, factors, d) == 0, "hw_repack");
   Results all;
-  keep(all, to, codes), keep(all, factors, scales), keep(all, d, super);
-  hw_threads_free(team);
+  keep(all, to, quants), keep(all, factors, scales), keep(all, d, super);
+  hw_pool_free(pool);
   return all;
 }
 
-// Tokens drawn with every mix of filters, from rows with infinities and a NaN.
-Results drawn(int vocab, int threads) {
+// Tokens sampled with every mix of filters, from rows with infinities and a NaN.
+Results sampled(int vocab, int threads) {
   constexpr int ROWS = 40;
   Memory m;
-  void* team = hw_threads_new(threads);
-  require(team, "threads start");
-  std::vector<hw_draw> draws(ROWS);
-  for (hw_draw& d : draws) {
+  void* pool = hw_pool_new(threads);
+  require(pool, "threads start");
+  std::vector<hw_sampling> samplings(ROWS);
+  for (hw_sampling& d : samplings) {
     float* logits = m.floats(vocab);
     if (!below(4)) logits[below(vocab)] = below(2) ? -INFINITY : INFINITY;
     if (!below(20)) logits[below(vocab)] = NAN;
@@ -150,10 +150,10 @@ Results drawn(int vocab, int threads) {
     d = {logits, below(2) ? allowed : nullptr, m.copy(changed), scores, temperatures[below(4)], shares[below(3)], least[below(3)],
          below(1000) / 1000.0, vocab, below(3) ? below(vocab + 2) : 0, below(2), 0};
   }
-  require(hw_draw_all(team, draws.data(), ROWS) == 0, "hw_draw_all");
+  require(hw_sample(pool, samplings.data(), ROWS) == 0, "hw_sample");
   Results all;
-  for (const hw_draw& d : draws) keep(all, &d.token, 1);
-  hw_threads_free(team);
+  for (const hw_sampling& d : samplings) keep(all, &d.token, 1);
+  hw_pool_free(pool);
   return all;
 }
 
@@ -162,7 +162,7 @@ struct Shape {
   int common = 0;  // pages that all sequences begin with; each then has `rows` rows
 };
 
-// A step of several sequences: `past` slots before each, pages in random places, two mask sets, rows that are not kept.
+// A step of several sequences: `past` slots before each, pages in random order, two mask sets, some rows not kept.
 struct Sequences {
   std::vector<int32_t> tokens, positions, slots, rows{0}, page_at{0}, pages, numbers, at[2]{{0}, {0}}, runs[2];
   int all_pages = 0;
@@ -200,8 +200,8 @@ struct Sequences {
 Results step(const Shape& s, int threads) {
   constexpr int LAYERS = 2, VOCAB = 37;
   Memory m;
-  void* team = hw_threads_new(threads);
-  require(team, "threads start");
+  void* pool = hw_pool_new(threads);
+  require(pool, "threads start");
   const int wide = s.heads * s.head_dim, narrow = s.kv_heads * s.head_dim;
   auto any = [&](int n, int k) {
     const Format& f = FORMATS[below(FORMAT_COUNT)];
@@ -215,14 +215,14 @@ Results step(const Shape& s, int threads) {
                     below(2)};
   });
   Sequences q(s, VOCAB);
-  const int T = (int)q.tokens.size(), taps = 3;
+  const int T = (int)q.tokens.size(), hooks = 3;
   const size_t cells = (size_t)LAYERS * 2 * q.all_pages * s.page * narrow;
   hw_model model{LAYERS, s.hidden, s.inner, s.heads, s.kv_heads, s.head_dim, VOCAB, s.head_dim / 2, s.page, 1e-5f,
                  0.25f, 1.0f, m.floats(s.head_dim / 2), m.floats(s.hidden), layers, any(VOCAB, s.hidden), any(VOCAB, s.hidden),
                  m.floats(cells), q.all_pages};
   const int32_t* at[2] = {m.copy(q.at[0]), m.copy(q.at[1])};
   const int32_t* runs[2] = {m.copy(q.runs[0]), m.copy(q.runs[1])};
-  float *hidden = m.floats((size_t)taps * s.hidden), *queries = m.floats((size_t)taps * wide), *out = m.floats((size_t)T * s.hidden);
+  float *hidden = m.floats((size_t)hooks * s.hidden), *queries = m.floats((size_t)hooks * wide), *out = m.floats((size_t)T * s.hidden);
   double* phases = m.make<double>(HW_PHASES, [] { return 0.0; });
   const std::vector<int32_t> where{0, 1, LAYERS}, places{0, 1, 0}, which{T - 1, 0, T / 2};
   const std::vector<int32_t> read = T == 1 ? std::vector<int32_t>{0} : std::vector<int32_t>{T - 1, 0};
@@ -231,16 +231,16 @@ Results step(const Shape& s, int threads) {
   float* likely = m.floats(reads * stride);
   int64_t* best = m.make<int64_t>(reads, [] { return -1; });
   uint8_t* bad = m.bytes(reads);
-  hw_step work{T, s.segments, 2, taps, taps, reads, m.copy(q.tokens), m.copy(q.positions), m.copy(q.slots), m.copy(q.rows), m.copy(q.page_at),
+  hw_step work{T, s.segments, 2, hooks, hooks, reads, m.copy(q.tokens), m.copy(q.positions), m.copy(q.slots), m.copy(q.rows), m.copy(q.page_at),
                m.copy(q.pages), m.copy(q.numbers), at, runs, m.copy(where), m.copy(which), hidden, m.copy(places), m.copy(which), queries,
                out, phases, m.copy(read), likely, stride, best, bad};
-  for (int turn = 0; turn < 2; turn++) require(hw_run(team, &model, &work) == 0, "hw_run");  // the second reuses its memory
+  for (int round = 0; round < 2; round++) require(hw_forward(pool, &model, &work) == 0, "hw_forward");  // the second reuses its memory
   float* logits = m.floats((size_t)T * VOCAB);
-  for (int norm = 0; norm < 2; norm++) require(hw_head(team, &model, out, T, norm, logits, VOCAB) == 0, "hw_head");
+  for (int norm = 0; norm < 2; norm++) require(hw_logits(pool, &model, out, T, norm, logits, VOCAB) == 0, "hw_logits");
   Results all;
-  keep(all, out, (size_t)T * s.hidden), keep(all, hidden, (size_t)taps * s.hidden), keep(all, queries, (size_t)taps * wide);
+  keep(all, out, (size_t)T * s.hidden), keep(all, hidden, (size_t)hooks * s.hidden), keep(all, queries, (size_t)hooks * wide);
   keep(all, logits, (size_t)T * VOCAB), keep(all, model.kv, cells), keep(all, best, reads), keep(all, bad, reads);
-  hw_threads_free(team);
+  hw_pool_free(pool);
   return all;
 }
 
@@ -248,7 +248,7 @@ Results step(const Shape& s, int threads) {
 
 int cases = 0;
 
-// 1 to `most` threads; with `crowd` also more than code rows each for itself.
+// 1 to `most` threads; with `crowd` also more threads than replicate rows.
 template <class F>
 void same_for_all_threads(const char* what, int isa, int most, F&& work, bool crowd = false) {
   Results first;
@@ -274,12 +274,12 @@ void all_of(int isa, int most) {
     for (auto& z : sizes)
       for (int strange = 0; strange < 2; strange++) {
         const int k = f.scale == HW_SCALE_K ? up(z[1], 256) : z[1];
-        same_for_all_threads("product", isa, most, [&](int t) { return product(f, z[0], k, z[2], strange, t); });
+        same_for_all_threads("matmul", isa, most, [&](int t) { return matmul(f, z[0], k, z[2], strange, t); });
       }
   for (int kind = 0; kind < 4; kind++)
     for (int n : {1, 31, 48})
-      same_for_all_threads("pack", isa, most, [&](int t) { return packed(kind, n, 512, n > 31, t); });
-  for (int vocab : {1, 5, 33, 700}) same_for_all_threads("draw", isa, most, [&](int t) { return drawn(vocab, t); });
+      same_for_all_threads("repack", isa, most, [&](int t) { return repacked(kind, n, 512, n > 31, t); });
+  for (int vocab : {1, 5, 33, 700}) same_for_all_threads("sample", isa, most, [&](int t) { return sampled(vocab, t); });
   const Shape shapes[] = {{64, 96, 4, 2, 16, 16, 1, 1, 300}, {50, 70, 6, 2, 20, 8, 3, 2, 140}, {256, 256, 4, 4, 32, 32, 2, 19, 0},
                           {40, 33, 8, 1, 24, 40, 1, 2, 500}, {96, 64, 2, 1, 64, 64, 4, 5, 70},
                           {48, 32, 4, 2, 16, 16, 19, 1, 300, 17}, {50, 40, 2, 1, 20, 24, 3, 1, 290, 11}};

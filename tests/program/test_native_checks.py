@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import headway as hw
-from headway.kernels.native.library import Team, open_library
-from headway.kernels.reference.quantized import pack_floats, quantise_int8
+from headway.kernels.native.library import ThreadPool, open_library
+from headway.kernels.reference.quantized import interleave_floats, quantize_int8
 from headway.kv import snapshot as files
 from headway.models.decoder import Decoder
 from headway.models.layers import Linear
-from headway.models.quantized.cpu import PackedDecoder, PackedLayer, pack_decoder
+from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer, interleave_decoder
 from headway.program.engine import Engine
 from headway.testing import random_model
 from support.checks import all_logits, logit_rows, random_tokens
@@ -40,54 +40,57 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 # -- weights -------------------------------------------------------------------------------------------------------
 
-PACKED: dict[str, tuple[Callable[[PackedDecoder], Any], str]] = {
+PACKED: dict[str, tuple[Callable[[QuantizedDecoder], Any], str]] = {
     "embedding": (
-        lambda d: {"embedding": pack_floats(torch.zeros(V - 1, 64))},
+        lambda d: {"embedding": interleave_floats(torch.zeros(V - 1, 64))},
         r"'embedding' has shape \[96, 64\].*97",
     ),
-    "output": (lambda d: {"output": pack_floats(torch.zeros(V, 60))}, r"'output' has shape \[97, 60\]"),
+    "output": (lambda d: {"output": interleave_floats(torch.zeros(V, 60))}, r"'output' has shape \[97, 60\]"),
     "final norm": (lambda d: {"final_norm": torch.ones(65)}, r"'final_norm' has shape \[65\].*\[64\]"),
     "norm in bfloat16": (lambda d: {"final_norm": d.final_norm.bfloat16()}, "'final_norm'.*bfloat16"),
-    "norm with gaps": (lambda d: {"final_norm": torch.ones(128)[::2]}, "'final_norm' must lie in order"),
+    "norm with gaps": (lambda d: {"final_norm": torch.ones(128)[::2]}, "'final_norm' must be contiguous"),
     "frequencies": (lambda d: {"inv_freq": d.inv_freq[1:]}, "'inv_freq'"),
     "a layer less": (lambda d: {"layers": d.layers[:1]}, "has 1 layers and 2 windows; its config says 2"),
 }
-LAYERS: dict[str, tuple[Callable[[PackedLayer], Any], str]] = {
-    "a matrix": (lambda l: {"up": pack_floats(torch.zeros(80, 64))}, r"'layers.1.up' has shape \[80, 64\].*\[84, 64\]"),
+LAYERS: dict[str, tuple[Callable[[QuantizedLayer], Any], str]] = {
+    "a matrix": (
+        lambda l: {"up": interleave_floats(torch.zeros(80, 64))},
+        r"'layers.1.up' has shape \[80, 64\].*\[84, 64\]",
+    ),
     "a norm": (lambda l: {"mlp_norm": torch.ones(3)}, r"'layers.1.mlp_norm' has shape \[3\]"),
     "one head norm": (lambda l: {"k_norm": torch.ones(16)}, "'layers.1' has a norm for one of q and k"),
     "short head norms": (lambda l: {"q_norm": torch.ones(16), "k_norm": torch.ones(8)}, r"'layers.1.k_norm'"),
     "a bias": (lambda l: {"q": replace(l.q, bias=torch.zeros(5))}, r"'layers.1.q' cannot be used: bias are \[5\]"),
-    "codes": (
-        lambda l: {"o": replace(l.o, codes=l.o.codes[1:])},
-        r"'layers.1.o' cannot be used: codes are \[3, 64, 16\]",
+    "quants": (
+        lambda l: {"o": replace(l.o, quants=l.o.quants[1:])},
+        r"'layers.1.o' cannot be used: quants are \[3, 64, 16\]",
     ),
-    "codes with gaps": (
-        lambda l: {"o": replace(l.o, codes=l.o.codes.transpose(1, 2).contiguous().transpose(1, 2))},
-        "'layers.1.o' cannot be used: codes must lie in order",
+    "quants with gaps": (
+        lambda l: {"o": replace(l.o, quants=l.o.quants.transpose(1, 2).contiguous().transpose(1, 2))},
+        "'layers.1.o' cannot be used: quants must be contiguous",
     ),
     "scales": (
-        lambda l: {"v": replace(quantise_int8(torch.ones(32, 64)), scales=None)},
+        lambda l: {"v": replace(quantize_int8(torch.ones(32, 64)), scales=None)},
         "'layers.1.v'.*scales are missing",
     ),
 }
 
 
-def refused(model: Decoder | PackedDecoder, message: str) -> None:
+def refused(model: Decoder | QuantizedDecoder, message: str) -> None:
     with pytest.raises(hw.InvalidInput, match=message):
         Engine(model, pages=4, threads=1)
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_a_packed_decoder_must_be_what_its_config_says(name: str) -> None:
-    decoder = pack_decoder(random_model(vocab_size=V))
+    decoder = interleave_decoder(random_model(vocab_size=V))
     change, message = PACKED[name]
     refused(replace(decoder, **change(decoder)), message)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_so_must_its_layers(name: str) -> None:
-    decoder = pack_decoder(random_model(vocab_size=V))
+    decoder = interleave_decoder(random_model(vocab_size=V))
     change, message = LAYERS[name]
     refused(
         replace(decoder, layers=(decoder.layers[0], replace(decoder.layers[1], **change(decoder.layers[1])))), message
@@ -128,7 +131,7 @@ def test_norms_that_lie_apart_in_memory_compute_the_same() -> None:
 
 
 def test_a_packed_decoder_is_not_computed_where_native_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = pack_decoder(random_model(vocab_size=V))
+    decoder = interleave_decoder(random_model(vocab_size=V))
     monkeypatch.setenv("HEADWAY_NATIVE", "off")
     with pytest.raises(hw.Unsupported, match=r"HEADWAY_NATIVE is off, and only the native step computes a packed"):
         Engine(decoder, pages=4)
@@ -228,19 +231,19 @@ def in_a_fork(work: Callable[[], str]) -> str:
 
 @pytest.mark.filterwarnings("ignore:This process")
 def test_a_forked_child_is_told_that_it_has_no_threads_and_ends() -> None:
-    team, holder = Team(3), [Team(2)]
+    thread_pool, holder = ThreadPool(3), [ThreadPool(2)]
 
     def child() -> str:
         holder.clear()  # frees nothing, waits for nobody
         try:
-            return f"got {team.handle}"
+            return f"got {thread_pool.handle}"
         except hw.Unsupported as error:
             return str(error)
 
     said = in_a_fork(child)
     assert f"the native threads of process {os.getpid()} do not exist in its forked child" in said
     assert '"spawn"' in said
-    assert team.handle
+    assert thread_pool.handle
 
 
 @pytest.mark.filterwarnings("ignore:This process")

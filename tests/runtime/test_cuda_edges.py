@@ -108,7 +108,7 @@ def test_a_row_that_sees_nothing_is_laid_out_as_one_wherever_it_stands() -> None
         head = host[: layout.columns(1) * 16].reshape(-1, 16)[layout.run_field(0) :, :count]
         for column, mask in zip(head.T, masks, strict=True):
             expected = (1, 1, 3) if mask is some else (0, 0, 0)
-            assert tuple(column[[layout.RUN_COUNT, layout.FIRST, layout.BEHIND]]) == expected
+            assert tuple(column[[layout.RUN_COUNT, layout.FIRST, layout.END]]) == expected
 
 
 @pytest.mark.parametrize("mode", ["triton", "off", "auto"])

@@ -16,7 +16,7 @@ from headway.base.text import format_bytes
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headway.models.hub.fetch import Progress
+    from headway.models.hub.fetch import FetchProgress
 
 PLAIN_SECONDS = 5.0  # between two progress lines in a pipe
 QUICK_SECONDS = 0.5  # a load shorter than this shows no bar
@@ -113,7 +113,7 @@ def fetched(model: str) -> Path:
 
 
 @contextmanager
-def fetching() -> Iterator[Progress]:
+def fetching() -> Iterator[FetchProgress]:
     """A progress callback on standard error: a bar on a terminal, a line now and then in a pipe."""
     if not sys.stderr.isatty():
         yield PlainProgress()

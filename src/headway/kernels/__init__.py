@@ -1,1 +1,5 @@
-"""Tensor functions: one torch reference each. Fast paths keep the reference's signature and are compared with it."""
+"""Tensor functions: matmul, paged attention, KV-cache writes, norms, sampling.
+
+`reference` has one torch function for each. The fast paths, `native` (C++, CPU) and `triton` (CUDA), are tested
+against it.
+"""

@@ -16,7 +16,7 @@ from headway.models.families.family import Family
 
 FINITE = sys.float_info.max
 WHOLE = 1 << 63
-LARGEST = 1 << 24  # no dimension of a real model is larger
+LARGEST = 1 << 24  # larger than any dimension of a real model
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -27,7 +27,7 @@ SIZES = (
     "intermediate_size",
     "max_positions",
 )
-# GGUF keys that would change the rotation in ways this decoder does not have, and the values that change nothing.
+# GGUF keys for rope variants that this decoder does not have, and the values that change nothing.
 GGUF_ROPE_EXTRAS = {
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
@@ -39,7 +39,7 @@ GGUF_ROPE_EXTRAS = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of one decoder. `windows` has one entry a layer: how many positions back it sees, or None."""
+    """The shape of one decoder. `windows` has an entry per layer: its sliding window in positions, or None."""
 
     family: str
     vocab_size: int
@@ -72,19 +72,19 @@ class ModelConfig:
         if self.rope.dim > self.head_dim:
             raise BadModelFile(f"{self.rope.dim} dimensions are rotated; a head has {self.head_dim}")
         if not 0 <= self.norm_eps < 1:
-            raise BadModelFile(f"the norm's epsilon is {self.norm_eps}; it must be from 0 to below 1")
+            raise BadModelFile(f"the norm's epsilon is {self.norm_eps}; it must be in [0, 1)")
         for window in self.windows:
             if window is not None and window < 1:
                 raise BadModelFile(f"a layer's sliding window is {window}; it must be at least 1")
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers that one slot holds over all layers."""
+        """Numbers per token in the KV cache, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     @property
     def parameters(self) -> int:
-        """How many numbers the weights hold (a tied head counted once)."""
+        """The number of parameters (a tied head counted once)."""
         e, f, d = self.hidden_size, self.intermediate_size, self.head_dim
         attention = 2 * e * d * (self.heads + self.kv_heads)
         biases = self.qkv_bias * d * (self.heads + 2 * self.kv_heads) + self.o_bias * e + self.mlp_bias * (2 * f + e)
@@ -116,7 +116,7 @@ class _Keys:
         if value is None:
             value = self._default(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not -WHOLE <= value < WHOLE:
-            raise BadModelFile(f"{self.source}: {self.prefix}{key} is {value!r}; a whole number is needed")
+            raise BadModelFile(f"{self.source}: {self.prefix}{key} is {value!r}; it must be an integer")
         return value
 
     def float(self, key: str, default: float | None = None) -> float:
@@ -124,7 +124,7 @@ class _Keys:
         if value is None:
             value = self._default(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= FINITE:
-            raise BadModelFile(f"{self.source}: {self.prefix}{key} is {value!r}; a finite number is needed")
+            raise BadModelFile(f"{self.source}: {self.prefix}{key} is {value!r}; it must be a finite number")
         return float(value)
 
     def optional(self, key: str) -> float | None:
@@ -134,7 +134,7 @@ class _Keys:
         value = self.get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise BadModelFile(f"{self.source}: {self.prefix}{key} is {value!r}; true or false is needed")
+            raise BadModelFile(f"{self.source}: {self.prefix}{key} is {value!r}; it must be true or false")
         return value
 
     def _default(self, key: str, default: Any) -> Any:
@@ -144,15 +144,15 @@ class _Keys:
 
 
 def from_hf(data: Mapping[str, Any]) -> ModelConfig:
-    """The config of a Hugging Face config.json, in today's or the older spelling."""
+    """The config of a Hugging Face config.json, with current or older key names."""
     names = data.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise BadModelFile(f"config.json: architectures is {names!r}; a list with one name is needed")
+        raise BadModelFile(f"config.json: architectures is {names!r}; it must be a list with one name")
     family = by_architecture(names[0])
     keys = _Keys(data, "config.json")
     act = data.get("hidden_act", "silu")
     if act != "silu":
-        raise Unsupported(f"config.json: hidden_act is {act!r}; this decoder knows silu")
+        raise Unsupported(f"config.json: hidden_act is {act!r}; only silu is supported")
     heads, hidden, layers = (
         keys.int("num_attention_heads"),
         keys.int("hidden_size"),
@@ -184,10 +184,10 @@ def from_hf(data: Mapping[str, Any]) -> ModelConfig:
 
 
 def from_gguf(metadata: Mapping[str, Any], tensors: set[str]) -> ModelConfig:
-    """The config of a GGUF file: its metadata, and which optional tensors it holds."""
+    """The config of a GGUF file, from its metadata and the names of its tensors."""
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
-        raise BadModelFile(f"GGUF: general.architecture is {arch!r}; a name is needed")
+        raise BadModelFile(f"GGUF: general.architecture is {arch!r}; it must be a name")
     family = by_gguf(arch)
     keys = _Keys(metadata, "GGUF", f"{arch}.")
     heads, hidden, layers = keys.int("attention.head_count"), keys.int("embedding_length"), _layers(keys, "block_count")
@@ -224,12 +224,12 @@ def from_gguf(metadata: Mapping[str, Any], tensors: set[str]) -> ModelConfig:
 def _layers(keys: _Keys, key: str) -> int:
     layers = keys.int(key)
     if not 1 <= layers <= 10_000:
-        raise BadModelFile(f"{keys.source}: {keys.prefix}{key} is {layers}; between 1 and 10000 layers are possible")
+        raise BadModelFile(f"{keys.source}: {keys.prefix}{key} is {layers}; it must be between 1 and 10000")
     return layers
 
 
 def _hf_kv_heads(keys: _Keys, family: Family, heads: int) -> int:
-    """As many as heads when the config says null, the family's own number when it says nothing."""
+    """As many as heads if the config has null, the family's default if the key is missing."""
     silent = "num_key_value_heads" not in keys.data
     return keys.int("num_key_value_heads", family.kv_heads if silent and family.kv_heads else heads)
 
@@ -262,7 +262,7 @@ def _hf_windows(keys: _Keys, family: Family, layers: int) -> tuple[int | None, .
 def _hf_rope(data: Mapping[str, Any], head_dim: int, positions: int, theta: float) -> Rope:
     scaling = data.get("rope_parameters") or data.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
-        raise BadModelFile(f"config.json: the rope parameters are {scaling!r}; an object is needed")
+        raise BadModelFile(f"config.json: the rope parameters are {scaling!r}; they must be an object")
     keys = _Keys(scaling, "config.json, rope parameters")
     theta = keys.float("rope_theta", _Keys(data, "config.json").float("rope_theta", theta))
     partial = keys.float("partial_rotary_factor", _Keys(data, "config.json").float("partial_rotary_factor", 1.0))
@@ -278,7 +278,7 @@ def _rope(keys: _Keys, kind: str, dim: int, theta: float, positions: int) -> Rop
     if theta <= 1:
         raise BadModelFile(f"{keys.source}: rope theta is {theta}; it must be above 1")
     if dim < 2 or dim % 2:
-        raise BadModelFile(f"{keys.source}: {dim} rotated dimensions; an even number of at least 2 is needed")
+        raise BadModelFile(f"{keys.source}: {dim} rotated dimensions; it must be an even number of at least 2")
     match kind:
         case "default":
             return Rope(dim, theta)
@@ -312,9 +312,7 @@ def _rope(keys: _Keys, kind: str, dim: int, theta: float, positions: int) -> Rop
                 mscale_all_dim=keys.optional("mscale_all_dim"),
                 truncate=keys.bool("truncate", True),
             )
-    raise Unsupported(
-        f"{keys.source}: rope type {kind!r} is not supported; supported are default, linear, llama3, yarn"
-    )
+    raise Unsupported(f"{keys.source}: rope type {kind!r} is not supported; use default, linear, llama3 or yarn")
 
 
 def _original(keys: _Keys, default: int | None) -> int:
@@ -337,9 +335,7 @@ def _gguf_rope(keys: _Keys, head_dim: int, family: Family) -> Rope:
     theta = keys.float("rope.freq_base", family.theta)
     for key, plain in GGUF_ROPE_EXTRAS.items():
         if (value := keys.get(key)) is not None and value != plain:
-            raise Unsupported(
-                f"GGUF: {keys.prefix}{key} is {value!r}; only files without it, or with {plain}, are read"
-            )
+            raise Unsupported(f"GGUF: {keys.prefix}{key} is {value!r}; only {plain}, or no such key, is supported")
     kind = keys.get("rope.scaling.type") or "default"
     if kind in ("default", "none"):
         return _rope(keys, "default", dim, theta, 0)

@@ -1,4 +1,8 @@
-"""The decoder: every supported family is this one, configured."""
+"""The decoder: every supported model family is this one, configured.
+
+Embedding, then layers of norm → qkv → rope → KV-cache write → paged attention → output projection → norm → MLP, then
+the final norm and the logits. The tensor functions are in `kernels/reference`.
+"""
 
 from __future__ import annotations
 
@@ -11,62 +15,67 @@ from torch import Tensor
 
 from headway.kernels.reference import kv as pages
 from headway.kernels.reference import sampling
-from headway.kernels.reference.attention import Group, attend, attend_exact, scores
+from headway.kernels.reference.attention import AttentionGroup, attend, attend_exact, scores
 from headway.kernels.reference.linear import by_rows, linear
 from headway.kernels.reference.norm import rms_norm
 from headway.kernels.reference.rope import rotation
 from headway.models.config import ModelConfig
-from headway.models.layers import Layer
+from headway.models.layers import DecoderLayer
 
-Mark = Callable[[str], None]
+MarkPhase = Callable[[str], None]  # ends a phase of the profile
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """The tensors of one forward. `groups` has the attention plan for each window that occurs in the model."""
+class DecoderInput:
+    """The tensors of one forward. `groups` has the attention groups for each window that occurs in the model."""
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
-    write_rows: Tensor | None  # [W] rows whose keys and values are kept; None for all
+    write_rows: Tensor | None  # [W] rows that go to the KV cache; None for all
     write_slots: Tensor  # [W] physical slots
-    groups: Mapping[int | None, Sequence[Group]]
+    groups: Mapping[int | None, Sequence[AttentionGroup]]
 
 
 @dataclass(eq=False)
-class Taps:
-    """What to look at on the way: rows of the residual before layer l (`hidden`), rows' attention in layer l."""
+class Hooks:
+    """Hooks into a forward: rows of the residual before layer l (`hidden`) and attention groups of layer l (`scores`).
+
+    The forward fills `hidden_out` and `scores_out`.
+    """
 
     hidden: Mapping[int, Tensor] = field(default_factory=dict)
-    scores: Mapping[int, Sequence[Group]] = field(default_factory=dict)
-    hidden_found: dict[int, Tensor] = field(default_factory=dict)
-    scores_found: dict[int, list[Tensor]] = field(default_factory=dict)
+    scores: Mapping[int, Sequence[AttentionGroup]] = field(default_factory=dict)
+    hidden_out: dict[int, Tensor] = field(default_factory=dict)
+    scores_out: dict[int, list[Tensor]] = field(default_factory=dict)
 
-    def see_hidden(self, l: int, x: Tensor) -> None:
+    def on_hidden(self, l: int, x: Tensor) -> None:
         if l in self.hidden:
-            self.hidden_found[l] = x[self.hidden[l]].clone()
+            self.hidden_out[l] = x[self.hidden[l]].clone()
 
-    def see_attention(self, l: int, q: Tensor, k: Tensor, scale: float) -> None:
+    def on_attention(self, l: int, q: Tensor, k: Tensor, scale: float) -> None:
         if l in self.scores:
-            self.scores_found[l] = [scores(q, k, group, scale) for group in self.scores[l]]
+            self.scores_out[l] = [scores(q, k, group, scale) for group in self.scores[l]]
 
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """Token rows in, residual rows out; keys and values go to pages it is handed."""
+    """Token rows in, residual rows out; keys and values go to the KV cache it is given."""
 
     config: ModelConfig
     embedding: Tensor  # [V, E]
-    layers: tuple[Layer, ...]
+    layers: tuple[DecoderLayer, ...]
     final_norm: Tensor  # [E]
-    output: Tensor  # [V, E]; the embedding itself when tied. One in codes multiplies rows when called
+    output: Tensor  # [V, E]; the embedding itself when tied; callable when quantized
     inv_freq: Tensor  # [rope dim / 2]
 
     @torch.inference_mode()
-    def forward(self, step: Step, kv: tuple[Tensor, Tensor], taps: Taps, mark: Mark, tile: int | None) -> Tensor:
-        """Residual rows [T, E] before the final norm. Keys and values are [L, P, page, Hkv, D] each.
+    def forward(
+        self, step: DecoderInput, kv: tuple[Tensor, Tensor], hooks: Hooks, mark: MarkPhase, tile: int | None
+    ) -> Tensor:
+        """Residual rows [T, E] before the final norm. `kv` is the KV cache: keys and values [L, P, page, Hkv, D].
 
-        With a tile every row-wise part runs on exactly that many rows and attention sums in a fixed order: a row's
-        bits then depend only on the row.
+        With a tile every row-wise function runs on exactly that many rows and attention sums in a fixed order, so
+        that a row's bits depend only on the row.
         """
         mix = attend if tile is None else attend_exact
         scale = self.config.head_dim**-0.5
@@ -75,7 +84,7 @@ class Decoder:
         cos, sin = rotation(self.inv_freq, step.positions, self.config.rope.scale, x.dtype)
         mark("rope")
         for l, layer in enumerate(self.layers):
-            taps.see_hidden(l, x)
+            hooks.on_hidden(l, x)
             (h,) = by_rows(tile, layer.norm_in, x)
             mark("norm")
             q, k, v = by_rows(tile, layer.project, h)
@@ -89,14 +98,14 @@ class Decoder:
             mark("kv write")
             mixed = mix(q, keys, values, step.groups[self.config.windows[l]], scale)
             mark("attention")
-            taps.see_attention(l, q, keys, scale)
+            hooks.on_attention(l, q, keys, scale)
             (x,) = by_rows(tile, layer.project_out, x, mixed)
             mark("output projection")
             (h,) = by_rows(tile, layer.norm_mlp, x)
             mark("norm")
             (x,) = by_rows(tile, partial(layer.feed_forward, exact=tile is not None), x, h)
             mark("feed-forward")
-        taps.see_hidden(len(self.layers), x)
+        hooks.on_hidden(len(self.layers), x)
         return x
 
     @torch.inference_mode()
@@ -108,20 +117,20 @@ class Decoder:
     def head(self, h: Tensor, tile: int | None) -> Tensor:
         """Logits [R, V] float32 of normed rows [R, E]."""
         output = self.output
-        times: Callable[[Tensor], Tensor] = output if callable(output) else partial(linear, weight=output)
-        return by_rows(tile, lambda r: (times(r),), h)[0].float()
+        matmul: Callable[[Tensor], Tensor] = output if callable(output) else partial(linear, weight=output)
+        return by_rows(tile, lambda r: (matmul(r),), h)[0].float()
 
     def logits(self, x: Tensor, tile: int | None) -> Tensor:
         """Logits [R, V] float32 of residual rows [R, E]."""
         return self.head(self.finish(x, tile), tile)
 
     def best(self, logits: Tensor) -> tuple[list[bool], list[int] | None]:
-        """For each row whether it has a NaN, and, where that comes with it, its first largest."""
+        """Whether each row has a NaN, and its first largest token if that costs nothing more."""
         return logits.isnan().any(1).tolist(), None
 
-    def choose(self, logits: Tensor, draws: Sequence[sampling.Draw]) -> list[int]:
-        """The token drawn at each row."""
-        return sampling.choose(logits, draws).tolist()
+    def sample(self, logits: Tensor, samplers: Sequence[sampling.RowSampler]) -> list[int]:
+        """The token sampled at each row."""
+        return sampling.sample(logits, samplers).tolist()
 
     @property
     def device(self) -> torch.device:

@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 
 from headway.models.decoder import Decoder
-from headway.models.quantized.cpu import PackedDecoder
+from headway.models.quantized.cpu import QuantizedDecoder
 
 CHUNK = 1 << 22
 
 
-def fingerprint(path: Path | None, decoder: Decoder | PackedDecoder, quantize: str | None = None) -> str:
-    """SHA-256 over the weight files and their config, or over the tensors of a model made in memory."""
+def fingerprint(path: Path | None, decoder: Decoder | QuantizedDecoder, quantize: str | None = None) -> str:
+    """SHA-256 over the weight files and their config, or over the tensors of a model created in memory."""
     digest = hashlib.sha256()
     if quantize is not None:
         digest.update(quantize.encode())
-    if path is None and isinstance(decoder, PackedDecoder):
+    if path is None and isinstance(decoder, QuantizedDecoder):
         digest.update(repr(decoder.config).encode())
         _hash(digest, decoder.tensors())
     elif path is None:
@@ -41,7 +41,7 @@ def _hash_file(digest: hashlib._Hash, path: Path) -> None:
 
 def _hash_tensors(digest: hashlib._Hash, decoder: Decoder) -> None:
     digest.update(repr(decoder.config).encode())
-    output = getattr(decoder.output, "weight", decoder.output)  # one in codes has its weights as floats
+    output = getattr(decoder.output, "weight", decoder.output)  # a quantized one has a dequantized `weight`
     tensors = [decoder.embedding, decoder.final_norm, output, decoder.inv_freq]
     for layer in decoder.layers:
         tensors += [layer.input_norm, layer.mlp_norm]

@@ -29,8 +29,8 @@ class Linear:
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """The weights of one layer; q, k and v stand in one matrix, gate and up in another."""
+class DecoderLayer:
+    """The weights of one decoder layer; q, k and v are stacked in one matrix, gate and up in another."""
 
     input_norm: Tensor
     qkv: Linear

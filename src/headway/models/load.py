@@ -1,7 +1,7 @@
-"""From weight files to a Decoder: names, shapes, layout. A weight that is missing, extra or misshapen is named.
+"""Weight files to a Decoder: names, shapes, layout. Errors name a weight that is missing, extra or misshapen.
 
-On a CPU a weight is a view of its file where it can be. To a CUDA device each goes in chunks (see `staging`), straight
-to its rows of the matrix it ends up in.
+On a CPU a weight is a view of its file if possible. To a CUDA device each is copied in chunks (see `staging`), straight
+to its rows of the stacked matrix.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import BadModelFile, Unsupported
-from headway.kernels.native.library import Team
-from headway.kernels.reference.quantized import Packed
+from headway.kernels.native.library import ThreadPool
+from headway.kernels.reference.quantized import QuantizedMatrix
 from headway.kernels.reference.rope import frequencies
 from headway.models.config import ModelConfig, read_config
 from headway.models.decoder import Decoder
 from headway.models.files.dequant import FLOATS
 from headway.models.files.staging import Staging
 from headway.models.files.weights import Weights, open_weights
-from headway.models.layers import Layer, Linear, fused
-from headway.models.quantized.cpu import PackedDecoder, PackedLayer
-from headway.models.quantized.repack import load_packed
+from headway.models.layers import DecoderLayer, Linear, fused
+from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer
+from headway.models.quantized.repack import load_matrix
 
-Progress = Callable[[int, int], None]  # layers done, layers in all
-Change = Callable[[Layer], Layer]
+LoadProgress = Callable[[int, int], None]  # layers done, total layers
+Change = Callable[[DecoderLayer], DecoderLayer]
 
 HF_NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -74,14 +74,14 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
     change: Change | None = None,
     staging: Staging | None = None,
 ) -> Decoder:
     """The decoder in a Hugging Face folder or a GGUF file, its weights in one dtype on one device.
 
-    `change` is done to each layer as soon as it is there, so that a model whose weights are kept in another form is
-    never there whole in this one. `staging` is how weights get to the device; a CUDA device has one by default.
+    `change` is applied to each layer as soon as it is loaded, so that a model that is then quantized is never in memory
+    whole. `staging` copies weights to the device; a CUDA device has one by default.
     """
     config, names = read_config(path), GGUF_NAMES if path.is_file() else HF_NAMES
     with ExitStack() as stack:
@@ -96,10 +96,15 @@ def load_model(
         return _build(reader, progress, change)
 
 
-def load_packed_model(
-    path: Path, *, team: Team, keep: bool = True, quantize: str | None = None, progress: Progress | None = None
-) -> PackedDecoder:
-    """The decoder for the native step. `keep` leaves each matrix in its stored type, else it becomes float32.
+def load_quantized_model(
+    path: Path,
+    *,
+    thread_pool: ThreadPool,
+    keep: bool = True,
+    quantize: str | None = None,
+    progress: LoadProgress | None = None,
+) -> QuantizedDecoder:
+    """The decoder for the CPU's native step. `keep` leaves each matrix in its stored type, else it becomes float32.
 
     `quantize` is for float matrices: int8, or int4 (with the embedding and the output in int8).
     """
@@ -109,7 +114,7 @@ def load_packed_model(
         reader = _Reader(config, weights, names, torch.float32, torch.device("cpu"), set())
         if quantize is not None and keep:
             _check_floats(path, weights, quantize)
-        decoder = _Packer(reader, team, keep, quantize).decoder(progress)
+        decoder = _QuantizedReader(reader, thread_pool, keep, quantize).decoder(progress)
         reader.check_all_used()
         return decoder
     finally:
@@ -117,17 +122,17 @@ def load_packed_model(
 
 
 def _check_floats(path: Path, weights: Weights, quantize: str) -> None:
-    """Raise where there is nothing to quantise: matrices that have codes in the file keep them."""
+    """Raise if there is nothing to quantize: matrices quantized in the file stay as they are."""
     stored = {weights.stored(name) for name in weights.names() if len(weights.shape(name)) == 2}
     if not stored & FLOATS.keys():
         raise Unsupported(
-            f"quantize={quantize!r} is for matrices of floats, and {path.name} has only {', '.join(sorted(stored))}, "
-            "which are kept as they are; leave it out, or ask for dtype='float32' too to have them rounded again"
+            f"quantize={quantize!r} is for float matrices, and {path.name} has only {', '.join(sorted(stored))}, "
+            "which stay as they are; leave it out, or add dtype='float32' to dequantize them first"
         )
 
 
-def _build(reader: _Reader, progress: Progress | None, change: Change | None) -> Decoder:
-    """The decoder that these weights make."""
+def _build(reader: _Reader, progress: LoadProgress | None, change: Change | None) -> Decoder:
+    """The decoder with these weights."""
     config, names = reader.config, reader.names
     v, e = config.vocab_size, config.hidden_size
     embedding = reader.tensor(names["embedding"], (v, e))
@@ -161,17 +166,17 @@ class _Reader:
         self.claim(name, shape)
         return self.weights.load(name, dtype=self.dtype, device=self.device)
 
-    def settled(self, layer: Layer) -> Layer:
-        """The layer, when its weights may be read."""
+    def settled(self, layer: DecoderLayer) -> DecoderLayer:
+        """The layer, once its weights may be read."""
         return layer
 
     def claim(self, name: str, shape: tuple[int, ...]) -> None:
-        """This weight is there, has this shape, and is used."""
+        """Mark a weight as used; raise if it is missing or has another shape."""
         if name not in self.weights.names():
             raise BadModelFile(f"the weight {name!r} is missing; this config needs it with shape {list(shape)}")
-        found = tuple(self.weights.shape(name))
-        if found != shape:
-            raise BadModelFile(f"the weight {name!r} has shape {list(found)}; this config needs {list(shape)}")
+        stored = tuple(self.weights.shape(name))
+        if stored != shape:
+            raise BadModelFile(f"the weight {name!r} has shape {list(stored)}; this config needs {list(shape)}")
         self.used.add(name)
 
     def check_all_used(self) -> None:
@@ -179,14 +184,14 @@ class _Reader:
         if extra:
             raise BadModelFile(
                 f"{len(extra)} weights do not belong to this {self.config.family} config, such as {extra[0]!r}; "
-                "the config and the weights are of different models"
+                "the config and the weights belong to different models"
             )
 
-    def layer(self, i: int) -> Layer:
+    def layer(self, i: int) -> DecoderLayer:
         c, n = self.config, self.names
         at = n["layer"].format(i)
         e, f, d, q, kv = c.hidden_size, c.intermediate_size, c.head_dim, c.heads * c.head_dim, c.kv_heads * c.head_dim
-        return Layer(
+        return DecoderLayer(
             input_norm=self.tensor(at + n["input_norm"], (e,)),
             qkv=self.linear(at, (("q", q), ("k", kv), ("v", kv)), e, c.qkv_bias),
             q_norm=self.tensor(at + n["q_norm"], (d,)) if c.qk_norm else None,
@@ -230,14 +235,14 @@ class _Reader:
 
 @dataclass(frozen=True, eq=False)
 class _StagedReader(_Reader):
-    """Reads the same weights in chunks: each is filled in its place, which is made first."""
+    """Reads the same weights in chunks, straight into tensors allocated for them."""
 
     staging: Staging
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.fill(name, self.empty(shape))
 
-    def settled(self, layer: Layer) -> Layer:
+    def settled(self, layer: DecoderLayer) -> DecoderLayer:
         self.staging.settle()
         return layer
 
@@ -247,7 +252,7 @@ class _StagedReader(_Reader):
         return Linear(weight, self.stack(at, "bias", parts, self.empty((rows,))) if bias else None)
 
     def stack(self, at: str, what: str, parts: tuple[tuple[str, int], ...], whole: Tensor) -> Tensor:
-        """Fill the rows of a matrix, or of a bias, from those it is made of."""
+        """Fill a stacked matrix, or a stacked bias, from its parts."""
         for (role, _), rows in zip(parts, whole.split([count for _, count in parts]), strict=True):
             pairs = self.config.head_dim if role in ("q", "k") and self.config.interleaved_weights else 0
             self.fill(f"{at}{self.names[role]}.{what}", rows, pairs)
@@ -263,25 +268,25 @@ class _StagedReader(_Reader):
 
 
 @dataclass(frozen=True, eq=False)
-class _Packer:
-    """Reads the same weights as packed matrices."""
+class _QuantizedReader:
+    """Reads the same weights as `QuantizedMatrix`."""
 
     reader: _Reader
-    team: Team
+    thread_pool: ThreadPool
     keep: bool
     quantize: str | None
 
-    def decoder(self, progress: Progress | None) -> PackedDecoder:
+    def decoder(self, progress: LoadProgress | None) -> QuantizedDecoder:
         reader, c, names = self.reader, self.reader.config, self.reader.names
         table = (c.vocab_size, c.hidden_size)
-        coarse = None if self.quantize is None else "int8"  # what every token passes through keeps its precision
+        coarse = None if self.quantize is None else "int8"  # every token passes through these: keep more precision
         embedding = self.matrix(names["embedding"], table, quantize=coarse)
         layers = []
         for i in range(c.layers):
             layers.append(self.layer(i))
             if progress is not None:
                 progress(i + 1, c.layers)
-        return PackedDecoder(
+        return QuantizedDecoder(
             config=c,
             embedding=embedding,
             layers=tuple(layers),
@@ -290,11 +295,11 @@ class _Packer:
             inv_freq=reader.frequencies(),
         )
 
-    def layer(self, i: int) -> PackedLayer:
+    def layer(self, i: int) -> QuantizedLayer:
         c, n, reader = self.reader.config, self.reader.names, self.reader
         at = n["layer"].format(i)
         e, f, d, q, kv = c.hidden_size, c.intermediate_size, c.head_dim, c.heads * c.head_dim, c.kv_heads * c.head_dim
-        return PackedLayer(
+        return QuantizedLayer(
             input_norm=reader.tensor(at + n["input_norm"], (e,)),
             mlp_norm=reader.tensor(at + n["mlp_norm"], (e,)),
             q_norm=reader.tensor(at + n["q_norm"], (d,)) if c.qk_norm else None,
@@ -308,15 +313,15 @@ class _Packer:
             down=self.part(at, "down", (e, f), c.mlp_bias),
         )
 
-    def part(self, at: str, role: str, shape: tuple[int, int], bias: bool) -> Packed:
+    def part(self, at: str, role: str, shape: tuple[int, int], bias: bool) -> QuantizedMatrix:
         rows = None
         if role in ("q", "k") and self.reader.config.interleaved_weights:
             rows = _half_split(torch.arange(shape[0]), self.reader.config.head_dim)
         name = at + self.reader.names[role]
-        found = self.reader.tensor(f"{name}.bias", shape[:1]) if bias else None
-        if found is not None and rows is not None:
-            found = found[rows]
-        return self.matrix(f"{name}.weight", shape, rows, found, self.quantize)
+        values = self.reader.tensor(f"{name}.bias", shape[:1]) if bias else None
+        if values is not None and rows is not None:
+            values = values[rows]
+        return self.matrix(f"{name}.weight", shape, rows, values, self.quantize)
 
     def matrix(
         self,
@@ -325,14 +330,20 @@ class _Packer:
         rows: Tensor | None = None,
         bias: Tensor | None = None,
         quantize: str | None = None,
-    ) -> Packed:
+    ) -> QuantizedMatrix:
         self.reader.claim(name, shape)
-        return load_packed(
-            self.reader.weights, name, team=self.team, keep=self.keep, quantize=quantize, rows=rows, bias=bias
+        return load_matrix(
+            self.reader.weights,
+            name,
+            thread_pool=self.thread_pool,
+            keep=self.keep,
+            quantize=quantize,
+            rows=rows,
+            bias=bias,
         )
 
 
 def _half_split(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows stored for rotation of neighbouring pairs, reordered for rotation of halves."""
+    """Rows stored for rotation of neighboring pairs, reordered for rotation of halves."""
     heads = rows.unflatten(0, (-1, head_dim // 2, 2))
     return heads.transpose(1, 2).flatten(0, 2).contiguous()

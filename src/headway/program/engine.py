@@ -29,8 +29,8 @@ from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.fingerprint import fingerprint
 from headway.models.hub.store import resolve
-from headway.models.load import Progress
-from headway.models.quantized.cpu import PackedDecoder
+from headway.models.load import LoadProgress
+from headway.models.quantized.cpu import QuantizedDecoder
 from headway.program.chat.conversation import Chat
 from headway.program.context import Context, checked_bid
 from headway.program.events import EventStream
@@ -98,7 +98,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str | Path | Decoder | PackedDecoder,
+        model: str | Path | Decoder | QuantizedDecoder,
         *,
         dtype: str = "auto",
         device: str = "auto",
@@ -111,7 +111,7 @@ class Engine:
         deterministic: bool = False,
         trim: bool = True,
         runner: Runner | None = None,
-        progress: Progress | None = None,
+        progress: LoadProgress | None = None,
     ) -> None:
         """Load a model: a name, a folder, a .gguf file or a hub id, or a decoder that is in memory already.
 
@@ -129,7 +129,7 @@ class Engine:
         if max_batch_tokens is not None:
             budget = check_integer(max_batch_tokens, "max_batch_tokens", 1, 1 << 20)
         fraction = check_fraction(memory_fraction)
-        in_memory = isinstance(model, Decoder | PackedDecoder)
+        in_memory = isinstance(model, Decoder | QuantizedDecoder)
         self._path = None if in_memory else resolve(model)
         torch.set_num_threads(count)
         given = _as_asked(model, dtype, device) if in_memory else self._path
@@ -175,12 +175,14 @@ class Engine:
                 dtype=decoder.dtype,
                 device=decoder.device,
                 by_head=self._backend.by_head,
-                across=self._backend.team is not None,
+                across=self._backend.thread_pool is not None,
             )
         self._profiler = Profiler(_synchronizer(decoder.device), str(decoder.device))
         if runner is None:
             runner = self._backend.runner(pool, page_size, deterministic=deterministic, profiler=self._profiler)
-        native = self._backend.team is not None  # it has threads of its own: torch only does small things beside it
+        native = (
+            self._backend.thread_pool is not None
+        )  # it has threads of its own: torch only does small things beside it
         self.loop = Loop(
             runner,
             self._allocator,
@@ -345,7 +347,7 @@ class Engine:
         return self._allocator
 
     @property
-    def decoder(self) -> Decoder | PackedDecoder:
+    def decoder(self) -> Decoder | QuantizedDecoder:
         """The loaded model."""
         return self._decoder
 
@@ -418,7 +420,7 @@ def engines() -> list[Engine]:
         return list(_engines)
 
 
-def _as_asked(decoder: Decoder | PackedDecoder, dtype: str, device: str) -> Decoder | PackedDecoder:
+def _as_asked(decoder: Decoder | QuantizedDecoder, dtype: str, device: str) -> Decoder | QuantizedDecoder:
     """A decoder in memory, which is used as it is: another dtype or device than it has is refused."""
     where = decoder.device if device == "auto" else pick_device(device)
     if where.type != decoder.device.type or where.index not in (None, decoder.device.index):

@@ -16,7 +16,7 @@ from headway.base.errors import PassFailed
 from headway.base.samplers import Sampling
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.quantized.cpu import PackedDecoder
+from headway.models.quantized.cpu import QuantizedDecoder
 from headway.runtime import memory
 from headway.runtime.memory import Memory, Room, Wish
 from headway.runtime.readout import NO_NUMBER
@@ -47,7 +47,7 @@ class Sizing:
             memory.tidy(device)
         return cls(pages, fraction, page_size, rows, memory.read_memory(device))
 
-    def pick(self, decoder: Decoder | PackedDecoder, *, in_memory: bool, small: Small | None) -> int:
+    def pick(self, decoder: Decoder | QuantizedDecoder, *, in_memory: bool, small: Small | None) -> int:
         """The number of pages. `small` makes the engine of a trial; without it there is none.
 
         A decoder that was `in_memory` before counts as taken by this engine all the same.
@@ -108,7 +108,7 @@ async def largest_step(engine: Engine, rows: int) -> list[int]:
         return (await forward.execute()).tokens(drawn)
 
 
-def weight_bytes(decoder: Decoder | PackedDecoder) -> int:
+def weight_bytes(decoder: Decoder | QuantizedDecoder) -> int:
     """Bytes of all weights."""
     tied = decoder.config.tied
     return sum(decoder.nbytes().values()) + (0 if tied else decoder.embedding.nbytes)

@@ -15,7 +15,7 @@ from headway.base.version import VERSION
 from headway.kv import snapshot as files
 from headway.kv.snapshot import Snapshot
 from headway.kv.table import PageTable
-from headway.models.quantized.cpu import PackedDecoder
+from headway.models.quantized.cpu import QuantizedDecoder
 from headway.program.chat.conversation import Conversation
 from headway.program.context import Context
 from headway.program.ids import position_ids, token_ids
@@ -215,7 +215,7 @@ class Snapshots:
 def _kv_type(engine: Engine) -> str:
     """What keys and values are: their type, and how rows were coded on the way to them, which changes their numbers."""
     decoder = engine.decoder
-    coding = decoder.coding if isinstance(decoder, PackedDecoder) else None
+    coding = decoder.row_quantization if isinstance(decoder, QuantizedDecoder) else None
     return engine.info.dtype if coding is None else f"{engine.info.dtype} from rows coded by {coding}"
 
 

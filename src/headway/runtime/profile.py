@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headway.models.decoder import Decoder
-    from headway.models.quantized.cpu import PackedDecoder
+    from headway.models.quantized.cpu import QuantizedDecoder
     from headway.runtime.batch import Batch
 
 PHASES = (  # in the order of native/api.h
@@ -182,7 +182,7 @@ def measure_bandwidth(device: str = "cpu", megabytes: int = 512) -> float:
     return data.nbytes / best
 
 
-def step_bytes(decoder: Decoder | PackedDecoder, batch: Batch, page_size: int) -> dict[str, int]:
+def step_bytes(decoder: Decoder | QuantizedDecoder, batch: Batch, page_size: int) -> dict[str, int]:
     """Bytes that each phase of this step had to move, by arithmetic."""
     config, width = decoder.config, decoder.dtype.itemsize
     slot = config.kv_values_per_token * width

@@ -28,7 +28,7 @@ from headway.base.rng import uniform
 from headway.base.samplers import Sampling
 from headway.kernels.reference import sampling
 from headway.models.config import ModelConfig
-from headway.models.decoder import Taps
+from headway.models.decoder import Hooks
 from headway.runtime.batch import Batch
 from headway.runtime.passes import BEFORE, Readout
 from headway.runtime.runners.attention_groups import score_group
@@ -63,10 +63,10 @@ class Head(Protocol):
     def finish(self, x: Tensor, tile: int | None) -> Tensor: ...
     def logits(self, x: Tensor, tile: int | None) -> Tensor: ...
     def best(self, logits: Tensor) -> tuple[list[bool], list[int] | None]: ...
-    def choose(self, logits: Tensor, draws: Sequence[sampling.Draw]) -> list[int]: ...
+    def sample(self, logits: Tensor, samplers: Sequence[sampling.RowSampler]) -> list[int]: ...
 
 
-def make_taps(batch: Batch, decoder: Head, page_size: int) -> Taps:
+def make_hooks(batch: Batch, decoder: Head, page_size: int) -> Hooks:
     """What the forward must look at on its way for these readouts."""
     hidden: dict[int, set[int]] = {}
     scores: dict[int, list[Any]] = {}
@@ -83,7 +83,7 @@ def make_taps(batch: Batch, decoder: Head, page_size: int) -> Taps:
                 )
                 scores.setdefault(layer, []).append(group)
     rows = {l: torch.tensor(sorted(r), device=decoder.device) for l, r in hidden.items()}
-    return Taps(hidden=rows, scores=scores)
+    return Hooks(hidden=rows, scores=scores)
 
 
 class Reader:
@@ -93,14 +93,14 @@ class Reader:
         self.decoder, self.tile = decoder, tile
 
     @torch.inference_mode()
-    def read(self, batch: Batch, x: Tensor | None, taps: Taps, mark: Any) -> dict[tuple[int, int], object]:
+    def read(self, batch: Batch, x: Tensor | None, hooks: Hooks, mark: Any) -> dict[tuple[int, int], object]:
         """Values by (segment, readout index). x [T, E] is the residual before the final norm; None when T is 0."""
         values: dict[tuple[int, int], object] = {}
         heads, others = [], []
         for ask in asks(batch):
             (others if isinstance(ask.what.what, Hidden | AttentionScores | LogitLens) else heads).append(ask)
         for ask in others:
-            values[ask.segment, ask.index] = self.look(ask, batch, taps)
+            values[ask.segment, ask.index] = self.look(ask, batch, hooks)
         places = sorted({self._place(a) for a in heads})
         for start in range(0, len(places), SLAB):
             part = places[start : start + SLAB]
@@ -154,7 +154,7 @@ class Reader:
                 owners.append(key)
                 rows.append(i)
         if draws:
-            tokens = self.decoder.choose(logits[rows] if rows != list(range(len(logits))) else logits, draws)
+            tokens = self.decoder.sample(logits[rows] if rows != list(range(len(logits))) else logits, draws)
             values.update(zip(owners, tokens, strict=True))
         for ask, i in zip(chosen, at, strict=True):
             if isinstance(ask.what.what, Ranking):
@@ -176,7 +176,7 @@ class Reader:
             return failed
         tokens = [token for token in drawn if isinstance(token, int)]
         if what.processed and samplers:
-            scores = sampling.processed(logits, self._draw(samplers[0], batch))
+            scores = sampling.processed_logprobs(logits, self._draw(samplers[0], batch))
         else:
             scores = sampling.log_softmax(logits)
         assert isinstance(what.ids, tuple)
@@ -184,7 +184,7 @@ class Reader:
         ranks = [Rank(*found) for found in named]
         return Ranked(tuple(ranks[: len(tokens)]), tuple(ranks[len(tokens) :]), tuple(Rank(*found) for found in best))
 
-    def _draw(self, ask: Ask, batch: Batch) -> sampling.Draw:
+    def _draw(self, ask: Ask, batch: Batch) -> sampling.RowSampler:
         what = ask.what
         assert isinstance(what.what, Sampling)
         device = self.decoder.device
@@ -195,7 +195,7 @@ class Reader:
             seen = torch.tensor(sorted(what.seen), dtype=torch.int64, device=device)
             ids = torch.tensor(list(what.generated), dtype=torch.int64, device=device)
             generated = (ids, torch.tensor(list(what.generated.values()), dtype=torch.int64, device=device))
-        return sampling.Draw(
+        return sampling.RowSampler(
             sampling=what.what,
             uniform=0.0 if greedy else uniform(what.seed, position, what.ordinal),
             allowed=None if (allowed := what.permitted()) is None else torch.from_numpy(allowed).to(device),
@@ -203,29 +203,29 @@ class Reader:
             generated=generated,
         )
 
-    def look(self, ask: Ask, batch: Batch, taps: Taps) -> object:
+    def look(self, ask: Ask, batch: Batch, hooks: Hooks) -> object:
         """The value of a readout that looks inside the model."""
         match ask.what.what:
             case Hidden(layer):
-                state = self._tapped(taps, layer, ask.row)
+                state = self._tapped(hooks, layer, ask.row)
                 if layer == self.decoder.config.layers:
                     state = self.decoder.finish(state[None], self.tile)[0]
                 return state.float().cpu().numpy()
             case LogitLens(layers=layers, k=k):
-                rows = [self._tapped(taps, layer, ask.row) for layer in layers]
+                rows = [self._tapped(hooks, layer, ask.row) for layer in layers]
                 return [_numpy(sampling.distribution(row, 1.0, k)) for row in self._logits(rows)] if rows else []
             case AttentionScores(layer, reduce):
-                return self._scores(ask, batch, taps, layer, reduce)
+                return self._scores(ask, batch, hooks, layer, reduce)
         raise AssertionError(ask.what.what)
 
     @staticmethod
-    def _tapped(taps: Taps, layer: int, row: int) -> Tensor:
-        return taps.hidden_found[layer][taps.hidden[layer].tolist().index(row)]
+    def _tapped(hooks: Hooks, layer: int, row: int) -> Tensor:
+        return hooks.hidden_out[layer][hooks.hidden[layer].tolist().index(row)]
 
     @staticmethod
-    def _scores(ask: Ask, batch: Batch, taps: Taps, layer: int, reduce: str | None) -> np.ndarray:
-        group = next(i for i, g in enumerate(taps.scores[layer]) if int(g.rows[0, 0]) == ask.row)
-        heads = taps.scores_found[layer][group][0]  # [H, S]
+    def _scores(ask: Ask, batch: Batch, hooks: Hooks, layer: int, reduce: str | None) -> np.ndarray:
+        group = next(i for i, g in enumerate(hooks.scores[layer]) if int(g.rows[0, 0]) == ask.row)
+        heads = hooks.scores_out[layer][group][0]  # [H, S]
         segment = batch.segments[ask.segment]
         mask = segment.masks[ask.row - segment.rows.start]
         slots = int(segment.slots[ask.row - segment.rows.start]) + 1 if mask is None else len(mask)

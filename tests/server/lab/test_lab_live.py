@@ -100,13 +100,14 @@ def test_the_pages_sampling_is_the_kernels_on_ties_and_impossible_tokens(
         generated = (torch.tensor(list(counts), dtype=torch.int64), torch.tensor(list(counts.values())))
         seen = torch.tensor(sorted({*case["prompt"], *case["taken"]}), dtype=torch.int64)
         row = torch.from_numpy(logits.copy())
-        ids, probs = sampling.kept(row, how, seen=seen, generated=generated)
+        ids, probs = sampling.sampling_distribution(row, how, seen=seen, generated=generated)
         assert mine["ids"] == ids.tolist(), case
         assert np.abs(np.array(mine["probs"]) - probs.numpy()).max() < 1e-6, case
         draws = [
-            sampling.Draw(how, uniform(case["seed"], case["position"], n), None, seen, generated) for n in range(16)
+            sampling.RowSampler(how, uniform(case["seed"], case["position"], n), None, seen, generated)
+            for n in range(16)
         ]
-        assert mine["drawn"] == sampling.choose(row.repeat(16, 1), draws).tolist(), case
+        assert mine["drawn"] == sampling.sample(row.repeat(16, 1), draws).tolist(), case
 
 
 def test_the_pages_sampling_is_the_engines_over_the_whole_vocabulary(

@@ -1,1 +1,1 @@
-"""The native library: kernels in C++ and one call for a whole decoder step; without it torch serves."""
+"""The native library: CPU kernels in C++, and one call for a whole decoder step. Without it torch computes."""

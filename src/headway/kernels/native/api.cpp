@@ -1,4 +1,4 @@
-// The library's face: picks the instruction set once, keeps threads and working memory together, lets no exception out.
+// The library's C interface: picks the instruction set once, owns thread pools with their workspaces, lets no exception out.
 #include "api.h"
 
 #include <atomic>
@@ -9,30 +9,30 @@
 
 #define HW_DECLARE(NS)                                                                                              \
   namespace NS {                                                                                                    \
-  void* space_new();                                                                                                \
-  void space_free(void*);                                                                                           \
-  void run(hw::Team&, void*, const hw_model&, const hw_step&);                                                      \
-  void alone(hw::Team&, void*, const hw_matrix&, const float*, int, float*, size_t, const float*, float);           \
-  void gather(hw::Team&, const hw_matrix&, const int32_t*, int, float*);                                            \
-  void choose(hw::Team&, const float*, int, int64_t, int64_t, int64_t*, uint8_t*);                                  \
-  void draw_all(hw::Team&, void*, hw_draw*, int);                                                                   \
+  void* workspace_new();                                                                                                \
+  void workspace_free(void*);                                                                                           \
+  void forward(hw::ThreadPool&, void*, const hw_model&, const hw_step&);                                                      \
+  void matmul(hw::ThreadPool&, void*, const hw_matrix&, const float*, int, float*, size_t, const float*, float);           \
+  void dequantize_rows(hw::ThreadPool&, const hw_matrix&, const int32_t*, int, float*);                                            \
+  void argmax_rows(hw::ThreadPool&, const float*, int, int64_t, int64_t, int64_t*, uint8_t*);                                  \
+  void sample(hw::ThreadPool&, void*, hw_sampling*, int);                                                                   \
   }                                                                                                                 \
-  static const Kernels table_##NS = {NS::space_new, NS::space_free, NS::run, NS::alone, NS::gather, NS::choose, NS::draw_all};
+  static const Kernels table_##NS = {NS::workspace_new, NS::workspace_free, NS::forward, NS::matmul, NS::dequantize_rows, NS::argmax_rows, NS::sample};
 
 namespace {
 struct Kernels {
-  void* (*space_new)();
-  void (*space_free)(void*);
-  void (*run)(hw::Team&, void*, const hw_model&, const hw_step&);
-  void (*alone)(hw::Team&, void*, const hw_matrix&, const float*, int, float*, size_t, const float*, float);
-  void (*gather)(hw::Team&, const hw_matrix&, const int32_t*, int, float*);
-  void (*choose)(hw::Team&, const float*, int, int64_t, int64_t, int64_t*, uint8_t*);
-  void (*draw_all)(hw::Team&, void*, hw_draw*, int);
+  void* (*workspace_new)();
+  void (*workspace_free)(void*);
+  void (*forward)(hw::ThreadPool&, void*, const hw_model&, const hw_step&);
+  void (*matmul)(hw::ThreadPool&, void*, const hw_matrix&, const float*, int, float*, size_t, const float*, float);
+  void (*dequantize_rows)(hw::ThreadPool&, const hw_matrix&, const int32_t*, int, float*);
+  void (*argmax_rows)(hw::ThreadPool&, const float*, int, int64_t, int64_t, int64_t*, uint8_t*);
+  void (*sample)(hw::ThreadPool&, void*, hw_sampling*, int);
 };
 }  // namespace
 
 namespace hw {
-int pack(Team&, int, const uint8_t*, int, int, const int32_t*, uint8_t*, void*, uint16_t*);
+int repack(ThreadPool&, int, const uint8_t*, int, int, const int32_t*, uint8_t*, void*, uint16_t*);
 }
 
 HW_DECLARE(hw_plain)
@@ -63,20 +63,20 @@ int best() {
   return 0;
 }
 
-std::atomic<int> chosen{-1};
+std::atomic<int> selected{-1};
 
 int isa() {
-  int now = chosen.load();
-  if (now < 0) chosen.store(now = best());
+  int now = selected.load();
+  if (now < 0) selected.store(now = best());
   return now;
 }
 
 struct Handle {
-  explicit Handle(int count) : team(count), kernels(*tables[isa()]), space(kernels.space_new()) {}
-  ~Handle() { kernels.space_free(space); }
-  hw::Team team;
-  const Kernels& kernels;  // a handle keeps to the set it was made under
-  void* space;
+  explicit Handle(int count) : pool(count), kernels(*tables[isa()]), workspace(kernels.workspace_new()) {}
+  ~Handle() { kernels.workspace_free(workspace); }
+  hw::ThreadPool pool;
+  const Kernels& kernels;  // of the instruction set in use when the handle was created
+  void* workspace;
 };
 
 template <class F>
@@ -98,56 +98,56 @@ extern "C" {
 int32_t hw_version(void) { return HW_VERSION; }
 int32_t hw_isa(void) { return isa(); }
 int32_t hw_best_isa(void) { return best(); }
-int32_t hw_use_isa(int32_t wanted) {
-  if (wanted < 0 || wanted > best()) return 1;
-  chosen.store(wanted);
+int32_t hw_use_isa(int32_t requested) {
+  if (requested < 0 || requested > best()) return 1;
+  selected.store(requested);
   return 0;
 }
 
-void* hw_threads_new(int32_t count) {
+void* hw_pool_new(int32_t count) {
   try {
     return new Handle(count);
   } catch (...) {
     return nullptr;
   }
 }
-void hw_threads_free(void* handle) { delete (Handle*)handle; }
+void hw_pool_free(void* handle) { delete (Handle*)handle; }
 
-int32_t hw_run(void* handle, const hw_model* model, const hw_step* step) {
+int32_t hw_forward(void* handle, const hw_model* model, const hw_step* step) {
   Handle& h = *(Handle*)handle;
-  return guarded([&] { h.kernels.run(h.team, h.space, *model, *step); });
+  return guarded([&] { h.kernels.forward(h.pool, h.workspace, *model, *step); });
 }
 
-int32_t hw_head(void* handle, const hw_model* model, const float* x, int32_t rows, int32_t norm, float* logits, int64_t stride) {
+int32_t hw_logits(void* handle, const hw_model* model, const float* x, int32_t rows, int32_t norm, float* logits, int64_t stride) {
   Handle& h = *(Handle*)handle;
   return guarded([&] {
-    h.kernels.alone(h.team, h.space, model->output, x, rows, logits, stride, norm ? model->final_norm : nullptr, model->eps);
+    h.kernels.matmul(h.pool, h.workspace, model->output, x, rows, logits, stride, norm ? model->final_norm : nullptr, model->eps);
   });
 }
 
-int32_t hw_linear(void* handle, const hw_matrix* w, const float* x, int32_t rows, float* y, int64_t stride) {
+int32_t hw_matmul(void* handle, const hw_matrix* w, const float* x, int32_t rows, float* y, int64_t stride) {
   Handle& h = *(Handle*)handle;
-  return guarded([&] { h.kernels.alone(h.team, h.space, *w, x, rows, y, stride, nullptr, 0.0f); });
+  return guarded([&] { h.kernels.matmul(h.pool, h.workspace, *w, x, rows, y, stride, nullptr, 0.0f); });
 }
 
-int32_t hw_gather(void* handle, const hw_matrix* w, const int32_t* rows, int32_t count, float* out) {
+int32_t hw_dequantize_rows(void* handle, const hw_matrix* w, const int32_t* rows, int32_t count, float* out) {
   Handle& h = *(Handle*)handle;
-  return guarded([&] { h.kernels.gather(h.team, *w, rows, count, out); });
+  return guarded([&] { h.kernels.dequantize_rows(h.pool, *w, rows, count, out); });
 }
 
-int32_t hw_choose(void* handle, const float* logits, int32_t rows, int64_t vocab, int64_t stride, int64_t* best_, uint8_t* bad) {
+int32_t hw_argmax(void* handle, const float* logits, int32_t rows, int64_t vocab, int64_t stride, int64_t* best_, uint8_t* bad) {
   Handle& h = *(Handle*)handle;
-  return guarded([&] { h.kernels.choose(h.team, logits, rows, vocab, stride, best_, bad); });
+  return guarded([&] { h.kernels.argmax_rows(h.pool, logits, rows, vocab, stride, best_, bad); });
 }
 
-int32_t hw_draw_all(void* handle, hw_draw* draws, int32_t count) {
+int32_t hw_sample(void* handle, hw_sampling* samplings, int32_t count) {
   Handle& h = *(Handle*)handle;
-  return guarded([&] { h.kernels.draw_all(h.team, h.space, draws, count); });
+  return guarded([&] { h.kernels.sample(h.pool, h.workspace, samplings, count); });
 }
 
-int32_t hw_pack(void* handle, int32_t kind, const uint8_t* raw, int32_t n, int32_t k, const int32_t* rows, uint8_t* codes, void* scales, uint16_t* super) {
+int32_t hw_repack(void* handle, int32_t kind, const uint8_t* raw, int32_t n, int32_t k, const int32_t* rows, uint8_t* quants, void* scales, uint16_t* super) {
   int32_t code = 0;
-  const int32_t failed = guarded([&] { code = hw::pack(((Handle*)handle)->team, kind, raw, n, k, rows, codes, scales, super); });
+  const int32_t failed = guarded([&] { code = hw::repack(((Handle*)handle)->pool, kind, raw, n, k, rows, quants, scales, super); });
   return failed ? failed : code;
 }
 

@@ -1,8 +1,8 @@
-// Sixteen lanes, whatever the machine: one set of names over AVX-512 (with or without VNNI), AVX2 and plain C++.
+// Sixteen SIMD lanes on every machine: one set of names over AVX-512 (with or without VNNI), AVX2 and plain C++.
 //
 // The file that includes this is compiled once for each instruction set; HW_ISA says which (3: AVX-512 VNNI, 2: AVX-512,
-// 1: AVX2 with FMA and F16C, 0: plain). All products and sums are explicit, so that every kernel built on these rounds
-// in the same places. `vf` is 16 floats, `vi` 16 int32, `vb` 64 bytes.
+// 1: AVX2 with FMA and F16C, 0: plain). All multiplications and sums are explicit, so that every kernel built on these
+// rounds in the same places. `vf` is 16 floats, `vi` 16 int32, `vb` 64 bytes.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -30,7 +30,7 @@ inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 inline vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 inline vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
-// Of a pair with a NaN both give the second operand.
+// For a pair with a NaN both return the second operand.
 inline vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 inline vf vf_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 inline vf vf_abs(vf a) { return _mm512_abs_ps(a); }
@@ -180,7 +180,7 @@ inline vf vf_add(vf a, vf b) { HW_EACH(a.v[i] += b.v[i]); return a; }
 inline vf vf_sub(vf a, vf b) { HW_EACH(a.v[i] -= b.v[i]); return a; }
 inline vf vf_mul(vf a, vf b) { HW_EACH(a.v[i] *= b.v[i]); return a; }
 inline vf vf_div(vf a, vf b) { HW_EACH(a.v[i] /= b.v[i]); return a; }
-// A product and a sum, each rounded: a true fused one would be a slow library call here.
+// Multiply and add, each rounded: a true fused multiply-add would be a slow library call here.
 inline vf vf_fma(vf a, vf b, vf c) { HW_EACH(c.v[i] += a.v[i] * b.v[i]); return c; }
 inline vf vf_max(vf a, vf b) { HW_EACH(a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]); return a; }
 inline vf vf_min(vf a, vf b) { HW_EACH(a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]); return a; }
@@ -230,7 +230,7 @@ inline vi vi_dot4(vi acc, vb codes, int32_t a) { return vi_dot8(acc, codes, a); 
 #undef HW_EACH
 #endif
 
-// ---- for all -----------------------------------------------------------------------------------------------------
+// ---- shared -----------------------------------------------------------------------------------------------------
 inline float vf_sum(vf x) {  // in one fixed order
   float t[16];
   vf_store(t, x);

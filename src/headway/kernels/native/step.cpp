@@ -1,13 +1,13 @@
-// A whole decoder step in one call: every member of the team runs `Run::member` and meets the others at barriers.
+// A whole decoder step in one call: every thread of the pool runs `Forward::run_thread` and meets the others at barriers.
 //
-// Compiled once for each instruction set (HW_ISA, HW_NS). Owns its working memory (Space); reads weights, writes the
-// residual, the pages and what was tapped.
+// Compiled once for each instruction set (HW_ISA, HW_NS). Owns its memory (Workspace); reads weights, writes the residual,
+// the KV cache, and the hidden states and queries that probes asked for.
 #include <algorithm>
 #include <chrono>
 #include <memory>
 
 #include "attention.h"
-#include "draw.h"
+#include "sampling.h"
 #include "threads.h"
 
 namespace HW_NS {
@@ -25,23 +25,23 @@ struct Buffer {  // grows, never shrinks, 64-byte aligned
   }
 };
 
-// Quantised copies of some rows, in the forms that the weights at hand ask for.
-struct Coded {
-  Buffer<int8_t> codes;
+// Quantized copies of activation rows.
+struct QuantizedActivations {
+  Buffer<int8_t> quants;
   Buffer<float> scales, sums;
   Buffer<int32_t> totals;
   int width = 0, groups = 0;
   void fit(int rows, int k, bool by_row) {
     width = up(k, 32);
     groups = by_row ? 1 : width / 32;
-    codes.fit((size_t)rows * width);
+    quants.fit((size_t)rows * width);
     scales.fit((size_t)rows * groups);
     totals.fit((size_t)rows * 3 * groups);
     sums.fit((size_t)rows * 3 * groups);
   }
-  Rows rows() const {
-    Rows r;
-    r.codes = codes.at;
+  Activations rows() const {
+    Activations r;
+    r.quants = quants.at;
     r.scales = scales.at;
     r.sums = sums.at;
     r.totals = totals.at;
@@ -51,39 +51,39 @@ struct Coded {
   }
 };
 
-struct Space {
-  Buffer<float> x, h, q, k, v, mixed, gate, up_, act, turn, partial;
-  Coded grouped[8], whole[8];  // for member i where every member makes its own, else the first
+struct Workspace {
+  Buffer<float> x, h, q, k, v, mixed, gate, up_, act, angles, partial;
+  QuantizedActivations by_group[8], by_row[8];  // one per thread where rows are replicated, else only the first
   std::vector<Layout> layouts;
-  std::vector<Chooser> choosers;  // of the members
-  std::vector<Family> families;
-  std::vector<int> order;  // of the segments, for finding families
-  std::vector<Desk> desks;
+  std::vector<Sampler> samplers;  // one per thread
+  std::vector<SharedPrefix> prefixes;
+  std::vector<int> order;  // of the segments, for finding shared prefixes
+  std::vector<Scratch> scratches;
   std::unique_ptr<std::atomic<int>[]> next;
-  int counters = 0;
+  int counter_count = 0;
 };
 
-// What a matrix wants its rows in: 0 floats, 1 codes by group, 2 codes by row.
+// The activations a matrix needs: 0 floats, 1 quantized by group, 2 quantized by row.
 inline int form(const hw_matrix& w) { return w.kind <= HW_BF16 ? 0 : w.kind == HW_GROUPS ? 1 : 2; }
 
-// One row of `k` values, and zeros up to the next multiple of 32, in the coded forms asked for.
-inline void code_row(const float* x, int k, int row, Coded* grouped, Coded* whole) {
+// Quantizes one row of `k` values, padded with zeros to a multiple of 32, in each form that is not null.
+inline void quantize_row(const float* x, int k, int row, QuantizedActivations* by_group, QuantizedActivations* by_row) {
   const int width = up(k, 32), groups = width / 32;
-  for (int g = 0; grouped && g < groups; g++) {
-    int8_t* codes = grouped->codes.at + (size_t)row * width + g * 32;
-    const float scale = quantise(x + g * 32, 32, codes);
-    const int32_t first = total(codes, 16), last = total(codes + 16, 16), of[3] = {first + last, first, last};
-    grouped->scales.at[(size_t)row * groups + g] = scale;
+  for (int g = 0; by_group && g < groups; g++) {
+    int8_t* quants = by_group->quants.at + (size_t)row * width + g * 32;
+    const float scale = quantize_group(x + g * 32, 32, quants);
+    const int32_t first = total(quants, 16), last = total(quants + 16, 16), of[3] = {first + last, first, last};
+    by_group->scales.at[(size_t)row * groups + g] = scale;
     for (int n = 0; n < 3; n++) {
       const size_t at = ((size_t)row * 3 + n) * groups + g;
-      grouped->totals.at[at] = of[n];
-      grouped->sums.at[at] = scale * (float)of[n];
+      by_group->totals.at[at] = of[n];
+      by_group->sums.at[at] = scale * (float)of[n];
     }
   }
-  if (whole) {
-    int8_t* codes = whole->codes.at + (size_t)row * width;
-    whole->scales.at[row] = quantise(x, width, codes);
-    whole->totals.at[row] = total(codes, width);
+  if (by_row) {
+    int8_t* quants = by_row->quants.at + (size_t)row * width;
+    by_row->scales.at[row] = quantize_group(x, width, quants);
+    by_row->totals.at[row] = total(quants, width);
   }
 }
 
@@ -107,7 +107,7 @@ inline void rms_norm(const float* x, const float* weight, int n, float eps, floa
 }
 
 // silu(gate) * up
-inline void gated(const float* gate, const float* up_, int n, float* out) {
+inline void gated_silu(const float* gate, const float* up_, int n, float* out) {
   for (int i = 0; i < n; i += LANES) {
     const int wide = std::min(LANES, n - i);
     float a[LANES] = {0}, b[LANES] = {0};
@@ -123,9 +123,9 @@ inline void gated(const float* gate, const float* up_, int n, float* out) {
   }
 }
 
-// Turns dimension i against i + half by the row's angles; turn has `half` cosines, then `half` sines.
-inline void rotate(float* x, const float* turn, int half, float factor, int dim) {
-  const float *c = turn, *s = turn + half;
+// Rotary embedding: rotates dimension i with i + half; `angles` has `half` cosines, then `half` sines.
+inline void rotate(float* x, const float* angles, int half, float factor, int dim) {
+  const float *c = angles, *s = angles + half;
   int i = 0;
   for (; i + LANES <= half; i += LANES) {
     vf a = vf_load(x + i), b = vf_load(x + half + i), cos = vf_load(c + i), sin = vf_load(s + i);
@@ -141,24 +141,24 @@ inline void rotate(float* x, const float* turn, int half, float factor, int dim)
     for (int d = 0; d < dim; d++) x[d] *= factor;
 }
 
-// The first largest of a row, and whether it has a NaN.
-inline void likeliest(const float* x, int64_t vocab, int64_t& best, uint8_t& bad) {
-  vf most = vf_set1(-INFINITY), strange = vf_zero();
+// The first largest logit of a row, and whether the row has a NaN.
+inline void argmax(const float* x, int64_t vocab, int64_t& best, uint8_t& bad) {
+  vf most = vf_set1(-INFINITY), nonfinite = vf_zero();
   int64_t i = 0;
   for (; i + LANES <= vocab; i += LANES) {
     vf v = vf_load(x + i);
     most = vf_max(v, most);
-    strange = vf_add(strange, vf_sub(v, v));  // NaN once a value is NaN or infinite
+    nonfinite = vf_add(nonfinite, vf_sub(v, v));  // NaN if a value is NaN or infinite
   }
-  float top = vf_most(most), odd = vf_sum(strange);
+  float top = vf_most(most), nonfinite_sum = vf_sum(nonfinite);
   for (; i < vocab; i++) {
     if (x[i] > top) top = x[i];
-    odd += x[i] - x[i];
+    nonfinite_sum += x[i] - x[i];
   }
   bad = 0;
-  for (i = 0; odd != odd && i < vocab; i++) bad |= x[i] != x[i];
+  for (i = 0; nonfinite_sum != nonfinite_sum && i < vocab; i++) bad |= x[i] != x[i];
   best = 0;
-  for (i = 0; i + LANES <= vocab; i += LANES) {  // the first 16 that hold it, then the first of them
+  for (i = 0; i + LANES <= vocab; i += LANES) {  // find the 16 that hold it, then the first of them
     bool here = false;
     for (int j = 0; j < LANES; j++) here |= x[i + j] == top;
     if (here) break;
@@ -170,69 +170,69 @@ inline void likeliest(const float* x, int64_t vocab, int64_t& best, uint8_t& bad
     }
 }
 
-struct Run {
-  hw::Team& team;
-  Space& space;
+struct Forward {
+  hw::ThreadPool& pool;
+  Workspace& workspace;
   const hw_model& m;
   const hw_step& step;
-  const int T = step.rows, members = team.count();
-  // Widths of working rows: room for the padding of blocks and groups.
+  const int T = step.rows, threads = pool.count();
+  // Row widths in the workspace, padded to whole blocks and groups.
   const size_t E = up(m.hidden, 32), F = up(m.inner, 32), Q = up(m.heads * m.head_dim, 32), K = up(m.kv_heads * m.head_dim, 16);
-  // A few rows are coded by every member for itself, which costs less than meeting once more.
-  const bool own = T <= 2 && members <= 8;
+  // With few rows every thread norms and quantizes its own copy, which costs less than one more barrier.
+  const bool replicated = T <= 2 && threads <= 8;
   bool split = false;
-  int most_units = 1, most_queries = 1;  // of a chunk, of a piece
+  int most_units = 1, most_queries = 1;  // of a chunk, of a work item
   size_t partial_size = 0;  // floats of one partial result
   double* clock_at = nullptr;
   std::chrono::steady_clock::time_point last{};
 
   void prepare() {
-    space.x.fit(T * E), space.h.fit(T * E * (own ? members : 1));
-    space.q.fit(T * Q), space.k.fit(T * K), space.v.fit(T * K), space.mixed.fit(T * Q);
-    space.gate.fit(T * F), space.up_.fit(T * F), space.act.fit(T * F * (own ? members : 1)), space.turn.fit((size_t)T * 2 * m.rope_half + LANES);
+    workspace.x.fit(T * E), workspace.h.fit(T * E * (replicated ? threads : 1));
+    workspace.q.fit(T * Q), workspace.k.fit(T * K), workspace.v.fit(T * K), workspace.mixed.fit(T * Q);
+    workspace.gate.fit(T * F), workspace.up_.fit(T * F), workspace.act.fit(T * F * (replicated ? threads : 1)), workspace.angles.fit((size_t)T * 2 * m.rope_half + LANES);
     int wide = std::max({m.hidden, m.inner, m.heads * m.head_dim});
-    for (int i = 0; i < (own ? members : 1); i++) space.grouped[i].fit(T, wide, false), space.whole[i].fit(T, wide, true);
-    for (int r = 0; r < T; r++) pad(space.mixed.at + r * Q, m.heads * m.head_dim, Q);
-    lay_out_all();
-    if (space.counters < 2 * m.layers) {  // two for each layer: pieces, and tasks of families
-      space.next.reset(new std::atomic<int>[2 * m.layers]);
-      space.counters = 2 * m.layers;
+    for (int i = 0; i < (replicated ? threads : 1); i++) workspace.by_group[i].fit(T, wide, false), workspace.by_row[i].fit(T, wide, true);
+    for (int r = 0; r < T; r++) pad(workspace.mixed.at + r * Q, m.heads * m.head_dim, Q);
+    make_layouts();
+    if (workspace.counter_count < 2 * m.layers) {  // two per layer: work items, and chunks of shared prefixes
+      workspace.next.reset(new std::atomic<int>[2 * m.layers]);
+      workspace.counter_count = 2 * m.layers;
     }
-    for (int l = 0; l < 2 * m.layers; l++) space.next[l].store(0, std::memory_order_relaxed);
+    for (int l = 0; l < 2 * m.layers; l++) workspace.next[l].store(0, std::memory_order_relaxed);
     if (step.phases) last = std::chrono::steady_clock::now();
   }
 
-  void lay_out_all() {
-    if ((int)space.layouts.size() < step.segments) space.layouts.resize(step.segments);
-    int pieces_ = 0, tasks = 0;
+  void make_layouts() {
+    if ((int)workspace.layouts.size() < step.segments) workspace.layouts.resize(step.segments);
+    int items = 0, tasks = 0;
     for (int s = 0; s < step.segments; s++) {
-      Layout& lay = space.layouts[s];
-      lay_out(step, s, m.page_size, m.kv_heads, lay);
+      Layout& lay = workspace.layouts[s];
+      make_layout(step, s, m.page_size, m.kv_heads, lay);
       lay.bits.resize((size_t)step.mask_sets * lay.rows * lay.units.size());
       const int chunks = (int)lay.chunks.size() - 1;
       const int n = lay.rows / TILE * m.kv_heads + (lay.rows % TILE == 1 ? 1 : lay.rows % TILE ? m.kv_heads : 0);
-      pieces_ += n;
+      items += n;
       tasks += n * chunks;
       for (int c = 0; c < chunks; c++) most_units = std::max(most_units, lay.chunks[c + 1] - lay.chunks[c]);
     }
     most_queries = std::max(TILE * (m.heads / m.kv_heads), m.heads);
-    split = members > 1 && pieces_ < 3 * members && tasks > pieces_;
+    split = threads > 1 && items < 3 * threads && tasks > items;
     partial_size = up(m.head_dim, LANES) + 2;
-    const size_t all = find_families(split ? tasks : 0);
-    if (all) space.partial.fit(all * most_queries * partial_size);
-    if ((int)space.desks.size() < members) space.desks.resize(members);
-    for (int i = 0; i < members; i++) space.desks[i].fit(most_queries, m.head_dim, most_units);
+    const size_t all = find_shared_prefixes(split ? tasks : 0);
+    if (all) workspace.partial.fit(all * most_queries * partial_size);
+    if ((int)workspace.scratches.size() < threads) workspace.scratches.resize(threads);
+    for (int i = 0; i < threads; i++) workspace.scratches[i].fit(most_queries, m.head_dim, most_units);
   }
 
-  // Segments that may share what they begin with, side by side. Partial results of families stand behind `task` others;
-  // how many there are in all.
-  size_t find_families(size_t task) {
-    std::vector<int>& order = space.order;
+  // Groups one-row segments that begin with the same chunks. Partial results of shared prefixes come after the first `task`
+  // ones; returns the total.
+  size_t find_shared_prefixes(size_t task) {
+    std::vector<int>& order = workspace.order;
     order.clear();
-    space.families.clear();
+    workspace.prefixes.clear();
     for (int s = 0; s < step.segments; s++) {
-      space.layouts[s].family = -1;
-      if (space.layouts[s].rows == 1) order.push_back(s);
+      workspace.layouts[s].prefix = -1;
+      if (workspace.layouts[s].rows == 1) order.push_back(s);
     }
     auto page = [&](int s, int p) { return step.pages[step.segment_pages[s] + p]; };
     auto count = [&](int s) { return step.segment_pages[s + 1] - step.segment_pages[s]; };
@@ -240,14 +240,14 @@ struct Run {
       return std::lexicographical_compare(step.pages + step.segment_pages[a], step.pages + step.segment_pages[a] + count(a),
                                           step.pages + step.segment_pages[b], step.pages + step.segment_pages[b] + count(b));
     });
-    // The whole chunks that two segments begin with and that lie in the same pages under the same numbers.
+    // The number of whole chunks that two segments share: same pages, same page numbers.
     auto alike = [&](int a, int b) {
       int same = 0;
       while (same < std::min(count(a), count(b)) && page(a, same) == page(b, same) &&
              step.numbers[step.segment_pages[a] + same] == step.numbers[step.segment_pages[b] + same])
         same++;
-      const std::vector<int>&one = space.layouts[a].chunks, &other = space.layouts[b].chunks;
-      size_t end = 1;  // of a chunk: it must be the same in both, for either may go on where the other has no page
+      const std::vector<int>&one = workspace.layouts[a].chunks, &other = workspace.layouts[b].chunks;
+      size_t end = 1;  // a chunk must end alike in both: either may continue where the other has no page
       while (end < std::min(one.size(), other.size()) && one[end] == other[end] && one[end] * LANES <= same * m.page_size) end++;
       return (int)end - 1;
     };
@@ -260,89 +260,89 @@ struct Run {
         chunks = end == at + 1 ? now : chunks;
       }
       if (end - at > 1) {
-        Family family{{order.begin() + at, order.begin() + end}, chunks, task};
-        for (size_t j = at; j < end; j++) space.layouts[order[j]].family = (int)space.families.size(), space.layouts[order[j]].place = (int)(j - at);
+        SharedPrefix prefix{{order.begin() + at, order.begin() + end}, chunks, task};
+        for (size_t j = at; j < end; j++) workspace.layouts[order[j]].prefix = (int)workspace.prefixes.size(), workspace.layouts[order[j]].prefix_row = (int)(j - at);
         task += (size_t)m.kv_heads * chunks;
-        space.families.push_back(std::move(family));
+        workspace.prefixes.push_back(std::move(prefix));
       }
       at = end;
     }
     return task;
   }
 
-  void meet() { team.barrier.wait(); }
+  void sync() { pool.barrier.wait(); }
 
-  void phase(int member, int which) {
-    if (member || !step.phases) return;
+  void phase(int thread, int which) {
+    if (thread || !step.phases) return;
     auto now = std::chrono::steady_clock::now();
     step.phases[which] += std::chrono::duration<double>(now - last).count();
     last = now;
   }
 
-  int from(int member, int n) const { return (int)((int64_t)n * member / members); }
+  int from(int thread, int n) const { return (int)((int64_t)n * thread / threads); }
 
-  void member(int i) {
-    start(i);
-    meet();
+  void run_thread(int i) {
+    embed_and_mask(i);
+    sync();
     phase(i, HW_EMBED);
     for (int l = 0; l < m.layers; l++) layer(i, l);
-    tap(i, m.layers);
-    for (int r = from(i, T); r < from(i + 1, T); r++) std::memcpy(step.out + (size_t)r * m.hidden, space.x.at + r * E, m.hidden * sizeof(float));
+    copy_hidden(i, m.layers);
+    for (int r = from(i, T); r < from(i + 1, T); r++) std::memcpy(step.out + (size_t)r * m.hidden, workspace.x.at + r * E, m.hidden * sizeof(float));
     phase(i, HW_EMBED);
-    if (step.reads) read(i);
+    if (step.reads) read_logits(i);
   }
 
-  // The likeliest token of the rows asked for, while the team is together.
-  void read(int i) {
+  // Logits and argmax token of the requested rows, in the same parallel region.
+  void read_logits(int i) {
     const hw_matrix& w = m.output;
-    Coded *g = &space.grouped[copy(i)], *r = &space.whole[copy(i)];
-    const int from_ = own ? 0 : from(i, step.reads), to = own ? step.reads : from(i + 1, step.reads);
-    float* h = space.h.at + (own ? (size_t)i * T * E : 0);
+    QuantizedActivations *g = &workspace.by_group[copy(i)], *r = &workspace.by_row[copy(i)];
+    const int from_ = replicated ? 0 : from(i, step.reads), to = replicated ? step.reads : from(i + 1, step.reads);
+    float* h = workspace.h.at + (replicated ? (size_t)i * T * E : 0);
     for (int n = from_; n < to; n++) {
-      rms_norm(space.x.at + step.read_rows[n] * E, m.final_norm, m.hidden, m.eps, h + n * E);
+      rms_norm(workspace.x.at + step.read_rows[n] * E, m.final_norm, m.hidden, m.eps, h + n * E);
       pad(h + n * E, m.hidden, E);
-      code_row(h + n * E, m.hidden, n, form(w) == 1 ? g : nullptr, form(w) == 2 ? r : nullptr);
+      quantize_row(h + n * E, m.hidden, n, form(w) == 1 ? g : nullptr, form(w) == 2 ? r : nullptr);
     }
-    if (!own) meet();
-    const Product head = product(i, w, space.h.at, E, step.logits, step.logits_stride, false);
-    products(&head, 1, step.reads, i, members);
-    meet();
+    if (!replicated) sync();
+    const Matmul head = make_matmul(i, w, workspace.h.at, E, step.logits, step.logits_stride, false);
+    matmuls(&head, 1, step.reads, i, threads);
+    sync();
     phase(i, HW_HEAD);
-    for (int n = from(i, step.reads); n < from(i + 1, step.reads); n++) likeliest(step.logits + n * step.logits_stride, w.n, step.best[n], step.bad[n]);
+    for (int n = from(i, step.reads); n < from(i + 1, step.reads); n++) argmax(step.logits + n * step.logits_stride, w.n, step.best[n], step.bad[n]);
     phase(i, HW_SAMPLE);
   }
 
-  void start(int i) {
+  void embed_and_mask(int i) {
     for (int r = from(i, T); r < from(i + 1, T); r++) {
-      dequantise(m.embedding, step.tokens[r], space.x.at + r * E);
-      float* turn = space.turn.at + (size_t)r * 2 * m.rope_half;
+      dequantize_row(m.embedding, step.tokens[r], workspace.x.at + r * E);
+      float* angles = workspace.angles.at + (size_t)r * 2 * m.rope_half;
       for (int d = 0; d < m.rope_half; d++) {
         float angle = (float)step.positions[r] * m.inv_freq[d];
-        turn[d] = std::cos(angle) * m.rope_scale;
-        turn[m.rope_half + d] = std::sin(angle) * m.rope_scale;
+        angles[d] = std::cos(angle) * m.rope_scale;
+        angles[m.rope_half + d] = std::sin(angle) * m.rope_scale;
       }
     }
     for (int s = 0; s < step.segments; s++) {
-      Layout& lay = space.layouts[s];
+      Layout& lay = workspace.layouts[s];
       const size_t units = lay.units.size();
       for (int n = from(i, lay.rows * step.mask_sets); n < from(i + 1, lay.rows * step.mask_sets); n++)
         row_bits(step, n / lay.rows, lay, n % lay.rows, lay.bits.data() + (size_t)n * units);
     }
   }
 
-  void tap(int i, int l) {
-    for (int t = 0; t < step.taps; t++)
-      if (step.tap_layers[t] == l && t % members == i)
-        std::memcpy(step.hidden_out + (size_t)t * m.hidden, space.x.at + step.tap_rows[t] * E, m.hidden * sizeof(float));
+  void copy_hidden(int i, int l) {
+    for (int t = 0; t < step.hidden_count; t++)
+      if (step.hidden_layers[t] == l && t % threads == i)
+        std::memcpy(step.hidden_out + (size_t)t * m.hidden, workspace.x.at + step.hidden_rows[t] * E, m.hidden * sizeof(float));
   }
 
-  // The rows that member i codes: all, into its own copy, or its share.
-  int first(int i) const { return own ? 0 : from(i, T); }
-  int last_(int i) const { return own ? T : from(i + 1, T); }
-  int copy(int i) const { return own ? i : 0; }
+  // The rows that thread i norms and quantizes: all of them into its own copy, or its share.
+  int first(int i) const { return replicated ? 0 : from(i, T); }
+  int last_(int i) const { return replicated ? T : from(i + 1, T); }
+  int copy(int i) const { return replicated ? i : 0; }
 
-  void code(int i, const float* row, int k, int r, int forms) {
-    code_row(row, k, r, forms & 1 ? &space.grouped[copy(i)] : nullptr, forms & 2 ? &space.whole[copy(i)] : nullptr);
+  void quantize(int i, const float* row, int k, int r, int forms) {
+    quantize_row(row, k, r, forms & 1 ? &workspace.by_group[copy(i)] : nullptr, forms & 2 ? &workspace.by_row[copy(i)] : nullptr);
   }
 
   static int forms(std::initializer_list<const hw_matrix*> list) {
@@ -351,222 +351,222 @@ struct Run {
     return all;
   }
 
-  Product product(int i, const hw_matrix& w, const float* values, size_t stride, float* y, size_t y_stride, bool add) const {
-    Rows r;
-    if (form(w) == 1) r = space.grouped[copy(i)].rows(), r.width = up(w.k, 32), r.groups = r.width / 32;
-    else if (form(w) == 2) r = space.whole[copy(i)].rows(), r.width = up(w.k, 32), r.groups = 1;
-    r.values = values + (own ? (size_t)i * T * stride : 0);
+  Matmul make_matmul(int i, const hw_matrix& w, const float* values, size_t stride, float* y, size_t y_stride, bool add) const {
+    Activations r;
+    if (form(w) == 1) r = workspace.by_group[copy(i)].rows(), r.width = up(w.k, 32), r.groups = r.width / 32;
+    else if (form(w) == 2) r = workspace.by_row[copy(i)].rows(), r.width = up(w.k, 32), r.groups = 1;
+    r.values = values + (replicated ? (size_t)i * T * stride : 0);
     r.stride = stride;
     return {&w, r, {y, y_stride, add}};
   }
 
-  void norm_and_code(int i, const float* weight, int wanted) {
-    float* h = space.h.at + (own ? (size_t)i * T * E : 0);
+  void norm_and_quantize(int i, const float* weight, int wanted) {
+    float* h = workspace.h.at + (replicated ? (size_t)i * T * E : 0);
     for (int r = first(i); r < last_(i); r++) {
-      rms_norm(space.x.at + r * E, weight, m.hidden, m.eps, h + r * E);
+      rms_norm(workspace.x.at + r * E, weight, m.hidden, m.eps, h + r * E);
       pad(h + r * E, m.hidden, E);
-      code(i, h + r * E, m.hidden, r, wanted);
+      quantize(i, h + r * E, m.hidden, r, wanted);
     }
-    if (!own) meet();
+    if (!replicated) sync();
   }
 
   void layer(int i, int l) {
     const hw_layer& w = m.layer[l];
-    Space& s = space;
-    tap(i, l);
-    norm_and_code(i, w.norm_in, forms({&w.q, &w.k, &w.v}));
+    Workspace& s = workspace;
+    copy_hidden(i, l);
+    norm_and_quantize(i, w.norm_in, forms({&w.q, &w.k, &w.v}));
     phase(i, HW_NORM);
-    const Product qkv[3] = {product(i, w.q, s.h.at, E, s.q.at, Q, false), product(i, w.k, s.h.at, E, s.k.at, K, false),
-                            product(i, w.v, s.h.at, E, s.v.at, K, false)};
-    products(qkv, 3, T, i, members);
-    meet();
+    const Matmul qkv[3] = {make_matmul(i, w.q, s.h.at, E, s.q.at, Q, false), make_matmul(i, w.k, s.h.at, E, s.k.at, K, false),
+                            make_matmul(i, w.v, s.h.at, E, s.v.at, K, false)};
+    matmuls(qkv, 3, T, i, threads);
+    sync();
     phase(i, HW_QKV);
-    place(i, l);
-    meet();
+    rope_and_write_kv(i, l);
+    sync();
     phase(i, HW_ROPE);
     attention(i, l);
-    meet();
+    sync();
     phase(i, HW_ATTENTION);
-    out(i, w);
-    meet();
+    project_out(i, w);
+    sync();
     phase(i, HW_OUT);
-    norm_and_code(i, w.norm_mlp, forms({&w.gate, &w.up}));
+    norm_and_quantize(i, w.norm_mlp, forms({&w.gate, &w.up}));
     phase(i, HW_NORM);
-    const Product gate_up[2] = {product(i, w.gate, s.h.at, E, s.gate.at, F, false), product(i, w.up, s.h.at, E, s.up_.at, F, false)};
-    products(gate_up, 2, T, i, members);
-    meet();
-    down(i, w);
-    meet();
+    const Matmul gate_up[2] = {make_matmul(i, w.gate, s.h.at, E, s.gate.at, F, false), make_matmul(i, w.up, s.h.at, E, s.up_.at, F, false)};
+    matmuls(gate_up, 2, T, i, threads);
+    sync();
+    project_down(i, w);
+    sync();
     phase(i, HW_MLP);
   }
 
-  // Query and key are normed and turned, key and value go to their page.
-  void place(int i, int l) {
+  // Norms and rotates queries and keys, writes keys and values to the KV cache.
+  void rope_and_write_kv(int i, int l) {
     const hw_layer& w = m.layer[l];
     const int D = m.head_dim, all = m.heads + m.kv_heads;
     float* keys = m.kv + (size_t)l * 2 * m.kv_pages * m.page_size * m.kv_heads * D;
     float* values = keys + (size_t)m.kv_pages * m.page_size * m.kv_heads * D;
     const int64_t work = (int64_t)T * all;
-    for (int64_t n = work * i / members; n < work * (i + 1) / members; n++) {
+    for (int64_t n = work * i / threads; n < work * (i + 1) / threads; n++) {
       const int r = (int)(n / all), h = (int)(n % all), kh = h - m.heads;
-      const float* turn = space.turn.at + (size_t)r * 2 * m.rope_half;
+      const float* angles = workspace.angles.at + (size_t)r * 2 * m.rope_half;
       if (kh < 0) {
-        float* q = space.q.at + r * Q + (size_t)h * D;
+        float* q = workspace.q.at + r * Q + (size_t)h * D;
         if (w.q_norm) rms_norm(q, w.q_norm, D, m.eps, q);
-        rotate(q, turn, m.rope_half, m.scale, D);
-        for (int t = 0; t < step.query_taps; t++)
+        rotate(q, angles, m.rope_half, m.scale, D);
+        for (int t = 0; t < step.query_count; t++)
           if (step.query_layers[t] == l && step.query_rows[t] == r)
             std::memcpy(step.query_out + ((size_t)t * m.heads + h) * D, q, D * sizeof(float));
         continue;
       }
-      float* k = space.k.at + r * K + (size_t)kh * D;
+      float* k = workspace.k.at + r * K + (size_t)kh * D;
       if (w.k_norm) rms_norm(k, w.k_norm, D, m.eps, k);
-      rotate(k, turn, m.rope_half, 1.0f, D);
+      rotate(k, angles, m.rope_half, 1.0f, D);
       if (step.write_slots[r] < 0) continue;
       const size_t page = step.write_slots[r] / m.page_size, slot = step.write_slots[r] % m.page_size;
       const size_t at = ((page * m.kv_heads + kh) * m.page_size + slot) * D;
       float* key = keys + (page * m.kv_heads + kh) * m.page_size * D + slot;
       for (int d = 0; d < D; d++) key[(size_t)d * m.page_size] = k[d];
-      std::memcpy(values + at, space.v.at + r * K + (size_t)kh * D, D * sizeof(float));
+      std::memcpy(values + at, workspace.v.at + r * K + (size_t)kh * D, D * sizeof(float));
     }
   }
 
-  // Calls f(piece, chunks) for every piece of a layer's attention. A single row takes all heads, which lie together.
+  // Calls f(item, chunks) for every work item of a layer's attention. A single row takes all heads, which are adjacent.
   template <class F>
-  void pieces(int l, F&& f) {
-    const Cache kv = cache(l);
+  void work_items(int l, F&& f) {
+    const KvCache kv = cache(l);
     for (int s = 0; s < step.segments; s++) {
-      const Layout& lay = space.layouts[s];
+      const Layout& lay = workspace.layouts[s];
       for (int first = 0; first < lay.rows; first += TILE) {
         const int rows = std::min(TILE, lay.rows - first), heads = rows == 1 ? m.kv_heads : 1;
         for (int head = 0; head < m.kv_heads; head += heads)
-          f(Piece{space.layouts.data(), nullptr, lay, kv, m.layer[l].mask_set, first, rows, head, heads}, (int)lay.chunks.size() - 1);
+          f(WorkItem{workspace.layouts.data(), nullptr, lay, kv, m.layer[l].mask_set, first, rows, head, heads}, (int)lay.chunks.size() - 1);
       }
     }
   }
 
-  Cache cache(int l) const {
+  KvCache cache(int l) const {
     const size_t plane = (size_t)m.kv_pages * m.page_size * m.kv_heads * m.head_dim;
     return {m.kv + (size_t)l * 2 * plane, m.kv + ((size_t)l * 2 + 1) * plane, m.heads, m.kv_heads, m.head_dim, m.page_size};
   }
 
-  // The chunks that families share.
-  void together(int i, int l) {
-    Desk& desk = space.desks[i];
-    const Cache kv = cache(l);
-    auto claim = [&] { return space.next[m.layers + l].fetch_add(1, std::memory_order_relaxed); };
+  // Computes the chunks of shared prefixes.
+  void attend_shared(int i, int l) {
+    Scratch& scratch = workspace.scratches[i];
+    const KvCache kv = cache(l);
+    auto claim = [&] { return workspace.next[m.layers + l].fetch_add(1, std::memory_order_relaxed); };
     int mine = claim(), n = 0;
-    for (const Family& family : space.families)
-      for (int task = 0; task < m.kv_heads * family.chunks; task++) {
+    for (const SharedPrefix& prefix : workspace.prefixes)
+      for (int task = 0; task < m.kv_heads * prefix.chunks; task++) {
         if (n++ != mine) continue;
-        const Layout& lay = space.layouts[family.segments[0]];
-        const Piece piece{space.layouts.data(), family.segments.data(), lay, kv, m.layer[l].mask_set, 0, (int)family.segments.size(), task / family.chunks, 1};
-        take_queries(piece, space.q.at, Q, desk);
-        attend_chunk(piece, task % family.chunks, desk);
-        keep_partial(family.task + task, piece, desk);
+        const Layout& lay = workspace.layouts[prefix.segments[0]];
+        const WorkItem item{workspace.layouts.data(), prefix.segments.data(), lay, kv, m.layer[l].mask_set, 0, (int)prefix.segments.size(), task / prefix.chunks, 1};
+        take_queries(item, workspace.q.at, Q, scratch);
+        attend_chunk(item, task % prefix.chunks, scratch);
+        keep_partial(prefix.task + task, item, scratch);
         mine = claim();
       }
   }
 
-  // The partial result of a query of a one-row piece where its family has computed the chunk; null where not.
-  const float* shared(const Piece& piece, int query, int chunk) {
-    if (piece.lay.family < 0) return nullptr;
-    const Family& family = space.families[piece.lay.family];
-    if (chunk >= family.chunks) return nullptr;
-    const int group = piece.group(), head = query / group;
-    return partial(family.task + (size_t)head * family.chunks + chunk, piece.lay.place * group + query % group);
+  // The partial result of a one-row item's query if its shared prefix has the chunk, else null.
+  const float* shared_partial(const WorkItem& item, int query, int chunk) {
+    if (item.lay.prefix < 0) return nullptr;
+    const SharedPrefix& prefix = workspace.prefixes[item.lay.prefix];
+    if (chunk >= prefix.chunks) return nullptr;
+    const int group = item.group(), head = query / group;
+    return partial(prefix.task + (size_t)head * prefix.chunks + chunk, item.lay.prefix_row * group + query % group);
   }
 
   void attention(int i, int l) {
-    if (!space.families.empty()) {
-      together(i, l);
-      meet();
+    if (!workspace.prefixes.empty()) {
+      attend_shared(i, l);
+      sync();
     }
-    Desk& desk = space.desks[i];
-    auto claim = [&] { return space.next[l].fetch_add(1, std::memory_order_relaxed); };
+    Scratch& scratch = workspace.scratches[i];
+    auto claim = [&] { return workspace.next[l].fetch_add(1, std::memory_order_relaxed); };
     int mine = claim(), n = 0;
-    pieces(l, [&](const Piece& piece, int chunks) {
+    work_items(l, [&](const WorkItem& item, int chunks) {
       if (!split) {
         if (n++ != mine) return;
-        attend(piece, space.q.at, space.mixed.at, Q, desk, [&](int query, int chunk) { return shared(piece, query, chunk); });
+        attend(item, workspace.q.at, workspace.mixed.at, Q, scratch, [&](int query, int chunk) { return shared_partial(item, query, chunk); });
         mine = claim();
         return;
       }
       for (int c = 0; c < chunks; c++) {
         if (n++ != mine) continue;
-        if (shared(piece, 0, c)) {
+        if (shared_partial(item, 0, c)) {
           mine = claim();
           continue;
         }
-        take_queries(piece, space.q.at, Q, desk);
-        attend_chunk(piece, c, desk);
-        keep_partial(n - 1, piece, desk);
+        take_queries(item, workspace.q.at, Q, scratch);
+        attend_chunk(item, c, scratch);
+        keep_partial(n - 1, item, scratch);
         mine = claim();
       }
     });
     if (!split) return;
-    meet();
+    sync();
     merge_all(i, l);
   }
 
-  float* partial(size_t task, int query) { return space.partial.at + (task * most_queries + query) * partial_size; }
+  float* partial(size_t task, int query) { return workspace.partial.at + (task * most_queries + query) * partial_size; }
 
-  void keep_partial(size_t task, const Piece& piece, const Desk& desk) {
+  void keep_partial(size_t task, const WorkItem& item, const Scratch& scratch) {
     const size_t wide = partial_size - 2;
-    for (int q = 0; q < piece.queries(); q++) {
+    for (int q = 0; q < item.queries(); q++) {
       float* to = partial(task, q);
-      to[0] = desk.partial[q].most;
-      to[1] = desk.partial[q].sum;
-      if (desk.partial[q].most != -INFINITY || desk.partial[q].sum != 0) std::memcpy(to + 2, &desk.mixed[q * wide], wide * sizeof(float));
+      to[0] = scratch.partial[q].most;
+      to[1] = scratch.partial[q].sum;
+      if (scratch.partial[q].most != -INFINITY || scratch.partial[q].sum != 0) std::memcpy(to + 2, &scratch.mixed[q * wide], wide * sizeof(float));
     }
   }
 
   void merge_all(int i, int l) {
     const size_t wide = partial_size - 2;
-    float* total = space.desks[i].total.data();
+    float* total = workspace.scratches[i].total.data();
     int task = 0, n = 0;
-    pieces(l, [&](const Piece& piece, int chunks) {
-      for (int q = 0; q < piece.queries(); q++) {
-        if (n++ % members != i) continue;
+    work_items(l, [&](const WorkItem& item, int chunks) {
+      for (int q = 0; q < item.queries(); q++) {
+        if (n++ % threads != i) continue;
         Partial sum{-INFINITY, 0};
         for (int c = 0; c < chunks; c++) {
-          const float* done = shared(piece, q, c);
+          const float* done = shared_partial(item, q, c);
           const float* p = done ? done : partial(task + c, q);
           merge(sum, total, {p[0], p[1]}, p + 2, (int)wide);
         }
-        finish(piece, q, sum, total, space.mixed.at, Q);
+        write_output(item, q, sum, total, workspace.mixed.at, Q);
       }
       task += chunks;
     });
   }
 
-  void out(int i, const hw_layer& w) {
+  void project_out(int i, const hw_layer& w) {
     const int wanted = forms({&w.o});
-    for (int r = first(i); wanted && r < last_(i); r++) code(i, space.mixed.at + r * Q, m.heads * m.head_dim, r, wanted);
-    if (wanted && !own) meet();
-    Product p = product(i, w.o, space.mixed.at, Q, space.x.at, E, true);
-    p.x.values = space.mixed.at;  // all members read the one
-    products(&p, 1, T, i, members);
+    for (int r = first(i); wanted && r < last_(i); r++) quantize(i, workspace.mixed.at + r * Q, m.heads * m.head_dim, r, wanted);
+    if (wanted && !replicated) sync();
+    Matmul p = make_matmul(i, w.o, workspace.mixed.at, Q, workspace.x.at, E, true);
+    p.x.values = workspace.mixed.at;  // one copy for all threads
+    matmuls(&p, 1, T, i, threads);
   }
 
-  void down(int i, const hw_layer& w) {
+  void project_down(int i, const hw_layer& w) {
     const int wanted = forms({&w.down});
-    float* act = space.act.at + (own ? (size_t)i * T * F : 0);
+    float* act = workspace.act.at + (replicated ? (size_t)i * T * F : 0);
     for (int r = first(i); r < last_(i); r++) {
-      gated(space.gate.at + r * F, space.up_.at + r * F, m.inner, act + r * F);
+      gated_silu(workspace.gate.at + r * F, workspace.up_.at + r * F, m.inner, act + r * F);
       pad(act + r * F, m.inner, F);
-      if (wanted) code(i, act + r * F, m.inner, r, wanted);
+      if (wanted) quantize(i, act + r * F, m.inner, r, wanted);
     }
-    if (!own) meet();
-    Product p = product(i, w.down, space.act.at, F, space.x.at, E, true);
-    products(&p, 1, T, i, members);
+    if (!replicated) sync();
+    Matmul p = make_matmul(i, w.down, workspace.act.at, F, workspace.x.at, E, true);
+    matmuls(&p, 1, T, i, threads);
   }
 };
 
-// A product alone: y = x w, rows coded as the format asks; with a norm weight, of the normed rows.
-struct Alone {
-  hw::Team& team;
-  Space& space;
+// A single matmul: y = x w, activations quantized as the format needs; with a norm weight, of the normed rows.
+struct SingleMatmul {
+  hw::ThreadPool& pool;
+  Workspace& workspace;
   const hw_matrix& w;
   const float* x;
   const int rows;
@@ -577,67 +577,67 @@ struct Alone {
   const size_t wide = up(w.k, 32);
 
   void prepare() {
-    space.h.fit(rows * wide);
-    space.grouped[0].fit(rows, w.k, false);
-    space.whole[0].fit(rows, w.k, true);
+    workspace.h.fit(rows * wide);
+    workspace.by_group[0].fit(rows, w.k, false);
+    workspace.by_row[0].fit(rows, w.k, true);
   }
-  void member(int i) {
-    const int members = team.count();
-    for (int r = (int)((int64_t)rows * i / members); r < (int64_t)rows * (i + 1) / members; r++) {
-      float* h = space.h.at + r * wide;
+  void run_thread(int i) {
+    const int threads = pool.count();
+    for (int r = (int)((int64_t)rows * i / threads); r < (int64_t)rows * (i + 1) / threads; r++) {
+      float* h = workspace.h.at + r * wide;
       if (norm) rms_norm(x + (size_t)r * w.k, norm, w.k, eps, h);
       else std::memcpy(h, x + (size_t)r * w.k, w.k * sizeof(float));
       pad(h, w.k, wide);
-      if (form(w)) code_row(h, w.k, r, form(w) == 1 ? &space.grouped[0] : nullptr, form(w) == 2 ? &space.whole[0] : nullptr);
+      if (form(w)) quantize_row(h, w.k, r, form(w) == 1 ? &workspace.by_group[0] : nullptr, form(w) == 2 ? &workspace.by_row[0] : nullptr);
     }
-    team.barrier.wait();
-    Rows in = form(w) == 2 ? space.whole[0].rows() : space.grouped[0].rows();
-    in.values = space.h.at;
+    pool.barrier.wait();
+    Activations in = form(w) == 2 ? workspace.by_row[0].rows() : workspace.by_group[0].rows();
+    in.values = workspace.h.at;
     in.stride = wide;
-    Product p{&w, in, {y, stride, false}};
-    products(&p, 1, rows, i, members);
+    Matmul p{&w, in, {y, stride, false}};
+    matmuls(&p, 1, rows, i, threads);
   }
 };
 
-void* space_new() { return new Space; }
-void space_free(void* space) { delete (Space*)space; }
+void* workspace_new() { return new Workspace; }
+void workspace_free(void* workspace) { delete (Workspace*)workspace; }
 
-void run(hw::Team& team, void* space, const hw_model& model, const hw_step& step) {
-  Run work{team, *(Space*)space, model, step};
+void forward(hw::ThreadPool& pool, void* workspace, const hw_model& model, const hw_step& step) {
+  Forward work{pool, *(Workspace*)workspace, model, step};
   work.prepare();
-  team.run([&](int i) { work.member(i); });
+  pool.run([&](int i) { work.run_thread(i); });
 }
 
-void alone(hw::Team& team, void* space, const hw_matrix& w, const float* x, int rows, float* y, size_t stride, const float* norm, float eps) {
-  Alone work{team, *(Space*)space, w, x, rows, y, stride, norm, eps};
+void matmul(hw::ThreadPool& pool, void* workspace, const hw_matrix& w, const float* x, int rows, float* y, size_t stride, const float* norm, float eps) {
+  SingleMatmul work{pool, *(Workspace*)workspace, w, x, rows, y, stride, norm, eps};
   work.prepare();
-  team.run([&](int i) { work.member(i); });
+  pool.run([&](int i) { work.run_thread(i); });
 }
 
-void gather(hw::Team& team, const hw_matrix& w, const int32_t* rows, int count, float* out) {
-  const int members = team.count();
-  team.run([&](int i) {
-    for (int64_t r = (int64_t)count * i / members; r < (int64_t)count * (i + 1) / members; r++) dequantise(w, rows[r], out + r * w.k);
+void dequantize_rows(hw::ThreadPool& pool, const hw_matrix& w, const int32_t* rows, int count, float* out) {
+  const int threads = pool.count();
+  pool.run([&](int i) {
+    for (int64_t r = (int64_t)count * i / threads; r < (int64_t)count * (i + 1) / threads; r++) dequantize_row(w, rows[r], out + r * w.k);
   });
 }
 
-void draw_all(hw::Team& team, void* space, hw_draw* draws, int count) {
-  std::vector<Chooser>& choosers = ((Space*)space)->choosers;
-  if ((int)choosers.size() < team.count()) choosers.resize(team.count());
+void sample(hw::ThreadPool& pool, void* workspace, hw_sampling* samplings, int count) {
+  std::vector<Sampler>& samplers = ((Workspace*)workspace)->samplers;
+  if ((int)samplers.size() < pool.count()) samplers.resize(pool.count());
   int64_t vocab = 0;
-  for (int i = 0; i < count; i++) vocab = std::max(vocab, draws[i].vocab);
-  for (Chooser& chooser : choosers) chooser.fit(vocab);
+  for (int i = 0; i < count; i++) vocab = std::max(vocab, samplings[i].vocab);
+  for (Sampler& sampler : samplers) sampler.fit(vocab);
   std::atomic<int> next{0};
-  team.run([&](int i) {
-    for (int n = next++; n < count; n = next++) draws[n].token = choosers[i].draw(draws[n]);
+  pool.run([&](int i) {
+    for (int n = next++; n < count; n = next++) samplings[n].token = samplers[i].sample(samplings[n]);
   });
 }
 
-void choose(hw::Team& team, const float* logits, int rows, int64_t vocab, int64_t stride, int64_t* best, uint8_t* bad) {
-  const int members = team.count();
-  if (rows == 1) return likeliest(logits, vocab, *best, *bad);
-  team.run([&](int i) {
-    for (int r = (int)((int64_t)rows * i / members); r < (int64_t)rows * (i + 1) / members; r++) likeliest(logits + r * stride, vocab, best[r], bad[r]);
+void argmax_rows(hw::ThreadPool& pool, const float* logits, int rows, int64_t vocab, int64_t stride, int64_t* best, uint8_t* bad) {
+  const int threads = pool.count();
+  if (rows == 1) return argmax(logits, vocab, *best, *bad);
+  pool.run([&](int i) {
+    for (int r = (int)((int64_t)rows * i / threads); r < (int64_t)rows * (i + 1) / threads; r++) argmax(logits + r * stride, vocab, best[r], bad[r]);
   });
 }
 

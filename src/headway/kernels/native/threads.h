@@ -1,4 +1,4 @@
-// A few threads that stay awake between the parts of a step and sleep between steps.
+// A thread pool whose threads spin between the parts of a step and sleep between steps.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -10,12 +10,12 @@
 
 namespace hw {
 
-// One wait, awake. How long a pause takes varies tenfold between CPUs, so the clock says when it was long enough; it is
+// One spinning wait. The length of a pause instruction varies tenfold between CPUs, so a clock decides when to stop; it is
 // read every 64 pauses, which costs a short wait nothing.
-class Wait {
+class SpinWait {
  public:
-  explicit Wait(int microseconds) : limit_(microseconds) {}
-  // Pauses once; true when the time is over.
+  explicit SpinWait(int microseconds) : limit_(microseconds) {}
+  // Pauses once; true when the limit has passed.
   bool pause() {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -27,7 +27,7 @@ class Wait {
     if (pauses_ == 64) began_ = now;
     return over_ = over_ || now - began_ >= limit_;
   }
-  // Pauses, and once the time is over lets others have the core: with more threads than cores they are waited for.
+  // Pauses, and yields the core once the limit has passed: with more threads than cores, the others need it.
   void pause_or_yield() {
     if (pause()) std::this_thread::yield();
   }
@@ -39,10 +39,10 @@ class Wait {
   bool over_ = false;
 };
 
-constexpr int BUSY = 50;    // microseconds that a member with work to come keeps its core while it waits
-constexpr int AWAKE = 200;  // microseconds before a member with no work sleeps
+constexpr int BUSY_US = 50;    // spin time before a thread that waits within a step yields
+constexpr int AWAKE_US = 200;  // spin time before an idle thread sleeps
 
-// All members of a team pass it together.
+// All threads of a pool pass it together.
 class Barrier {
  public:
   explicit Barrier(int count) : count_(count) {}
@@ -54,7 +54,7 @@ class Barrier {
       phase_.store(now + 1, std::memory_order_release);
       return;
     }
-    for (Wait wait(BUSY); phase_.load(std::memory_order_acquire) == now;) wait.pause_or_yield();
+    for (SpinWait wait(BUSY_US); phase_.load(std::memory_order_acquire) == now;) wait.pause_or_yield();
   }
 
  private:
@@ -63,9 +63,9 @@ class Barrier {
   alignas(64) std::atomic<unsigned> phase_{0};
 };
 
-class Team {
+class ThreadPool {
  public:
-  explicit Team(int count) : barrier(count), count_(count) {
+  explicit ThreadPool(int count) : barrier(count), count_(count) {
     try {
       for (int i = 1; i < count; i++) threads_.emplace_back([this, i] { serve(i); });
     } catch (...) {
@@ -73,49 +73,49 @@ class Team {
       throw;
     }
   }
-  ~Team() { stop(); }
+  ~ThreadPool() { stop(); }
   int count() const { return count_; }
 
-  // work(i) on every member, the caller being member 0; returns when all have ended.
+  // Runs work(i) on every thread, the caller being thread 0; returns when all are done.
   void run(const std::function<void(int)>& work) {
     if (count_ > 1) {
       work_ = &work;
-      left_.store(count_ - 1, std::memory_order_relaxed);
+      pending_.store(count_ - 1, std::memory_order_relaxed);
       {
         std::lock_guard<std::mutex> hold(mutex_);
-        turn_.fetch_add(1, std::memory_order_release);
+        job_.fetch_add(1, std::memory_order_release);
       }
       if (asleep_.load(std::memory_order_acquire)) wake_.notify_all();
     }
     work(0);
-    for (Wait wait(BUSY); count_ > 1 && left_.load(std::memory_order_acquire);) wait.pause_or_yield();
+    for (SpinWait wait(BUSY_US); count_ > 1 && pending_.load(std::memory_order_acquire);) wait.pause_or_yield();
   }
 
   Barrier barrier;
 
  private:
-  void serve(int member) {
+  void serve(int thread) {
     unsigned seen = 0;
     for (;;) {
-      for (Wait wait(AWAKE); turn_.load(std::memory_order_acquire) == seen && !wait.pause();) {}
-      if (turn_.load(std::memory_order_acquire) == seen) {
+      for (SpinWait wait(AWAKE_US); job_.load(std::memory_order_acquire) == seen && !wait.pause();) {}
+      if (job_.load(std::memory_order_acquire) == seen) {
         std::unique_lock<std::mutex> hold(mutex_);
         asleep_.fetch_add(1, std::memory_order_acq_rel);
-        wake_.wait(hold, [&] { return turn_.load(std::memory_order_acquire) != seen; });
+        wake_.wait(hold, [&] { return job_.load(std::memory_order_acquire) != seen; });
         asleep_.fetch_sub(1, std::memory_order_acq_rel);
       }
       seen++;
-      if (ending_.load(std::memory_order_acquire)) return;
-      (*work_)(member);
-      left_.fetch_sub(1, std::memory_order_release);
+      if (stopping_.load(std::memory_order_acquire)) return;
+      (*work_)(thread);
+      pending_.fetch_sub(1, std::memory_order_release);
     }
   }
 
   void stop() {
-    ending_.store(true, std::memory_order_release);
+    stopping_.store(true, std::memory_order_release);
     {
       std::lock_guard<std::mutex> hold(mutex_);
-      turn_.fetch_add(1, std::memory_order_release);
+      job_.fetch_add(1, std::memory_order_release);
     }
     wake_.notify_all();
     for (auto& t : threads_) t.join();
@@ -125,10 +125,10 @@ class Team {
   const int count_;
   std::vector<std::thread> threads_;
   const std::function<void(int)>* work_ = nullptr;
-  alignas(64) std::atomic<unsigned> turn_{0};
-  alignas(64) std::atomic<int> left_{0};
+  alignas(64) std::atomic<unsigned> job_{0};
+  alignas(64) std::atomic<int> pending_{0};
   std::atomic<int> asleep_{0};
-  std::atomic<bool> ending_{false};
+  std::atomic<bool> stopping_{false};
   std::mutex mutex_;
   std::condition_variable wake_;
 };

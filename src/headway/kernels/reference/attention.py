@@ -1,4 +1,4 @@
-"""Attention over pages: the torch reference, for a ragged batch of prompt and decode rows.
+"""Paged attention: the torch reference, for a ragged batch of prefill and decode rows.
 
 Two functions with one meaning. `attend` gathers each group's pages and uses torch's fused attention. `attend_exact`
 computes every row on its own, its keys split at fixed absolute slots and combined in order, so that a row's bits depend
@@ -18,11 +18,11 @@ from headway.kernels.reference.linear import by_rows
 
 SPLIT = 64  # slots per partial sum in attend_exact
 UNIT = 1 << 22  # elements of one intermediate in attend_exact
-UNITS = 64  # pairs of a row and a split that a GPU sums at once
+UNITS = 64  # (row, split) pairs that a GPU sums at a time
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class AttentionGroup:
     """N sequences with M rows each that share one attention call.
 
     rows [N, M] are rows of the step; pages [N, P] are physical pages, in slot order (page 0 where a sequence has
@@ -36,14 +36,14 @@ class Group:
     mask: Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[Group], scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[AttentionGroup], scale: float) -> Tensor:
     """q [T, H, D] over pages k, v [P, page, Hkv, D] → [T, H, D]."""
     out = torch.empty_like(q)
     for group in groups:
         n, m = group.rows.shape
         keys, values = _gather(k, group.pages), _gather(v, group.pages)  # [N, Hkv, S, D]
         heads = keys.shape[1]
-        # Query heads that share a key head become rows of one product: [N, Hkv, G*M, D], no repeated keys.
+        # Query heads that share a key head become rows of one matmul: [N, Hkv, G*M, D], no repeated keys.
         queries = q[group.rows].unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)  # [N, Hkv, G, M, D]
         share = queries.shape[2]
         mask = group.mask[:, None, None].expand(n, 1, share, m, -1).flatten(2, 3)  # [N, 1, G*M, S]
@@ -52,7 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[Group], scale: floa
     return out
 
 
-def attend_exact(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[Group], scale: float) -> Tensor:
+def attend_exact(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[AttentionGroup], scale: float) -> Tensor:
     """As `attend`, with bits that do not depend on other rows, on trimmed pages or on how rows were grouped."""
     out = torch.empty_like(q)
     for group in groups:
@@ -69,8 +69,8 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[Group], scale
     return out
 
 
-def scores(q: Tensor, k: Tensor, group: Group, scale: float) -> Tensor:
-    """Attention probabilities of one sequence's rows: q [T, H, D] → [M, H, S] float32, S counted in absolute slots."""
+def scores(q: Tensor, k: Tensor, group: AttentionGroup, scale: float) -> Tensor:
+    """Attention probabilities of one sequence's rows: q [T, H, D] → [M, H, S] float32, S in absolute slots."""
     heads = k.shape[2]
     keys, _, seen = _aligned(k, k, group)
     queries = q[group.rows[0]].float().unflatten(1, (heads, -1)) * scale
@@ -84,8 +84,8 @@ def _gather(pool: Tensor, pages: Tensor) -> Tensor:
     return pool.index_select(0, pages.flatten()).view(n, -1, *pool.shape[2:]).transpose(1, 2)
 
 
-def _aligned(k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and mask laid out by absolute slot, trimmed pages as masked zeros, padded to whole splits."""
+def _aligned(k: Tensor, v: Tensor, group: AttentionGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and mask by absolute slot: trimmed pages are masked zeros, padded to whole splits."""
     n, m = group.rows.shape
     page, heads, dim = k.shape[1:]
     last = int(group.numbers.max()) + 1
@@ -107,9 +107,9 @@ def _aligned(k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor
 
 
 def _weights(q: Tensor, keys: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Unnormalised weights [r, B, SPLIT, Hkv, G] of q [r, Hkv, G, D] over keys [B, SPLIT, Hkv, D], and their sums.
+    """Unnormalized weights [r, B, SPLIT, Hkv, G] of q [r, Hkv, G, D] over keys [B, SPLIT, Hkv, D], and their sums.
 
-    Products are elementwise and summed over one fixed-length dimension, then over splits in order: a masked slot adds
+    Everything is elementwise and summed over one fixed-length dimension, then over splits in order: a masked slot adds
     an exact zero, so leaving pages out changes no bit.
     """
     raw = _by_split(lambda a, k: (a[:, None] * k[:, :, :, None]).sum(-1), q, keys)
@@ -126,10 +126,10 @@ def _row_sums(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
 
 
 def _by_split(fn: Callable[..., Tensor], rows: Tensor, shared: Tensor | None = None) -> Tensor:
-    """fn for every pair of a row and a split: rows [r, …] or [r, B, SPLIT, …], shared [B, SPLIT, …] → [r, B, …].
+    """fn for every (row, split) pair: rows [r, …] or [r, B, SPLIT, …], shared [B, SPLIT, …] → [r, B, …].
 
     A GPU's sums are ordered by the shape of the whole tensor, so there fn always sees UNITS pairs; on a CPU each sum
-    depends on its own length alone, and one split goes at a time.
+    depends on its own length alone, and splits run one at a time.
     """
     splits = len(shared) if shared is not None else rows.shape[1]
     whole = rows.ndim == 4  # one query for all splits
@@ -142,8 +142,8 @@ def _by_split(fn: Callable[..., Tensor], rows: Tensor, shared: Tensor | None = N
     pairs = [(rows[:, None].expand(-1, splits, *rows.shape[1:]) if whole else rows).flatten(0, 1)]
     if shared is not None:
         pairs.append(shared[None].expand(len(rows), *shared.shape).flatten(0, 1))
-    (found,) = by_rows(UNITS, lambda *unit: (fn(*unit),), *pairs)
-    return found.unflatten(0, (len(rows), splits))
+    (sums,) = by_rows(UNITS, lambda *unit: (fn(*unit),), *pairs)
+    return sums.unflatten(0, (len(rows), splits))
 
 
 def _in_order(parts: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Writing, copying and clearing page contents."""
+"""Writing, copying and clearing pages of the KV cache."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def copy(pool: Tensor, source: int, target: int, slots: int) -> None:
 
 
 def clear(pool: Tensor, pages: Tensor) -> None:
-    """Zero whole pages of pool [L, 2, P, …]: a new owner never meets an old owner's infinities behind a mask."""
+    """Zero whole pages of pool [L, 2, P, …]: an old owner's infinities must not reach a new one through a mask."""
     pool.index_fill_(2, pages, 0.0)

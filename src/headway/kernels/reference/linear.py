@@ -1,4 +1,4 @@
-"""Matrix products with weights, and the fixed row tiles that make a row independent of its neighbours."""
+"""Matmul with weights, and the fixed row tiles that make a row's bits independent of its neighbors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def by_rows(tile: int | None, fn: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
     """fn(*inputs) for a function that treats every row (dim 0) alike.
 
-    With a tile, fn only ever sees exactly `tile` rows (the last tile is padded with zeros), so that the shapes, and
-    with them the order of every sum, are the same whether a row comes alone or among hundreds.
+    With a tile, fn always gets exactly `tile` rows (the last tile is padded with zeros), so that the shapes, and with
+    them the order of every sum, are the same whether a row comes alone or among hundreds.
     """
     rows = inputs[0].shape[0]
     if tile is None or rows == 0:

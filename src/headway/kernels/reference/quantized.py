@@ -1,8 +1,8 @@
-"""Weights in Headway's packed form: 16 output rows side by side, codes with scales, and what they mean in torch.
+"""Quantized weights for the CPU, with 16 output rows interleaved, and the torch reference of their matmul.
 
-A format fixes its activations too: groups of 32 inputs are coded in 8 bits with one scale each (`groups`), a whole row
-with one (`int8`), or they stay floats. `linear_reference` says in torch what a native product computes; `unpack` gives
-the weights back. The layout in memory is described in native/api.h.
+A format also fixes how activations are quantized: to 8 bits with one scale for 32 inputs (`groups`) or for a row
+(`int8`), or not at all. `linear_reference` is what the native matmul computes; `dequantize` gives the weights back.
+native/api.h describes the memory layout.
 """
 
 from __future__ import annotations
@@ -17,51 +17,52 @@ from headway.base.errors import Unsupported, WrongType
 
 LANES = 16
 GROUP = 32
-SMALLEST = 1e-36  # the largest of a group below which it counts as zero
+SMALLEST = 1e-36  # a group whose largest value is smaller counts as zero
 HALF_LIMIT = 65504.0  # the largest float16
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 SCALES = {"f16": torch.float16, "f32": torch.float32, "k": torch.uint8}
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
-    """A matrix [n, k]. `kind` is f32, f16, bf16, int8 or groups; the rest is for the last two.
+class QuantizedMatrix:
+    """A weight matrix [n, k]. `kind` is f32, f16, bf16, int8 or groups; the fields after `quants` are for the last two.
 
-    A weight is scale × (code - zero), or scale × code + least. `scale_kind` is f16, f32 or k: there scale and least are
-    bytes times the float16s in `super`, one pair for 256 inputs.
+    `quants` are the stored integers, or the floats of a float kind. A weight is scale × (quant - zero), or
+    scale × quant + minimum. `scale_kind` is f16, f32 or k; for k, scale and minimum are bytes times the float16s in
+    `super`, one pair for 256 inputs.
     """
 
     kind: str
     n: int
     k: int
-    codes: Tensor
+    quants: Tensor
     scales: Tensor | None = None
     super: Tensor | None = None
     bits: int = 8
     group: int = 0
     zero: int = 0
-    least: bool = False
+    has_min: bool = False
     scale_kind: str = "f32"
     bias: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.codes, self.scales, self.super, self.bias) if t is not None)
+        return sum(t.nbytes for t in (self.quants, self.scales, self.super, self.bias) if t is not None)
 
     @property
-    def wide(self) -> int:
-        """Outputs, those that fill the last block among them."""
+    def padded_n(self) -> int:
+        """The number of outputs, padded to whole blocks."""
         return -(-self.n // LANES) * LANES
 
     @property
-    def coding(self) -> str | None:
-        """How rows are coded before the product: by groups, by row, or None for not at all."""
+    def row_quantization(self) -> str | None:
+        """How activations are quantized before the matmul: by `groups`, by `row`, or None."""
         return {"groups": "groups", "int8": "row"}.get(self.kind)
 
-    def flaw(self) -> str | None:
-        """What about its tensors does not fit its size and format, or None: native code reads them as described."""
-        if self.kind == "groups" and (flaw := self._group_flaw()):
-            return flaw
+    def problem(self) -> str | None:
+        """Why its tensors do not match its size and format, or None. Native code reads them as described."""
+        if self.kind == "groups" and (problem := self._group_problem()):
+            return problem
         for name, (shape, dtype) in self._needed().items():
             tensor: Tensor | None = getattr(self, name)
             if tensor is None:
@@ -71,32 +72,32 @@ class Packed:
             if tuple(tensor.shape) != shape or tensor.dtype != dtype:
                 return f"{name} are {list(tensor.shape)} of {tensor.dtype}; {list(shape)} of {dtype} are needed"
             if not tensor.is_contiguous() or tensor.device.type != "cpu":
-                return f"{name} must lie in order, on the CPU"
+                return f"{name} must be contiguous, on the CPU"
         return None
 
-    def _group_flaw(self) -> str | None:
+    def _group_problem(self) -> str | None:
         if self.bits not in (4, 8) or self.scale_kind not in SCALES:
-            return f"{self.bits} bits with {self.scale_kind} scales are not known"
+            return f"{self.bits} bits with {self.scale_kind} scales are not supported"
         if self.group != LANES and (self.group < GROUP or self.group & (self.group - 1)):
-            return f"its groups have {self.group} inputs; 16, 32, 64, … are possible"
-        if self.scale_kind == "k" and (self.k % 256 or self.group != GROUP or not self.least):
-            return f"k scales are for groups of 32 with a least, in rows of a multiple of 256 inputs, not {self.k}"
+            return f"its groups have {self.group} inputs; use 16, 32, 64, …"
+        if self.scale_kind == "k" and (self.k % 256 or self.group != GROUP or not self.has_min):
+            return f"k scales are for groups of 32 with a minimum, in rows of a multiple of 256 inputs, not {self.k}"
         return None
 
     def _needed(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of each tensor of this format."""
+        """Shape and dtype of each tensor of this format."""
         blocks, groups = -(-self.n // LANES), -(-self.k // GROUP)
         bias = (self.n,), torch.float32
         if self.kind in FLOATS:
-            codes = (blocks, self.k, LANES), FLOATS[self.kind]
-            return {"codes": codes, "bias": bias}
-        codes = (blocks, groups, (8 if self.kind == "int8" else self.bits) * 64), torch.uint8
+            quants = (blocks, self.k, LANES), FLOATS[self.kind]
+            return {"quants": quants, "bias": bias}
+        quants = (blocks, groups, (8 if self.kind == "int8" else self.bits) * 64), torch.uint8
         if self.kind == "int8":
-            return {"codes": codes, "scales": ((blocks * LANES,), torch.float32), "bias": bias}
+            return {"quants": quants, "scales": ((blocks * LANES,), torch.float32), "bias": bias}
         held = 2 * groups if self.group == LANES else -(-self.k // self.group)
-        scales = (blocks, held, *((2, LANES) if self.least else (LANES,))), SCALES[self.scale_kind]
+        scales = (blocks, held, *((2, LANES) if self.has_min else (LANES,))), SCALES[self.scale_kind]
         above = {"super": ((blocks, groups // 8, 2, LANES), torch.float16)} if self.scale_kind == "k" else {}
-        return {"codes": codes, "scales": scales, **above, "bias": bias}
+        return {"quants": quants, "scales": scales, **above, "bias": bias}
 
     @property
     def label(self) -> str:
@@ -104,82 +105,84 @@ class Packed:
         return self.kind if self.kind != "groups" else f"int{self.bits} in groups of {self.group}"
 
 
-# -- packing -------------------------------------------------------------------------------------------------------
+# -- quantizing and interleaving -----------------------------------------------------------------------------------
 
 
-def pack_floats(weight: Tensor, bias: Tensor | None = None) -> Packed:
-    """A float32, float16 or bfloat16 matrix [N, K], its numbers as they are."""
+def interleave_floats(weight: Tensor, bias: Tensor | None = None) -> QuantizedMatrix:
+    """A float32, float16 or bfloat16 matrix [N, K] in the interleaved layout, its values unchanged."""
     n, k = weight.shape
     kind = next((name for name, dtype in FLOATS.items() if dtype == weight.dtype), None)
     if kind is None:
-        raise WrongType(f"a matrix of {weight.dtype} was given; float32, float16 and bfloat16 can be packed")
+        raise WrongType(f"the matrix is {weight.dtype}; it must be float32, float16 or bfloat16")
     blocks = _pad(weight, 0, LANES).view(-1, LANES, k).transpose(1, 2).contiguous()  # [N / 16, K, 16]
-    return Packed(kind, n, k, blocks, bias=_floats(bias))
+    return QuantizedMatrix(kind, n, k, blocks, bias=_floats(bias))
 
 
-def pack_groups(
-    codes: Tensor,
+def interleave_groups(
+    quants: Tensor,
     scale: Tensor,
-    least: Tensor | None,
+    minimum: Tensor | None,
     *,
     bits: int,
     group: int,
     zero: int = 0,
     bias: Tensor | None = None,
-) -> Packed:
-    """Codes [N, K] uint8, scale and least [N, K / group rounded up] in float16 or float32."""
-    n, k = codes.shape
-    pairs = scale if least is None else torch.stack([scale, least], dim=-1)  # [N, G] or [N, G, 2]
-    pairs = _pad(pairs, 1, 2) if group == LANES else pairs  # codes are padded to 32 inputs, and their scales with them
+) -> QuantizedMatrix:
+    """Quants [N, K] uint8, scale and minimum [N, K / group rounded up] in float16 or float32."""
+    n, k = quants.shape
+    pairs = scale if minimum is None else torch.stack([scale, minimum], dim=-1)  # [N, G] or [N, G, 2]
+    pairs = _pad(pairs, 1, 2) if group == LANES else pairs  # quants are padded to 32 inputs, and so are their scales
     pairs = _pad(pairs, 0, LANES).unflatten(0, (-1, LANES)).movedim(1, -1).contiguous()  # [N / 16, G, (2,) 16]
-    return Packed(
+    return QuantizedMatrix(
         "groups",
         n,
         k,
-        _interleave(codes, bits, zero),
+        _interleave(quants, bits, zero),
         pairs,
         bits=bits,
         group=group,
         zero=zero,
-        least=least is not None,
+        has_min=minimum is not None,
         scale_kind="f16" if scale.dtype == torch.float16 else "f32",
         bias=_floats(bias),
     )
 
 
-def pack_int8(codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Packed:
-    """Codes [N, K] int8 with one float32 scale a row."""
-    n, k = codes.shape
-    shifted = codes.view(torch.uint8) ^ 128
-    return Packed("int8", n, k, _interleave(shifted, 8, 128), _pad(scale, 0, LANES), zero=128, bias=_floats(bias))
+def interleave_int8(quants: Tensor, scale: Tensor, bias: Tensor | None = None) -> QuantizedMatrix:
+    """Quants [N, K] int8 with one float32 scale per row."""
+    n, k = quants.shape
+    shifted = quants.view(torch.uint8) ^ 128
+    return QuantizedMatrix(
+        "int8", n, k, _interleave(shifted, 8, 128), _pad(scale, 0, LANES), zero=128, bias=_floats(bias)
+    )
 
 
-def quantise_int8(weight: Tensor, bias: Tensor | None = None) -> Packed:
-    """The nearest int8 for each weight, one scale a row."""
+def quantize_int8(weight: Tensor, bias: Tensor | None = None) -> QuantizedMatrix:
+    """Each weight rounded to int8, with one scale per row."""
     wide = weight.float()
     scale = wide.abs().amax(1) / 127
-    codes = torch.round(wide / torch.where(scale > 0, scale, 1)[:, None]).clamp(-127, 127).to(torch.int8)
-    return pack_int8(codes, scale, bias)
+    quants = torch.round(wide / torch.where(scale > 0, scale, 1)[:, None]).clamp(-127, 127).to(torch.int8)
+    return interleave_int8(quants, scale, bias)
 
 
-def quantise_int4(weight: Tensor, bias: Tensor | None = None) -> Packed:
-    """The nearest of 16 steps between the least and the largest of each group of 32 weights (what GGUF calls Q4_1)."""
+def quantize_int4(weight: Tensor, bias: Tensor | None = None) -> QuantizedMatrix:
+    """Each weight rounded to one of 16 steps from the smallest to the largest of its group of 32 (GGUF's Q4_1)."""
     grouped = _pad(weight.float(), 1, GROUP).unflatten(1, (-1, GROUP))  # [N, G, 32]
     largest = float(grouped.abs().amax())
     if HALF_LIMIT < largest < torch.inf:
         raise Unsupported(
-            f"the weight {largest:g} does not fit the float16 ends of int4 (largest {HALF_LIMIT:g}); use int8"
+            f"the weight {largest:g} does not fit the float16 bounds of int4 (largest {HALF_LIMIT:g}); use int8"
         )
-    least = grouped.amin(2).half()
-    scale = ((grouped.amax(2) - least.float()) / 15).half()
+    minimum = grouped.amin(2).half()
+    scale = ((grouped.amax(2) - minimum.float()) / 15).half()
     step = torch.where(scale > 0, scale.float(), 1)[..., None]
-    codes = torch.round((grouped - least.float()[..., None]) / step).clamp(0, 15).to(torch.uint8)
-    return pack_groups(codes.flatten(1)[:, : weight.shape[1]], scale, least, bits=4, group=GROUP, bias=bias)
+    quants = torch.round((grouped - minimum.float()[..., None]) / step).clamp(0, 15).to(torch.uint8)
+    return interleave_groups(quants.flatten(1)[:, : weight.shape[1]], scale, minimum, bits=4, group=GROUP, bias=bias)
 
 
-def _interleave(codes: Tensor, bits: int, zero: int) -> Tensor:
-    """Codes [N, K] → [N / 16, K / 32, bytes], in the order of api.h."""
-    padded = _pad(_pad(codes, 0, LANES, zero), 1, GROUP, zero)
+def _interleave(quants: Tensor, bits: int, zero: int) -> Tensor:
+    """Quants [N, K] → [N / 16, K / 32, bytes], in the order of api.h."""
+    padded = _pad(_pad(quants, 0, LANES, zero), 1, GROUP, zero)
     if bits == 8:
         parts = padded.view(-1, LANES, padded.shape[1] // GROUP, 8, 4)  # block, row, group, j, i
         return parts.permute(0, 2, 3, 1, 4).flatten(2).contiguous()
@@ -201,69 +204,69 @@ def _floats(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.float().contiguous()
 
 
-# -- meaning -------------------------------------------------------------------------------------------------------
+# -- reference -----------------------------------------------------------------------------------------------------
 
 
-def unpack(w: Packed) -> Tensor:
+def dequantize(w: QuantizedMatrix) -> Tensor:
     """The weights [n, k] in float32."""
     if w.kind in FLOATS:
-        return w.codes.transpose(1, 2).reshape(-1, w.k)[: w.n].float()
-    codes = _codes(w).float()  # [n, k]
+        return w.quants.transpose(1, 2).reshape(-1, w.k)[: w.n].float()
+    quants = _quants(w).float()  # [n, k]
     if w.kind == "int8":
         assert w.scales is not None
-        return w.scales[: w.n, None] * (codes - w.zero)
-    scale, least = _scales(w)
+        return w.scales[: w.n, None] * (quants - w.zero)
+    scale, minimum = _scales(w)
     scale = scale.repeat_interleave(w.group, 1)[:, : w.k]
-    if least is None:
-        return scale * (codes - w.zero)
-    return scale * codes + least.repeat_interleave(w.group, 1)[:, : w.k]
+    if minimum is None:
+        return scale * (quants - w.zero)
+    return scale * quants + minimum.repeat_interleave(w.group, 1)[:, : w.k]
 
 
-def linear_reference(x: Tensor, w: Packed) -> Tensor:
-    """x [R, k] float32 times the matrix → [R, n]: what the native product computes, to float32 rounding."""
-    return F.linear(coded(x, w.coding), unpack(w), w.bias)
+def linear_reference(x: Tensor, w: QuantizedMatrix) -> Tensor:
+    """x [R, k] float32 times the matrix → [R, n]: what the native matmul computes, up to float32 rounding."""
+    return F.linear(quantize_rows(x, w.row_quantization), dequantize(w), w.bias)
 
 
-def coded(x: Tensor, coding: str | None) -> Tensor:
-    """Rows as a format sees them: rounded to 8 bits by groups of 32 inputs or by row, or as they are."""
-    if coding is None:
+def quantize_rows(x: Tensor, how: str | None) -> Tensor:
+    """Rows as the matmul sees them: rounded to 8 bits by groups of 32 inputs or by row, or unchanged."""
+    if how is None:
         return x
     padded = x if x.shape[-1] % GROUP == 0 else F.pad(x, (0, -x.shape[-1] % GROUP))
-    parts = padded.unflatten(-1, (-1, GROUP)) if coding == "groups" else padded.unsqueeze(-2)
+    parts = padded.unflatten(-1, (-1, GROUP)) if how == "groups" else padded.unsqueeze(-2)
     most = parts.abs().amax(-1, keepdim=True)
     small = most < SMALLEST
-    top = torch.full_like(most, 127)  # a number divided by a tensor would be its reciprocal times the number
-    codes = torch.round(parts * torch.where(small, 0, top / torch.where(small, 1, most)))
-    values = codes * torch.where(small, 0, most / 127)
-    # A group with an infinity or a NaN is NaN as a whole: no 8-bit code can stand for it.
+    top = torch.full_like(most, 127)  # number / tensor would compute number × reciprocal
+    quants = torch.round(parts * torch.where(small, 0, top / torch.where(small, 1, most)))
+    values = quants * torch.where(small, 0, most / 127)
+    # A group with an infinity or a NaN is all NaN: no 8-bit integer can represent it.
     values = torch.where(most.isfinite(), values, torch.nan)
     return values.flatten(-2)[..., : x.shape[-1]]
 
 
-def _codes(w: Packed) -> Tensor:
-    blocks, groups = w.codes.shape[0], w.codes.shape[1]
+def _quants(w: QuantizedMatrix) -> Tensor:
+    blocks, groups = w.quants.shape[0], w.quants.shape[1]
     if w.bits == 8:
-        parts = w.codes.view(blocks, groups, 8, LANES, 4)
+        parts = w.quants.view(blocks, groups, 8, LANES, 4)
         return parts.permute(0, 3, 1, 2, 4).reshape(blocks * LANES, -1)[: w.n, : w.k]
-    both = w.codes.view(blocks, groups, 4, LANES, 4)
+    both = w.quants.view(blocks, groups, 4, LANES, 4)
     parts = torch.stack([both & 15, both >> 4], dim=4)  # block, group, j, row, half, i
     return parts.permute(0, 3, 1, 2, 4, 5).reshape(blocks * LANES, -1)[: w.n, : w.k]
 
 
-def _scales(w: Packed) -> tuple[Tensor, Tensor | None]:
-    """Scale and least [n, scale groups] in float32."""
+def _scales(w: QuantizedMatrix) -> tuple[Tensor, Tensor | None]:
+    """Scale and minimum [n, scale groups] in float32."""
     assert w.scales is not None
     if w.scale_kind == "k":
         assert w.super is not None
         factors = w.scales.float()  # [B, G, 2, 16]
         both = factors * w.super.float().repeat_interleave(8, 1)
-        scale, least = both[:, :, 0], -both[:, :, 1]
-    elif w.least:
-        scale, least = w.scales.float().unbind(2)
+        scale, minimum = both[:, :, 0], -both[:, :, 1]
+    elif w.has_min:
+        scale, minimum = w.scales.float().unbind(2)
     else:
-        scale, least = w.scales.float(), None
+        scale, minimum = w.scales.float(), None
 
     def rows(t: Tensor) -> Tensor:  # [B, G, 16] → [n, G]
         return t.transpose(1, 2).reshape(-1, t.shape[1])[: w.n]
 
-    return rows(scale), None if least is None else rows(least)
+    return rows(scale), None if minimum is None else rows(minimum)

@@ -62,7 +62,7 @@ def rotation(inv_freq: Tensor, positions: Tensor, scale: float, dtype: torch.dty
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, D] turned by its row's angles. Dimensions past cos's width are left as they are."""
+    """x [T, H, D] rotated by its row's angles. Dimensions past the width of cos stay unchanged."""
     width = cos.shape[-1]
     turned, rest = x[..., :width], x[..., width:]
     half = width // 2

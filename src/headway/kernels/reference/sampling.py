@@ -1,13 +1,13 @@
-"""Choosing a token from a row of logits, and reading a row's distribution: the torch reference.
+"""Sampling a token from a row of logits, and reading a row's distribution: the torch reference.
 
-Each row is worked out alone, in float64 from its float32 logits, so a token depends on its own row and nothing else.
+Each row is computed alone, in float64 from its float32 logits, so a token depends on its own row and nothing else.
 The order is fixed: logit mask → bias → penalties (repetition, then presence and frequency) → temperature → top-k →
-top-p → min-p → typical, each filter on the renormalised rest. Tokens rank by probability, then by lower id.
+top-p → min-p → typical, each filter on the renormalized rest. Tokens rank by probability, then by lower id.
 
-The draw goes through the kept tokens in id order and takes the first whose running probability exceeds `uniform`. It
-knows nothing of seeds: a `Draw` brings its uniform number.
+Sampling walks the kept tokens in id order and takes the first whose cumulative probability exceeds `uniform`. Seeds
+are not handled here: a `RowSampler` brings its uniform number.
 
-A filter holds its candidates as ids in rising order, so that "the earlier index" and "the lower id" are the same thing.
+Candidates are ids in ascending order, so that the lower index is also the lower id.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from headway.base.errors import InvalidInput, InvalidMask, InvalidToken
 from headway.base.samplers import Sampling
 
 NO_TOKEN = -1  # what `choose` gives for a row with NaN in it
-GUESSES = (256, 4096)  # how many of the best a filter ranks before it ranks all
+GUESSES = (256, 4096)  # how many of the best a filter ranks before it ranks all tokens
 
 
 @dataclass(frozen=True, eq=False)
-class Draw:
-    """One token to be drawn: how, with which uniform number of [0, 1), and what its history adds."""
+class RowSampler:
+    """How one row is sampled: parameters, a uniform number in [0, 1), the logit mask, the token history."""
 
     sampling: Sampling
     uniform: float = 0.0
@@ -37,36 +37,38 @@ class Draw:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.uniform < 1.0:
-            raise InvalidInput(f"uniform is {self.uniform}; it must be at least 0 and below 1")
+            raise InvalidInput(f"uniform is {self.uniform}; it must be in [0, 1)")
 
     @property
     def is_plain_argmax(self) -> bool:
-        """Whether the row's largest logit is the answer as it stands."""
+        """Whether the token is simply the row's largest logit."""
         how = self.sampling
         return how.temperature == 0 and self.allowed is None and not how.bias and not how.penalizes
 
 
-def choose(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """The token of each row: `logits` is [R, V], draw i belongs to row i, the result is [R] int64.
+def sample(logits: Tensor, samplers: Sequence[RowSampler]) -> Tensor:
+    """The token of each row: `logits` is [R, V], sampler i belongs to row i, the result is [R] int64.
 
     A row with a NaN in it gets `NO_TOKEN`, so that its pass can fail alone; a masked token is never chosen.
     """
-    if logits.ndim != 2 or logits.shape[0] != len(draws):
-        raise InvalidInput(f"logits of shape {tuple(logits.shape)} for {len(draws)} draws; expected one row for each")
-    plain = [row for row, draw in enumerate(draws) if draw.is_plain_argmax]
-    if len(plain) == len(draws):
+    if logits.ndim != 2 or logits.shape[0] != len(samplers):
+        raise InvalidInput(
+            f"logits of shape {tuple(logits.shape)} for {len(samplers)} samplers; expected one row per sampler"
+        )
+    plain = [row for row, sampler in enumerate(samplers) if sampler.is_plain_argmax]
+    if len(plain) == len(samplers):
         return _argmax(logits)
-    tokens = torch.empty(len(draws), dtype=torch.int64, device=logits.device)  # [R]
+    tokens = torch.empty(len(samplers), dtype=torch.int64, device=logits.device)  # [R]
     if plain:
         index = torch.tensor(plain, device=logits.device)
         tokens[index] = _argmax(logits[index])
-    for row, draw in enumerate(draws):
-        if not draw.is_plain_argmax:
-            tokens[row] = _choose_one(logits[row], draw)
+    for row, sampler in enumerate(samplers):
+        if not sampler.is_plain_argmax:
+            tokens[row] = _sample_one(logits[row], sampler)
     return tokens
 
 
-def kept(
+def sampling_distribution(
     logits: Tensor,
     sampling: Sampling,
     *,
@@ -74,13 +76,13 @@ def kept(
     seen: Tensor | None = None,
     generated: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The exact distribution of a draw from the row `logits` [V]: (ids in rising order, float64 probabilities)."""
-    ids, weights = _kept(logits, Draw(sampling, allowed=allowed, seen=seen, generated=generated))
+    """The exact distribution that the row `logits` [V] is sampled from: (ascending ids, float64 probabilities)."""
+    ids, weights = _kept_weights(logits, RowSampler(sampling, allowed=allowed, seen=seen, generated=generated))
     return ids, weights / weights.sum()
 
 
 def distribution(logits: Tensor, temperature: float = 1.0, k: int = 0) -> tuple[Tensor, Tensor]:
-    """(ids, float32 probabilities) of the `k` likeliest tokens of the row `logits` [V], all of them with `k=0`."""
+    """(ids, float32 probabilities) of the `k` likeliest tokens of the row `logits` [V]; all tokens with `k=0`."""
     scores = logits.double()
     weights = torch.exp(_below_peak(scores) / temperature)
     ids = _best(scores, k or scores.numel())
@@ -92,30 +94,30 @@ def logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     return log_softmax(logits)[ids].float()
 
 
-def processed(logits: Tensor, draw: Draw) -> Tensor:
-    """Log-probabilities (nats, float64) of all tokens [V] of the row, as they are drawn: -inf for those left out.
+def processed_logprobs(logits: Tensor, sampler: RowSampler) -> Tensor:
+    """Log-probabilities (nats, float64) of all tokens [V] of the row as sampled: -inf for those filtered out.
 
-    At temperature 0 they are those in front of the temperature and the filters.
+    At temperature 0 they are those before the temperature and the filters.
     """
-    if draw.sampling.temperature == 0:
-        open_ = replace(draw.sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
-        draw = replace(draw, sampling=open_)
-    ids, weights = _kept(logits, draw)
+    if sampler.sampling.temperature == 0:
+        open_ = replace(sampler.sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
+        sampler = replace(sampler, sampling=open_)
+    ids, weights = _kept_weights(logits, sampler)
     logs = torch.full((logits.numel(),), -torch.inf, dtype=torch.float64, device=logits.device)
     logs[ids] = (weights / weights.sum()).log()
     return logs
 
 
 def ranked(logs: Tensor, tokens: Sequence[int], k: int) -> tuple[list[tuple[int, float, int]], ...]:
-    """(id, score, rank) of `tokens` and of the `k` best of a row of scores [V]; the best are without those at -inf."""
+    """(id, score, rank) of `tokens` and of the `k` best of a row of scores [V], leaving out those at -inf."""
     named = [(token, score := float(logs[token]), 1 + int((logs > score).sum())) for token in tokens]
     if k == 0:
         return named, []
     best = _best(logs, min(k, logs.numel()))
     scores = logs[best].tolist()
     above = [next(i for i, other in enumerate(scores) if other == score) for score in scores]
-    found = [(id, score, 1 + n) for id, score, n in zip(best.tolist(), scores, above) if score > -torch.inf]
-    return named, found
+    top = [(id, score, 1 + n) for id, score, n in zip(best.tolist(), scores, above) if score > -torch.inf]
+    return named, top
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -124,31 +126,26 @@ def entropy(logits: Tensor) -> Tensor:
     return _entropy(logs, logs.exp()).float()
 
 
-def check_finite(logits: Tensor) -> Tensor:
-    """Which rows of [R, V] hold no NaN: [R] bool. Infinities have a meaning: +inf is certain, -inf never."""
-    return ~logits.isnan().any(dim=-1)
-
-
 def _argmax(logits: Tensor) -> Tensor:
-    """The first largest logit of each row; a NaN counts as the largest, which is how its row is found."""
+    """The first largest logit of each row. A NaN counts as the largest, which reveals its row."""
     top = logits.max(dim=-1)
     return torch.where(top.values.isnan(), NO_TOKEN, top.indices)
 
 
-def _choose_one(logits: Tensor, draw: Draw) -> Tensor | int:
+def _sample_one(logits: Tensor, sampler: RowSampler) -> Tensor | int:
     if bool(logits.isnan().any()):
         return NO_TOKEN
-    ids, weights = _kept(logits, draw)
+    ids, weights = _kept_weights(logits, sampler)
     live = weights.nonzero().squeeze(1)
     reached = _running(weights[live])
-    at = torch.searchsorted(reached, draw.uniform * reached[-1], right=True)
+    at = torch.searchsorted(reached, sampler.uniform * reached[-1], right=True)
     return ids[live[at.clamp(max=live.numel() - 1)]]
 
 
-def _kept(logits: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-    """(ids in rising order, float64 weights, the largest of which is 1) after every filter."""
-    how = draw.sampling
-    ids, scores = _candidates(logits, draw)
+def _kept_weights(logits: Tensor, sampler: RowSampler) -> tuple[Tensor, Tensor]:
+    """(ascending ids, float64 weights, the largest being 1) after every filter."""
+    how = sampler.sampling
+    ids, scores = _candidates(logits, sampler)
     if how.temperature == 0:
         best = scores.argmax().unsqueeze(0)
         return ids[best], torch.ones_like(scores[best])
@@ -166,13 +163,13 @@ def _kept(logits: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     return ids, weights
 
 
-def _candidates(logits: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-    """(ids, float64 scores) of the tokens that have any chance, after mask, bias and penalties."""
-    scores = _penalised(_biased(logits.double(), draw.sampling), draw)
-    if draw.allowed is None:
+def _candidates(logits: Tensor, sampler: RowSampler) -> tuple[Tensor, Tensor]:
+    """(ids, float64 scores) of the tokens with a nonzero chance, after mask, bias and penalties."""
+    scores = _penalized(_biased(logits.double(), sampler.sampling), sampler)
+    if sampler.allowed is None:
         ids = torch.arange(scores.numel(), device=scores.device)
     else:
-        ids = draw.allowed.nonzero().squeeze(1)
+        ids = sampler.allowed.nonzero().squeeze(1)
         scores = scores[ids]
         if ids.numel() == 0:
             raise InvalidMask(f"the logit mask allows none of {logits.numel()} tokens; allow at least one")
@@ -183,7 +180,7 @@ def _candidates(logits: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
 
 
 def check_bias(how: Sampling, vocab: int) -> None:
-    """Raise for a bias that no token of the vocabulary has."""
+    """Raise for a bias on an id outside the vocabulary."""
     if how.bias and (largest := how.bias[-1][0]) >= vocab:
         raise InvalidToken(f"token id {largest} in logit_bias is outside the vocabulary; ids are 0 … {vocab - 1}")
 
@@ -197,35 +194,37 @@ def _biased(scores: Tensor, how: Sampling) -> Tensor:
     return scores.index_add(0, index, torch.tensor(amounts, dtype=scores.dtype, device=scores.device))
 
 
-def changed(logits: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-    """The ids whose scores bias and penalties change, rising, and those scores in float64."""
-    how, parts = draw.sampling, []
+def changed_scores(logits: Tensor, sampler: RowSampler) -> tuple[Tensor, Tensor]:
+    """The ids whose scores bias and penalties change, ascending, and their new scores in float64."""
+    how, parts = sampler.sampling, []
     check_bias(how, logits.numel())
     if how.bias:
         parts.append(torch.tensor([id for id, _ in how.bias]))
-    if how.repetition_penalty != 1 and draw.seen is not None:
-        parts.append(draw.seen)
-    if (how.presence_penalty or how.frequency_penalty) and draw.generated is not None:
-        parts.append(draw.generated[0])
+    if how.repetition_penalty != 1 and sampler.seen is not None:
+        parts.append(sampler.seen)
+    if (how.presence_penalty or how.frequency_penalty) and sampler.generated is not None:
+        parts.append(sampler.generated[0])
     ids = torch.cat(parts).unique() if parts else torch.empty(0, dtype=torch.int64)
-    # The few as a vocabulary of their own, with every id's place among them.
+    # Treat these few as a vocabulary of their own, with ids replaced by their index.
     few = replace(
-        draw,
+        sampler,
         sampling=replace(how, logit_bias={int(torch.searchsorted(ids, id)): amount for id, amount in how.bias}),
-        seen=None if draw.seen is None else torch.searchsorted(ids, draw.seen),
-        generated=None if draw.generated is None else (torch.searchsorted(ids, draw.generated[0]), draw.generated[1]),
+        seen=None if sampler.seen is None else torch.searchsorted(ids, sampler.seen),
+        generated=None
+        if sampler.generated is None
+        else (torch.searchsorted(ids, sampler.generated[0]), sampler.generated[1]),
     )
-    return ids, _penalised(_biased(logits[ids].double(), few.sampling), few)
+    return ids, _penalized(_biased(logits[ids].double(), few.sampling), few)
 
 
-def _penalised(scores: Tensor, draw: Draw) -> Tensor:
-    how = draw.sampling
-    if how.repetition_penalty != 1 and draw.seen is not None:
-        old = scores[draw.seen]
+def _penalized(scores: Tensor, sampler: RowSampler) -> Tensor:
+    how = sampler.sampling
+    if how.repetition_penalty != 1 and sampler.seen is not None:
+        old = scores[sampler.seen]
         new = torch.where(old > 0, old / how.repetition_penalty, old * how.repetition_penalty)
-        scores = scores.index_copy(0, draw.seen, new)
-    if (how.presence_penalty or how.frequency_penalty) and draw.generated is not None:
-        ids, counts = draw.generated
+        scores = scores.index_copy(0, sampler.seen, new)
+    if (how.presence_penalty or how.frequency_penalty) and sampler.generated is not None:
+        ids, counts = sampler.generated
         scores = scores.index_add(0, ids, -(how.presence_penalty + how.frequency_penalty * counts.double()))
     return scores
 
@@ -248,7 +247,7 @@ def _best(scores: Tensor, k: int) -> Tensor:
 
 
 def _prefix(scores: Tensor, weights: Tensor, share: float) -> Tensor:
-    """The indices of the shortest ranking prefix whose weight reaches `share` of the whole."""
+    """The indices of the shortest ranking prefix whose weight reaches `share` of the total."""
     goal = share * weights.sum()
     for size in (*GUESSES, scores.numel()):
         ranked = _best(scores, size)
@@ -282,8 +281,8 @@ def _entropy(logs: Tensor, probs: Tensor) -> Tensor:
 
 
 def _running(weights: Tensor) -> Tensor:
-    """Running sums, always added up in the same order."""
+    """Cumulative sums, always added in the same order."""
     if weights.is_cuda:
-        # A scan of a single row splits it among blocks that add up as they finish; two rows are scanned one per block.
+        # A scan of one row is split among blocks that add up as they finish; two rows are scanned one per block.
         return torch.stack((weights, weights)).cumsum(dim=1)[0]
     return weights.cumsum(dim=0)

@@ -1,14 +1,14 @@
-"""Attention over pages in Triton: rows of any sequences, each with its mask as runs, without a dense mask anywhere.
+"""Paged attention in Triton: rows of any sequences, each with its mask as runs, never as a dense mask.
 
-Two kernels with one meaning, that of `headway.kernels.reference.attention.attend`:
+Two kernels that compute the same as `headway.kernels.reference.attention.attend`:
 
-    decode   one row a program, its keys split among programs at fixed slots of its own; the program that ends last
-             puts the parts together, in their order. For one `Splits` and `Tile` a row's bits depend on its query and
-             what its runs say; with `Splits.fixed` on its query and the slots it sees alone.
-    chunk    many rows of one sequence a program, on the matrix units: prompts
+    decode   one row per program, its keys split among programs (split-KV); the program that finishes last combines
+             the parts in order. For a given `Splits` and `AttentionTile` a row's bits depend on its query and its
+             runs; with `Splits.fixed`, only on its query and the slots it attends to.
+    chunk    many rows of one sequence per program, on tensor cores: prefill
 
-Query heads that share a key head are rows of one product. A tile of slots that no row attends to is never read, and a
-page that is not there (0 in the table) is never attended to.
+Query heads that share a key head are rows of one matmul. A tile of slots that no row attends to is never read, and a
+missing page (0 in the page table) is never attended to.
 """
 
 # ruff: noqa: PLR0915, PLR0917
@@ -22,18 +22,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.kernels.triton.launch import follow, options, wait
+from headway.kernels.triton.launch import launch_next, options, wait
 from headway.kernels.triton.layout import PAGE_AT, WHOLE
 
-FAR = tl.constexpr(1 << 30)  # behind every slot
+FAR = tl.constexpr(1 << 30)  # past every slot
 LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True, eq=False)
-class Paged:
-    """What attention reads besides queries: a layer's keys and values [P, page, Hkv, D], and the step's numbers.
+class PagedKV:
+    """A layer's KV cache, keys and values [P, page, Hkv, D], and the step's numbers (see `layout`).
 
-    `run_at` is the mask set's column of `ints`, whose columns have `rows` numbers.
+    `run_at` is the first column of the layer's mask set in `ints`, whose columns have `rows` numbers.
     """
 
     keys: Tensor
@@ -43,16 +43,16 @@ class Paged:
     run_at: int
     scale: float
     softcap: float = 0.0
-    sinks: Tensor | None = None  # [H] scores that only take part in the sum
+    sinks: Tensor | None = None  # [H] scores that only enter the softmax sum
 
 
 @dataclass(frozen=True)
 class Splits:
     """How a decode row's keys are divided: into `most` parts, none shorter than `least` slots.
 
-    `fixed` parts begin at multiples of their length, counted from slot 0. It is `least`, or the first of its doubles of
-    which `most` reach behind the row's last slot. A row's bits are then the same whether holes in its table of pages or
-    its runs leave a slot out.
+    `fixed` parts begin at multiples of their length, counted from slot 0. The length is `least`, doubled until `most`
+    parts cover the row's last slot. A row's bits are then the same whether a slot is left out by a missing page or by
+    its runs.
     """
 
     most: int
@@ -61,8 +61,8 @@ class Splits:
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Slots that a decode program looks at at a time, and how it runs."""
+class AttentionTile:
+    """Slots per step of a decode program, and its launch parameters."""
 
     slots: int
     warps: int = 4
@@ -71,15 +71,15 @@ class Tile:
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """Room for the parts of `rows` decode rows. `arrived` is zero between calls."""
+    """Workspace for the parts of `rows` decode rows. `arrived` is zero between calls."""
 
     sums: Tensor  # [rows, H, parts, D] float32
     peaks: Tensor  # [rows, H, parts, 2] float32
     arrived: Tensor  # [rows, Hkv] int32
 
 
-def scratch(rows: int, heads: int, kv_heads: int, dim: int, splits: Splits, device: torch.device) -> Scratch:
-    """Room for this many rows."""
+def make_scratch(rows: int, heads: int, kv_heads: int, dim: int, splits: Splits, device: torch.device) -> Scratch:
+    """Workspace for `rows` decode rows."""
     return Scratch(
         torch.empty(rows, heads, splits.most, dim, dtype=torch.float32, device=device),
         torch.empty(rows, heads, splits.most, 2, dtype=torch.float32, device=device),
@@ -90,22 +90,22 @@ def scratch(rows: int, heads: int, kv_heads: int, dim: int, splits: Splits, devi
 def attend_rows(
     q: Tensor,
     out: Tensor,
-    paged: Paged,
+    paged: PagedKV,
     splits: Splits,
-    room: Scratch,
+    scratch: Scratch,
     *,
     which: Tensor | None = None,
-    tile: Tile = Tile(32),
+    tile: AttentionTile = AttentionTile(32),
     ahead: bool = False,
 ) -> None:
-    """q [T, H, D] → out [T, H, D], every row by itself; `which` [n] int32 names the rows, else all of them."""
+    """q [T, H, D] → out [T, H, D], each row by itself. `which` [n] int32 selects rows; the default is all."""
     rows = q.shape[0] if which is None else which.shape[0]
     heads, kv_heads, dim = q.shape[1], paged.keys.shape[2], q.shape[2]
     group = heads // kv_heads
     if rows:
         _decode[(rows, kv_heads, splits.most)](
             q, out, paged.keys, paged.values, paged.ints, paged.ints if which is None else which,
-            room.sums, room.peaks, room.arrived, q if paged.sinks is None else paged.sinks,
+            scratch.sums, scratch.peaks, scratch.arrived, q if paged.sinks is None else paged.sinks,
             q.stride(0), out.stride(0), paged.keys.stride(0), paged.keys.stride(1), paged.keys.stride(2),
             paged.rows, paged.scale * LOG2E,
             CHOSEN=which is not None, SOFTCAP=paged.softcap, SINKS=paged.sinks is not None,
@@ -117,10 +117,10 @@ def attend_rows(
         )  # fmt: skip
 
 
-def attend_chunks(q: Tensor, out: Tensor, paged: Paged, items: Tensor, tokens: int) -> None:
-    """q [T, H, D] → out [T, H, D] for the rows of `items` [n, 2] int32: first row and count, of one sequence each.
+def attend_chunks(q: Tensor, out: Tensor, paged: PagedKV, items: Tensor, tokens: int) -> None:
+    """q [T, H, D] → out [T, H, D] for the rows of `items` [n, 2] int32: first row and count, each of one sequence.
 
-    No item has more than `tokens` rows, which is `chunk_tokens` of this shape.
+    `tokens` is the most rows an item has: `chunk_tokens` of this shape.
     """
     heads, kv_heads, dim = q.shape[1], paged.keys.shape[2], q.shape[2]
     group = heads // kv_heads
@@ -138,21 +138,21 @@ def attend_chunks(q: Tensor, out: Tensor, paged: Paged, items: Tensor, tokens: i
 
 
 def chunk_tokens(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> int:
-    """How many rows of one sequence an item of `attend_chunks` holds at most."""
+    """The most rows of one sequence that an item of `attend_chunks` holds."""
     return _chunk_shape(heads // kv_heads, dim, dtype)[0] // (heads // kv_heads)
 
 
 def chunk_items(segments: Sequence[tuple[int, int]], tokens: int) -> list[int]:
-    """Items, flat, for segments of rows (first, count): the longest work first, so that no program ends alone."""
-    found = [
+    """Items, flat, for segments of rows (first, count): the longest work first, which balances the programs."""
+    items = [
         (at, min(tokens, first + count - at)) for first, count in segments for at in range(first, first + count, tokens)
     ]
-    found.sort(key=lambda item: -item[0])
-    return [number for item in found for number in item]
+    items.sort(key=lambda item: -item[0])
+    return [number for item in items for number in item]
 
 
 def _chunk_shape(group: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Rows and slots of a tile, warps, stages."""
+    """Rows and slots per tile, warps, stages."""
     if dtype == torch.float32:
         return max(32, triton.next_power_of_2(group)), 32, 4, 1
     if dim > 128:
@@ -161,7 +161,7 @@ def _chunk_shape(group: int, dim: int, dtype: torch.dtype) -> tuple[int, int, in
 
 
 def _joined(group: int, dim: int) -> int:
-    """How many parts of a row's heads are put together at a time: as many as registers hold."""
+    """How many parts of a row's heads are combined at a time: as many as registers hold."""
     return max(2, min(16, 8192 // (triton.next_power_of_2(group) * _width(dim))))
 
 
@@ -185,7 +185,7 @@ def _score(q, k, scale, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _mix(q, k, v, seen, peak, total, mixed, scale, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """One tile into the running softmax; seen [BM, BN] says which slots a row attends to."""
+    """Adds one tile to the running softmax; seen [BM, BN] marks the slots a row attends to."""
     s = tl.where(seen, _score(q, k, scale, SOFTCAP, PRECISION), float("-inf"))
     new = tl.maximum(peak, tl.max(s, 1))
     level = tl.where(new == float("-inf"), 0.0, new)
@@ -205,35 +205,35 @@ def _decode(
     BM: tl.constexpr, BN: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, SB: tl.constexpr, LEAST: tl.constexpr,
     FIXED: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    follow(AHEAD)
+    launch_next(AHEAD)
     wait(AHEAD)
     at, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(which + at) if CHOSEN else at
     run = tl.load(ints + RUN_AT * rows + row)
     count = tl.load(ints + (RUN_AT + 1) * rows + row)
     start = tl.load(ints + (RUN_AT + 2) * rows + row)
-    behind = tl.load(ints + (RUN_AT + 3) * rows + row)
+    end_slot = tl.load(ints + (RUN_AT + 3) * rows + row)
     table = ints + tl.load(ints + PAGE_FIELD * rows + row)
     first = start // BN * BN
     g, d = tl.arange(0, BM), tl.arange(0, WIDE)
     live = (g < GROUP)[:, None] & (d < DIM)[None, :]
-    # Where a row is cut depends on what it sees alone, so that its bits do too.
+    # Where a row is split depends only on what it attends to, and so do its bits.
     if FIXED:
-        part = tl.maximum(behind * 0, LEAST)  # a number of the row's type, as the loop wants it
-        while part * SPLITS < behind:
+        part = tl.maximum(end_slot * 0, LEAST)  # of the row's integer type, which the loop needs
+        while part * SPLITS < end_slot:
             part *= 2
-        early, first = start // part, 0  # parts in front of all that the row sees are left out
-        parts = tl.maximum(early + 1, tl.cdiv(behind, part))
+        early, first = start // part, 0  # parts before the first slot that the row attends to are skipped
+        parts = tl.maximum(early + 1, tl.cdiv(end_slot, part))
     else:
-        part = tl.maximum(LEAST, tl.cdiv(tl.cdiv(behind - first, SPLITS), BN) * BN)
-        early, parts = 0, tl.maximum(1, tl.cdiv(behind - first, part))
+        part = tl.maximum(LEAST, tl.cdiv(tl.cdiv(end_slot - first, SPLITS), BN) * BN)
+        early, parts = 0, tl.maximum(1, tl.cdiv(end_slot - first, part))
     if (split >= early) & (split < parts):
         qs = tl.load(q + row * q_row + (head * GROUP + g)[:, None] * DIM + d[None, :], mask=live, other=0.0)
         peak = tl.full((BM,), float("-inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
         mixed = tl.zeros((BM, WIDE), tl.float32)
         begin = first + split * part
-        end = tl.minimum(behind, begin + part)
+        end = tl.minimum(end_slot, begin + part)
         n = tl.arange(0, BN)
         keys += head * head_stride
         values += head * head_stride
@@ -276,7 +276,7 @@ def _decode(
                 peak, total, mixed = _mix(qs, k, v, seen[None, :], peak, total, mixed, scale, SOFTCAP, PRECISION)
                 base = tl.maximum(base + BN, start // BN * BN)
         place = out + row * out_row + (head * GROUP + g)[:, None] * DIM + d[None, :]
-        if (parts - early == 1) & (not (FIXED and SINKS)):  # with sinks the two ways differ in their rounding
+        if (parts - early == 1) & (not (FIXED and SINKS)):  # with sinks the two branches round differently
             if SINKS:
                 sink = tl.load(sinks + head * GROUP + g, mask=g < GROUP, other=float("-inf")) * 1.4426950408889634
                 new = tl.maximum(peak, sink)
@@ -307,7 +307,7 @@ def _join(
     SINKS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     GP: tl.constexpr, SPLITS: tl.constexpr, SB: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a row's heads put together, SB of them at a time, in their order."""
+    """Combines the parts of a row's heads in order, SB at a time."""
     g, d = tl.arange(0, GP), tl.arange(0, WIDE)
     first = (at * HEADS + head * GROUP + g) * SPLITS
     peak = tl.full((GP,), float("-inf"), tl.float32)
@@ -369,7 +369,7 @@ def _chunk(
     low = tl.min(start, 0)
     fewest = tl.min(tl.where(real, count, 1), 0)
     if (tl.max(count, 0) == 1) & (fewest == 1) & (whole == 1):
-        # One run a row, as causal and windowed rows have: in the middle every row sees everything.
+        # One run per row, as with causal and windowed masks: in the middle every row attends to every slot.
         stop = tl.load(ints + run + 1, mask=count > 0, other=0)
         inner = tl.cdiv(tl.max(tl.where(count > 0, start, 0), 0), BN) * BN
         outer = tl.min(tl.where(count > 0, stop, FAR), 0) // BN * BN

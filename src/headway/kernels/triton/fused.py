@@ -1,7 +1,7 @@
-"""The row-wise steps between products, fused: embedding, residual + norm, q/k norm + rotation + page write, gate × up.
+"""Fused row-wise kernels between matmuls: embedding, residual + norm, q/k norm + rope + KV-cache write, gate × up.
 
-All compute in float32 and round once, to the dtype of what they write; the torch functions in `headway.kernels` round
-after every operation.
+All compute in float32 and round once, to the output dtype; the functions in `headway.kernels.reference` round after
+every operation.
 """
 
 # ruff: noqa: PLR0917
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.kernels.triton.launch import follow, options, wait
+from headway.kernels.triton.launch import launch_next, options, wait
 from headway.kernels.triton.layout import POSITION, TOKEN, WRITE
 
 
@@ -23,11 +23,13 @@ def angles(ints: Tensor, rows: int, out: Tensor, inv_freq: Tensor, scale: float)
     _angles[(out.shape[0],)](ints, out, inv_freq, rows, scale, FIELD=POSITION, HALF=half, WIDE=_wide(half), num_warps=1)
 
 
-def embed(ints: Tensor, rows: int, table: Tensor, x: Tensor, drawn: Tensor) -> None:
-    """Each row's token out of table [V, E] into x [T, E]. A token below 0 is `drawn`[-1 - token]."""
+def embed(ints: Tensor, rows: int, table: Tensor, x: Tensor, sampled: Tensor) -> None:
+    """The embedding of each row's token from table [V, E] into x [T, E]. Token -1 - i stands for `sampled`[i]."""
     e = table.shape[1]
     block = min(1024, _wide(e))
-    _embed[(x.shape[0], triton.cdiv(e, block))](ints, table, x, drawn, rows, FIELD=TOKEN, E=e, BLOCK=block, num_warps=4)
+    _embed[(x.shape[0], triton.cdiv(e, block))](
+        ints, table, x, sampled, rows, FIELD=TOKEN, E=e, BLOCK=block, num_warps=4
+    )
 
 
 def norm(
@@ -42,7 +44,7 @@ def norm(
 ) -> None:
     """The root-mean-square norm of x [T, E] times weight into out [T, E].
 
-    `add` [T, E] goes onto x first, which keeps the sum. With `rows` [T] int32, row i of out is made of x[rows[i]].
+    `add` [T, E] is first added to x in place. With `rows` [T] int32, row i of out is computed from x[rows[i]].
     """
     e, block = x.shape[1], _wide(x.shape[1])
     _norm[(out.shape[0],)](
@@ -59,8 +61,8 @@ def add(x: Tensor, delta: Tensor) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Heads:
-    """What happens to a layer's queries and keys: their norms, or none, and the sizes."""
+class HeadConfig:
+    """A layer's head counts and sizes, and the norms of its queries and keys, if any."""
 
     heads: int
     kv_heads: int
@@ -78,12 +80,12 @@ def rotate_and_write(
     ints: Tensor,
     rows: int,
     cs: Tensor,
-    how: Heads,
+    how: HeadConfig,
     ahead: bool = False,
 ) -> None:
-    """Of qkv [T, (H + 2 Hkv) D] the queries, normed and turned, into q [T, H, D]; keys and values into their pages.
+    """From qkv [T, (H + 2 Hkv) D]: normed and rotated queries into q [T, H, D], keys and values into the KV cache.
 
-    keys and values are [P, page, Hkv, D], cs is what `angles` gave. Rows whose WRITE is -1 leave the pages alone.
+    keys and values are [P, page, Hkv, D], cs is the output of `angles`. Rows whose WRITE is -1 are not cached.
     """
     total = how.heads + 2 * how.kv_heads
     some = how.q_norm if how.q_norm is not None else qkv
@@ -121,11 +123,11 @@ def _angles(ints, out, inv_freq, rows, scale, FIELD: tl.constexpr, HALF: tl.cons
 
 
 @triton.jit
-def _embed(ints, table, x, drawn, rows, FIELD: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):
+def _embed(ints, table, x, sampled, rows, FIELD: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):
     row, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(ints + FIELD * rows + row).to(tl.int64)
     if token < 0:
-        token = tl.maximum(tl.load(drawn - 1 - token).to(tl.int64), 0)  # a row whose token is none is in vain
+        token = tl.maximum(tl.load(sampled - 1 - token).to(tl.int64), 0)  # a row without a token: its result is unused
     tl.store(x + row.to(tl.int64) * E + i, tl.load(table + token * E + i, mask=i < E, other=0.0), mask=i < E)
 
 
@@ -134,7 +136,7 @@ def _norm(
     x, delta, weight, out, rows, eps,
     ADD: tl.constexpr, CHOSEN: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    follow(AHEAD)
+    launch_next(AHEAD)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     w = tl.load(weight + i, mask=i < E, other=0.0).to(tl.float32)
     wait(AHEAD)
@@ -162,10 +164,10 @@ def _rotate(
     FIELD: tl.constexpr, NORMED: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    follow(AHEAD)
+    launch_next(AHEAD)
     wait(AHEAD)
     row, h, d = tl.program_id(0), tl.program_id(1) * GROUP + tl.arange(0, GROUP), tl.arange(0, WIDE)
-    # Dimension i < HALF is turned with i + HALF; those from 2 HALF on stay as they are.
+    # Dimension i < HALF is rotated with i + HALF; those from 2 HALF on stay unchanged.
     turned = d < 2 * HALF
     pair = tl.where(d < HALF, d + HALF, d - HALF)
     base = qkv + row.to(tl.int64) * ((H + 2 * KV) * DIM) + h[:, None] * DIM
@@ -198,7 +200,7 @@ def _rotate(
 
 @triton.jit
 def _gated(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
-    follow(AHEAD)
+    launch_next(AHEAD)
     wait(AHEAD)
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * F + i, mask=i < F, other=0.0).to(tl.float32)

@@ -1,8 +1,8 @@
-"""Launching a kernel before the one in front of it has ended, where the device can.
+"""Programmatic dependent launch: starting a kernel before the previous one has ended, where the device can.
 
-A kernel that is launched `ahead` starts when the one in front of it has begun its last blocks. It says at its own start
-that the next one may come (`follow`), fetches what nobody computes, weights above all, and waits (`wait`) before it
-touches what the kernels in front compute. All of its blocks wait, so whatever comes after it finds everything done.
+A kernel launched `ahead` starts when the previous one has begun its last blocks. It first allows the next one to start
+(`launch_next`), loads what no kernel computes, above all weights, and waits (`wait`) before it touches results of
+previous kernels. All of its blocks wait, so whatever runs after it finds everything done.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ import triton.language as tl
 
 
 def can_go_ahead(device: torch.device) -> bool:
-    """Whether the device can start a kernel before the one in front of it has ended."""
+    """Whether the device has programmatic dependent launch."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of fast memory that a program may have."""
+    """Bytes of shared memory that a program may use."""
     if device.type != "cuda":
         return 1 << 18
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def options(ahead: bool) -> dict[str, Any]:
-    """Launch options; no such word is said to Triton's interpreter."""
+    """Launch options; Triton's interpreter gets none."""
     return {"launch_pdl": True} if ahead else {}
 
 
 @triton.jit
-def follow(AHEAD: tl.constexpr):
-    """The next kernel may start."""
+def launch_next(AHEAD: tl.constexpr):
+    """Lets the next kernel start."""
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def fetch(at, size):
-    """Bring so many bytes, a multiple of 16, to the second-level cache; nothing waits for them."""
+def prefetch(at, size):
+    """Prefetches `size` bytes, a multiple of 16, to the L2 cache, without waiting."""
     tl.inline_asm_elementwise(
         """
         {
@@ -63,6 +63,6 @@ def fetch(at, size):
 
 @triton.jit
 def wait(AHEAD: tl.constexpr):
-    """What the kernels in front compute is there from here on."""
+    """Waits until the results of all previous kernels are visible."""
     if AHEAD:
         tl.extra.cuda.gdc_wait()

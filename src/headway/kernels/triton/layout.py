@@ -1,24 +1,23 @@
-"""The numbers of a step in device memory: one buffer of int32, filled by the host, read by every kernel.
+"""The layout of a step's numbers in device memory: one int32 buffer, filled by the host, read by every kernel.
 
-First come FIELDS columns of `rows` numbers each, one number a row of the step (field f of row r is at f * rows + r),
-then, for each set of masks a model needs (one for each window that occurs in it), four columns more. What a column says
-to be elsewhere follows behind, anywhere in the buffer:
+First come FIELDS columns of `rows` numbers, one for each row of the step (field f of row r is at f * rows + r), then
+four more columns for each mask set of the model (one for each attention window that occurs). Page tables and runs,
+which columns point at, follow anywhere in the buffer:
 
     TOKEN, POSITION   the row's token and position id
-    WRITE             the physical slot its keys and values go to, -1 for a row that is not kept
-    PAGE_AT           where the page table of its sequence begins: the physical page of every page number, 0 for one
-                      that is not there
-    WHOLE             1 when that table has no holes
-    RUN_AT, RUN_COUNT where its mask begins, and how many runs it has: (first slot, slot behind the last) each,
-                      in rising order; no run: the row attends to nothing, and its result is zero
-    FIRST, BEHIND     the first slot of its first run, and the slot behind the last
+    WRITE             the physical slot for its keys and values, -1 for a row that is not cached
+    PAGE_AT           the start of its sequence's page table: the physical page of every page number, 0 if missing
+    WHOLE             1 if that table has no holes
+    RUN_AT, RUN_COUNT the start of its mask, and its number of runs: slot ranges [first, end), ascending; a row
+                      without runs attends to nothing, and its result is zero
+    FIRST, END        the first slot of its first run, and the end of its last
 """
 
 from __future__ import annotations
 
 TOKEN, POSITION, WRITE, PAGE_AT, WHOLE = range(5)
 FIELDS = 5
-RUN_AT, RUN_COUNT, FIRST, BEHIND = range(4)  # in the columns of a set of masks
+RUN_AT, RUN_COUNT, FIRST, END = range(4)  # within the columns of a mask set
 RUN_FIELDS = 4
 
 
@@ -28,5 +27,5 @@ def run_field(mask_set: int) -> int:
 
 
 def columns(mask_sets: int) -> int:
-    """How many numbers a row has."""
+    """The number of columns."""
     return FIELDS + RUN_FIELDS * mask_sets

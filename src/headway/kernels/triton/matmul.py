@@ -1,7 +1,7 @@
-"""Products of several rows with a matrix, tile by tile on the matrix units: bias, and gate × up, in the same kernel.
+"""Matmul (GEMM) of several rows, tiled for tensor cores, with bias and gate × up in the same kernel.
 
-Of MOST rows reading the matrix is what takes time, and cuBLAS leaves some of it unused between two kernels: these start
-before the one in front has ended, with as much under way as fits. With fewer rows cuBLAS has smaller tiles.
+With MOST rows, reading the matrix takes the time, and cuBLAS leaves bandwidth unused between two kernels. These kernels
+start before the previous one has ended, with as many loads in flight as fit. For fewer rows cuBLAS has smaller tiles.
 """
 
 # ruff: noqa: PLR0917
@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.kernels.triton.launch import follow, options, wait
+from headway.kernels.triton.launch import launch_next, options, wait
 
-LEAST, MOST = 33, 64  # rows that are faster so than by cuBLAS
+LEAST, MOST = 33, 64  # numbers of rows for which this is faster than cuBLAS
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Rows, outputs and inputs that a program multiplies at a time, and how it runs."""
+class MatmulTile:
+    """Rows, outputs and inputs per step of a program, and its launch parameters."""
 
     rows: int
     outputs: int
@@ -30,11 +30,11 @@ class Tile:
     stages: int = 4
 
 
-def product(
+def matmul(
     x: Tensor,
     weight: Tensor,
     y: Tensor,
-    tile: Tile,
+    tile: MatmulTile,
     *,
     bias: Tensor | None = None,
     gated: bool = False,
@@ -46,7 +46,7 @@ def product(
     """
     (rows, k), n = x.shape, y.shape[1]
     assert x.stride(1) == y.stride(1) == weight.stride(1) == 1
-    _product[(triton.cdiv(rows, tile.rows), triton.cdiv(n, tile.outputs))](
+    _matmul[(triton.cdiv(rows, tile.rows), triton.cdiv(n, tile.outputs))](
         x, weight, y, x if bias is None else bias, rows, n, k, x.stride(0), weight.stride(0), y.stride(0),
         BIAS=bias is not None, GATED=gated, FULL=rows % tile.rows == 0 and n % tile.outputs == 0,
         BM=tile.rows, BN=tile.outputs, BK=tile.inputs, EVEN=k % tile.inputs == 0,
@@ -55,36 +55,36 @@ def product(
     )  # fmt: skip
 
 
-def pick_tile(n: int, gated: bool, room: int) -> Tile:
-    """What was fastest on an H200 for MOST rows and so many outputs, in 16 bits.
+def pick_tile(n: int, gated: bool, shared_memory: int) -> MatmulTile:
+    """The fastest tile on an H200 for MOST rows and `n` outputs, in 16 bits.
 
-    `room` is the memory of a program in bytes; on a smaller device less is under way.
+    `shared_memory` is what a program may use, in bytes; a smaller device gets fewer stages.
     """
     if gated:
-        tile = Tile(MOST, 128, 64)
+        tile = MatmulTile(MOST, 128, 64)
     elif n > 32768:
-        tile = Tile(MOST, 128, 128)
+        tile = MatmulTile(MOST, 128, 128)
     else:
-        tile = Tile(MOST, 64, 64, stages=8) if n > 4096 else Tile(MOST, 32, 128, stages=8)
+        tile = MatmulTile(MOST, 64, 64, stages=8) if n > 4096 else MatmulTile(MOST, 32, 128, stages=8)
     stage = 2 * tile.inputs * (tile.rows + tile.outputs * (2 if gated else 1))
-    return replace(tile, stages=max(1, min(tile.stages, room // stage)))
+    return replace(tile, stages=max(1, min(tile.stages, shared_memory // stage)))
 
 
 @triton.jit
 def _part(at, k, there, c, K, FULL: tl.constexpr, EVEN: tl.constexpr):
-    """The inputs from k on of the rows that are there. Loads without masks are faster."""
+    """Inputs from k on, zeros for missing rows. Loads without masks are faster."""
     if FULL and EVEN:
         return tl.load(at + k)
     return tl.load(at + k, mask=there[:, None] & (k + c < K)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows", "n"])
-def _product(
+def _matmul(
     x, weight, y, bias, rows, n, K, x_row, weight_row, y_row,
     BIAS: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FULL: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    follow(AHEAD)
+    launch_next(AHEAD)
     wait(AHEAD)
     m, o, c = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
     xs = x + m.to(tl.int64)[:, None] * x_row + c[None, :]

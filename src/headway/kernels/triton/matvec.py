@@ -1,7 +1,7 @@
-"""Products of one row with a matrix, at the speed of memory: norm, bias, gate × up and residual in the same kernel.
+"""Matvec (GEMV): one row times a matrix at memory bandwidth, with norm, bias, gate × up and residual in one kernel.
 
-cuBLAS does better with many rows; for one it leaves a fifth of the bandwidth of large matrices and half that of small
-ones unused.
+cuBLAS does better with many rows; for one it leaves a fifth of the bandwidth unused with large matrices, and half with
+small ones.
 """
 
 # pyright: reportPossiblyUnboundVariable=false
@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.kernels.triton.launch import follow, options, wait
+from headway.kernels.triton.launch import launch_next, options, wait
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Outputs and inputs of one program, and how it runs."""
+class MatvecTile:
+    """Outputs and inputs per step of a program, and its launch parameters."""
 
     outputs: int
     inputs: int
@@ -28,34 +28,34 @@ class Tile:
 
 
 @dataclass(frozen=True, eq=False)
-class Norm:
-    """A root-mean-square norm that the input goes through first."""
+class RmsNorm:
+    """An RMS norm to apply to the input."""
 
     weight: Tensor
     eps: float
 
 
-def row_product(
+def matvec(
     x: Tensor,
     weight: Tensor,
     y: Tensor,
     *,
     bias: Tensor | None = None,
-    norm: Norm | None = None,
+    norm: RmsNorm | None = None,
     gated: bool = False,
     add: bool = False,
-    tile: Tile | None = None,
+    tile: MatvecTile | None = None,
     ahead: bool = False,
 ) -> None:
-    """x [K] times weight [N, K] into y [N], or onto it with `add`.
+    """x [K] times weight [N, K] into y [N], or added to it with `add`.
 
     With `gated` the matrix is [2N, K], gate above up, and y is silu(gate) × up. With `ahead` the kernel may start, and
-    fetch weights, before the one in front of it has ended; it still waits for its input.
+    load weights, before the previous one has ended; it still waits for its input.
     """
     n, k = y.shape[-1], weight.shape[1]
     assert x.is_contiguous() and weight.is_contiguous()  # noqa: PT018
     t = tile or pick_tile(n, k, gated)
-    _row_product[(triton.cdiv(n, t.outputs),)](
+    _matvec[(triton.cdiv(n, t.outputs),)](
         x, weight, y, x if bias is None else bias, x if norm is None else norm.weight,
         0.0 if norm is None else norm.eps, n, K=k, BIAS=bias is not None, NORM=norm is not None, GATED=gated,
         ADD=add, BN=t.outputs, BK=t.inputs, EVEN=n % t.outputs == 0 and k % t.inputs == 0, AHEAD=ahead,
@@ -63,26 +63,26 @@ def row_product(
     )  # fmt: skip
 
 
-def pick_tile(n: int, k: int, gated: bool) -> Tile:
-    """What was fastest on an H200 for matrices of about this size."""
+def pick_tile(n: int, k: int, gated: bool) -> MatvecTile:
+    """The fastest tile on an H200 for matrices of about this size."""
     wide = max(16, triton.next_power_of_2(k))
     if gated:
-        return Tile(2, min(4096, wide), 8)
+        return MatvecTile(2, min(4096, wide), 8)
     if k > 2 * n or k < 4096:
-        return Tile(4, min(512 if k > 8192 else 1024, wide), 4 if k > 8192 or k < 4096 else 8)
-    return Tile(4, min(2048, wide), 8)
+        return MatvecTile(4, min(512 if k > 8192 else 1024, wide), 4 if k > 8192 or k < 4096 else 8)
+    return MatvecTile(4, min(2048, wide), 8)
 
 
 @triton.jit
 def _weights(at, r, c, n, K: tl.constexpr, EVEN: tl.constexpr):
-    """A part of rows r, from input c on; every weight is read once."""
+    """Weights of rows r at inputs c; each is read once."""
     if EVEN:
         return tl.load(at, eviction_policy="evict_first")
     return tl.load(at, mask=(r < n)[:, None] & (c < K)[None, :], other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _row_product(
+def _matvec(
     x, weight, y, bias, norm, eps, n,
     K: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
@@ -94,9 +94,9 @@ def _row_product(
     total = tl.zeros((BN, BK), tl.float32)
     up = tl.zeros((BN, BK), tl.float32)
     square = tl.zeros((BK,), tl.float32)
-    follow(AHEAD)
-    # Weights of the first inputs are on their way before the kernel in front has ended, and each part's before the
-    # part in front of it is computed.
+    launch_next(AHEAD)
+    # The first weights are loaded before the previous kernel has ended, and each further part before the one before it
+    # is computed.
     w = _weights(at, r, c, n, K, EVEN)
     if GATED:
         u = _weights(above, r, c, n, K, EVEN)
@@ -111,14 +111,14 @@ def _row_product(
             v = v * tl.load(norm + k + c, mask=k + c < K, other=0.0).to(tl.float32)
         now = w.to(tl.float32)
         if GATED:
-            beside = u.to(tl.float32)
+            now_up = u.to(tl.float32)
         if k + BK < K:
             w = _weights(at + k + BK, r, k + BK + c, n, K, EVEN)
             if GATED:
                 u = _weights(above + k + BK, r, k + BK + c, n, K, EVEN)
         total += now * v[None, :]
         if GATED:
-            up += beside * v[None, :]
+            up += now_up * v[None, :]
     result = tl.sum(total, 1)
     size = 1.0
     if NORM:

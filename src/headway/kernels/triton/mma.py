@@ -1,15 +1,16 @@
-"""Products of coded blocks on the matrix units, as the instructions they are.
+"""Matmul of quantized blocks on tensor cores, written as PTX `mma` instructions.
 
-One instruction multiplies A [16 outputs, 16 inputs] by B [16 inputs, 8 rows] and adds to D [16, 8]. A block of codes
-holds four such A. Of each matrix a lane 4r + q has a few numbers: of A the outputs r and r + 8 in four registers of two
-float16 (a₀: r, its first two inputs; a₁: r + 8, the same; a₂ and a₃: the next two inputs), of B two registers of row r,
-of D the outputs r (d₀, d₁) and r + 8 (d₂, d₃) of rows 2q and 2q + 1. Here t numbers the four products of a block.
+One instruction multiplies A [16 outputs, 16 inputs] by B [16 inputs, 8 rows] and adds to D [16, 8]. A block of
+quantized weights holds four such A. A lane 4r + q holds a few numbers of each matrix: of A the outputs r and r + 8 in
+four registers of two float16 (a₀: r, its first two inputs; a₁: r + 8, the same; a₂ and a₃: the next two inputs), of B
+two registers of row r, of D the outputs r (d₀, d₁) and r + 8 (d₂, d₃) of rows 2q and 2q + 1. t numbers the four
+instructions of a block.
 
-Codes become float16 in two instructions for two: four or eight bits joined with the exponent of 1024 are 1024 + code,
-and what is too much is taken off. 4-bit codes of outputs r + 8 stand four bits higher, which is 16 times as much.
+Two instructions convert two quants to float16: four or eight bits joined with the exponent of 1024 are 1024 + quant,
+and the excess is subtracted. 4-bit quants of outputs r + 8 are four bits higher, which is 16 times as much.
 
-For one row it is one instruction: the bits alone are a subnormal number, code × 2⁻²⁴, which the matrix units multiply
-exactly. What a code has too much, 8 or 128, is then taken off by a product of the same inputs with a constant A.
+One row needs one instruction: the bits alone are a subnormal number, quant × 2⁻²⁴, which tensor cores multiply exactly.
+The offset of every quant, 8 or 128, is then subtracted by multiplying the same inputs with a constant A.
 """
 
 # ruff: noqa: PLR0917
@@ -30,7 +31,7 @@ def _list(first: int, count: int = 4, step: int = 1) -> str:
 
 
 def _eight_bit_sums() -> str:
-    """$0–3 = $4–7 + the four products of A in $8–23 (a₀ of all four, then a₁, …) with B in $24–31."""
+    """$0–3 = $4–7 + the four matmuls of A in $8–23 (a₀ of all four, then a₁, …) with B in $24–31."""
     lines, total = ["{", ".reg .f32 d<4>;"], _list(4)
     for t in range(4):
         lines.append(_mma("d0, d1, d2, d3", _list(8 + t, step=4), _list(24 + 2 * t, 2), total))
@@ -91,7 +92,7 @@ def _lane_predicates() -> list[str]:
 
 
 def _unpacked(kind: str, word: int, other: int) -> list[str]:
-    """a0 … a3 of one product: out of a word, and for eight bits of the same word of the outputs r + 8."""
+    """a0 … a3 of one instruction: from a word, and for eight bits from the same word of the outputs r + 8."""
     if kind == "int4":
         lines = [f"and.b32 a0, ${word}, 0x000f000f;", f"and.b32 a1, ${word}, 0x00f000f0;", f"shr.u32 u, ${word}, 8;"]
         return [*lines, "and.b32 a2, u, 0x000f000f;", "and.b32 a3, u, 0x00f000f0;"]
@@ -105,11 +106,11 @@ def _unpacked(kind: str, word: int, other: int) -> list[str]:
 
 
 def _one_row(kind: str) -> str:
-    """$0–3 = $4–7 + one row's products with four blocks of inputs. B, $8–11, has a group of them in each column.
+    """$0–3 = $4–7 + one row times four blocks of inputs. B, $8–11, has a group of inputs in each column.
 
-    Column 2m + g is group g of block m: of a product with that group's codes no other column means anything, and the
-    lanes that have it are those whose q is m. The first two numbers are sums of the outputs r and r + 8. Words are in
-    $12–27, or in $12–43 with those of r + 8 after those of r for each block; int4 has its scales in the last two.
+    Column 2m + g is group g of block m: multiplied with that group's quants only this column is meaningful, and it is
+    held by the lanes whose q is m. The first two numbers are sums of the outputs r and r + 8. Words are in $12–27, or
+    in $12–43 with those of r + 8 after those of r for each block; int4 has its scales in the last two.
     """
     wide = kind != "int4"
     registers = [
@@ -121,7 +122,7 @@ def _one_row(kind: str) -> str:
     lines = ["{", *registers, *_lane_predicates(), "mov.f32 e0, $4;", "mov.f32 e1, $5;"]
     if kind == "int4":
         lines += ["mov.b32 {h0, h1}, $28;", "mov.b32 {h2, h3}, $29;", *(f"cvt.f32.f16 s{i}, h{i};" for i in range(4))]
-    if kind != "fp8":  # what every code has too much, of all columns at once
+    if kind != "fp8":  # the offset of the quants, for all columns at once
         lines += [f"mov.b32 k, {'0x80808080' if wide else '0x80088008'};", "mov.b32 l2, 0x80808080;"]
         lines += ["mov.f32 z0, 0f00000000;", _mma("z0, z1, z2, z3", "k, l2, k, l2", "$8, $9", "z0, z0, z0, z0")]
         lines.append(_mma("z0, z1, z2, z3", "k, l2, k, l2", "$10, $11", "z0, z1, z2, z3"))
@@ -166,13 +167,13 @@ _SUMS8_AT = tl.constexpr(_registers(("=f", 4), ("f", 4), ("r", 24)))
 
 @triton.jit
 def begun():
-    """Loads in front of this are sent before what follows is computed: the compiler would put each before its use."""
+    """Issues the loads above before the computation below: the compiler would move each to its use."""
     tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], tl.int32, False, 1)
 
 
 @triton.jit
 def sums(total, w0, w1, s, xa, xb, KIND: tl.constexpr):
-    """The totals with a block's products added."""
+    """The totals plus a block's matmul."""
     a0, a1, a2, a3 = _unpack(w0, w1, KIND)
     if KIND == "int4":
         return tl.inline_asm_elementwise(_SUMS4, _SUMS4_AT, [total, a0, a1, a2, a3, xa, xb, s], tl.float32, True, 4)
@@ -182,7 +183,7 @@ def sums(total, w0, w1, s, xa, xb, KIND: tl.constexpr):
 
 @triton.jit
 def _unpack(w0, w1, KIND: tl.constexpr):
-    """A of four products each, [.., 128] int32: two float16 numbers each."""
+    """A of four instructions, [.., 128] int32: two float16 numbers each."""
     if KIND == "int4":
         return tl.inline_asm_elementwise(_UNPACK4, _UNPACK4_AT, [w0], (tl.int32, tl.int32, tl.int32, tl.int32), True, 4)
     elif KIND == "int8":
@@ -197,7 +198,7 @@ def _unpack(w0, w1, KIND: tl.constexpr):
 
 @triton.jit
 def row_sums(total, x, a0, b0, c0, d0, a1, b1, c1, d1, s, KIND: tl.constexpr):
-    """The totals of one row with four blocks' products added; x, words and scales as `_one_row` wants them."""
+    """The totals of one row plus four blocks' matmul; x, words and scales as in `_one_row`."""
     if KIND == "int4":
         return tl.inline_asm_elementwise(_ROW4, _ROW4_AT, [total, x, a0, b0, c0, d0, s], tl.float32, True, 4)
     elif KIND == "int8":

@@ -1,12 +1,12 @@
-"""What is asked about rows of logits, on the device: one pass over a row, and a few numbers of it leave.
+"""Probes of rows of logits, on the device: one pass over a row, and only a few numbers of it are copied back.
 
-    measure   the largest score, the sum of weights below it, and that of weights × scores (for the entropy), of each
-              piece of a row, without a softmax anywhere in memory
-    place     single scores, and how many there are above them in each piece
+    measure   for each piece of a row the largest score, the sum of weights relative to it, and the sum of
+              weights × scores (for the entropy), without a softmax in memory
+    place     single scores, and how many scores in each piece are above them
 
-Pieces are put together by the host, in float64 (`combined`). The meaning is that of `headway.kernels.reference.sampling`. Nothing
+The host combines the pieces in float64 (`combine`). `headway.kernels.reference.sampling` is the reference. No result
 depends on other rows.
-"""  # noqa: E501
+"""
 
 # ruff: noqa: PLR0124, PLR0917
 from __future__ import annotations
@@ -18,21 +18,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PIECE = 4096  # logits that one program looks at
+PIECE = 4096  # logits per program
 ROW, MASK, RATE, JOB_INTS = 0, 1, 2, 3
-TOKEN, RANKED, PAIR_INTS = 1, 3, 4  # of a pair; its row and mask are at 0 and 2
-PEAK, MASS, MOMENT, BAD, NUMBERS = 0, 1, 2, 3, 4  # of a piece
-FOUND = 2  # a pair's score and token, in front of its counts
+TOKEN, RANKED, PAIR_INTS = 1, 3, 4  # fields of a pair; its row and mask are at 0 and 2
+PEAK, MASS, MOMENT, BAD, NUMBERS = 0, 1, 2, 3, 4  # fields of a piece
+PAIR_HEADER = 2  # a pair's score and token, before its counts
 
 
 @dataclass(frozen=True, eq=False)
-class Questions:
-    """What is asked, in device memory.
+class ProbeQueries:
+    """The probes of a step, in device memory.
 
-    A row of `jobs` [J, 3] int32 has a row of logits (-1 for none), which mask binds it (-1: none) and the bits of a
-    float32, 1 / temperature. A row of `pairs` [P, 4] has a row of logits (-1 for none), a token, which mask binds it,
-    and whether its rank is wanted; token -1 - i stands for what was drawn at place i of `tokens` [A] int32. `masks`
-    [M, V / 32] has a bit for each token that may be chosen.
+    A row of `jobs` [J, 3] int32 has a row of logits (-1 for none), the index of its mask (-1 for none) and the bits of
+    a float32, 1 / temperature. A row of `pairs` [P, 4] has a row of logits (-1 for none), a token, the index of its
+    mask, and whether its rank is wanted; token -1 - i stands for `tokens`[i], of the sampled tokens [A] int32. `masks`
+    [M, V / 32] has a bit for each allowed token.
     """
 
     jobs: Tensor
@@ -42,8 +42,8 @@ class Questions:
 
 
 @dataclass(frozen=True, eq=False)
-class Findings:
-    """Room for what is found: `measured` [J, pieces, 4] float32 and `placed` [P, 2 + pieces] int32, side by side.
+class ProbeResults:
+    """The results of a `ProbeQueries`: `measured` [J, pieces, 4] float32 and `placed` [P, 2 + pieces] int32.
 
     A row of `placed` has the bits of a score, the token, and counts.
     """
@@ -53,34 +53,34 @@ class Findings:
 
 
 def pieces(vocab: int) -> int:
-    """In how many pieces a row is looked at."""
+    """The number of pieces of a row."""
     return triton.cdiv(vocab, PIECE)
 
 
-def look(logits: Tensor, questions: Questions, findings: Findings) -> None:
-    """Answer the questions about logits [R, V] float32."""
-    vocab, words, count = logits.shape[1], questions.masks.shape[1], pieces(logits.shape[1])
+def run_probes(logits: Tensor, queries: ProbeQueries, results: ProbeResults) -> None:
+    """Compute the probes of logits [R, V] float32 into the results."""
+    vocab, words, count = logits.shape[1], queries.masks.shape[1], pieces(logits.shape[1])
     piece = min(PIECE, triton.next_power_of_2(vocab))
-    if len(questions.jobs):
-        _measure[(len(questions.jobs), count)](
-            logits, questions.jobs, questions.masks, findings.measured, logits.stride(0), vocab, words,
+    if len(queries.jobs):
+        _measure[(len(queries.jobs), count)](
+            logits, queries.jobs, queries.masks, results.measured, logits.stride(0), vocab, words,
             PIECES=count, PIECE=piece, num_warps=4,
         )  # fmt: skip
-    if len(questions.pairs):
-        _place[(len(questions.pairs), count)](
-            logits, questions.pairs, questions.masks, questions.tokens, findings.placed, logits.stride(0), vocab, words,
+    if len(queries.pairs):
+        _place[(len(queries.pairs), count)](
+            logits, queries.pairs, queries.masks, queries.tokens, results.placed, logits.stride(0), vocab, words,
             PIECES=count, PIECE=piece, num_warps=4,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A row, or what a mask leaves of it, at a temperature: weights are exp((score - peak) / temperature)."""
+class RowStats:
+    """Statistics of a row, masked or not, at a temperature: weights are exp((score - peak) / temperature)."""
 
     peak: float
     mass: float  # the sum of weights
     moment: float  # the sum of weights × (score - peak)
-    bad: bool  # there is a NaN in it
+    bad: bool  # whether a logit is NaN
 
     def logs(self, scores: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """Log-probabilities (nats, float64) of these scores."""
@@ -93,8 +93,8 @@ class Measured:
         return float(np.log(self.mass) - self.moment / self.mass)
 
 
-def combined(measured: np.ndarray, rates: np.ndarray) -> list[Measured]:
-    """The rows whose pieces were measured: [J, pieces, 4] and 1 / temperature [J] → J."""
+def combine(measured: np.ndarray, rates: np.ndarray) -> list[RowStats]:
+    """The statistics of J rows from their pieces [J, pieces, 4] and 1 / temperature [J]."""
     numbers = measured.astype(np.float64)
     tops, masses = numbers[..., PEAK], numbers[..., MASS]
     peaks = tops.max(1, keepdims=True)
@@ -104,12 +104,12 @@ def combined(measured: np.ndarray, rates: np.ndarray) -> list[Measured]:
         moment = np.where(weight > 0, weight * (numbers[..., MOMENT] + below * masses), 0.0).sum(1)
     mass, bad = np.where(weight > 0, weight * masses, 0.0).sum(1), numbers[..., BAD].max(1) > 0
     lines = zip(peaks[:, 0].tolist(), mass.tolist(), moment.tolist(), [bool(b) for b in bad], strict=True)
-    return [Measured(*line) for line in lines]
+    return [RowStats(*line) for line in lines]
 
 
 @triton.jit
 def _masked(line, masks, mask, words, i, vocab):
-    """The scores of tokens i; -inf for those that are masked or not there."""
+    """The scores of tokens i; -inf for those masked or outside the vocabulary."""
     s = tl.load(line + i, mask=i < vocab, other=float("-inf"))
     if mask >= 0:
         bits = tl.load(masks + mask.to(tl.int64) * words + i // 32, mask=i < vocab, other=0)

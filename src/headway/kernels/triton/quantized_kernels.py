@@ -1,10 +1,10 @@
-"""The kernels of coded matrices (see `coded` for what lies where).
+"""Kernels for quantized weights: matmul, matvec, dequantize (`quantized` describes the memory layout).
 
-A product goes through the matrix units (`instructions`). Codes lie so that a lane finds in its own bytes what they
-want from it: nothing is exchanged. Tensors of a program are [blocks of inputs, groups of blocks of outputs, those of a
-group, eights of rows, words of 32 lanes]; its warps divide the first or the second. That a lane holds four words that
-lie side by side is the layout in which Triton loads them, 16 bytes at once. The interpreter knows no such instructions
-and sums the same products one by one.
+A matmul runs on tensor cores (`mma`). Quants are stored so that each lane's own bytes are what its instructions need:
+lanes exchange nothing. Tensors of a program are [blocks of inputs, groups of output blocks, blocks of a group, eights
+of rows, words of 32 lanes]; its warps divide the first or the second dimension. The kernels rely on the layout in which
+Triton loads them: four adjacent words, 16 bytes, per lane. Triton's interpreter has no such instructions and adds the
+same terms one by one.
 """
 
 # ruff: noqa: PLR0917
@@ -13,13 +13,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headway.kernels.triton.launch import fetch, follow, wait
+from headway.kernels.triton.launch import launch_next, prefetch, wait
 from headway.kernels.triton.mma import begun, row_sums, sums
 
 
 @triton.jit
-def _codes(at, scale_at, d, deep, INPUTS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr):
-    """A lane's words of the blocks of inputs from d on, and the scales that go with them."""
+def _load_quants(
+    at, scale_at, d, deep, INPUTS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr
+):
+    """A lane's words of the input blocks from d on, and their scales."""
     WORDS: tl.constexpr = 128 if KIND == "int4" else 256
     if EVEN:
         w0 = tl.load(at + d * WORDS, eviction_policy="evict_first")
@@ -52,7 +54,7 @@ def _rows(x, pair, e, d, deep, K: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _value(w0, w1, h: tl.constexpr, p: tl.constexpr, i: tl.constexpr, KIND: tl.constexpr):
-    """The weight of output r + 8h and input 4t + 2p + i, in steps, as float32."""
+    """The unscaled weight of output r + 8h and input 4t + 2p + i, as float32."""
     if KIND == "int4":
         return (((w0 >> (4 * h + 8 * p + 16 * i)) & 15) - 8).to(tl.float32)
     else:
@@ -66,7 +68,7 @@ def _value(w0, w1, h: tl.constexpr, p: tl.constexpr, i: tl.constexpr, KIND: tl.c
 
 @triton.jit
 def _float8(byte):
-    """The number that a byte of e4m3 is."""
+    """The value of an e4m3 byte."""
     power, part = (byte >> 3) & 15, (byte & 7).to(tl.float32)
     size = tl.where(power == 0, part * 0.001953125, (1.0 + part * 0.125) * tl.exp2(power.to(tl.float32) - 7.0))
     return tl.where(byte >= 128, -size, size)
@@ -74,7 +76,7 @@ def _float8(byte):
 
 @triton.jit
 def _one_by_one(w0, w1, scales, x, pair, inside, h: tl.constexpr, KIND: tl.constexpr):
-    """Sums [DEEP, OWN, COLS, 8, 8] of outputs r + 8h and rows; x is at `pair`, whose words are 4 lanes apart."""
+    """Sums [DEEP, OWN, COLS, 8, 8] of outputs r + 8h and rows; x is at `pair`."""
     deep: tl.constexpr = w0.shape[0]
     parts: tl.constexpr = w0.shape[1] * w0.shape[2]
     cols: tl.constexpr = pair.shape[3]
@@ -95,7 +97,7 @@ def _one_by_one(w0, w1, scales, x, pair, inside, h: tl.constexpr, KIND: tl.const
 def _sums_one_by_one(
     total, w0, w1, scales, base, x, pair, e, d, deep, K: tl.constexpr, INPUTS: tl.constexpr, KIND: tl.constexpr
 ):
-    """The totals with the same products added, each by itself."""
+    """The totals plus the same terms, added one by one: for the interpreter."""
     DEEP: tl.constexpr = total.shape[0]
     OWN: tl.constexpr = total.shape[1] * total.shape[2]
     COLS: tl.constexpr = total.shape[3]
@@ -114,64 +116,64 @@ def _sums_one_by_one(
 
 
 @triton.jit
-def product(
-    x, codes, scales, y, bias, rows, n, blocks,
+def matmul(
+    x, quants, scales, y, bias, rows, n, blocks,
     K: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr,
     DEEP: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, FACTOR: tl.constexpr, SCALE: tl.constexpr,
     EVEN: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x, float16 (two to a word with PACKED), times the matrix; see `coded.product`.
+    """Rows of x, float16 (two to a word with PACKED), times the matrix; see `quantized.matmul`.
 
-    Warps divide the inputs, DEEP blocks of them, or with GROUPS the outputs. In the first case all codes of a program
-    are on their way to the second-level cache before the kernel in front of it has ended.
+    Warps divide the inputs, DEEP blocks of them, or with GROUPS the outputs. In the first case all quants of a program
+    are prefetched to the L2 cache before the previous kernel has ended.
     """
-    follow(AHEAD)
+    launch_next(AHEAD)
     INPUTS: tl.constexpr = (K + 63) // 64
     WORDS: tl.constexpr = 128 if KIND == "int4" else 256
-    OWN: tl.constexpr = GROUPS * PARTS  # blocks of outputs of a program
+    OWN: tl.constexpr = GROUPS * PARTS  # output blocks per program
     deep = tl.arange(0, DEEP)[:, None, None, None, None]
     group = tl.arange(0, GROUPS)[None, :, None, None, None]
     part = tl.arange(0, PARTS)[None, None, :, None, None]
     e = tl.arange(0, 128)[None, None, None, None, :]
-    # Blocks and rows that are not there are the last ones once more: nobody asks for what comes out of them.
+    # Missing blocks and rows repeat the last one; their results are not stored.
     block = tl.minimum(tl.program_id(1) * OWN + group * PARTS + part, blocks - 1)
     base = block.to(tl.int64) * INPUTS + deep
-    at, scale_at = codes + base * WORDS + e, scales + base * 32 + e // 16 * 4 + e % 4
+    at, scale_at = quants + base * WORDS + e, scales + base * 32 + e // 16 * 4 + e % 4
     if AHEAD and GROUPS == 1:
         start = tl.program_id(1).to(tl.int64) * OWN * INPUTS
-        fetch(codes + start * WORDS, OWN * INPUTS * WORDS * 4)
+        prefetch(quants + start * WORDS, OWN * INPUTS * WORDS * 4)
         if KIND == "int4":
-            fetch(scales + start * 32, OWN * INPUTS * 64)
-    w0, w1, s = _codes(at, scale_at, 0, deep, INPUTS, KIND, EVEN, PACKED)
+            prefetch(scales + start * 32, OWN * INPUTS * 64)
+    w0, w1, s = _load_quants(at, scale_at, 0, deep, INPUTS, KIND, EVEN, PACKED)
     row = tl.minimum((tl.program_id(0) * COLS + tl.arange(0, COLS))[None, None, None, :, None] * 8 + e // 16, rows - 1)
-    pair = row * (K // 2) + deep * 32 + e // 4 % 4 * 8  # of a lane's first two inputs
+    pair = row * (K // 2) + deep * 32 + e // 4 % 4 * 8  # address of a lane's first two inputs
     total = tl.zeros((DEEP, GROUPS, PARTS, COLS, 128), tl.float32)
     wait(AHEAD)
     if PACKED:
-        pair = tl.broadcast_to(pair, (DEEP, GROUPS, 1, COLS, 128))  # every warp loads what it multiplies by itself
+        pair = tl.broadcast_to(pair, (DEEP, GROUPS, 1, COLS, 128))  # every warp loads its own inputs
         xa, xb = _rows(x, pair, e, 0, deep, K, EVEN)
-        for d in range(0, INPUTS, 2 * DEEP):  # two steps: what one of them loads the other computes
-            v0, v1, t = _codes(at, scale_at, d + DEEP, deep, INPUTS, KIND, EVEN, PACKED)
+        for d in range(0, INPUTS, 2 * DEEP):  # two steps: one loads while the other computes
+            v0, v1, t = _load_quants(at, scale_at, d + DEEP, deep, INPUTS, KIND, EVEN, PACKED)
             ya, yb = _rows(x, pair, e, d + DEEP, deep, K, EVEN)
             begun()
             total = sums(total, w0, w1, s, xa, xb, KIND)
             if d + 2 * DEEP < INPUTS:
-                w0, w1, s = _codes(at, scale_at, d + 2 * DEEP, deep, INPUTS, KIND, EVEN, PACKED)
+                w0, w1, s = _load_quants(at, scale_at, d + 2 * DEEP, deep, INPUTS, KIND, EVEN, PACKED)
                 xa, xb = _rows(x, pair, e, d + 2 * DEEP, deep, K, EVEN)
             begun()
             total = sums(total, v0, v1, t, ya, yb, KIND)
     else:
         for d in range(0, INPUTS, DEEP):
-            w0, w1, _ = _codes(at, scale_at, d, deep, INPUTS, KIND, EVEN, PACKED)
+            w0, w1, _ = _load_quants(at, scale_at, d, deep, INPUTS, KIND, EVEN, PACKED)
             total = _sums_one_by_one(total, w0, w1, scales, base, x, pair, e, d, deep, K, INPUTS, KIND)
-    found = tl.reshape(tl.sum(total, 0), (OWN, COLS, 128)) * FACTOR
-    _put(found, scales, y, bias, rows, n, blocks, KIND, GATED, ADD, BIAS, SCALE, PACKED)
+    values = tl.reshape(tl.sum(total, 0), (OWN, COLS, 128)) * FACTOR
+    _store(values, scales, y, bias, rows, n, blocks, KIND, GATED, ADD, BIAS, SCALE, PACKED)
 
 
 @triton.jit
-def _row_codes(at, deep, d, INPUTS: tl.constexpr, EVEN: tl.constexpr):
-    """Words of one block of four out of DEEP fours, from block d on."""
+def _load_row_quants(at, deep, d, INPUTS: tl.constexpr, EVEN: tl.constexpr):
+    """Words of one block in each of DEEP groups of four, from block d on."""
     if EVEN:
         return tl.load(at, eviction_policy="evict_first")
     return tl.load(at, mask=d + deep * 4 < INPUTS, other=0)
@@ -179,14 +181,14 @@ def _row_codes(at, deep, d, INPUTS: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _four(at, scale_at, xat, d, deep, e, K: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr):
-    """What lies four blocks of inputs from d on, for each of DEEP: inputs, words of outputs r and r + 8, scales."""
+    """Four blocks of inputs from d on, for each of DEEP: words of outputs r and r + 8, and scales."""
     INPUTS: tl.constexpr = (K + 63) // 64
     WORDS: tl.constexpr = 128 if KIND == "int4" else 256
     at += d * WORDS
-    a0 = _row_codes(at, deep, d, INPUTS, EVEN)
-    b0 = _row_codes(at + WORDS, deep, d + 1, INPUTS, EVEN)
-    c0 = _row_codes(at + 2 * WORDS, deep, d + 2, INPUTS, EVEN)
-    d0 = _row_codes(at + 3 * WORDS, deep, d + 3, INPUTS, EVEN)
+    a0 = _load_row_quants(at, deep, d, INPUTS, EVEN)
+    b0 = _load_row_quants(at + WORDS, deep, d + 1, INPUTS, EVEN)
+    c0 = _load_row_quants(at + 2 * WORDS, deep, d + 2, INPUTS, EVEN)
+    d0 = _load_row_quants(at + 3 * WORDS, deep, d + 3, INPUTS, EVEN)
     a1, b1, c1, d1, s = a0, b0, c0, d0, a0
     if KIND == "int4":
         if EVEN:
@@ -194,10 +196,10 @@ def _four(at, scale_at, xat, d, deep, e, K: tl.constexpr, KIND: tl.constexpr, EV
         else:
             s = tl.load(scale_at + d * 32, mask=d + deep * 4 + e // 4 % 4 < INPUTS, other=0.0)
     else:
-        a1 = _row_codes(at + 128, deep, d, INPUTS, EVEN)
-        b1 = _row_codes(at + WORDS + 128, deep, d + 1, INPUTS, EVEN)
-        c1 = _row_codes(at + 2 * WORDS + 128, deep, d + 2, INPUTS, EVEN)
-        d1 = _row_codes(at + 3 * WORDS + 128, deep, d + 3, INPUTS, EVEN)
+        a1 = _load_row_quants(at + 128, deep, d, INPUTS, EVEN)
+        b1 = _load_row_quants(at + WORDS + 128, deep, d + 1, INPUTS, EVEN)
+        c1 = _load_row_quants(at + 2 * WORDS + 128, deep, d + 2, INPUTS, EVEN)
+        d1 = _load_row_quants(at + 3 * WORDS + 128, deep, d + 3, INPUTS, EVEN)
     return a0, b0, c0, d0, a1, b1, c1, d1, s
 
 
@@ -210,16 +212,16 @@ def _inputs(xat, d, deep, e, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def one_row(
-    x, codes, scales, y, bias, n,
+def matvec(
+    x, quants, scales, y, bias, n,
     K: tl.constexpr, KIND: tl.constexpr, DEEP: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     BIAS: tl.constexpr, FACTOR: tl.constexpr, SCALE: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The same of one row of x, in fewer instructions: the matrix units' eight columns are groups of its inputs.
+    """One row of x times the matrix, in fewer instructions: the eight columns of an `mma` are groups of its inputs.
 
-    A step is DEEP fours of blocks, a warp's own each.
+    A step is DEEP groups of four blocks, one for each warp.
     """
-    follow(AHEAD)
+    launch_next(AHEAD)
     INPUTS: tl.constexpr = (K + 63) // 64
     WORDS: tl.constexpr = 128 if KIND == "int4" else 256
     STEP: tl.constexpr = 4 * DEEP
@@ -227,7 +229,7 @@ def one_row(
     start = block.to(tl.int64) * INPUTS
     deep = tl.arange(0, DEEP)[:, None]
     e = tl.arange(0, 128)[None, :]
-    at = codes + (start + deep * 4) * WORDS + e
+    at = quants + (start + deep * 4) * WORDS + e
     scale_at = scales + (start + deep * 4 + e // 4 % 4) * 32 + e // 16 * 4 + e % 4
     xat = x + (deep * 4 + e // 32) * 32 + e // 4 % 4 * 8 + e // 16 % 2 * 4 + e % 4
     total = tl.zeros((DEEP, 128), tl.float32)
@@ -237,7 +239,7 @@ def one_row(
     if INPUTS <= STEP:
         total = row_sums(total, v, a0, b0, c0, d0, a1, b1, c1, d1, s, KIND)
     else:
-        for d in range(0, INPUTS, 2 * STEP):  # two steps: what one of them loads the other computes
+        for d in range(0, INPUTS, 2 * STEP):  # two steps: one loads while the other computes
             e0, f0, g0, h0, e1, f1, g1, h1, t = _four(at, scale_at, xat, d + STEP, deep, e, K, KIND, EVEN)
             w = _inputs(xat, d + STEP, deep, e, K, EVEN)
             begun()
@@ -247,65 +249,65 @@ def one_row(
                 v = _inputs(xat, d + 2 * STEP, deep, e, K, EVEN)
             begun()
             total = row_sums(total, w, e0, f0, g0, h0, e1, f1, g1, h1, t, KIND)
-    found = tl.sum(tl.reshape(tl.sum(total, 0), (8, 4, 4)), 1) * FACTOR  # [r, (h, -)]
-    _put_row(found, block, scales, y, bias, n, KIND, GATED, ADD, BIAS, SCALE)
+    values = tl.sum(tl.reshape(tl.sum(total, 0), (8, 4, 4)), 1) * FACTOR  # [r, (h, -)]
+    _store_row(values, block, scales, y, bias, n, KIND, GATED, ADD, BIAS, SCALE)
 
 
 @triton.jit
-def _put_row(
-    found, block, scales, y, bias, n,
+def _store_row(
+    values, block, scales, y, bias, n,
     KIND: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Sums [8, 4] of a block, of outputs r and r + 8, scaled, with what belongs to them, where they belong."""
+    """Scales the sums [8, 4] of a block's outputs r and r + 8, applies bias and gate, and stores them."""
     h = tl.arange(0, 4)[None, :]
     r = tl.arange(0, 8)[:, None]
     if KIND == "int4":
-        found = found * tl.where(h == 0, 16777216.0, 1048576.0)
+        values = values * tl.where(h == 0, 16777216.0, 1048576.0)
     else:
-        found = found * tl.load(scales + block * 16 + r + h % 2 * 8)
+        values = values * tl.load(scales + block * 16 + r + h % 2 * 8)
         if KIND == "int8":
-            found = found * 16777216.0
+            values = values * 16777216.0
     if GATED:
         where = block * 8 + r
         if BIAS:
-            found += tl.load(bias + where + h % 2 * n, mask=where < n, other=0.0).to(tl.float32)
-        gate = tl.sum(tl.where(h == 0, found, 0.0), 1)[:, None]
-        up = tl.sum(tl.where(h == 1, found, 0.0), 1)[:, None]
-        found = gate / (1.0 + tl.exp(-gate)) * up
+            values += tl.load(bias + where + h % 2 * n, mask=where < n, other=0.0).to(tl.float32)
+        gate = tl.sum(tl.where(h == 0, values, 0.0), 1)[:, None]
+        up = tl.sum(tl.where(h == 1, values, 0.0), 1)[:, None]
+        values = gate / (1.0 + tl.exp(-gate)) * up
         inside = (where < n) & (h == 0)
     else:
         where = block * 16 + r + h % 2 * 8
         if BIAS:
-            found += tl.load(bias + where, mask=where < n, other=0.0).to(tl.float32)
+            values += tl.load(bias + where, mask=where < n, other=0.0).to(tl.float32)
         inside = (where < n) & (h < 2)
     where = tl.broadcast_to(where, (8, 4))
     if ADD:
-        found += tl.load(y + where, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + where, (found * SCALE).to(y.dtype.element_ty), mask=inside)
+        values += tl.load(y + where, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + where, (values * SCALE).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _put(
-    found, scales, y, bias, rows, n, blocks,
+def _store(
+    values, scales, y, bias, rows, n, blocks,
     KIND: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Sums [PARTS, COLS, 128] of a program, scaled, with what belongs to them, where they belong."""
-    PARTS: tl.constexpr = found.shape[0]
-    COLS: tl.constexpr = found.shape[1]
+    """Scales a program's sums [PARTS, COLS, 128], applies bias and gate, and stores them."""
+    PARTS: tl.constexpr = values.shape[0]
+    COLS: tl.constexpr = values.shape[1]
     part = tl.arange(0, PARTS)[:, None, None]
     e = tl.arange(0, 128)[None, None, :]
     block = tl.program_id(1) * PARTS + part
     output = e // 16 + e % 4 // 2 * 8  # of 16
     if KIND != "int4":
-        found = found * tl.load(scales + tl.minimum(block, blocks - 1) * 16 + output)
+        values = values * tl.load(scales + tl.minimum(block, blocks - 1) * 16 + output)
     if PACKED and KIND == "int4":
-        found = found * tl.where(output < 8, 1.0, 0.0625)
+        values = values * tl.where(output < 8, 1.0, 0.0625)
     if GATED:
-        # Outputs r of a block are gates and r + 8 the ups beside them.
+        # Outputs r of a block are gates and r + 8 their ups.
         lane = tl.arange(0, 32)[None, None, :, None]
         odd = tl.arange(0, 2)[None, None, None, :]
-        gate, up = tl.split(tl.permute(tl.reshape(found, (PARTS, COLS, 32, 2, 2)), (0, 1, 2, 4, 3)))
+        gate, up = tl.split(tl.permute(tl.reshape(values, (PARTS, COLS, 32, 2, 2)), (0, 1, 2, 4, 3)))
         where = (tl.program_id(1) * PARTS + tl.arange(0, PARTS))[:, None, None, None] * 8 + lane // 4
         row = (tl.program_id(0) * COLS + tl.arange(0, COLS))[None, :, None, None] * 8 + lane % 4 * 2 + odd
         if BIAS:
@@ -316,26 +318,26 @@ def _put(
         where = block * 16 + output
         row = (tl.program_id(0) * COLS + tl.arange(0, COLS))[None, :, None] * 8 + e // 4 % 4 * 2 + e % 2
         if BIAS:
-            found += tl.load(bias + where, mask=where < n, other=0.0).to(tl.float32)
-        result = found
+            values += tl.load(bias + where, mask=where < n, other=0.0).to(tl.float32)
+        result = values
     inside = (where < n) & (row < rows)
-    put = y + row.to(tl.int64) * n + where
+    place = y + row.to(tl.int64) * n + where
     if ADD:
-        result += tl.load(put, mask=inside, other=0.0).to(tl.float32)
-    tl.store(put, (result * SCALE).to(y.dtype.element_ty), mask=inside)
+        result += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, (result * SCALE).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def expand(codes, scales, out, n, K: tl.constexpr, KIND: tl.constexpr, DEEP: tl.constexpr, GATED: tl.constexpr):
-    """A block of outputs' weights of DEEP blocks of inputs, as floats."""
+def dequantize(quants, scales, out, n, K: tl.constexpr, KIND: tl.constexpr, DEEP: tl.constexpr, GATED: tl.constexpr):
+    """Dequantizes one block of outputs by DEEP blocks of inputs."""
     INPUTS: tl.constexpr = (K + 63) // 64
     WORDS: tl.constexpr = 128 if KIND == "int4" else 256
     block = tl.program_id(0)
     deep = tl.program_id(1) * DEEP + tl.arange(0, DEEP)[:, None]
     e = tl.arange(0, 128)[None, :]
     base = block.to(tl.int64) * INPUTS + deep
-    w0 = tl.load(codes + base * WORDS + e, mask=deep < INPUTS, other=0)
-    w1 = tl.load(codes + base * WORDS + 128 + e, mask=deep < INPUTS, other=0) if KIND != "int4" else w0
+    w0 = tl.load(quants + base * WORDS + e, mask=deep < INPUTS, other=0)
+    w1 = tl.load(quants + base * WORDS + 128 + e, mask=deep < INPUTS, other=0) if KIND != "int4" else w0
     place = tl.arange(0, 512)[None, :]  # 16 inputs of 32 lanes
     column = deep * 64 + place // 16 % 4 * 16 + place % 16
     for h in tl.static_range(2):

@@ -1,10 +1,10 @@
-"""Choosing tokens on the device: a row of logits and how to draw from it in, a token out; nothing else leaves.
+"""Sampling on the device: a row of logits and its sampling parameters in, a token out.
 
-The meaning is that of `headway.kernels.reference.sampling.choose`, in float32 with sums of tiles in float64: logit mask →
-temperature → top-k → top-p → min-p, then a draw that goes through the kept tokens in id order. Bias and penalties are
-applied to the row before (`adjust`). Thresholds are found by halving the span between two scores that occur in the
-row, never by sorting. Nothing depends on other rows.
-"""  # noqa: E501
+The reference is `headway.kernels.reference.sampling.sample`; here float32 with sums of tiles in float64: logit mask →
+temperature → top-k → top-p → min-p, then a walk through the kept tokens in id order. Bias and penalties are applied to
+the row before (`adjust`). Thresholds are found by bisection between two scores of the row, never by sorting. No token
+depends on other rows.
+"""
 
 # ruff: noqa: PLR0124, PLR0915, PLR0917
 from __future__ import annotations
@@ -16,20 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NO_TOKEN = -1  # a row with NaN in it
-UNDECIDED = -2  # a row in which every allowed token has no chance: the reference decides
-PIECE = 4096  # logits that one program of the first pass looks at
-BLOCK = 2048  # logits that one program of the second pass looks at side by side, four times that at once
-ROW, TOP_K, MASK, ASK_INTS = 0, 1, 2, 3
-TEMPERATURE, TOP_P, MIN_P, UNIFORM, ASK_FLOATS = 0, 1, 2, 3, 4
+NO_TOKEN = -1  # a row with a NaN
+UNDECIDED = -2  # every allowed token of the row is at -inf: left to the reference
+PIECE = 4096  # logits per program of the first pass
+BLOCK = 2048  # logits per vector of the second pass, which loads four vectors at a time
+ROW, TOP_K, MASK, SAMPLER_INTS = 0, 1, 2, 3
+TEMPERATURE, TOP_P, MIN_P, UNIFORM, SAMPLER_FLOATS = 0, 1, 2, 3, 4
 
 
 @dataclass(frozen=True, eq=False)
-class Asks:
-    """What is drawn: for each of A tokens a row of logits, ways and a uniform number, in device memory.
+class SamplerArrays:
+    """How A tokens are sampled, in device memory.
 
-    `ints` [A, 3] has the row (-1 for none), top-k (0: off) and which mask binds it (-1: none); `floats` [A, 4] has
-    temperature, top-p, min-p and the number; `masks` [M, V / 32] has a bit for each token that may be chosen.
+    `ints` [A, 3] has the row of logits (-1 for none), top-k (0: off) and the index of the mask (-1: none); `floats`
+    [A, 4] has temperature, top-p, min-p and a uniform number; `masks` [M, V / 32] has a bit for each allowed token.
     """
 
     ints: Tensor
@@ -38,34 +38,34 @@ class Asks:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """Room for what the first pass finds of A rows in pieces of PIECE logits, and for the tokens."""
+class SamplingWorkspace:
+    """The results of the first pass over A rows in pieces of PIECE logits, and the tokens."""
 
-    floats: Tensor  # [A, pieces, 3]: largest, sum of weights below it, smallest that has a chance
-    ints: Tensor  # [A, pieces, 3]: where the largest is, whether there is a NaN, how many have a chance
+    floats: Tensor  # [A, pieces, 3]: largest score, sum of weights relative to it, smallest finite score
+    ints: Tensor  # [A, pieces, 3]: index of the largest, whether there is a NaN, number of finite scores
     tokens: Tensor  # [A] int32
 
 
-def room(count: int, vocab: int, device: torch.device) -> Found:
-    """Room for this many tokens."""
+def make_workspace(count: int, vocab: int, device: torch.device) -> SamplingWorkspace:
+    """A workspace for `count` tokens."""
     pieces = triton.cdiv(vocab, PIECE)
-    return Found(
+    return SamplingWorkspace(
         torch.empty(count, pieces, 3, dtype=torch.float32, device=device),
         torch.empty(count, pieces, 3, dtype=torch.int32, device=device),
         torch.empty(count, dtype=torch.int32, device=device),
     )
 
 
-def choose(logits: Tensor, asks: Asks, found: Found) -> None:
-    """A token for each ask into found.tokens. logits is [R, V], of any float type."""
-    count, vocab = asks.ints.shape[0], logits.shape[1]
-    pieces, words = triton.cdiv(vocab, PIECE), asks.masks.shape[1]
+def sample(logits: Tensor, arrays: SamplerArrays, workspace: SamplingWorkspace) -> None:
+    """A token for each of `arrays` into workspace.tokens. logits is [R, V], of any float type."""
+    count, vocab = arrays.ints.shape[0], logits.shape[1]
+    pieces, words = triton.cdiv(vocab, PIECE), arrays.masks.shape[1]
     _scan[(count, pieces)](
-        logits, asks.ints, asks.floats, asks.masks, found.floats, found.ints, logits.stride(0), vocab, words,
-        PIECES=pieces, PIECE=PIECE, num_warps=4,
+        logits, arrays.ints, arrays.floats, arrays.masks, workspace.floats, workspace.ints,
+        logits.stride(0), vocab, words, PIECES=pieces, PIECE=PIECE, num_warps=4,
     )  # fmt: skip
-    _draw[(count,)](
-        logits, asks.ints, asks.floats, asks.masks, found.floats, found.ints, found.tokens,
+    _sample[(count,)](
+        logits, arrays.ints, arrays.floats, arrays.masks, workspace.floats, workspace.ints, workspace.tokens,
         logits.stride(0), vocab, words, PIECES=pieces, WIDE=triton.next_power_of_2(pieces), PIECE=PIECE,
         BLOCK=BLOCK, SPANS=triton.next_power_of_2(triton.cdiv(vocab, 4 * BLOCK)), num_warps=16,
     )  # fmt: skip
@@ -74,9 +74,9 @@ def choose(logits: Tensor, asks: Asks, found: Found) -> None:
 def adjust(logits: Tensor, rows: Tensor, at: Tensor, ids: Tensor, amounts: Tensor, ways: Tensor) -> None:
     """Bias and penalties onto logits [R, V] float32, in place.
 
-    Row rows[i] takes the entries at[i] … at[i + 1] - 1, in which no token occurs twice. Each has a bias, whether the
-    token was seen, and how often it was generated in `amounts` [n, 3]; ways [i] has the repetition, presence and
-    frequency penalties.
+    Row rows[i] has the entries at[i] … at[i + 1] - 1, in which no token occurs twice. `amounts` [n, 3] has for each
+    entry the bias, whether the token was seen, and how often it was generated; ways[i] has the repetition, presence
+    and frequency penalties.
     """
     if len(rows):
         _adjust[(len(rows),)](logits, rows, at, ids, amounts, ways, logits.stride(0), BLOCK=1024, num_warps=4)
@@ -103,7 +103,7 @@ def _adjust(logits, rows, at, ids, amounts, ways, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _scores(logits, masks, mask, i, vocab):
-    """The scores of tokens i; -inf for those that are masked or not there."""
+    """The scores of tokens i; -inf for those masked or outside the vocabulary."""
     s = tl.load(logits + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
     if mask >= 0:
         bits = tl.load(masks + i // 32, mask=i < vocab, other=0)
@@ -113,7 +113,7 @@ def _scores(logits, masks, mask, i, vocab):
 
 @triton.jit
 def _four(logits, masks, mask, base, vocab, BLOCK: tl.constexpr):
-    """The scores of four blocks from a token on: what is asked for together comes together."""
+    """The scores of four blocks from a token on: their loads overlap."""
     i = base + tl.arange(0, BLOCK)
     a, b = _scores(logits, masks, mask, i, vocab), _scores(logits, masks, mask, i + BLOCK, vocab)
     c, d = _scores(logits, masks, mask, i + 2 * BLOCK, vocab), _scores(logits, masks, mask, i + 3 * BLOCK, vocab)
@@ -122,18 +122,18 @@ def _four(logits, masks, mask, base, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weight(s, peak, rate):
-    """Weights beside the largest, which has 1; rate is 1 / temperature."""
+    """Weights relative to the largest, which is 1; rate is 1 / temperature."""
     return tl.where(s == peak, 1.0, tl.exp((s - peak) * rate))
 
 
 @triton.jit
 def _scan(
-    logits, ask_ints, ask_floats, masks, floats, ints, stride, vocab, words, PIECES: tl.constexpr, PIECE: tl.constexpr
+    logits, row_ints, row_floats, masks, floats, ints, stride, vocab, words, PIECES: tl.constexpr, PIECE: tl.constexpr
 ):
-    ask, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.load(ask_ints + ask * 3)
+    index, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(row_ints + index * 3)
     if row >= 0:
-        mask = tl.load(ask_ints + ask * 3 + 2)
+        mask = tl.load(row_ints + index * 3 + 2)
         i = piece * PIECE + tl.arange(0, PIECE)
         line = logits + row.to(tl.int64) * stride
         raw = tl.load(line + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
@@ -142,11 +142,11 @@ def _scan(
         s = tl.where(s != s, float("-inf"), s)
         peak = tl.max(s, 0)
         alive = s > float("-inf")
-        temperature = tl.load(ask_floats + ask * 4).to(tl.float32)
+        temperature = tl.load(row_floats + index * 4).to(tl.float32)
         mass = 0.0
         if temperature > 0:
             mass = tl.sum(tl.where(alive, _weight(s, peak, 1.0 / temperature), 0.0), 0)
-        at = ask * PIECES + piece
+        at = index * PIECES + piece
         tl.store(floats + at * 3, peak)
         tl.store(floats + at * 3 + 1, mass)
         tl.store(floats + at * 3 + 2, tl.min(tl.where(alive, s, float("inf")), 0))
@@ -157,7 +157,7 @@ def _scan(
 
 @triton.jit
 def _beyond(line, masks, mask, level, peak, rate, vocab, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """How many scores there are above a level, or how much weight they have."""
+    """The number of scores above a level, or their total weight."""
     amount = tl.zeros((BLOCK,), tl.float32)
     for base in range(0, vocab, 4 * BLOCK):
         a, b, c, d = _four(line, masks, mask, base, vocab, BLOCK)
@@ -174,7 +174,7 @@ def _above(s, level, peak, rate, MASS: tl.constexpr):
 
 @triton.jit
 def _seen(s, level, peak, rate, amount, up, down, MASS: tl.constexpr):
-    """What is above a level so far, its smallest score, and the largest that is not above; with these scores."""
+    """Adds scores to the amount above a level, the smallest score above it, and the largest not above it."""
     over = s > level
     amount += _above(s, level, peak, rate, MASS)
     up = tl.minimum(up, tl.where(over, s, float("inf")))
@@ -191,10 +191,10 @@ def _seen_of_four(a, b, c, d, level, peak, rate, amount, up, down, MASS: tl.cons
 
 @triton.jit
 def _edge(line, masks, mask, low, high, goal, peak, rate, vocab, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest score of the row above which there is less than `goal`: it lies between two scores of the row.
+    """The smallest score of the row above which there is less than `goal`, between the scores `low` and `high`.
 
-    Each pass over the row compares with three levels between them; the next span again ends at scores of the row. Sums
-    stay apart, one for each place of a block, until the end of a pass.
+    Each pass over the row compares with three levels between them; the next interval again ends at scores of the row.
+    Sums are kept per lane of a block until the end of a pass.
     """
     while low < high:
         half = low + (high - low) * 0.5
@@ -226,27 +226,27 @@ def _edge(line, masks, mask, low, high, goal, peak, rate, vocab, MASS: tl.conste
 
 @triton.jit
 def _kept(s, edge, peak, rate, min_p):
-    """The weights of scores above the edge that are not too small; 0 for others."""
+    """The weights of scores above the edge that reach min_p; 0 for others."""
     w = _weight(s, peak, rate)
     return tl.where((s > edge) & (w >= min_p), w, 0.0)
 
 
 @triton.jit
-def _draw(
-    logits, ask_ints, ask_floats, masks, floats, ints, tokens, stride, vocab, words,
+def _sample(
+    logits, row_ints, row_floats, masks, floats, ints, tokens, stride, vocab, words,
     PIECES: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    ask = tl.program_id(0).to(tl.int64)
-    row = tl.load(ask_ints + ask * 3)
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_ints + index * 3)
     token = -2
     if row >= 0:
         c = tl.arange(0, WIDE)
-        at = (ask * PIECES + c) * 3
+        at = (index * PIECES + c) * 3
         tops = tl.load(floats + at, mask=c < PIECES, other=float("-inf"))
         firsts = tl.load(ints + at, mask=c < PIECES, other=vocab)
         bad = tl.max(tl.load(ints + at + 1, mask=c < PIECES, other=0), 0)
         peak = tl.max(tops, 0)
-        temperature = tl.load(ask_floats + ask * 4).to(tl.float32)
+        temperature = tl.load(row_floats + index * 4).to(tl.float32)
         if bad > 0:
             token = -1
         elif peak == float("-inf"):
@@ -256,12 +256,12 @@ def _draw(
         else:
             rate = 1.0 / temperature
             line = logits + row.to(tl.int64) * stride
-            mask = tl.load(ask_ints + ask * 3 + 2)
+            mask = tl.load(row_ints + index * 3 + 2)
             bits = masks + tl.maximum(mask, 0).to(tl.int64) * words
-            top_k = tl.load(ask_ints + ask * 3 + 1)
-            top_p = tl.load(ask_floats + ask * 4 + 1)
-            min_p = tl.load(ask_floats + ask * 4 + 2).to(tl.float32)
-            uniform = tl.load(ask_floats + ask * 4 + 3)
+            top_k = tl.load(row_ints + index * 3 + 1)
+            top_p = tl.load(row_floats + index * 4 + 1)
+            min_p = tl.load(row_floats + index * 4 + 2).to(tl.float32)
+            uniform = tl.load(row_floats + index * 4 + 3)
             parts = tl.load(floats + at + 1, mask=c < PIECES, other=0.0) * _weight(tops, peak, rate)
             sums = tl.cumsum(tl.where(c < PIECES, parts, 0.0).to(tl.float64), 0)
             total = tl.max(sums, 0)
@@ -274,12 +274,12 @@ def _draw(
                 w = tl.where(s > float("-inf"), _weight(s, peak, rate), 0.0)
                 reached = before + tl.cumsum(w.to(tl.float64), 0)
                 token = tl.min(tl.where((reached > goal) & (w > 0), i, vocab), 0)
-                if token == vocab:  # the two ways of adding up differ in their last bits
+                if token == vocab:  # the two sums differ in their last bits
                     token = tl.max(tl.where(w > 0, i, 0), 0)
             else:
                 alive = tl.sum(tl.load(ints + at + 2, mask=c < PIECES, other=0), 0)
                 low = tl.min(tl.load(floats + at + 2, mask=c < PIECES, other=float("inf")), 0)
-                edge, ties = low, alive  # kept: what is above the edge, and the first `ties` at it
+                edge, ties = low, alive  # kept: scores above the edge, and the first `ties` at it
                 if (top_k > 0) & (top_k < alive):
                     edge = _edge(line, bits, mask, low, peak, top_k.to(tl.float64), peak, rate, vocab, False, BLOCK)
                     over = _beyond(line, bits, mask, edge, peak, rate, vocab, False, BLOCK)
@@ -297,7 +297,7 @@ def _draw(
                     needed = tl.ceil((goal - over) / one)
                     enough = tl.maximum(1.0, tl.minimum(needed, 2.0e9)).to(tl.int32)
                     ties = tl.where(edge > before, enough, tl.minimum(ties, enough))
-                # How much is kept in each span of tokens says in which of them the draw ends.
+                # The weight kept in each span of tokens tells which span the sampled token is in.
                 n = tl.arange(0, SPANS)
                 kept = tl.zeros((SPANS,), tl.float64)
                 equal = tl.zeros((SPANS,), tl.int32)
@@ -336,4 +336,4 @@ def _draw(
                     base += BLOCK
                 if token == vocab:
                     token = final
-    tl.store(tokens + ask, token)
+    tl.store(tokens + index, token)

@@ -25,4 +25,4 @@ class Family:
     theta: float = 10_000.0
     head_dim: int | None = None  # when the config is silent; else hidden size / heads
     kv_heads: int | None = None  # when the config is silent; else as many as heads
-    interleaved_gguf: bool = False  # its GGUF files store q and k rows for rotation of neighbouring pairs
+    interleaved_gguf: bool = False  # its GGUF files store q and k rows for rotation of neighboring pairs

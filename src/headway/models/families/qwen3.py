@@ -1,4 +1,4 @@
-"""Qwen3: every query and key head is normalised before it is rotated."""
+"""Qwen3: every query and key head is normalized before it is rotated."""
 
 from headway.models.families.family import Family
 

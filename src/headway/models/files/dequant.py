@@ -1,4 +1,4 @@
-"""GGUF's packed numbers to floats, in torch, a chunk at a time.
+"""Dequantizing GGUF blocks to floats, in torch, a chunk at a time.
 
 Owns the block layouts. Every kind decodes to exactly the float32 values of the format's reference, multiplying and
 adding in the same order; another dtype is that value rounded once. It never reads files and keeps no tensors.
@@ -27,7 +27,7 @@ def dequantize(kind: str, raw: Tensor, shape: Sequence[int], dtype: torch.dtype,
     """A tensor of `shape` and `dtype` from its stored bytes, `raw` uint8 `[nbytes]`.
 
     `out`, when given, is contiguous, has that shape and dtype, and its device is where the decoding happens:
-    only packed bytes travel there. A value too large for `dtype` raises `Unsupported`.
+    only stored bytes are copied there. A value too large for `dtype` raises `Unsupported`.
     """
     if kind not in KINDS:
         raise Unsupported(f"tensors stored as {kind} cannot be decoded; Headway reads {', '.join(KINDS)}")
@@ -43,7 +43,7 @@ def dequantize(kind: str, raw: Tensor, shape: Sequence[int], dtype: torch.dtype,
 
 
 def as_floats(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes seen as numbers, without a copy unless they start at an address the dtype cannot."""
+    """The bytes viewed as numbers, copied only if they are not aligned for the dtype."""
     aligned = raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()
     return aligned.view(dtype)
 
@@ -62,9 +62,11 @@ def convert_floats(raw: Tensor, stored: torch.dtype, out: Tensor) -> None:
 
 
 def _decode_blocks(kind: str, raw: Tensor, out: Tensor) -> None:
-    packing, decoder = KINDS[kind], _DECODERS[kind]
-    step = CHUNK_VALUES // packing.block
-    for part, target in zip(raw.view(-1, packing.nbytes).split(step), out.view(-1).split(step * packing.block)):
+    block_format, decoder = KINDS[kind], _DECODERS[kind]
+    step = CHUNK_VALUES // block_format.block
+    for part, target in zip(
+        raw.view(-1, block_format.nbytes).split(step), out.view(-1).split(step * block_format.block)
+    ):
         store(target, decoder(part.to(out.device)).view(-1))
 
 
@@ -74,7 +76,7 @@ def may_overflow(values: torch.dtype, target: torch.dtype) -> bool:
 
 
 def store(target: Tensor, values: Tensor) -> None:
-    """Copy numbers to where they stay. One that fits there only as infinity raises `Unsupported`."""
+    """Copy values into `target`. A finite value that becomes infinity there raises `Unsupported`."""
     target.copy_(values)
     if not may_overflow(values.dtype, target.dtype):
         return
@@ -89,12 +91,14 @@ def store(target: Tensor, values: Tensor) -> None:
 
 
 def _check_sizes(kind: str, raw: Tensor, shape: Sequence[int]) -> None:
-    packing = KINDS[kind]
+    block_format = KINDS[kind]
     if raw.dtype != torch.uint8 or raw.dim() != 1:
         raise InvalidInput(f"stored bytes must be a flat uint8 tensor, not {raw.dtype} with {raw.dim()} dimensions")
-    if not shape or shape[-1] % packing.block:
-        raise InvalidInput(f"shape {tuple(shape)} does not split into {kind} blocks of {packing.block} along its rows")
-    expected = prod(shape) // packing.block * packing.nbytes
+    if not shape or shape[-1] % block_format.block:
+        raise InvalidInput(
+            f"shape {tuple(shape)} does not split into {kind} blocks of {block_format.block} along its rows"
+        )
+    expected = prod(shape) // block_format.block * block_format.nbytes
     if raw.numel() != expected:
         raise InvalidInput(f"{raw.numel()} bytes for shape {tuple(shape)}; as {kind} it takes {expected}")
 
@@ -108,7 +112,7 @@ def _check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
         )
 
 
-# Each decoder takes blocks, uint8 [B, nbytes], and gives float32 [B, block].
+# Each decoder takes blocks, uint8 [B, nbytes], and returns float32 [B, block].
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
@@ -187,11 +191,11 @@ def half(blocks: Tensor, at: int) -> Tensor:
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
-def planes(packed: Tensor, *, group: int, bits: int) -> Tensor:
+def planes(raw: Tensor, *, group: int, bits: int) -> Tensor:
     """Unpack `[B, N]` bytes to `[B, N·8/bits]` numbers: of every `group` bytes the lowest bits first, then the next."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(-1, 1)
-    spread = packed.reshape(len(packed), -1, 1, group) >> shifts
-    return spread.bitwise_and_((1 << bits) - 1).view(len(packed), -1)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=raw.device).view(-1, 1)
+    spread = raw.reshape(len(raw), -1, 1, group) >> shifts
+    return spread.bitwise_and_((1 << bits) - 1).view(len(raw), -1)
 
 
 def _by_group(values: Tensor, scale: Tensor, least: Tensor | None = None) -> Tensor:
@@ -206,7 +210,7 @@ def _by_group(values: Tensor, scale: Tensor, least: Tensor | None = None) -> Ten
 def scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """The 8 scales and 8 minima of Q4_K and Q5_K, float32 `[B, 8]` each.
 
-    Their 6 bits lie in bytes 4 to 15: numbers 0–3 in the low 6 bits of the first eight bytes, numbers 4–7 as a nibble
+    Their 6 bits are in bytes 4 to 15: numbers 0–3 in the low 6 bits of the first eight bytes, numbers 4–7 as a nibble
     in the last four, with their two top bits on top of numbers 0–3.
     """
     scale, least, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]

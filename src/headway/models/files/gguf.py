@@ -1,7 +1,7 @@
-"""One GGUF file: its metadata and where its tensors lie.
+"""One GGUF file: its metadata and the location of its tensors.
 
-Owns the reading of the header, in which every length, count and offset is checked against the file before it is used.
-It never maps a file itself (`mapped` does) or turns bytes into numbers (`dequant` does), and knows no model family.
+Owns the reading of the header: every length, count and offset is checked against the file before it is used. It never
+maps a file itself (`mapped` does) or dequantizes (`dequant` does), and knows no model family.
 
     magic "GGUF" · version u32 · tensor count u64 · key count u64
     key count ×    name · value type u32 · value              (an array is: item type u32 · length u64 · items)
@@ -45,32 +45,32 @@ _SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """How a tensor type packs its numbers: `block` values in `nbytes` bytes."""
+class BlockFormat:
+    """How a tensor type stores its numbers: `block` values in `nbytes` bytes."""
 
     block: int
     nbytes: int
 
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
+KINDS: Mapping[str, BlockFormat] = MappingProxyType(
     {
-        "F32": Kind(1, 4),
-        "F16": Kind(1, 2),
-        "BF16": Kind(1, 2),
-        "Q8_0": Kind(32, 34),
-        "Q4_0": Kind(32, 18),
-        "Q4_1": Kind(32, 20),
-        "Q5_0": Kind(32, 22),
-        "Q5_1": Kind(32, 24),
-        "Q2_K": Kind(256, 84),
-        "Q3_K": Kind(256, 110),
-        "Q4_K": Kind(256, 144),
-        "Q5_K": Kind(256, 176),
-        "Q6_K": Kind(256, 210),
+        "F32": BlockFormat(1, 4),
+        "F16": BlockFormat(1, 2),
+        "BF16": BlockFormat(1, 2),
+        "Q8_0": BlockFormat(32, 34),
+        "Q4_0": BlockFormat(32, 18),
+        "Q4_1": BlockFormat(32, 20),
+        "Q5_0": BlockFormat(32, 22),
+        "Q5_1": BlockFormat(32, 24),
+        "Q2_K": BlockFormat(256, 84),
+        "Q3_K": BlockFormat(256, 110),
+        "Q4_K": BlockFormat(256, 144),
+        "Q5_K": BlockFormat(256, 176),
+        "Q6_K": BlockFormat(256, 210),
     }
 )
 
-# Every tensor type of the format, so that one we cannot read is refused by name. The numbers left out are retired.
+# Every tensor type of the format, so that an unsupported one is refused by name. The missing numbers are retired.
 _TYPE_NAMES = {
     **dict(enumerate(("F32", "F16", "Q4_0", "Q4_1"))),
     **dict(enumerate(("Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K"), 6)),
@@ -88,7 +88,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies. `shape` is in torch's order, `offset` counts from the start of the file."""
+    """The location of one tensor. `shape` is in torch's order, `offset` counts from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -98,14 +98,14 @@ class GgufTensor:
 
 
 class Header:
-    """What stands before a file's tensors: metadata, and where each tensor lies. Never changed."""
+    """A file's metadata and the location of each tensor. Immutable."""
 
     def __init__(self, metadata: Mapping[str, MetaValue], tensors: Mapping[str, GgufTensor]) -> None:
         self.metadata: Mapping[str, MetaValue] = MappingProxyType(dict(metadata))
         self.tensors: Mapping[str, GgufTensor] = MappingProxyType(dict(tensors))
 
 
-_headers: WeakValueDictionary[tuple[int, ...], Header] = WeakValueDictionary()  # those that somebody has, by file
+_headers: WeakValueDictionary[tuple[int, ...], Header] = WeakValueDictionary()  # headers in use, by file
 
 
 class GgufFile:
@@ -120,7 +120,7 @@ class GgufFile:
     def open(cls, path: str | os.PathLike[str]) -> GgufFile:
         """Map the file and check its whole header. Raises `ModelNotFound` or `BadModelFile`.
 
-        While somebody has the header of the same file, unchanged, it is not read again.
+        The header of a file that has not changed is not parsed again while another user holds it.
         """
         where = Path(path)
         data, identity = identified_map(where)
@@ -138,7 +138,7 @@ class GgufFile:
         return self.span(name).bytes()
 
     def span(self, name: str) -> Span:
-        """Where the tensor's stored bytes lie."""
+        """The location of the tensor's stored bytes."""
         if self._data is None:
             raise Closed(f"{self.path} is closed; open it again to read {name!r}")
         tensor = self.tensors.get(name)
@@ -147,7 +147,7 @@ class GgufFile:
         return Span(self._data, tensor.offset, tensor.nbytes)
 
     def close(self) -> None:
-        """Give the map back, now or when the last view of it is gone. Closing twice is fine."""
+        """Release the map, now or with the last view of it. Closing twice is fine."""
         data, self._data = self._data, None
         if data is not None:
             unmap(data)
@@ -160,7 +160,7 @@ class GgufFile:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file. Whoever keeps it spares others who open the file from reading it again."""
+    """The header of a file. While it is held, opening the file again does not parse it again."""
     with gc_paused(), GgufFile.open(path) as file:
         return file.header
 
@@ -170,7 +170,7 @@ _U64 = struct.Struct("<Q")
 
 
 class _Cursor:
-    """A position in the header that never moves past the end. `what` names the field in errors."""
+    """A position in the header that never moves past its end. `what` names the field in errors."""
 
     __slots__ = ("data", "end", "path", "pos", "values")
 
@@ -190,7 +190,7 @@ class _Cursor:
         self.fail(f"{what} reaches byte {stop}, but the file ends at byte {self.end}; it is truncated or damaged")
 
     def skip(self, count: int, what: str) -> int:
-        """Step over `count` bytes and give where they start."""
+        """Skip `count` bytes and return where they start."""
         start = self.pos
         if count > self.end - start:
             self.past_end(what, start + count)
@@ -204,7 +204,7 @@ class _Cursor:
         return _U64.unpack_from(self.data, self.skip(8, what))[0]
 
     def count(self, what: str, smallest: int, limit: int) -> int:
-        """A number of items to come: refused here when the rest of the file could not hold them."""
+        """A number of items that follow. Fails if the rest of the file could not hold them."""
         number = self.u64(what)
         if number > limit:
             self.fail(f"{what} is {number}; the limit is {limit}")
@@ -234,7 +234,7 @@ class _Cursor:
 def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, MetaValue], dict[str, GgufTensor]]:
     cursor = _Cursor(path, data)
     _read_magic(cursor)
-    # Both counts are refused before anything is made for them.
+    # Both counts are checked before anything is allocated for them.
     tensor_count = cursor.count("the tensor count", 0, MAX_TENSORS)
     key_count = cursor.count("the metadata key count", _SMALLEST_KEY, MAX_VALUES)
     metadata = _read_metadata(cursor, key_count)
@@ -306,11 +306,11 @@ def _read_strings(cursor: _Cursor, what: str, count: int) -> list[str]:
 def _read_scalars(cursor: _Cursor, what: str, kind: int, count: int) -> list[int] | list[float] | list[bool]:
     dtype = _scalar(cursor, what, kind)
     start = cursor.skip(count * dtype.itemsize, what)
-    # Copied out of the map: an array that views it would keep it from closing while an error is on its way.
+    # A copy: a view of the map would keep it from closing while an error propagates.
     values = np.frombuffer(cursor.data[start : cursor.pos], dtype)
     if kind == _BOOL:
         if count and int(values.max()) > 1:
-            cursor.fail(f"{what} holds the byte {int(values.max())} as a boolean; only 0 and 1 are")
+            cursor.fail(f"{what} holds the byte {int(values.max())} as a boolean; it must be 0 or 1")
         values = values.astype(np.bool_)
     return values.tolist()
 
@@ -349,7 +349,7 @@ def _read_tensor(cursor: _Cursor, name: str, alignment: int) -> GgufTensor:
     kind = _tensor_kind(cursor, what, cursor.u32(f"the type of {what}"))
     offset = cursor.u64(f"the offset of {what}")
     if offset % alignment:
-        cursor.fail(f"{what} starts at offset {offset}, which is no multiple of the alignment {alignment}")
+        cursor.fail(f"{what} starts at offset {offset}, which is not a multiple of the alignment {alignment}")
     return GgufTensor(name, sizes[::-1], kind, offset, _nbytes(cursor, what, kind, sizes))
 
 
@@ -362,19 +362,19 @@ def _tensor_kind(cursor: _Cursor, what: str, number: int) -> str:
 
 
 def _nbytes(cursor: _Cursor, what: str, kind: str, sizes: tuple[int, ...]) -> int:
-    packing, size = KINDS[kind], len(cursor.data)
+    block_format, size = KINDS[kind], len(cursor.data)
     if 0 in sizes:
         cursor.fail(f"{what} has the dimensions {sizes}; each must be at least 1")
-    if sizes[0] % packing.block:
-        cursor.fail(f"{what} has rows of {sizes[0]} values, no multiple of the {kind} block of {packing.block}")
-    nbytes = prod(sizes) // packing.block * packing.nbytes
+    if sizes[0] % block_format.block:
+        cursor.fail(f"{what} has rows of {sizes[0]} values, not a multiple of the {kind} block of {block_format.block}")
+    nbytes = prod(sizes) // block_format.block * block_format.nbytes
     if nbytes > size:
         cursor.fail(f"{what} with dimensions {sizes} would take {nbytes} bytes as {kind}, but the file has {size}")
     return nbytes
 
 
 def _place(cursor: _Cursor, tensors: dict[str, GgufTensor], alignment: int) -> dict[str, GgufTensor]:
-    """Turn offsets into places in the file, and see that the tensors lie inside it and apart from each other."""
+    """Offsets from the start of the file. Fails for tensors that overlap or reach past its end."""
     data_start = -(-cursor.pos // alignment) * alignment
     size = len(cursor.data)
     last: GgufTensor | None = None

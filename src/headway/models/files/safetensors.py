@@ -1,7 +1,7 @@
-"""What a safetensors file says of its tensors, and which file of a folder holds each.
+"""The headers of safetensors files, and the index of a folder of them.
 
-Owns the reading of a file's header and of a folder's index: lengths, types, shapes and places are checked against the
-file before they are used. It never reads a tensor's bytes (`weights` does) and knows nothing of what the names mean.
+Owns the reading of both: lengths, types, shapes and offsets are checked against the file before they are used. It never
+reads a tensor's bytes (`weights` does) and does not know what the names mean.
 
     length u64 · that many bytes of JSON: name → dtype, shape, data_offsets
     the tensors' bytes; offsets count from here
@@ -80,7 +80,9 @@ def read_entries(path: Path, data: mmap.mmap) -> dict[str, Entry]:
         raise BadModelFile(f"{path} has {len(data)} bytes, too few for a safetensors header; download it again")
     length = int.from_bytes(data[:8], "little")
     if length > MAX_HEADER:
-        raise BadModelFile(f"{path}: the header length is {length}; the limit is {MAX_HEADER}, so it is no safetensors")
+        raise BadModelFile(
+            f"{path}: the header length is {length}; the limit is {MAX_HEADER}, so it is not a safetensors file"
+        )
     if 8 + length > len(data):
         raise BadModelFile(f"{path}: the header takes {length} bytes, but the file has {len(data)}; it is truncated")
     header = _read_json(data[8 : 8 + length], f"{path}: the header")
@@ -104,7 +106,7 @@ def _read_json(text: bytes, what: str) -> dict[str, Any]:
     except BadModelFile:
         raise
     except (ValueError, RecursionError) as error:
-        raise BadModelFile(f"{what} is not JSON: {str(error)[:160]}") from None
+        raise BadModelFile(f"{what} is not valid JSON: {str(error)[:160]}") from None
     if not isinstance(value, dict):
         raise BadModelFile(f"{what} is a JSON {type(value).__name__}, not an object")
     return value
@@ -137,7 +139,7 @@ def _entry(path: Path, name: str, value: object, data_start: int, size: int) -> 
 
 def _check_shape(what: str, shape: object) -> None:
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise BadModelFile(f"{what} has the shape {short_repr(shape)}; it must be a list of whole numbers")
+        raise BadModelFile(f"{what} has the shape {short_repr(shape)}; it must be a list of integers")
     if len(shape) > MAX_DIMS:
         raise BadModelFile(f"{what} has {len(shape)} dimensions; the limit is {MAX_DIMS}")
     # An empty tensor takes no bytes whatever its other dimensions, but torch multiplies them.
@@ -147,11 +149,11 @@ def _check_shape(what: str, shape: object) -> None:
 
 def _offsets(what: str, offsets: object, limit: int) -> tuple[int, int]:
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
-        raise BadModelFile(f"{what} has data_offsets {short_repr(offsets)}; they must be two whole numbers")
+        raise BadModelFile(f"{what} has data_offsets {short_repr(offsets)}; they must be two integers")
     start, stop = offsets
     if not 0 <= start <= stop <= limit:
         raise BadModelFile(
-            f"{what} lies at {short_repr(offsets)} of {limit} bytes of data; the file is truncated or its header wrong"
+            f"{what} is at {short_repr(offsets)} of {limit} bytes of data; the file is truncated or its header is wrong"
         )
     return start, stop
 

@@ -1,10 +1,10 @@
-"""Stored bytes to a device, through two buffers of host memory: no weight is whole anywhere but where it stays.
+"""Copying stored weights to a device through two host buffers: no weight is whole anywhere but at its destination.
 
-    the file's map ──copy──▶ buffer 1 or 2 ──side stream──▶ its place in the weight
+    the file's map ──copy──▶ buffer 1 or 2 ──side stream──▶ the weight on the device
 
-The buffers are pinned where the device is a CUDA one, so that one of them travels while the other is filled. A weight
-stored in the type it is loaded as goes straight to its place; any other crosses in its stored form and becomes numbers
-there, a few MiB at a time. With a CPU as the device the same chunks take the same ways, one after the other.
+For a CUDA device the buffers are pinned host memory, so that one is copied while the other is filled. A weight stored
+in the dtype it is loaded as is copied straight to its destination; any other is copied as stored and dequantized on the
+device, a few MiB at a time. On a CPU the same chunks take the same path, one after the other.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch import Tensor
 
 from headway.base.errors import Unsupported
 from headway.models.files.dequant import FLOATS, decode, may_overflow, store
-from headway.models.files.gguf import KINDS, Kind
+from headway.models.files.gguf import KINDS, BlockFormat
 from headway.models.files.mapped import Span
 
 SIZE = 64 << 20  # bytes of one buffer
-VALUES = 1 << 22  # numbers that are converted at once on the device
+VALUES = 1 << 22  # numbers converted at a time on the device
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StagedChunk:
     """Bytes `start` to `stop` of a stored tensor, which hold its numbers `first` to `last`."""
 
     start: int
@@ -37,55 +37,55 @@ class Chunk:
     last: int
 
 
-def chunks(count: int, packing: Kind, unit: int, room: int) -> Iterator[Chunk]:
-    """A stored tensor of `count` numbers in pieces of at most `room` bytes, or one unit where that is more.
+def chunks(count: int, block_format: BlockFormat, unit: int, limit: int) -> Iterator[StagedChunk]:
+    """A stored tensor of `count` numbers in chunks of at most `limit` bytes, or one unit if that is more.
 
-    A unit is so many numbers that stay together: whole blocks.
+    A unit is the count of numbers that must stay together: whole blocks.
     """
-    assert unit % packing.block == 0, (unit, packing)
-    size = unit // packing.block * packing.nbytes
-    step = max(1, room // size) * unit
+    assert unit % block_format.block == 0, (unit, block_format)
+    size = unit // block_format.block * block_format.nbytes
+    step = max(1, limit // size) * unit
     for first in range(0, count, step):
         last = min(first + step, count)
-        start, stop = (n // packing.block * packing.nbytes for n in (first, last))
-        yield Chunk(start, stop, first, last)
+        start, stop = (n // block_format.block * block_format.nbytes for n in (first, last))
+        yield StagedChunk(start, stop, first, last)
 
 
 class Staging:
-    """Two buffers and the stream that empties them. Use it in a `with`: what was sent is there when that ends."""
+    """Two buffers and the stream that empties them. Use it in a `with`: all copies are done when that ends."""
 
     def __init__(self, device: torch.device, size: int = SIZE) -> None:
         self.device, self.size = device, size
         cuda = device.type == "cuda"
         self._side = torch.cuda.Stream(device) if cuda else None
         self._slots = [_Slot(cuda), _Slot(cuda)]
-        self._turn = 0
+        self._current = 0
 
     def send(self, span: Span, kind: str, target: Tensor, what: str, *, pairs: int = 0) -> None:
-        """Fill `target`, contiguous on the device, from a stored tensor of its shape; soon.
+        """Fill `target`, contiguous on the device, from a stored tensor of its shape, asynchronously.
 
-        `pairs` is the head size of rows stored for rotation of neighbouring pairs; they come to stand for rotation of
-        halves. A number too large for the target raises `Unsupported`, now or at a later call, and says `what` has it.
+        `pairs` is the head size of rows stored for rotation of neighboring pairs; they are reordered for rotation of
+        halves. A number too large for the target raises `Unsupported`, now or at a later call, and names `what`.
         """
-        packing = KINDS.get(kind) or Kind(1, FLOATS[kind].itemsize)
-        form = _Form(kind, packing, pairs * target[0].numel() if pairs else packing.block, pairs, what)
+        block_format = KINDS.get(kind) or BlockFormat(1, FLOATS[kind].itemsize)
+        form = _Form(kind, block_format, pairs * target[0].numel() if pairs else block_format.block, pairs, what)
         flat = target.view(-1)
         self._wait_for_current()
-        for chunk in chunks(flat.numel(), packing, form.unit, self.size):
+        for chunk in chunks(flat.numel(), block_format, form.unit, self.size):
             slot = self._next(chunk.stop - chunk.start)
             part = slot.buffer[: chunk.stop - chunk.start]
             part.copy_(torch.from_numpy(span.bytes(chunk.start, chunk.stop)))
             span.forget(chunk.start, chunk.stop)
-            with self._beside():
-                slot.leave(part, form, flat[chunk.first : chunk.last])
+            with self._on_side_stream():
+                slot.copy(part, form, flat[chunk.first : chunk.last])
 
     def settle(self) -> None:
-        """Have the device's current work wait for what was sent; the host does not."""
+        """Make the device's current stream wait for the copies; the host does not wait."""
         if self._side is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._side)
 
     def finish(self) -> None:
-        """Wait until everything that was sent is there."""
+        """Wait until all copies are done."""
         for slot in self._slots:
             slot.wait()
         self.settle()
@@ -97,45 +97,45 @@ class Staging:
         if error is None:
             self.finish()
         elif self._side is not None:
-            self._side.synchronize()  # nothing is on its way to memory that is given back
+            self._side.synchronize()  # no copy may go to memory that is released
         self._slots = []
 
     def _next(self, nbytes: int) -> _Slot:
-        """The buffer whose turn it is, empty."""
-        self._turn = 1 - self._turn
-        slot = self._slots[self._turn]
+        """The next buffer, once it is empty."""
+        self._current = 1 - self._current
+        slot = self._slots[self._current]
         slot.wait()
-        with self._beside():  # memory is pinned for the device that is current
-            slot.make_room(nbytes)
+        with self._on_side_stream():  # memory is pinned for the current device
+            slot.reserve(nbytes)
         return slot
 
     def _wait_for_current(self) -> None:
-        """What is sent may go where memory was used until just now."""
+        """The side stream waits for current work, which may still use the target's memory."""
         if self._side is not None:
             self._side.wait_stream(torch.cuda.current_stream(self.device))
 
-    def _beside(self) -> AbstractContextManager[object]:
+    def _on_side_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._side is None else torch.cuda.stream(self._side)
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How a tensor is stored: its type, and how many of its numbers stay together."""
+    """How a tensor is stored: its type, and how many of its numbers must stay together."""
 
     kind: str
-    packing: Kind
+    block_format: BlockFormat
     unit: int
-    pairs: int  # head size of rows that are to be put in another order, or 0
+    pairs: int  # head size of rows to reorder, or 0
     what: str
 
     def place(self, part: Tensor, out: Tensor) -> Tensor | None:
-        """Stored bytes into their numbers' place `out`, flat. Where some may not fit: a flag, whether one did not."""
+        """Convert stored bytes into `out`, flat. Returns a flag on the device, whether a number overflowed, or None."""
         if FLOATS.get(self.kind) == out.dtype and not self.pairs:
             out.view(torch.uint8).copy_(part, non_blocking=True)
             return None
         there, flag = part.to(out.device, non_blocking=True), None
-        room = VALUES // self.packing.block * self.packing.nbytes
-        for c in chunks(len(out), self.packing, self.unit, room):
+        limit = VALUES // self.block_format.block * self.block_format.nbytes
+        for c in chunks(len(out), self.block_format, self.unit, limit):
             values, target = self.ordered(decode(self.kind, there[c.start : c.stop]), out[c.first : c.last])
             target.copy_(values)
             if may_overflow(values.dtype, out.dtype):
@@ -144,14 +144,14 @@ class _Form:
         return flag
 
     def ordered(self, values: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers and their places, seen so that each is copied to its own."""
+        """Values and target, viewed so that a copy reorders the rows."""
         if not self.pairs:
             return values, target
         half, width = self.pairs // 2, self.unit // self.pairs
         return values.view(-1, half, 2, width).transpose(1, 2), target.view(-1, 2, half, width)
 
     def refuse(self, part: Tensor, dtype: torch.dtype) -> None:
-        """Raise for the number in these bytes that does not fit."""
+        """Raise for the number in these bytes that overflows."""
         values = decode(self.kind, part)
         try:
             store(torch.empty(values.shape, dtype=dtype), values)
@@ -160,30 +160,30 @@ class _Form:
 
 
 class _Slot:
-    """One buffer, what is in it, and whether that has left."""
+    """One host buffer, pinned for CUDA, and the copy it is used for."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self._sent: tuple[Tensor, _Form, torch.dtype] | None = None
-        self._flag: Tensor | None = None  # on the device: whether a number did not fit
-        self._left = torch.cuda.Event() if pinned else None
+        self._flag: Tensor | None = None  # on the device: whether a number overflowed
+        self._copied = torch.cuda.Event() if pinned else None
 
-    def make_room(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int) -> None:
         if len(self.buffer) < nbytes:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
 
-    def leave(self, part: Tensor, form: _Form, out: Tensor) -> None:
-        """Go to `out` in the order of the current stream."""
+    def copy(self, part: Tensor, form: _Form, out: Tensor) -> None:
+        """Copy to `out` on the current stream."""
         self._sent = part, form, out.dtype
         self._flag = form.place(part, out)
-        if self._left is not None:
-            self._left.record()
+        if self._copied is not None:
+            self._copied.record()
 
     def wait(self) -> None:
-        """Until it has left."""
-        if self._left is not None:
-            self._left.synchronize()
+        """Until the copy is done."""
+        if self._copied is not None:
+            self._copied.synchronize()
         if self._flag is not None and self._sent is not None and bool(self._flag):
             part, form, dtype = self._sent
             form.refuse(part, dtype)

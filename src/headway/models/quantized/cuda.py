@@ -1,6 +1,6 @@
-"""A decoder whose matrices are kept in codes on the device: 4 bits, int8 or float8.
+"""A decoder with quantized weights on a CUDA device: int4, int8 or fp8.
 
-The output, which every token passes through, is in int8 whatever the layers are in; the embedding stays as it is.
+The output matrix, which every token passes through, is int8 whatever the layers are; the embedding stays as it is.
 """
 
 from __future__ import annotations
@@ -14,47 +14,47 @@ from typing import Any, cast
 import torch
 
 from headway.base.errors import Unsupported
-from headway.kernels.triton.quantized import Kind, product, quantise
+from headway.kernels.triton.quantized import QuantKind, matmul, quantize
 from headway.models.decoder import Decoder
-from headway.models.layers import Layer
-from headway.models.load import Progress, load_model
+from headway.models.layers import DecoderLayer
+from headway.models.load import LoadProgress, load_model
 
 MATRICES = ("qkv", "out", "gate_up", "down")
-HEAD: Kind = "int8"
-WIDTHS = (160, 512, 1536)  # inputs of the matrices that are tried
-NEAR = 0.01  # of an exact product, that one from codes must be
-LEAST = {"int4": (8, 0), "int8": (8, 0), "fp8": (8, 9)}  # compute capability: matrix units, and numbers of 8 bits
+HEAD: QuantKind = "int8"
+WIDTHS = (160, 512, 1536)  # inputs of the matrices that are tested
+NEAR = 0.01  # the relative error allowed in a test matmul
+LEAST = {"int4": (8, 0), "int8": (8, 0), "fp8": (8, 9)}  # compute capability: tensor cores, and fp8
 
 
-def load_in_codes(
-    path: Path, kind: Kind, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+def load_cuda_quantized_model(
+    path: Path, kind: QuantKind, *, dtype: torch.dtype, device: torch.device, progress: LoadProgress | None = None
 ) -> Decoder:
-    """A file's decoder in codes of this kind. One layer at a time is there in the dtype."""
+    """The quantized decoder of a file. Only one layer at a time is held in `dtype`."""
     _check(device, kind)
     change = partial(_layer, kind=kind)
     return _with_head(load_model(path, dtype=dtype, device=device, progress=progress, change=change))
 
 
-def in_codes(decoder: Decoder, kind: Kind) -> Decoder:
-    """The decoder with its layers' matrices in codes of this kind, one layer after the other."""
+def quantize_decoder(decoder: Decoder, kind: QuantKind) -> Decoder:
+    """The decoder with its layers' matrices quantized, one layer after the other."""
     _check(decoder.device, kind)
     return _with_head(replace(decoder, layers=tuple(_layer(layer, kind) for layer in decoder.layers)))
 
 
 def _with_head(decoder: Decoder) -> Decoder:
-    output: Any = quantise(decoder.output, kind=HEAD)
+    output: Any = quantize(decoder.output, kind=HEAD)
     return replace(decoder, output=output)
 
 
-def _layer(layer: Layer, kind: Kind) -> Layer:
+def _layer(layer: DecoderLayer, kind: QuantKind) -> DecoderLayer:
     matrices: dict[str, Any] = {}
     for name in MATRICES:
         linear = getattr(layer, name)
-        matrices[name] = quantise(linear.weight, linear.bias, kind=kind, gated=name == "gate_up")
+        matrices[name] = quantize(linear.weight, linear.bias, kind=kind, gated=name == "gate_up")
     return replace(layer, **matrices)
 
 
-def _check(device: torch.device, kind: Kind) -> None:
+def _check(device: torch.device, kind: QuantKind) -> None:
     if device.type != "cuda":
         return
     has = cast("tuple[int, int]", torch.cuda.get_device_capability(device))
@@ -62,28 +62,28 @@ def _check(device: torch.device, kind: Kind) -> None:
         name = torch.cuda.get_device_name(device)
         raise Unsupported(
             f"{kind} needs a device of compute capability {'.'.join(map(str, LEAST[kind]))} and {name} has "
-            f"{'.'.join(map(str, has))}; leave quantize out"
+            f"{'.'.join(map(str, has))}; leave out quantize="
         )
-    with torch.cuda.device(device):  # Triton launches there, whatever device the tensors are on
+    with torch.cuda.device(device):  # Triton launches on the current device, not the tensors'
         for used in dict.fromkeys((kind, HEAD)):
             _try(device, used)
 
 
-def _try(device: torch.device, kind: Kind) -> None:
-    """Multiply small matrices of every kind that models have: the kernels rely on how Triton gives words to threads."""
-    draw = torch.Generator().manual_seed(0)
+def _try(device: torch.device, kind: QuantKind) -> None:
+    """Test the matmul of small matrices of every shape: the kernels rely on how Triton maps words to threads."""
+    generator = torch.Generator().manual_seed(0)
     for width, gated in itertools.product(WIDTHS, (False, True)):
-        weight, x = (torch.randn(n, width, generator=draw).to(device) for n in (64, 20))
-        w = quantise(weight, kind=kind, gated=gated)
+        weight, x = (torch.randn(n, width, generator=generator).to(device) for n in (64, 20))
+        w = quantize(weight, kind=kind, gated=gated)
         exact = x.half().float() @ w.weight.float().t()
         if gated:
             gate, up = exact.chunk(2, 1)
             exact = torch.nn.functional.silu(gate) * up
         for rows in (1, 3, 20):
             y = torch.empty(rows, exact.shape[1], device=device)
-            product(x[:rows].half(), w, y, alone=True)
+            matmul(x[:rows].half(), w, y, alone=True)
             if not float((y - exact[:rows]).norm()) <= NEAR * float(exact[:rows].norm()):
                 raise Unsupported(
-                    f"products of {kind} weights come out wrong with this version of Triton, on {device}; "
-                    "take another version, or leave quantize out"
+                    f"the matmul of {kind} weights is wrong with this version of Triton on {device}; "
+                    "use another version, or leave out quantize="
                 )

@@ -1,4 +1,4 @@
-"""From a file's matrices to packed ones: GGUF's own numbers in another order, floats as they are or quantised."""
+"""A file's matrices as `QuantizedMatrix`: GGUF blocks repacked, floats as they are or quantized."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput
-from headway.kernels.native.library import Team, check
-from headway.kernels.reference.quantized import LANES, Packed, pack_floats, pack_groups, quantise_int4, quantise_int8
+from headway.kernels.native.library import ThreadPool, check
+from headway.kernels.reference.quantized import (
+    LANES,
+    QuantizedMatrix,
+    interleave_floats,
+    interleave_groups,
+    quantize_int4,
+    quantize_int8,
+)
 from headway.models.files.dequant import FLOATS, half, planes, scales_and_mins
 from headway.models.files.gguf import KINDS
 from headway.models.files.weights import GgufWeights, Weights
 
-QUANTISE = ("int8", "int4", "fp8")  # fp8 on CUDA devices alone
-NATIVE = ("Q4_0", "Q4_1", "Q8_0", "Q4_K")  # what the library repacks itself, by its number
+QUANTIZE = ("int8", "int4", "fp8")  # fp8 on CUDA devices only
+NATIVE = ("Q4_0", "Q4_1", "Q8_0", "Q4_K")  # kinds that the native library repacks, by its number
 
 
 @dataclass(frozen=True, eq=False)
-class Codes:
-    """What a quantised matrix is made of: codes [N, K], scale and least [N, K / group]."""
+class QuantizedParts:
+    """The parts of a quantized matrix: quants [N, K], scale and minimum [N, K / group]."""
 
-    codes: Tensor
+    quants: Tensor
     scale: Tensor
-    least: Tensor | None
+    minimum: Tensor | None
     bits: int
     group: int
     zero: int = 0
@@ -34,39 +41,39 @@ class Codes:
 
 def check_quantize(quantize: str | None) -> str | None:
     """None, int8, int4 or fp8."""
-    if quantize is not None and quantize not in QUANTISE:
+    if quantize is not None and quantize not in QUANTIZE:
         raise InvalidInput(
-            f"quantize is {quantize!r}; it takes {', '.join(QUANTISE[:-1])} or {QUANTISE[-1]}, or nothing"
+            f"quantize is {quantize!r}; it must be {', '.join(QUANTIZE[:-1])} or {QUANTIZE[-1]}, or left out"
         )
     return quantize
 
 
-def load_packed(
+def load_matrix(
     weights: Weights,
     name: str,
     *,
-    team: Team,
+    thread_pool: ThreadPool,
     keep: bool,
     quantize: str | None = None,
     rows: Tensor | None = None,
     bias: Tensor | None = None,
-) -> Packed:
-    """A matrix of the file, packed. `rows` says which of its rows each output is.
+) -> QuantizedMatrix:
+    """A matrix of the file in the interleaved layout. `rows` maps outputs to the file's rows.
 
-    `keep` leaves it in the type it is stored in, else it becomes float32; a float matrix is quantised if asked.
+    `keep` leaves it in its stored type, else it becomes float32; `quantize` applies to float matrices.
     """
     kind = weights.stored(name)
     if keep and kind not in FLOATS and isinstance(weights, GgufWeights):
-        return _with_bias(_repack(weights, name, kind, team, rows), bias)
+        return _with_bias(_repack(weights, name, kind, thread_pool, rows), bias)
     dtype = FLOATS[kind] if keep and kind in ("F16", "BF16") and quantize is None else torch.float32
     weight = weights.load(name, dtype=dtype, device=torch.device("cpu"))
     weight = weight if rows is None else weight[rows]
     if quantize is not None:
-        return (quantise_int8 if quantize == "int8" else quantise_int4)(weight, bias)
-    return pack_floats(weight, bias)
+        return (quantize_int8 if quantize == "int8" else quantize_int4)(weight, bias)
+    return interleave_floats(weight, bias)
 
 
-# Of each stored type, as it is kept: the format in a word, and the bytes of 32 inputs of one row.
+# For each stored type: the format it is kept in, and the bytes of 32 inputs of one row.
 _KEPT = {
     "Q4_0": ("int4 in groups of 32", 18.0),
     "Q4_1": ("int4 in groups of 32", 20.0),
@@ -82,7 +89,7 @@ _KEPT = {
 
 
 def kept_size(kind: str, shape: Sequence[int]) -> tuple[str, int]:
-    """How a stored tensor is kept for the native step, and the bytes it takes: `load_packed` with `keep`, not done."""
+    """The format and the bytes of a stored tensor as `load_matrix` with `keep` would hold it."""
     if len(shape) != 2:
         return "f32", 4 * prod(shape)
     n, k = -(-shape[0] // LANES) * LANES, shape[1]
@@ -92,93 +99,99 @@ def kept_size(kind: str, shape: Sequence[int]) -> tuple[str, int]:
     return ("f16" if kind == "F16" else "bf16", 2 * n * k) if kind in ("F16", "BF16") else ("f32", 4 * n * k)
 
 
-def _repack(weights: GgufWeights, name: str, kind: str, team: Team, rows: Tensor | None) -> Packed:
+def _repack(
+    weights: GgufWeights, name: str, kind: str, thread_pool: ThreadPool, rows: Tensor | None
+) -> QuantizedMatrix:
     n, k = weights.shape(name)
     raw = torch.from_numpy(weights.file.raw(name))
     if kind in NATIVE:
-        return _native(team, kind, raw, (n, k), rows)
-    parts = _CODES[kind](raw.view(-1, KINDS[kind].nbytes))
+        return _native(thread_pool, kind, raw, (n, k), rows)
+    parts = _PARTS[kind](raw.view(-1, KINDS[kind].nbytes))
     order = slice(None) if rows is None else rows
-    return pack_groups(
-        parts.codes.view(n, k)[order],
+    return interleave_groups(
+        parts.quants.view(n, k)[order],
         parts.scale.view(n, -1)[order],
-        None if parts.least is None else parts.least.view(n, -1)[order],
+        None if parts.minimum is None else parts.minimum.view(n, -1)[order],
         bits=parts.bits,
         group=parts.group,
         zero=parts.zero,
     )
 
 
-def _native(team: Team, kind: str, raw: Tensor, shape: tuple[int, ...], rows: Tensor | None) -> Packed:
+def _native(
+    thread_pool: ThreadPool, kind: str, raw: Tensor, shape: tuple[int, ...], rows: Tensor | None
+) -> QuantizedMatrix:
     n, k = shape
     bits, blocks, groups = 8 if kind == "Q8_0" else 4, -(-n // LANES), k // 32
-    codes = torch.empty(blocks, groups, bits * 64, dtype=torch.uint8)
-    least, is_k = kind in ("Q4_1", "Q4_K"), kind == "Q4_K"
-    shape = (blocks, groups, 2, LANES) if least else (blocks, groups, LANES)
+    quants = torch.empty(blocks, groups, bits * 64, dtype=torch.uint8)
+    has_min, is_k = kind in ("Q4_1", "Q4_K"), kind == "Q4_K"
+    shape = (blocks, groups, 2, LANES) if has_min else (blocks, groups, LANES)
     scales = torch.empty(shape, dtype=torch.uint8 if is_k else torch.float16)
     above = torch.empty(blocks, groups // 8, 2, LANES, dtype=torch.float16) if is_k else None
     order = None if rows is None else rows.to(torch.int32).contiguous()
     check(
-        team.calls.hw_pack(
-            team.handle,
+        thread_pool.calls.hw_repack(
+            thread_pool.handle,
             NATIVE.index(kind),
             raw.data_ptr(),
             n,
             k,
             None if order is None else order.data_ptr(),
-            codes.data_ptr(),
+            quants.data_ptr(),
             scales.data_ptr(),
             None if above is None else above.data_ptr(),
         )
     )
     zero = {"Q4_0": 8, "Q8_0": 128}.get(kind, 0)
     how = "k" if is_k else "f16"
-    return Packed("groups", n, k, codes, scales, above, bits=bits, group=32, zero=zero, least=least, scale_kind=how)
+    return QuantizedMatrix(
+        "groups", n, k, quants, scales, above, bits=bits, group=32, zero=zero, has_min=has_min, scale_kind=how
+    )
 
 
-def _with_bias(w: Packed, bias: Tensor | None) -> Packed:
+def _with_bias(w: QuantizedMatrix, bias: Tensor | None) -> QuantizedMatrix:
     return w if bias is None else replace(w, bias=bias.float().contiguous())
 
 
-# Each takes blocks, uint8 [B, nbytes], and gives their codes and scales, in the order of the file.
+# Each takes blocks, uint8 [B, nbytes], and returns their quants and scales, in file order.
 
 
-def _q5_0(blocks: Tensor) -> Codes:
-    codes = planes(blocks[:, 6:], group=16, bits=4) | (planes(blocks[:, 2:6], group=1, bits=1) << 4)
-    return Codes(codes, half(blocks, 0).half(), None, bits=8, group=32, zero=16)
+def _q5_0(blocks: Tensor) -> QuantizedParts:
+    quants = planes(blocks[:, 6:], group=16, bits=4) | (planes(blocks[:, 2:6], group=1, bits=1) << 4)
+    return QuantizedParts(quants, half(blocks, 0).half(), None, bits=8, group=32, zero=16)
 
 
-def _q5_1(blocks: Tensor) -> Codes:
-    codes = planes(blocks[:, 8:], group=16, bits=4) | (planes(blocks[:, 4:8], group=1, bits=1) << 4)
-    return Codes(codes, half(blocks, 0).half(), half(blocks, 2).half(), bits=8, group=32)
+def _q5_1(blocks: Tensor) -> QuantizedParts:
+    quants = planes(blocks[:, 8:], group=16, bits=4) | (planes(blocks[:, 4:8], group=1, bits=1) << 4)
+    return QuantizedParts(quants, half(blocks, 0).half(), half(blocks, 2).half(), bits=8, group=32)
 
 
-def _q2_k(blocks: Tensor) -> Codes:
+def _q2_k(blocks: Tensor) -> QuantizedParts:
     scales = blocks[:, :16]
-    scale, least = (scales & 15).float() * half(blocks, 80), (scales >> 4).float() * half(blocks, 82)
-    return Codes(planes(blocks[:, 16:80], group=32, bits=2), scale, -least, bits=4, group=16)
+    scale, minimum = (scales & 15).float() * half(blocks, 80), (scales >> 4).float() * half(blocks, 82)
+    return QuantizedParts(planes(blocks[:, 16:80], group=32, bits=2), scale, -minimum, bits=4, group=16)
 
 
-def _q3_k(blocks: Tensor) -> Codes:
+def _q3_k(blocks: Tensor) -> QuantizedParts:
     low, high = planes(blocks[:, 32:96], group=32, bits=2), planes(blocks[:, :32], group=32, bits=1)
     nibbles, pairs = planes(blocks[:, 96:104], group=8, bits=4), planes(blocks[:, 104:108], group=4, bits=2)
     scale = (nibbles | (pairs << 4)).float().sub_(32) * half(blocks, 108)
-    return Codes(low | (high << 2), scale, None, bits=4, group=16, zero=4)
+    return QuantizedParts(low | (high << 2), scale, None, bits=4, group=16, zero=4)
 
 
-def _q5_k(blocks: Tensor) -> Codes:
-    scale, least = scales_and_mins(blocks)
-    codes = planes(blocks[:, 48:], group=32, bits=4) | (planes(blocks[:, 16:48], group=32, bits=1) << 4)
-    return Codes(codes, scale, -least, bits=8, group=32)
+def _q5_k(blocks: Tensor) -> QuantizedParts:
+    scale, minimum = scales_and_mins(blocks)
+    quants = planes(blocks[:, 48:], group=32, bits=4) | (planes(blocks[:, 16:48], group=32, bits=1) << 4)
+    return QuantizedParts(quants, scale, -minimum, bits=8, group=32)
 
 
-def _q6_k(blocks: Tensor) -> Codes:
-    codes = planes(blocks[:, :128], group=64, bits=4) | (planes(blocks[:, 128:192], group=32, bits=2) << 4)
+def _q6_k(blocks: Tensor) -> QuantizedParts:
+    quants = planes(blocks[:, :128], group=64, bits=4) | (planes(blocks[:, 128:192], group=32, bits=2) << 4)
     scale = blocks[:, 192:208].view(torch.int8).float() * half(blocks, 208)
-    return Codes(codes, scale, None, bits=8, group=16, zero=32)
+    return QuantizedParts(quants, scale, None, bits=8, group=16, zero=32)
 
 
-_CODES: dict[str, Callable[[Tensor], Codes]] = {
+_PARTS: dict[str, Callable[[Tensor], QuantizedParts]] = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q2_K": _q2_k,

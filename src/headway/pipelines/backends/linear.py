@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headway.base.errors import Unsupported
 
 if TYPE_CHECKING:
-    from headway.kernels.native.library import Team
+    from headway.kernels.native.library import ThreadPool
 
 ROWS = 512  # the number of rows that blocked weights are laid out for
 
@@ -93,20 +93,20 @@ def float_product(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 class Int8Native:
-    """8-bit products of the native library; a team of threads is shared by all products of a model."""
+    """8-bit products of the native library; a thread_pool of threads is shared by all products of a model."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, team: Team) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, thread_pool: ThreadPool) -> None:
         from headway.kernels.native.matmul import linear
-        from headway.kernels.reference.quantized import quantise_int8
+        from headway.kernels.reference.quantized import quantize_int8
 
-        self._packed, self._team, self._linear = quantise_int8(weight, bias), team, linear
+        self._packed, self._thread_pool, self._linear = quantize_int8(weight, bias), thread_pool, linear
 
     @property
     def nbytes(self) -> int:
         return self._packed.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._linear(self._team, x, self._packed)
+        return self._linear(self._thread_pool, x, self._packed)
 
     def gelu(self, x: Tensor) -> Tensor:
         return torch.ops.aten.gelu_(self(x))
@@ -143,12 +143,12 @@ class Int8Torch:
 
 def int8_maker(threads: int) -> Maker:
     """Makes 8-bit products: native where the library is there, torch's otherwise."""
-    from headway.kernels.native.library import Team, open_library
+    from headway.kernels.native.library import ThreadPool, open_library
 
     if open_library().calls is None:
         return Int8Torch
-    team = Team(threads)
-    return lambda weight, bias: Int8Native(weight, bias, team)
+    thread_pool = ThreadPool(threads)
+    return lambda weight, bias: Int8Native(weight, bias, thread_pool)
 
 
 class QuantizedLinear(nn.Module):

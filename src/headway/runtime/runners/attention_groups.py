@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from headway.kernels.reference.attention import Group
+from headway.kernels.reference.attention import AttentionGroup
 from headway.runtime.batch import Batch, Segment
 
 
-def plan(batch: Batch, windows: set[int | None], page_size: int, device: torch.device) -> dict[int | None, list[Group]]:
+def plan(
+    batch: Batch, windows: set[int | None], page_size: int, device: torch.device
+) -> dict[int | None, list[AttentionGroup]]:
     """Attention groups for every window that occurs in the model."""
     base = [dense_mask(s, page_size) for s in batch.segments]
     plans = {}
@@ -49,7 +51,9 @@ def segment_slots(segment: Segment, page_size: int) -> np.ndarray:
     return (segment.numbers[:, None] * page_size + np.arange(page_size)).ravel()
 
 
-def _groups(segments: Sequence[Segment], masks: list[np.ndarray], page_size: int, device: torch.device) -> list[Group]:
+def _groups(
+    segments: Sequence[Segment], masks: list[np.ndarray], page_size: int, device: torch.device
+) -> list[AttentionGroup]:
     """Single rows share a call with others of about their length; longer segments have their own."""
     groups, singles = [], {}
     for segment, mask in zip(segments, masks, strict=True):
@@ -63,7 +67,7 @@ def _groups(segments: Sequence[Segment], masks: list[np.ndarray], page_size: int
     return groups
 
 
-def _stack(members: list[tuple[Segment, np.ndarray]], page_size: int, device: torch.device) -> Group:
+def _stack(members: list[tuple[Segment, np.ndarray]], page_size: int, device: torch.device) -> AttentionGroup:
     wide = max(len(s.pages) for s, _ in members)
     n, m = len(members), len(members[0][0].rows)
     pages, numbers = np.zeros((n, wide), np.int64), np.full((n, wide), -1, np.int64)
@@ -73,12 +77,12 @@ def _stack(members: list[tuple[Segment, np.ndarray]], page_size: int, device: to
         numbers[i, : len(segment.pages)] = segment.numbers
         mask[i, :, : bits.shape[1]] = bits
     rows = np.array([list(s.rows) for s, _ in members], dtype=np.int64)
-    return Group(*(torch.from_numpy(a).to(device) for a in (rows, pages, numbers, mask)))
+    return AttentionGroup(*(torch.from_numpy(a).to(device) for a in (rows, pages, numbers, mask)))
 
 
-def score_group(segment: Segment, row: int, window: int | None, page_size: int, device: torch.device) -> Group:
+def score_group(segment: Segment, row: int, window: int | None, page_size: int, device: torch.device) -> AttentionGroup:
     """The group of one row alone, for reading its attention."""
     mask = windowed(segment, dense_mask(segment, page_size), window, page_size)
     i = row - segment.rows.start
     arrays = (np.array([[row]]), segment.pages[None], segment.numbers[None], mask[None, i : i + 1])
-    return Group(*(torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in arrays))
+    return AttentionGroup(*(torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in arrays))

@@ -10,11 +10,11 @@ import torch
 from headway.base.config import Settings
 from headway.base.errors import Unsupported
 from headway.kernels import triton
-from headway.kernels.native.library import ISA_NAMES, Team, open_library, use_isa
+from headway.kernels.native.library import ISA_NAMES, ThreadPool, open_library, use_isa
 from headway.kv.pool import Pool
 from headway.models.decoder import Decoder
-from headway.models.load import Progress, load_model, load_packed_model
-from headway.models.quantized.cpu import PackedDecoder, pack_decoder
+from headway.models.load import LoadProgress, load_model, load_quantized_model
+from headway.models.quantized.cpu import QuantizedDecoder, interleave_decoder
 from headway.models.quantized.repack import check_quantize
 from headway.runtime.device import pick_dtype
 from headway.runtime.profile import Profiler
@@ -27,35 +27,35 @@ from headway.runtime.runners.torch import TorchRunner
 class Backend:
     """A loaded model and how its batches are computed. `reason` says why it is not native, if it is not."""
 
-    decoder: Decoder | PackedDecoder
-    team: Team | None
+    decoder: Decoder | QuantizedDecoder
+    thread_pool: ThreadPool | None
     reason: str
     triton: bool = False
 
     @property
     def name(self) -> str:
-        if self.team is not None:
-            return f"native, {ISA_NAMES[self.team.isa]}"
+        if self.thread_pool is not None:
+            return f"native, {ISA_NAMES[self.thread_pool.isa]}"
         return "triton" if self.triton else "torch"
 
     @property
     def by_head(self) -> bool:
         """Whether the pool is to keep a head's slots of a page together."""
-        return self.team is not None or self.triton
+        return self.thread_pool is not None or self.triton
 
     @property
     def format(self) -> str:
         """How the weights are kept."""
-        if isinstance(self.decoder, PackedDecoder):
+        if isinstance(self.decoder, QuantizedDecoder):
             return ", ".join(self.decoder.formats())
         matrices = (self.decoder.layers[0].qkv, self.decoder.output)
         found = [getattr(m, "label", None) for m in matrices]  # a matrix that is no float has one
         return ", ".join(dict.fromkeys(filter(None, found))) or str(self.decoder.dtype).removeprefix("torch.")
 
     def runner(self, pool: Pool, page_size: int, *, deterministic: bool, profiler: Profiler) -> Runner:
-        if isinstance(self.decoder, PackedDecoder):
-            assert self.team is not None
-            return NativeRunner(self.decoder, pool, page_size, team=self.team, profiler=profiler)
+        if isinstance(self.decoder, QuantizedDecoder):
+            assert self.thread_pool is not None
+            return NativeRunner(self.decoder, pool, page_size, thread_pool=self.thread_pool, profiler=profiler)
         if self.triton:
             from headway.runtime.runners.cuda.runner import CudaRunner
 
@@ -64,14 +64,14 @@ class Backend:
 
 
 def open_backend(
-    model: Path | Decoder | PackedDecoder,
+    model: Path | Decoder | QuantizedDecoder,
     *,
     dtype: str,
     device: torch.device,
     threads: int,
     quantize: str | None,
     settings: Settings,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
 ) -> Backend:
     """Load a model, or take one that is in memory, for the best that can compute it here."""
     check_quantize(quantize)
@@ -79,13 +79,13 @@ def open_backend(
         raise Unsupported(f"quantize={quantize!r} is for models read from files; this one is in memory already")
     if quantize == "fp8" and device.type != "cuda" and settings.native != "triton":
         raise Unsupported(f"quantize='fp8' is for CUDA devices, not for {device}; use int8, which is as small")
-    if isinstance(model, PackedDecoder):
+    if isinstance(model, QuantizedDecoder):
         if settings.native == "off":
             raise Unsupported(
                 "HEADWAY_NATIVE is off, and only the native step computes a packed decoder; unset it, "
                 "or give the model's file or a decoder of floats"
             )
-        return Backend(model, _team(threads, settings), "")
+        return Backend(model, _thread_pool(threads, settings), "")
     reason = why_not_native(model, dtype, device, settings)
     if reason is not None:
         fast = why_not_triton(device, settings)
@@ -96,28 +96,30 @@ def open_backend(
             raise Unsupported(f"HEADWAY_NATIVE asks for the native step, and {why}")
         if quantize is not None and fast is None:
             from headway.kernels.triton.quantized import as_kind
-            from headway.models.quantized.cuda import load_in_codes
+            from headway.models.quantized.cuda import load_cuda_quantized_model
 
             assert isinstance(model, Path)
             kept, kind = pick_dtype(dtype, device), as_kind(quantize)
-            found = load_in_codes(model, kind, dtype=kept, device=device, progress=progress)
+            found = load_cuda_quantized_model(model, kind, dtype=kept, device=device, progress=progress)
             return Backend(found, None, "", triton=True)
         if quantize is not None:
             needs, why = ("Triton kernels", fast) if device.type == "cuda" else ("the native step", reason)
             raise Unsupported(f"quantize={quantize!r} needs {needs}, and {why}")
         found = _torch_model(model, dtype, device, progress)
         return Backend(found, None, reason if fast else "", triton=fast is None)
-    team = _team(threads, settings)
+    thread_pool = _thread_pool(threads, settings)
     if isinstance(model, Decoder):
-        return Backend(pack_decoder(model), team, "")
-    packed = load_packed_model(model, team=team, keep=dtype == "auto", quantize=quantize, progress=progress)
-    return Backend(packed, team, "")
+        return Backend(interleave_decoder(model), thread_pool, "")
+    packed = load_quantized_model(
+        model, thread_pool=thread_pool, keep=dtype == "auto", quantize=quantize, progress=progress
+    )
+    return Backend(packed, thread_pool, "")
 
 
-def _team(threads: int, settings: Settings) -> Team:
+def _thread_pool(threads: int, settings: Settings) -> ThreadPool:
     if settings.isa is not None:
         use_isa(settings.isa)
-    return Team(threads)
+    return ThreadPool(threads)
 
 
 def why_not_native(model: Path | Decoder, dtype: str, device: torch.device, settings: Settings) -> str | None:
@@ -141,7 +143,7 @@ def why_not_triton(device: torch.device, settings: Settings) -> str | None:
     return triton.missing()
 
 
-def _torch_model(model: Path | Decoder, dtype: str, device: torch.device, progress: Progress | None) -> Decoder:
+def _torch_model(model: Path | Decoder, dtype: str, device: torch.device, progress: LoadProgress | None) -> Decoder:
     if isinstance(model, Decoder):
         return model
     # Rows stay floats here: torch's products round by their shape, and rows coded in 8 bits would tell one batch from

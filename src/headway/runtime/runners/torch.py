@@ -9,10 +9,10 @@ import torch
 from headway.base.samplers import Sampling
 from headway.kv.allocator import Edit
 from headway.kv.pool import Pool
-from headway.models.decoder import Decoder, Step
+from headway.models.decoder import Decoder
 from headway.runtime.batch import Batch
 from headway.runtime.profile import Profiler, step_bytes
-from headway.runtime.readout import Reader, make_taps, segment_results
+from headway.runtime.readout import Reader, make_hooks, segment_results
 from headway.runtime.runners.attention_groups import plan
 from headway.runtime.runners.base import DECODE_LIMIT, Deferred, SegmentResult
 
@@ -51,21 +51,21 @@ class TorchRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[SegmentResult]:
         """Run the model over the rows and read what was asked."""
-        taps = make_taps(batch, self.decoder, self.page_size)
+        hooks = make_hooks(batch, self.decoder, self.page_size)
         step = self._step(batch) if len(batch.tokens) else None
         self.profiler.begin(len(batch.write_rows))
         x = None
         if step is not None:
-            x = self.decoder.forward(step, (self.pool.keys, self.pool.values), taps, self.profiler.mark, self.tile)
-        values = self.reader.read(batch, x, taps, self.profiler.mark)
+            x = self.decoder.forward(step, (self.pool.keys, self.pool.values), hooks, self.profiler.mark, self.tile)
+        values = self.reader.read(batch, x, hooks, self.profiler.mark)
         self.profiler.end(step_bytes(self.decoder, batch, self.page_size))
         return segment_results(batch, x, values)
 
-    def _step(self, batch: Batch) -> Step:
+    def _step(self, batch: Batch) -> DecoderInput:
         """The batch's arrays on the device."""
         device = self.decoder.device
         whole = len(batch.write_rows) == len(batch.tokens)
-        return Step(
+        return DecoderInput(
             tokens=torch.from_numpy(batch.tokens).to(device),
             positions=torch.from_numpy(batch.positions).to(device),
             write_rows=None if whole else torch.from_numpy(batch.write_rows).to(device),

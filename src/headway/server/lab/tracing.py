@@ -349,7 +349,9 @@ def _drawn(sampler: Sampling, sequence: Sequence, found: _Found) -> Drawn:
     counts = Counter(sequence.take)
     generated = (torch.tensor(list(counts), dtype=torch.int64), torch.tensor(list(counts.values())))
     seen = torch.tensor(sorted(set(sequence.tokens)), dtype=torch.int64)
-    ids, probs = sampling.kept(torch.from_numpy(found.logits.copy()), sampler, seen=seen, generated=generated)
+    ids, probs = sampling.sampling_distribution(
+        torch.from_numpy(found.logits.copy()), sampler, seen=seen, generated=generated
+    )
     assert sampler.seed is not None
     return Drawn(
         ids=Packed.of(ids.numpy(), "int32"),

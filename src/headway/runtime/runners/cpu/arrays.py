@@ -46,18 +46,18 @@ class IntBuffer:
 
 
 class StepArrays:
-    """Fills one `library.Step` over and over. Owned by the runner, used by the worker thread alone."""
+    """Fills one `library.StepStruct` over and over. Owned by the runner, used by the worker thread alone."""
 
     def __init__(self, windows: Sequence[int | None], page_size: int) -> None:
         self.windows, self.page_size = windows, page_size
-        self.step = library.Step()
+        self.step = library.StepStruct()
         self._ints = IntBuffer()
         self._runs_at = (ctypes.c_void_p * len(windows))()
         self._runs = (ctypes.c_void_p * len(windows))()
         self.step.mask_sets = len(windows)
         self.step.runs_at, self.step.runs = ctypes.addressof(self._runs_at), ctypes.addressof(self._runs)
 
-    def fill(self, batch: Batch) -> library.Step:
+    def fill(self, batch: Batch) -> library.StepStruct:
         """The batch's rows, pages and masks, decode rows first; hooks, reads and outputs are the caller's to set."""
         put, step, segments, decode = self._ints.put, self.step, batch.segments, batch.decode
         self._ints.clear()
@@ -82,7 +82,7 @@ class StepArrays:
         for i, window in enumerate(self.windows):
             at, pairs = mask_runs(batch, window, self.page_size)
             self._runs_at[i], self._runs[i] = put(at), put(pairs)
-        step.taps = step.query_taps = step.reads = 0
+        step.hidden_count = step.query_count = step.reads = 0
         return step
 
     def put(self, values: Numbers) -> int:

@@ -19,19 +19,19 @@ from headway.base.rng import uniforms
 from headway.base.samplers import NO_TOKEN, Sampling
 from headway.kernels.native import library
 from headway.kernels.native import sampling as drawing
-from headway.kernels.native.library import Team, check
-from headway.kernels.native.matmul import float_rows, matrix
+from headway.kernels.native.library import ThreadPool, check
+from headway.kernels.native.matmul import float_rows, matrix_struct
 from headway.kernels.reference.attention import scores
 from headway.kernels.reference.norm import rms_norm
-from headway.kernels.reference.sampling import Draw
+from headway.kernels.reference.sampling import RowSampler
 from headway.kv.allocator import Edit
 from headway.kv.pool import Pool
-from headway.models.decoder import Taps
-from headway.models.quantized.cpu import MATRICES, PackedDecoder, PackedLayer
+from headway.models.decoder import Hooks
+from headway.models.quantized.cpu import MATRICES, QuantizedDecoder, QuantizedLayer
 from headway.runtime.batch import Batch, DecodeRows, Segment
 from headway.runtime.passes import BEFORE, DecodeMask, Readout
 from headway.runtime.profile import PHASES, Profiler, step_bytes
-from headway.runtime.readout import SLAB, Reader, make_taps, not_a_number, plainly_greedy, segment_results
+from headway.runtime.readout import SLAB, Reader, make_hooks, not_a_number, plainly_greedy, segment_results
 from headway.runtime.runners.base import DECODE_LIMIT, SegmentResult, StepResult
 from headway.runtime.runners.cpu.arrays import StepArrays
 
@@ -39,16 +39,16 @@ from headway.runtime.runners.cpu.arrays import StepArrays
 class NativeModel:
     """The packed weights, bound to the pages, as the reader and the runner use them."""
 
-    def __init__(self, decoder: PackedDecoder, pool: Pool, page_size: int, team: Team) -> None:
-        self.decoder, self.pool, self.team, self.config = decoder, pool, team, decoder.config
+    def __init__(self, decoder: QuantizedDecoder, pool: Pool, page_size: int, thread_pool: ThreadPool) -> None:
+        self.decoder, self.pool, self.thread_pool, self.config = decoder, pool, thread_pool, decoder.config
         self.device, self.dtype = decoder.device, decoder.dtype
         self.windows = tuple(dict.fromkeys(decoder.config.windows))
         self._struct = self._bind(page_size)
 
-    def _bind(self, page_size: int) -> library.Model:
+    def _bind(self, page_size: int) -> library.ModelStruct:
         d, c = self.decoder, self.config
         d.check()
-        self._layers = (library.Layer * c.layers)(
+        self._layers = (library.LayerStruct * c.layers)(
             *(self._layer(layer, self.windows.index(c.windows[i])) for i, layer in enumerate(d.layers))
         )
         kv = self.pool.raw
@@ -58,7 +58,7 @@ class NativeModel:
         inner = page_size * c.head_dim
         assert self.pool.keys.stride()[2:] == (1, inner, page_size), "keys do not lie as the native step wants"
         assert self.pool.values.stride()[2:] == (c.head_dim, inner, 1), "values do not lie as the native step wants"
-        return library.Model(
+        return library.ModelStruct(
             layers=c.layers,
             hidden=c.hidden_size,
             inner=c.intermediate_size,
@@ -74,16 +74,16 @@ class NativeModel:
             inv_freq=d.inv_freq.data_ptr(),
             final_norm=d.final_norm.data_ptr(),
             layer=self._layers,
-            embedding=matrix(d.embedding),
-            output=matrix(d.output),
+            embedding=matrix_struct(d.embedding),
+            output=matrix_struct(d.output),
             kv=kv.data_ptr(),
             kv_pages=kv.shape[2],
         )
 
     @staticmethod
-    def _layer(layer: PackedLayer, mask_set: int) -> library.Layer:
-        parts = {name: matrix(getattr(layer, name)) for name in MATRICES}
-        return library.Layer(
+    def _layer(layer: QuantizedLayer, mask_set: int) -> library.LayerStruct:
+        parts = {name: matrix_struct(getattr(layer, name)) for name in MATRICES}
+        return library.LayerStruct(
             **parts,
             norm_in=layer.input_norm.data_ptr(),
             norm_mlp=layer.mlp_norm.data_ptr(),
@@ -92,8 +92,8 @@ class NativeModel:
             mask_set=mask_set,
         )
 
-    def run(self, step: library.Step) -> None:
-        check(self.team.calls.hw_run(self.team.handle, self._struct, step))
+    def run(self, step: library.StepStruct) -> None:
+        check(self.thread_pool.calls.hw_forward(self.thread_pool.handle, self._struct, step))
 
     # -- what the reader asks for ----------------------------------------------------------------------------------
 
@@ -104,10 +104,10 @@ class NativeModel:
     def logits(self, x: Tensor, tile: int | None) -> Tensor:
         """Logits [R, V] of residual rows [R, E]."""
         w = self.decoder.output
-        y = torch.empty(len(x), w.wide)
+        y = torch.empty(len(x), w.padded_n)
         x = float_rows(x, w.k)
-        call = self.team.calls.hw_head
-        check(call(self.team.handle, self._struct, x.data_ptr(), len(x), 1, y.data_ptr(), w.wide))
+        call = self.thread_pool.calls.hw_logits
+        check(call(self.thread_pool.handle, self._struct, x.data_ptr(), len(x), 1, y.data_ptr(), w.padded_n))
         return y[:, : w.n]
 
     def best(self, logits: Tensor) -> tuple[list[bool], list[int] | None]:
@@ -116,14 +116,14 @@ class NativeModel:
         assert logits.stride(1) == 1
         rows, vocab = logits.shape
         best, bad = np.empty(rows, np.int64), np.empty(rows, np.uint8)
-        handle, stride = self.team.handle, logits.stride(0)
-        call = self.team.calls.hw_choose
+        handle, stride = self.thread_pool.handle, logits.stride(0)
+        call = self.thread_pool.calls.hw_argmax
         check(call(handle, logits.data_ptr(), rows, vocab, stride, best.ctypes.data, bad.ctypes.data))
         return bad.astype(bool).tolist(), best.tolist()
 
-    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-        """The token drawn at each row."""
-        return drawing.choose(self.team, logits, draws)
+    def sample(self, logits: Tensor, samplers: Sequence[RowSampler]) -> list[int]:
+        """The token sampled at each row."""
+        return drawing.sample(self.thread_pool, logits, samplers)
 
 
 class NativeRunner:
@@ -131,8 +131,10 @@ class NativeRunner:
 
     overlaps = False
 
-    def __init__(self, decoder: PackedDecoder, pool: Pool, page_size: int, *, team: Team, profiler: Profiler) -> None:
-        self.model = NativeModel(decoder, pool, page_size, team)
+    def __init__(
+        self, decoder: QuantizedDecoder, pool: Pool, page_size: int, *, thread_pool: ThreadPool, profiler: Profiler
+    ) -> None:
+        self.model = NativeModel(decoder, pool, page_size, thread_pool)
         self.decoder, self.pool, self.page_size, self.profiler = decoder, pool, page_size, profiler
         self.reader = Reader(self.model, None)
         self._arrays = StepArrays(self.model.windows, page_size)
@@ -157,12 +159,12 @@ class NativeRunner:
         reads = [(i, index, row) for i, s in enumerate(batch.segments) for index, row, _ in s.readouts]
         if batch.rows and self._reads_in_step(batch, reads):
             return self._read_in_step(batch, reads)
-        taps = make_taps(batch, self.model, self.page_size)
+        hooks = make_hooks(batch, self.model, self.page_size)
         x, step = None, NativeStep(self, batch)
         if batch.rows:
-            x, step.decode = self._forward(batch, taps)
+            x, step.decode = self._forward(batch, hooks)
         x = None if x is None else x[count:]
-        step.segments = segment_results(batch, x, self.reader.read(batch, x, taps, self.profiler.mark))
+        step.segments = segment_results(batch, x, self.reader.read(batch, x, hooks, self.profiler.mark))
         return step
 
     @staticmethod
@@ -184,14 +186,14 @@ class NativeRunner:
         step.segments = segment_results(batch, x[count:], values)
         return step
 
-    def _read(self, step: library.Step, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def _read(self, step: library.StepStruct, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Have the step compute the logits of these rows, the likeliest token of each, and whether it has a NaN."""
         w, count = self.decoder.output, len(rows)
         if len(self._logits) < count:
-            self._logits = torch.empty(count, w.wide)
+            self._logits = torch.empty(count, w.padded_n)
         best, bad = np.empty(count, np.int64), np.empty(count, np.uint8)
         step.reads, step.read_rows = count, self._arrays.put(rows)
-        step.logits, step.logits_stride = self._logits.data_ptr(), w.wide
+        step.logits, step.logits_stride = self._logits.data_ptr(), w.padded_n
         step.best, step.bad = best.ctypes.data, bad.ctypes.data
         return best, bad
 
@@ -202,7 +204,7 @@ class NativeRunner:
         logits = self._logits[:count, : self.decoder.output.n]
         return DecodeLogits(self.model, batch.decode, logits, best[:count].tolist(), bad[:count])
 
-    def _run(self, step: library.Step) -> Tensor:
+    def _run(self, step: library.StepStruct) -> Tensor:
         # Not torch.empty, which lets another thread have the interpreter: the device would wait for what that runs.
         out = torch.from_numpy(np.empty((step.rows, self.model.config.hidden_size), np.float32))
         phases = np.zeros(len(PHASES)) if self.profiler.measuring else None
@@ -212,30 +214,30 @@ class NativeRunner:
             self.profiler.add(dict(zip(PHASES, phases.tolist(), strict=True)), _calls(self.model.config.layers))
         return out
 
-    def _forward(self, batch: Batch, taps: Taps) -> tuple[Tensor, DecodeLogits | None]:
+    def _forward(self, batch: Batch, hooks: Hooks) -> tuple[Tensor, DecodeLogits | None]:
         """Run with hooks on hidden states and queries; decode rows are read in the step, the others are not."""
         c, step, put, count = self.model.config, self._arrays.fill(batch), self._arrays.put, batch.decode_count
-        hidden = [(l, int(r)) for l, rows in taps.hidden.items() for r in rows]
-        queries = [(l, int(g.rows[0, 0])) for l, groups in taps.scores.items() for g in groups]
+        hidden = [(l, int(r)) for l, rows in hooks.hidden.items() for r in rows]
+        queries = [(l, int(g.rows[0, 0])) for l, groups in hooks.scores.items() for g in groups]
         hidden_out = torch.empty(len(hidden), c.hidden_size)
         query_out = torch.empty(len(queries), c.heads, c.head_dim)
-        step.taps, step.query_taps = len(hidden), len(queries)
-        step.tap_layers, step.tap_rows = put([l for l, _ in hidden]), put([count + r for _, r in hidden])
+        step.hidden_count, step.query_count = len(hidden), len(queries)
+        step.hidden_layers, step.hidden_rows = put([l for l, _ in hidden]), put([count + r for _, r in hidden])
         step.query_layers, step.query_rows = put([l for l, _ in queries]), put([count + r for _, r in queries])
         step.hidden_out, step.query_out = hidden_out.data_ptr(), query_out.data_ptr()
         best, bad = self._read(step, range(count)) if count else (np.empty(0), np.empty(0))
         x = self._run(step)
-        self._collect(taps, hidden_out, query_out)
+        self._collect(hooks, hidden_out, query_out)
         return x, self._decoded(batch, best, bad)
 
-    def _collect(self, taps: Taps, hidden: Tensor, queries: Tensor) -> None:
+    def _collect(self, hooks: Hooks, hidden: Tensor, queries: Tensor) -> None:
         at = 0
-        for l, rows in taps.hidden.items():
-            taps.hidden_found[l] = hidden[at : at + len(rows)]
+        for l, rows in hooks.hidden.items():
+            hooks.hidden_out[l] = hidden[at : at + len(rows)]
             at += len(rows)
         at = 0
-        for l, groups in taps.scores.items():
-            collected = taps.scores_found[l] = []
+        for l, groups in hooks.scores.items():
+            collected = hooks.scores_out[l] = []
             for group in groups:
                 alone = replace(group, rows=torch.zeros_like(group.rows))
                 collected.append(scores(queries[at : at + 1], self.pool.keys[l], alone, 1.0))
@@ -284,13 +286,13 @@ class DecodeLogits:
             try:
                 mask = masks[i]
                 allowed = None if mask is None else torch.from_numpy(mask.result())
-                draws.append((i, Draw(_sampling(rows.readouts[i]), uniform=numbers[i], allowed=allowed)))
+                draws.append((i, RowSampler(_sampling(rows.readouts[i]), uniform=numbers[i], allowed=allowed)))
             except HeadwayError as error:  # there is no mask for this row; the others go on
                 tokens[i] = error
         if draws:
             which = [i for i, _ in draws]
             logits = self._logits if len(which) == len(rows) else self._logits[which]
-            for i, token in zip(which, self._model.choose(logits, [draw for _, draw in draws]), strict=True):
+            for i, token in zip(which, self._model.sample(logits, [draw for _, draw in draws]), strict=True):
                 tokens[i] = token
         for i in self._bad:
             tokens[i] = NO_TOKEN

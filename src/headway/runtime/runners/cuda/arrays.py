@@ -178,9 +178,9 @@ def _put_runs(host: np.ndarray, columns: np.ndarray, where: np.ndarray, pairs: n
     columns[layout.RUN_AT] = at + first
     columns[layout.RUN_COUNT] = (behind - first) // 2
     some = slice(None) if (first < behind).all() else first < behind
-    columns[layout.FIRST] = columns[layout.BEHIND] = 0  # of a row that sees nothing
+    columns[layout.FIRST] = columns[layout.END] = 0  # of a row that sees nothing
     columns[layout.FIRST, some] = pairs[first[some]]
-    columns[layout.BEHIND, some] = pairs[behind[some] - 1]
+    columns[layout.END, some] = pairs[behind[some] - 1]
     host[at : at + len(pairs)] = pairs
     return at + len(pairs)
 

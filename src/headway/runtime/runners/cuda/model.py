@@ -17,19 +17,18 @@ from math import prod
 import torch
 from torch import Tensor
 
-from headway.kernels.reference.sampling import Draw
-from headway.kernels.triton import attention, fused, layout
+from headway.kernels.reference.sampling import RowSampler
+from headway.kernels.triton import attention, fused, layout, quantized
 from headway.kernels.triton import deterministic as exact
-from headway.kernels.triton import matmul as tiles
-from headway.kernels.triton import quantized as coded
-from headway.kernels.triton.attention import Paged, Scratch, Splits, Tile
-from headway.kernels.triton.fused import Heads
+from headway.kernels.triton import matmul as tiled
+from headway.kernels.triton.attention import AttentionTile, PagedKV, Scratch, Splits
+from headway.kernels.triton.fused import HeadConfig
 from headway.kernels.triton.launch import can_go_ahead, shared_memory
-from headway.kernels.triton.matvec import Norm, row_product
-from headway.kernels.triton.quantized import Coded
+from headway.kernels.triton.matvec import RmsNorm, matvec
+from headway.kernels.triton.quantized import CudaQuantizedMatrix
 from headway.kv.pool import Pool
-from headway.models.decoder import Decoder, Taps
-from headway.models.layers import Layer, Linear
+from headway.models.decoder import Decoder, Hooks
+from headway.models.layers import DecoderLayer, Linear
 
 Mark = Callable[[str], None]
 PROGRAMS = 264  # that keep the device busy: two a multiprocessor
@@ -42,14 +41,14 @@ AT_ONCE = 128  # rows that attention takes in one call in deterministic mode: th
 @dataclass(frozen=True, eq=False)
 class Step:
     """One forward of `count` rows. `ints` is laid out for `rows` of them; attention takes the rows of `singles` one by
-    one (None: all of them) and those of `items` [n, 2] together. With `taps` it is launched by hand."""
+    one (None: all of them) and those of `items` [n, 2] together. With `hooks` it is launched by hand."""
 
     ints: Tensor
     rows: int
     count: int
     singles: Tensor | None = None
     items: Tensor | None = None
-    taps: Taps | None = None
+    hooks: Hooks | None = None
     taps_from: int = 0  # the row that hooks count from: decode rows have none
 
 
@@ -73,7 +72,7 @@ class Buffers:
     def halves(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Room in float16 for rows, normed [R, E], between gate and down [R, F], and out of attention [R, H, D]."""
         if not self._halves or len(self._halves[-1][0]) < rows:  # what is given stays: graphs go on using it
-            size = min(self.rows, max(rows, coded.FEW))
+            size = min(self.rows, max(rows, quantized.FEW))
             shapes = (self.h[:size], self.inner[:size], self.mixed[:size])
             h, inner, mixed = (torch.empty_like(t, dtype=torch.float16) for t in shapes)
             self._halves.append((h, inner, mixed))
@@ -91,7 +90,7 @@ class CudaModel:
         self._run_at = [layout.run_field(self.windows.index(w)) for w in decoder.config.windows]
         self._kv = [(pool.keys[l], pool.values[l]) for l in range(decoder.config.layers)]
         self._heads = [
-            Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.q_norm, layer.k_norm, layer.eps)
+            HeadConfig(layer.heads, layer.kv_heads, layer.head_dim, layer.q_norm, layer.k_norm, layer.eps)
             for layer in decoder.layers
         ]
         self._scratch: dict[Splits, list[Scratch]] = {}
@@ -102,7 +101,7 @@ class CudaModel:
         self._shared = shared_memory(self.device)
         self.deterministic = deterministic
         self._wide: bool | None = None  # whether many rows take wider tiles in deterministic mode
-        self.coded = isinstance(decoder.output, Coded)
+        self.coded = isinstance(decoder.output, CudaQuantizedMatrix)
         self._written: Tensor | None = None
         self._numbers = torch.arange(512, dtype=torch.int32, device=self.device)
         self._given: list[Tensor] = []  # earlier ones, that graphs go on using
@@ -114,7 +113,7 @@ class CudaModel:
         mark("embed")
         fused.angles(step.ints, step.rows, room.cs[: step.count], self.decoder.inv_freq, self.config.rope.scale)
         mark("rope")
-        if self.coded and (self.deterministic or step.count <= coded.FEW):
+        if self.coded and (self.deterministic or step.count <= quantized.FEW):
             self._coded_rows(step, room, mark)
         elif self.deterministic:
             self._rows(step, room, mark)
@@ -122,20 +121,20 @@ class CudaModel:
             self._one_row(step, room, mark)
         else:
             self._rows(step, room, mark)
-        if step.taps is not None:
-            step.taps.see_hidden(self.config.layers, x[step.taps_from :])
+        if step.hooks is not None:
+            step.hooks.on_hidden(self.config.layers, x[step.taps_from :])
         return x
 
     def _one_row(self, step: Step, room: Buffers, mark: Mark) -> None:
         x, inner, mixed = room.x[0], room.inner[0], room.mixed[0].flatten()
         for l, layer in enumerate(self.decoder.layers):
-            norm = Norm(layer.input_norm, layer.eps)
+            norm = RmsNorm(layer.input_norm, layer.eps)
             self._product(x, layer.qkv, room.qkv[0], norm=norm)
             mark("qkv")
             self._attention(l, step, room, mark)
             self._product(mixed, layer.out, x, add=True)
             mark("output projection")
-            self._product(x, layer.gate_up, inner, norm=Norm(layer.mlp_norm, layer.eps), gated=True)
+            self._product(x, layer.gate_up, inner, norm=RmsNorm(layer.mlp_norm, layer.eps), gated=True)
             self._product(inner, layer.down, x, add=True)
             mark("feed-forward")
 
@@ -145,11 +144,11 @@ class CudaModel:
         w: Linear,
         y: Tensor,
         *,
-        norm: Norm | None = None,
+        norm: RmsNorm | None = None,
         gated: bool = False,
         add: bool = False,
     ) -> None:
-        row_product(x, w.weight, y, bias=w.bias, norm=norm, gated=gated, add=add, ahead=self.ahead)
+        matvec(x, w.weight, y, bias=w.bias, norm=norm, gated=gated, add=add, ahead=self.ahead)
 
     def _coded_rows(self, step: Step, room: Buffers, mark: Mark) -> None:
         """The same of few rows with matrices in codes, whose products take rows in float16."""
@@ -164,23 +163,23 @@ class CudaModel:
             mark("output projection")
             fused.norm(x, layer.mlp_norm, layer.eps, h, ahead=self.ahead)
             self._coded_product(h, layer.gate_up, inner)
-            self._coded_product(inner, layer.down, x, factor=1 / coded.INNER, add=True)
+            self._coded_product(inner, layer.down, x, factor=1 / quantized.INNER, add=True)
             mark("feed-forward")
 
     def _coded_product(self, x: Tensor, w: object, y: Tensor, *, factor: float = 1.0, add: bool = False) -> None:
-        assert isinstance(w, Coded)
-        coded.product(x, w, y, factor=factor, add=add, ahead=self.ahead, alone=not self.deterministic)
+        assert isinstance(w, CudaQuantizedMatrix)
+        quantized.matmul(x, w, y, factor=factor, add=add, ahead=self.ahead, alone=not self.deterministic)
 
-    def _dense(self, w: Linear | Coded) -> Tensor:
+    def _dense(self, w: Linear | CudaQuantizedMatrix) -> Tensor:
         """The matrix [N, K] as floats. One in codes is written out where the next one will be: it serves until then."""
-        if not isinstance(w, Coded):
+        if not isinstance(w, CudaQuantizedMatrix):
             return w.weight
         if self._written is None:
             size = max(prod(m.shape) for layer in self.decoder.layers for m in _matrices(layer))
             self._written = torch.empty(size, dtype=self.dtype, device=self.device)
         n, k = w.shape
         found = self._written[: n * k].view(n, k)
-        coded.expand(w, found)
+        quantized.dequantize_into(w, found)
         return found
 
     def _rows(self, step: Step, room: Buffers, mark: Mark) -> None:
@@ -200,7 +199,7 @@ class CudaModel:
             self._gate_times_up(h, layer.gate_up, room)
             self._linear(room.inner[:many], layer.down, delta)
             mark("feed-forward")
-            following: Layer | None = layers[l + 1] if l + 1 < len(layers) else None
+            following: DecoderLayer | None = layers[l + 1] if l + 1 < len(layers) else None
             if following is None:
                 fused.add(x, delta[:n])
             else:
@@ -209,8 +208,8 @@ class CudaModel:
 
     def _multiplied(self, rows: int, room: Buffers) -> int:
         """How many rows products take: a whole tile of them where that is faster, the last ones in vain."""
-        if tiles.LEAST <= rows <= tiles.MOST <= room.rows and self._in_tiles(tiles.MOST):
-            return tiles.MOST
+        if tiled.LEAST <= rows <= tiled.MOST <= room.rows and self._in_tiles(tiled.MOST):
+            return tiled.MOST
         return rows
 
     def _attention(self, l: int, step: Step, room: Buffers, mark: Mark, out: Tensor | None = None) -> None:
@@ -220,14 +219,14 @@ class CudaModel:
             room.qkv[:n], q, keys, values, step.ints, step.rows, room.cs[:n], self._heads[l], self.ahead
         )
         mark("rope")
-        paged = Paged(keys, values, step.ints, step.rows, self._run_at[l], self.config.head_dim**-0.5)
+        paged = PagedKV(keys, values, step.ints, step.rows, self._run_at[l], self.config.head_dim**-0.5)
         self._attend(q, mixed, paged, step)
         mark("attention")
-        if step.taps is not None:  # what a layer writes comes after its attention: x is still what entered it
-            step.taps.see_hidden(l, room.x[step.taps_from : n])
-            step.taps.see_attention(l, q[step.taps_from :], keys, paged.scale)
+        if step.hooks is not None:  # what a layer writes comes after its attention: x is still what entered it
+            step.hooks.on_hidden(l, room.x[step.taps_from : n])
+            step.hooks.on_attention(l, q[step.taps_from :], keys, paged.scale)
 
-    def _attend(self, q: Tensor, mixed: Tensor, paged: Paged, step: Step) -> None:
+    def _attend(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: Step) -> None:
         n = step.count
         if self.deterministic:
             for start in range(0, n, AT_ONCE):
@@ -255,7 +254,7 @@ class CudaModel:
         if found:
             return found[0]
         c, wide = self.config, 1 << max(0, rows - 1).bit_length()
-        made = attention.scratch(wide, c.heads, c.kv_heads, c.head_dim, splits, self.device)
+        made = attention.make_scratch(wide, c.heads, c.kv_heads, c.head_dim, splits, self.device)
         self._scratch.setdefault(splits, []).append(made)
         return made
 
@@ -277,15 +276,15 @@ class CudaModel:
     def _in_tiles(self, rows: int) -> bool:
         """Whether products of so many rows are ours; cuBLAS does better with others, and in float32."""
         own_ways = self.coded or self.deterministic
-        return rows == tiles.MOST and not own_ways and self.dtype != torch.float32
+        return rows == tiled.MOST and not own_ways and self.dtype != torch.float32
 
     def _tiled(self, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> None:
-        tile = tiles.pick_tile(y.shape[1], gated, self._shared)
-        tiles.product(x, weight, y, tile, bias=bias, gated=gated, ahead=self.ahead)
+        tile = tiled.pick_tile(y.shape[1], gated, self._shared)
+        tiled.matmul(x, weight, y, tile, bias=bias, gated=gated, ahead=self.ahead)
 
     def _linear(self, x: Tensor, w: Linear, y: Tensor) -> None:
         if self.deterministic:
-            exact.product(x, w.weight, y, bias=w.bias, tile=self._exact(len(x)), ahead=self.ahead)
+            exact.matmul(x, w.weight, y, bias=w.bias, tile=self._exact(len(x)), ahead=self.ahead)
         elif self._in_tiles(len(x)):
             self._tiled(x, w.weight, y, w.bias)
         elif w.bias is None:
@@ -293,12 +292,12 @@ class CudaModel:
         else:
             torch.addmm(w.bias, x, self._dense(w).t(), out=y)
 
-    def _exact(self, rows: int) -> tiles.Tile | None:
+    def _exact(self, rows: int) -> tiled.MatmulTile | None:
         """The tile of products in deterministic mode; None for that of any number of rows."""
         if rows <= exact.MANY:
             return None
         if self._wide is None:  # the first step of a size is never captured
-            self._wide = exact.wide_is_alike(self.decoder.layers[0].qkv.weight)
+            self._wide = exact.wide_tile_is_exact(self.decoder.layers[0].qkv.weight)
         return exact.WIDE if self._wide else None
 
     # -- what the reader asks for ----------------------------------------------------------------------------------
@@ -317,29 +316,29 @@ class CudaModel:
         """For each row whether it has a NaN."""
         return self.decoder.best(logits)
 
-    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-        """The token drawn at each row."""
-        return self.decoder.choose(logits, draws)
+    def sample(self, logits: Tensor, samplers: Sequence[RowSampler]) -> list[int]:
+        """The token sampled at each row."""
+        return self.decoder.sample(logits, samplers)
 
     def head(self, x: Tensor, rows: Tensor | None, h: Tensor, logits: Tensor) -> None:
         """Logits into [R, V] float32, of residual rows x, or of those that `rows` [R] int32 names. h [R, E] is room."""
         d = self.decoder
-        if isinstance(d.output, Coded):
+        if isinstance(d.output, CudaQuantizedMatrix):
             half = torch.empty_like(h, dtype=torch.float16)
             fused.norm(x, d.final_norm, self.config.norm_eps, half, rows=rows, ahead=self.ahead)
             self._coded_product(half, d.output, logits)
             return
         if self.deterministic:
             fused.norm(x, d.final_norm, self.config.norm_eps, h, rows=self._first(len(h)) if rows is None else rows)
-            exact.product(h, d.output, logits, tile=self._exact(len(h)), ahead=self.ahead)
+            exact.matmul(h, d.output, logits, tile=self._exact(len(h)), ahead=self.ahead)
             return
         if len(h) == 1 and rows is None:
-            norm = Norm(d.final_norm, self.config.norm_eps)
-            row_product(x[0], d.output, logits[0], norm=norm, ahead=self.ahead)
+            norm = RmsNorm(d.final_norm, self.config.norm_eps)
+            matvec(x[0], d.output, logits[0], norm=norm, ahead=self.ahead)
             return
         fused.norm(x, d.final_norm, self.config.norm_eps, h, rows=rows, ahead=self.ahead)
         if len(h) == 1:
-            row_product(h[0], d.output, logits[0], ahead=self.ahead)
+            matvec(h[0], d.output, logits[0], ahead=self.ahead)
         elif self._in_tiles(len(h)):
             self._tiled(h, d.output, logits)
         elif self.dtype == torch.float32:
@@ -366,26 +365,26 @@ def pick_splits(rows: int, kv_heads: int) -> Splits:
     return Splits(most, 64 if most >= 8 else 128)
 
 
-def pick_tile(rows: int, splits: Splits, row_bytes: int) -> Tile:
+def pick_tile(rows: int, splits: Splits, row_bytes: int) -> AttentionTile:
     """What was fastest on an H200: wide tiles where programs are few, small programs where they are many.
 
     `row_bytes` are those of a key: of long ones less fits.
     """
     if row_bytes > 512:
-        return Tile(32, 4, 2)
+        return AttentionTile(32, 4, 2)
     if splits.least < 1024:
-        return Tile(64, 4, 2)
+        return AttentionTile(64, 4, 2)
     if row_bytes > 256:
-        return Tile(32, 4, 3)
+        return AttentionTile(32, 4, 3)
     if rows > 96:
-        return Tile(16, 1, 3)
-    return Tile(64, 2, 2) if rows > 40 else Tile(32, 4, 5)
+        return AttentionTile(16, 1, 3)
+    return AttentionTile(64, 2, 2) if rows > 40 else AttentionTile(32, 4, 5)
 
 
-def _matrices(layer: Layer) -> list[Coded]:
-    return [m for m in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(m, Coded)]
+def _matrices(layer: DecoderLayer) -> list[CudaQuantizedMatrix]:
+    return [m for m in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(m, CudaQuantizedMatrix)]
 
 
-def fixed_tile(dim: int, dtype: torch.dtype) -> Tile:
+def fixed_tile(dim: int, dtype: torch.dtype) -> AttentionTile:
     """The one tile of a model in deterministic mode; FIXED.least holds a whole number of them."""
-    return Tile(32, 4, 2) if dim > 128 or dtype == torch.float32 else Tile(64, 4, 2)
+    return AttentionTile(32, 4, 2) if dim > 128 or dtype == torch.float32 else AttentionTile(64, 4, 2)

@@ -15,7 +15,7 @@ import numpy as np
 
 from headway.base.errors import HeadwayError
 from headway.base.probes import Distribution, Entropy, Logits, Logprob, Logprobs, Rank, Ranked, Ranking
-from headway.kernels.triton.probes import Measured
+from headway.kernels.triton.probes import RowStats
 from headway.runtime.readout import Ask, not_a_number
 
 JOBS = 512  # rows measured in one round
@@ -55,7 +55,7 @@ class _Edge(Exception):
 class Answers:
     """What came back of a round."""
 
-    measured: list[Measured]
+    measured: list[RowStats]
     scores: np.ndarray  # [P] float32
     ranks: np.ndarray  # [P]
     tokens: np.ndarray  # [P]
@@ -227,7 +227,7 @@ def tell(part: Round, found: Answers, values: dict[Key, object]) -> list[Asked]:
     return left
 
 
-def _sound(measured: Measured) -> Measured:
+def _sound(measured: RowStats) -> RowStats:
     if measured.bad:
         raise _Edge
     return measured
@@ -240,7 +240,7 @@ def _filled(row: np.ndarray, allowed: np.ndarray | None) -> np.ndarray:
     return row
 
 
-def _as_drawn(measured: Measured, scores: np.ndarray, way: _Way) -> np.ndarray:
+def _as_drawn(measured: RowStats, scores: np.ndarray, way: _Way) -> np.ndarray:
     """Log-probabilities of these scores; where a token's weight is nothing in float64, a draw never comes to it."""
     logs = measured.logs(scores, way.temperature)
     if way.processed:
@@ -248,7 +248,7 @@ def _as_drawn(measured: Measured, scores: np.ndarray, way: _Way) -> np.ndarray:
     return logs
 
 
-def _best(measured: Measured, found: Answers, at: int, k: int, way: _Way) -> tuple[Rank, ...]:
+def _best(measured: RowStats, found: Answers, at: int, k: int, way: _Way) -> tuple[Rank, ...]:
     """The k best that can come."""
     kept = int((found.best[at][0][:k] > -np.inf).sum())
     if kept == 0:

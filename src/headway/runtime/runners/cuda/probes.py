@@ -1,6 +1,6 @@
 """Probes on the device: what a step asks about its rows is launched together and copied back once.
 
-Questions (probe_rounds) are uploaded and answered by kernels in a graph (kernels/triton/probes); a row's best are found
+ProbeQueries (probe_rounds) are uploaded and answered by kernels in a graph (kernels/triton/probes); a row's best are found
 by torch. What that leaves undecided is the torch reader's, over the same logits.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headway.kernels.triton import probes as probing
-from headway.kernels.triton.probes import FOUND, JOB_INTS, NUMBERS, PAIR_INTS, Findings, Measured, Questions
+from headway.kernels.triton.probes import JOB_INTS, NUMBERS, PAIR_HEADER, PAIR_INTS, ProbeResults, RowStats
 from headway.runtime.runners.cuda.arrays import StreamPoint, Upload
 from headway.runtime.runners.cuda.graphs import Graphs
 from headway.runtime.runners.cuda.model import CudaModel
@@ -42,7 +42,7 @@ class CudaProbes:
         self._words, self._pieces = -(-self._vocab // 32), probing.pieces(self._vocab)
         self._asked = Upload(JOBS * JOB_INTS + PAIRS * PAIR_INTS, torch.int32, self._device)
         self._masks = Upload(self._words, torch.int32, self._device)
-        room = JOBS * self._pieces * NUMBERS + PAIRS * (FOUND + self._pieces)
+        room = JOBS * self._pieces * NUMBERS + PAIRS * (PAIR_HEADER + self._pieces)
         self._found = torch.empty(room, dtype=torch.int32, device=self._device)
         self._back = torch.empty(room, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
@@ -77,21 +77,21 @@ class CudaProbes:
     def _launch(self, part: Round, logits: Tensor, tokens: Tensor, lasting: bool) -> Callable[[], Answers]:
         jobs, pairs = self._send(part)
         measured = jobs * self._pieces * NUMBERS
-        back = measured + pairs * (FOUND + self._pieces)
+        back = measured + pairs * (PAIR_HEADER + self._pieces)
         behind = jobs * JOB_INTS
-        asked = Questions(
+        asked = ProbeQueries(
             self._asked.device[:behind].view(jobs, JOB_INTS),
             self._asked.device[behind : behind + pairs * PAIR_INTS].view(pairs, PAIR_INTS),
             self._masks.device.view(-1, self._words),
             tokens,
         )
-        found = Findings(
+        found = ProbeResults(
             self._found[:measured].view(torch.float32).view(jobs, self._pieces, NUMBERS),
-            self._found[measured:back].view(pairs, FOUND + self._pieces),
+            self._found[measured:back].view(pairs, PAIR_HEADER + self._pieces),
         )
 
         def work() -> None:
-            probing.look(logits, asked, found)
+            probing.run_probes(logits, asked, found)
             self._back[:back].copy_(self._found[:back], non_blocking=True)
 
         if back:
@@ -170,14 +170,14 @@ class CudaProbes:
 
 def _read(
     part: Round, measured: np.ndarray, placed: np.ndarray, pieces: int
-) -> tuple[list[Measured], np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[list[RowStats], np.ndarray, np.ndarray, np.ndarray]:
     """Rows that were measured, and the scores, ranks and tokens of pairs."""
     jobs, pairs = len(part.jobs), len(part.pairs)
     rates = np.array([rate for _, _, rate in part.jobs])
-    rows = probing.combined(measured.reshape(-1, pieces, NUMBERS)[:jobs], rates)
-    lines = placed.reshape(-1, FOUND + pieces)[:pairs]
+    rows = probing.combine(measured.reshape(-1, pieces, NUMBERS)[:jobs], rates)
+    lines = placed.reshape(-1, PAIR_HEADER + pieces)[:pairs]
     scores = np.ascontiguousarray(lines[:, 0]).view(np.float32)
-    return rows, scores, 1 + lines[:, FOUND:].sum(1), lines[:, 1].copy()
+    return rows, scores, 1 + lines[:, PAIR_HEADER:].sum(1), lines[:, 1].copy()
 
 
 def _room(count: int) -> int:

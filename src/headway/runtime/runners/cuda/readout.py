@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headway.base.probes import Ranking
 from headway.base.samplers import NO_TOKEN, UNDECIDED, Sampling
-from headway.models.decoder import Taps
+from headway.models.decoder import Hooks
 from headway.runtime.batch import Batch, DecodeRows, reads_final_state
 from headway.runtime.passes import BEFORE, Readout
 from headway.runtime.readout import Ask, Reader, not_a_number
@@ -71,19 +71,19 @@ class CudaReader:
         """What was sampled last [MOST] int32, on the device. It is always the same memory."""
         return self._draws.tokens
 
-    def begin(self, batch: Batch, x: Tensor | None, mark: Mark, taps: Taps | None = None) -> Callable[[], Values]:
+    def begin(self, batch: Batch, x: Tensor | None, mark: Mark, hooks: Hooks | None = None) -> Callable[[], Values]:
         """Set the device to work on what is read of the segments; the returned function waits for the values.
 
-        x [T, E] is the residual before the final norm, decode rows first; None when T is 0. `taps` has what was hooked.
+        x [T, E] is the residual before the final norm, decode rows first; None when T is 0.
         """
         self._first = batch.decode_count
         asked = [(s, index, row, r) for s, segment in enumerate(batch.segments) for index, row, r in segment.readouts]
-        if taps is not None:
-            return self._looking(asked, x, batch, mark, taps)
+        if hooks is not None:
+            return self._looking(asked, x, batch, mark, hooks)
         return self._reading(asked, x, batch, mark)
 
     def _looking(
-        self, asked: list[_Asked], x: Tensor | None, batch: Batch, mark: Mark, taps: Taps
+        self, asked: list[_Asked], x: Tensor | None, batch: Batch, mark: Mark, hooks: Hooks
     ) -> Callable[[], Values]:
         """What is read of the final state, and what was looked at on the way."""
         final = [a for a in asked if reads_final_state(a[3].what)]
@@ -93,7 +93,7 @@ class CudaReader:
             values = read()
             for s, index, row, r in asked:
                 if not reads_final_state(r.what):
-                    values[s, index] = self._slow.look(Ask(s, index, row, r), batch, taps)
+                    values[s, index] = self._slow.look(Ask(s, index, row, r), batch, hooks)
             return values
 
         return finish

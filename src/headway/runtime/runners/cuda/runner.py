@@ -28,11 +28,11 @@ from headway.base.samplers import Sampling
 from headway.kernels.triton.attention import chunk_items
 from headway.kv.allocator import Edit
 from headway.kv.pool import Pool
-from headway.models.decoder import Decoder, Taps
+from headway.models.decoder import Decoder, Hooks
 from headway.runtime.batch import Batch, reads_final_state
 from headway.runtime.passes import DecodeMask
 from headway.runtime.profile import Profiler, step_bytes
-from headway.runtime.readout import make_taps
+from headway.runtime.readout import make_hooks
 from headway.runtime.runners.base import SegmentResult, StepResult
 from headway.runtime.runners.cuda.arrays import StepInts, StepNumbers, Upload, even
 from headway.runtime.runners.cuda.graphs import SIZES, Graphs, padded
@@ -87,16 +87,16 @@ class CudaRunner:
         """Set the device to work on a step, after those that it may be at work on. The host is free meanwhile."""
         with torch.inference_mode(), self._where():
             inside = any(not reads_final_state(r.what) for s in batch.segments for _, _, r in s.readouts)
-            taps = make_taps(batch, self.model, self.page_size) if inside else None
+            hooks = make_hooks(batch, self.model, self.page_size) if inside else None
             self.profiler.begin(batch.computed)
-            x, count = self._forward(batch, taps) if batch.rows else None, batch.decode_count
+            x, count = self._forward(batch, hooks) if batch.rows else None, batch.decode_count
             step = CudaStep(self, batch)
             if x is not None and count:
                 step.logits = self._decode_reader.row_logits(x, count)
             if x is not None and batch.segments:
                 step.kept = _kept(batch, x[count:])
             if batch.segments:
-                step.read = self._free_reader(step).begin(batch, x, self.profiler.mark, taps)
+                step.read = self._free_reader(step).begin(batch, x, self.profiler.mark, hooks)
             return step
 
     def _free_reader(self, step: CudaStep) -> CudaReader:
@@ -115,13 +115,13 @@ class CudaRunner:
         """The graphs so far, in the order in which they were first needed: a step's own, its head, its samplers."""
         return [graph for graph in self._graphs.graphs.values() if graph is not None]
 
-    def _forward(self, batch: Batch, taps: Taps | None) -> Tensor:
+    def _forward(self, batch: Batch, hooks: Hooks | None) -> Tensor:
         """Residual rows [T, E] of the whole step, decode rows first."""
         numbers, size = self._layout.read(batch), padded(batch.rows)
         rows = even(batch.rows if size is None else size)
         large = size is None or self._layout.size(numbers, rows) > GRAPH_INTS or _attends_much(batch)
-        if large or taps is not None or self.profiler.measuring:
-            return self._launch(batch, numbers, rows, taps)
+        if large or hooks is not None or self.profiler.measuring:
+            return self._launch(batch, numbers, rows, hooks)
         assert size is not None
         self._fixed.wait()
         self._fixed.send(self._layout.fill(self._fixed.host, batch, numbers, rows))
@@ -129,7 +129,7 @@ class CudaRunner:
         self._graphs.run(("step", size), lambda: self.model.forward(step, buffers, _unmarked))
         return buffers.x[: batch.rows]
 
-    def _launch(self, batch: Batch, numbers: StepNumbers, rows: int, taps: Taps | None) -> Tensor:
+    def _launch(self, batch: Batch, numbers: StepNumbers, rows: int, hooks: Hooks | None) -> Tensor:
         """A step of any number of rows, kernel by kernel: long segments on the matrix units, other rows one by one."""
         first, count = batch.decode_count, batch.rows
         long = [s for s in batch.segments if len(s.rows) > FEW]
@@ -152,7 +152,7 @@ class CudaRunner:
             count,
             singles=device[after:needed],
             items=device[used : used + len(items)].view(-1, 2) if items else None,
-            taps=taps,
+            hooks=hooks,
             taps_from=first,
         )
         if self._free_buffers is None or self._free_buffers.rows < count:

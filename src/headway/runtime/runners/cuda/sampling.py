@@ -16,7 +16,7 @@ from headway.base.errors import HeadwayError
 from headway.base.rng import uniforms
 from headway.base.samplers import Sampling
 from headway.kernels.triton import sampling
-from headway.kernels.triton.sampling import ASK_FLOATS, ASK_INTS, Asks
+from headway.kernels.triton.sampling import SAMPLER_FLOATS, SAMPLER_INTS, SamplerArrays
 from headway.runtime.passes import Readout
 from headway.runtime.readout import Ask
 from headway.runtime.runners.cuda.arrays import StreamPoint, Upload
@@ -49,10 +49,10 @@ class CudaDraws:
         self.model, self._graphs, self._name = model, graphs, name
         vocab, device = model.config.vocab_size, model.device
         self._words = -(-vocab // 32)
-        self._ints = Upload(MOST * ASK_INTS, torch.int32, device)
-        self._floats = Upload(MOST * ASK_FLOATS, torch.float64, device)
+        self._ints = Upload(MOST * SAMPLER_INTS, torch.int32, device)
+        self._floats = Upload(MOST * SAMPLER_FLOATS, torch.float64, device)
         self._masks = Upload(self._words, torch.int32, device)
-        self._found = sampling.room(MOST, vocab, device)
+        self._found = sampling.make_workspace(MOST, vocab, device)
         self._tokens = torch.empty(MOST, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._done = StreamPoint(device)
         self.ways: dict[int, tuple[Sampling, Way]] = {}  # by identity
@@ -64,9 +64,9 @@ class CudaDraws:
 
     def launch(self, logits: Tensor, size: int, *, lasting: bool) -> None:
         """Draw what `fill` has said, from logits [R, V], which are where they always are if `lasting`."""
-        asks = Asks(
-            self._ints.device[: size * ASK_INTS].view(size, ASK_INTS),
-            self._floats.device[: size * ASK_FLOATS].view(size, ASK_FLOATS),
+        asks = SamplerArrays(
+            self._ints.device[: size * SAMPLER_INTS].view(size, SAMPLER_INTS),
+            self._floats.device[: size * SAMPLER_FLOATS].view(size, SAMPLER_FLOATS),
             self._masks.device.view(-1, self._words),
         )
         key = ("draw", size, self._masks.device.data_ptr(), logits.data_ptr(), self._name) if lasting else None
@@ -78,8 +78,8 @@ class CudaDraws:
         self._done.wait()
         return self._tokens[:count].tolist()
 
-    def _choose(self, logits: Tensor, asks: Asks, size: int) -> None:
-        sampling.choose(logits, asks, self._found)
+    def _choose(self, logits: Tensor, asks: SamplerArrays, size: int) -> None:
+        sampling.sample(logits, asks, self._found)
         self._tokens[:size].copy_(self._found.tokens[:size], non_blocking=True)
 
     def fill(
@@ -89,7 +89,7 @@ class CudaDraws:
         count, ways = len(rows), [self.way(r.what) for r in readouts]
         size = padded(count)
         assert size is not None
-        ints, floats = np.zeros((size, ASK_INTS), np.int32), np.zeros((size, ASK_FLOATS))
+        ints, floats = np.zeros((size, SAMPLER_INTS), np.int32), np.zeros((size, SAMPLER_FLOATS))
         ints[count:, 0] = -1
         ints[:count, 0] = rows
         ints[:count, 1] = [way.top_k for way in ways]

@@ -33,20 +33,20 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Te
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(5, 16), (48, 84), (97, 256)] + [(1000, 4096)] * (DEVICE == "cuda"))
-def test_a_product_is_that_of_torch_and_its_bits_those_of_the_row_alone(n: int, k: int, dtype: torch.dtype) -> None:
+def test_a_matmul_is_that_of_torch_and_its_bits_those_of_the_row_alone(n: int, k: int, dtype: torch.dtype) -> None:
     x, w, bias = draw(130, k, seed=0, dtype=dtype), draw(n, k, seed=1, dtype=dtype), draw(n, seed=2, dtype=dtype)
     among = torch.full((130, n), float("nan"), device=DEVICE, dtype=torch.float32)
-    exact.product(x, w, among, bias=bias)
+    exact.matmul(x, w, among, bias=bias)
     expected = F.linear(x.double(), w.double(), bias.double()).float()
     torch.testing.assert_close(among, expected, atol=1e-3 * k**0.5, rtol=1e-3 if dtype == torch.float32 else 1e-2)
     for count in COUNTS:
         for start in (0, 3, 61):
             rows = x[start : start + count].contiguous()
             found = torch.full((len(rows), n), float("nan"), device=DEVICE, dtype=torch.float32)
-            exact.product(rows, w, found, bias=bias)
+            exact.matmul(rows, w, found, bias=bias)
             assert torch.equal(found, among[start : start + count])
     narrow = torch.empty(130, n, device=DEVICE, dtype=dtype)
-    exact.product(x, w, narrow)
+    exact.matmul(x, w, narrow)
     torch.testing.assert_close(narrow.float(), expected - bias.float(), atol=0.05 * k**0.5, rtol=0.05)
 
 
@@ -55,18 +55,18 @@ def test_a_product_is_that_of_torch_and_its_bits_those_of_the_row_alone(n: int, 
 def test_the_wide_tile_is_taken_where_it_gives_the_same_bits(dtype: torch.dtype) -> None:
     x, w = draw(700, 4096, seed=0, dtype=dtype), draw(6144, 4096, seed=1, dtype=dtype)
     narrow, wide = torch.empty(700, 6144, device=DEVICE), torch.empty(700, 6144, device=DEVICE)
-    exact.product(x, w, narrow)
-    exact.product(x, w, wide, tile=exact.WIDE)
-    assert torch.equal(narrow, wide) == exact.wide_is_alike(w)
+    exact.matmul(x, w, narrow)
+    exact.matmul(x, w, wide, tile=exact.WIDE)
+    assert torch.equal(narrow, wide) == exact.wide_tile_is_exact(w)
     torch.testing.assert_close(narrow, wide, atol=1e-2, rtol=1e-3)
 
 
 def test_a_row_that_is_no_number_spoils_no_other() -> None:
     x, w = draw(20, 84, seed=0), draw(33, 84, seed=1)
     clean, spoilt = torch.empty(20, 33, device=DEVICE), torch.empty(20, 33, device=DEVICE)
-    exact.product(x, w, clean)
+    exact.matmul(x, w, clean)
     x[7] = float("nan")
-    exact.product(x, w, spoilt)
+    exact.matmul(x, w, spoilt)
     kept = torch.arange(20) != 7
     assert torch.equal(clean[kept], spoilt[kept])
     assert bool(spoilt[7].isnan().all())

@@ -1,6 +1,6 @@
-// Drawing a token from a row of logits, in double precision as the torch reference does (kernels/reference/sampling.py): mask and
-// changed scores → temperature → top-k → top-p → min-p; ranking is by score, then by lower id; the draw goes through what
-// is kept in the order of ids and takes the first whose running weight exceeds uniform times the whole.
+// Sampling a token from a row of logits, in double precision like the torch reference (kernels/reference/sampling.py):
+// mask and changed scores → temperature → top-k → top-p → min-p. Tokens rank by score, then by lower id. Sampling walks the
+// kept tokens in id order and takes the first whose cumulative weight exceeds uniform times the total.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -10,10 +10,10 @@
 
 namespace HW_NS {
 
-// e^x for x <= 0, to about one unit in the last place; 0 below -708. A plain loop over it is made of vectors.
+// e^x for x <= 0, to about one unit in the last place; 0 below -708. The compiler vectorizes a plain loop over it.
 inline double exp_below(double x) {
   constexpr double LOG2E = 1.4426950408889634, HIGH = 6.93147180369123816490e-01, LOW = 1.90821492927058770002e-10;
-  constexpr double ROUND = 6755399441055744.0;  // 1.5 * 2^52: adding it leaves a whole number in the low bits
+  constexpr double ROUND = 6755399441055744.0;  // 1.5 * 2^52: adding it leaves an integer in the low bits
   const bool in = x >= -708.0;
   const double y = in ? x : 0.0, shifted = y * LOG2E + ROUND, n = shifted - ROUND, r = (y - n * HIGH) - n * LOW;
   double p = 1.0 / 6227020800.0;
@@ -32,26 +32,26 @@ inline double exp_below(double x) {
   p = p * r + 1.0;
   uint64_t bits;
   std::memcpy(&bits, &shifted, 8);
-  bits = (bits + 1023) << 52;  // 2^n; n lies in the low bits of `shifted`
+  bits = (bits + 1023) << 52;  // 2^n; n is in the low bits of `shifted`
   double power;
   std::memcpy(&power, &bits, 8);
   return in ? p * power : 0.0;
 }
 
-// One member's room for a draw.
-class Chooser {
+// One thread's sampler with its buffers.
+class Sampler {
  public:
   void fit(int64_t vocab) {
     scores_.resize(vocab), weights_.resize(vocab), ids_.resize(vocab), ranked_.resize(vocab);
   }
 
   // The token, -1 where a logit is NaN, -2 where nothing is allowed.
-  int64_t draw(const hw_draw& d) {
+  int64_t sample(const hw_sampling& d) {
     vocab_ = d.vocab;
     for (int64_t i = 0; i < d.vocab; i++) scores_[i] = d.logits[i];
-    double odd = 0;
-    for (int64_t i = 0; i < d.vocab; i++) odd += scores_[i] != scores_[i];
-    if (odd) return -1;
+    double nans = 0;
+    for (int64_t i = 0; i < d.vocab; i++) nans += scores_[i] != scores_[i];
+    if (nans) return -1;
     for (int64_t i = 0; i < d.changes; i++) scores_[d.changed[i]] = d.scores[i];
     collect(d);
     if (!count_) return -2;
@@ -59,15 +59,15 @@ class Chooser {
     for (int64_t i = 1; i < count_; i++) peak_ = std::max(peak_, scores_[ids_[i]]);
     if (d.temperature == 0) return *std::find_if(ids_.begin(), ids_.begin() + count_, [&](int32_t id) { return scores_[id] == peak_; });
     if (d.top_k > 0 && d.top_k < count_) keep_best(d.top_k);
-    double whole = weigh(d.temperature);
+    double whole = compute_weights(d.temperature);
     if (d.top_p < 1) whole = keep_share(d.top_p * whole);
     if (d.min_p > 0) whole = keep_above(d.min_p);
     return pick(d.uniform * whole);
   }
 
  private:
-  // Candidates in the order of ids: what is allowed and not impossible; all that is allowed where nothing is possible.
-  void collect(const hw_draw& d) {
+  // Candidates in id order: allowed tokens with a finite score, or all allowed tokens if there are none.
+  void collect(const hw_sampling& d) {
     count_ = 0;
     for (int64_t i = 0; i < d.vocab; i++)
       if ((!d.allowed || d.allowed[i]) && scores_[i] > -INFINITY) ids_[count_++] = (int32_t)i;
@@ -78,7 +78,7 @@ class Chooser {
 
   bool better(int32_t a, int32_t b) const { return scores_[a] > scores_[b] || (scores_[a] == scores_[b] && a < b); }
 
-  // The k best, found with a heap that has the worst of them on top.
+  // The k best, kept in a heap with the worst of them on top.
   void keep_best(int64_t k) {
     auto before = [this](int32_t a, int32_t b) { return better(a, b); };
     std::copy(ids_.begin(), ids_.begin() + k, ranked_.begin());
@@ -92,15 +92,15 @@ class Chooser {
     take(k);
   }
 
-  // The first n of ranked_ are the candidates now.
+  // Makes the first n of ranked_ the candidates.
   void take(int64_t n) {
     std::copy(ranked_.begin(), ranked_.begin() + n, ids_.begin());
     std::sort(ids_.begin(), ids_.begin() + n);
     count_ = n;
   }
 
-  // Weights of the candidates, the largest of which is 1; their sum. Where all ids are there, without looking them up.
-  double weigh(double temperature) {
+  // Computes the candidates' weights, the largest being 1, and returns their sum. Without a lookup if all ids are candidates.
+  double compute_weights(double temperature) {
     const bool all = count_ == vocab_;
     if (!all)
       for (int64_t i = 0; i < count_; i++) weights_[i] = scores_[ids_[i]];
@@ -120,15 +120,15 @@ class Chooser {
     return ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
   }
 
-  // The shortest ranking prefix whose weight reaches the goal. Only the heavy ones are ranked, if they are enough.
+  // Keeps the shortest ranking prefix whose weight reaches the goal. Ranks only heavy tokens where those are enough.
   double keep_share(double goal) {
     int64_t n = 0;
-    for (double least : {1e-3, 1e-6, 0.0}) {
+    for (double threshold : {1e-3, 1e-6, 0.0}) {
       double reached = 0;
       n = 0;
       for (int64_t i = 0; i < count_; i++)
-        if (weights_[i] >= least) ranked_[n++] = (int32_t)i, reached += weights_[i];
-      if (reached > goal * (1 + 1e-9)) break;  // not by a hair: sums in another order round otherwise
+        if (weights_[i] >= threshold) ranked_[n++] = (int32_t)i, reached += weights_[i];
+      if (reached > goal * (1 + 1e-9)) break;  // with a margin: sums in another order round differently
     }
     std::sort(ranked_.begin(), ranked_.begin() + n, [this](int32_t a, int32_t b) { return better(ids_[a], ids_[b]); });
     double reached = 0;
@@ -139,14 +139,14 @@ class Chooser {
     return only(keep);
   }
 
-  double keep_above(double least) {
+  double keep_above(double threshold) {
     int64_t n = 0;
     for (int64_t i = 0; i < count_; i++)
-      if (weights_[i] >= least) ranked_[n++] = (int32_t)i;
+      if (weights_[i] >= threshold) ranked_[n++] = (int32_t)i;
     return only(n);
   }
 
-  // Of the candidates only those at the first n of ranked_, which rise; the sum of their weights.
+  // Keeps the candidates at the first n indices of ranked_, which ascend; returns the sum of their weights.
   double only(int64_t n) {
     for (int64_t i = 0; i < n; i++) ids_[i] = ids_[ranked_[i]], weights_[i] = weights_[ranked_[i]];
     count_ = n;

@@ -1,4 +1,4 @@
-"""Matrices of codes for the device: what they mean, and their products with one row and with several."""
+"""Quantized weights on the device: their values, and their matmul with one row and with several."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ pytest.importorskip("triton")
 import headway as hw  # noqa: E402
 from headway.base.errors import Unsupported  # noqa: E402
 from headway.kernels.reference.mlp import gated_silu  # noqa: E402
-from headway.kernels.triton import quantized as coded  # noqa: E402
-from headway.kernels.triton.quantized import Kind, Tile  # noqa: E402
-from headway.models.quantized.cuda import in_codes  # noqa: E402
+from headway.kernels.triton import quantized  # noqa: E402
+from headway.kernels.triton.quantized import QuantizedTile, QuantKind  # noqa: E402
+from headway.models.quantized.cuda import quantize_decoder  # noqa: E402
 from headway.testing import random_model  # noqa: E402
 from support.hf import random_hf, save_hf  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-KINDS = pytest.mark.parametrize("kind", coded.KINDS)
+KINDS = pytest.mark.parametrize("kind", quantized.KINDS)
 LIMIT = 3e-6  # sums are float32, in another order
 HALF = 5e-4  # what comes out in float16 has eleven bits
 
@@ -37,8 +37,8 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def matrix(kind: Kind, n: int, k: int, *, gated: bool = False) -> coded.Coded:
-    return coded.quantise(draw(n, k, seed=1) / k**0.5, draw(n, seed=2), kind=kind, gated=gated)
+def matrix(kind: QuantKind, n: int, k: int, *, gated: bool = False) -> quantized.CudaQuantizedMatrix:
+    return quantized.quantize(draw(n, k, seed=1) / k**0.5, draw(n, seed=2), kind=kind, gated=gated)
 
 
 def near(found: torch.Tensor, expected: torch.Tensor, limit: float = LIMIT) -> None:
@@ -49,9 +49,9 @@ def near(found: torch.Tensor, expected: torch.Tensor, limit: float = LIMIT) -> N
 @pytest.mark.parametrize(
     ("n", "k", "gated"), [(16, 64, False), (21, 96, False), (50, 160, False), (2, 32, True), (42, 96, True)]
 )
-def test_codes_are_the_nearest_to_their_weights(kind: Kind, n: int, k: int, gated: bool) -> None:
+def test_codes_are_the_nearest_to_their_weights(kind: QuantKind, n: int, k: int, gated: bool) -> None:
     weight = draw(n, k)
-    found = coded.quantise(weight, kind=kind, gated=gated).weight
+    found = quantized.quantize(weight, kind=kind, gated=gated).weight
     assert found.shape == weight.shape
     if kind == "int4":  # no weight is farther than a step from its code, and a step is an eighth of a group's largest
         step = weight.abs().amax(1, keepdim=True) / 8
@@ -64,121 +64,127 @@ def test_codes_are_the_nearest_to_their_weights(kind: Kind, n: int, k: int, gate
 
 
 @KINDS
-def test_every_weight_has_a_place_of_its_own(kind: Kind) -> None:
+def test_every_weight_has_a_place_of_its_own(kind: QuantKind) -> None:
     """A matrix of zeros but for one weight is that weight and zeros again."""
     for n, k in ((0, 0), (7, 15), (8, 16), (15, 63), (16, 64), (20, 95), (3, 40), (11, 71)):
         weight = torch.zeros(22, 96, device=DEVICE)
         weight[n, k] = -1.0
         for gated in (False, True):
-            w = coded.quantise(weight, kind=kind, gated=gated)
+            w = quantized.quantize(weight, kind=kind, gated=gated)
             dense = torch.full((22, 96), 5.0, device=DEVICE)
-            coded.expand(w, dense)
+            quantized.dequantize_into(w, dense)
             assert torch.equal(dense, weight)
             assert torch.equal(w.weight, weight)
 
 
 @KINDS
-def test_zeros_stay_zeros(kind: Kind) -> None:
-    assert not coded.quantise(torch.zeros(5, 64, device=DEVICE), kind=kind).weight.any()
+def test_zeros_stay_zeros(kind: QuantKind) -> None:
+    assert not quantized.quantize(torch.zeros(5, 64, device=DEVICE), kind=kind).weight.any()
 
 
 def test_weights_of_many_slices_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = draw(100, 96)
-    for kind in coded.KINDS:
-        whole = coded.quantise(weight, kind=kind, gated=True)
+    for kind in quantized.KINDS:
+        whole = quantized.quantize(weight, kind=kind, gated=True)
         with monkeypatch.context() as patch:
-            patch.setattr(coded, "SLICE", 16 * 96)
-            sliced = coded.quantise(weight, kind=kind, gated=True)
-        assert torch.equal(whole.codes, sliced.codes)
+            patch.setattr(quantized, "SLICE", 16 * 96)
+            sliced = quantized.quantize(weight, kind=kind, gated=True)
+        assert torch.equal(whole.quants, sliced.quants)
         assert torch.equal(whole.scales, sliced.scales)
 
 
 @KINDS
-def test_inputs_that_fill_no_group_are_refused(kind: Kind) -> None:
+def test_inputs_that_fill_no_group_are_refused(kind: QuantKind) -> None:
     with pytest.raises(Unsupported, match="33"):
-        coded.quantise(draw(4, 33), kind=kind)
+        quantized.quantize(draw(4, 33), kind=kind)
 
 
 @KINDS
 @pytest.mark.parametrize(("n", "k", "gated"), [(5, 32, False), (48, 320, False), (42, 96, True), (80, 1312, True)])
-def test_a_matrix_is_written_out_as_it_is(kind: Kind, n: int, k: int, gated: bool) -> None:
+def test_a_matrix_is_written_out_as_it_is(kind: QuantKind, n: int, k: int, gated: bool) -> None:
     w = matrix(kind, n, k, gated=gated)
     for dtype in (torch.float32, torch.float16):
         dense = torch.full((n, k), float("nan"), dtype=dtype, device=DEVICE)
-        coded.expand(w, dense)
+        quantized.dequantize_into(w, dense)
         assert torch.equal(dense, w.weight.to(dtype))
 
 
 @KINDS
 @pytest.mark.parametrize("rows", range(1, 18))
-def test_products_with_rows(kind: Kind, rows: int) -> None:
+def test_matmul_with_rows(kind: QuantKind, rows: int) -> None:
     n, k = [(5, 32), (33, 96), (18, 320)][rows % 3]
     x, w = draw(rows, k).half(), matrix(kind, n, k)
     expected = F.linear(x.float(), w.weight, w.bias)
     y = torch.full((rows, n), float("nan"), device=DEVICE)
-    coded.product(x, w, y)
+    quantized.matmul(x, w, y)
     near(y, expected)
     onto = draw(rows, n, seed=4)
     before = onto.clone()
-    coded.product(x, w, onto, factor=16.0, add=True)
+    quantized.matmul(x, w, onto, factor=16.0, add=True)
     near(onto, before + F.linear(16 * x.float(), w.weight, w.bias))
 
 
 @KINDS
 @pytest.mark.parametrize("rows", [1, 2, 9])
-def test_gate_times_up(kind: Kind, rows: int) -> None:
+def test_gate_times_up(kind: QuantKind, rows: int) -> None:
     for n, k in ((21, 96), (48, 320)):
         x, w = draw(rows, k).half(), matrix(kind, 2 * n, k, gated=True)
         expected = gated_silu(F.linear(x.float(), w.weight, w.bias), exact=False)
         y, half = draw(rows, n), draw(rows, n).half()
-        coded.product(x, w, y)
+        quantized.matmul(x, w, y)
         near(y, expected)
-        coded.product(x, w, half)
-        near(half.float() / coded.INNER, expected, HALF)
+        quantized.matmul(x, w, half)
+        near(half.float() / quantized.INNER, expected, HALF)
 
 
 @KINDS
 @pytest.mark.parametrize(
     "tile",
-    [Tile(1, 8, 8), Tile(2, 2, 2), Tile(2, 16, 4), Tile(2, 1, 4, wide=True), Tile(1, 1, 2, wide=True, columns=4)],
+    [
+        QuantizedTile(1, 8, 8),
+        QuantizedTile(2, 2, 2),
+        QuantizedTile(2, 16, 4),
+        QuantizedTile(2, 1, 4, wide=True),
+        QuantizedTile(1, 1, 2, wide=True, columns=4),
+    ],
 )
-def test_every_tile_gives_the_same(kind: Kind, tile: Tile) -> None:
+def test_every_tile_gives_the_same(kind: QuantKind, tile: QuantizedTile) -> None:
     x, w = draw(11, 352).half(), matrix(kind, 48, 352)
     y = torch.empty(11, 48, device=DEVICE)
-    coded.product(x, w, y, tile=tile)
+    quantized.matmul(x, w, y, tile=tile)
     near(y, F.linear(x.float(), w.weight, w.bias))
 
 
 @KINDS
-@pytest.mark.parametrize("tile", [None, Tile(1, 1, 1), Tile(1, 4, 2), Tile(1, 8, 8)])
-def test_one_row_alone(kind: Kind, tile: Tile | None) -> None:
+@pytest.mark.parametrize("tile", [None, QuantizedTile(1, 1, 1), QuantizedTile(1, 4, 2), QuantizedTile(1, 8, 8)])
+def test_one_row_alone(kind: QuantKind, tile: QuantizedTile | None) -> None:
     for n, k, gated in ((20, 96, False), (48, 2048, False), (42, 576, True)):
         x, w = draw(1, k).half(), matrix(kind, n, k, gated=gated)
         expected = F.linear(x.float(), w.weight, w.bias)
         expected = gated_silu(expected, exact=False) if gated else expected
         y = torch.ones(1, expected.shape[1], device=DEVICE)
-        coded.product(x, w, y, add=True, alone=True, tile=tile)
+        quantized.matmul(x, w, y, add=True, alone=True, tile=tile)
         near(y - 1, expected, 1e-5)
 
 
 @KINDS
-def test_a_row_is_the_same_alone_and_among_others(kind: Kind) -> None:
+def test_a_row_is_the_same_alone_and_among_others(kind: QuantKind) -> None:
     x, w = draw(40, 352).half(), matrix(kind, 24, 352)
     among = torch.empty(40, 24, device=DEVICE)
-    coded.product(x, w, among)
+    quantized.matmul(x, w, among)
     for some in (slice(0, 1), slice(3, 4), slice(39, 40), slice(5, 17), slice(20, 40)):
         alone = torch.empty(some.stop - some.start, 24, device=DEVICE)
-        coded.product(x[some], w, alone)
+        quantized.matmul(x[some], w, alone)
         assert torch.equal(alone, among[some])
 
 
 @KINDS
-def test_large_inputs_do_not_overflow(kind: Kind) -> None:
+def test_large_inputs_do_not_overflow(kind: QuantKind) -> None:
     """Sums are float32: inputs may be as large as float16 has them."""
     x = torch.full((2, 128), 60000.0, dtype=torch.float16, device=DEVICE)
-    w = coded.quantise(torch.ones(16, 128, device=DEVICE), kind=kind)
+    w = quantized.quantize(torch.ones(16, 128, device=DEVICE), kind=kind)
     y = torch.empty(2, 16, device=DEVICE)
-    coded.product(x, w, y)
+    quantized.matmul(x, w, y)
     near(y, torch.full((2, 16), 128 * float(x[0, 0]), device=DEVICE), 1e-5)
 
 
@@ -202,8 +208,8 @@ async def logits(engine: hw.Engine, prompts: list[list[int]]) -> list[np.ndarray
 
 
 @KINDS
-def test_a_folder_is_read_into_codes(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same file in codes and as floats: near, and nearer the finer the codes."""
+def test_a_folder_is_quantized_as_it_is_read(kind: QuantKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same file quantized and as floats: near, and nearer the more bits."""
     monkeypatch.setenv("HEADWAY_NATIVE", "triton")
     sizes: dict[str, Any] = {
         "hidden_size": 64,
@@ -229,11 +235,13 @@ def test_a_folder_is_read_into_codes(kind: Kind, tmp_path: Path, monkeypatch: py
 
 
 @KINDS
-def test_many_rows_are_the_same_through_floats(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt above FEW rows is computed with matrices written out, in pieces from their codes."""
+def test_many_rows_are_the_same_through_floats(kind: QuantKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt above FEW rows is computed with dequantized matrices, in pieces from the quants."""
     monkeypatch.setenv("HEADWAY_NATIVE", "triton")
-    monkeypatch.setattr(coded, "FEW", 4)
-    decoder = in_codes(random_model("llama", device=DEVICE, intermediate_size=96, layers=1, vocab_size=40), kind)
+    monkeypatch.setattr(quantized, "FEW", 4)
+    decoder = quantize_decoder(
+        random_model("llama", device=DEVICE, intermediate_size=96, layers=1, vocab_size=40), kind
+    )
     prompt = np.random.default_rng(0).integers(0, 40, 6).tolist()
 
     async def pieces(engine: hw.Engine, cuts: list[int]) -> np.ndarray:
@@ -250,12 +258,12 @@ def test_many_rows_are_the_same_through_floats(kind: Kind, monkeypatch: pytest.M
 
 
 @KINDS
-def test_a_model_of_float16_is_near_one_of_float32(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_float16_is_near_one_of_float32(kind: QuantKind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_NATIVE", "triton")
     found = []
     for dtype in ("float16", "float32"):
         decoder = random_model("llama", device=DEVICE, dtype=dtype, hidden_size=96, intermediate_size=96, layers=1)
-        with hw.Engine(in_codes(decoder, kind), pages=16) as engine:
+        with hw.Engine(quantize_decoder(decoder, kind), pages=16) as engine:
             found.append(engine.run(logits, [[1, 2, 3], [4]]))
     for one, other in zip(*found, strict=True):
         assert np.abs(one - other).mean() <= 0.05 * other.std()

@@ -1,4 +1,4 @@
-"""Packed weights: what goes in comes out, quantising errs within its step, and rows are coded as the formats say."""
+"""Quantized weights: values survive, quantizing errs within its step, and rows are quantized as the formats say."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from headway.base.errors import Unsupported
 from headway.kernels.reference.quantized import (
-    Packed,
-    coded,
+    QuantizedMatrix,
+    dequantize,
+    interleave_floats,
+    interleave_groups,
+    interleave_int8,
     linear_reference,
-    pack_floats,
-    pack_groups,
-    pack_int8,
-    quantise_int4,
-    quantise_int8,
-    unpack,
+    quantize_int4,
+    quantize_int8,
+    quantize_rows,
 )
 
 sizes = st.one_of(st.integers(1, 80), st.sampled_from((16, 31, 32, 33, 64, 96, 160)))
@@ -48,53 +48,57 @@ def spread(per_group: Tensor, group: int, k: int) -> np.ndarray:
 @quick
 def test_floats_come_back_as_they_were(dtype: torch.dtype, n: int, k: int, seed: int) -> None:
     weight = randn(n, k, seed).to(dtype)
-    w = pack_floats(weight)
-    assert torch.equal(unpack(w), weight.float())
+    w = interleave_floats(weight)
+    assert torch.equal(dequantize(w), weight.float())
     assert w.nbytes == -(-n // 16) * 16 * k * dtype.itemsize
-    assert w.coding is None
+    assert w.row_quantization is None
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [16, 32, 64, 128])
-@pytest.mark.parametrize("least", [True, False])
+@pytest.mark.parametrize("has_min", [True, False])
 @given(n=sizes, k=sizes, seed=seeds, half=st.booleans())
 @settings(quick, max_examples=15)
 def test_codes_and_scales_mean_what_they_say(
-    *, bits: int, group: int, least: bool, n: int, k: int, seed: int, half: bool
+    *, bits: int, group: int, has_min: bool, n: int, k: int, seed: int, half: bool
 ) -> None:
     draw, count = generator(seed), -(-k // group)
-    codes = torch.randint(0, 1 << bits, (n, k), generator=draw, dtype=torch.uint8)
+    quants = torch.randint(0, 1 << bits, (n, k), generator=draw, dtype=torch.uint8)
     scale, floor = (
         torch.randn(n, count, generator=draw).to(torch.float16 if half else torch.float32) for _ in range(2)
     )
-    zero = 0 if least else 1 << (bits - 1)
-    w = pack_groups(codes, scale, floor if least else None, bits=bits, group=group, zero=zero)
-    exact = spread(scale, group, k) * (codes.double().numpy() - zero) + (spread(floor, group, k) if least else 0)
-    np.testing.assert_allclose(unpack(w).numpy(), exact, rtol=1e-6, atol=1e-4)
-    assert (w.coding, w.label) == ("groups", f"int{bits} in groups of {group}")
-    assert w.codes.nbytes == -(-n // 16) * 16 * -(-k // 32) * 32 * bits // 8
+    zero = 0 if has_min else 1 << (bits - 1)
+    w = interleave_groups(quants, scale, floor if has_min else None, bits=bits, group=group, zero=zero)
+    exact = spread(scale, group, k) * (quants.double().numpy() - zero) + (spread(floor, group, k) if has_min else 0)
+    np.testing.assert_allclose(dequantize(w).numpy(), exact, rtol=1e-6, atol=1e-4)
+    assert (w.row_quantization, w.label) == ("groups", f"int{bits} in groups of {group}")
+    assert w.quants.nbytes == -(-n // 16) * 16 * -(-k // 32) * 32 * bits // 8
 
 
 @given(n=sizes, k=sizes, seed=seeds)
 @quick
 def test_int8_codes_come_back_times_the_scale_of_their_row(n: int, k: int, seed: int) -> None:
-    codes = torch.randint(-128, 128, (n, k), generator=generator(seed), dtype=torch.int8)
+    quants = torch.randint(-128, 128, (n, k), generator=generator(seed), dtype=torch.int8)
     scale = torch.rand(n, generator=generator(seed + 1))
-    w = pack_int8(codes, scale)
-    assert torch.equal(unpack(w), scale[:, None] * codes)
-    assert w.coding == "row"
+    w = interleave_int8(quants, scale)
+    assert torch.equal(dequantize(w), scale[:, None] * quants)
+    assert w.row_quantization == "row"
 
 
 def test_a_bias_is_kept_in_float32_and_added() -> None:
     weight, bias, x = randn(7, 40), randn(1, 7, 1)[0], randn(3, 40, 2)
-    for w in (pack_floats(weight, bias.half()), quantise_int8(weight, bias.half()), quantise_int4(weight, bias.half())):
+    for w in (
+        interleave_floats(weight, bias.half()),
+        quantize_int8(weight, bias.half()),
+        quantize_int4(weight, bias.half()),
+    ):
         assert w.bias is not None
         assert w.bias.dtype == torch.float32
-        plain = linear_reference(x, Packed(**{**vars(w), "bias": None}))
+        plain = linear_reference(x, QuantizedMatrix(**{**vars(w), "bias": None}))
         torch.testing.assert_close(linear_reference(x, w), plain + bias.half().float())
 
 
-# -- quantising ----------------------------------------------------------------------------------------------------
+# -- quantizing ----------------------------------------------------------------------------------------------------
 
 
 @given(n=sizes, k=sizes, seed=seeds, size=st.sampled_from((1e-30, 1e-3, 1.0, 1e4, 1e30)))
@@ -103,9 +107,9 @@ def test_int8_errs_by_half_a_step_of_its_row_at_most(n: int, k: int, seed: int, 
     weight = randn(n, k, seed) * size
     weight[::3] = 0
     step = weight.abs().amax(1, keepdim=True) / 127
-    error = (unpack(quantise_int8(weight)) - weight).abs()
+    error = (dequantize(quantize_int8(weight)) - weight).abs()
     assert (error <= step * 0.50001).all()
-    assert (unpack(quantise_int8(weight))[::3] == 0).all()
+    assert (dequantize(quantize_int8(weight))[::3] == 0).all()
 
 
 @given(n=sizes, k=sizes, seed=seeds, size=st.sampled_from((1e-2, 1.0, 1e3)), shift=st.sampled_from((0.0, 5.0, -5.0)))
@@ -114,7 +118,7 @@ def test_int4_errs_by_half_a_step_of_its_group_and_the_rounding_of_its_ends(
     *, n: int, k: int, seed: int, size: float, shift: float
 ) -> None:
     weight = (randn(n, k, seed) + shift) * size
-    error = (unpack(quantise_int4(weight)) - weight).abs().double().numpy()
+    error = (dequantize(quantize_int4(weight)) - weight).abs().double().numpy()
     padded = torch.nn.functional.pad(weight, (0, -k % 32)).unflatten(1, (-1, 32))
     low, high = padded.amin(2), padded.amax(2)
     rounding = (low.abs() + high.abs() + (high - low)) * 2**-11 + 1e-6
@@ -123,21 +127,21 @@ def test_int4_errs_by_half_a_step_of_its_group_and_the_rounding_of_its_ends(
 
 def test_int4_of_constant_groups_is_their_value() -> None:
     weight = torch.tensor([0.0, 1.0, -2.5, 0.125])[:, None].expand(4, 64)
-    assert torch.equal(unpack(quantise_int4(weight)), weight)
+    assert torch.equal(dequantize(quantize_int4(weight)), weight)
 
 
 def test_int4_refuses_what_its_float16_scales_cannot_hold() -> None:
     weight = randn(3, 40)
     weight[1, 35] = 1e5
     with pytest.raises(Unsupported, match=r"100000.*65504.*int8"):
-        quantise_int4(weight)
-    assert unpack(quantise_int8(weight)).isfinite().all()
+        quantize_int4(weight)
+    assert dequantize(quantize_int8(weight)).isfinite().all()
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
-def coded_by_hand(row: np.ndarray) -> np.ndarray:
+def quantized_by_hand(row: np.ndarray) -> np.ndarray:
     """One group: the nearest of 255 steps, in float32 as the formats do it."""
     most = np.float32(np.abs(row).max())
     if not np.isfinite(row).all():
@@ -152,16 +156,16 @@ odd = st.sampled_from((0.0, 1e-36, 9e-37, 1e-45, -1e-40, 3e38, float("inf"), flo
 
 @given(row=st.lists(st.one_of(st.floats(width=32), st.floats(-2, 2, width=32), odd), min_size=1, max_size=80))
 @settings(quick, max_examples=150)
-def test_rows_are_coded_group_by_group_or_whole(row: list[float]) -> None:
+def test_rows_are_quantized_group_by_group_or_whole(row: list[float]) -> None:
     x = np.array(row, dtype=np.float32)
-    groups = [coded_by_hand(x[i : i + 32]) for i in range(0, len(x), 32)]
-    np.testing.assert_array_equal(coded(torch.from_numpy(x[None]), "groups")[0].numpy(), np.concatenate(groups))
-    np.testing.assert_array_equal(coded(torch.from_numpy(x[None]), "row")[0].numpy(), coded_by_hand(x))
-    assert coded(torch.from_numpy(x), None).data_ptr() == x.ctypes.data  # floats are taken as they are
+    groups = [quantized_by_hand(x[i : i + 32]) for i in range(0, len(x), 32)]
+    np.testing.assert_array_equal(quantize_rows(torch.from_numpy(x[None]), "groups")[0].numpy(), np.concatenate(groups))
+    np.testing.assert_array_equal(quantize_rows(torch.from_numpy(x[None]), "row")[0].numpy(), quantized_by_hand(x))
+    assert quantize_rows(torch.from_numpy(x), None).data_ptr() == x.ctypes.data  # floats are taken as they are
 
 
-def test_the_reference_is_the_product_of_coded_rows_and_plain_weights() -> None:
+def test_the_reference_is_the_matmul_of_quantized_rows_and_plain_weights() -> None:
     weight, x, bias = randn(21, 70), randn(5, 70, 1), randn(1, 21, 2)[0]
-    for w in (pack_floats(weight, bias), quantise_int8(weight, bias), quantise_int4(weight, bias)):
-        exact = coded(x, w.coding).double() @ unpack(w).double().T + bias
+    for w in (interleave_floats(weight, bias), quantize_int8(weight, bias), quantize_int4(weight, bias)):
+        exact = quantize_rows(x, w.row_quantization).double() @ dequantize(w).double().T + bias
         torch.testing.assert_close(linear_reference(x, w), exact.float(), rtol=1e-5, atol=1e-4)

@@ -14,9 +14,9 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 from headway.kernels.reference.mlp import gated_silu  # noqa: E402
-from headway.kernels.triton import matmul as tiles  # noqa: E402
+from headway.kernels.triton import matmul as tiled  # noqa: E402
 from headway.kernels.triton.launch import shared_memory  # noqa: E402
-from headway.kernels.triton.matmul import Tile  # noqa: E402
+from headway.kernels.triton.matmul import MatmulTile  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
@@ -36,16 +36,16 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ahead", AHEAD)
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 1, 16), (2, 5, 16), (7, 33, 84), (40, 70, 128), (70, 48, 200)])
-def test_products_are_those_of_torch(rows: int, n: int, k: int, ahead: bool, dtype: torch.dtype) -> None:
+def test_matmul_is_that_of_torch(rows: int, n: int, k: int, ahead: bool, dtype: torch.dtype) -> None:
     x, w, bias = (draw(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(rows, k), (2 * n, k), (2 * n,)]))
-    tile = Tile(32, 16, 32, stages=2)
+    tile = MatmulTile(32, 16, 32, stages=2)
     plain, gated = (torch.full((rows, n), float("nan"), device=DEVICE, dtype=dtype) for _ in range(2))
-    tiles.product(x, w[:n], plain, tile, ahead=ahead)
+    tiled.matmul(x, w[:n], plain, tile, ahead=ahead)
     near(plain, F.linear(x.double(), w[:n].double()))
-    tiles.product(x, w[:n], plain, tile, bias=bias[:n], ahead=ahead)
+    tiled.matmul(x, w[:n], plain, tile, bias=bias[:n], ahead=ahead)
     near(plain, F.linear(x.double(), w[:n].double(), bias[:n].double()))
     for some in (None, bias):
-        tiles.product(x, w, gated, tile, bias=some, gated=True, ahead=ahead)
+        tiled.matmul(x, w, gated, tile, bias=some, gated=True, ahead=ahead)
         both = F.linear(x.double(), w.double(), None if some is None else some.double())
         near(gated, gated_silu(both, exact=True))
 
@@ -57,6 +57,6 @@ def test_products_are_those_of_torch(rows: int, n: int, k: int, ahead: bool, dty
 def test_tiles_that_are_picked_fit_and_are_right(n: int, gated: bool, room: int, dtype: torch.dtype) -> None:
     x, w = draw(50, 1024, seed=0, dtype=dtype), draw(2 * n if gated else n, 1024, seed=1, dtype=dtype) / 32
     y = torch.empty(50, n, device=DEVICE, dtype=dtype)
-    tiles.product(x, w, y, tiles.pick_tile(n, gated, room), gated=gated, ahead=True)
+    tiled.matmul(x, w, y, tiled.pick_tile(n, gated, room), gated=gated, ahead=True)
     expected = F.linear(x.float(), w.float())
     near(y, gated_silu(expected, exact=True) if gated else expected)

@@ -1,0 +1,354 @@
+// Matmul with quantized or float weights, for one row or hundreds. A row's bits do not depend on its neighbors: every
+// output takes the same sums in the same order, whatever the tile.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+
+#include "api.h"
+#include "simd.h"
+
+// Loops over a tile are unrolled where its sums fit into registers.
+#if HW_ISA >= 2
+#define HW_UNROLL _Pragma("GCC unroll 16")
+#else
+#define HW_UNROLL
+#endif
+
+namespace HW_NS {
+
+inline int up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+
+// Rows of activations in the form that a weight format needs.
+//   floats:  values as they are
+//   groups:  int8 quants, and for each 32 inputs a float scale and the sum of the quants
+//   by row:  int8 quants, one scale and one sum
+struct Activations {
+  const float* values = nullptr;   // [rows, stride]
+  size_t stride = 0;
+  const int8_t* quants = nullptr;   // [rows, width], width a multiple of 32
+  const float* scales = nullptr;   // [rows, groups]
+  const int32_t* totals = nullptr; // [rows, 3, groups] sums of the quants: of 32, of the first 16, of the last 16; by row [rows]
+  const float* sums = nullptr;     // [rows, 3, groups] scale times totals
+  int width = 0, groups = 0;
+};
+
+constexpr float SMALLEST = 1e-36f;  // a group whose largest value is smaller counts as zero: 127 / it would overflow
+
+// Quantizes `count` values, a multiple of 16, to int8; returns the scale.
+inline float quantize_group(const float* x, int count, int8_t* quants) {
+  vf most = vf_zero(), nonfinite = vf_zero();
+  for (int i = 0; i < count; i += 16) {
+    vf v = vf_load(x + i);
+    most = vf_max(vf_abs(v), most);
+    nonfinite = vf_fma(v, vf_zero(), nonfinite);  // NaN if a value is not finite
+  }
+  float top = vf_most(most), nonfinite_sum = vf_sum(nonfinite);
+  bool finite = nonfinite_sum == nonfinite_sum;
+  vf factor = vf_set1(finite && top >= SMALLEST ? 127.0f / top : 0.0f);
+  for (int i = 0; i < count; i += 16) {
+    vf v = finite ? vf_load(x + i) : vf_zero();
+    vi_store_i8(quants + i, vi_round(vf_mul(v, factor)));
+  }
+  if (!finite) return nonfinite_sum;
+  return top >= SMALLEST ? top / 127.0f : 0.0f;
+}
+
+inline int32_t total(const int8_t* quants, int count) {
+  int32_t sum = 0;
+  for (int i = 0; i < count; i++) sum += quants[i];
+  return sum;
+}
+
+// ---- one block of 16 outputs for M rows --------------------------------------------------------------------------
+
+template <int KIND>
+inline vf load_float(const void* p, size_t at) {
+  if (KIND == HW_F32) return vf_load((const float*)p + at);
+  if (KIND == HW_F16) return vf_load_f16((const uint16_t*)p + at);
+  return vf_load_bf16((const uint16_t*)p + at);
+}
+
+template <int KIND, int M, int B>
+inline void float_tile(const hw_matrix& w, int block, const Activations& x, int row, vf (&acc)[B][M]) {
+  const float* in = x.values + (size_t)row * x.stride;
+  HW_UNROLL
+  for (int b = 0; b < B; b++)
+    HW_UNROLL
+    for (int m = 0; m < M; m++) acc[b][m] = vf_zero();
+  size_t at = (size_t)block * w.k * LANES, next = (size_t)w.k * LANES;
+  for (int k = 0; k < w.k; k++, at += LANES) {
+    vf v[B];
+    HW_UNROLL
+    for (int b = 0; b < B; b++) v[b] = load_float<KIND>(w.quants, at + b * next);
+    HW_UNROLL
+    for (int m = 0; m < M; m++) {
+      vf s = vf_set1(in[m * x.stride + k]);
+      HW_UNROLL
+      for (int b = 0; b < B; b++) acc[b][m] = vf_fma(v[b], s, acc[b][m]);
+    }
+  }
+}
+
+template <int M, int B>
+inline void int8_tile(const hw_matrix& w, int block, const Activations& x, int row, vf (&acc)[B][M]) {
+  vi dot[B][M];
+  HW_UNROLL
+  for (int b = 0; b < B; b++)
+    HW_UNROLL
+    for (int m = 0; m < M; m++) dot[b][m] = vi_set1(-w.zero * x.totals[row + m]);
+  const uint8_t* quants = (const uint8_t*)w.quants + (size_t)block * x.width * LANES;
+  const size_t next = (size_t)x.width * LANES;
+  const int8_t* in = x.quants + (size_t)row * x.width;
+  for (int k = 0; k < x.width; k += 4, quants += 64) {
+    vb v[B];
+    HW_UNROLL
+    for (int b = 0; b < B; b++) v[b] = vb_load(quants + b * next);
+    HW_UNROLL
+    for (int m = 0; m < M; m++) {
+      int32_t a = load_i32(in + (size_t)m * x.width + k);
+      HW_UNROLL
+      for (int b = 0; b < B; b++) dot[b][m] = vi_dot8(dot[b][m], v[b], a);
+    }
+  }
+  HW_UNROLL
+  for (int b = 0; b < B; b++) {
+    vf scale = vf_load((const float*)w.scales + (size_t)(block + b) * LANES);
+    HW_UNROLL
+    for (int m = 0; m < M; m++) acc[b][m] = vf_mul(vf_from(dot[b][m]), vf_mul(scale, vf_set1(x.scales[row + m])));
+  }
+}
+
+// The scales (and minimums) of one block, group by group.
+template <int SCALE, bool HAS_MIN>
+struct Scales {
+  const hw_matrix& w;
+  size_t block, groups;  // scale groups per row
+  vf scale, min;
+  inline void at(size_t g) {
+    if (SCALE == HW_SCALE_K) {
+      const uint8_t* f = (const uint8_t*)w.scales + (block * groups + g) * 32;
+      const uint16_t* d = (const uint16_t*)w.super + (block * (groups / 8) + g / 8) * 32;
+      scale = vf_mul(vf_load_f16(d), vf_load_u8(f));
+      if (HAS_MIN) min = vf_mul(vf_mul(vf_load_f16(d + 16), vf_load_u8(f + 16)), vf_set1(-1.0f));
+      return;
+    }
+    size_t where = (block * groups + g) * (HAS_MIN ? 32 : 16);
+    scale = load_float<SCALE == HW_SCALE_F16 ? HW_F16 : HW_F32>(w.scales, where);
+    if (HAS_MIN) min = load_float<SCALE == HW_SCALE_F16 ? HW_F16 : HW_F32>(w.scales, where + 16);
+  }
+};
+
+// PARTS is 2 when a scale covers 16 inputs, else 1. Without a min the integer sum starts at -zero times the sum of the
+// quants, which is exact.
+template <int BITS, int SCALE, bool HAS_MIN, int PARTS, int M>
+inline void group_tile(const hw_matrix& w, int block, const Activations& x, int row, vf (&acc)[1][M]) {
+  constexpr int HELD = 8 / PARTS;  // vectors of quants for the inputs of one scale
+  const int groups = x.groups, per = PARTS == 2 ? 1 : w.group / 32;  // activation groups per scale
+  Scales<SCALE, HAS_MIN> s{w, (size_t)block, (size_t)(PARTS == 2 ? 2 * groups : (groups + per - 1) / per), vf_zero(), vf_zero()};
+  const uint8_t* quants = (const uint8_t*)w.quants + (size_t)block * groups * (BITS == 4 ? 256 : 512);
+  const int8_t* in = x.quants + (size_t)row * x.width;
+  const float *scales = x.scales + (size_t)row * groups, *sums = x.sums + (size_t)row * 3 * groups;
+  const int32_t* totals = x.totals + (size_t)row * 3 * groups;
+  int left = 1;     // activation groups until the next scale is loaded
+  size_t next = 0;  // its index
+  HW_UNROLL
+  for (int m = 0; m < M; m++) acc[0][m] = vf_zero();
+  for (int g = 0; g < groups; g++) {
+    for (int part = 0; part < PARTS; part++) {
+      vb v[HELD];
+      HW_UNROLL
+      for (int j = 0; j < HELD; j += BITS == 4 ? 2 : 1) {
+        if (BITS == 4) {
+          vb both = vb_load(quants);
+          v[j] = vb_low(both);
+          v[j + 1] = vb_high(both);
+        } else {
+          v[j] = vb_load(quants);
+        }
+        quants += 64;
+      }
+      if (PARTS == 2) s.at(2 * (size_t)g + part);
+      else if (--left == 0) s.at(next++), left = per;
+      HW_UNROLL
+      for (int m = 0; m < M; m++) {
+        const size_t sum = ((size_t)m * 3 + (PARTS == 2 ? 1 + part : 0)) * groups + g;
+        vi dot = HAS_MIN ? vi_zero() : vi_set1(-w.zero * totals[sum]);
+        const int8_t* p = in + (size_t)m * x.width + g * 32 + part * 16;
+        HW_UNROLL
+        for (int j = 0; j < HELD; j++) dot = BITS == 4 ? vi_dot4(dot, v[j], load_i32(p + 4 * j)) : vi_dot8(dot, v[j], load_i32(p + 4 * j));
+        acc[0][m] = vf_fma(vf_from(dot), vf_mul(s.scale, vf_set1(scales[(size_t)m * groups + g])), acc[0][m]);
+        if (HAS_MIN) acc[0][m] = vf_fma(s.min, vf_set1(sums[sum]), acc[0][m]);
+      }
+    }
+  }
+}
+
+// ---- all rows of a matrix ----------------------------------------------------------------------------------------
+
+// Where the result goes: y = x w + bias, or y += x w + bias.
+struct MatmulOutput {
+  float* y;
+  size_t stride;  // at least n rounded up to 16
+  bool add;
+};
+
+template <int M, int B>
+inline void store_tile(const hw_matrix& w, int block, int row, const MatmulOutput& to, vf (&acc)[B][M]) {
+  HW_UNROLL
+  for (int b = 0; b < B; b++) {
+    int at = (block + b) * LANES, wide = std::min(LANES, w.n - at);
+    float bias[LANES] = {0};
+    if (w.bias) std::memcpy(bias, w.bias + at, wide * sizeof(float));
+    HW_UNROLL
+    for (int m = 0; m < M; m++) {
+      float* y = to.y + (size_t)(row + m) * to.stride + at;
+      vf v = w.bias ? vf_add(acc[b][m], vf_load(bias)) : acc[b][m];
+      if (wide == LANES) {
+        vf_store(y, to.add ? vf_add(vf_load(y), v) : v);
+        continue;
+      }
+      float part[LANES];
+      vf_store(part, v);
+      for (int i = 0; i < wide; i++) y[i] = to.add ? y[i] + part[i] : part[i];
+    }
+  }
+}
+
+template <int M, int B>
+inline void matmul_tile(const hw_matrix& w, int block, const Activations& x, int row, const MatmulOutput& to) {
+  vf acc[B][M];
+  if (w.kind == HW_F32) float_tile<HW_F32, M, B>(w, block, x, row, acc);
+  else if (w.kind == HW_F16) float_tile<HW_F16, M, B>(w, block, x, row, acc);
+  else if (w.kind == HW_BF16) float_tile<HW_BF16, M, B>(w, block, x, row, acc);
+  else int8_tile<M, B>(w, block, x, row, acc);
+  store_tile<M, B>(w, block, row, to, acc);
+}
+
+template <int M>
+inline void grouped_tile(const hw_matrix& w, int block, const Activations& x, int row, const MatmulOutput& to) {
+  vf acc[1][M];
+  const bool halves = w.group == 16;
+#define HW_TRY(BITS, SCALE, HAS_MIN, PARTS)                                                                    \
+  if (w.bits == BITS && w.scale_kind == SCALE && (w.has_min != 0) == HAS_MIN && halves == (PARTS == 2)) {     \
+    group_tile<BITS, SCALE, HAS_MIN, PARTS, M>(w, block, x, row, acc);                                         \
+    store_tile<M, 1>(w, block, row, to, acc);                                                                       \
+    return;                                                                                                  \
+  }
+  HW_TRY(4, HW_SCALE_F16, false, 1)  // Q4_0
+  HW_TRY(4, HW_SCALE_F16, true, 1)   // Q4_1
+  HW_TRY(4, HW_SCALE_K, true, 1)     // Q4_K
+  HW_TRY(8, HW_SCALE_F16, false, 1)  // Q8_0, Q5_0
+  HW_TRY(8, HW_SCALE_F16, true, 1)   // Q5_1
+  HW_TRY(8, HW_SCALE_F32, true, 1)   // Q5_K
+  HW_TRY(4, HW_SCALE_F32, true, 1)
+  HW_TRY(4, HW_SCALE_F32, false, 2)  // Q3_K
+  HW_TRY(4, HW_SCALE_F32, true, 2)   // Q2_K
+  HW_TRY(8, HW_SCALE_F32, false, 2)  // Q6_K
+#undef HW_TRY
+}
+
+// `count` rows starting at `row`, blocks [from, to) of the matrix.
+inline void matmul_rows(const hw_matrix& w, int from, int to, const Activations& x, int row, int count, const MatmulOutput& target) {
+  if (w.kind == HW_GROUPS) {
+    for (int block = from; block < to; block++) {
+      int r = row, left = count;
+      for (; left >= 8; r += 8, left -= 8) grouped_tile<8>(w, block, x, r, target);
+      if (left & 4) grouped_tile<4>(w, block, x, r, target), r += 4;
+      if (left & 2) grouped_tile<2>(w, block, x, r, target), r += 2;
+      if (left & 1) grouped_tile<1>(w, block, x, r, target);
+    }
+    return;
+  }
+  for (int block = from; block < to;) {
+    int r = row, left = count;
+    if (block + 1 < to) {  // two blocks share the loaded activations
+      for (; left >= 8; r += 8, left -= 8) matmul_tile<8, 2>(w, block, x, r, target);
+      if (left & 4) matmul_tile<4, 2>(w, block, x, r, target), r += 4;
+      if (left & 2) matmul_tile<2, 2>(w, block, x, r, target), r += 2;
+      if (left & 1) matmul_tile<1, 2>(w, block, x, r, target);
+      block += 2;
+    } else {
+      for (; left >= 8; r += 8, left -= 8) matmul_tile<8, 1>(w, block, x, r, target);
+      if (left & 4) matmul_tile<4, 1>(w, block, x, r, target), r += 4;
+      if (left & 2) matmul_tile<2, 1>(w, block, x, r, target), r += 2;
+      if (left & 1) matmul_tile<1, 1>(w, block, x, r, target);
+      block += 1;
+    }
+  }
+}
+
+// One matmul of a group that shares its rows; each thread computes a share of the group's blocks.
+struct Matmul {
+  const hw_matrix* w;
+  Activations x;
+  MatmulOutput to;
+};
+
+inline void matmuls(const Matmul* list, int n, int rows, int thread, int threads) {
+  constexpr int SLAB = 128;  // rows whose activations stay in cache while the weights stream through
+  int64_t all = 0;
+  for (int i = 0; i < n; i++) all += up(list[i].w->n, LANES) / LANES;
+  int64_t first = all * thread / threads, last = all * (thread + 1) / threads;
+  for (int row = 0; row < rows; row += SLAB) {
+    int64_t before = 0;
+    for (int i = 0; i < n; i++) {
+      int64_t blocks = up(list[i].w->n, LANES) / LANES;
+      int64_t from = std::max(first - before, (int64_t)0), to = std::min(last - before, blocks);
+      before += blocks;
+      if (from < to)
+        matmul_rows(*list[i].w, (int)from, (int)to, list[i].x, row, std::min(SLAB, rows - row), list[i].to);
+    }
+  }
+}
+
+template <int SCALE, bool HAS_MIN>
+inline void scale_of(const hw_matrix& w, size_t block, size_t held, size_t g, size_t lane, float& scale, float& min) {
+  Scales<SCALE, HAS_MIN> s{w, block, held, vf_zero(), vf_zero()};
+  s.at(g);
+  float t[LANES];
+  vf_store(t, s.scale);
+  scale = t[lane];
+  vf_store(t, s.min);
+  min = t[lane];
+}
+
+inline void read_scale(const hw_matrix& w, size_t block, size_t held, size_t g, size_t lane, float& scale, float& min) {
+  if (w.scale_kind == HW_SCALE_K) scale_of<HW_SCALE_K, true>(w, block, held, g, lane, scale, min);
+  else if (w.scale_kind == HW_SCALE_F16 && w.has_min) scale_of<HW_SCALE_F16, true>(w, block, held, g, lane, scale, min);
+  else if (w.scale_kind == HW_SCALE_F16) scale_of<HW_SCALE_F16, false>(w, block, held, g, lane, scale, min);
+  else if (w.has_min) scale_of<HW_SCALE_F32, true>(w, block, held, g, lane, scale, min);
+  else scale_of<HW_SCALE_F32, false>(w, block, held, g, lane, scale, min);
+}
+
+// Row r of the matrix as floats.
+inline void dequantize_row(const hw_matrix& w, int r, float* out) {
+  const size_t block = r / LANES, lane = r % LANES;
+  if (w.kind <= HW_BF16) {
+    float t[LANES];
+    for (int k = 0; k < w.k; k++) {
+      size_t at = (block * w.k + k) * LANES;
+      vf v = w.kind == HW_F32 ? load_float<HW_F32>(w.quants, at)
+           : w.kind == HW_F16 ? load_float<HW_F16>(w.quants, at) : load_float<HW_BF16>(w.quants, at);
+      vf_store(t, v);
+      out[k] = t[lane];
+    }
+    return;
+  }
+  const int groups = up(w.k, 32) / 32;
+  const uint8_t* quants = (const uint8_t*)w.quants;
+  const size_t held = w.kind == HW_INT8 ? 0 : w.group == 16 ? 2 * (size_t)groups : (groups + w.group / 32 - 1) / (w.group / 32);
+  float scale = w.kind == HW_INT8 ? ((const float*)w.scales)[block * LANES + lane] : 0, min = 0;
+  for (int k = 0; k < w.k; k++) {
+    size_t g = k / 32, i = k % 32, quant;
+    if (w.bits == 4 && w.kind == HW_GROUPS) {
+      uint8_t both = quants[(block * groups + g) * 256 + i / 8 * 64 + lane * 4 + i % 4];
+      quant = i % 8 < 4 ? both & 15 : both >> 4;
+    } else {
+      quant = quants[(block * groups + g) * 512 + i / 4 * 64 + lane * 4 + i % 4];
+    }
+    if (w.kind == HW_GROUPS && k % w.group == 0) read_scale(w, block, held, k / w.group, lane, scale, min);
+    out[k] = w.has_min && w.kind == HW_GROUPS ? scale * (float)quant + min : scale * ((float)quant - (float)w.zero);
+  }
+}
+
+}  // namespace HW_NS
