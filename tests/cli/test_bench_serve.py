@@ -15,7 +15,7 @@ from headway.bench.http_client import Address, Client
 from headway.bench.traffic import Ask, Outcome, Pace, Traffic, drive, send
 from headway.bench.traffic_report import Report, Spread, busiest_second
 from headway.cli.bench_serve import Amounts
-from headway.server.auth import add_key
+from headway.server.keys import add_key
 from support.live import Live, live
 from support.speaker import Stage, speaking_folder
 

@@ -136,7 +136,7 @@ class Figures:
 
     def events(self) -> str:
         s = self.stats
-        return f"{s.cache_hits} cache hits · {s.pages_trimmed} pages trimmed · {s.set_asides} set aside"
+        return f"{s.cache_hits} cache hits · {s.pages_trimmed} pages trimmed · {s.preemptions} preempted"
 
     def line(self) -> str:
         """Everything in one line."""

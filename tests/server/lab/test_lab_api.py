@@ -16,7 +16,7 @@ from lab_serving import lab_live
 import headway as hw
 from headway.base.brle import Brle
 from headway.server.lab.page import HEADERS, STATIC, TYPES, files
-from headway.server.lab.schema import Packed
+from headway.server.lab.schema import Base64Array
 from support.live import Live
 from support.oracle import Oracle
 
@@ -24,7 +24,7 @@ PROMPT = "Once upon a time, there was a little"
 
 
 def unpacked(value: dict[str, Any]) -> np.ndarray:
-    return Packed(**value).array()
+    return Base64Array(**value).array()
 
 
 def traced(server: Live, prompt: Any = PROMPT, **fields: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from headway.base.brle import Brle
 from headway.base.rng import uniform
 from headway.base.samplers import Sampling
 from headway.kernels.reference import sampling
-from headway.server.lab.schema import Packed
+from headway.server.lab.schema import Base64Array
 from support.live import Live
 from support.oracle import Oracle
 
@@ -150,7 +150,7 @@ def test_sliders_move_the_numbers_and_stay_equal_to_the_engine(lab_server: Live,
     knobs |= {"repetition_penalty": 1.2, "seed": 7}
     girl = lab_server.engine.tokenizer.encode(" girl")[0]
     kept = lab_server.post("/lab/api/trace", prompt=PROMPT, sampling={**knobs, "logit_bias": {str(girl): -2}}).json
-    ids, probs = (Packed(**kept["sampling"][name]).array() for name in ("ids", "probs"))
+    ids, probs = (Base64Array(**kept["sampling"][name]).array() for name in ("ids", "probs"))
     wanted = dict(zip(ids.tolist(), probs.tolist(), strict=True))
     for line in page.locator(".stages tbody tr").all():
         cells = line.locator("td").all_inner_texts()
@@ -251,7 +251,7 @@ def test_the_inside_of_a_pass(lab_server: Live, visit: Callable[..., Any]) -> No
         assert shown == tokenizer.token_text(layer["ids"][0]).strip().replace("\\n", "↵") or layer["ids"][0] < 260
     page.locator("#tab-attention").click()
     page.locator("h3", has_text="Layer 15, head 0").wait_for()
-    scores = Packed(**trace["attention"]["array"]).array()[0, 0]
+    scores = Base64Array(**trace["attention"]["array"]).array()[0, 0]
     found = [float(text.rstrip("%")) / 100 for text in page.locator(".heads .bars .num").all_inner_texts()]
     assert np.allclose(found, scores, atol=1e-3)
     page.locator("#tab-engine").click()
@@ -293,7 +293,7 @@ def test_exports_hold_what_is_on_the_page(lab_server: Live, visit: Callable[...,
     data = json.loads(Path(coming.value.path()).read_text())
     assert data["top"][0]["text"] == " girl"
     assert sum(data["final"]["probs"]) == pytest.approx(1, abs=1e-12)
-    assert Packed(**data["logits"]).array().shape == (49152,)
+    assert Base64Array(**data["logits"]).array().shape == (49152,)
     with page.expect_download() as coming:
         page.get_by_role("button", name="PNG").click()
     from PIL import Image
@@ -382,7 +382,7 @@ def test_a_painted_mask_is_the_oracles(nasty: tuple[Live, Oracle], visit: Callab
     found = coming.value.json()
     tokens = found["tokens"]
     dense = oracle.run(tokens, list(range(12)), torch.from_numpy(attend)).logits[-1]
-    logits = Packed(**found["logits"]).array()
+    logits = Base64Array(**found["logits"]).array()
     assert np.abs(logits - dense.numpy()).max() <= 1e-4 * max(1.0, float(dense.abs().max()))
     page.locator("#mask-result[data-distance]").wait_for()
     probs = torch.softmax(dense.double(), -1)

@@ -14,7 +14,7 @@ from lab_models import nasty_folder
 from lab_serving import lab_live, listening
 
 import headway as hw
-from headway.server.auth import add_key
+from headway.server.keys import add_key
 from headway.server.lab.page import STATIC
 from headway.testing import random_model
 

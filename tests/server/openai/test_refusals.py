@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from headway.server.openai.request_schema import IDLE, ChatRequest, CompletionRequest
+from headway.server.openai.request_schema import IGNORED, ChatRequest, CompletionRequest
 
 C, M = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -334,10 +334,10 @@ def test_fields_that_change_nothing_are_those_of_the_list(served):
     """Every other field does something or is refused."""
     plain = served.complete("The sky is", max_tokens=6, temperature=0)["choices"]
     values = {"metadata": {"a": "b"}, "prediction": {"type": "content", "content": "x"}, "store": True}
-    idle = {name: values.get(name, "x") for name in IDLE}
+    idle = {name: values.get(name, "x") for name in IGNORED}
     assert served.complete("The sky is", max_tokens=6, temperature=0, **idle)["choices"] == plain
     for model in (CompletionRequest, ChatRequest):
-        assert set(IDLE) <= set(model.model_fields)
+        assert set(IGNORED) <= set(model.model_fields)
 
 
 def test_no_error_shows_the_inside(served):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headway.server.pooling import Pools
+from headway.server.pooling import PoolingModels
 from support import encoders
 from support.live import Live, live
 from support.small import small_engine
@@ -32,6 +32,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def served(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder: Path = tmp_path_factory.mktemp("small") / "model"
-    pools = Pools({"embed": "minilm", **folders}, device="cpu")
-    with live(small_engine(folder), pools, max_inputs=64, max_queue_tokens=4000, max_numbers=150_000) as server:
+    pooling_models = PoolingModels({"embed": "minilm", **folders}, device="cpu")
+    with live(
+        small_engine(folder), pooling_models, max_inputs=64, max_queue_tokens=4000, max_vector_elements=150_000
+    ) as server:
         yield server

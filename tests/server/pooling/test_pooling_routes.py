@@ -15,8 +15,8 @@ import openai
 import pytest
 
 import headway as hw
-from headway.server.pooling import Pools
-from headway.server.pooling.response_schema import Embeddings, Labels, PooledTexts, Ranking
+from headway.server.pooling import PoolingModels
+from headway.server.pooling.response_schema import ClassifyResponse, EmbeddingsResponse, PoolingResponse, RerankResponse
 from support import encoders
 from support.fuzzing import Fuzzer
 from support.live import Live, live
@@ -62,7 +62,7 @@ class TestEmbeddings:
     def test_the_answer_has_its_shape(self, served: Live) -> None:
         answer = served.post("/v1/embeddings", model="minilm", input="hello", user="ada")
         assert answer.status == 200
-        Embeddings.model_validate(answer.json, strict=True)
+        EmbeddingsResponse.model_validate(answer.json, strict=True)
 
     def test_without_special_tokens(self, served: Live, minilm: hw.Pipeline) -> None:
         plain = served.post("/v1/embeddings", input="hello there", add_special_tokens=False).json
@@ -150,7 +150,7 @@ class TestRankings:
             want = peer(query="the film", documents=documents)
         answer = served.post(path, model="small-rerank", query="the film", documents=documents)
         assert answer.status == 200
-        Ranking.model_validate(answer.json, strict=True)
+        RerankResponse.model_validate(answer.json, strict=True)
         found = answer.json["results"]
         assert [one["index"] for one in found] == [one["index"] for one in want]
         assert [one["document"]["text"] for one in found] == [one["text"] for one in want]
@@ -167,7 +167,7 @@ class TestRankings:
 
     def test_an_embedding_model_will_do(self, minilm: hw.Pipeline, tmp_path: Path) -> None:
         documents = ["Quarterly profits rose.", "He plays the guitar.", "It rains."]
-        with live(small_engine(tmp_path / "model"), Pools({"embed": "minilm"}, device="cpu")) as served:
+        with live(small_engine(tmp_path / "model"), PoolingModels({"embed": "minilm"}, device="cpu")) as served:
             found = served.post("/rerank", query="a musician", documents=documents).json["results"]
             assert served.refused("/classify", input="x")["code"] == "unsupported"
         vectors = np.stack(minilm(["a musician", *documents]))
@@ -183,7 +183,7 @@ class TestLabelsAndPooling:
         with hw.pipeline("text-classification", folders["classify"], device="cpu", top_k=None) as peer:
             want = peer(texts)
         answer = served.post("/classify", model="small-classify", input=texts).json
-        Labels.model_validate(answer, strict=True)
+        ClassifyResponse.model_validate(answer, strict=True)
         for i, (one, ranked) in enumerate(zip(answer["data"], want)):
             assert (one["index"], one["label"], one["num_classes"]) == (i, ranked[0]["label"], 3)
             scores = {part["label"]: part["score"] for part in ranked}
@@ -194,7 +194,7 @@ class TestLabelsAndPooling:
         with hw.pipeline("feature-extraction", "minilm", device="cpu") as peer:
             states = [np.array(one[0]) for one in peer(texts)]
         answer = served.post("/pooling", input=texts).json
-        PooledTexts.model_validate(answer, strict=True)
+        PoolingResponse.model_validate(answer, strict=True)
         for one, want in zip(answer["data"], states):
             np.testing.assert_allclose(one["data"], want, atol=1e-5)
         coded = served.post("/pooling", input=texts, encoding_format="base64").json["data"]
@@ -247,12 +247,12 @@ class TestShared:
                 assert flag in error["message"]
 
     def test_keys_bind_here_too(self, tmp_path: Path) -> None:
-        from headway.server.auth import TenantLimits, add_key
+        from headway.server.keys import TenantLimits, add_key
 
         keys = tmp_path / "keys.json"
         secret = add_key(keys, "ada", TenantLimits(max_tokens=10))
-        pools = Pools({"embed": "minilm"}, device="cpu")
-        with live(small_engine(tmp_path / "model"), pools, key_file=keys) as served:
+        pooling_models = PoolingModels({"embed": "minilm"}, device="cpu")
+        with live(small_engine(tmp_path / "model"), pooling_models, key_file=keys) as served:
             assert served.post("/v1/embeddings", input="x").status == 401
             client = openai.OpenAI(base_url=f"{served.url}/v1", api_key=secret, max_retries=0)
             assert client.embeddings.create(model="minilm", input="x").data
@@ -270,18 +270,18 @@ def counted(served: Live) -> int:
 class TestBadModels:
     def test_a_model_that_cannot_be_loaded_ends_the_server(self, tmp_path: Path) -> None:
         from headway.server.run import serve
-        from headway.server.settings import Settings
+        from headway.server.settings import ServerSettings
 
-        pools = Pools({"embed": str(tmp_path / "nothing")}, device="cpu")
+        pooling_models = PoolingModels({"embed": str(tmp_path / "nothing")}, device="cpu")
         engine = small_engine(tmp_path / "model")
         with engine, pytest.raises(hw.HeadwayError, match="nothing"):
-            serve(Settings(port=0), lambda: engine, pools=pools)
+            serve(ServerSettings(port=0), lambda: engine, pooling_models=pooling_models)
 
     def test_a_reranker_has_one_score(self, folders: dict[str, str]) -> None:
         with pytest.raises(hw.UnsupportedModel, match="3 outputs; a reranker has one score"):
-            Pools({"rerank": folders["classify"]}, device="cpu").open()
+            PoolingModels({"rerank": folders["classify"]}, device="cpu").open()
         with pytest.raises(hw.InvalidInput, match="'rank' is no role"):
-            Pools({"rank": "minilm"})
+            PoolingModels({"rank": "minilm"})
 
     def test_the_answer_is_json_to_its_last_number(self, served: Live) -> None:
         body = served.post("/v1/embeddings", input="hello").body
@@ -291,8 +291,8 @@ class TestBadModels:
 
 @pytest.mark.slow
 def test_the_routes_are_as_the_server_describes_them(tmp_path: Path) -> None:
-    pools = Pools({"embed": "minilm"}, device="cpu")
-    with live(small_engine(tmp_path / "model"), pools, max_queue_tokens=20_000) as served:
+    pooling_models = PoolingModels({"embed": "minilm"}, device="cpu")
+    with live(small_engine(tmp_path / "model"), pooling_models, max_queue_tokens=20_000) as served:
         fuzzer = Fuzzer(served)
         fuzzer.rounds(60.0)
         for path in ("/v1/embeddings", "/rerank", "/pooling"):

@@ -21,10 +21,10 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 import headway as hw
 from headway.runtime.batch import Batch
 from headway.runtime.runners.base import SegmentResult
-from headway.server.auth import Tenant
+from headway.server.keys import Tenant
 from headway.server.run import serve
 from headway.server.serving import Serving
-from headway.server.settings import Settings
+from headway.server.settings import ServerSettings
 from headway.testing import ScriptedRunner, random_model
 
 V, DEADLY, MANY = 97, 13, 30
@@ -74,15 +74,15 @@ async def fail() -> None:
 
 async def _generate(serving: Serving, tenant: Tenant, asked: dict[str, Any]) -> AsyncIterator[int]:
     prompt, limit = asked["prompt"], asked["max_tokens"]
-    async with serving.admit(tenant, tokens=len(prompt) + limit) as ticket:
-        ticket.prompt(len(prompt))
+    async with serving.admit(tenant, tokens=len(prompt) + limit) as admitted:
+        admitted.prompt(len(prompt))
         async with serving.engine.context(salt=tenant.salt) as ctx:
             ctx.fill(prompt)
             async for step in ctx.generate(hw.Argmax(), max_tokens=limit):
-                ticket.tokens(len(step.tokens))
+                admitted.tokens(len(step.tokens))
                 for token in step.tokens:
                     yield token
-            ticket.finish("length")
+            admitted.finish("length")
 
 
 async def _events(serving: Serving, tenant: Tenant, asked: dict[str, Any]) -> AsyncIterator[str]:
@@ -104,7 +104,7 @@ def main() -> int:
         options[name] = tuple(options.get(name, ()))
     if "key_file" in options:
         options["key_file"] = Path(options["key_file"])
-    settings = Settings(**{"port": 0, "log_json": True, "model": "scripted", **options})
+    settings = ServerSettings(**{"port": 0, "log_json": True, "model": "scripted", **options})
     how = {"step_seconds": 0.0, "pages": 64, "load_seconds": 0.0} | given.get("engine", {})
     return serve(settings, lambda: open_engine(**how), [router])
 

@@ -11,10 +11,10 @@ import pytest
 from shell import Server
 
 from headway.base.errors import InvalidInput
-from headway.server.auth import Keys, TenantLimits, add_key, bearer
-from headway.server.middleware.checks import HostCheck
+from headway.server.keys import Keys, TenantLimits, add_key, bearer_key
+from headway.server.middleware.host_check import AllowedHosts
 from headway.server.run import check_exposure
-from headway.server.settings import Settings
+from headway.server.settings import ServerSettings
 
 PAGE = "https://app.example.org"
 
@@ -106,24 +106,24 @@ def test_a_host_that_is_missing_or_doubtful_is_refused(server: Server, head: byt
 
 def test_an_address_everywhere_needs_keys_or_names(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="--allowed-host"):
-        check_exposure(Settings(host="0.0.0.0"))
+        check_exposure(ServerSettings(host="0.0.0.0"))
     with pytest.raises(InvalidInput, match="--keys"):
-        check_exposure(Settings(host="::"))
-    check_exposure(Settings(host="0.0.0.0", allowed_hosts=("models.example.org",)))
-    check_exposure(Settings(host="0.0.0.0", key_file=tmp_path / "keys.json"))
-    check_exposure(Settings(host="127.0.0.1"))
+        check_exposure(ServerSettings(host="::"))
+    check_exposure(ServerSettings(host="0.0.0.0", allowed_hosts=("models.example.org",)))
+    check_exposure(ServerSettings(host="0.0.0.0", key_file=tmp_path / "keys.json"))
+    check_exposure(ServerSettings(host="127.0.0.1"))
 
 
 def test_with_keys_an_address_everywhere_takes_any_name() -> None:
-    HostCheck(Settings(host="0.0.0.0"), has_keys=True).check([b"anything.example.org"])
-    for settings, has_keys in ((Settings(host="127.0.0.1"), True), (Settings(host="10.0.0.1"), False)):
-        HostCheck(settings, has_keys=has_keys).check([settings.host.encode()])
+    AllowedHosts(ServerSettings(host="0.0.0.0"), has_keys=True).check([b"anything.example.org"])
+    for settings, has_keys in ((ServerSettings(host="127.0.0.1"), True), (ServerSettings(host="10.0.0.1"), False)):
+        AllowedHosts(settings, has_keys=has_keys).check([settings.host.encode()])
         with pytest.raises(Exception, match="--allowed-host"):
-            HostCheck(settings, has_keys=has_keys).check([b"anything.example.org"])
+            AllowedHosts(settings, has_keys=has_keys).check([b"anything.example.org"])
 
 
 def test_beyond_loopback_plain_addresses_are_names_too() -> None:
-    check = HostCheck(Settings(host="0.0.0.0", allowed_hosts=("models.example.org",)), has_keys=False).check
+    check = AllowedHosts(ServerSettings(host="0.0.0.0", allowed_hosts=("models.example.org",)), has_keys=False).check
     for host in (b"models.example.org:80", b"10.1.2.3:8000", b"[fd00::1]:8000", b"127.0.0.1", b"localhost"):
         check([host])
     for host in (b"evil.example.org", b"0.0.0.0:8000", b"[::]", b"10.1.2.3.evil.org", b"167838211"):
@@ -355,4 +355,4 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
     ],
 )
 def test_a_key_is_taken_from_its_header(value: str, key: str | None) -> None:
-    assert bearer(value) == key
+    assert bearer_key(value) == key

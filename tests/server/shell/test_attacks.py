@@ -30,7 +30,7 @@ def server(start: Callable[..., Server]) -> Server:
         "keep_alive_timeout": 1,
         "max_header_bytes": 8192,
         "max_body_bytes": 100_000,
-        "max_bodies_bytes": 150_000,
+        "max_total_body_bytes": 150_000,
         "max_connections": 40,
     }
     return start(limits, step_seconds=0.005, pages=256).ready()

@@ -22,7 +22,7 @@ from headway.base.errors import InvalidInput
 from headway.runtime.batch import Batch
 from headway.runtime.runners.base import SegmentResult
 from headway.server.run import serve
-from headway.server.settings import Settings
+from headway.server.settings import ServerSettings
 from headway.testing import random_model, scripted_engine
 from support.live import live
 from support.small import small_folder
@@ -40,7 +40,7 @@ def later() -> Any:
         yield threads.submit
 
 
-def under_way(server: Server, requests: int) -> None:
+def in_flight(server: Server, requests: int) -> None:
     """Wait until so many requests have been admitted."""
     lines = server.until(lambda: server.get("/metrics").body.decode().splitlines())
     names = ("headway_requests_running{", "headway_requests_waiting{")
@@ -91,7 +91,7 @@ def test_a_port_that_is_taken_is_named_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(InvalidInput, match=f"127.0.0.1:{port}"):
-            serve(Settings(port=port), load)
+            serve(ServerSettings(port=port), load)
 
 
 # -- a full queue ------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def small(start: Callable[..., Server]) -> Server:
 def test_a_queue_full_of_requests_says_when_to_come_back(small: Server, later: Any) -> None:
     right = alone(PROMPT, 100)
     asked = [later(small.tokens, PROMPT, 100) for _ in range(3)]
-    under_way(small, 3)
+    in_flight(small, 3)
     refused = small.tokens(PROMPT, 1)
     assert (refused.status, refused.error["code"]) == (429, "queue_full")
     assert refused.headers["retry-after"] == "1"
@@ -118,7 +118,7 @@ def test_a_queue_full_of_requests_says_when_to_come_back(small: Server, later: A
 
 def test_a_queue_full_of_tokens_says_when_to_come_back(small: Server, later: Any) -> None:
     asked = later(small.tokens, PROMPT, 250)
-    under_way(small, 1)
+    in_flight(small, 1)
     refused = small.tokens(PROMPT, 750)
     assert (refused.status, refused.error["code"]) == (429, "queue_full")
     assert "1000" in refused.error["message"]
@@ -158,7 +158,7 @@ def test_a_signal_lets_what_is_under_way_finish(
     right = alone(PROMPT, 100)
     server = start(step_seconds=0.02).ready()
     asked = later(server.tokens, PROMPT, 100, stream=stream)
-    under_way(server, 1)
+    in_flight(server, 1)
     server.signal(number)
     server.until(lambda: server.logged("draining"))
     assert server.get("/health").json == {"status": "draining"}
@@ -173,7 +173,7 @@ def test_a_signal_lets_what_is_under_way_finish(
 def test_what_does_not_finish_in_time_is_ended(start: Callable[..., Server], later: Any) -> None:
     server = start({"drain_timeout": 0.5}, step_seconds=0.02).ready()
     whole, stream = later(server.tokens, PROMPT, 500), later(server.tokens, PROMPT, 500, stream=True)
-    under_way(server, 2)
+    in_flight(server, 2)
     server.signal(signal.SIGTERM)
     assert (whole.result().status, whole.result().error["code"]) == (503, "draining")
     last = stream.result().body.decode().rstrip().rsplit("\n\n", 1)[-1]
@@ -184,7 +184,7 @@ def test_what_does_not_finish_in_time_is_ended(start: Callable[..., Server], lat
 def test_a_second_signal_does_not_wait(start: Callable[..., Server], later: Any) -> None:
     server = start({"drain_timeout": 600}, step_seconds=0.1).ready()
     asked: Future[Reply] = later(server.tokens, PROMPT, 900)
-    under_way(server, 1)
+    in_flight(server, 1)
     server.signal(signal.SIGTERM)
     server.until(lambda: server.logged("draining"))
     server.signal(signal.SIGINT)
@@ -198,7 +198,7 @@ def test_a_second_signal_does_not_wait(start: Callable[..., Server], later: Any)
 def test_a_dead_worker_turns_health_red_and_ends_the_process(start: Callable[..., Server], later: Any) -> None:
     server = start(step_seconds=0.02).ready()
     bystanders = [later(server.tokens, PROMPT, 500), later(server.tokens, PROMPT, 500, stream=True)]
-    under_way(server, 2)
+    in_flight(server, 2)
     deadly = server.tokens(DEADLY, 5)
     assert deadly.status in (500, 503)
     reply = server.get("/health")

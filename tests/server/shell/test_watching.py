@@ -17,10 +17,10 @@ from shell import QUIET, Server
 
 from headway.base.errors import InvalidInput
 from headway.cli.top_server import ServerWatch
-from headway.server import access_log as logs
-from headway.server.auth import Keys, add_key
+from headway.server import logs
+from headway.server.keys import Keys, add_key
 from headway.server.serving import Serving
-from headway.server.settings import Settings
+from headway.server.settings import ServerSettings
 
 SECRET = [7, 7, 42, 42, 77]
 SENT = "my secret prompt"
@@ -292,8 +292,8 @@ def test_a_connection_is_kept_for_the_next_request(server: Server) -> None:
     ],
 )
 def test_a_model_is_never_called_by_its_folder(model: str, shown: str) -> None:
-    assert Serving(Settings(model=model)).model_name == shown
-    assert Serving(Settings(model=model, served_names=("mine", "yours"))).model_names() == ("mine", "yours")
+    assert Serving(ServerSettings(model=model)).model_name == shown
+    assert Serving(ServerSettings(model=model, served_names=("mine", "yours"))).model_names() == ("mine", "yours")
 
 
 @pytest.mark.parametrize(
@@ -313,4 +313,4 @@ def test_a_model_is_never_called_by_its_folder(model: str, shown: str) -> None:
 )
 def test_a_setting_that_makes_no_sense_is_refused(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
-        Settings(**wrong)
+        ServerSettings(**wrong)

@@ -47,7 +47,7 @@ class Supply:
     tables: weakref.WeakSet[PageTable] = field(default_factory=weakref.WeakSet)
     computing: dict[bytes, Job] = field(default_factory=dict)
     hits: int = 0
-    set_asides: int = 0
+    preemptions: int = 0
     pins: dict[object, Pin] = field(default_factory=dict)
 
     def start(self, job: Job, queue: Queue, *, force: bool = False, ahead: bool = False) -> Start:
@@ -220,7 +220,7 @@ class Supply:
             if job.started:
                 self.give_back(job)
         table.set_aside()
-        self.set_asides += 1
+        self.preemptions += 1
 
     def hurt(self, damage: Damage) -> dict[PageTable, HeadwayError]:
         """The contexts that hold something that was spoilt."""
