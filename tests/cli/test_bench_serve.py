@@ -106,7 +106,7 @@ def test_a_key_comes_from_the_environment(headway: Run, folder: Path, tmp_path: 
     key = add_key(tmp_path / "keys.json", "bench")
     with live(Stage(folder).engine, key_file=tmp_path / "keys.json") as closed:
         url = ("bench", "serve", "--url", closed.url, *SMALL)
-        assert "needs an API key" in headway(*url).stderr
+        assert "requires an API key" in headway(*url).stderr
         assert headway(*url, env={"HEADWAY_API_KEY": key}).returncode == 0
 
 

@@ -1,6 +1,6 @@
 """Threads for CPU work that would block the event loop: some parse and tokenize requests, others write responses.
 
-Whoever waits for a thread was admitted to the queue first, which bounds the wait; work that is cancelled before it
+Whoever waits for a thread was admitted to the queue first, which bounds the wait; work that is canceled before it
 starts is never run.
 """
 

@@ -47,7 +47,7 @@ def test_models(client):
     (model,) = client.models.list().data
     assert model.id == "smollm2"
     assert client.models.retrieve("smollm2").id == "smollm2"
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4'"):
+    with pytest.raises(openai.NotFoundError, match="model 'gpt-4' does not exist"):
         client.models.retrieve("gpt-4")
 
 

@@ -2,11 +2,11 @@
 
 The bystander's tokens must be those it gets alone, and in the end every page is free or cached and none is held.
 
-    ids out of range in bias, allowed and bad words    test_hostile_values      openai/test_refusals
-    a million stop strings, and other crowds           test_hostile_values      openai/test_refusals
-    n = 10^9, and other counts                         test_hostile_values      openai/test_refusals
+    ids out of range in bias, allowed and bad words    test_hostile_values      openai/test_invalid_requests
+    a million stop strings, and other crowds           test_hostile_values      openai/test_invalid_requests
+    n = 10^9, and other counts                         test_hostile_values      openai/test_invalid_requests
     numbers at the edge of floats                      test_hostile_values      openai/test_mixtures
-    schemas 30,000 deep, grammars that grow            test_hostile_grammars    fuzz/test_description
+    schemas 30,000 deep, grammars that grow            test_hostile_grammars    fuzz/test_openapi_document
     regex bombs                                        test_hostile_grammars
     template injection in messages                     test_hostile_templates   text/test_chat
     template injection in model files                  test_hostile_templates   text/test_chat

@@ -74,14 +74,14 @@ def test_a_trace_has_the_logits_of_the_same_pass_in_process(lab_server: Live) ->
 
 
 def test_what_a_sampler_keeps_adds_up_and_its_draws_are_the_engines(lab_server: Live) -> None:
-    knobs = {"temperature": 0.8, "top_p": 0.9, "seed": 11, "draws": 32}
-    found = traced(lab_server, take=[3, 3, 5], sampling=knobs)
+    params = {"temperature": 0.8, "top_p": 0.9, "seed": 11, "draws": 32}
+    found = traced(lab_server, take=[3, 3, 5], sampling=params)
     ids, probs = unpacked(found["sampling"]["ids"]), unpacked(found["sampling"]["probs"])
     assert probs.dtype == np.float64
     assert probs.sum() == pytest.approx(1.0, abs=1e-12)
     assert (np.diff(ids) > 0).all()
     assert set(found["sampling"]["tokens"]) <= set(ids.tolist())
-    assert found["sampling"]["tokens"] == traced(lab_server, take=[3, 3, 5], sampling=knobs)["sampling"]["tokens"]
+    assert found["sampling"]["tokens"] == traced(lab_server, take=[3, 3, 5], sampling=params)["sampling"]["tokens"]
 
 
 def test_lens_and_attention_are_the_oracles(small: tuple[Live, Oracle]) -> None:
@@ -234,8 +234,8 @@ def test_a_measured_pass_says_where_its_time_went_and_leaves_nothing_behind(lab_
         ({"prompt": "a", "sampling": {"draws": 5000}}, "sampling.draws", "1024"),
         ({"prompt": "a", "sampling": {"logit_bias": {"x": 1}}}, "logit_bias", "token ids"),
         ({"prompt": "a", "scores": 1}, "scores", "0 to 0"),
-        ({"prompt": "a", "colour": "red"}, "colour", "not known"),
-        ({}, "prompt", "missing"),
+        ({"prompt": "a", "colour": "red"}, "colour", "unknown"),
+        ({}, "prompt", "required"),
     ],
 )
 def test_what_cannot_be_traced_is_refused_by_name(

@@ -90,7 +90,7 @@ class TestEmbeddings:
         assert cut["usage"]["prompt_tokens"] == 256
 
     def test_dimensions_are_refused_where_a_model_was_not_made_for_them(self, client: openai.OpenAI) -> None:
-        with pytest.raises(openai.BadRequestError, match="vectors of 384 numbers, which cannot be cut") as caught:
+        with pytest.raises(openai.BadRequestError, match="vectors of 384 dimensions, which cannot be") as caught:
             client.embeddings.create(model="minilm", input="x", dimensions=64)
         assert caught.value.param == "dimensions"
         whole = client.embeddings.create(model="minilm", input="x", dimensions=384)
@@ -108,7 +108,7 @@ class TestEmbeddings:
 
 
 BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
-    ("/v1/embeddings", {}, "input", "missing"),
+    ("/v1/embeddings", {}, "input", "required"),
     ("/v1/embeddings", {"input": []}, "input", "empty"),
     ("/v1/embeddings", {"input": [[]]}, "input", "is empty"),
     ("/v1/embeddings", {"input": ["a", 3]}, "input[1]", ""),
@@ -118,11 +118,11 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("/v1/embeddings", {"input": ["a"] * 65}, "input", "65 entries; at most 64"),
     ("/v1/embeddings", {"input": ["hello " * 200] * 30}, None, "the max_queue_tokens is 4000"),
     ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "float"),
-    ("/v1/embeddings", {"input": "a", "frob": 1}, "frob", "not known"),
+    ("/v1/embeddings", {"input": "a", "frob": 1}, "frob", "unknown"),
     ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions", "dimensions is 0"),
     ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 9}, "truncate_prompt_tokens", "it takes -1"),
     ("/v1/embeddings", {"input": "", "add_special_tokens": False}, "input", "has no tokens"),
-    ("/rerank", {"query": "a"}, "documents", "missing"),
+    ("/rerank", {"query": "a"}, "documents", "required"),
     ("/rerank", {"query": "a", "documents": []}, "documents", "empty"),
     ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "top_n is -1"),
     ("/rerank", {"query": "a", "documents": ["film " * 100]}, "documents", "the limit is 64"),
@@ -278,9 +278,9 @@ class TestBadModels:
             serve(ServerSettings(port=0), lambda: engine, pooling_models=pooling_models)
 
     def test_a_reranker_has_one_score(self, folders: dict[str, str]) -> None:
-        with pytest.raises(hw.UnsupportedModel, match="3 outputs; a reranker has one score"):
+        with pytest.raises(hw.UnsupportedModel, match="3 outputs; a reranker must have one"):
             PoolingModels({"rerank": folders["classify"]}, device="cpu").open()
-        with pytest.raises(hw.InvalidInput, match="'rank' is no role"):
+        with pytest.raises(hw.InvalidInput, match="'rank' is not a role"):
             PoolingModels({"rank": "minilm"})
 
     def test_the_answer_is_json_to_its_last_number(self, served: Live) -> None:

@@ -21,7 +21,7 @@ and "greedy" is a greedy generation. `python -m headway.server.lab.record` write
     {"v": 1,                   its version
      "model": "smollm2",       the model it was made with; the page says so if it has another
      "prompt": "…",
-     "knobs": {"temperature": 0.7, "top_k": 0, …},
+     "params": {"temperature": 0.7, "top_k": 0, …},
      "seed": 7,
      "mask": null | {"kind": "window" | "sink" | "cells", …},
      "tree": [[token, parent], …],    nodes in the order they were added; parent −1 is the prompt

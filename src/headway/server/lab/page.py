@@ -69,7 +69,7 @@ async def file(name: str) -> Response:
 def _file(name: str) -> Response:
     content = files().get(name)
     if content is None:
-        raise ApiError(404, f"there is no file {name!r:.80}", code="not_content")
+        raise ApiError(404, f"there is no file {name!r:.80}", code="not_found")
     return Response(content, headers=HEADERS, media_type=TYPES[Path(name).suffix])
 
 

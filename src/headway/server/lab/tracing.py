@@ -201,7 +201,7 @@ def _layers(layers: list[int] | None, check: RequestChecks, slots: int) -> tuple
     values = len(chosen) * config.heads * slots
     if values > MAX_SCORES or len(chosen) > config.layers:
         raise bad_request(
-            f"{len(chosen)} layers of attention have {values} values; at most {MAX_SCORES} are allowed: pass fewer layers",
+            f"{len(chosen)} layers of attention have {values} values; at most {MAX_SCORES} are allowed: pass fewer",
             "attention.layers",
             "too_many",
         )

@@ -3,7 +3,7 @@
 access_log    assigns a request id, logs and counts requests, turns every error into an OpenAI-style response
 host_check    limits the size of the headers and checks Content-Length and Host (a web page must not reach a local
               server through a domain name of its own)
-origin_check  which web pages may call this server (CORS); all others are refused
+origin_check  which web pages may call this server (CORS); all others are rejected
 key_check     API keys and request rates
 body          reads the request body within a size and a time limit, before anything is parsed
 lifetime      cancels the route when its client disconnects or its time is up

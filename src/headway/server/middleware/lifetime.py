@@ -1,6 +1,6 @@
 """The lifetime of a request: it ends when its client disconnects or its time is up, and its work ends with it.
 
-The route runs in its own task. To end a request that task is cancelled: everything it holds in a `with` is released,
+The route runs in its own task. To end a request that task is canceled: everything it holds in a `with` is released,
 and a generation stops within one step and frees its pages.
 """
 

@@ -170,7 +170,7 @@ class ChatJob:
     id_prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, body: ChatRequest, plan: RequestPlan, prompt: ChatPrompt, policy: ToolPolicy) -> None:
-        self._asked, self._plan, self._prompt, self._tool_policy = body, plan, prompt, policy
+        self._body, self._plan, self._prompt, self._policy = body, plan, prompt, policy
         self._choices = [ChoiceState() for _ in range(plan.count)]
         self._scores: list[Any] | None = None
         self.usage = TokenUsage(prompt=len(prompt.ids))
@@ -195,7 +195,7 @@ class ChatJob:
         )
 
     async def _generate(self, context: Context, number: int, put: Put[ChoiceDelta]) -> None:
-        stream = MessageStream(self._plan, self._prompt, self._tool_policy, context, number)
+        stream = MessageStream(self._plan, self._prompt, self._policy, context, number)
         async for message in stream.deltas():
             if message.parts or message.tokens or message.new or message.finish:
                 await put(ChoiceDelta(number, message))
@@ -210,7 +210,7 @@ class ChatJob:
         if message.finish is not None:
             admitted.finish(message.finish)
             choice.finish = message.finish
-        if self._asked.stream:
+        if self._body.stream:
             return
         choice.tokens += message.tokens
         for part in message.parts:
@@ -246,11 +246,11 @@ class ChatJob:
                 call | {"function": call["function"] | {"arguments": "".join(choice.arguments[i])}}
                 for i, call in choice.calls.items()
             ]
-        logprobs = chat_logprobs(choice.tokens, self._plan.engine) if self._asked.logprobs else None
+        logprobs = chat_logprobs(choice.tokens, self._plan.engine) if self._body.logprobs else None
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
 
     def chunk_size(self, deltas: Iterable[ChoiceDelta]) -> int:
-        if not self._asked.logprobs or self._plan.top_logprobs is None:
+        if not self._body.logprobs or self._plan.top_logprobs is None:
             return 0
         return sum(len(delta.message.tokens) for delta in deltas) * (self._plan.top_logprobs + 1)
 
@@ -287,7 +287,7 @@ class ChatJob:
     def _unsent_logprobs(self, choice: ChoiceState) -> dict[str, Any] | None:
         """The log-probabilities of tokens that were not in a chunk yet."""
         tokens, choice.unsent = choice.unsent, []
-        return chat_logprobs(tokens, self._plan.engine) if self._asked.logprobs and tokens else None
+        return chat_logprobs(tokens, self._plan.engine) if self._body.logprobs and tokens else None
 
     @staticmethod
     def _chunk(

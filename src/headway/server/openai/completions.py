@@ -120,7 +120,7 @@ class CompletionJob:
     id_prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, body: CompletionRequest, plan: RequestPlan, prompts: Sequence[Prompt], max_tokens: int) -> None:
-        self._asked, self._plan, self._prompts, self._max_tokens = body, plan, prompts, max_tokens
+        self._body, self._plan, self._prompts, self._max_tokens = body, plan, prompts, max_tokens
         self._sequences = [SequenceState() for _ in range(len(prompts) * plan.count)]
         self._scores: dict[int, list[Any]] = {}  # `prompt_logprobs` by the prompt's number, for all its choices
         self._echoed: dict[int, dict[str, Any]] = {}  # `logprobs` of echoed prompts
@@ -137,11 +137,11 @@ class CompletionJob:
             count, first = self._plan.count, number * self._plan.count
             for index in range(first, first + count):
                 finish = None if self._max_tokens else "length"
-                if self._asked.echo or finish:
-                    text = prompt.text if self._asked.echo else ""
+                if self._body.echo or finish:
+                    text = prompt.text if self._body.echo else ""
                     await put(SequenceDelta(index, text, finish=finish, prompt=number))
             if self._max_tokens:
-                offset = len(prompt.text) if self._asked.echo else 0
+                offset = len(prompt.text) if self._body.echo else 0
                 async with forks(home, count) as contexts:
                     await run_all(self._generate(one, i, first + i, offset, put) for i, one in enumerate(contexts))
             self.usage.cached += home.cached_tokens
@@ -149,7 +149,7 @@ class CompletionJob:
     async def _fill_prompt(self, home: Context, number: int, prompt: Prompt) -> None:
         """Fill the prompt into the context, and keep its log-probabilities if requested, once for all choices."""
         shown, top_logprobs, engine = (
-            self._asked.logprobs if self._asked.echo else None,
+            self._body.logprobs if self._body.echo else None,
             self._plan.prompt_logprobs,
             self._plan.engine,
         )
@@ -185,7 +185,7 @@ class CompletionJob:
             admitted.tokens(delta.new, choice=delta.index)
         if delta.finish is not None:
             admitted.finish(delta.finish)
-        if self._asked.stream:
+        if self._body.stream:
             return
         sequence = self._sequences[delta.index]
         sequence.texts.append(delta.text)
@@ -193,7 +193,7 @@ class CompletionJob:
         sequence.finish = delta.finish or sequence.finish
 
     def response(self) -> dict[str, Any]:
-        count, n = self._plan.count, self._asked.n or 1
+        count, n = self._plan.count, self._body.n or 1
         choices: list[dict[str, Any]] = []
         for number in range(len(self._prompts)):
             candidates = self._sequences[number * count : (number + 1) * count]
@@ -212,7 +212,7 @@ class CompletionJob:
 
     def _logprobs(self, tokens: Sequence[ScoredToken], prompt: int | None) -> dict[str, Any] | None:
         """The log-probabilities of tokens, after those of the echoed prompt."""
-        if self._asked.logprobs is None:
+        if self._body.logprobs is None:
             return None
         own, before = completion_logprobs(tokens, self._plan.engine), self._echoed.get(-1 if prompt is None else prompt)
         return own if before is None else {name: before[name] + values for name, values in own.items()}
@@ -220,19 +220,19 @@ class CompletionJob:
     @property
     def response_size(self) -> int:
         n, own = (
-            self._asked.n or 1,
+            self._body.n or 1,
             sum(len(sequence.tokens) for sequence in self._sequences) * ((self._plan.top_logprobs or 0) + 1),
         )
-        shown = (self._asked.logprobs or 0) + 1 if self._echoed else 0
+        shown = (self._body.logprobs or 0) + 1 if self._echoed else 0
         return own + n * self.usage.prompt * (
             shown + (0 if self._plan.prompt_logprobs is None else self._plan.prompt_logprobs + 1)
         )
 
     def chunk_size(self, deltas: Iterable[SequenceDelta]) -> int:
-        if self._asked.logprobs is None:
+        if self._body.logprobs is None:
             return 0
         echoed = sum(len(self._prompts[delta.prompt].ids) for delta in deltas if delta.prompt is not None)
-        return (echoed + sum(len(delta.tokens) for delta in deltas)) * (self._asked.logprobs + 1)
+        return (echoed + sum(len(delta.tokens) for delta in deltas)) * (self._body.logprobs + 1)
 
     def chunks(self, delta: SequenceDelta) -> Iterable[dict[str, Any]]:
         if not (delta.text or delta.tokens or delta.finish):

@@ -95,5 +95,5 @@ class PoolingModels:
             404,
             f"model {model!r:.80} does not exist for this route; this server has {names}",
             param="model",
-            code="model_not_candidates",
+            code="model_not_found",
         )

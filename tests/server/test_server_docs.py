@@ -19,15 +19,15 @@ from headway.server.keys import TenantLimits
 from headway.server.metrics import VLLM_NAMES, Metrics
 from headway.server.openai.request_schema import (
     IGNORED,
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
-    ChatMessage,
+    RequestSchema,
     StreamOptions,
     StructuredOutputs,
     TokenizeRequest,
-    RequestSchema,
 )
 from headway.server.serving import Serving
 from headway.server.settings import ServerSettings
@@ -104,7 +104,7 @@ def test_every_path_is_listed() -> None:
 
 def test_every_metric_is_listed_under_both_names() -> None:
     stats = EngineStats(**{field.name: 1 for field in fields(EngineStats)})
-    table = rows(section(SERVING, "Watching"), "metric")
+    table = rows(section(SERVING, "Monitoring"), "metric")
     assert set(named(table)) == _exposed(Metrics("headway", "m", lambda: stats))
     other = {NAME.findall(ours)[0]: (NAME.findall(theirs) or NAME.findall(ours))[0] for ours, theirs, _ in table}
     assert set(other.values()) == _exposed(Metrics("vllm", "m", lambda: stats))
@@ -193,11 +193,11 @@ def _text(node: ast.expr | None) -> str | None:
 # -- security ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_promise_names_tests_that_exist() -> None:
+def test_every_guarantee_names_tests_that_exist() -> None:
     text = SECURITY.read_text()
-    promises = re.findall(r"^\| (?!promise|---).*", text, re.MULTILINE)
-    assert len(promises) > 20
-    assert [line for line in promises if not re.search(r"`test_\w+`", line)] == []
+    guarantees = re.findall(r"^\| (?!guarantee|---).*", text, re.MULTILINE)
+    assert len(guarantees) > 20
+    assert [line for line in guarantees if not re.search(r"`test_\w+`", line)] == []
     defined = [name for path in (ROOT / "tests").rglob("test_*.py") for name in _functions(path)]
     assert [name for name in re.findall(r"`(test_\w+)`", text) if defined.count(name) != 1] == []
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from shell import Server
+from server_process import Server
 
 from headway.base.errors import InvalidInput
 from headway.server.keys import Keys, TenantLimits, add_key, bearer_key
@@ -304,17 +304,17 @@ def test_the_file_has_hashes_and_belongs_to_its_owner(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "cannot be used"),
-        ("[]", "cannot be used"),
+        ("", "is not valid"),
+        ("[]", "is not valid"),
         ('{"keys": []}', "no keys"),
-        ('{"keys": [{"name": "a"}]}', "cannot be used"),
+        ('{"keys": [{"name": "a"}]}', "is not valid"),
         ('{"keys": [{"name": "a", "sha256": "00"}]}', "64 hex digits"),
-        ('{"keys": [{"name": "a/b", "sha256": "%s"}]}', "plain name"),
+        ('{"keys": [{"name": "a/b", "sha256": "%s"}]}', "needs a name"),
         ('{"keys": [{"name": "a", "sha256": "%s", "limit": {}}]}', "'limit'"),
         ('{"keys": [{"name": "a", "sha256": "%s", "limits": {"requests": 1}}]}', "'requests'"),
-        ('{"keys": [{"name": "a", "sha256": "%s", "limits": {"max_requests": 0}}]}', "from 1"),
-        ('{"keys": [{"name": "a", "sha256": "%s", "limits": {"max_priority": NaN}}]}', "a number"),
-        ('{"keys": [{"name": "a", "sha256": "%s"}, {"name": "a", "sha256": "%s"}]}', "two keys of one name"),
+        ('{"keys": [{"name": "a", "sha256": "%s", "limits": {"max_requests": 0}}]}', "at least 1"),
+        ('{"keys": [{"name": "a", "sha256": "%s", "limits": {"max_priority": NaN}}]}', "a finite number"),
+        ('{"keys": [{"name": "a", "sha256": "%s"}, {"name": "a", "sha256": "%s"}]}', "two keys with the same name"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
@@ -338,7 +338,7 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
     add_key(tmp_path / "keys.json", "a")
     with pytest.raises(InvalidInput, match="already"):
         add_key(tmp_path / "keys.json", "a")
-    with pytest.raises(InvalidInput, match="cannot be used"):
+    with pytest.raises(InvalidInput, match="is not valid"):
         add_key(tmp_path / "keys.json", "a\nb")
 
 

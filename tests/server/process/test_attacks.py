@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from shell import Server, alone, parse, post, read_all
+from server_process import Server, alone, parse, post, read_all
 
 BYSTANDER, COUNT = list(range(40, 75)), 60
 
@@ -137,7 +137,7 @@ def test_what_is_no_http_is_refused(server: Server, junk: bytes) -> None:
         assert 400 <= reply.status < 600
         assert reply.error["message"]
         id = reply.headers["x-request-id"]
-        server.until(lambda: server.logged("refused", request_id=id) or server.logged("request", request_id=id))
+        server.until(lambda: server.logged("rejected", request_id=id) or server.logged("request", request_id=id))
 
 
 def test_a_request_of_two_lengths_is_refused_and_nothing_behind_it_is_read(server: Server) -> None:

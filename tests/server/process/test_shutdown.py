@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shell import PATIENCE, Reply, Server, alone
+from server_process import PATIENCE, Reply, Server, alone
 
 import headway as hw
 from headway.base.errors import InvalidInput
@@ -284,7 +284,7 @@ def test_a_server_ends_without_a_step_that_does_not(start: Callable[..., Server]
     server.until(lambda: server.get("/health").json["status"] == "stuck")
     server.signal(signal.SIGTERM)
     assert server.end() == 1
-    assert server.logged("leaving an engine whose step does not end")
+    assert server.logged("exiting while the engine is stuck")
     reply = asked.exception() or asked.result()
     assert isinstance(reply, OSError | HTTPException) or reply.status == 503
 
@@ -294,7 +294,7 @@ def test_a_server_that_ends_has_not_hung(start: Callable[..., Server]) -> None:
     server = start({"step_timeout": 1e-9}).ready()
     server.signal(signal.SIGTERM)
     assert server.end() == 0
-    assert not server.logged("leaving an engine whose step does not end")
+    assert not server.logged("exiting while the engine is stuck")
 
 
 def test_an_engine_that_waits_for_work_is_not_stuck(tmp_path: Path) -> None:

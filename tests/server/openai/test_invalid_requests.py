@@ -25,7 +25,7 @@ def described(name, text):
 
 
 COMMON = [
-    ({"nonsense": 1}, "nonsense", ["not known"]),
+    ({"nonsense": 1}, "nonsense", ["unknown"]),
     ({"guided_json": {}}, "guided_json", ["structured_outputs.json"]),
     ({"temperature": -1}, "temperature", ["-1"]),
     ({"temperature": "hot"}, "temperature", ["hot"]),
@@ -69,7 +69,7 @@ COMMON = [
     ({"prompt_logprobs": 65}, "prompt_logprobs", ["65", "64"]),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ["stream"]),
     ({"stream_options": {"include_usage": True}}, "stream_options", ["stream"]),
-    ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other", ["not known"]),
+    ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other", ["unknown"]),
     ({"logprobs_mode": "cooked"}, "logprobs_mode", ["raw", "processed"]),
     ({"structured_outputs": {}}, "structured_outputs", ["exactly one"]),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", ["exactly one"]),
@@ -80,7 +80,7 @@ COMMON = [
     ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs.json", ["nothing"]),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", ["JSON"]),
     ({"structured_outputs": {"json": {"enum": ["x" * 300_000]}}}, "structured_outputs.json", ["262144"]),
-    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml", ["not known"]),
+    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml", ["unknown"]),
 ]
 COMPLETIONS = [
     ({"suffix": "end"}, "suffix", ["suffix"]),
@@ -114,19 +114,19 @@ COMPLETIONS = [
     ({"prompt": [5] * 1000, "n": 64, "prompt_logprobs": 64, "max_tokens": 0}, "prompt_logprobs", ["4160000", "64"]),
     ({"prompt": [[5] * 1000] * 64, "prompt_logprobs": 64, "max_tokens": 0}, "prompt_logprobs", ["64000", "1048576"]),
     ({"n": 64, "logprobs": 64, "max_tokens": 1100}, "logprobs", ["70400", "4194304"]),
-    ({"messages": USER}, "messages", ["not known"]),
+    ({"messages": USER}, "messages", ["unknown"]),
 ]
 CHATS = [
     ({"messages": []}, "messages", ["empty"]),
     ({"messages": "hi"}, "messages", ["list"]),
-    ({"messages": [{"content": "hi"}]}, "messages[0].role", ["missing"]),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role", ["required"]),
     ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role", ["robot"]),
     ({"messages": [{"role": "user"}]}, "messages[0].content", ["no content"]),
-    ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood", ["not known"]),
+    ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood", ["unknown"]),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         None,
-        ["text only"],
+        ["only text"],
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image_url": {"url": "x"}}]}]},
@@ -159,7 +159,7 @@ CHATS = [
     ({"tools": [described(f"f{i}", "x" * 9000) for i in range(200)]}, "tools", ["1048576"]),
     ({"n": 64, "logprobs": True, "top_logprobs": 20}, "logprobs", ["max_tokens", "4194304"]),
     ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", ["neither"]),
-    ({"messages": [*USER, CALLED, {"role": "tool", "content": "5"}]}, "messages[2].tool_call_id", ["which call"]),
+    ({"messages": [*USER, CALLED, {"role": "tool", "content": "5"}]}, "messages[2].tool_call_id", ["id of the call"]),
     (
         {"messages": [*USER, CALLED, {"role": "tool", "content": "5", "tool_call_id": "b"}]},
         "messages[2].tool_call_id",
@@ -181,7 +181,7 @@ CHATS = [
     ({"logprobs": 2}, "logprobs", ["boolean"]),
     ({"functions": []}, "functions", ["tools"]),
     ({"function_call": "auto"}, "function_call", ["tool_choice"]),
-    ({"reasoning_effort": "high"}, "reasoning_effort", ["not known"]),
+    ({"reasoning_effort": "high"}, "reasoning_effort", ["unknown"]),
     ({"modalities": ["audio"]}, "modalities[0]", ["text"]),
     ({"audio": {}}, "audio", ["text"]),
     ({"tool_choice": "required"}, "tool_choice", ["no tools"]),
@@ -210,7 +210,7 @@ CHATS = [
         "response_format.json_schema.schema",
         ["no"],
     ),
-    ({"prompt": "hi"}, "prompt", ["not known"]),
+    ({"prompt": "hi"}, "prompt", ["unknown"]),
 ]
 ALL = [
     *((C, {"prompt": "hi", **body}, *rest) for body, *rest in [*COMMON, *COMPLETIONS]),
@@ -258,7 +258,7 @@ def test_bodies_that_are_no_request(served, body):
         (b'{"prompt": "\\ud800", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}", ["nested too deeply"]),
         (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", ["digits"]),
         (b'{"prompt": "\xff"}', ["UTF-8", "12"]),
-        (b'{"prompt": }', ["not JSON", "11"]),
+        (b'{"prompt": }', ["not valid JSON", "11"]),
     ],
 )
 @pytest.mark.parametrize("path", [C, "/tokenize"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shell import QUIET, Server
+from server_process import QUIET, Server
 
 from headway.base.errors import InvalidInput
 from headway.cli.top_server import ServerWatch
@@ -195,7 +195,7 @@ def locked(start: Callable[..., Server], tmp_path: Path) -> tuple[Server, str]:
 def test_a_server_is_watched_until_it_ends(locked: tuple[Server, str], monkeypatch: pytest.MonkeyPatch) -> None:
     server, key = locked
     url = f"http://127.0.0.1:{server.port}"
-    with pytest.raises(InvalidInput, match="needs an API key"):
+    with pytest.raises(InvalidInput, match="requires an API key"):
         ServerWatch(url)
     monkeypatch.setenv("HEADWAY_API_KEY", key)
     watch = ServerWatch(url)
@@ -257,7 +257,7 @@ def test_a_key_is_printed_once_and_kept_as_a_hash(tmp_path: Path) -> None:
         (("--host", "256.1.1.1"), "cannot listen"),
         (("--port", "70000"), "65535"),
         (("--cors-origin", "example.org"), "https://app.example.org"),
-        (("--allowed-host", "http://a"), "host name without port"),
+        (("--allowed-host", "http://a"), "host name without a port"),
         (("--metrics-style", "other"), "vllm"),
         (("--request-timeout", "-1"), "above 0"),
     ],
@@ -299,13 +299,13 @@ def test_a_model_is_never_called_by_its_folder(model: str, shown: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"port": -1}, "0 .* to 65535"),
-        ({"metrics_style": "both"}, "headway, vllm"),
-        ({"allowed_hosts": ("a:8000",)}, "without port"),
+        ({"port": -1}, r"\[0, 65535\]"),
+        ({"metrics_style": "both"}, "headway or vllm"),
+        ({"allowed_hosts": ("a:8000",)}, "without a port"),
         ({"cors_origins": ("https://a/path",)}, "https://app.example.org"),
-        ({"served_names": ("a b",)}, "without blanks"),
+        ({"served_names": ("a b",)}, "without spaces"),
         ({"max_n": 0}, "max_n is 0"),
-        ({"max_n": 1.5}, "whole number"),
+        ({"max_n": 1.5}, "an integer"),
         ({"max_queue_tokens": True}, "max_queue_tokens is True"),
         ({"body_timeout": float("nan")}, "body_timeout is nan"),
         ({"write_timeout": float("inf")}, "write_timeout is inf"),
