@@ -41,9 +41,9 @@ STATES = set(re.findall(r'"(\w+)"', inspect.getsource(vars(Serving)["state"].fge
 
 def section(page: Path, heading: str) -> str:
     """The text under a heading, up to the next one of any level."""
-    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
-    assert found is not None, heading
-    return found[1]
+    result = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert result is not None, heading
+    return result[1]
 
 
 def rows(text: str, first: str) -> list[list[str]]:
@@ -163,10 +163,10 @@ def test_fields_inside_fields_are_named() -> None:
 
 def test_every_code_of_an_error_is_listed() -> None:
     """Those that stand in the code, and a server's states, which are codes too."""
-    made = {(status, code) for status, code in _codes() if code is not None}
-    made |= {(503, state) for state in STATES - {"ready"}}
+    created = {(status, code) for status, code in _codes() if code is not None}
+    created |= {(503, state) for state in STATES - {"ready"}}
     table = rows(section(CLIENTS, "Errors"), "status")
-    assert {(int(row[0]), code) for row in table for code in NAME.findall(row[1])} == made
+    assert {(int(row[0]), code) for row in table for code in NAME.findall(row[1])} == created
 
 
 def _codes() -> Iterator[tuple[int, str | None]]:

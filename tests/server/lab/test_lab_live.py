@@ -82,8 +82,8 @@ def cases_of(generator: random.Random, vocab: int, count: int) -> list[dict[str,
     for _ in range(count):
         taken = [generator.randrange(vocab) for _ in range(generator.randrange(6))]
         bias = {generator.randrange(vocab): generator.uniform(-5, 5) for _ in range(generator.randrange(3))}
-        found = {"prompt": [3, 5, 8], "taken": taken, "bias": list(bias.items()), "seed": generator.getrandbits(53)}
-        cases.append({"params": params_of(generator, vocab), "position": generator.randrange(4000), **found})
+        result = {"prompt": [3, 5, 8], "taken": taken, "bias": list(bias.items()), "seed": generator.getrandbits(53)}
+        cases.append({"params": params_of(generator, vocab), "position": generator.randrange(4000), **result})
     return cases
 
 
@@ -93,8 +93,8 @@ def test_the_pages_sampling_is_the_kernels_on_ties_and_impossible_tokens(
     logits = ties(301)
     cases = cases_of(random.Random(1), len(logits), 150)
     page = visit(lab_server.url).page
-    answer = page.evaluate(CHOOSE, [[float(x) if np.isfinite(x) else None for x in logits], cases])
-    for case, mine in zip(cases, answer, strict=True):
+    response = page.evaluate(CHOOSE, [[float(x) if np.isfinite(x) else None for x in logits], cases])
+    for case, mine in zip(cases, response, strict=True):
         how = Sampling(**case["params"], logit_bias=dict(case["bias"]), seed=case["seed"])
         counts = {id: case["taken"].count(id) for id in case["taken"]}
         generated = (torch.tensor(list(counts), dtype=torch.int64), torch.tensor(list(counts.values())))
@@ -115,10 +115,10 @@ def test_the_pages_sampling_is_the_engines_over_the_whole_vocabulary(
     page = visit(lab_server.url).page
     for case in cases_of(random.Random(2), 49152, 16):
         case["taken"] = [9, 9, 4, *case["taken"]]
-        found = page.evaluate(COMPARE, case)
-        assert found["most"] < 1e-6, case
-        assert found["missing"] == 0, case
-        assert found["ours"] == found["theirs"], case
+        result = page.evaluate(COMPARE, case)
+        assert result["most"] < 1e-6, case
+        assert result["missing"] == 0, case
+        assert result["ours"] == result["theirs"], case
 
 
 def settled(page: Any) -> float:
@@ -252,8 +252,8 @@ def test_the_inside_of_a_pass(lab_server: Live, visit: Callable[..., Any]) -> No
     page.locator("#tab-attention").click()
     page.locator("h3", has_text="Layer 15, head 0").wait_for()
     scores = Base64Array(**trace["attention"]["array"]).array()[0, 0]
-    found = [float(text.rstrip("%")) / 100 for text in page.locator(".heads .bars .num").all_inner_texts()]
-    assert np.allclose(found, scores, atol=1e-3)
+    result = [float(text.rstrip("%")) / 100 for text in page.locator(".heads .bars .num").all_inner_texts()]
+    assert np.allclose(result, scores, atol=1e-3)
     page.locator("#tab-engine").click()
     context = lab_server.engine.context()
     context.fill(range(200, 240))
@@ -359,9 +359,9 @@ def test_a_painted_mask_is_the_oracles(nasty: tuple[Live, Oracle], visit: Callab
         page.keyboard.press(key)
     box = page.locator("[role=row]").nth(11).locator("[role=gridcell]")
 
-    def is_painted(answer: Any) -> bool:
-        asked = answer.request.post_data_json if answer.request.method == "POST" else {}
-        return (asked.get("mask") or {"runs": [[]]})["runs"][-1] == [2, 4, 6]
+    def is_painted(response: Any) -> bool:
+        requested = response.request.post_data_json if response.request.method == "POST" else {}
+        return (requested.get("mask") or {"runs": [[]]})["runs"][-1] == [2, 4, 6]
 
     with page.expect_response(is_painted) as coming:  # a drag over four cells of the last row
         start, end = box.nth(2).bounding_box(), box.nth(5).bounding_box()
@@ -379,10 +379,10 @@ def test_a_painted_mask_is_the_oracles(nasty: tuple[Live, Oracle], visit: Callab
     assert (attend == wanted).all()
     shown = page.locator("#mask-runs tbody tr").nth(11).locator("td").all_inner_texts()
     assert shown == ["[2, 4, 6]", "[0, 2, 4, 6]"]
-    found = coming.value.json()
-    tokens = found["tokens"]
+    result = coming.value.json()
+    tokens = result["tokens"]
     dense = oracle.run(tokens, list(range(12)), torch.from_numpy(attend)).logits[-1]
-    logits = Base64Array(**found["logits"]).array()
+    logits = Base64Array(**result["logits"]).array()
     assert np.abs(logits - dense.numpy()).max() <= 1e-4 * max(1.0, float(dense.abs().max()))
     page.locator("#mask-result[data-distance]").wait_for()
     probs = torch.softmax(dense.double(), -1)

@@ -234,21 +234,21 @@ def test_after_all_that_nothing_is_held(served):
 
 @pytest.mark.parametrize("path", [C, M])
 def test_an_unknown_model_is_a_404(served, path):
-    answer = (
+    response = (
         served.post(path, model="gpt-4", prompt="x") if path == C else served.post(path, model="gpt-4", messages=USER)
     )
-    assert answer.status == 404
-    assert answer.error["code"] == "model_not_found"
-    assert "'gpt-4'" in answer.error["message"]
+    assert response.status == 404
+    assert response.error["code"] == "model_not_found"
+    assert "'gpt-4'" in response.error["message"]
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b'"text"', b"null", b'{"prompt": "a", "prompt"}', b"\xff\xfe", b"[" * 100_000]
 )
 def test_bodies_that_are_no_request(served, body):
-    answer = served.ask("POST", C, body)
-    assert answer.status == 400
-    assert answer.error["message"]
+    response = served.ask("POST", C, body)
+    assert response.status == 400
+    assert response.error["message"]
 
 
 @pytest.mark.parametrize(
@@ -263,17 +263,17 @@ def test_bodies_that_are_no_request(served, body):
 )
 @pytest.mark.parametrize("path", [C, "/tokenize"])
 def test_what_cannot_be_read_says_why(served, path, body, words):
-    answer = served.ask("POST", path, body)
-    assert (answer.status, answer.error["code"]) == (400, "invalid_json")
+    response = served.ask("POST", path, body)
+    assert (response.status, response.error["code"]) == (400, "invalid_json")
     for word in words:
-        assert word in answer.error["message"]
+        assert word in response.error["message"]
 
 
 @pytest.mark.parametrize("kind", ["text/html", "application/xml", "multipart/form-data; boundary=x"])
 def test_a_body_of_another_type_is_refused_by_its_name(served, kind):
-    asked = urllib.request.Request(f"{served.url}{C}", b'{"prompt": "a"}', {"content-type": kind})
+    request_body = urllib.request.Request(f"{served.url}{C}", b'{"prompt": "a"}', {"content-type": kind})
     with pytest.raises(urllib.error.HTTPError) as error:
-        urllib.request.urlopen(asked)
+        urllib.request.urlopen(request_body)
     message = json.loads(error.value.read())["error"]["message"]
     assert error.value.code == 400
     assert kind.partition(";")[0] in message
@@ -306,17 +306,17 @@ def test_a_number_that_no_float_holds_is_refused(served, field):
 
 
 def test_a_negative_seed_is_a_seed(served):
-    asked = {"max_tokens": 8, "logprobs": 0}
-    first, again, same = (served.complete("Once", seed=seed, **asked)["choices"] for seed in (-7, -7, 2**64 - 7))
+    request_body = {"max_tokens": 8, "logprobs": 0}
+    first, again, same = (served.complete("Once", seed=seed, **request_body)["choices"] for seed in (-7, -7, 2**64 - 7))
     assert first == again == same
-    assert served.complete("Once", seed=-8, **asked)["choices"] != first
+    assert served.complete("Once", seed=-8, **request_body)["choices"] != first
 
 
 def test_numbers_that_json_lacks_are_refused(served):
     for text in ("NaN", "Infinity", "1e999"):
-        answer = served.ask("POST", C, b'{"prompt": "hi", "temperature": %s}' % text.encode())
-        assert answer.status == 400
-        assert answer.error["param"] == "temperature"
+        response = served.ask("POST", C, b'{"prompt": "hi", "temperature": %s}' % text.encode())
+        assert response.status == 400
+        assert response.error["param"] == "temperature"
 
 
 def test_a_million_wrong_entries_are_one_error(served):
@@ -325,9 +325,9 @@ def test_a_million_wrong_entries_are_one_error(served):
         {"prompt": "a", "stop": [1] * 500_000},
         {"prompt": "a", **{f"x{i}": 1 for i in range(200_000)}},
     ):
-        answer = served.ask("POST", C, json.dumps(body).encode())
-        assert answer.status == 400
-        assert len(answer.body) < 1000
+        response = served.ask("POST", C, json.dumps(body).encode())
+        assert response.status == 400
+        assert len(response.body) < 1000
 
 
 def test_fields_that_change_nothing_are_those_of_the_list(served):

@@ -60,16 +60,16 @@ def test_a_large_answer_is_written_beside_the_event_loop() -> None:
         job.free.set()
         return await response
 
-    found = json.loads(asyncio.run(both()))
-    assert found["choices"] == [{"logprobs": [1.5, None]}]
+    result = json.loads(asyncio.run(both()))
+    assert result["choices"] == [{"logprobs": [1.5, None]}]
     assert _events(Large(), {"id": "a"}, [1, 2], json_bytes_in_pieces) == _events(Large(), {"id": "a"}, [1, 2])
 
 
 @pytest.mark.parametrize("max_tokens", [0, 3])
 def test_every_choice_has_the_prompt_it_echoes(served, max_tokens):
-    asked = {"echo": True, "logprobs": 64, "prompt_logprobs": 2, "max_tokens": max_tokens, "seed": 1}
-    (alone,) = served.complete(PROMPT, **asked)["choices"]
-    choices = served.complete([PROMPT, "Another one"], n=3, **asked)["choices"]
+    request_body = {"echo": True, "logprobs": 64, "prompt_logprobs": 2, "max_tokens": max_tokens, "seed": 1}
+    (alone,) = served.complete(PROMPT, **request_body)["choices"]
+    choices = served.complete([PROMPT, "Another one"], n=3, **request_body)["choices"]
     assert [choice["index"] for choice in choices] == list(range(6))
     count = len(served.engine.tokenizer.encode(PROMPT))
     for choice in choices[:3]:
@@ -82,12 +82,12 @@ def test_every_choice_has_the_prompt_it_echoes(served, max_tokens):
 
 
 def test_a_stream_echoes_the_same(served):
-    asked = {"echo": True, "logprobs": 64, "n": 2, "max_tokens": 3, "seed": 1}
+    request_body = {"echo": True, "logprobs": 64, "n": 2, "max_tokens": 3, "seed": 1}
     prompt = PROMPT * 4  # more than the event loop writes itself
-    whole = served.complete(prompt, **asked)["choices"]
+    whole = served.complete(prompt, **request_body)["choices"]
     assert sum(len(top or ()) for top in whole[0]["logprobs"]["top_logprobs"]) > INLINE_LOGPROBS
     streamed: dict[int, dict[str, list[Any]]] = {0: {}, 1: {}}
-    for event in served.post("/v1/completions", prompt=prompt, stream=True, **asked).events:
+    for event in served.post("/v1/completions", prompt=prompt, stream=True, **request_body).events:
         for choice in event["choices"]:
             for name, values in (choice["logprobs"] or {}).items():
                 streamed[choice["index"]].setdefault(name, []).extend(values)

@@ -20,13 +20,13 @@ LABELS = {0: "dull", 1: "fair", 2: "great"}
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders of a reranker and a classifier."""
     heads: dict[str, dict[str, Any]] = {"rerank": {"num_labels": 1}, "classify": {"id2label": LABELS}}
-    made = {}
+    created = {}
     for role, more in heads.items():
         folder = tmp_path_factory.mktemp("models") / f"small-{role}"
         encoders.model("bert", "classify", **more).save_pretrained(folder)
         encoders.tokenizer("bert").save_pretrained(folder)
-        made[role] = str(folder)
-    return made
+        created[role] = str(folder)
+    return created
 
 
 @pytest.fixture(scope="module")

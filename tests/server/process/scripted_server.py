@@ -63,8 +63,8 @@ async def tokens(request: Request) -> Response:
         events = _events(serving, tenant, body)
         first = await anext(events)  # an error has its own response, and is not an event
         return StreamingResponse(_after(first, events), media_type="text/event-stream")
-    found = [token async for token in _generate(serving, tenant, body)]
-    return JSONResponse({"tokens": found, "pad": " " * body.get("pad", 0)})
+    result = [token async for token in _generate(serving, tenant, body)]
+    return JSONResponse({"tokens": result, "pad": " " * body.get("pad", 0)})
 
 
 @router.get("/fail")

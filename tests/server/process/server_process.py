@@ -80,8 +80,8 @@ class Server:
         """Wait until the condition holds; returns its value."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
-            if found := condition():
-                return found
+            if result := condition():
+                return result
             time.sleep(0.02)
         raise AssertionError(f"the condition never held; the log: {self.lines[-20:]} {self.errors[-20:]}")
 

@@ -291,12 +291,12 @@ def test_the_file_has_hashes_and_belongs_to_its_owner(tmp_path: Path) -> None:
     first, second = add_key(path, "a"), add_key(path, "b", TenantLimits(max_requests=3))
     assert path.stat().st_mode & 0o077 == 0
     keys = Keys.read(path)
-    found = keys.find(first), keys.find(second)
-    assert [tenant.name for tenant in found if tenant] == ["a", "b"]
-    assert found[0]
-    assert found[1]
-    assert found[0].salt != found[1].salt
-    assert found[1].limits == TenantLimits(max_requests=3)
+    result = keys.find(first), keys.find(second)
+    assert [tenant.name for tenant in result if tenant] == ["a", "b"]
+    assert result[0]
+    assert result[1]
+    assert result[0].salt != result[1].salt
+    assert result[1].limits == TenantLimits(max_requests=3)
     assert keys.find(first[:-1]) is None
     assert first != second
 

@@ -79,8 +79,8 @@ def test_a_well_formed_request_id_is_kept(server: Server, given: str) -> None:
 
 @pytest.mark.parametrize("given", ["", "a b", "x" * 129, "a\tb", "<script>", "é", 'a"b'])
 def test_another_is_replaced(server: Server, given: str) -> None:
-    made = server.ask("GET", "/health", headers={"X-Request-Id": given}).headers["x-request-id"]
-    assert re.fullmatch(r"req-[0-9a-f]{24}", made)
+    created = server.ask("GET", "/health", headers={"X-Request-Id": given}).headers["x-request-id"]
+    assert re.fullmatch(r"req-[0-9a-f]{24}", created)
 
 
 def test_every_request_is_a_line_without_what_it_says(server: Server) -> None:
@@ -157,7 +157,7 @@ def test_what_clients_write_makes_no_new_names(server: Server) -> None:
 def test_vllms_dashboards_find_their_names(other: Server) -> None:
     before = figures(other)
     other.tokens(list(range(20)), 7)
-    found = figures(other)
+    result = figures(other)
     labels = 'engine="0",model_name="tiny"'
     for name, value in {
         "vllm:num_requests_running": 0,
@@ -172,18 +172,18 @@ def test_vllms_dashboards_find_their_names(other: Server) -> None:
         "vllm:request_generation_tokens_sum": 7,
         "vllm:num_preemptions_total": 0,
     }.items():
-        assert found[f"{name}{{{labels}}}"] - before[f"{name}{{{labels}}}"] == value, name
-    assert found['vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}'] >= 1
+        assert result[f"{name}{{{labels}}}"] - before[f"{name}{{{labels}}}"] == value, name
+    assert result['vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}'] >= 1
 
 
 def test_stats_are_the_engines_own(server: Server) -> None:
     server.tokens(list(range(20)), 7)
-    answer = server.get("/stats").json
-    assert answer["model"] == {"name": "scripted", "dtype": "float32", "device": "cpu"}
-    assert answer["stats"]["pages_total"] == 64
-    assert answer["stats"]["passes"] >= 7
-    assert answer["steps"]["batch"] == 1
-    assert all(seconds >= 0 for seconds in answer["steps"]["seconds"])
+    response = server.get("/stats").json
+    assert response["model"] == {"name": "scripted", "dtype": "float32", "device": "cpu"}
+    assert response["stats"]["pages_total"] == 64
+    assert response["stats"]["passes"] >= 7
+    assert response["steps"]["batch"] == 1
+    assert all(seconds >= 0 for seconds in response["steps"]["seconds"])
 
 
 @pytest.fixture
@@ -274,8 +274,8 @@ def test_a_connection_is_kept_for_the_next_request(server: Server) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     for _ in range(3):
         connection.request("GET", "/health")
-        answer = connection.getresponse()
-        assert (answer.status, answer.read()) == (200, b'{"status":"ready"}')
+        response = connection.getresponse()
+        assert (response.status, response.read()) == (200, b'{"status":"ready"}')
     assert connection.sock is not None
     connection.close()
 

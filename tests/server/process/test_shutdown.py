@@ -105,25 +105,25 @@ def small(start: Callable[..., Server]) -> Server:
 
 def test_a_queue_full_of_requests_says_when_to_come_back(small: Server, later: Any) -> None:
     right = alone(PROMPT, 100)
-    asked = [later(small.tokens, PROMPT, 100) for _ in range(3)]
+    pending = [later(small.tokens, PROMPT, 100) for _ in range(3)]
     in_flight(small, 3)
     refused = small.tokens(PROMPT, 1)
     assert (refused.status, refused.error["code"]) == (429, "queue_full")
     assert refused.headers["retry-after"] == "1"
-    assert "3 requests of 3" in refused.error["message"]
-    assert all(reply.result().json["tokens"] == right for reply in asked)
+    assert "3 of 3 requests" in refused.error["message"]
+    assert all(reply.result().json["tokens"] == right for reply in pending)
     assert small.tokens(PROMPT, 1).status == 200
     small.until(small.is_quiet)
 
 
 def test_a_queue_full_of_tokens_says_when_to_come_back(small: Server, later: Any) -> None:
-    asked = later(small.tokens, PROMPT, 250)
+    pending = later(small.tokens, PROMPT, 250)
     in_flight(small, 1)
     refused = small.tokens(PROMPT, 750)
     assert (refused.status, refused.error["code"]) == (429, "queue_full")
     assert "1000" in refused.error["message"]
     assert small.tokens(PROMPT, 10).status == 200
-    assert asked.result().status == 200
+    assert pending.result().status == 200
 
 
 def test_what_never_fits_is_refused_for_good(small: Server) -> None:
@@ -135,8 +135,8 @@ def test_what_never_fits_is_refused_for_good(small: Server) -> None:
 
 def test_a_request_that_takes_too_long_is_ended_and_says_so(start: Callable[..., Server], later: Any) -> None:
     small = start({"request_timeout": 1.5}, step_seconds=0.01).ready()
-    asked = later(small.tokens, PROMPT, 900), later(small.tokens, PROMPT, 900, stream=True)
-    slow, stream = (future.result() for future in asked)
+    pending = later(small.tokens, PROMPT, 900), later(small.tokens, PROMPT, 900, stream=True)
+    slow, stream = (future.result() for future in pending)
     assert (slow.status, slow.error["code"]) == (504, "request_timeout")
     assert slow.headers["x-should-retry"] == "false"
     assert stream.status == 200
@@ -157,7 +157,7 @@ def test_a_signal_lets_what_is_under_way_finish(
 ) -> None:
     right = alone(PROMPT, 100)
     server = start(step_seconds=0.02).ready()
-    asked = later(server.tokens, PROMPT, 100, stream=stream)
+    pending = later(server.tokens, PROMPT, 100, stream=stream)
     in_flight(server, 1)
     server.signal(number)
     server.until(lambda: server.logged("draining"))
@@ -165,7 +165,7 @@ def test_a_signal_lets_what_is_under_way_finish(
     refused = server.tokens(PROMPT, 1)
     assert (refused.status, refused.error["code"]) == (503, "draining")
     events = "".join(f"data: {token}\n\n" for token in right) + "data: [DONE]\n\n"
-    assert asked.result().body.decode() == events if stream else asked.result().json["tokens"] == right
+    assert pending.result().body.decode() == events if stream else pending.result().json["tokens"] == right
     assert server.end() == 0
     assert not server.errors
 
@@ -183,12 +183,12 @@ def test_what_does_not_finish_in_time_is_ended(start: Callable[..., Server], lat
 
 def test_a_second_signal_does_not_wait(start: Callable[..., Server], later: Any) -> None:
     server = start({"drain_timeout": 600}, step_seconds=0.1).ready()
-    asked: Future[Reply] = later(server.tokens, PROMPT, 900)
+    pending: Future[Reply] = later(server.tokens, PROMPT, 900)
     in_flight(server, 1)
     server.signal(signal.SIGTERM)
     server.until(lambda: server.logged("draining"))
     server.signal(signal.SIGINT)
-    assert asked.result().status == 503
+    assert pending.result().status == 503
     assert server.end() == 128 + signal.SIGINT
 
 
@@ -262,7 +262,7 @@ def test_a_step_that_does_not_end_turns_health_red_until_it_ends(tmp_path: Path,
         device.goes_on.clear()
         began = datetime.now(UTC)
         try:
-            asked = later(server.post, "/v1/completions", prompt="a", max_tokens=2, ignore_eos=True)
+            pending = later(server.post, "/v1/completions", prompt="a", max_tokens=2, ignore_eos=True)
             reply = server.until(lambda: (found := server.get("/health")).status == 503 and found)
             since = datetime.fromisoformat(reply.json["since"])
             assert reply.json == {"status": "stuck", "since": reply.json["since"]}
@@ -270,22 +270,22 @@ def test_a_step_that_does_not_end_turns_health_red_until_it_ends(tmp_path: Path,
             refused = server.post("/v1/completions", prompt="a", max_tokens=1)
             assert (refused.status, refused.error["code"]) == (503, "stuck")
             assert "0.05 s" in refused.error["message"]
-            assert not asked.done()
+            assert not pending.done()
         finally:
             device.goes_on.set()
-        assert asked.result().status == 200
+        assert pending.result().status == 200
         server.until(lambda: server.get("/health").json == {"status": "ready"})
         server.until(lambda: server.post("/v1/completions", prompt="a", max_tokens=1).status == 200)
 
 
 def test_a_server_ends_without_a_step_that_does_not(start: Callable[..., Server], later: Any) -> None:
     server = start({"step_timeout": 0.05, "drain_timeout": 0.1}, step_seconds=3600).ready()
-    asked = later(server.tokens, PROMPT, 5)
+    pending = later(server.tokens, PROMPT, 5)
     server.until(lambda: server.get("/health").json["status"] == "stuck")
     server.signal(signal.SIGTERM)
     assert server.end() == 1
     assert server.logged("exiting while the engine is stuck")
-    reply = asked.exception() or asked.result()
+    reply = pending.exception() or pending.result()
     assert isinstance(reply, OSError | HTTPException) or reply.status == 503
 
 
