@@ -201,7 +201,7 @@ class ChatJob:
                 await put(ChoiceDelta(number, message))
         self.usage.completion += stream.count
 
-    # -- the response ------------------------------------------------------------------------------------------------
+    # -- the response ----------------------------------------------------------------------------------------------
 
     def add(self, delta: ChoiceDelta, admitted: AdmittedRequest) -> None:
         message, choice = delta.message, self._choices[delta.index]

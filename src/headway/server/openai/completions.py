@@ -168,17 +168,17 @@ class CompletionJob:
 
     async def _generate(self, context: Context, number: int, index: int, offset: int, put: Put[SequenceDelta]) -> None:
         generation = self._plan.generation(context, number, self._plan.grammar, self._max_tokens)
-        spelling, before = TokenStream(self._plan.engine, offset), 0
+        token_stream, before = TokenStream(self._plan.engine, offset), 0
         async for step in generation:
             kept = before + len(step.tokens) if step.finish is None else len(generation.generated)
-            tokens = spelling.push(step, kept)
+            tokens = token_stream.push(step, kept)
             finish = None if step.finish is None else FINISH_REASONS[step.finish]
             if step.text or tokens or finish or kept > before:
                 await put(SequenceDelta(index, step.text, tuple(tokens), max(0, kept - before), finish))
             before = kept
         self.usage.completion += before
 
-    # -- the response ------------------------------------------------------------------------------------------------
+    # -- the response ----------------------------------------------------------------------------------------------
 
     def add(self, delta: SequenceDelta, admitted: AdmittedRequest) -> None:
         if delta.new:

@@ -80,7 +80,7 @@ class MessageStream:
         rest = () if end == ONE_CALL else self._visible(self._reader.finish())
         yield MessageDelta(rest, finish=FINISH_REASONS[end] if end == "length" or not self._calls else "tool_calls")
 
-    # -- the script ----------------------------------------------------------------------------------------
+    # -- the script ------------------------------------------------------------------------------------------------
 
     def _first_script(self) -> Script:
         lead = "" if self._format is None else end_of_reasoning(self._format, self._prompt.rendered)
@@ -119,10 +119,10 @@ class MessageStream:
         is_free = item is None or item is self._plan.grammar
         generation = self._plan.generation(self._context, self._number, item, left, free=is_free)
         self._reader.begin()
-        spelling, before = TokenStream(self._plan.engine), 0
+        token_stream, before = TokenStream(self._plan.engine), 0
         async for step in generation:
             kept = before + len(step.tokens) if step.finish is None else len(generation.generated)
-            parts, tokens = self._reader.push(step), spelling.push(step, kept)
+            parts, tokens = self._reader.push(step), token_stream.push(step, kept)
             self.count += kept - before
             new, before = max(0, kept - before), kept
             at = next((i + 1 for i, part in enumerate(parts) if self._ends_item(part, item)), None)
@@ -174,7 +174,7 @@ class MessageStream:
     def _new_reader(self) -> Reader:
         return Reader(self._tokenizer, self._format, self._prompt.rendered)
 
-    # -- what the client gets -------------------------------------------------------------------------------------
+    # -- what the client gets --------------------------------------------------------------------------------------
 
     def _visible(self, parts: Sequence[Part]) -> list[Part]:
         """Parts as the client gets them. A call is text if the client passed no tools or it cannot be parsed."""

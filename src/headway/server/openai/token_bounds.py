@@ -168,7 +168,7 @@ def _packed(ids: Iterable[int], vocab: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
-# -- tokens by their bytes -----------------------------------------------------------------------------------------
+# -- tokens by their bytes ---------------------------------------------------------------------------------------------
 
 _ids_by_tokenizer: weakref.WeakKeyDictionary[Tokenizer, dict[bytes, tuple[int, ...]]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()

@@ -75,7 +75,7 @@ class PoolingModels:
             raise UnsupportedModel(f"{source} has {pipeline.task.config.num_labels} outputs; a reranker must have one")
         return pipeline
 
-    # -- requests ------------------------------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------------------
 
     def names(self) -> dict[str, PoolingModel]:
         """The models by their names."""
