@@ -158,7 +158,7 @@ def _tighten(field: str, schema: dict[str, Any], vocab: int) -> None:
 
 def _simple_messages(schemas: dict[str, Any]) -> None:
     """Messages of people, with text."""
-    message = schemas["Message"]
+    message = schemas["ChatMessage"]
     message["properties"] = {
         "role": {"enum": ["user", "system", "assistant"]},
         "content": {"type": "string", "maxLength": 40},
