@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from headway.cli.main import app
-from headway.server.settings import Settings
+from headway.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[1]
 UNIT = ROOT / "deploy" / "headway.service"
@@ -53,7 +53,7 @@ def test_the_unit_serves_with_options_that_exist() -> None:
     assert given["keys"] == f"%d/{name}"
     assert f"{program} serve --keys {source} --new-key" in GUIDE
     (stop,) = unit("TimeoutStopSec")
-    assert int(stop) > Settings().drain_timeout
+    assert int(stop) > ServerSettings().drain_timeout
 
 
 @pytest.mark.skipif(ANALYZE is None, reason="there is no systemd here")

@@ -82,9 +82,9 @@ def name(page: Path) -> str:
 def served(smollm2_path: Path) -> Iterator[Live]:
     """What `headway serve` serves, on a free port."""
     import headway as hw
-    from headway.server.pooling import Pools
+    from headway.server.pooling import PoolingModels
 
-    with live(hw.Engine("smollm2", pages=1024, threads=1), Pools({"embed": "minilm"}, device="cpu")) as server:
+    with live(hw.Engine("smollm2", pages=1024, threads=1), PoolingModels({"embed": "minilm"}, device="cpu")) as server:
         yield server
 
 

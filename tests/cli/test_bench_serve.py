@@ -15,7 +15,7 @@ from headway.bench.http_client import Address, HttpClient
 from headway.bench.load import ArrivalPattern, LoadRequest, LoadResult, RequestResult, run_load, send
 from headway.bench.load_report import LatencyStats, LoadReport, busiest_second
 from headway.bench.serve import Workload
-from headway.server.auth import add_key
+from headway.server.keys import add_key
 from support.live import Live, live
 from support.speaker import Stage, speaking_folder
 
@@ -106,7 +106,7 @@ def test_a_key_comes_from_the_environment(headway: Run, folder: Path, tmp_path: 
     key = add_key(tmp_path / "keys.json", "bench")
     with live(Stage(folder).engine, key_file=tmp_path / "keys.json") as closed:
         url = ("bench", "serve", "--url", closed.url, *SMALL)
-        assert "needs an API key" in headway(*url).stderr
+        assert "requires an API key" in headway(*url).stderr
         assert headway(*url, env={"HEADWAY_API_KEY": key}).returncode == 0
 
 

@@ -15,7 +15,7 @@ import pytest
 from headway.base import log as notes
 from headway.base.log import log_event
 from headway.cli.render import EngineLog, loading
-from headway.server import access_log as logs
+from headway.server import logs
 
 ON_A_TERMINAL = """
 import time

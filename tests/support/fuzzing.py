@@ -17,7 +17,7 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import load_all_checks
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from headway.server.openai.response_schema import ChatChunk, CompletionChunk, ErrorAnswer
+from headway.server.openai.response_schema import ChatChunk, CompletionChunk, ErrorResponse
 from support.live import Live
 
 CHUNKS: dict[str, type[BaseModel]] = {"/v1/completions": CompletionChunk, "/v1/chat/completions": ChatChunk}
@@ -103,7 +103,7 @@ class Fuzzer:
         case.validate_response(response, excluded_checks=[positive_data_acceptance])
         text = response.content.decode()
         if response.status_code >= 400:
-            ErrorAnswer.model_validate_json(text)
+            ErrorResponse.model_validate_json(text)
         elif response.headers["content-type"].startswith("text/event-stream"):
             check_stream(text, CHUNKS[case.path])
         else:
@@ -119,7 +119,7 @@ def check_stream(text: str, shape: type[BaseModel]) -> None:
     for event in events:
         shape.model_validate_json(event.removeprefix("data: "))
     if last != "data: [DONE]":
-        ErrorAnswer.model_validate_json(last.removeprefix("data: "))
+        ErrorResponse.model_validate_json(last.removeprefix("data: "))
 
 
 def narrowed(document: dict[str, Any], vocab: int) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _tighten(field: str, schema: dict[str, Any], vocab: int) -> None:
 
 def _simple_messages(schemas: dict[str, Any]) -> None:
     """Messages of people, with text."""
-    message = schemas["Message"]
+    message = schemas["ChatMessage"]
     message["properties"] = {
         "role": {"enum": ["user", "system", "assistant"]},
         "content": {"type": "string", "maxLength": 40},

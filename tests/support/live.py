@@ -15,9 +15,9 @@ import uvicorn
 
 import headway as hw
 from headway.server.app import create_app
-from headway.server.pooling import Pools
+from headway.server.pooling import PoolingModels
 from headway.server.run import configure
-from headway.server.settings import Settings
+from headway.server.settings import ServerSettings
 
 PATIENCE = 120.0  # seconds until a test gives up; nothing is asserted about times
 
@@ -103,10 +103,10 @@ class Live:
 
 
 @contextmanager
-def live(engine: hw.Engine, pools: Pools | None = None, **settings: Any) -> Iterator[Live]:
+def live(engine: hw.Engine, pooling_models: PoolingModels | None = None, **settings: Any) -> Iterator[Live]:
     """Serve an engine, which is closed at the end, and models beside it."""
-    how = Settings(**{"model": "smollm2", "port": 0, **settings})
-    server = uvicorn.Server(configure(how, create_app(how, lambda: engine, pools=pools)))
+    how = ServerSettings(**{"model": "smollm2", "port": 0, **settings})
+    server = uvicorn.Server(configure(how, create_app(how, lambda: engine, pooling_models=pooling_models)))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), name="served", daemon=True)
     thread.start()
     try:

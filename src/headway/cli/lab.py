@@ -31,7 +31,7 @@ def lab(
     """
     from headway.server import lab as pages
     from headway.server.run import serve
-    from headway.server.settings import Settings
+    from headway.server.settings import ServerSettings
 
     def show(url: str) -> None:
         print(f"{url}/lab/", flush=True)
@@ -39,7 +39,7 @@ def lab(
             threading.Thread(target=_open_browser, args=(f"{url}/lab/",), daemon=True).start()
 
     options = EngineOptions(model, dtype, device, threads, quantize, memory_fraction)
-    code = serve(Settings(port=port, model=model), lambda: open_served(options), [pages.router], show)
+    code = serve(ServerSettings(port=port, model=model), lambda: open_served(options), [pages.router], show)
     raise typer.Exit(code)
 
 

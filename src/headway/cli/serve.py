@@ -30,7 +30,7 @@ from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
-    from headway.server.pooling import Pools
+    from headway.server.pooling import PoolingModels
 
 ACCESS = "Access"
 LIMITS = "Limits"
@@ -153,13 +153,13 @@ def serve(
         return _make_key(keys, new_key, limit or (), as_json)
     from headway.server import lab
     from headway.server.run import serve as run
-    from headway.server.settings import Settings
+    from headway.server.settings import ServerSettings
 
-    given = _limits(Settings, limit or ())
+    given = _limits(ServerSettings, limit or ())
     for name, value in (("request_timeout", request_timeout), ("drain_timeout", drain_timeout)):
         if value is not None:
             given[name] = value
-    settings = Settings(
+    settings = ServerSettings(
         host=host,
         port=port,
         model=model,
@@ -178,7 +178,7 @@ def serve(
             settings,
             lambda: open_served(options, pages, max_batch_tokens),
             [lab.router],
-            pools=_pools({"embed": embed, "rerank": rerank, "classify": classify}, device),
+            pooling_models=_pools({"embed": embed, "rerank": rerank, "classify": classify}, device),
         )
     except HeadwayError as error:
         if not as_json:
@@ -190,11 +190,13 @@ def serve(
     raise typer.Exit(code)
 
 
-def _pools(models: dict[str, str | None], device: str) -> Pools:
-    """The pooling models, fetched and loaded with the engine."""
-    from headway.server.pooling import Pools
+def _pools(models: dict[str, str | None], device: str) -> PoolingModels:
+    """The models beside the engine's, to be fetched and loaded with it."""
+    from headway.server.pooling import PoolingModels
 
-    return Pools({role: model for role, model in models.items() if model is not None}, device=device, find=fetched)
+    return PoolingModels(
+        {role: model for role, model in models.items() if model is not None}, device=device, find=fetched
+    )
 
 
 def open_served(options: EngineOptions, pages: int | None = None, max_batch_tokens: int | None = None) -> Engine:
@@ -208,7 +210,7 @@ def open_served(options: EngineOptions, pages: int | None = None, max_batch_toke
 
 
 def _make_key(path: Path | None, name: str, limits: Sequence[str], as_json: bool) -> None:
-    from headway.server.auth import TenantLimits, add_key
+    from headway.server.keys import TenantLimits, add_key
 
     if path is None:
         raise InvalidInput("--new-key needs --keys FILE, where the key's hash is stored")

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's face on the engine, and the walls around it."""
+"""The HTTP server: OpenAI's API on the engine, and the middleware around it."""

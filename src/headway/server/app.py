@@ -1,4 +1,4 @@
-"""The application: the engine loads beside it, the walls stand around it, the routes are in it."""
+"""The ASGI application: its routes, the middleware around them, and the engine that loads in the background."""
 
 from __future__ import annotations
 
@@ -14,64 +14,60 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.middleware import Middleware
 
-from headway.server import access_log as logs
-from headway.server import openai, pooling
-from headway.server.errors import install
+from headway.server import logs, openai, pooling
+from headway.server.errors import install_handlers
 from headway.server.metrics import CONTENT_TYPE
-from headway.server.middleware.body import Body
-from headway.server.middleware.checks import Door, KeyCheck, Origins, Trail
-from headway.server.middleware.lifetime import Life
-from headway.server.openai.response_schema import COMMON, ErrorAnswer, Health, Stats, ok
-from headway.server.pooling import Pools
+from headway.server.middleware import MIDDLEWARE
+from headway.server.openai.response_schema import COMMON, ErrorResponse, Health, ServerStats, ok
+from headway.server.pooling import PoolingModels
 from headway.server.serving import Serving
-from headway.server.settings import Settings
+from headway.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
 
-LOOK = 0.2  # seconds between looks at whether the engine's worker is alive
-WALLS = (Trail, Door, Origins, KeyCheck, Body, Life)  # from the outside in
+POLL_SECONDS = 0.2  # between checks that the engine's worker is alive
 
 
 def create_app(
-    settings: Settings,
+    settings: ServerSettings,
     open_engine: Callable[[], Engine],
     *,
     routers: Sequence[APIRouter] = (),
-    pools: Pools | None = None,
-    on_end: Callable[[], None] = lambda: None,
+    pooling_models: PoolingModels | None = None,
+    on_engine_end: Callable[[], None] = lambda: None,
 ) -> FastAPI:
     """An ASGI application that serves one engine.
 
-    `open_engine` is called in a thread when the application starts; until it returns, /health says 503. The engine is
-    closed when the application ends. `pools` are models for vectors, scores and labels, opened and closed with it.
-    `routers` are routes beside its own, behind the same walls. `on_end` is called when there is nothing left to serve:
-    a model could not be loaded (`serving.failure`), or the engine's worker died.
-    Clients must use a Host that `HostCheck` allows, such as 127.0.0.1.
+    `open_engine` is called in a thread when the application starts; until it returns, /health responds 503. The engine
+    is closed when the application ends. `pooling_models`, for embeddings, scores and labels, are opened and closed with
+    it. `routers` are additional routes, inside the same middleware. `on_engine_end` is called when a model could not be
+    loaded (`serving.failure`) or the engine's worker died. Clients must use a Host that `AllowedHosts` allows, such as
+    127.0.0.1.
     """
-    serving, beside = Serving(settings), pools or Pools()
+    serving, extra_models = Serving(settings), pooling_models or PoolingModels()
 
     def open_all() -> Engine:
-        beside.open()
+        extra_models.open()
         return open_engine()
 
     app = Api(
         title="Headway",
-        docs_url=None,  # these pages load scripts from elsewhere
+        docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,
-        lifespan=lambda _: _lifespan(serving, open_all, beside, on_end),
-        middleware=[Middleware(wall, serving=serving) for wall in WALLS],
+        lifespan=lambda _: _lifespan(serving, open_all, extra_models, on_engine_end),
+        middleware=[Middleware(each, serving=serving) for each in MIDDLEWARE],
     )
-    app.state.serving, app.state.pools = serving, beside
-    install(app)
+    app.state.serving, app.state.pooling_models = serving, extra_models
+    install_handlers(app)
     for routes in (router, openai.router, pooling.router, *routers):
         app.include_router(routes)
     return app
 
 
 class Api(FastAPI):
-    """FastAPI, whose description of itself has its own answer to a wrong body (422), which is never given here."""
+    """FastAPI without the 422 response in its OpenAPI document: this server never sends it."""
 
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()
@@ -85,9 +81,12 @@ class Api(FastAPI):
 
 @asynccontextmanager
 async def _lifespan(
-    serving: Serving, open_engine: Callable[[], Engine], pools: Pools, on_end: Callable[[], None]
+    serving: Serving,
+    open_engine: Callable[[], Engine],
+    pooling_models: PoolingModels,
+    on_engine_end: Callable[[], None],
 ) -> AsyncIterator[None]:
-    watch = asyncio.create_task(_load_and_watch(serving, open_engine, on_end))
+    watch = asyncio.create_task(_load_and_watch(serving, open_engine, on_engine_end))
     try:
         yield
     finally:
@@ -96,33 +95,35 @@ async def _lifespan(
             await watch
         if serving.is_loaded:
             await asyncio.to_thread(serving.close)
-        await asyncio.to_thread(pools.close)
+        await asyncio.to_thread(pooling_models.close)
 
 
-async def _load_and_watch(serving: Serving, open_engine: Callable[[], Engine], on_end: Callable[[], None]) -> None:
-    """Load the engine, then look after its worker until it dies."""
+async def _load_and_watch(
+    serving: Serving, open_engine: Callable[[], Engine], on_engine_end: Callable[[], None]
+) -> None:
+    """Load the engine, then watch its worker until it dies."""
     logs.info("loading", model=serving.settings.model)
     try:
-        engine = await _opened(serving, open_engine)
+        engine = await _open_in_thread(serving, open_engine)
     except asyncio.CancelledError:
         raise
     except BaseException as error:
         serving.failure = error
-        return on_end()
-    serving.loaded(engine)
+        return on_engine_end()
+    serving.set_engine(engine)
     logs.info("ready", model=serving.model_name, **_facts(engine))
     state = serving.state
     while engine.alive:
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(POLL_SECONDS)
         before, state = state, serving.state
         if "stuck" in (before, state) and before != state:
-            _tell(serving, state)
-    logs.log(logs.CRITICAL, "the engine's worker has died; nothing can be computed any more")
-    on_end()
+            _log_stuck(serving, state)
+    logs.log(logs.CRITICAL, "the engine's worker has died")
+    on_engine_end()
 
 
-def _opened(serving: Serving, open_engine: Callable[[], Engine]) -> asyncio.Future[Engine]:
-    """The engine, once a thread has opened it. Nobody waits for the thread when the server ends before it does."""
+def _open_in_thread(serving: Serving, open_engine: Callable[[], Engine]) -> asyncio.Future[Engine]:
+    """The engine, opened in a thread. The server does not wait for the thread if it exits first."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Engine] = loop.create_future()
 
@@ -138,7 +139,7 @@ def _opened(serving: Serving, open_engine: Callable[[], Engine]) -> asyncio.Futu
             engine = open_engine()
         except BaseException as e:
             error = e
-        with suppress(RuntimeError):  # the loop is closed, and the process about to end
+        with suppress(RuntimeError):  # the loop is closed, and the process is about to exit
             loop.call_soon_threadsafe(settle, engine, error)
 
     serving.loader = threading.Thread(target=work, name="headway-load", daemon=True)
@@ -146,12 +147,12 @@ def _opened(serving: Serving, open_engine: Callable[[], Engine]) -> asyncio.Futu
     return future
 
 
-def _tell(serving: Serving, state: str) -> None:
-    """The engine's step does not end, or has ended after all."""
+def _log_stuck(serving: Serving, state: str) -> None:
+    """Log that the engine got stuck, or that its step finished after all."""
     if state == "stuck":
-        logs.warn("the engine's step does not end", seconds=round(serving.step_seconds, 1), requests=serving.under_way)
+        logs.warn("the engine is stuck in a step", seconds=round(serving.step_seconds, 1), requests=serving.in_flight)
     else:
-        logs.info("the engine's step has ended", state=state)
+        logs.info("the engine's step has finished", state=state)
 
 
 def _facts(engine: Engine) -> dict[str, Any]:
@@ -164,33 +165,33 @@ router = APIRouter(responses=COMMON)
 
 @router.get(
     "/health",
-    summary="Whether the server can answer",
-    responses=ok(Health) | {503: {"model": Health | ErrorAnswer, "description": "Not now"}},
+    summary="Whether the server is ready",
+    responses=ok(Health) | {503: {"model": Health | ErrorResponse, "description": "Not ready"}},
 )
 async def health(request: Request) -> JSONResponse:
-    """200 when requests can be answered; 503 while the model loads, while a step of the engine does not end (with
-    `since`), while the server drains, and once it is dead."""
+    """200 when the server is ready; 503 while the model loads, while the engine is stuck in a step (with `since`),
+    while the server drains, and after the engine has died."""
     serving: Serving = request.app.state.serving
     seconds, state = serving.step_seconds, serving.state
-    since = {"since": logs.moment(time.time() - seconds)} if state == "stuck" else {}
+    since = {"since": logs.timestamp(time.time() - seconds)} if state == "stuck" else {}
     return JSONResponse({"status": state, **since}, 200 if state == "ready" else 503)
 
 
 @router.head("/health", include_in_schema=False)
 async def health_alone(request: Request) -> JSONResponse:
-    """The same without a body, for those who only look at the status."""
+    """The same without a body."""
     return await health(request)
 
 
-@router.get("/metrics", summary="Counts and times for Prometheus", response_class=PlainTextResponse)
+@router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Counts and times, in Prometheus' text format."""
+    """Metrics in Prometheus' text format."""
     return Response(request.app.state.serving.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
 
-@router.get("/stats", summary="What the engine holds and has done", response_model=None, responses=ok(Stats))
+@router.get("/stats", summary="Engine statistics", response_model=None, responses=ok(ServerStats))
 async def stats(request: Request) -> dict[str, Any]:
-    """The figures of `engine.stats()`, and of its latest steps; `headway top --url` shows them."""
+    """The figures of `engine.stats()` and its latest steps; `headway top --url` shows them."""
     serving: Serving = request.app.state.serving
     engine, facts = serving.engine, serving.engine.info
     about = {"name": serving.model_name, "dtype": facts.dtype, "device": facts.device}

@@ -1,6 +1,6 @@
-"""What the server counts, for Prometheus: a registry of its own, under Headway's names or those vLLM's dashboards use.
+"""The server's Prometheus metrics, in a registry of its own, under Headway's names or those vLLM's dashboards use.
 
-Requests report through their ticket (`serving.Ticket`); what the engine knows is read from it when somebody asks.
+Requests report through `serving.AdmittedRequest`; the engine's figures are read when the metrics are scraped.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from headway.program.engine import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
-LONG = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-SIZES = tuple(float(2**i) for i in range(0, 18))
+SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+LONG_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+TOKEN_COUNTS = tuple(float(2**i) for i in range(0, 18))
 
-# Headway's name → the one vLLM has for the same thing. What is not here keeps its own name in both styles.
+# Headway's name → vLLM's name for the same metric. Metrics that are not here have one name in both styles.
 VLLM_NAMES = {
     "headway_requests_running": "vllm:num_requests_running",
     "headway_requests_waiting": "vllm:num_requests_waiting",
@@ -37,61 +37,71 @@ VLLM_NAMES = {
 
 
 class Metrics:
-    """Counters, gauges and histograms of one server."""
+    """The counters, gauges and histograms of one server."""
 
     def __init__(self, style: str, model_name: str, read: Callable[[], EngineStats | None]) -> None:
         self.registry = CollectorRegistry()
         self._vllm = style == "vllm"
         self._labels = {"model_name": model_name, "engine": "0"} if self._vllm else {"model": model_name}
         self._read = read
-        self.running = self._gauge("headway_requests_running", "Requests that have their first token and not the last")
+        self.running = self._gauge("headway_requests_running", "Requests that are generating tokens")
         self.waiting = self._gauge("headway_requests_waiting", "Requests that were admitted and have no token yet")
-        self.prompt_tokens = self._counter("headway_prompt_tokens", "Tokens of prompts")
-        self.generated_tokens = self._counter("headway_generated_tokens", "Tokens that were generated")
-        self.first_token = self._histogram("headway_time_to_first_token_seconds", "From admission to a token", LONG)
-        self.inter_token = self._histogram("headway_inter_token_seconds", "Between two tokens of a choice", SHORT)
-        self.whole = self._histogram("headway_request_seconds", "From admission to the end", LONG)
-        self.prompt_size = self._histogram("headway_request_prompt_tokens", "Tokens of a request's prompt", SIZES)
-        self.answer_size = self._histogram("headway_request_generated_tokens", "Tokens of a request's answer", SIZES)
+        self.prompt_tokens = self._counter("headway_prompt_tokens", "Prompt tokens")
+        self.generated_tokens = self._counter("headway_generated_tokens", "Generated tokens")
+        self.first_token = self._histogram(
+            "headway_time_to_first_token_seconds", "Time from admission to the first token", LONG_SECONDS
+        )
+        self.inter_token = self._histogram(
+            "headway_inter_token_seconds", "Time between two tokens of a choice", SHORT_SECONDS
+        )
+        self.duration = self._histogram("headway_request_seconds", "Time from admission to the end", LONG_SECONDS)
+        self.prompt_size = self._histogram("headway_request_prompt_tokens", "Prompt tokens per request", TOKEN_COUNTS)
+        self.generated_size = self._histogram(
+            "headway_request_generated_tokens", "Generated tokens per request", TOKEN_COUNTS
+        )
         reason = "finished_reason" if self._vllm else "reason"
-        self._finished = self._family(Counter, "headway_requests_finished", "Requests that ended, by how", reason)
-        self._refused = self._family(Counter, "headway_requests_refused", "Requests that were not admitted", "reason")
-        self._answers = self._family(Counter, "headway_http_responses", "Answers", "method", "route", "status")
+        self._finished = self._family(Counter, "headway_requests_finished", "Requests that ended, by reason", reason)
+        self._rejected = self._family(
+            Counter, "headway_requests_rejected", "Requests that were not admitted, by reason", "reason"
+        )
+        self._responses = self._family(Counter, "headway_http_responses", "HTTP responses", "method", "route", "status")
         self.registry.register(self)
 
     def finished(self, reason: str) -> None:
-        """A request ended: stop, length, tool_calls, abort or error."""
+        """Count a request that ended: stop, length, tool_calls, abort or error."""
         self._finished.labels(*self._labels.values(), reason).inc()
 
-    def refused(self, reason: str) -> None:
-        """A request was not admitted."""
-        self._refused.labels(*self._labels.values(), reason).inc()
+    def rejected(self, reason: str) -> None:
+        """Count a request that was not admitted."""
+        self._rejected.labels(*self._labels.values(), reason).inc()
 
-    def answered(self, method: str, route: str, status: int) -> None:
-        """An answer went out. `route` is a pattern of ours, never what a client wrote."""
-        self._answers.labels(*self._labels.values(), method, route, str(status)).inc()
+    def responded(self, method: str, route: str, status: int) -> None:
+        """Count an HTTP response. `route` is one of our path patterns, never what a client sent."""
+        self._responses.labels(*self._labels.values(), method, route, str(status)).inc()
 
     def text(self) -> bytes:
-        """Everything, as Prometheus reads it."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """What the engine says now; nothing while there is none."""
+        """The engine's figures; none before it is loaded."""
         stats = self._read()
         if stats is None:
             return
-        yield self._now("headway_pages_total", "Pages of the pool", stats.pages_total)
-        yield self._now("headway_pages_free", "Pages that hold nothing", stats.pages_free)
-        yield self._now("headway_pages_cached", "Pages that only the prefix cache holds", stats.pages_cached)
-        yield self._now("headway_pages_held", "Pages that contexts hold", stats.pages_held)
-        yield self._now("headway_pages_used_ratio", "Their share of all", stats.pages_held / stats.pages_total)
-        yield self._now("headway_passes_queued", "Passes that are queued or running", stats.queued)
-        yield self._now("headway_batch_size_mean", "Passes in a step, on average", stats.batch_size_mean)
-        yield self._sum("headway_steps", "Steps of the engine", stats.steps)
-        yield self._sum("headway_passes", "Passes it finished", stats.passes)
-        yield self._sum("headway_computed_tokens", "Tokens it computed", stats.tokens)
-        yield self._sum("headway_cache_hit_pages", "Pages taken from the prefix cache", stats.cache_hits)
-        yield self._sum("headway_preemptions", "Contexts preempted because pages were short", stats.preemptions)
+        yield self._current("headway_pages_total", "Pages in the KV cache", stats.pages_total)
+        yield self._current("headway_pages_free", "Free pages", stats.pages_free)
+        yield self._current("headway_pages_cached", "Pages held only by the prefix cache", stats.pages_cached)
+        yield self._current("headway_pages_held", "Pages held by contexts", stats.pages_held)
+        yield self._current(
+            "headway_pages_used_ratio", "Fraction of pages held by contexts", stats.pages_held / stats.pages_total
+        )
+        yield self._current("headway_passes_queued", "Passes queued or running", stats.queued)
+        yield self._current("headway_batch_size_mean", "Mean passes per step", stats.batch_size_mean)
+        yield self._total("headway_steps", "Engine steps", stats.steps)
+        yield self._total("headway_passes", "Finished passes", stats.passes)
+        yield self._total("headway_computed_tokens", "Computed tokens", stats.tokens)
+        yield self._total("headway_cache_hit_pages", "Pages taken from the prefix cache", stats.cache_hits)
+        yield self._total("headway_preemptions", "Contexts preempted for lack of pages", stats.preemptions)
 
     def _name(self, name: str) -> str:
         return VLLM_NAMES.get(name, name) if self._vllm else name
@@ -109,12 +119,12 @@ class Metrics:
         family = Histogram(self._name(name), help, self._labels, registry=self.registry, buckets=buckets)
         return family.labels(*self._labels.values())
 
-    def _now(self, name: str, help: str, value: float) -> Metric:
+    def _current(self, name: str, help: str, value: float) -> Metric:
         family = GaugeMetricFamily(self._name(name), help, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
 
-    def _sum(self, name: str, help: str, value: float) -> Metric:
+    def _total(self, name: str, help: str, value: float) -> Metric:
         family = CounterMetricFamily(self._name(name), help, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family

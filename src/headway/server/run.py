@@ -1,9 +1,9 @@
-"""A server in this process: listen, load, serve, drain, end. What `headway serve` does.
+"""Runs a server in this process: listen, load, serve, drain, exit. What `headway serve` does.
 
-first SIGTERM or ctrl-C    health turns red, new requests get 503, those under way finish or time out; exit code 0
-a second one               those under way are ended now; exit code 128 + the signal's number
-the engine's worker dies   health turns red; what is under way fails; exit code 1
-… or hangs                 health turns red; nobody waits for it when the server ends; exit code 1
+first SIGTERM or Ctrl-C    /health and new requests get 503, requests in flight finish or time out; exit code 0
+second one                 requests in flight are canceled; exit code 128 + the signal's number
+the engine's worker dies   /health gets 503, requests in flight fail; exit code 1
+the engine gets stuck      /health gets 503; the server does not wait for it on exit; exit code 1
 the model cannot load      its error is raised
 """
 
@@ -23,143 +23,146 @@ import uvicorn
 from fastapi import APIRouter, FastAPI
 
 from headway.base.errors import InvalidInput
-from headway.server import access_log as logs
+from headway.server import logs
 from headway.server.app import create_app
 from headway.server.errors import ApiError
-from headway.server.middleware.connection import protocol
-from headway.server.pooling import Pools
+from headway.server.middleware.connection import connection_class
+from headway.server.pooling import PoolingModels
 from headway.server.serving import Serving
-from headway.server.settings import EVERYWHERE, Settings
+from headway.server.settings import EVERYWHERE, ServerSettings
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
 
-LAST_LOOK = 1.5  # seconds for others to see that the engine is dead, and for answers to get out
-LOOK = 0.05
-END_SECONDS = 2  # for requests that were ended to end
+DEAD_SECONDS = 1.5  # for monitors to see that the engine is dead, and for responses to be sent
+POLL_SECONDS = 0.05
+CANCEL_SECONDS = 2  # for canceled requests to finish
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(
-    settings: Settings,
+    settings: ServerSettings,
     open_engine: Callable[[], Engine],
     routers: Sequence[APIRouter] = (),
     on_listening: Callable[[str], None] = lambda url: None,
-    pools: Pools | None = None,
+    pooling_models: PoolingModels | None = None,
 ) -> int:
-    """Serve until told to stop; the exit code. `routers` are routes beside the server's own.
+    """Serve until stopped; returns the exit code. `routers` are additional routes.
 
-    `on_listening` is told the server's address before the model is loaded. `pools` are models beside the engine's.
+    `on_listening` is called with the server's URL before the model is loaded. `pooling_models` are served
+    along with the engine's model.
     """
     check_exposure(settings)
     logs.set_up(as_json=settings.log_json)
-    end = _End()
-    app = create_app(settings, open_engine, routers=routers, pools=pools, on_end=end.nothing_left)
+    shutdown = _Shutdown()
+    app = create_app(
+        settings, open_engine, routers=routers, pooling_models=pooling_models, on_engine_end=shutdown.engine_ended
+    )
     serving: Serving = app.state.serving
     with _listen(settings) as listener:
         on_listening(f"http://{_address(listener)}")
-        asyncio.run(_serve(serving, app, end, listener))
+        asyncio.run(_serve(serving, app, shutdown, listener))
     if serving.failure is not None:
         raise serving.failure
-    if serving.hangs:
-        logs.warn("leaving an engine whose step does not end", seconds=round(serving.step_seconds, 1))
-        _leave(end.code or 1)
+    if serving.is_stuck:
+        logs.warn("exiting while the engine is stuck", seconds=round(serving.step_seconds, 1))
+        _exit_now(shutdown.code or 1)
     if serving.loader is not None and serving.loader.is_alive():
-        _leave(end.code)
-    return end.code
+        _exit_now(shutdown.code)
+    return shutdown.code
 
 
-def _leave(code: int) -> None:
-    """End the process while a thread still loads or computes: it cannot be stopped, and Python would trip over it."""
+def _exit_now(code: int) -> None:
+    """Exit the process while a thread still loads or computes: it cannot be stopped, and Python would wait for it."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)
 
 
-def check_exposure(settings: Settings) -> None:
-    """Refuse to listen on every address for anyone under any name; warn where anyone may come."""
+def check_exposure(settings: ServerSettings) -> None:
+    """Raise if the server would listen on every address, without keys and for any Host."""
     if settings.host in EVERYWHERE and settings.key_file is None and not settings.allowed_hosts:
         raise InvalidInput(
-            f"host {settings.host!r} is reachable from elsewhere; give --keys FILE (made with --new-key), or name what "
-            "clients call this server with --allowed-host, or allow any name with --allowed-host '*'"
+            f"host {settings.host!r} is reachable from other machines; pass --keys FILE (from --new-key), or name the "
+            "hosts that clients may use with --allowed-host, or allow any with --allowed-host '*'"
         )
 
 
-async def _serve(serving: Serving, app: FastAPI, end: _End, listener: socket.socket) -> None:
+async def _serve(serving: Serving, app: FastAPI, shutdown: _Shutdown, listener: socket.socket) -> None:
     settings = serving.settings
     server = _Server(configure(settings, app))
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
-        loop.add_signal_handler(number, end.signalled, number)
+        loop.add_signal_handler(number, shutdown.on_signal, number)
     address = _address(listener)
     logs.info("listening", url=f"http://{address}", keys=0 if serving.keys is None else len(serving.keys))
     if not settings.on_loopback and serving.keys is None:
-        logs.warn("anyone who can reach this address can use this server: it has no keys")
+        logs.warn("anyone who can reach this address can use this server: it has no API keys")
     work = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        await asyncio.wait({work, asyncio.create_task(end.first.wait())}, return_when=asyncio.FIRST_COMPLETED)
-        await _wind_down(serving, end)
+        await asyncio.wait({work, asyncio.create_task(shutdown.requested.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        await _drain(serving, shutdown)
     finally:
         server.should_exit = True
         await work
 
 
-async def _wind_down(serving: Serving, end: _End) -> None:
-    """Let what is under way finish, for as long as there is reason to."""
+async def _drain(serving: Serving, shutdown: _Shutdown) -> None:
+    """Let requests in flight finish within the drain timeout, then cancel the rest."""
     if serving.failure is not None:
         return
     alive = serving.state != "dead"
     serving.draining = True
-    limit = serving.settings.drain_timeout if alive else LAST_LOOK
+    limit = serving.settings.drain_timeout if alive else DEAD_SECONDS
     if alive:
-        logs.info("draining", requests=len(serving.ends), seconds=limit)
+        logs.info("draining", requests=len(serving.cancels), seconds=limit)
     deadline = asyncio.get_running_loop().time() + limit
-    while asyncio.get_running_loop().time() < deadline and not end.quick:
-        if not serving.ends and alive:
+    while asyncio.get_running_loop().time() < deadline and not shutdown.immediate:
+        if not serving.cancels and alive:
             break
-        await asyncio.sleep(LOOK)
-    if serving.ends:
-        logs.warn("ending requests that are under way", requests=len(serving.ends))
-    for stop in list(serving.ends):
-        stop(ApiError(503, "the server is shutting down", code="draining"))
+        await asyncio.sleep(POLL_SECONDS)
+    if serving.cancels:
+        logs.warn("canceling requests in flight", requests=len(serving.cancels))
+    for cancel in list(serving.cancels):
+        cancel(ApiError(503, "the server is shutting down", code="draining"))
 
 
-class _End:
-    """Why the server ends, and with which code."""
+class _Shutdown:
+    """Whether the server is to stop, and its exit code."""
 
     def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.quick = False
+        self.requested = asyncio.Event()
+        self.immediate = False
         self.code = 0
 
-    def signalled(self, number: int) -> None:
-        """A signal came: the first drains, the second does not wait."""
-        if self.first.is_set():
-            self.quick = True
+    def on_signal(self, number: int) -> None:
+        """Handle a signal: the first one drains, the second one does not wait."""
+        if self.requested.is_set():
+            self.immediate = True
             self.code = self.code or 128 + number
-        self.first.set()
+        self.requested.set()
 
-    def nothing_left(self) -> None:
-        """There is nothing left to serve."""
+    def engine_ended(self) -> None:
+        """The engine could not be loaded or has died."""
         self.code = 1
-        self.first.set()
+        self.requested.set()
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, without its way with signals: it would end the process by the signal it got."""
+    """uvicorn's server without its signal handling, which would kill the process with the signal it got."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
 
-def configure(settings: Settings, app: FastAPI) -> uvicorn.Config:
-    """uvicorn, as every server here runs it."""
+def configure(settings: ServerSettings, app: FastAPI) -> uvicorn.Config:
+    """The uvicorn configuration of every server here."""
     return uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http=protocol(settings),
+        http=connection_class(settings),
         loop="asyncio",
         ws="none",
         log_config=None,
@@ -168,12 +171,12 @@ def configure(settings: Settings, app: FastAPI) -> uvicorn.Config:
         server_header=False,
         h11_max_incomplete_event_size=settings.max_header_bytes,
         timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]
-        timeout_graceful_shutdown=END_SECONDS,
+        timeout_graceful_shutdown=CANCEL_SECONDS,
     )
 
 
-def _listen(settings: Settings) -> socket.socket:
-    """The socket, before anything is loaded: an address that cannot be had is known at once."""
+def _listen(settings: ServerSettings) -> socket.socket:
+    """A listening socket, opened before anything is loaded so that an address in use is reported at once."""
     try:
         family, kind, number, _, address = socket.getaddrinfo(
             settings.host or None, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -189,7 +192,7 @@ def _listen(settings: Settings) -> socket.socket:
     except OSError as error:
         raise InvalidInput(
             f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}; choose another --host or "
-            "--port (0 takes a free one)"
+            "--port (0 picks a free one)"
         ) from None
     listener.setblocking(False)
     return listener

@@ -1,6 +1,6 @@
-"""What routes need, at `request.app.state.serving`: the engine, the tenants, admission, and the server's state.
+"""What routes use, at `request.app.state.serving`: the engine, the tenants, admission, and the server's state.
 
-It lives on the event loop and nowhere else, so it has no lock. It never touches a request's body or an answer.
+Used only on the event loop, so it needs no lock. It never sees the contents of a request or a response.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from headway.server import access_log as logs
-from headway.server.auth import ANYONE, Keys, Tenant
+from headway.server import logs
 from headway.server.errors import ApiError
+from headway.server.keys import ANYONE, Keys, Tenant
 from headway.server.metrics import Metrics
-from headway.server.settings import Settings
-from headway.server.threads import Threads
+from headway.server.settings import ServerSettings
+from headway.server.threads import WorkerThreads
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine, EngineStats
     from headway.program.events import EventStream
 
 MINUTE = 60.0
-READERS = WRITERS = 2  # threads; more would only wait for each other and keep the event loop waiting
-STEPS = 32  # whose times are kept for those who watch
+READERS = WRITERS = 2  # threads; more would only contend for the GIL with each other and the event loop
+STEPS = 32  # latest steps whose times /stats shows
 
 
 class Serving:
-    """One server's state: loading, ready, draining, stuck (a step of the engine does not end), dead (the engine's
-    worker stopped) or failed (it never loaded)."""
+    """One server's state: loading, ready, draining, stuck (an engine step takes longer than `step_timeout`), dead (the
+    engine's worker stopped) or failed (the engine could not be loaded)."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.keys = None if settings.key_file is None else Keys.read(settings.key_file)
         self.model_name = (*settings.served_names, settings.public_name)[0]
-        self.loaded_at: int | None = None  # as time.time() says
+        self.loaded_at: int | None = None  # a time.time() value
         self.failure: BaseException | None = None
         self.draining = False
         self.loader: threading.Thread | None = None
-        self.ends: set[Callable[[ApiError], None]] = set()  # of the requests under way; each ends one
+        self.cancels: set[Callable[[ApiError], None]] = set()  # one for each request in flight
         self.metrics = Metrics(settings.metrics_style, self.model_name, self._stats)
-        self.reading, self.writing = Threads("read", READERS), Threads("write", WRITERS)
+        self.readers, self.writers = WorkerThreads("read", READERS), WorkerThreads("write", WRITERS)
         self._engine: Engine | None = None
         self._events: EventStream | None = None
         self._seconds: deque[float] = deque(maxlen=STEPS)
         self._batch = 0
-        self._all = _Load()
-        self._loads: dict[str, _Load] = {}
+        self._total_load = _QueueLoad()
+        self._tenant_loads: dict[str, _QueueLoad] = {}
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
-    def loaded(self, engine: Engine) -> None:
-        """The engine is there."""
+    def set_engine(self, engine: Engine) -> None:
+        """Use this engine, which has just been loaded."""
         self._engine, self.loaded_at = engine, int(time.time())
         self._events = engine.events(STEPS)
 
@@ -72,22 +72,22 @@ class Serving:
             return "dead"
         if self.draining:
             return "draining"
-        return "stuck" if self.hangs else "ready"
+        return "stuck" if self.is_stuck else "ready"
 
     @property
-    def hangs(self) -> bool:
-        """Whether the engine's step does not end."""
+    def is_stuck(self) -> bool:
+        """Whether the engine's current step takes longer than `step_timeout`."""
         return self.step_seconds > self.settings.step_timeout
 
     @property
     def step_seconds(self) -> float:
-        """How long the engine's step is on its way; 0 while it waits for work."""
+        """How long the engine's current step has been running; 0 while it is idle."""
         since = None if self._engine is None else self._engine.loop.busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     @property
     def engine(self) -> Engine:
-        """The engine; raises an `ApiError` (503) while it loads, and once its worker is dead."""
+        """The engine; raises an `ApiError` (503) while it is loading and after its worker has died."""
         state = self.state
         if self._engine is None or state == "dead":
             raise _unavailable(state, self.settings)
@@ -98,23 +98,23 @@ class Serving:
         return self._engine is not None
 
     def steps(self) -> dict[str, Any]:
-        """The times of the latest steps in seconds, and how many passes the last one had."""
+        """The seconds of the latest steps, and the number of passes in the last one."""
         while self._events is not None and (event := self._events.poll()) is not None:
             self._seconds.append(event.seconds)
             self._batch = event.passes
         return {"seconds": list(self._seconds), "batch": self._batch}
 
     def close(self) -> None:
-        """Close the engine; waits for the step that runs, unless that does not end."""
-        self.reading.close()
-        self.writing.close()
+        """Close the engine; waits for the current step unless the engine is stuck."""
+        self.readers.close()
+        self.writers.close()
         if self._events is not None:
             self._events.close()
-        if self._engine is not None and not self.hangs:
+        if self._engine is not None and not self.is_stuck:
             self._engine.close()
 
     def model_names(self) -> tuple[str, ...]:
-        """What clients may call the model; answers carry the first."""
+        """The names clients may use for the model; responses carry the first."""
         return self.settings.served_names or (self.model_name,)
 
     def _stats(self) -> EngineStats | None:
@@ -123,91 +123,94 @@ class Serving:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def tenant(self, request: Request) -> Tenant:
-        """Whom a request belongs to; the walls have looked at its key already."""
+        """The tenant of a request; the middleware has already checked its key."""
         tenant = request.scope.get("state", {}).get("tenant")
-        if tenant is None and self.keys is not None:  # a request that came past the walls
-            raise ApiError(401, "this server needs an API key", code="invalid_api_key")
+        if tenant is None and self.keys is not None:  # a request that bypassed the middleware
+            raise ApiError(401, "this server requires an API key", code="invalid_api_key")
         return tenant or ANYONE
 
     def check_rate(self, tenant: Tenant) -> None:
-        """Count a request of this minute, whatever it is for; raises a 429 where the tenant had its share."""
-        with self._refusals():
+        """Count a request of any kind against the tenant's rate limit; raises a 429 when it is exceeded."""
+        with self._count_rejections():
             self._load(tenant).check_rate(tenant.limits.requests_per_minute)
 
     @contextmanager
-    def counted(self, tenant: Tenant, *, tokens: int = 0) -> Iterator[None]:
-        """Count a request in while something is done for it, also what computes no token: reading, counting, spelling.
+    def queue_slot(self, tenant: Tenant, *, tokens: int = 0) -> Iterator[None]:
+        """Hold a place in the queue while working on a request, including work that computes no tokens.
 
-        Raises as `admit` does. Leave it before `admit`: no other request can come between the two.
+        Raises as `admit` does. Leave it before `admit`; no other request can take the place in between.
         """
         own = self._load(tenant)
-        with self._refusals():
+        with self._count_rejections():
             self._check(tenant, own, tokens)
-        for load in (self._all, own):
+        for load in (self._total_load, own):
             load.add(tokens)
         try:
             yield
         finally:
-            for load in (self._all, own):
+            for load in (self._total_load, own):
                 load.remove(tokens)
 
     @asynccontextmanager
-    async def admit(self, tenant: Tenant, *, tokens: int) -> AsyncIterator[Ticket]:
-        """Count a request in until the body ends.
+    async def admit(self, tenant: Tenant, *, tokens: int) -> AsyncIterator[AdmittedRequest]:
+        """Admit a request to the queue until the `async with` block ends.
 
-        `tokens` is the most it may compute: prompt and answer, over all its choices. Raises an `ApiError`: 429 with
-        Retry-After when the queue or the tenant's share of it is full, 503 while loading or draining, 400 when it
-        alone is more than the queue ever takes. Tell the ticket of the prompt, of tokens and of the end.
+        `tokens` is the most it may compute: its prompt and max_tokens, over all its choices. Raises an `ApiError`: 429
+        with Retry-After when the queue or the tenant's share of it is full, 503 while loading or draining, 400 when the
+        request alone exceeds the queue's limit. Report the prompt, the tokens and the finish reason to the result.
         """
-        with self.counted(tenant, tokens=tokens):
-            ticket = Ticket(logs.request_id.get() or logs.new_request_id(), tenant, self.metrics)
+        with self.queue_slot(tenant, tokens=tokens):
+            admitted = AdmittedRequest(logs.request_id.get() or logs.new_request_id(), tenant, self.metrics)
             try:
-                yield ticket
+                yield admitted
             except (asyncio.CancelledError, GeneratorExit):
-                ticket.finish("abort")
+                admitted.finish("abort")
                 raise
             except BaseException:
-                ticket.finish("error")
+                admitted.finish("error")
                 raise
             finally:
-                ticket.close()
+                admitted.close()
 
-    def _load(self, tenant: Tenant) -> _Load:
-        return self._loads.setdefault(tenant.name, _Load())
+    def _load(self, tenant: Tenant) -> _QueueLoad:
+        return self._tenant_loads.setdefault(tenant.name, _QueueLoad())
 
     @contextmanager
-    def _refusals(self) -> Iterator[None]:
-        """Count an error as a request that was not let in."""
+    def _count_rejections(self) -> Iterator[None]:
+        """Count an error as a request that was not admitted."""
         try:
             yield
-        except ApiError as refusal:
-            self.metrics.refused(str(refusal.code))
+        except ApiError as error:
+            self.metrics.rejected(str(error.code))
             raise
 
-    def _check(self, tenant: Tenant, own: _Load, tokens: int) -> None:
+    def _check(self, tenant: Tenant, own: _QueueLoad, tokens: int) -> None:
         if (state := self.state) != "ready":
             raise _unavailable(state, self.settings)
         settings, limits = self.settings, tenant.limits
-        for name, limit in (("max_queue_tokens", settings.max_queue_tokens), ("key's max_tokens", limits.max_tokens)):
+        for name, limit in (
+            ("max_queue_tokens", settings.max_queue_tokens),
+            ("this key's max_tokens", limits.max_tokens),
+        ):
             if limit is not None and tokens > limit:
                 raise ApiError(
                     400,
-                    f"this request may compute {tokens} tokens and the {name} is {limit}; ask for fewer with a shorter "
-                    "prompt, max_tokens, n or best_of",
+                    f"this request may compute {tokens} tokens and {name} is {limit}; use a shorter prompt, or "
+                    "a smaller max_tokens, n or best_of",
                     code="request_too_large",
                 )
-        self._all.check(settings.max_queue_requests, settings.max_queue_tokens, tokens, "the server's queue")
+        self._total_load.check(settings.max_queue_requests, settings.max_queue_tokens, tokens, "the server's queue")
         own.check(limits.max_requests, limits.max_tokens, tokens, "this key's share of the queue")
 
     @property
-    def under_way(self) -> int:
-        """Requests that were admitted and have not ended."""
-        return self._all.requests
+    def in_flight(self) -> int:
+        """The number of requests that were admitted and have not finished."""
+        return self._total_load.requests
 
 
 @dataclass(eq=False)
-class _Load:
-    """What was admitted and has not ended, and when requests of the last minute were."""
+class _QueueLoad:
+    """The admitted requests that have not finished, and the times of those of the last minute."""
 
     requests: int = 0
     tokens: int = 0
@@ -215,16 +218,16 @@ class _Load:
 
     def check(self, max_requests: int | None, max_tokens: int | None, tokens: int, whose: str) -> None:
         if max_requests is not None and self.requests >= max_requests:
-            raise _full(f"{whose} is full: {self.requests} requests of {max_requests}", "queue_full", 1)
+            raise _queue_full(f"{whose} is full: {self.requests} of {max_requests} requests", "queue_full", 1)
         if max_tokens is not None and self.tokens + tokens > max_tokens:
-            raise _full(
-                f"{whose} is full: {self.tokens} tokens and {tokens} of this request make more than {max_tokens}",
+            raise _queue_full(
+                f"{whose} is full: {self.tokens} tokens plus {tokens} of this request exceed {max_tokens}",
                 "queue_full",
                 1,
             )
 
     def check_rate(self, per_minute: int | None) -> None:
-        """Count a request of this minute, or refuse it."""
+        """Count a request, or raise when there were `per_minute` in the last minute."""
         if per_minute is None:
             return
         now = time.monotonic()
@@ -232,7 +235,9 @@ class _Load:
             self._recent.popleft()
         if len(self._recent) >= per_minute:
             wait = math.ceil(self._recent[0] + MINUTE - now)
-            raise _full(f"this key may make {per_minute} requests a minute", "rate_limit_exceeded", max(wait, 1))
+            raise _queue_full(
+                f"this key is limited to {per_minute} requests per minute", "rate_limit_exceeded", max(wait, 1)
+            )
         self._recent.append(now)
 
     def add(self, tokens: int) -> None:
@@ -244,58 +249,58 @@ class _Load:
         self.tokens -= tokens
 
 
-class Ticket:
-    """One admitted request, for whoever answers it to say what happened."""
+class AdmittedRequest:
+    """One admitted request: reports its progress to the metrics."""
 
     def __init__(self, request_id: str, tenant: Tenant, metrics: Metrics) -> None:
         self.request_id, self.tenant = request_id, tenant
-        self._metrics, self._began = metrics, time.perf_counter()
-        self._last: dict[int, float] = {}  # choice → when its latest token came
+        self._metrics, self._start = metrics, time.perf_counter()
+        self._token_times: dict[int, float] = {}  # choice → when its latest token came
         self._prompt = self._generated = 0
         self._reason: str | None = None
         metrics.waiting.inc()
 
     def prompt(self, tokens: int) -> None:
-        """The request has a prompt of so many tokens. Several prompts add up."""
+        """Count the tokens of a prompt; several prompts add up."""
         self._prompt += tokens
         self._metrics.prompt_tokens.inc(tokens)
 
     def tokens(self, count: int = 1, *, choice: int = 0) -> None:
-        """So many tokens of a choice have just come."""
-        now, before = time.perf_counter(), self._last.get(choice)
-        if not self._last:
+        """Count tokens of a choice that were just generated."""
+        now, before = time.perf_counter(), self._token_times.get(choice)
+        if not self._token_times:
             self._metrics.waiting.dec()
             self._metrics.running.inc()
         if before is None:
-            self._metrics.first_token.observe(now - self._began)
+            self._metrics.first_token.observe(now - self._start)
         for _ in range(count if before is not None else count - 1):
             self._metrics.inter_token.observe((now - (before or now)) / count)
-        self._last[choice] = now
+        self._token_times[choice] = now
         self._generated += count
         self._metrics.generated_tokens.inc(count)
 
     def finish(self, reason: str) -> None:
-        """How it ended: stop, length, tool_calls; abort and error are known without you. The first one counts."""
+        """Set the finish reason: stop, length or tool_calls (`admit` sets abort and error). The first one counts."""
         self._reason = self._reason or reason
 
     def close(self) -> None:
         metrics = self._metrics
-        (metrics.running if self._last else metrics.waiting).dec()
-        metrics.whole.observe(time.perf_counter() - self._began)
+        (metrics.running if self._token_times else metrics.waiting).dec()
+        metrics.duration.observe(time.perf_counter() - self._start)
         metrics.prompt_size.observe(self._prompt)
-        metrics.answer_size.observe(self._generated)
+        metrics.generated_size.observe(self._generated)
         metrics.finished(self._reason or "stop")
 
 
-def _full(message: str, code: str, wait: int) -> ApiError:
+def _queue_full(message: str, code: str, wait: int) -> ApiError:
     return ApiError(429, f"{message}; try again in {wait} s", code=code, headers={"Retry-After": str(wait)})
 
 
-def _unavailable(state: str, settings: Settings) -> ApiError:
+def _unavailable(state: str, settings: ServerSettings) -> ApiError:
     message = {
         "loading": "the model is still loading; try again in a moment",
-        "draining": "the server is shutting down and takes no new requests",
-        "stuck": f"the engine's step has not ended within {settings.step_timeout:g} s; try again later",
-        "failed": "the model could not be loaded; the server's log says why",
-    }.get(state, "the engine has stopped; the server's log says why")
+        "draining": "the server is shutting down and accepts no new requests",
+        "stuck": f"the engine's step has not finished within {settings.step_timeout:g} s; try again later",
+        "failed": "the model could not be loaded; see the server's log",
+    }.get(state, "the engine has stopped; see the server's log")
     return ApiError(503, message, code=state, headers={"Retry-After": "1"} if state == "loading" else {})

@@ -1,6 +1,7 @@
-"""Threads beside the event loop, for work on values: some read what clients send, others write their answers.
+"""Threads for CPU work that would block the event loop: some parse and tokenize requests, others write responses.
 
-Who waits for one was counted in, so that there are never more than the queue takes; who leaves before is not run.
+Whoever waits for a thread was admitted to the queue first, which bounds the wait; work that is canceled before it
+starts is never run.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Threads:
-    """A few threads of one purpose."""
+class WorkerThreads:
+    """A small thread pool with one purpose."""
 
     def __init__(self, name: str, count: int) -> None:
         self._pool = ThreadPoolExecutor(count, thread_name_prefix=f"headway-{name}")
 
     async def run(self, work: Callable[..., T], *args: object) -> T:
-        """What `work` returns, once a thread had time for it."""
+        """The result of `work(*args)`, run in one of the threads."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
     def close(self) -> None:
-        """Take no more work; nobody waits for what runs."""
+        """Take no more work, without waiting for what is running."""
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -32,12 +32,12 @@ def chat(served):
 
 
 def test_messages_in_message_out(chat):
-    found = chat.invoke([SystemMessage("You are brief."), HumanMessage("Say hello.")], max_tokens=8)
-    assert isinstance(found, AIMessage)
-    assert found.usage_metadata is not None
-    assert found.usage_metadata["output_tokens"] <= 8
+    result = chat.invoke([SystemMessage("You are brief."), HumanMessage("Say hello.")], max_tokens=8)
+    assert isinstance(result, AIMessage)
+    assert result.usage_metadata is not None
+    assert result.usage_metadata["output_tokens"] <= 8
     pieces = list(chat.stream([SystemMessage("You are brief."), HumanMessage("Say hello.")], max_tokens=8))
-    assert "".join(str(piece.content) for piece in pieces) == found.content
+    assert "".join(str(piece.content) for piece in pieces) == result.content
     assert asyncio.run(chat.ainvoke("Say hello.", max_tokens=4)).content
 
 
@@ -58,19 +58,19 @@ def test_completions(served):
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output(chat, method):
-    found = chat.with_structured_output(Person, method=method).invoke("Describe a person.")
-    assert isinstance(found, Person)
+    result = chat.with_structured_output(Person, method=method).invoke("Describe a person.")
+    assert isinstance(result, Person)
 
 
 def test_tools(chat):
     bound = chat.bind_tools([get_weather], tool_choice="get_weather")
     asked = [HumanMessage("Weather in Oslo?")]
-    found = bound.invoke(asked, max_tokens=120)
-    (call,) = found.tool_calls
+    result = bound.invoke(asked, max_tokens=120)
+    (call,) = result.tool_calls
     assert call["name"] == "get_weather"
     assert isinstance(call["args"]["city"], str)
-    answer = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
-    last = chat.bind_tools([get_weather]).invoke([*asked, found, answer], max_tokens=12)
+    response = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
+    last = chat.bind_tools([get_weather]).invoke([*asked, result, response], max_tokens=12)
     assert isinstance(last, AIMessage)
     streamed = None
     for piece in bound.stream(asked, max_tokens=120):

@@ -120,15 +120,15 @@ def expected(served):
 def test_scores_over_http_are_those_in_process(served, expected, concurrent, batch):
     """The tokenizer is the server's own, over HTTP; prompts go as token ids."""
     address = {"model": "smollm2", "base_url": f"{served.url}/v1/completions", "tokenizer_backend": "remote"}
-    found = evaluated("local-completions", {**address, "num_concurrent": concurrent, "max_retries": 1}, batch)
-    assert set(found["results"]) == {"capitals", "counting", "perplexity"}
-    for task, scores in found["results"].items():
+    result = evaluated("local-completions", {**address, "num_concurrent": concurrent, "max_retries": 1}, batch)
+    assert set(result["results"]) == {"capitals", "counting", "perplexity"}
+    for task, scores in result["results"].items():
         for name, value in scores.items():
             if isinstance(value, float):
                 assert value == pytest.approx(expected["results"][task][name], abs=1e-5), (task, name)
-    assert found["results"]["capitals"]["acc,none"] >= 0.6
+    assert result["results"]["capitals"]["acc,none"] >= 0.6
     for task in ("capitals", "counting"):
-        for mine, theirs in zip(found["samples"][task], expected["samples"][task]):
+        for mine, theirs in zip(result["samples"][task], expected["samples"][task]):
             assert _plain(mine["filtered_resps"]) == _plain(theirs["filtered_resps"])
 
 
@@ -140,14 +140,14 @@ def _plain(responses: list[Any]) -> list[Any]:
 def test_text_prompts_score_alike(served, expected):
     """Without token ids: the server writes the texts as tokens itself."""
     address = {"model": "smollm2", "base_url": f"{served.url}/v1/completions", "tokenizer_backend": "remote"}
-    found = evaluated("local-completions", {**address, "tokenized_requests": False, "max_retries": 1})
-    assert found["results"]["counting"] == expected["results"]["counting"]
-    assert found["results"]["capitals"]["acc,none"] == expected["results"]["capitals"]["acc,none"]
+    result = evaluated("local-completions", {**address, "tokenized_requests": False, "max_retries": 1})
+    assert result["results"]["counting"] == expected["results"]["counting"]
+    assert result["results"]["capitals"]["acc,none"] == expected["results"]["capitals"]["acc,none"]
 
 
 def test_chats(served):
     """The chat interface, which can only generate: the template is applied by the server."""
-    found = simple_evaluate(
+    result = simple_evaluate(
         model="local-chat-completions",
         model_args={"model": "smollm2", "base_url": f"{served.url}/v1/chat/completions", "max_retries": 1},
         tasks=[WRITING],
@@ -155,8 +155,8 @@ def test_chats(served):
         bootstrap_iters=0,
         apply_chat_template=True,
     )
-    assert found is not None
-    for sample in found["samples"]["counting"]:
+    assert result is not None
+    for sample in result["samples"]["counting"]:
         text = sample["doc"]["start"]
         expected = served.chat(text, max_tokens=8, temperature=0, stop=["\n", ",", "."])
         assert sample["resps"] == [[expected["choices"][0]["message"]["content"]]]

@@ -39,39 +39,39 @@ class GetTime(BaseModel):
 
 @pytest.fixture(scope="module")
 def client(served):
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as created:
+        yield created
 
 
 def test_models(client):
     (model,) = client.models.list().data
     assert model.id == "smollm2"
     assert client.models.retrieve("smollm2").id == "smollm2"
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4'"):
+    with pytest.raises(openai.NotFoundError, match="model 'gpt-4' does not exist"):
         client.models.retrieve("gpt-4")
 
 
 def test_completions_with_logprobs(client):
-    found = client.completions.create(model="smollm2", prompt=PROMPT, max_tokens=5, temperature=0, logprobs=2)
-    (choice,) = found.choices
-    assert found.usage.completion_tokens == 5
+    result = client.completions.create(model="smollm2", prompt=PROMPT, max_tokens=5, temperature=0, logprobs=2)
+    (choice,) = result.choices
+    assert result.usage.completion_tokens == 5
     assert "".join(choice.logprobs.tokens) == choice.text
     assert all(len(top) == 2 for top in choice.logprobs.top_logprobs)
 
 
 def test_streams_of_completions(client):
-    asked = {"model": "smollm2", "prompt": PROMPT, "max_tokens": 8, "seed": 3}
-    whole = client.completions.create(**asked)
-    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    request_body = {"model": "smollm2", "prompt": PROMPT, "max_tokens": 8, "seed": 3}
+    whole = client.completions.create(**request_body)
+    chunks = list(client.completions.create(**request_body, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
 def test_chat(client):
-    found = client.chat.completions.create(
+    result = client.chat.completions.create(
         model="smollm2", messages=HELLO, max_completion_tokens=12, temperature=0, logprobs=True, top_logprobs=3
     )
-    (choice,) = found.choices
+    (choice,) = result.choices
     assert choice.message.role == "assistant"
     assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
     assert bytes(choice.logprobs.content[0].bytes).decode() == choice.logprobs.content[0].token
@@ -79,49 +79,49 @@ def test_chat(client):
 
 
 def test_streams_of_chats_and_the_accumulating_helper(client):
-    asked = {"model": "smollm2", "messages": HELLO, "max_tokens": 60, "seed": 5, "stop": ["!", ".", ","]}
-    whole = client.chat.completions.create(**asked).choices[0]
-    chunks = list(client.chat.completions.create(**asked, stream=True))
+    request_body = {"model": "smollm2", "messages": HELLO, "max_tokens": 60, "seed": 5, "stop": ["!", ".", ","]}
+    whole = client.chat.completions.create(**request_body).choices[0]
+    chunks = list(client.chat.completions.create(**request_body, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
-    with client.chat.completions.stream(**asked) as stream:
+    with client.chat.completions.stream(**request_body) as stream:
         final = stream.get_final_completion().choices[0]
     assert final.message.content == whole.message.content
     assert final.finish_reason == whole.finish_reason == "stop"
 
 
 def test_structured_outputs_parse_into_a_model(client):
-    found = client.chat.completions.parse(
+    result = client.chat.completions.parse(
         model="smollm2",
         messages=[{"role": "user", "content": "Describe a person."}],
         response_format=Person,
         max_tokens=200,
         seed=4,
     )
-    person = found.choices[0].message.parsed
+    person = result.choices[0].message.parsed
     assert isinstance(person, Person)
     assert 0 <= person.age <= 120
 
 
 def test_any_json_object(client):
-    found = client.chat.completions.create(
+    result = client.chat.completions.create(
         model="smollm2",
         messages=[{"role": "user", "content": "An empty JSON object."}],
         response_format={"type": "json_object"},
         max_tokens=300,
         extra_body={"allowed_token_ids": [107, 109]},  # the two braces
     )
-    assert json.loads(found.choices[0].message.content) == {}
+    assert json.loads(result.choices[0].message.content) == {}
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_tools_are_called(client, choice):
-    asked = {"model": "smollm2", "messages": HELLO, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 120}
-    whole = client.chat.completions.create(**asked, seed=2).choices[0]
+    request_body = {"model": "smollm2", "messages": HELLO, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 120}
+    whole = client.chat.completions.create(**request_body, seed=2).choices[0]
     (call,) = whole.message.tool_calls
     assert whole.finish_reason == "tool_calls"
     assert call.function.name == "get_weather"
     assert set(json.loads(call.function.arguments)) == {"city", "unit"}
-    with client.chat.completions.stream(**asked, seed=2) as stream:
+    with client.chat.completions.stream(**request_body, seed=2) as stream:
         (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
     assert streamed.function.name == call.function.name
     assert streamed.function.arguments == call.function.arguments
@@ -141,23 +141,23 @@ def test_a_whole_round_of_a_tool(client):
 
 
 def test_strict_tools_parse_into_models(client):
-    found = client.chat.completions.parse(
+    result = client.chat.completions.parse(
         model="smollm2",
         messages=[{"role": "user", "content": "What time is it?"}],
         tools=[openai.pydantic_function_tool(GetTime)],
         tool_choice="required",
         max_tokens=120,
     )
-    (call,) = found.choices[0].message.tool_calls
+    (call,) = result.choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, GetTime)
 
 
 def test_many_asynchronous_requests_at_once(served):
     async def main():
         async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
-            asked = [{"model": "smollm2", "prompt": PROMPT, "max_tokens": 6, "seed": seed} for seed in range(8)]
-            alone = [(await client.completions.create(**one)).choices[0].text for one in asked]
-            together = await asyncio.gather(*(client.completions.create(**one) for one in asked))
+            request_body = [{"model": "smollm2", "prompt": PROMPT, "max_tokens": 6, "seed": seed} for seed in range(8)]
+            alone = [(await client.completions.create(**one)).choices[0].text for one in request_body]
+            together = await asyncio.gather(*(client.completions.create(**one) for one in request_body))
             stream = await client.chat.completions.create(
                 model="smollm2", messages=HELLO, max_tokens=6, temperature=0, stream=True
             )
@@ -185,8 +185,8 @@ def test_errors_are_the_clients_own(client):
 
 
 def test_fields_that_change_nothing_are_taken(client):
-    asked = {"model": "smollm2", "messages": HELLO, "max_tokens": 6, "temperature": 0}
-    plain = client.chat.completions.create(**asked)
+    request_body = {"model": "smollm2", "messages": HELLO, "max_tokens": 6, "temperature": 0}
+    plain = client.chat.completions.create(**request_body)
     idle = {"user": "ada", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "x"}
-    marked = client.chat.completions.create(**asked, **idle, prompt_cache_key="k")
+    marked = client.chat.completions.create(**request_body, **idle, prompt_cache_key="k")
     assert plain.choices[0].message.content == marked.choices[0].message.content

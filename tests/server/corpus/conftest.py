@@ -2,18 +2,18 @@
 
 The bystander's tokens must be those it gets alone, and in the end every page is free or cached and none is held.
 
-    ids out of range in bias, allowed and bad words    test_hostile_values      openai/test_refusals
-    a million stop strings, and other crowds           test_hostile_values      openai/test_refusals
-    n = 10^9, and other counts                         test_hostile_values      openai/test_refusals
-    numbers at the edge of floats                      test_hostile_values      openai/test_mixtures
-    schemas 30,000 deep, grammars that grow            test_hostile_grammars    fuzz/test_description
-    regex bombs                                        test_hostile_grammars
-    template injection in messages                     test_hostile_templates   text/test_chat
-    template injection in model files                  test_hostile_templates   text/test_chat
-    Host tricks                                        test_hostile_clients     shell/test_access
-    a slow client, writing or reading                  test_hostile_clients     shell/test_attacks
-    disconnects at every point                         test_hostile_clients     shell/test_attacks, openai/test_streams
-    many of these at once                              load/test_serving_load   shell/test_attacks
+    ids out of range in bias, allowed and bad words   test_hostile_values      openai/test_invalid_requests
+    a million stop strings, and other crowds          test_hostile_values      openai/test_invalid_requests
+    n = 10^9, and other counts                        test_hostile_values      openai/test_invalid_requests
+    numbers at the edge of floats                     test_hostile_values      openai/test_mixtures
+    schemas 30,000 deep, grammars that grow           test_hostile_grammars    fuzz/test_openapi_document
+    regex bombs                                       test_hostile_grammars
+    template injection in messages                    test_hostile_templates   text/test_chat
+    template injection in model files                 test_hostile_templates   text/test_chat
+    Host tricks                                       test_hostile_clients     process/test_access
+    a slow client, writing or reading                 test_hostile_clients     process/test_attacks
+    disconnects at every point                        test_hostile_clients     process/test_attacks, openai/test_streams
+    many of these concurrently                        load/test_serving_load   process/test_attacks
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def bystander(served: Live, right: Any) -> Iterator[None]:
             found.append(tokens_of(served))
 
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(ask)
+        pending = threads.submit(ask)
         assert asking.wait(60)
         try:
             yield
         finally:
             end.set()
-        asked.result()
+        pending.result()
     assert all(tokens == right for tokens in found)
     assert tokens_of(served) == right
     at_rest(served)

@@ -39,12 +39,12 @@ def written(path: str, body: dict[str, Any], *headers: str, host: str = "127.0.0
 
 @contextmanager
 def connection(served: Live, *, buffer: int | None = None) -> Iterator[socket.socket]:
-    with socket.socket() as made:
+    with socket.socket() as created:
         if buffer is not None:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-        made.settimeout(60)
-        made.connect(("127.0.0.1", served.port))
-        yield made
+            created.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        created.settimeout(60)
+        created.connect(("127.0.0.1", served.port))
+        yield created
 
 
 def read_all(one: socket.socket) -> bytes:
@@ -98,10 +98,10 @@ def test_host_tricks(served: Live) -> None:
     for host in HOSTS:
         with connection(served) as one:
             one.sendall(written(C, body, "Connection: close", host=host))
-            answer = read_all(one)
-        assert answer.startswith(b"HTTP/1.1 400"), (host, answer[:200])
-        assert b'"error"' in answer
-        assert b"choices" not in answer
+            response = read_all(one)
+        assert response.startswith(b"HTTP/1.1 400"), (host, response[:200])
+        assert b'"error"' in response
+        assert b"choices" not in response
 
 
 def test_more_host_tricks(served: Live) -> None:
@@ -121,8 +121,8 @@ def test_more_host_tricks(served: Live) -> None:
     ):
         with connection(served) as one:
             one.sendall(head + end)
-            answer = read_all(one)
-        assert answer.startswith(b"HTTP/1.1 %d" % status), (head, answer[:200])
+            response = read_all(one)
+        assert response.startswith(b"HTTP/1.1 %d" % status), (head, response[:200])
 
 
 # -- slowness ----------------------------------------------------------------------------------------------------------
@@ -135,12 +135,12 @@ def test_a_client_that_writes_slowly_is_given_up(served: Live) -> None:
         with connection(served) as one:
             one.sendall(whole[:start])
             one.settimeout(0.05)
-            answer, ended = b"", False
+            response, ended = b"", False
             for i in range(start, len(whole)):
                 try:
                     one.sendall(whole[i : i + 1])
                     piece = one.recv(1 << 16)
-                    answer += piece
+                    response += piece
                     ended = ended or not piece
                 except TimeoutError:
                     continue
@@ -149,7 +149,7 @@ def test_a_client_that_writes_slowly_is_given_up(served: Live) -> None:
                 if ended:
                     break
         assert ended
-        assert b"HTTP/1.1 200" not in answer
+        assert b"HTTP/1.1 200" not in response
 
 
 @pytest.mark.parametrize("form", ["stream", "chat"])
@@ -224,8 +224,8 @@ def test_half_a_goodbye(served: Live) -> None:
         with connection(served) as one:
             one.sendall(written(path, body, "Connection: close"))
             one.shutdown(socket.SHUT_WR)
-            answer = read_all(one)
-        assert answer == b"" or answer.startswith(b"HTTP/1.1 200")
+            response = read_all(one)
+        assert response == b"" or response.startswith(b"HTTP/1.1 200")
 
 
 def test_a_second_request_in_the_middle_of_an_answer(served: Live) -> None:

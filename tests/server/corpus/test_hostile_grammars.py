@@ -44,12 +44,12 @@ PLACES = {
 def ask(served: Live, path: str, fields: str) -> Answer:
     """A request whose body is written by hand; it must be answered or refused."""
     first = '"prompt":"hi"' if path == C else f'"messages":{json.dumps(USER)}'
-    answer = served.ask("POST", path, f'{{{first},"max_tokens":4,{fields}}}'.encode())
-    assert answer.status in (200, 400), (fields[:200], answer.status, answer.body[:300])
-    if answer.status == 400:
-        assert answer.error["message"]
-        assert len(answer.body) < 1500
-    return answer
+    response = served.ask("POST", path, f'{{{first},"max_tokens":4,{fields}}}'.encode())
+    assert response.status in (200, 400), (fields[:200], response.status, response.body[:300])
+    if response.status == 400:
+        assert response.error["message"]
+        assert len(response.body) < 1500
+    return response
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -198,5 +198,5 @@ def test_a_neighbour_has_its_form_all_the_while(served: Live) -> None:
     """Compiling has threads of its own: a queue of bombs must not keep a plain form from being answered at all."""
     for bomb in BOMBS[:4]:
         ask(served, C, f'"structured_outputs":{{"regex":{json.dumps(bomb + "x")}}}')
-        found = served.complete(PROMPT, max_tokens=8, structured_outputs={"choice": ["yes", "no"]})
-        assert found["choices"][0]["text"] in ("yes", "no")
+        result = served.complete(PROMPT, max_tokens=8, structured_outputs={"choice": ["yes", "no"]})
+        assert result["choices"][0]["text"] in ("yes", "no")

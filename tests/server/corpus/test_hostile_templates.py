@@ -42,8 +42,8 @@ def test_templates_in_messages_are_plain_text(served: Live) -> None:
             ids = served.post("/tokenize", messages=[message]).json["tokens"]
             plain = served.post("/tokenize", prompt=text, add_special_tokens=False, special=False).json["tokens"]
             assert _holds(ids, plain), text
-        answer = served.post(M, messages=[{"role": "user", "content": text}], max_tokens=3)
-        assert answer.status == 200, answer.body
+        response = served.post(M, messages=[{"role": "user", "content": text}], max_tokens=3)
+        assert response.status == 200, response.body
 
 
 def test_templates_in_every_other_field_are_plain_text_or_refused(served: Live) -> None:
@@ -58,10 +58,10 @@ def test_templates_in_every_other_field_are_plain_text_or_refused(served: Live) 
             {"messages": said, "tools": [tool]},
             {"messages": [{"role": text, "content": "hi"}]},
         ):
-            answer = served.post(M, max_tokens=2, **body)
-            assert answer.status in (200, 400), answer.body
-            assert b"49" not in answer.body or answer.status == 200
-            assert b"subclass" not in answer.body or answer.status == 400
+            response = served.post(M, max_tokens=2, **body)
+            assert response.status in (200, 400), response.body
+            assert b"49" not in response.body or response.status == 200
+            assert b"subclass" not in response.body or response.status == 400
 
 
 def test_a_template_of_the_clients_own_is_refused_by_name(served: Live) -> None:
@@ -127,11 +127,11 @@ def test_templates_of_model_files(evil: Callable[[str], Live], part: int) -> Non
             chats = [threads.submit(server.post, M, **body) for _ in range(3)]
             assert tokens_of(server) == right, name
             for chat in chats:
-                answer = chat.result()
-                assert answer.status == 400, (name, answer.status, answer.body[:300])
-                assert answer.error["message"]
+                response = chat.result()
+                assert response.status == 400, (name, response.status, response.body[:300])
+                assert response.error["message"]
                 for inside in ("root:", "uid=", "<class", "Traceback", "0x7f"):
-                    assert inside not in answer.body.decode(), name
+                    assert inside not in response.body.decode(), name
         assert tokens_of(server) == right, name
         at_rest(server)
 

@@ -17,7 +17,7 @@ MILLION = 1_000_000
 MANY = 200_000
 
 
-def asked(path: str, **more: Any) -> dict[str, Any]:
+def request_body(path: str, **more: Any) -> dict[str, Any]:
     return ({"prompt": PROMPT} if path == C else {"messages": USER}) | {"max_tokens": 4} | more
 
 
@@ -30,7 +30,7 @@ def test_ids_out_of_range(served: Live, path: str, field: str) -> None:
             "bad_words": [[[id]], [[5, id, 5]]],
         }
         for value in forms.get(field, [[id], [5, id]]):
-            error = served.refused(path, **asked(path, **{field: value}))
+            error = served.refused(path, **request_body(path, **{field: value}))
             assert error["param"] == field
             assert str(id) in error["message"]
 
@@ -44,17 +44,17 @@ def test_ids_out_of_range_in_prompts(served: Live) -> None:
 
 def refused_whole(served: Live, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The error of a large body, which must be a short one."""
-    answer = served.ask("POST", path, json.dumps(body, separators=(",", ":")).encode())
-    assert answer.status == 400, answer.body[:300]
-    assert len(answer.body) < 1000
-    return answer.error
+    response = served.ask("POST", path, json.dumps(body, separators=(",", ":")).encode())
+    assert response.status == 400, response.body[:300]
+    assert len(response.body) < 1000
+    return response.error
 
 
 @pytest.mark.parametrize("path", [C, M])
 def test_a_million_stop_strings(served: Live, path: str) -> None:
     """Each of them would be looked for at every token."""
     stops = [f"{i:x}" for i in range(700_000)] + ["a"] * 300_000  # within the size that a body may have
-    error = refused_whole(served, path, asked(path, stop=stops))
+    error = refused_whole(served, path, request_body(path, stop=stops))
     assert (error["param"], error["code"]) == ("stop", "too_many")
     assert "1000000" in error["message"]
 
@@ -68,19 +68,19 @@ def test_many_of_anything(served: Live, field: str) -> None:
         "logit_bias": {str(i): 1 for i in range(MANY)},
     }
     shaped = {"structured_outputs": {"choice": ["a"] * MANY}} if field == "choice" else {field: values[field]}
-    assert refused_whole(served, C, asked(C, **shaped))["param"] in (field, f"structured_outputs.{field}")
+    assert refused_whole(served, C, request_body(C, **shaped))["param"] in (field, f"structured_outputs.{field}")
 
 
 def test_many_messages_tools_prompts_and_fields(served: Live) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     for path, body in (
         (M, {"messages": USER * 50_000}),
-        (M, asked(M, tools=[tool] * 50_000)),
+        (M, request_body(M, tools=[tool] * 50_000)),
         (C, {"prompt": ["a"] * MANY}),
         (C, {"prompt": [[5]] * MANY}),
         (C, {"prompt": [5] * MANY}),
         (C, {"prompt": "word " * MILLION}),
-        (C, asked(C, **{f"f{i}": 1 for i in range(MANY)})),
+        (C, request_body(C, **{f"f{i}": 1 for i in range(MANY)})),
         ("/tokenize", {"prompt": "word " * MILLION}),
     ):
         refused_whole(served, path, body)
@@ -99,12 +99,12 @@ def test_counts_beyond_reason(served: Live, count: int) -> None:
         (C, "logprobs"),
         (C, "prompt_logprobs"),
     ):
-        body = asked(path) | {field: count}
+        body = request_body(path) | {field: count}
         if field == "max_completion_tokens":
             del body["max_tokens"]
         error = served.refused(path, **body)
         assert str(count)[:9] in error["message"]
-    error = served.refused(M, **asked(M, logprobs=True, top_logprobs=count))
+    error = served.refused(M, **request_body(M, logprobs=True, top_logprobs=count))
     assert str(count)[:9] in error["message"]
 
 
@@ -146,12 +146,12 @@ def test_numbers_at_the_edge(served: Live, part: int, stream: bool) -> None:
     """Answered with tokens of the vocabulary and numbers that JSON has, or refused; never a failure."""
     ranked = {"logprobs": 3, "logprobs_mode": "processed", "stream": stream}
     for edge in EDGES[part::4]:
-        answer = served.post(C, prompt=PROMPT, max_tokens=6, ignore_eos=True, **ranked, **edge)
-        assert answer.status in (200, 400), (edge, answer.body)
-        for text in answer.body.decode().split("data: ") if stream else [answer.body.decode()]:
+        response = served.post(C, prompt=PROMPT, max_tokens=6, ignore_eos=True, **ranked, **edge)
+        assert response.status in (200, 400), (edge, response.body)
+        for text in response.body.decode().split("data: ") if stream else [response.body.decode()]:
             if text and not text.startswith("[DONE]"):
-                found = json.loads(text, parse_constant=pytest.fail)
-                assert "error" not in found or found["error"]["type"] == "invalid_request_error", (edge, found)
+                result = json.loads(text, parse_constant=pytest.fail)
+                assert "error" not in result or result["error"]["type"] == "invalid_request_error", (edge, result)
 
 
 @pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e999", "1" + "0" * 5000, "true", '"1"', "{}"])
@@ -162,10 +162,10 @@ def test_numbers_that_are_none(served: Live, text: str) -> None:
             if field != "logit_bias"
             else f'{{"prompt": "a", "logit_bias": {{"5": {text}}}}}'
         )
-        answer = served.ask("POST", C, body.encode())
-        assert answer.status == 400, (field, answer.body)
-        assert answer.error["message"]
-        assert len(answer.body) < 1000
+        response = served.ask("POST", C, body.encode())
+        assert response.status == 400, (field, response.body)
+        assert response.error["message"]
+        assert len(response.body) < 1000
 
 
 @pytest.mark.parametrize(
@@ -175,18 +175,18 @@ def test_strange_texts(served: Live, text: str) -> None:
     """Anywhere a text may stand: answered or refused, whatever it is."""
     for path, body in (
         (C, {"prompt": text, "max_tokens": 2}),
-        (C, asked(C, stop=[text])),
-        (C, asked(C, bad_words=[text])),
-        (C, asked(C, model=text)),
-        (C, asked(C, user=text)),
-        (C, asked(C, structured_outputs={"choice": [text]})),
-        (C, asked(C, structured_outputs={"regex": text})),
+        (C, request_body(C, stop=[text])),
+        (C, request_body(C, bad_words=[text])),
+        (C, request_body(C, model=text)),
+        (C, request_body(C, user=text)),
+        (C, request_body(C, structured_outputs={"choice": [text]})),
+        (C, request_body(C, structured_outputs={"regex": text})),
         (M, {"messages": [{"role": "user", "content": text}], "max_tokens": 2}),
         (M, {"messages": [{"role": text, "content": "a"}], "max_tokens": 2}),
         (M, {"messages": [{"role": "user", "content": "a", "name": text}], "max_tokens": 2}),
         ("/tokenize", {"prompt": text}),
     ):
-        answer = served.post(path, **body)
-        assert answer.status in (200, 400, 404), (path, body, answer.body)
-        if answer.status != 200:
-            assert answer.error["message"]
+        response = served.post(path, **body)
+        assert response.status in (200, 400, 404), (path, body, response.body)
+        if response.status != 200:
+            assert response.error["message"]

@@ -48,9 +48,9 @@ def browser() -> Iterator[Browser]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
-        yield found
-        found.close()
+        result = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
+        yield result
+        result.close()
 
 
 class Watched:

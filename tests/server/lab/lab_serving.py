@@ -14,14 +14,14 @@ import uvicorn
 import headway as hw
 from headway.server import lab
 from headway.server.app import create_app
-from headway.server.settings import Settings
+from headway.server.settings import ServerSettings
 from support.live import PATIENCE, Live
 
 
 @contextmanager
 def listening(open_engine: Callable[[], hw.Engine], port: int = 0, **settings: Any) -> Iterator[int]:
     """Serve what `open_engine` opens, from before it is there; gives the port."""
-    how = Settings(**{"model": "smollm2", "port": port, **settings})
+    how = ServerSettings(**{"model": "smollm2", "port": port, **settings})
     app = create_app(how, open_engine, routers=[lab.router])
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_config=None, access_log=False))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), name="served-lab", daemon=True)

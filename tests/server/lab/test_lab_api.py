@@ -16,7 +16,7 @@ from lab_serving import lab_live
 import headway as hw
 from headway.base.brle import Brle
 from headway.server.lab.page import HEADERS, STATIC, TYPES, files
-from headway.server.lab.schema import Packed
+from headway.server.lab.schema import Base64Array
 from support.live import Live
 from support.oracle import Oracle
 
@@ -24,14 +24,14 @@ PROMPT = "Once upon a time, there was a little"
 
 
 def unpacked(value: dict[str, Any]) -> np.ndarray:
-    return Packed(**value).array()
+    return Base64Array(**value).array()
 
 
 def traced(server: Live, prompt: Any = PROMPT, **fields: Any) -> dict[str, Any]:
     """A trace that must succeed."""
-    answer = server.post("/lab/api/trace", prompt=prompt, **fields)
-    assert answer.status == 200, answer.body
-    return answer.json
+    response = server.post("/lab/api/trace", prompt=prompt, **fields)
+    assert response.status == 200, response.body
+    return response.json
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +48,12 @@ def dense(oracle: Oracle, tokens: list[int], attend: np.ndarray) -> Any:
     return oracle.run(tokens, list(range(len(tokens))), torch.from_numpy(attend))
 
 
-def check_close(found: np.ndarray, wanted: np.ndarray) -> None:
-    assert np.abs(found - wanted).max() <= 1e-4 * max(1.0, np.abs(wanted).max())
+def check_close(result: np.ndarray, wanted: np.ndarray) -> None:
+    assert np.abs(result - wanted).max() <= 1e-4 * max(1.0, np.abs(wanted).max())
 
 
 def test_a_trace_has_the_logits_of_the_same_pass_in_process(lab_server: Live) -> None:
-    found = traced(lab_server)
+    result = traced(lab_server)
 
     async def passed(engine: hw.Engine) -> np.ndarray:
         async with engine.context() as ctx:
@@ -63,25 +63,25 @@ def test_a_trace_has_the_logits_of_the_same_pass_in_process(lab_server: Live) ->
             return (await forward.execute()).logits(handle)
 
     wanted = lab_server.engine.run(passed)
-    logits = unpacked(found["logits"])
+    logits = unpacked(result["logits"])
     assert logits.dtype == np.float32
     assert logits.shape == (lab_server.engine.vocab_size,)
     check_close(logits, wanted)
-    assert "".join(found["texts"]) == PROMPT
-    assert found["position"] == len(found["tokens"]) - 1
-    assert "lens" not in found
-    assert "attention" not in found
+    assert "".join(result["texts"]) == PROMPT
+    assert result["position"] == len(result["tokens"]) - 1
+    assert "lens" not in result
+    assert "attention" not in result
 
 
 def test_what_a_sampler_keeps_adds_up_and_its_draws_are_the_engines(lab_server: Live) -> None:
-    knobs = {"temperature": 0.8, "top_p": 0.9, "seed": 11, "draws": 32}
-    found = traced(lab_server, take=[3, 3, 5], sampling=knobs)
-    ids, probs = unpacked(found["sampling"]["ids"]), unpacked(found["sampling"]["probs"])
+    params = {"temperature": 0.8, "top_p": 0.9, "seed": 11, "draws": 32}
+    result = traced(lab_server, take=[3, 3, 5], sampling=params)
+    ids, probs = unpacked(result["sampling"]["ids"]), unpacked(result["sampling"]["probs"])
     assert probs.dtype == np.float64
     assert probs.sum() == pytest.approx(1.0, abs=1e-12)
     assert (np.diff(ids) > 0).all()
-    assert set(found["sampling"]["tokens"]) <= set(ids.tolist())
-    assert found["sampling"]["tokens"] == traced(lab_server, take=[3, 3, 5], sampling=knobs)["sampling"]["tokens"]
+    assert set(result["sampling"]["tokens"]) <= set(ids.tolist())
+    assert result["sampling"]["tokens"] == traced(lab_server, take=[3, 3, 5], sampling=params)["sampling"]["tokens"]
 
 
 def test_lens_and_attention_are_the_oracles(small: tuple[Live, Oracle]) -> None:
@@ -89,15 +89,15 @@ def test_lens_and_attention_are_the_oracles(small: tuple[Live, Oracle]) -> None:
     tokens = list(range(40, 70))
     causal = np.tril(np.ones((len(tokens), len(tokens)), bool))
     wanted = dense(oracle, tokens, causal)
-    found = traced(server, tokens, lens={"k": 4}, attention={}, scores=5)
-    check_close(unpacked(found["logits"]), wanted.logits[-1].numpy())
-    for layer, scores in zip(wanted.attention, unpacked(found["attention"]["array"]), strict=True):
+    result = traced(server, tokens, lens={"k": 4}, attention={}, scores=5)
+    check_close(unpacked(result["logits"]), wanted.logits[-1].numpy())
+    for layer, scores in zip(wanted.attention, unpacked(result["attention"]["array"]), strict=True):
         assert np.allclose(scores, layer[:, -1].numpy(), atol=1e-5)
-    for one in found["lens"][:-1]:
+    for one in result["lens"][:-1]:
         lens = torch.softmax(oracle.unembed(wanted.hidden[one["layer"]][-1]).double(), -1)
         assert np.allclose(one["probs"], lens.sort(descending=True).values[:4].numpy(), atol=1e-5)
     logs = torch.log_softmax(wanted.logits.double(), -1)
-    for row, score in zip(range(len(tokens) - 6, len(tokens) - 1), found["scores"], strict=True):
+    for row, score in zip(range(len(tokens) - 6, len(tokens) - 1), result["scores"], strict=True):
         assert score["id"] == tokens[row + 1]
         assert score["logprob"] == pytest.approx(float(logs[row, tokens[row + 1]]), abs=1e-3)
         assert score["entropy"] == pytest.approx(float(-(logs[row].exp() * logs[row]).sum()), abs=1e-3)
@@ -119,11 +119,11 @@ def test_a_masked_trace_is_the_oracles(small: tuple[Live, Oracle], rule: dict[st
     attend = np.tril(np.ones((n, n), bool))
     for i in range(0 if rows is None else n - rows, n):
         attend[i] = [i - rule["window"] < j <= i or j < min(rule.get("sink", 0), i + 1) for j in range(n)]
-    found = traced(server, tokens, mask=rule)
-    check_close(unpacked(found["logits"]), dense(oracle, tokens, attend).logits[-1].numpy())
-    assert len(found["mask"]["trimmed"]) == found["stats"]["pages_trimmed"]
-    first = found["mask"]["first"]
-    for i, row in enumerate(found["mask"]["rows"]):
+    result = traced(server, tokens, mask=rule)
+    check_close(unpacked(result["logits"]), dense(oracle, tokens, attend).logits[-1].numpy())
+    assert len(result["mask"]["trimmed"]) == result["stats"]["pages_trimmed"]
+    first = result["mask"]["first"]
+    for i, row in enumerate(result["mask"]["rows"]):
         wanted = attend[first + i, : first + i + 1]
         assert Brle.from_runs(row["attend"]).to_bool().tolist() == wanted.tolist()
         assert Brle.from_runs(row["raw"]).to_bool().tolist() == (~wanted).tolist()
@@ -139,24 +139,24 @@ def test_painted_cells_are_the_oracles_and_spare_pages(small: tuple[Live, Oracle
     attend[-2:, 16:48] = False  # two pages that neither row sees
     attend[-2, n - 2] = attend[-1, n - 1] = True
     runs = [list((~Brle.from_bool(attend[i, : i + 1])).runs) for i in (n - 2, n - 1)]
-    found = traced(server, tokens, mask={"runs": runs})
-    check_close(unpacked(found["logits"]), dense(oracle, tokens, attend).logits[-1].numpy())
-    assert found["mask"]["trimmed"] == [1, 2]
-    assert found["stats"]["pages_trimmed"] == 2
+    result = traced(server, tokens, mask={"runs": runs})
+    check_close(unpacked(result["logits"]), dense(oracle, tokens, attend).logits[-1].numpy())
+    assert result["mask"]["trimmed"] == [1, 2]
+    assert result["stats"]["pages_trimmed"] == 2
 
 
 def test_branches_share_full_pages_and_are_scored_as_traces_are(lab_server: Live) -> None:
     prompt = list(range(500, 540))
     branches = [[7, 8, 9], [7, 8, 10, 11], [12]]
-    answer = lab_server.post("/lab/api/branches", prompt=prompt, branches=branches)
-    assert answer.status == 200, answer.body
-    found = answer.json
-    tables = [[page["page"] for page in branch["pages"]] for branch in found["branches"]]
+    response = lab_server.post("/lab/api/branches", prompt=prompt, branches=branches)
+    assert response.status == 200, response.body
+    result = response.json
+    tables = [[page["page"] for page in branch["pages"]] for branch in result["branches"]]
     assert [table[:2] for table in tables] == [tables[0][:2]] * 3  # 40 tokens fill two pages
     assert len({table[2] for table in tables}) == 3
-    assert found["pages"] == len({page for table in tables for page in table})
-    assert found["pages_alone"] == sum(map(len, tables))
-    for branch, take in zip(found["branches"], branches, strict=True):
+    assert result["pages"] == len({page for table in tables for page in table})
+    assert result["pages_alone"] == sum(map(len, tables))
+    for branch, take in zip(result["branches"], branches, strict=True):
         alone = traced(lab_server, prompt, take=take, scores=len(take))["scores"]
         for mine, other in zip(branch["scores"], alone, strict=True):
             assert mine["id"] == other["id"]
@@ -168,13 +168,13 @@ def test_branches_share_full_pages_and_are_scored_as_traces_are(lab_server: Live
 def test_branches_share_what_they_have_in_common_behind_the_prompt_too(lab_server: Live) -> None:
     prompt, stem = list(range(600, 620)), list(range(700, 716))
     branches = [[*stem, 5], [*stem, 6, 7], stem, [9], [*stem, 5]]
-    found = lab_server.post("/lab/api/branches", prompt=prompt, branches=branches).json
-    tables = [[page["page"] for page in branch["pages"]] for branch in found["branches"]]
+    result = lab_server.post("/lab/api/branches", prompt=prompt, branches=branches).json
+    tables = [[page["page"] for page in branch["pages"]] for branch in result["branches"]]
     assert len({tuple(tables[i][:2]) for i in (0, 1, 2, 4)}) == 1  # 36 tokens fill two pages
     assert tables[3][0] == tables[0][0]
     assert tables[3][1] != tables[0][1]
-    assert [[score["id"] for score in branch["scores"]] for branch in found["branches"]] == branches
-    assert found["branches"][0]["scores"] == found["branches"][4]["scores"]
+    assert [[score["id"] for score in branch["scores"]] for branch in result["branches"]] == branches
+    assert result["branches"][0]["scores"] == result["branches"][4]["scores"]
     lab_server.until(lab_server.is_quiet)
 
 
@@ -184,30 +184,30 @@ def test_the_page_map_counts_what_the_engine_counts(lab_server: Live) -> None:
     context.fill(range(100, 140))
     engine.run(lambda engine: context.flush())
     twin = context.fork()
-    found = lab_server.get("/lab/api/pages").json
-    counts, stats = found["counts"], engine.stats()
+    result = lab_server.get("/lab/api/pages").json
+    counts, stats = result["counts"], engine.stats()
     context.release()
     twin.release()
     assert counts["shared"] == 2  # two full pages of 40 tokens
     assert counts["working"] == 2
     assert counts["free"] == stats.pages_free
     assert counts["cached"] == stats.pages_cached
-    assert sum(length for _, length in found["runs"]) == found["total"] == sum(counts.values())
+    assert sum(length for _, length in result["runs"]) == result["total"] == sum(counts.values())
     lab_server.until(lab_server.is_quiet)
 
 
 def test_steps_are_told_once_to_who_asks_for_those_after(lab_server: Live) -> None:
     lab_server.get("/lab/api/steps")
     traced(lab_server)
-    found = lab_server.get("/lab/api/steps").json["steps"]
-    assert found[-1]["rows"] >= 1
-    assert lab_server.get(f"/lab/api/steps?after={found[-1]['step']}").json["steps"] == []
+    result = lab_server.get("/lab/api/steps").json["steps"]
+    assert result[-1]["rows"] >= 1
+    assert lab_server.get(f"/lab/api/steps?after={result[-1]['step']}").json["steps"] == []
 
 
 def test_a_measured_pass_says_where_its_time_went_and_leaves_nothing_behind(lab_server: Live) -> None:
-    found = traced(lab_server, profile=True, logits=False)["time"]
-    assert {"attention", "feed-forward", "head"} <= {phase["name"] for phase in found["phases"]}
-    assert found["bandwidth_limit"] > 0
+    result = traced(lab_server, profile=True, logits=False)["time"]
+    assert {"attention", "feed-forward", "head"} <= {phase["name"] for phase in result["phases"]}
+    assert result["bandwidth_limit"] > 0
     assert lab_server.engine.profile().samples == ()
     assert not lab_server.engine.profiler.enabled
 
@@ -220,12 +220,12 @@ def test_a_measured_pass_says_where_its_time_went_and_leaves_nothing_behind(lab_
         ({"prompt": "word " * 20_000}, "prompt", "tokens"),
         ({"prompt": [49152]}, "prompt", "vocabulary"),
         ({"prompt": "a", "take": [-1]}, "take", "vocabulary"),
-        ({"prompt": "a", "lens": {"k": 0}}, "lens.k", "1 to 256"),
-        ({"prompt": "a", "lens": {"layers": [31]}}, "lens.layers", "0 to 30"),
-        ({"prompt": "a", "attention": {"layers": [30]}}, "attention.layers", "0 to 29"),
-        ({"prompt": [5] * 8000, "attention": {"layers": [3] * 400}}, "attention.layers", "fewer layers"),
+        ({"prompt": "a", "lens": {"k": 0}}, "lens.k", "[1, 256]"),
+        ({"prompt": "a", "lens": {"layers": [31]}}, "lens.layers", "[0, 30]"),
+        ({"prompt": "a", "attention": {"layers": [30]}}, "attention.layers", "[0, 29]"),
+        ({"prompt": [5] * 8000, "attention": {"layers": [3] * 400}}, "attention.layers", "pass fewer"),
         ({"prompt": "a b c", "mask": {"window": 0}}, "mask", "at least 1"),
-        ({"prompt": "a b c", "mask": {"rows": 9}}, "mask.rows", "1 to 3"),
+        ({"prompt": "a b c", "mask": {"rows": 9}}, "mask.rows", "[1, 3]"),
         ({"prompt": "a b c", "mask": {"runs": [[0, 3]]}}, "mask", "at least 1"),
         ({"prompt": "a b c", "mask": {"runs": [[7]]}}, "mask", "slots"),
         ({"prompt": "a b c", "mask": {"runs": [[-1, 3]]}}, "mask", "-1"),
@@ -233,9 +233,9 @@ def test_a_measured_pass_says_where_its_time_went_and_leaves_nothing_behind(lab_
         ({"prompt": "a", "sampling": {"top_p": 0}}, "sampling", "top_p is 0"),
         ({"prompt": "a", "sampling": {"draws": 5000}}, "sampling.draws", "1024"),
         ({"prompt": "a", "sampling": {"logit_bias": {"x": 1}}}, "logit_bias", "token ids"),
-        ({"prompt": "a", "scores": 1}, "scores", "0 to 0"),
-        ({"prompt": "a", "colour": "red"}, "colour", "not known"),
-        ({}, "prompt", "missing"),
+        ({"prompt": "a", "scores": 1}, "scores", "[0, 0]"),
+        ({"prompt": "a", "colour": "red"}, "colour", "unknown"),
+        ({}, "prompt", "required"),
     ],
 )
 def test_what_cannot_be_traced_is_refused_by_name(
@@ -268,9 +268,9 @@ def test_the_vocabulary_has_every_token_as_text(small: tuple[Live, Oracle], lab_
 def test_files_are_served_with_a_strict_policy_and_nothing_else_is(lab_server: Live) -> None:
     assert lab_server.get("/lab").status == 308
     for name in ["", *files()]:
-        answer = lab_server.get(f"/lab/{name}")
-        assert answer.status == 200, name
-        headers = {key.lower(): value for key, value in answer.headers.items()}
+        response = lab_server.get(f"/lab/{name}")
+        assert response.status == 200, name
+        headers = {key.lower(): value for key, value in response.headers.items()}
         for header, value in HEADERS.items():
             assert headers[header.lower()] == value, name
         assert headers["x-content-type-options"] == "nosniff"
@@ -293,10 +293,10 @@ def test_what_is_recorded_is_a_real_distribution() -> None:
     import gzip
     import json
 
-    found = json.loads(gzip.decompress((STATIC / "recorded.bin").read_bytes()))
-    logits = unpacked(found["trace"]["logits"])
-    assert logits.shape == (len(found["vocab"]),) == (found["model"]["vocab_size"],)
+    result = json.loads(gzip.decompress((STATIC / "recorded.bin").read_bytes()))
+    logits = unpacked(result["trace"]["logits"])
+    assert logits.shape == (len(result["vocab"]),) == (result["model"]["vocab_size"],)
     probs = np.exp(logits.astype(np.float64) - logits.max())
     assert 1 < -(probs / probs.sum() * np.log(probs / probs.sum())).sum() < math.log(len(logits))
-    assert "".join(found["trace"]["texts"]) == found["prompt"] == PROMPT
-    assert len(found["greedy"]) == 96
+    assert "".join(result["trace"]["texts"]) == result["prompt"] == PROMPT
+    assert len(result["greedy"]) == 96

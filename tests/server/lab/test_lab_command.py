@@ -36,16 +36,16 @@ def test_it_serves_the_page_and_opens_a_browser(smollm2_path: Path, tmp_path: Pa
         assert process.stdout is not None
         address = process.stdout.readline().strip()
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/lab/", address)
-        found: dict[str, object] = {}
+        result: dict[str, object] = {}
         end = time.monotonic() + 120
-        while "vocab_size" not in found and time.monotonic() < end:
+        while "vocab_size" not in result and time.monotonic() < end:
             time.sleep(0.1)
             try:
-                with urllib.request.urlopen(address + "api/model") as answer:
-                    found = json.load(answer)
+                with urllib.request.urlopen(address + "api/model") as response:
+                    result = json.load(response)
             except OSError:
                 continue  # it listens before it answers
-        assert found["name"] == "smollm2"
+        assert result["name"] == "smollm2"
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == 0
@@ -71,10 +71,10 @@ def test_the_call_of_the_guide_works(lab_server: Live) -> None:
     (call,) = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     command, url, flag, body = shlex.split(call)
     assert (command, flag) == ("curl", "-d")
-    asked = json.loads(body)
-    answer = lab_server.ask("POST", url.removeprefix("http://127.0.0.1:8000"), body.encode())
-    assert answer.status == 200, answer.body
-    assert {"logits", *asked} - {"prompt"} <= set(answer.json)
+    requested = json.loads(body)
+    response = lab_server.ask("POST", url.removeprefix("http://127.0.0.1:8000"), body.encode())
+    assert response.status == 200, response.body
+    assert {"logits", *requested} - {"prompt"} <= set(response.json)
     fields = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     schema = lab_server.get("/openapi.json").json["components"]["schemas"]["TraceRequest"]["properties"]
     assert fields == set(schema) - {"model", "priority"}

@@ -64,9 +64,9 @@ def test_the_whole_lesson_by_keyboard_alone(lab_server: Live, visit: Callable[..
     keys.press("ArrowRight", 3)
     check_closed(page, "output")
     keys.commit_and_reveal("output")
-    answer = page.locator("#answer-output").inner_text()
-    assert "49,152" in answer
-    assert "1.000000000000" in answer
+    response = page.locator("#answer-output").inner_text()
+    assert "49,152" in response
+    assert "1.000000000000" in response
     assert page.locator("#answer-output .bars li").count() == 8
     assert page.locator("#output-1").is_disabled()  # a guess is kept as it was
 
@@ -75,8 +75,8 @@ def test_the_whole_lesson_by_keyboard_alone(lab_server: Live, visit: Callable[..
     keys.press("Space")
     keys.commit_and_reveal("greedy")
     page.wait_for_selector("#answer-greedy mark")
-    answer = page.locator("#answer-greedy").inner_text()
-    assert "Identical, token for token." in answer
+    response = page.locator("#answer-greedy").inner_text()
+    assert "Identical, token for token." in response
     assert "✗ you said" in page.locator("section[aria-labelledby=title-greedy]").inner_text()
     keys.to(".recall button")
     keys.press("Enter")
@@ -90,9 +90,9 @@ def test_the_whole_lesson_by_keyboard_alone(lab_server: Live, visit: Callable[..
     keys.to("#bar-2-1")
     keys.press("End")
     keys.commit_and_reveal("temperature")
-    answer = page.locator("#answer-temperature").inner_text()
-    assert "Of the top eight" in answer
-    assert "Of the whole vocabulary" in answer
+    response = page.locator("#answer-temperature").inner_text()
+    assert "Of the top eight" in response
+    assert "Of the whole vocabulary" in response
     assert page.locator("#answer-temperature .guess-mark").count() == 9
 
     check_closed(page, "zero")
@@ -105,9 +105,9 @@ def test_the_whole_lesson_by_keyboard_alone(lab_server: Live, visit: Callable[..
     keys.to("input[id^=cut-count]")
     keys.press("ArrowLeft", 5)
     keys.commit_and_reveal("cut")
-    answer = page.locator("#answer-cut").inner_text()
-    assert "0 of 200 from the tail" in answer
-    assert "hold 90" in answer
+    response = page.locator("#answer-cut").inner_text()
+    assert "0 of 200 from the tail" in response
+    assert "hold 90" in response
 
     points = int(page.locator("#score").inner_text())
     rows = [int(text) for text in page.locator("section[aria-labelledby=score-title] td:last-child").all_inner_texts()]
@@ -185,11 +185,11 @@ def test_the_teacher_answers_with_the_model_that_is_served(lab_server: Live, vis
     watched = visit(lab_server.url)
     page = watched.page
     page.wait_for_selector("#teacher-question")
-    with page.expect_request("**/v1/chat/completions") as asked:
+    with page.expect_request("**/v1/chat/completions") as sent:
         page.fill("#teacher-question", "Which token is the likeliest?")
         page.keyboard.press("Enter")
-    told = asked.value.post_data_json["messages"][0]["content"]
-    assert '" girl" 37' in told
+    system_message = sent.value.post_data_json["messages"][0]["content"]
+    assert '" girl" 37' in system_message
     page.locator(".theirs", has_text=re.compile(r"\w{2}")).wait_for()
     # The answer may be over by now, which is as well.
     page.evaluate("[...document.querySelectorAll('button')].find((one) => one.textContent === 'Stop')?.click()")

@@ -20,7 +20,7 @@ from headway.base.brle import Brle
 from headway.base.rng import uniform
 from headway.base.samplers import Sampling
 from headway.kernels.reference import sampling
-from headway.server.lab.schema import Packed
+from headway.server.lab.schema import Base64Array
 from support.live import Live
 from support.oracle import Oracle
 
@@ -31,27 +31,27 @@ OFF = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}
 CHOOSE = """async ([logits, cases]) => {
     const lab = await import("./sampling.js");
     const row = new lab.Row(Float32Array.from(logits, (x) => x ?? -Infinity));
-    return cases.map(({knobs, prompt, taken, bias, seed, position}) => {
-        const found = lab.stages(row, knobs, lab.history(prompt, taken), new Map(bias));
+    return cases.map(({params, prompt, taken, bias, seed, position}) => {
+        const found = lab.stages(row, params, lab.history(prompt, taken), new Map(bias));
         const {ids, probs} = lab.distribution(found);
         return {ids: [...ids], probs: [...probs], drawn: lab.draw(found, seed, position, 16)};
     });
 }"""
 
 # Asks the engine for logits and what its sampler makes of them, and computes the same.
-COMPARE = """async ({knobs, prompt, taken, bias, seed}) => {
+COMPARE = """async ({params, prompt, taken, bias, seed}) => {
     const [lab, api, next] = await Promise.all([import("./sampling.js"), import("./api.js"), import("./next.js")]);
-    const asked = {...knobs, seed, draws: 16, logit_bias: Object.fromEntries(bias)};
+    const asked = {...params, seed, draws: 16, logit_bias: Object.fromEntries(bias)};
     const answer = await api.ask("api/trace", {prompt, take: taken, sampling: asked});
     const row = new lab.Row(api.unpack(answer.logits));
-    const found = lab.stages(row, knobs, lab.history(prompt, taken), new Map(bias));
+    const found = lab.stages(row, params, lab.history(prompt, taken), new Map(bias));
     const {ids, probs, tokens} = answer.sampling;
     const ours = lab.draw(found, seed, answer.position, 16);
     return {...next.difference(lab.distribution(found), api.unpack(ids), api.unpack(probs)), ours, theirs: tokens};
 }"""
 
 
-def knobs_of(generator: random.Random, vocab: int) -> dict[str, Any]:
+def params_of(generator: random.Random, vocab: int) -> dict[str, Any]:
     """Knobs of every kind, each off half of the time."""
 
     def maybe(value: float, off: float) -> float:
@@ -82,8 +82,8 @@ def cases_of(generator: random.Random, vocab: int, count: int) -> list[dict[str,
     for _ in range(count):
         taken = [generator.randrange(vocab) for _ in range(generator.randrange(6))]
         bias = {generator.randrange(vocab): generator.uniform(-5, 5) for _ in range(generator.randrange(3))}
-        found = {"prompt": [3, 5, 8], "taken": taken, "bias": list(bias.items()), "seed": generator.getrandbits(53)}
-        cases.append({"knobs": knobs_of(generator, vocab), "position": generator.randrange(4000), **found})
+        result = {"prompt": [3, 5, 8], "taken": taken, "bias": list(bias.items()), "seed": generator.getrandbits(53)}
+        cases.append({"params": params_of(generator, vocab), "position": generator.randrange(4000), **result})
     return cases
 
 
@@ -93,9 +93,9 @@ def test_the_pages_sampling_is_the_kernels_on_ties_and_impossible_tokens(
     logits = ties(301)
     cases = cases_of(random.Random(1), len(logits), 150)
     page = visit(lab_server.url).page
-    answer = page.evaluate(CHOOSE, [[float(x) if np.isfinite(x) else None for x in logits], cases])
-    for case, mine in zip(cases, answer, strict=True):
-        how = Sampling(**case["knobs"], logit_bias=dict(case["bias"]), seed=case["seed"])
+    response = page.evaluate(CHOOSE, [[float(x) if np.isfinite(x) else None for x in logits], cases])
+    for case, mine in zip(cases, response, strict=True):
+        how = Sampling(**case["params"], logit_bias=dict(case["bias"]), seed=case["seed"])
         counts = {id: case["taken"].count(id) for id in case["taken"]}
         generated = (torch.tensor(list(counts), dtype=torch.int64), torch.tensor(list(counts.values())))
         seen = torch.tensor(sorted({*case["prompt"], *case["taken"]}), dtype=torch.int64)
@@ -116,10 +116,10 @@ def test_the_pages_sampling_is_the_engines_over_the_whole_vocabulary(
     page = visit(lab_server.url).page
     for case in cases_of(random.Random(2), 49152, 16):
         case["taken"] = [9, 9, 4, *case["taken"]]
-        found = page.evaluate(COMPARE, case)
-        assert found["most"] < 1e-6, case
-        assert found["missing"] == 0, case
-        assert found["ours"] == found["theirs"], case
+        result = page.evaluate(COMPARE, case)
+        assert result["most"] < 1e-6, case
+        assert result["missing"] == 0, case
+        assert result["ours"] == result["theirs"], case
 
 
 def settled(page: Any) -> float:
@@ -137,29 +137,29 @@ def test_sliders_move_the_numbers_and_stay_equal_to_the_engine(lab_server: Live,
     page.get_by_role("button", name="Chat: T 0.7, top-p 0.9").click()
     page.locator(".strip", has_text="3 stay").wait_for()
     assert settled(page) < 1e-6
-    page.locator("#knob-top_p").focus()
+    page.locator("#param-top_p").focus()
     for _ in range(20):
         page.keyboard.press("ArrowLeft")  # 0.70
-    page.fill("#knob-min_p-n", "0.01")
-    page.locator("#knob-typical_p").focus()
+    page.fill("#param-min_p-n", "0.01")
+    page.locator("#param-typical_p").focus()
     page.keyboard.press("ArrowLeft")
-    page.fill("#knob-repetition_penalty-n", "1.2")
+    page.fill("#param-repetition_penalty-n", "1.2")
     page.get_by_role("button", name="Set", exact=True).click()
     assert settled(page) < 1e-6
     page.locator("#stages-summary").click()
-    knobs = {**OFF, "temperature": 0.7, "top_p": 0.7, "min_p": 0.01, "typical_p": 0.99}
-    knobs |= {"repetition_penalty": 1.2, "seed": 7}
+    params = {**OFF, "temperature": 0.7, "top_p": 0.7, "min_p": 0.01, "typical_p": 0.99}
+    params |= {"repetition_penalty": 1.2, "seed": 7}
     girl = lab_server.engine.tokenizer.encode(" girl")[0]
-    kept = lab_server.post("/lab/api/trace", prompt=PROMPT, sampling={**knobs, "logit_bias": {str(girl): -2}}).json
-    ids, probs = (Packed(**kept["sampling"][name]).array() for name in ("ids", "probs"))
+    kept = lab_server.post("/lab/api/trace", prompt=PROMPT, sampling={**params, "logit_bias": {str(girl): -2}}).json
+    ids, probs = (Base64Array(**kept["sampling"][name]).array() for name in ("ids", "probs"))
     wanted = dict(zip(ids.tolist(), probs.tolist(), strict=True))
     for line in page.locator(".stages tbody tr").all():
         cells = line.locator("td").all_inner_texts()
         id = int(re.search(r"(\d+)\s*$", cells[0])[1])
         shown = 0.0 if cells[-1] == "cut" else float(cells[-1].rstrip("%")) / 100
         assert shown == pytest.approx(wanted.get(id, 0.0), abs=6e-4)
-    page.fill("#knob-temperature-n", "-1")
-    assert page.locator("#knob-temperature-n").get_attribute("aria-invalid") == "true"
+    page.fill("#param-temperature-n", "-1")
+    assert page.locator("#param-temperature-n").get_attribute("aria-invalid") == "true"
     page.get_by_role("button", name="Evals: T 0").click()
     page.locator(".strip", has_text="T = 0").wait_for()
     assert settled(page) == 0.0
@@ -199,7 +199,7 @@ def test_branching_and_back_and_a_link_that_brings_it_all_back(lab_server: Live,
         other.locator("[aria-current=true].node").inner_text() == page.locator("[aria-current=true].node").inner_text()
     )
     other.locator("#tab-next").click()
-    assert other.locator("#knob-temperature-n").input_value() == "1.5"
+    assert other.locator("#param-temperature-n").input_value() == "1.5"
     assert other.locator("#prompt").input_value() == PROMPT
     lab_server.until(lab_server.is_quiet)
 
@@ -243,7 +243,7 @@ def test_the_inside_of_a_pass(lab_server: Live, visit: Callable[..., Any]) -> No
     page.locator("#tab-next").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    page.locator("h2", has_text="At which layer does the answer win?").wait_for()
+    page.locator("h2", has_text="At which layer does the final token take the lead?").wait_for()
     assert page.locator(".lens tbody tr").count() == 31
     trace = lab_server.post("/lab/api/trace", prompt=PROMPT, lens={"k": 1}, attention={"layers": [15]}).json
     tokenizer = lab_server.engine.tokenizer
@@ -252,9 +252,9 @@ def test_the_inside_of_a_pass(lab_server: Live, visit: Callable[..., Any]) -> No
         assert shown == tokenizer.token_text(layer["ids"][0]).strip().replace("\\n", "↵") or layer["ids"][0] < 260
     page.locator("#tab-attention").click()
     page.locator("h3", has_text="Layer 15, head 0").wait_for()
-    scores = Packed(**trace["attention"]["array"]).array()[0, 0]
-    found = [float(text.rstrip("%")) / 100 for text in page.locator(".heads .bars .num").all_inner_texts()]
-    assert np.allclose(found, scores, atol=1e-3)
+    scores = Base64Array(**trace["attention"]["array"]).array()[0, 0]
+    result = [float(text.rstrip("%")) / 100 for text in page.locator(".heads .bars .num").all_inner_texts()]
+    assert np.allclose(result, scores, atol=1e-3)
     page.locator("#tab-engine").click()
     context = lab_server.engine.context()
     context.fill(range(200, 240))
@@ -294,7 +294,7 @@ def test_exports_hold_what_is_on_the_page(lab_server: Live, visit: Callable[...,
     data = json.loads(Path(coming.value.path()).read_text())
     assert data["top"][0]["text"] == " girl"
     assert sum(data["final"]["probs"]) == pytest.approx(1, abs=1e-12)
-    assert Packed(**data["logits"]).array().shape == (49152,)
+    assert Base64Array(**data["logits"]).array().shape == (49152,)
     with page.expect_download() as coming:
         page.get_by_role("button", name="PNG").click()
     from PIL import Image
@@ -360,9 +360,9 @@ def test_a_painted_mask_is_the_oracles(nasty: tuple[Live, Oracle], visit: Callab
         page.keyboard.press(key)
     box = page.locator("[role=row]").nth(11).locator("[role=gridcell]")
 
-    def is_painted(answer: Any) -> bool:
-        asked = answer.request.post_data_json if answer.request.method == "POST" else {}
-        return (asked.get("mask") or {"runs": [[]]})["runs"][-1] == [2, 4, 6]
+    def is_painted(response: Any) -> bool:
+        requested = response.request.post_data_json if response.request.method == "POST" else {}
+        return (requested.get("mask") or {"runs": [[]]})["runs"][-1] == [2, 4, 6]
 
     with page.expect_response(is_painted) as coming:  # a drag over four cells of the last row
         start, end = box.nth(2).bounding_box(), box.nth(5).bounding_box()
@@ -380,10 +380,10 @@ def test_a_painted_mask_is_the_oracles(nasty: tuple[Live, Oracle], visit: Callab
     assert (attend == wanted).all()
     shown = page.locator("#mask-runs tbody tr").nth(11).locator("td").all_inner_texts()
     assert shown == ["[2, 4, 6]", "[0, 2, 4, 6]"]
-    found = coming.value.json()
-    tokens = found["tokens"]
+    result = coming.value.json()
+    tokens = result["tokens"]
     dense = oracle.run(tokens, list(range(12)), torch.from_numpy(attend)).logits[-1]
-    logits = Packed(**found["logits"]).array()
+    logits = Base64Array(**result["logits"]).array()
     assert np.abs(logits - dense.numpy()).max() <= 1e-4 * max(1.0, float(dense.abs().max()))
     page.locator("#mask-result[data-distance]").wait_for()
     probs = torch.softmax(dense.double(), -1)

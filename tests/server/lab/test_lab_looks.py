@@ -88,8 +88,8 @@ class Tour:
         self.wrong += [(self.name, view, *one) for one in page.evaluate(RULES)]
         if self.axe is not None:
             page.evaluate(self.axe + ";0")
-            found = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
-            self.wrong += [(self.name, view, v["id"], v["nodes"][0]["html"][:150]) for v in found["violations"]]
+            result = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
+            self.wrong += [(self.name, view, v["id"], v["nodes"][0]["html"][:150]) for v in result["violations"]]
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             page.evaluate("scrollTo(0, 0)")

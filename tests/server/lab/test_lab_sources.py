@@ -14,7 +14,7 @@ from lab_models import nasty_folder
 from lab_serving import lab_live, listening
 
 import headway as hw
-from headway.server.auth import add_key
+from headway.server.keys import add_key
 from headway.server.lab.page import STATIC
 from headway.testing import random_model
 
@@ -53,7 +53,7 @@ def test_a_server_may_restart_with_another_model_while_the_page_is_open(
         assert "as token ids" in page.locator("label[for=prompt]").inner_text()  # it has no tokenizer
         page.fill("#prompt", "5 6 seven")
         page.click("#run")
-        page.locator("#lab-message", has_text="whole numbers").wait_for()
+        page.locator("#lab-message", has_text="must be integers").wait_for()
         page.fill("#prompt", "5 6 70")
         page.click("#run")
         page.locator(".crumbs", has_text="3 tokens").wait_for()
@@ -95,7 +95,7 @@ def test_a_server_with_keys_gives_the_page_and_nothing_else_without_one(
         page.locator("h1", has_text="This server needs a key").wait_for()
         page.fill("#key", "hw-wrong")
         page.keyboard.press("Enter")
-        page.locator(".lead", has_text="not known here").wait_for()
+        page.locator(".lead", has_text="is not valid").wait_for()
         page.fill("#key", secret)
         page.keyboard.press("Enter")
         page.locator("#commit-output").wait_for()

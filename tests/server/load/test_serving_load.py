@@ -18,12 +18,12 @@ def test_a_crowd_of_clients_that_come_and_go(tmp_path: Path, smollm2_path: Path)
     options = ["--clients", "60", "--seconds", "40", "--pages", "300", "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, SCRIPT, *options], text=True, capture_output=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "serve_load.json").read_text())
-    assert found["wrong"] == []
-    assert found["ends"]["answered"] > 60
-    assert found["ends"]["left after some events"] > 10
-    assert found["compared_with_alone"] > 10
-    assert found["pages"]["held_at_the_end"] == 0
+    result = json.loads((tmp_path / "serve_load.json").read_text())
+    assert result["wrong"] == []
+    assert result["ends"]["answered"] > 60
+    assert result["ends"]["left after some events"] > 10
+    assert result["compared_with_alone"] > 10
+    assert result["pages"]["held_at_the_end"] == 0
     assert "nothing went wrong" in (tmp_path / "serve_load.txt").read_text()
 
 

@@ -18,11 +18,11 @@ def test_models(served):
 
 
 def test_tokens_there_and_back(served):
-    found = served.post("/tokenize", prompt=TEXT, return_token_strs=True).json
-    assert found["tokens"] == served.engine.tokenizer.encode(TEXT)
-    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
-    assert found["max_model_len"] == 8192
-    assert served.post("/detokenize", tokens=found["tokens"]).json == {"prompt": TEXT}
+    result = served.post("/tokenize", prompt=TEXT, return_token_strs=True).json
+    assert result["tokens"] == served.engine.tokenizer.encode(TEXT)
+    assert result["count"] == len(result["tokens"]) == len(result["token_strs"])
+    assert result["max_model_len"] == 8192
+    assert served.post("/detokenize", tokens=result["tokens"]).json == {"prompt": TEXT}
     assert served.post("/tokenize", prompt="").json["tokens"] == []
     assert served.post("/detokenize", tokens=[]).json == {"prompt": ""}
 
@@ -80,9 +80,9 @@ def test_the_tokenizer_describes_itself(served):
 
 
 def test_embeddings_say_how_to_have_them(served):
-    answer = served.post("/v1/embeddings", model="smollm2", input="x")
-    assert answer.status == 400
-    assert "--embed MODEL" in answer.error["message"]
+    response = served.post("/v1/embeddings", model="smollm2", input="x")
+    assert response.status == 400
+    assert "--embed MODEL" in response.error["message"]
 
 
 def test_the_description_covers_every_route(served):

@@ -50,17 +50,17 @@ Scene = tuple[Stage, Live]
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Scene]]:
     """A server for each template, by its name."""
-    folder, made = speaking_folder(tmp_path_factory.mktemp("speaker")), {}
+    folder, created = speaking_folder(tmp_path_factory.mktemp("speaker")), {}
     with ExitStack() as stack:
 
         def make(template: str) -> Scene:
-            if template not in made:
+            if template not in created:
                 source = (TEMPLATES / template).read_text() if template.endswith(".jinja") else template
                 (folder / "chat_template.jinja").write_text(source)
                 stage = Stage(Path(folder))
                 assert stage.engine.chat_template is not None  # read now: the next one has another
-                made[template] = (stage, stack.enter_context(live(stage.engine)))
-            return made[template]
+                created[template] = (stage, stack.enter_context(live(stage.engine)))
+            return created[template]
 
         yield make
 
@@ -68,11 +68,11 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 def said(scene: Scene, text: str, end: str = "", **fields: Any) -> tuple[dict[str, Any], str]:
     """The message that a reply becomes, and why it ended; the stream must say the same."""
     stage, server = scene
-    asked: dict[str, Any] = {"messages": USER, "temperature": 0, "max_tokens": 400, **fields}
+    request_body: dict[str, Any] = {"messages": USER, "temperature": 0, "max_tokens": 400, **fields}
     stage.say(text, end=end)
-    choice = server.chat(**asked)["choices"][0]
+    choice = server.chat(**request_body)["choices"][0]
     stage.say(text, end=end)
-    events = server.post("/v1/chat/completions", stream=True, **asked).events
+    events = server.post("/v1/chat/completions", stream=True, **request_body).events
     deltas = [event["choices"][0]["delta"] for event in events]
     message = choice["message"]
     assert "".join(d.get("content") or "" for d in deltas) == (message["content"] or "")

@@ -24,8 +24,8 @@ def in_process(engine, prompt, sampler, **options):
     return engine.run(program)
 
 
-def text(answer, index=0):
-    return answer["choices"][index]["text"]
+def text(response, index=0):
+    return response["choices"][index]["text"]
 
 
 # -- the law: the same tokens as in process ------------------------------------------------------------------------
@@ -44,10 +44,10 @@ def text(answer, index=0):
 )
 def test_a_request_gives_the_tokens_of_the_same_call_in_process(served, knobs, sampler):
     expected, tokens = in_process(served.engine, PROMPT, sampler, max_tokens=12)
-    answer = served.complete(PROMPT, max_tokens=12, **knobs)
-    assert text(answer) == expected
-    assert answer["usage"]["completion_tokens"] == len(tokens)
-    assert answer["usage"]["prompt_tokens"] == len(served.engine.tokenizer.encode(PROMPT))
+    response = served.complete(PROMPT, max_tokens=12, **knobs)
+    assert text(response) == expected
+    assert response["usage"]["completion_tokens"] == len(tokens)
+    assert response["usage"]["prompt_tokens"] == len(served.engine.tokenizer.encode(PROMPT))
 
 
 def test_several_choices_are_the_draws_of_one_seed(served):
@@ -57,9 +57,9 @@ def test_several_choices_are_the_draws_of_one_seed(served):
             return await generations.texts()
 
     expected = served.engine.run(program)
-    answer = served.complete(PROMPT, max_tokens=8, seed=5, n=3)
-    assert [choice["text"] for choice in answer["choices"]] == expected
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    response = served.complete(PROMPT, max_tokens=8, seed=5, n=3)
+    assert [choice["text"] for choice in response["choices"]] == expected
+    assert [choice["index"] for choice in response["choices"]] == [0, 1, 2]
     assert len(set(expected)) > 1
     greedy = served.complete(PROMPT, max_tokens=4, temperature=0, n=2)
     assert text(greedy, 0) == text(greedy, 1)
@@ -70,8 +70,8 @@ def test_penalties_count_what_was_generated(served):
     params = hw.SamplingParams(repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.3)
     expected, _ = in_process(served.engine, PROMPT, params.sampling(), max_tokens=16, penalize_prompt=False)
     knobs = {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3, "temperature": 0}
-    answer = served.complete(PROMPT, max_tokens=16, **knobs)
-    assert text(answer) == expected
+    response = served.complete(PROMPT, max_tokens=16, **knobs)
+    assert text(response) == expected
     assert expected != text(served.complete(PROMPT, max_tokens=16, temperature=0))
 
 
@@ -122,10 +122,10 @@ def test_logprobs_are_those_of_the_model(served):
             ]
 
     steps = engine.run(program)
-    found = served.complete(PROMPT, max_tokens=6, seed=9, logprobs=3)["choices"][0]
-    logprobs = found["logprobs"]
+    result = served.complete(PROMPT, max_tokens=6, seed=9, logprobs=3)["choices"][0]
+    logprobs = result["logprobs"]
     assert logprobs["tokens"] == [engine.tokenizer.decode(step.tokens) for step in steps]
-    assert "".join(logprobs["tokens"]) == found["text"]
+    assert "".join(logprobs["tokens"]) == result["text"]
     assert logprobs["text_offset"] == [len("".join(logprobs["tokens"][:i])) for i in range(6)]
     for step, logprob, top in zip(steps, logprobs["token_logprobs"], logprobs["top_logprobs"]):
         ids, probs = step.probes[0]
@@ -137,14 +137,14 @@ def test_logprobs_are_those_of_the_model(served):
 
 
 def test_processed_logprobs_are_those_of_the_draw(served):
-    answer = served.complete(
+    response = served.complete(
         PROMPT, max_tokens=4, seed=1, logprobs=10, top_k=3, temperature=0.5, logprobs_mode="processed"
     )
-    for top in answer["choices"][0]["logprobs"]["top_logprobs"]:
+    for top in response["choices"][0]["logprobs"]["top_logprobs"]:
         assert len(top) == 3
         assert sum(map(math.exp, top.values())) == pytest.approx(1.0, abs=1e-6)
     raw = served.complete(PROMPT, max_tokens=4, seed=1, logprobs=10, top_k=3, temperature=0.5, logprobs_mode="raw")
-    assert text(raw) == text(answer)
+    assert text(raw) == text(response)
     assert len(raw["choices"][0]["logprobs"]["top_logprobs"][0]) == 10
 
 
@@ -169,15 +169,15 @@ def test_echo_scores_the_prompt(served, max_tokens):
             out = await forward.execute()
             return [float(out.logprobs(handle)[0]) for handle in handles]
 
-    answer = served.complete(PROMPT, max_tokens=max_tokens, echo=True, logprobs=1, temperature=0)
-    choice, logprobs = answer["choices"][0], answer["choices"][0]["logprobs"]
+    response = served.complete(PROMPT, max_tokens=max_tokens, echo=True, logprobs=1, temperature=0)
+    choice, logprobs = response["choices"][0], response["choices"][0]["logprobs"]
     assert choice["text"].startswith(PROMPT)
     assert "".join(logprobs["tokens"]) == choice["text"]
     assert len(logprobs["tokens"]) == len(ids) + max_tokens
     assert logprobs["token_logprobs"][0] is None
     assert logprobs["top_logprobs"][0] is None
     assert logprobs["token_logprobs"][1 : len(ids)] == pytest.approx(engine.run(program), abs=1e-4)
-    assert answer["usage"]["completion_tokens"] == max_tokens
+    assert response["usage"]["completion_tokens"] == max_tokens
     assert choice["finish_reason"] == "length"
     if max_tokens:
         plain = served.complete(PROMPT, max_tokens=max_tokens, temperature=0)
@@ -187,32 +187,32 @@ def test_echo_scores_the_prompt(served, max_tokens):
 def test_echo_of_token_ids_is_their_text(served):
     ids = served.engine.tokenizer.encode(PROMPT)
     assert text(served.complete(ids, max_tokens=0, echo=True)) == PROMPT
-    found = [served.complete(one, max_tokens=0, echo=True, logprobs=0)["choices"][0] for one in (PROMPT, ids)]
-    assert found[0] == found[1]
+    result = [served.complete(one, max_tokens=0, echo=True, logprobs=0)["choices"][0] for one in (PROMPT, ids)]
+    assert result[0] == result[1]
 
 
 def test_prompt_logprobs_have_ranks(served):
     ids = served.engine.tokenizer.encode(PROMPT)
     choice = served.complete(PROMPT, max_tokens=1, prompt_logprobs=2, temperature=0)["choices"][0]
-    found = choice["prompt_logprobs"]
-    assert found[0] is None
+    result = choice["prompt_logprobs"]
+    assert result[0] is None
     assert choice["logprobs"] is None
-    for id, entry in zip(ids[1:], found[1:]):
+    for id, entry in zip(ids[1:], result[1:]):
         assert str(id) in entry
         assert 2 <= len(entry) <= 3
         assert {one["rank"] for one in entry.values()} >= {1, 2}
     echoed = served.complete(PROMPT, max_tokens=0, echo=True, logprobs=0)["choices"][0]["logprobs"]
-    assert [entry[str(id)]["logprob"] for id, entry in zip(ids[1:], found[1:])] == echoed["token_logprobs"][1:]
+    assert [entry[str(id)]["logprob"] for id, entry in zip(ids[1:], result[1:])] == echoed["token_logprobs"][1:]
 
 
 def test_long_prompts_are_scored_whole(served):
     """More rows than one pass reads."""
     ids = served.engine.tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 20)
     assert len(ids) > 130
-    found = served.complete(ids, max_tokens=0, echo=True, logprobs=0)["choices"][0]["logprobs"]
-    assert len(found["token_logprobs"]) == len(ids)
+    result = served.complete(ids, max_tokens=0, echo=True, logprobs=0)["choices"][0]["logprobs"]
+    assert len(result["token_logprobs"]) == len(ids)
     again = served.complete(ids, max_tokens=0, prompt_logprobs=0)["choices"][0]["prompt_logprobs"]
-    assert [entry[str(id)]["logprob"] for id, entry in zip(ids[1:], again[1:])] == found["token_logprobs"][1:]
+    assert [entry[str(id)]["logprob"] for id, entry in zip(ids[1:], again[1:])] == result["token_logprobs"][1:]
 
 
 def test_best_of_returns_the_likeliest(served):
@@ -232,23 +232,23 @@ def test_best_of_returns_the_likeliest(served):
 def test_stop_strings_leave_text_and_tokens(served):
     plain = text(served.complete(PROMPT, max_tokens=24, temperature=0))
     stop = plain[20:26]
-    answer = served.complete(PROMPT, max_tokens=24, temperature=0, stop=["never", stop], logprobs=0)
-    choice = answer["choices"][0]
+    response = served.complete(PROMPT, max_tokens=24, temperature=0, stop=["never", stop], logprobs=0)
+    choice = response["choices"][0]
     assert choice["text"] == plain[: plain.index(stop)]
     assert choice["finish_reason"] == "stop"
     assert choice["text"].startswith("".join(choice["logprobs"]["tokens"]))
-    assert answer["usage"]["completion_tokens"] == len(choice["logprobs"]["tokens"])
+    assert response["usage"]["completion_tokens"] == len(choice["logprobs"]["tokens"])
     expected, tokens = in_process(served.engine, PROMPT, hw.Argmax(), max_tokens=24, stop=[stop])
-    assert (choice["text"], answer["usage"]["completion_tokens"]) == (expected, len(tokens))
+    assert (choice["text"], response["usage"]["completion_tokens"]) == (expected, len(tokens))
 
 
 def test_stop_token_ids_and_minimum(served):
     engine = served.engine
     _, tokens = in_process(engine, PROMPT, hw.Argmax(), max_tokens=10)
     at = next(i for i, token in enumerate(tokens) if token not in tokens[:i] and i >= 3)
-    answer = served.complete(PROMPT, max_tokens=10, temperature=0, stop_token_ids=[tokens[at]])
-    assert text(answer) == engine.tokenizer.decode(tokens[:at])
-    assert answer["choices"][0]["finish_reason"] == "stop"
+    response = served.complete(PROMPT, max_tokens=10, temperature=0, stop_token_ids=[tokens[at]])
+    assert text(response) == engine.tokenizer.decode(tokens[:at])
+    assert response["choices"][0]["finish_reason"] == "stop"
     longer = served.complete(PROMPT, max_tokens=10, temperature=0, stop_token_ids=[tokens[at]], min_tokens=9)
     expected, _ = in_process(engine, PROMPT, hw.Argmax(), max_tokens=10, stop=[tokens[at]], min_tokens=9)
     assert text(longer) == expected
@@ -259,10 +259,10 @@ def test_ignore_eos_goes_on(served):
     end = served.engine.tokenizer.eos_ids[0]
     forced = {str(end): 1000}
     assert served.complete(PROMPT, max_tokens=4, logit_bias=forced)["choices"][0]["finish_reason"] == "stop"
-    answer = served.complete(PROMPT, max_tokens=4, logit_bias=forced, ignore_eos=True, logprobs=0)
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["choices"][0]["logprobs"]["tokens"] == ["<|im_end|>"] * 4
-    assert answer["usage"]["completion_tokens"] == 4
+    response = served.complete(PROMPT, max_tokens=4, logit_bias=forced, ignore_eos=True, logprobs=0)
+    assert response["choices"][0]["finish_reason"] == "length"
+    assert response["choices"][0]["logprobs"]["tokens"] == ["<|im_end|>"] * 4
+    assert response["usage"]["completion_tokens"] == 4
 
 
 # -- what may come -------------------------------------------------------------------------------------------------
@@ -270,9 +270,9 @@ def test_ignore_eos_goes_on(served):
 
 def test_only_allowed_tokens_come(served):
     allowed = [253, 260, 28, 30]
-    answer = served.complete(PROMPT, max_tokens=12, seed=3, allowed_token_ids=allowed, logprobs=0)
+    response = served.complete(PROMPT, max_tokens=12, seed=3, allowed_token_ids=allowed, logprobs=0)
     words = {served.engine.tokenizer.decode([id]) for id in allowed}
-    assert set(answer["choices"][0]["logprobs"]["tokens"]) <= words
+    assert set(response["choices"][0]["logprobs"]["tokens"]) <= words
 
 
 def test_bad_words_do_not_come(served):
@@ -284,9 +284,9 @@ def test_bad_words_do_not_come(served):
         assert f" {word}" not in other
     _, tokens = in_process(served.engine, PROMPT, hw.Argmax(), max_tokens=20)
     pair = tokens[4:6]
-    found = served.complete(PROMPT, max_tokens=20, temperature=0, bad_words=[pair], logprobs=0)["choices"][0]
-    assert found["logprobs"]["tokens"][:5] == [served.engine.tokenizer.decode([id]) for id in tokens[:5]]
-    assert found["logprobs"]["tokens"][5] != served.engine.tokenizer.decode([tokens[5]])
+    result = served.complete(PROMPT, max_tokens=20, temperature=0, bad_words=[pair], logprobs=0)["choices"][0]
+    assert result["logprobs"]["tokens"][:5] == [served.engine.tokenizer.decode([id]) for id in tokens[:5]]
+    assert result["logprobs"]["tokens"][5] != served.engine.tokenizer.decode([tokens[5]])
 
 
 @pytest.mark.parametrize(
@@ -311,9 +311,9 @@ def test_bad_words_and_a_form_hold_together(served):
     shape = {"regex": "(red|tan|[a-z]{3})"}
     words = ["red", "tan", "and", "the", "you"]
     for seed in range(4):
-        found = served.complete("Color:", seed=seed, structured_outputs=shape, bad_words=words)
-        assert re.fullmatch("[a-z]{3}", text(found))
-        assert text(found) not in words
+        result = served.complete("Color:", seed=seed, structured_outputs=shape, bad_words=words)
+        assert re.fullmatch("[a-z]{3}", text(result))
+        assert text(result) not in words
 
 
 # -- counts and streams --------------------------------------------------------------------------------------------
@@ -330,9 +330,9 @@ def test_cached_tokens_are_counted(served):
 
 @pytest.mark.parametrize("extra", [{}, {"logprobs": 2}, {"n": 2, "logprobs": 1}, {"echo": True, "logprobs": 1}])
 def test_a_stream_adds_up_to_the_whole(served, extra):
-    asked = {"prompt": [PROMPT, "The sky is"], "max_tokens": 6, "seed": 8, "stop": ["\n\n"], **extra}
-    whole = served.complete(**asked)
-    events = served.post("/v1/completions", stream=True, stream_options={"include_usage": True}, **asked).events
+    request_body = {"prompt": [PROMPT, "The sky is"], "max_tokens": 6, "seed": 8, "stop": ["\n\n"], **extra}
+    whole = served.complete(**request_body)
+    events = served.post("/v1/completions", stream=True, stream_options={"include_usage": True}, **request_body).events
     *chunks, last = events
     assert last["choices"] == []
     # of prompts that have been scored before less may be in the cache

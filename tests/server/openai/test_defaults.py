@@ -29,27 +29,27 @@ def tokens(server, seed, *sampler, **options):
         async with engine.context(seed=seed) as ctx:
             return await ctx.fill(PROMPT).generate(*sampler, **options).tokens()
 
-    found = server.engine.run(program)
-    return server.engine.tokenizer.decode(found, skip_special=True)
+    result = server.engine.run(program)
+    return server.engine.tokenizer.decode(result, skip_special=True)
 
 
 def test_a_request_that_says_nothing_draws_as_the_file_says(recommended):
     for seed in range(4):
-        answer = recommended.complete(PROMPT, seed=seed, max_tokens=11, ignore_eos=True, echo=False)
+        response = recommended.complete(PROMPT, seed=seed, max_tokens=11, ignore_eos=True, echo=False)
         expected = tokens(recommended, seed, stop_only=True)
-        assert answer["choices"][0]["text"] == expected
+        assert response["choices"][0]["text"] == expected
 
 
 def test_a_request_that_says_something_keeps_the_rest(recommended):
-    answer = recommended.complete(PROMPT, seed=3, max_tokens=11, ignore_eos=True, temperature=1.1)
+    response = recommended.complete(PROMPT, seed=3, max_tokens=11, ignore_eos=True, temperature=1.1)
     expected = tokens(recommended, 3, hw.Sampling(1.1, top_k=7, top_p=0.9), stop_only=True, max_tokens=11)
-    assert answer["choices"][0]["text"] == expected
+    assert response["choices"][0]["text"] == expected
 
 
 def test_a_chat_is_as_long_as_the_file_says(recommended):
-    asked = {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
-    assert recommended.chat(**asked)["usage"]["completion_tokens"] == 11
-    assert recommended.chat(**asked, max_tokens=13)["usage"]["completion_tokens"] == 13
+    request_body = {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
+    assert recommended.chat(**request_body)["usage"]["completion_tokens"] == 11
+    assert recommended.chat(**request_body, max_tokens=13)["usage"]["completion_tokens"] == 13
 
 
 def test_a_model_without_a_template_says_what_to_use(tmp_path):
@@ -64,10 +64,10 @@ def test_a_model_without_a_tokenizer_takes_and_gives_tokens():
 
     with live(hw.Engine(random_model(), pages=64, threads=1)) as server:
         assert "no tokenizer" in server.refused("/v1/completions", prompt="hello")["message"]
-        answer = server.complete(PROMPT, max_tokens=4, temperature=0, logprobs=1)
+        response = server.complete(PROMPT, max_tokens=4, temperature=0, logprobs=1)
         expected = server.engine.run(_greedy)
-        assert answer["choices"][0]["logprobs"]["tokens"] == [f"<{id}>" for id in expected]
-        assert answer["usage"]["completion_tokens"] == 4
+        assert response["choices"][0]["logprobs"]["tokens"] == [f"<{id}>" for id in expected]
+        assert response["usage"]["completion_tokens"] == 4
         assert "no tokenizer" in server.refused("/detokenize", tokens=[1])["message"]
 
 

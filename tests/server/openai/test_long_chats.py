@@ -21,21 +21,21 @@ NAMED = """
 @pytest.fixture
 def renderings(monkeypatch):
     """How many messages each rendering had; all are done as ever."""
-    found, render = [], ChatTemplate.render
+    result, render = [], ChatTemplate.render
 
     def counted(self, messages, **options):
-        found.append(len(messages))
+        result.append(len(messages))
         return render(self, messages, **options)
 
     monkeypatch.setattr(ChatTemplate, "render", counted)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("cue", [True, False])
 def test_a_long_chat_is_rendered_once(served, renderings, cue):
     messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i}"} for i in range(301)]
-    found = served.post("/tokenize", messages=messages, add_generation_prompt=cue)
-    assert found.status == 200, found.body
+    result = served.post("/tokenize", messages=messages, add_generation_prompt=cue)
+    assert result.status == 200, result.body
     assert renderings == [301]
 
 
@@ -51,9 +51,9 @@ def test_without_the_cue_a_chat_has_the_same_tokens_before_it(served):
 def test_every_result_finds_its_call(served):
     calls = [{"id": f"c{i}", "function": {"name": f"f{i}", "arguments": "{}"}} for i in range(200)]
     results = [{"role": "tool", "tool_call_id": f"c{i}", "content": "1", "name": f"f{i}"} for i in range(200)]
-    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}, *results]
-    assert served.post("/tokenize", messages=asked).status == 200
-    assert "'c0'" in served.refused("/tokenize", messages=[asked[0], results[0], asked[1]])["message"]
+    request_body = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}, *results]
+    assert served.post("/tokenize", messages=request_body).status == 200
+    assert "'c0'" in served.refused("/tokenize", messages=[request_body[0], results[0], request_body[1]])["message"]
 
 
 def test_a_name_that_the_template_writes_reaches_the_model(tmp_path: Path):
@@ -75,5 +75,5 @@ def test_reasoning_goes_to_a_template_that_knows_it(tmp_path: Path):
     assert "reasoning_content" in (TEMPLATES / "qwen.jinja").read_text()
     with live(hw.Engine(folder, threads=1, pages=64)) as server:
         said = {"role": "assistant", "content": "a", "reasoning_content": "b"}
-        answer = server.post("/tokenize", messages=[{"role": "user", "content": "a"}, said])
-        assert answer.status == 200, answer.body
+        response = server.post("/tokenize", messages=[{"role": "user", "content": "a"}, said])
+        assert response.status == 200, response.body

@@ -82,14 +82,14 @@ def drawn(seed: int) -> tuple[str, dict[str, object]]:
 def check(small: Live, seed: int) -> bool:
     """One mixture; whether it was answered."""
     path, body = drawn(seed)
-    answer = small.ask("POST", path, body)
-    assert answer.status in (200, 400), (body, answer.body)
+    response = small.ask("POST", path, body)
+    assert response.status in (200, 400), (body, response.body)
     streamed = small.ask("POST", path, body | {"stream": True, "stream_options": {"include_usage": True}})
-    if answer.status == 400:
-        assert answer.error["message"]
+    if response.status == 400:
+        assert response.error["message"]
         assert streamed.status == 400 or b'"error"' in streamed.body
         return False
-    whole = answer.json
+    whole = response.json
     counts = whole["usage"]
     assert counts["total_tokens"] == counts["prompt_tokens"] + counts["completion_tokens"]
     assert {choice["finish_reason"] for choice in whole["choices"]} <= {"stop", "length", "tool_calls"}

@@ -44,8 +44,8 @@ def test_a_client_that_leaves_a_chat_or_a_scoring(served):
 
 
 def test_neighbours_of_those_who_leave_get_their_tokens(served):
-    asked = {"prompt": PROMPT, "max_tokens": 24, "seed": 12}
-    expected = served.complete(**asked)["choices"]
+    request_body = {"prompt": PROMPT, "max_tokens": 24, "seed": 12}
+    expected = served.complete(**request_body)["choices"]
 
     def leave(number):
         with sent(served, "/v1/completions", prompt=PROMPT + str(number), max_tokens=2000, stream=True) as client:
@@ -53,7 +53,7 @@ def test_neighbours_of_those_who_leave_get_their_tokens(served):
 
     with ThreadPoolExecutor(6) as pool:
         leaving = [pool.submit(leave, number) for number in range(12)]
-        found = [pool.submit(served.complete, **asked) for _ in range(4)]
+        found = [pool.submit(served.complete, **request_body) for _ in range(4)]
         assert [one.result()["choices"] for one in found] == [expected] * 4
         for one in leaving:
             one.result()
@@ -62,20 +62,25 @@ def test_neighbours_of_those_who_leave_get_their_tokens(served):
 
 def test_an_error_in_the_middle_is_an_event(served):
     """A form whose only end is forbidden: its first word comes, then nothing can."""
-    asked = {"prompt": "x", "max_tokens": 8, "structured_outputs": {"regex": "(yes|no) qqq"}, "bad_words": ["qqq"]}
-    answer = served.post("/v1/completions", stream=True, **asked)
-    assert answer.status == 200
-    *chunks, last, empty = answer.body.decode().split("\n\n")
+    request_body = {
+        "prompt": "x",
+        "max_tokens": 8,
+        "structured_outputs": {"regex": "(yes|no) qqq"},
+        "bad_words": ["qqq"],
+    }
+    response = served.post("/v1/completions", stream=True, **request_body)
+    assert response.status == 200
+    *chunks, last, empty = response.body.decode().split("\n\n")
     assert empty == ""
     error = json.loads(last.removeprefix("data: "))["error"]
     assert "bad_words" in error["message"]
     assert chunks
-    assert b"[DONE]" not in answer.body
-    assert "bad_words" in served.refused("/v1/completions", **asked)["message"]
+    assert b"[DONE]" not in response.body
+    assert "bad_words" in served.refused("/v1/completions", **request_body)["message"]
     served.until(served.is_quiet)
 
 
 def test_an_error_before_the_first_event_is_a_status(served):
-    answer = served.post("/v1/completions", prompt="x", stream=True, structured_outputs={"regex": "(a"})
-    assert answer.status == 400
-    assert answer.headers["content-type"] == "application/json"
+    response = served.post("/v1/completions", prompt="x", stream=True, structured_outputs={"regex": "(a"})
+    assert response.status == 400
+    assert response.headers["content-type"] == "application/json"

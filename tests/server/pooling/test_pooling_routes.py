@@ -15,8 +15,8 @@ import openai
 import pytest
 
 import headway as hw
-from headway.server.pooling import Pools
-from headway.server.pooling.response_schema import Embeddings, Labels, PooledTexts, Ranking
+from headway.server.pooling import PoolingModels
+from headway.server.pooling.response_schema import ClassifyResponse, EmbeddingsResponse, PoolingResponse, RerankResponse
 from support import encoders
 from support.fuzzing import Fuzzer
 from support.live import Live, live
@@ -39,16 +39,16 @@ def minilm() -> Iterator[hw.Pipeline]:
 class TestEmbeddings:
     def test_the_openai_client(self, client: openai.OpenAI, minilm: hw.Pipeline) -> None:
         want = np.stack(minilm(TEXTS))
-        for asked in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
-            found = client.embeddings.create(model="minilm", input=TEXTS, **asked)  # type: ignore[call-overload]
-            assert [one.index for one in found.data] == [0, 1, 2, 3]
-            assert found.model == "minilm"
-            got: Any = [one.embedding for one in found.data]
-            if asked.get("encoding_format") == "base64":
+        for request_body in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
+            result = client.embeddings.create(model="minilm", input=TEXTS, **request_body)  # type: ignore[call-overload]
+            assert [one.index for one in result.data] == [0, 1, 2, 3]
+            assert result.model == "minilm"
+            got: Any = [one.embedding for one in result.data]
+            if request_body.get("encoding_format") == "base64":
                 got = [np.frombuffer(base64.b64decode(text), dtype="<f4") for text in got]
             np.testing.assert_allclose(np.array(got), want, atol=2e-6)
             ids = [minilm.tokenizer(text)["input_ids"] for text in TEXTS]
-            assert found.usage.prompt_tokens == found.usage.total_tokens == sum(map(len, ids))
+            assert result.usage.prompt_tokens == result.usage.total_tokens == sum(map(len, ids))
 
     def test_token_ids_stand_as_they_are(self, client: openai.OpenAI, minilm: hw.Pipeline) -> None:
         ids = [minilm.tokenizer(text)["input_ids"] for text in TEXTS[:2]]
@@ -60,9 +60,9 @@ class TestEmbeddings:
         assert both.usage.prompt_tokens == len(ids[0]) + len(ids[1])
 
     def test_the_answer_has_its_shape(self, served: Live) -> None:
-        answer = served.post("/v1/embeddings", model="minilm", input="hello", user="ada")
-        assert answer.status == 200
-        Embeddings.model_validate(answer.json, strict=True)
+        response = served.post("/v1/embeddings", model="minilm", input="hello", user="ada")
+        assert response.status == 200
+        EmbeddingsResponse.model_validate(response.json, strict=True)
 
     def test_without_special_tokens(self, served: Live, minilm: hw.Pipeline) -> None:
         plain = served.post("/v1/embeddings", input="hello there", add_special_tokens=False).json
@@ -75,8 +75,8 @@ class TestEmbeddings:
         texts = encoders.texts(60, seed=1)
         want = np.stack(minilm(texts))
         with ThreadPoolExecutor(30) as crowd:
-            found = list(crowd.map(lambda text: served.post("/v1/embeddings", input=text).json, texts))
-        got = np.array([one["data"][0]["embedding"] for one in found])
+            result = list(crowd.map(lambda text: served.post("/v1/embeddings", input=text).json, texts))
+        got = np.array([one["data"][0]["embedding"] for one in result])
         np.testing.assert_allclose(got, want, atol=2e-6)
 
     def test_long_texts_are_refused_or_cut_as_asked(self, served: Live, minilm: hw.Pipeline) -> None:
@@ -90,7 +90,7 @@ class TestEmbeddings:
         assert cut["usage"]["prompt_tokens"] == 256
 
     def test_dimensions_are_refused_where_a_model_was_not_made_for_them(self, client: openai.OpenAI) -> None:
-        with pytest.raises(openai.BadRequestError, match="vectors of 384 numbers, which cannot be cut") as caught:
+        with pytest.raises(openai.BadRequestError, match="vectors of 384 dimensions, which cannot be") as caught:
             client.embeddings.create(model="minilm", input="x", dimensions=64)
         assert caught.value.param == "dimensions"
         whole = client.embeddings.create(model="minilm", input="x", dimensions=384)
@@ -108,7 +108,7 @@ class TestEmbeddings:
 
 
 BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
-    ("/v1/embeddings", {}, "input", "missing"),
+    ("/v1/embeddings", {}, "input", "required"),
     ("/v1/embeddings", {"input": []}, "input", "empty"),
     ("/v1/embeddings", {"input": [[]]}, "input", "is empty"),
     ("/v1/embeddings", {"input": ["a", 3]}, "input[1]", ""),
@@ -116,20 +116,20 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("/v1/embeddings", {"input": [[5], [99999]]}, "input", "input[1][0] is 99999"),
     ("/v1/embeddings", {"input": [7] * 300}, "input", "300 tokens and minilm takes at most 256"),
     ("/v1/embeddings", {"input": ["a"] * 65}, "input", "65 entries; at most 64"),
-    ("/v1/embeddings", {"input": ["hello " * 200] * 30}, None, "the max_queue_tokens is 4000"),
+    ("/v1/embeddings", {"input": ["hello " * 200] * 30}, None, "max_queue_tokens is 4000"),
     ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "float"),
-    ("/v1/embeddings", {"input": "a", "frob": 1}, "frob", "not known"),
+    ("/v1/embeddings", {"input": "a", "frob": 1}, "frob", "unknown"),
     ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions", "dimensions is 0"),
-    ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 9}, "truncate_prompt_tokens", "it takes -1"),
+    ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 9}, "truncate_prompt_tokens", "it must be -1"),
     ("/v1/embeddings", {"input": "", "add_special_tokens": False}, "input", "has no tokens"),
-    ("/rerank", {"query": "a"}, "documents", "missing"),
+    ("/rerank", {"query": "a"}, "documents", "required"),
     ("/rerank", {"query": "a", "documents": []}, "documents", "empty"),
     ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "top_n is -1"),
     ("/rerank", {"query": "a", "documents": ["film " * 100]}, "documents", "the limit is 64"),
     ("/classify", {"input": ["film " * 100]}, "input", "the limit is 64"),
     ("/pooling", {"input": "a", "task": "score"}, "task", "token_embed"),
     ("/pooling", {"input": ["hello " * 200] * 2}, "input", "would have 155136 numbers; at most 150000"),
-    ("/pooling", {"input": "a", "dimensions": 384}, "dimensions", "belongs to"),
+    ("/pooling", {"input": "a", "dimensions": 384}, "dimensions", "requires"),
 ]
 
 
@@ -148,33 +148,35 @@ class TestRankings:
         documents = encoders.texts(7, seed=3)
         with hw.pipeline("rerank", folders["rerank"], device="cpu") as peer:
             want = peer(query="the film", documents=documents)
-        answer = served.post(path, model="small-rerank", query="the film", documents=documents)
-        assert answer.status == 200
-        Ranking.model_validate(answer.json, strict=True)
-        found = answer.json["results"]
-        assert [one["index"] for one in found] == [one["index"] for one in want]
-        assert [one["document"]["text"] for one in found] == [one["text"] for one in want]
-        np.testing.assert_allclose([one["relevance_score"] for one in found], [one["score"] for one in want], rtol=1e-4)
-        assert answer.json["usage"]["total_tokens"] > 7
+        response = served.post(path, model="small-rerank", query="the film", documents=documents)
+        assert response.status == 200
+        RerankResponse.model_validate(response.json, strict=True)
+        result = response.json["results"]
+        assert [one["index"] for one in result] == [one["index"] for one in want]
+        assert [one["document"]["text"] for one in result] == [one["text"] for one in want]
+        np.testing.assert_allclose(
+            [one["relevance_score"] for one in result], [one["score"] for one in want], rtol=1e-4
+        )
+        assert response.json["usage"]["total_tokens"] > 7
 
     def test_best_ones_as_objects_and_without_texts(self, served: Live) -> None:
         documents = [{"text": text} for text in encoders.texts(7, seed=3)]
-        asked = {"query": "the film", "documents": documents}
-        whole = served.post("/rerank", **asked).json["results"]
-        best = served.post("/rerank", **asked, top_n=2, return_documents=False).json["results"]
+        request_body = {"query": "the film", "documents": documents}
+        whole = served.post("/rerank", **request_body).json["results"]
+        best = served.post("/rerank", **request_body, top_n=2, return_documents=False).json["results"]
         assert best == [{key: one[key] for key in ("index", "relevance_score")} for one in whole[:2]]
-        assert len(served.post("/rerank", **asked, top_n=0).json["results"]) == 7
+        assert len(served.post("/rerank", **request_body, top_n=0).json["results"]) == 7
 
     def test_an_embedding_model_will_do(self, minilm: hw.Pipeline, tmp_path: Path) -> None:
         documents = ["Quarterly profits rose.", "He plays the guitar.", "It rains."]
-        with live(small_engine(tmp_path / "model"), Pools({"embed": "minilm"}, device="cpu")) as served:
-            found = served.post("/rerank", query="a musician", documents=documents).json["results"]
+        with live(small_engine(tmp_path / "model"), PoolingModels({"embed": "minilm"}, device="cpu")) as served:
+            result = served.post("/rerank", query="a musician", documents=documents).json["results"]
             assert served.refused("/classify", input="x")["code"] == "unsupported"
         vectors = np.stack(minilm(["a musician", *documents]))
         cosines = vectors[1:] @ vectors[0]
-        assert [one["index"] for one in found] == np.argsort(-cosines).tolist()
-        np.testing.assert_allclose([one["relevance_score"] for one in found], sorted(cosines, reverse=True), atol=1e-5)
-        assert found[0]["document"]["text"] == "He plays the guitar."
+        assert [one["index"] for one in result] == np.argsort(-cosines).tolist()
+        np.testing.assert_allclose([one["relevance_score"] for one in result], sorted(cosines, reverse=True), atol=1e-5)
+        assert result[0]["document"]["text"] == "He plays the guitar."
 
 
 class TestLabelsAndPooling:
@@ -182,9 +184,9 @@ class TestLabelsAndPooling:
         texts = encoders.texts(9, seed=4)
         with hw.pipeline("text-classification", folders["classify"], device="cpu", top_k=None) as peer:
             want = peer(texts)
-        answer = served.post("/classify", model="small-classify", input=texts).json
-        Labels.model_validate(answer, strict=True)
-        for i, (one, ranked) in enumerate(zip(answer["data"], want)):
+        response = served.post("/classify", model="small-classify", input=texts).json
+        ClassifyResponse.model_validate(response, strict=True)
+        for i, (one, ranked) in enumerate(zip(response["data"], want)):
             assert (one["index"], one["label"], one["num_classes"]) == (i, ranked[0]["label"], 3)
             scores = {part["label"]: part["score"] for part in ranked}
             np.testing.assert_allclose(one["probs"], [scores[name] for name in ("dull", "fair", "great")], rtol=1e-4)
@@ -193,9 +195,9 @@ class TestLabelsAndPooling:
         texts = ["hello there", "a longer text than that"]
         with hw.pipeline("feature-extraction", "minilm", device="cpu") as peer:
             states = [np.array(one[0]) for one in peer(texts)]
-        answer = served.post("/pooling", input=texts).json
-        PooledTexts.model_validate(answer, strict=True)
-        for one, want in zip(answer["data"], states):
+        response = served.post("/pooling", input=texts).json
+        PoolingResponse.model_validate(response, strict=True)
+        for one, want in zip(response["data"], states):
             np.testing.assert_allclose(one["data"], want, atol=1e-5)
         coded = served.post("/pooling", input=texts, encoding_format="base64").json["data"]
         for one, want in zip(coded, states):
@@ -247,12 +249,12 @@ class TestShared:
                 assert flag in error["message"]
 
     def test_keys_bind_here_too(self, tmp_path: Path) -> None:
-        from headway.server.auth import TenantLimits, add_key
+        from headway.server.keys import TenantLimits, add_key
 
         keys = tmp_path / "keys.json"
         secret = add_key(keys, "ada", TenantLimits(max_tokens=10))
-        pools = Pools({"embed": "minilm"}, device="cpu")
-        with live(small_engine(tmp_path / "model"), pools, key_file=keys) as served:
+        pooling_models = PoolingModels({"embed": "minilm"}, device="cpu")
+        with live(small_engine(tmp_path / "model"), pooling_models, key_file=keys) as served:
             assert served.post("/v1/embeddings", input="x").status == 401
             client = openai.OpenAI(base_url=f"{served.url}/v1", api_key=secret, max_retries=0)
             assert client.embeddings.create(model="minilm", input="x").data
@@ -270,18 +272,18 @@ def counted(served: Live) -> int:
 class TestBadModels:
     def test_a_model_that_cannot_be_loaded_ends_the_server(self, tmp_path: Path) -> None:
         from headway.server.run import serve
-        from headway.server.settings import Settings
+        from headway.server.settings import ServerSettings
 
-        pools = Pools({"embed": str(tmp_path / "nothing")}, device="cpu")
+        pooling_models = PoolingModels({"embed": str(tmp_path / "nothing")}, device="cpu")
         engine = small_engine(tmp_path / "model")
         with engine, pytest.raises(hw.HeadwayError, match="nothing"):
-            serve(Settings(port=0), lambda: engine, pools=pools)
+            serve(ServerSettings(port=0), lambda: engine, pooling_models=pooling_models)
 
     def test_a_reranker_has_one_score(self, folders: dict[str, str]) -> None:
-        with pytest.raises(hw.UnsupportedModel, match="3 outputs; a reranker has one score"):
-            Pools({"rerank": folders["classify"]}, device="cpu").open()
-        with pytest.raises(hw.InvalidInput, match="'rank' is no role"):
-            Pools({"rank": "minilm"})
+        with pytest.raises(hw.UnsupportedModel, match="3 outputs; a reranker must have one"):
+            PoolingModels({"rerank": folders["classify"]}, device="cpu").open()
+        with pytest.raises(hw.InvalidInput, match="'rank' is not a role"):
+            PoolingModels({"rank": "minilm"})
 
     def test_the_answer_is_json_to_its_last_number(self, served: Live) -> None:
         body = served.post("/v1/embeddings", input="hello").body
@@ -291,8 +293,8 @@ class TestBadModels:
 
 @pytest.mark.slow
 def test_the_routes_are_as_the_server_describes_them(tmp_path: Path) -> None:
-    pools = Pools({"embed": "minilm"}, device="cpu")
-    with live(small_engine(tmp_path / "model"), pools, max_queue_tokens=20_000) as served:
+    pooling_models = PoolingModels({"embed": "minilm"}, device="cpu")
+    with live(small_engine(tmp_path / "model"), pooling_models, max_queue_tokens=20_000) as served:
         fuzzer = Fuzzer(served)
         fuzzer.rounds(60.0)
         for path in ("/v1/embeddings", "/rerank", "/pooling"):

@@ -9,7 +9,7 @@ import torch
 from headway.base.samplers import Sampling
 from headway.kv.allocator import Edit
 from headway.kv.pool import Pool
-from headway.models.decoder import Decoder
+from headway.models.decoder import Decoder, DecoderInput
 from headway.runtime.batch import Batch
 from headway.runtime.profile import Profiler, step_bytes
 from headway.runtime.readout import Reader, make_hooks, segment_results

@@ -1,6 +1,6 @@
-"""What is served and what the engine does, for a page that watches: the model, its tokens, its pages, its steps.
+"""Routes that the page polls: the model, its vocabulary, the state of the pages, the latest steps.
 
-The map of pages says in which state each one is and nothing of what is in it.
+The page map has the state of each page and nothing of its contents.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from headway.server.errors import bad_request
 from headway.server.openai.tokens import text_of
 from headway.server.serving import Serving
 
-STEPS = 256  # that are kept for those who watch
+STEPS = 256  # latest ones that are kept
 STATES: tuple[str, ...] = ("free", "cached", "working", "committed", "shared")
 
 router = APIRouter()
 
 
 class PageMap(BaseModel):
-    """The state of every page, as runs [state, length] over the pages 1 … total, and how many there are of each."""
+    """The state of every page as runs [state, length] over pages 1 … total, and the number of pages in each state."""
 
     total: int
     page_size: int
@@ -40,8 +40,8 @@ class PageMap(BaseModel):
     queued: int
 
 
-class Watch:
-    """The latest steps of one engine; made when somebody first asks."""
+class RecentSteps:
+    """The latest steps of one engine, from the first request on."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -49,17 +49,17 @@ class Watch:
         self._steps: deque[dict[str, Any]] = deque(maxlen=STEPS)
 
     def steps(self, after: int) -> list[dict[str, Any]]:
-        """Those with a number above `after`."""
+        """The steps with a number above `after`."""
         while (event := self._stream.poll()) is not None:
             self._steps.append(asdict(event))
         return [step for step in self._steps if step["step"] > after]
 
 
-@router.get("/lab/api/model", summary="The model at hand")
+@router.get("/lab/api/model", summary="The model")
 async def model(request: Request) -> dict[str, Any]:
-    """What a page needs to know of the model: its sizes, where it runs, and what it can do.
+    """What the page needs to know about the model: its sizes, where it runs, and what it can do.
 
-    While there is no engine it has `state` alone: loading, failed or dead. That is no error for a page that waits.
+    Without an engine the response has only `state`: loading, failed or dead. That is not an error: the page waits.
     """
     serving: Serving = request.app.state.serving
     if not serving.is_loaded or serving.state == "dead":
@@ -93,11 +93,11 @@ async def model(request: Request) -> dict[str, Any]:
 
 @router.get("/lab/api/vocab", summary="The text of every token")
 async def vocab(request: Request) -> Response:
-    """A JSON list with the text of each of the V tokens; bytes that are no whole character are escaped."""
+    """A JSON list with the text of each of the V tokens; bytes that are not whole characters are escaped."""
     serving: Serving = request.app.state.serving
     engine = serving.engine
-    with serving.counted(serving.tenant(request)):
-        body = await serving.writing.run(_vocab, engine)
+    with serving.queue_slot(serving.tenant(request)):
+        body = await serving.writers.run(_vocab, engine)
     return Response(body, media_type="application/json")
 
 
@@ -105,7 +105,7 @@ _vocabs: weakref.WeakKeyDictionary[Engine, bytes] = weakref.WeakKeyDictionary()
 
 
 def _vocab(engine: Engine) -> bytes:
-    """Written once for an engine: half a second of work for a large vocabulary."""
+    """Cached for each engine: it takes half a second for a large vocabulary."""
     if engine not in _vocabs:
         _vocabs[engine] = _spelled(engine)
     return _vocabs[engine]
@@ -118,28 +118,28 @@ def _spelled(engine: Engine) -> bytes:
 
 @router.get("/lab/api/pages", summary="The state of every page")
 async def pages(request: Request) -> PageMap:
-    """Which pages are free, cached, working, committed, or shared by several contexts, at this moment."""
+    """Which pages are free, cached, working, committed, or shared by several contexts."""
     serving: Serving = request.app.state.serving
-    return await serving.writing.run(page_map, serving.engine)
+    return await serving.writers.run(page_map, serving.engine)
 
 
 def page_map(engine: Engine) -> PageMap:
-    """Copied under the engine's lock, counted beside it."""
+    """The state of every page. Copies under the engine's lock, counts without it."""
     with engine.lock:
         engine.loop.drain()
         tables = [(list(table.held()), table.pages, table.committed) for table in list(engine.loop.kv_cache.tables)]
         cached = engine.allocator.cached_pages()
         total, queued = engine.allocator.total, engine.loop.waiting()
-    found = [0] * (total + 1)
+    states = [0] * (total + 1)
     for page in cached:
-        found[page] = 1
+        states[page] = 1
     holders = Counter(page for held, _, _ in tables for page in held)
     for _, numbers, committed in tables:
         for number, page in enumerate(numbers):
-            if page:  # neither discarded nor set aside
-                found[page] = 4 if holders[page] > 1 else 3 if number < committed else 2
-    runs = [(state, len(list(group))) for state, group in groupby(found[1:])]
-    counts = Counter(found[1:])
+            if page:  # neither discarded nor preempted
+                states[page] = 4 if holders[page] > 1 else 3 if number < committed else 2
+    runs = [(state, len(list(group))) for state, group in groupby(states[1:])]
+    counts = Counter(states[1:])
     return PageMap(
         total=total,
         page_size=engine.page_size,
@@ -153,12 +153,12 @@ def page_map(engine: Engine) -> PageMap:
 
 @router.get("/lab/api/steps", summary="The engine's latest steps")
 async def steps(request: Request, after: int = -1) -> dict[str, Any]:
-    """The steps since somebody first asked, of which the latest are kept; `after` leaves out those up to a number."""
+    """The latest steps since the first request; `after` skips those up to a number."""
     if after < -1:
-        raise bad_request(f"after is {after}; it takes the number of a step, or -1 for all", "after")
+        raise bad_request(f"after is {after}; it must be the number of a step, or -1 for all", "after")
     serving: Serving = request.app.state.serving
     engine = serving.engine
-    watch: Watch | None = getattr(request.app.state, "lab_watch", None)
-    if watch is None or watch.engine is not engine:
-        watch = request.app.state.lab_watch = Watch(engine)
-    return {"steps": watch.steps(after), "kept": STEPS}
+    recent: RecentSteps | None = getattr(request.app.state, "lab_steps", None)
+    if recent is None or recent.engine is not engine:
+        recent = request.app.state.lab_steps = RecentSteps(engine)
+    return {"steps": recent.steps(after), "kept": STEPS}

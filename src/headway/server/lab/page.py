@@ -1,7 +1,7 @@
-"""The page itself: plain files under static/, each named here, none of them made from what a client sends.
+"""The page itself: the plain files under static/, never built from what a client sends.
 
-Behind a strict Content-Security-Policy: scripts, styles and requests go to this server and nowhere else, nothing is
-inline, and no other page may frame it.
+It has a strict Content-Security-Policy: scripts, styles and requests only from and to this server, nothing inline, and
+no other page may frame it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ router = APIRouter(include_in_schema=False)
 
 @router.api_route("/lab", methods=["GET", "HEAD"])
 async def home() -> Response:
-    """The page's address ends with a slash, so that its files are beside it."""
+    """Redirects to the URL with a slash, so that relative file names work."""
     return RedirectResponse("/lab/", 308, HEADERS)
 
 
@@ -67,10 +67,10 @@ async def file(name: str) -> Response:
 
 
 def _file(name: str) -> Response:
-    found = files().get(name)
-    if found is None:
-        raise ApiError(404, f"there is no file {name!r:.80} here", code="not_found")
-    return Response(found, headers=HEADERS, media_type=TYPES[Path(name).suffix])
+    content = files().get(name)
+    if content is None:
+        raise ApiError(404, f"there is no file {name!r:.80}", code="not_found")
+    return Response(content, headers=HEADERS, media_type=TYPES[Path(name).suffix])
 
 
 @cache

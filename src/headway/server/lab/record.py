@@ -1,6 +1,6 @@
-"""Records one real distribution for a page that has no server: `python -m headway.server.lab.record`.
+"""Records one real distribution for a page without a server: `python -m headway.server.lab.record`.
 
-Everything in the file is what the default model answered, through the API that the page calls.
+Everything in the file comes from the default model, through the API that the page calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import headway as hw
 from headway.server import lab
 from headway.server.app import create_app
 from headway.server.lab.page import STATIC
-from headway.server.settings import Settings
+from headway.server.settings import ServerSettings
 
 PROMPT = "Once upon a time, there was a little"
 GREEDY = 96  # tokens
@@ -29,20 +29,20 @@ NEEDED = ("name", "vocab_size", "layers", "heads", "page_size", "pages", "max_po
 
 
 def record(model: str = "smollm2") -> dict[str, Any]:
-    """What the file holds, from a server that is started for it."""
+    """The contents of the file, from a server that is started for it."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     app = create_app(
-        Settings(model=model, port=port), lambda: hw.Engine(model, pages=256, threads=1), routers=[lab.router]
+        ServerSettings(model=model, port=port), lambda: hw.Engine(model, pages=256, threads=1), routers=[lab.router]
     )
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
     thread.start()
     try:
-        while "vocab_size" not in (facts := _ask(port, "GET", "/lab/api/model")):
+        while "vocab_size" not in (facts := _call(port, "GET", "/lab/api/model")):
             time.sleep(0.2)
-        trace = _ask(port, "POST", "/lab/api/trace", prompt=PROMPT, lens={"k": 16}, attention={}, scores=4)
-        greedy = _ask(
+        trace = _call(port, "POST", "/lab/api/trace", prompt=PROMPT, lens={"k": 16}, attention={}, scores=4)
+        greedy = _call(
             port, "POST", "/v1/completions",
             prompt=PROMPT, max_tokens=GREEDY, temperature=0, repetition_penalty=1, logprobs=0, ignore_eos=True,
         )  # fmt: skip
@@ -50,7 +50,7 @@ def record(model: str = "smollm2") -> dict[str, Any]:
             "made_by": "python -m headway.server.lab.record",
             "prompt": PROMPT,
             "model": {name: facts[name] for name in NEEDED} | {"has_chat": False, "has_tokenizer": True, "eos_ids": []},
-            "vocab": _ask(port, "GET", "/lab/api/vocab"),
+            "vocab": _call(port, "GET", "/lab/api/vocab"),
             "trace": trace,
             "greedy": greedy["choices"][0]["logprobs"]["tokens"],
         }
@@ -59,21 +59,21 @@ def record(model: str = "smollm2") -> dict[str, Any]:
         thread.join()
 
 
-def write(found: dict[str, Any], path: Path) -> None:
-    """The same content gives the same bytes."""
-    text = json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+def write(content: dict[str, Any], path: Path) -> None:
+    """Write the file; equal contents give equal bytes."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     path.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
 
 
-def _ask(port: int, method: str, path: str, **body: Any) -> Any:
+def _call(port: int, method: str, path: str, **body: Any) -> Any:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     data = json.dumps(body).encode() if body else None
     connection.request(method, path, data, {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    found = json.loads(answer.read())
-    if answer.status != 200:
-        raise SystemExit(f"{path} answered {answer.status}: {found}")
-    return found
+    response = connection.getresponse()
+    result = json.loads(response.read())
+    if response.status != 200:
+        raise SystemExit(f"{path} responded {response.status}: {result}")
+    return result
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the Lab is asked and what it answers: the fields, their types, and how arrays are written."""
+"""The Lab's requests and responses: their fields and types, and how arrays are encoded."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from headway.server.openai.request_schema import First, Ids, Wire
+from headway.server.openai.request_schema import FailAtFirst, Ids, RequestSchema
 
 Dtype = Literal["float32", "float64", "int32"]
-Runs = Annotated[list[int], First()]
+Runs = Annotated[list[int], FailAtFirst()]
 
 
-class Packed(BaseModel):
+class Base64Array(BaseModel):
     """An array: base64 of its numbers, little-endian, in row order."""
 
     dtype: Dtype
@@ -22,18 +22,18 @@ class Packed(BaseModel):
     data: str
 
     @classmethod
-    def of(cls, array: np.ndarray, dtype: Dtype) -> Packed:
+    def of(cls, array: np.ndarray, dtype: Dtype) -> Base64Array:
         data = np.ascontiguousarray(array, dtype=np.dtype(dtype).newbyteorder("<"))
         return cls(dtype=dtype, shape=list(array.shape), data=base64.b64encode(data.tobytes()).decode("ascii"))
 
     def array(self) -> np.ndarray:
-        """The numbers again."""
+        """The decoded array."""
         kind = np.dtype(self.dtype).newbyteorder("<")
         return np.frombuffer(base64.b64decode(self.data), kind).reshape(self.shape)
 
 
-class Knobs(Wire):
-    """A `Sampling`, knob by knob, and how many tokens to draw with it."""
+class SamplingOptions(RequestSchema):
+    """The parameters of a `Sampling`, and how many tokens to draw with it."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -48,73 +48,74 @@ class Knobs(Wire):
     draws: int = 1
 
 
-class Lens(Wire):
-    """The likeliest `k` tokens at each layer, as if the model ended there; 0 is the embedding, by default all."""
+class LensOptions(RequestSchema):
+    """The `k` likeliest tokens at each layer, as if the model ended there; 0 is the embedding. Default: all layers."""
 
     k: int = 8
     layers: Ids | None = None
 
 
-class Attention(Wire):
-    """How much each head of these layers attends from the last token to each slot; by default all layers."""
+class AttentionOptions(RequestSchema):
+    """The attention of the last token to each slot, for each head of these layers. Default: all layers."""
 
     layers: Ids | None = None
 
 
-class MaskRule(Wire):
-    """What the last `rows` tokens attend to, by default all; tokens before them are causal.
+class MaskRule(RequestSchema):
+    """What the last `rows` tokens (default: all) attend to; tokens before them are causal.
 
-    `window` keeps the last slots, `sink` the first ones too. `runs` says it cell by cell, one list for each of these
-    tokens: alternating runs, zeros first, 0 = attend, 1 = masked, over the slots before the token, or those and itself.
+    `window` keeps the last slots, `sink` also the first ones. `runs` gives it cell by cell, one list for each of these
+    tokens: alternating runs, zeros first, 0 = attend, 1 = masked, over the slots before the token, with or without its
+    own.
     """
 
     rows: int | None = None
     window: int | None = None
     sink: int | None = None
-    runs: Annotated[list[Runs], First()] | None = None
+    runs: Annotated[list[Runs], FailAtFirst()] | None = None
 
 
-class TraceRequest(Wire):
-    """One pass over a prompt and the tokens taken behind it, read at the last token."""
+class TraceRequest(RequestSchema):
+    """One pass over a prompt and the tokens taken after it, read at the last token."""
 
     model: str | None = None
     prompt: str | Ids = Field(description="A text, or token ids.")
-    take: Ids = Field([], description="Tokens behind it, which penalties count as generated.")
+    take: Ids = Field([], description="Tokens after it, which penalties count as generated.")
     logits: bool = True
-    sampling: Knobs | None = None
-    lens: Lens | None = None
-    attention: Attention | None = None
+    sampling: SamplingOptions | None = None
+    lens: LensOptions | None = None
+    attention: AttentionOptions | None = None
     mask: MaskRule | None = None
-    scores: int = Field(0, description="Of how many of the last tokens to say how likely they were.")
+    scores: int = Field(0, description="How many of the last tokens to score.")
     profile: bool = False
     priority: float | None = None
 
 
-class BranchesRequest(Wire):
-    """Continuations of one prompt; what they have in common is computed once and shared."""
+class BranchesRequest(RequestSchema):
+    """Continuations of one prompt; common prefixes are computed once and shared."""
 
     model: str | None = None
     prompt: str | Ids
-    branches: Annotated[list[Ids], First()]
+    branches: Annotated[list[Ids], FailAtFirst()]
     priority: float | None = None
 
 
-class Answer(BaseModel):
-    """Answers leave out what was not asked for."""
+class LabResponse(BaseModel):
+    """A response; fields that were not requested are omitted."""
 
     model_config = ConfigDict(ser_json_inf_nan="null")
 
 
-class Drawn(Answer):
-    """What the engine's own `Sampling` makes of the row: the tokens it keeps, and those it drew."""
+class SamplingResult(LabResponse):
+    """What the engine's own `Sampling` does with the row: the tokens it keeps, and those it drew."""
 
-    ids: Packed  # int32, rising
-    probs: Packed  # float64
+    ids: Base64Array  # int32, ascending
+    probs: Base64Array  # float64
     seed: int
     tokens: list[int]
 
 
-class LensLayer(Answer):
+class LensLayer(LabResponse):
     """The likeliest tokens at one layer."""
 
     layer: int
@@ -122,30 +123,30 @@ class LensLayer(Answer):
     probs: list[float]
 
 
-class Scores(Answer):
+class AttentionArray(LabResponse):
     """Attention, [layers, heads, slots]; 0 where masked."""
 
     layers: list[int]
-    array: Packed
+    array: Base64Array
 
 
-class MaskRow(Answer):
+class MaskRow(LabResponse):
     """One row of a mask in both polarities, each alternating and zeros first, its own slot included."""
 
     attend: list[int]  # 1 = attend
     raw: list[int]  # 0 = attend, 1 = masked: as Forward.attention_mask takes it
 
 
-class Bound(Answer):
-    """A mask as the pass had it: rows from slot `first` on, and the pages that were left out of attention."""
+class BoundMask(LabResponse):
+    """The mask of the pass: rows from slot `first` on, and the pages that attention skipped."""
 
     first: int
     rows: list[MaskRow]
     trimmed: list[int]
 
 
-class Score(Answer):
-    """How likely a token was where it stands (nats), its rank, and the entropy (nats) of what could have come."""
+class TokenScore(LabResponse):
+    """A token's log-probability (nats), its rank, and the entropy (nats) of its distribution."""
 
     id: int
     logprob: float | None
@@ -153,16 +154,16 @@ class Score(Answer):
     entropy: float
 
 
-class PageInfo(Answer):
-    """A page of a sequence: its number in the pool, and how many hold it."""
+class PageInfo(LabResponse):
+    """A page of a sequence: its number in the pool, and the number of its holders."""
 
     page: int | None
-    state: Literal["committed", "working", "discarded", "aside"]
+    state: Literal["committed", "working", "discarded", "preempted"]
     holders: int
 
 
-class Stats(Answer):
-    """What the pass took."""
+class TraceStats(LabResponse):
+    """Statistics of the pass."""
 
     rows: int
     pages: int
@@ -173,7 +174,7 @@ class Stats(Answer):
     seconds: float
 
 
-class PhaseTime(Answer):
+class PhaseTime(LabResponse):
     """One phase of the steps that the pass ran in."""
 
     name: str
@@ -182,8 +183,8 @@ class PhaseTime(Answer):
     calls: int
 
 
-class Timing(Answer):
-    """Where the time went, and what the memory was measured to give (bytes per second)."""
+class TraceTiming(LabResponse):
+    """Where the time went, and the measured memory bandwidth (bytes per second)."""
 
     tokens: int
     seconds: float
@@ -191,8 +192,8 @@ class Timing(Answer):
     phases: list[PhaseTime]
 
 
-class Trace(Answer):
-    """What one pass found at its last token."""
+class TraceResponse(LabResponse):
+    """The results of one pass at its last token."""
 
     object: Literal["lab.trace"] = "lab.trace"
     model: str
@@ -202,33 +203,33 @@ class Trace(Answer):
     position: int
     vocab_size: int
     page_size: int
-    stats: Stats
+    stats: TraceStats
     pages: list[PageInfo]
-    logits: Packed | None = None
-    sampling: Drawn | None = None
+    logits: Base64Array | None = None
+    sampling: SamplingResult | None = None
     lens: list[LensLayer] | None = None
-    attention: Scores | None = None
-    mask: Bound | None = None
-    scores: list[Score] | None = None
-    time: Timing | None = None
+    attention: AttentionArray | None = None
+    mask: BoundMask | None = None
+    scores: list[TokenScore] | None = None
+    time: TraceTiming | None = None
 
 
-class Branch(Answer):
-    """One continuation: its pages, and how likely its tokens were."""
+class Branch(LabResponse):
+    """One continuation: its pages and the scores of its tokens."""
 
     tokens: list[int]
     pages: list[PageInfo]
-    scores: list[Score]
+    scores: list[TokenScore]
 
 
-class Branches(Answer):
-    """Continuations as forks of one context, while all of them are there."""
+class BranchesResponse(LabResponse):
+    """Continuations as forks of one context, while all of them exist."""
 
     object: Literal["lab.branches"] = "lab.branches"
     model: str
     prompt_tokens: int
     page_size: int
-    pages: int  # distinct ones that they hold together
+    pages: int  # distinct ones that they hold in total
     pages_alone: int  # what they would hold without sharing
-    batch_size: int  # the most passes that one step had
+    batch_size: int  # the most passes in one step
     branches: list[Branch]

@@ -1,9 +1,9 @@
-"""`POST /lab/api/trace`: one pass over a prompt, and everything that was asked about its last token.
+"""`POST /lab/api/trace`: one pass over a prompt, and everything requested about its last token.
 
-    prompt + take ──▶ tokens ──▶ [ before ][ rows ] ──▶ Forward: probes at the last row, scores at each ──▶ Trace
+    prompt + take ──▶ tokens ──▶ [ before ][ rows ] ──▶ Forward: probes at the last row, scores at each ──▶ response
 
-Tokens before the rows are computed causally (or found in the prefix cache). A mask binds rows; so that pages which all
-rows mask can be left out, what comes before them is then computed in a pass of its own.
+Tokens before the rows are computed causally (or taken from the prefix cache). A mask applies to the rows; tokens before
+them are then computed in a pass of their own, so that attention can skip pages that all rows mask.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from headway.program.output import Output
 from headway.runtime.profile import Sample, measure_bandwidth
 from headway.server.errors import ApiError, bad_request
 from headway.server.lab.schema import (
-    Bound,
-    Drawn,
-    Knobs,
+    AttentionArray,
+    Base64Array,
+    BoundMask,
     LensLayer,
     MaskRow,
     MaskRule,
-    Packed,
     PageInfo,
     PhaseTime,
-    Score,
-    Scores,
-    Stats,
-    Timing,
-    Trace,
+    SamplingOptions,
+    SamplingResult,
+    TokenScore,
     TraceRequest,
+    TraceResponse,
+    TraceStats,
+    TraceTiming,
 )
-from headway.server.openai.checks import Check
+from headway.server.openai.checks import RequestChecks
 from headway.server.openai.parsing import JsonRoute
 from headway.server.openai.prompts import read_prompts
 from headway.server.openai.respond import check_model
 from headway.server.openai.tokens import text_of
 from headway.server.serving import Serving
 
-MAX_ROWS = 512  # that a mask binds, or that are scored, in one pass
-MAX_SCORES = 1 << 22  # attention values in one answer
+MAX_ROWS = 512  # masked or scored in one pass
+MAX_SCORES = 1 << 22  # attention values in one response
 MAX_LENS = 256
 MAX_DRAWS = 1024
 
@@ -63,8 +63,8 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @dataclass(frozen=True, eq=False)
-class Sequence:
-    """The tokens of a trace: a prompt and what was taken behind it."""
+class TokenSequence:
+    """The tokens of a trace: a prompt and the tokens taken after it."""
 
     prompt: tuple[int, ...]
     take: tuple[int, ...]
@@ -75,11 +75,11 @@ class Sequence:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """A trace, settled: every value read against the model and the server's limits."""
+class TracePlan:
+    """The plan of a trace: every value checked against the model and the server's limits."""
 
-    sequence: Sequence
-    rows: int  # the last tokens that are rows of the pass
+    sequence: TokenSequence
+    rows: int  # how many of the last tokens are rows of the pass
     masks: tuple[Brle, ...] | None  # what each attends to, 1 = attend
     sampler: Sampling | None
     draws: int
@@ -88,82 +88,82 @@ class Asked:
     scores: int
 
 
-@router.post("/lab/api/trace", summary="One pass, and everything about its last token", response_model=Trace)
-async def trace(asked: TraceRequest, request: Request) -> Response:
-    """One forward pass over a prompt: logits, what a sampler makes of them, the logit lens, attention, a mask."""
+@router.post("/lab/api/trace", summary="Trace one pass", response_model=TraceResponse)
+async def trace(body: TraceRequest, request: Request) -> Response:
+    """One forward pass over a prompt: logits, sampling, the logit lens, attention, a mask."""
     serving: Serving = request.app.state.serving
     engine, tenant = serving.engine, serving.tenant(request)
-    check_model(serving, asked.model)
-    check = Check(serving)
-    priority = check.priority(asked.priority, tenant)
-    with serving.counted(tenant):
-        sequence = await read_sequence(asked.prompt, asked.take, check)
-        settled = await serving.reading.run(settle, asked, sequence, check)
-    async with serving.admit(tenant, tokens=len(sequence.tokens) + 1) as ticket:
-        ticket.prompt(len(sequence.tokens))
+    check_model(serving, body.model)
+    check = RequestChecks(serving)
+    priority = check.priority(body.priority, tenant)
+    with serving.queue_slot(tenant):
+        sequence = await read_sequence(body.prompt, body.take, check)
+        plan = await serving.readers.run(plan_trace, body, sequence, check)
+    async with serving.admit(tenant, tokens=len(sequence.tokens) + 1) as admitted:
+        admitted.prompt(len(sequence.tokens))
         async with engine.context(priority=priority, salt=tenant.salt) as context:
-            found = await _traced(context, settled, asked, serving)
-        ticket.finish("stop")
-    body = await serving.writing.run(lambda: found.model_dump_json(exclude_none=True))
-    return Response(body, media_type="application/json")
+            result = await _run(context, plan, body, serving)
+        admitted.finish("stop")
+    text = await serving.writers.run(lambda: result.model_dump_json(exclude_none=True))
+    return Response(text, media_type="application/json")
 
 
-async def read_sequence(prompt: str | list[int], take: list[int], check: Check) -> Sequence:
-    """The tokens of a prompt and those behind it, which must fit the model and the pages."""
+async def read_sequence(prompt: str | list[int], take: list[int], check: RequestChecks) -> TokenSequence:
+    """The tokens of a prompt and those taken after it, which must fit the context and the KV cache."""
     if isinstance(prompt, list) and not prompt:
-        raise bad_request("prompt is empty; give it text or tokens", "prompt")
+        raise bad_request("prompt is empty; pass text or tokens", "prompt")
     (read,) = await read_prompts(prompt, check)
-    sequence = Sequence(read.ids, check.ids("take", take))
-    check.length(len(sequence.tokens), 0, 0, "prompt")
+    sequence = TokenSequence(read.ids, check.ids("take", take))
+    check.max_new_tokens(len(sequence.tokens), 0, 0, "prompt")
     return sequence
 
 
 # -- reading the request -----------------------------------------------------------------------------------------------
 
 
-def settle(asked: TraceRequest, sequence: Sequence, check: Check) -> Asked:
-    """The request against the model; raises an `ApiError` that names the field."""
+def plan_trace(body: TraceRequest, sequence: TokenSequence, check: RequestChecks) -> TracePlan:
+    """The plan of a request; raises an `ApiError` that names the field."""
     count, layers = len(sequence.tokens), check.engine.config.layers
-    scores = check.between("scores", asked.scores, 0, min(MAX_ROWS, count) - 1) or 0
-    bound = () if asked.mask is None else _bound(asked.mask, count, check)
-    rows = max(1, len(bound), scores + 1)
-    open_ = [Brle.ones(count - i) for i in range(rows - 1, len(bound) - 1, -1)]  # rows before those of the mask
-    draws = 0 if asked.sampling is None else check.between("sampling.draws", asked.sampling.draws, 0, MAX_DRAWS) or 0
-    return Asked(
+    scores = check.in_range("scores", body.scores, 0, min(MAX_ROWS, count) - 1) or 0
+    masks = () if body.mask is None else _row_masks(body.mask, count, check)
+    rows = max(1, len(masks), scores + 1)
+    open_ = [Brle.ones(count - i) for i in range(rows - 1, len(masks) - 1, -1)]  # rows before the masked ones
+    draws = 0 if body.sampling is None else check.in_range("sampling.draws", body.sampling.draws, 0, MAX_DRAWS) or 0
+    return TracePlan(
         sequence=sequence,
         rows=rows,
-        masks=(*open_, *bound) if bound else None,
-        sampler=None if asked.sampling is None else _sampler(asked.sampling, check),
+        masks=(*open_, *masks) if masks else None,
+        sampler=None if body.sampling is None else _sampler(body.sampling, check),
         draws=draws,
-        lens=None if asked.lens is None else _lens(asked.lens.k, asked.lens.layers, layers, check),
-        layers=() if asked.attention is None else _layers(asked.attention.layers, check, count),
+        lens=None if body.lens is None else _lens(body.lens.k, body.lens.layers, layers, check),
+        layers=() if body.attention is None else _layers(body.attention.layers, check, count),
         scores=scores,
     )
 
 
-def _bound(rule: MaskRule, count: int, check: Check) -> tuple[Brle, ...]:
-    """What the last tokens attend to."""
+def _row_masks(rule: MaskRule, count: int, check: RequestChecks) -> tuple[Brle, ...]:
+    """What each of the last tokens attends to."""
     most = min(MAX_ROWS, count)
     listed = len(rule.runs) if rule.runs is not None else None
     if listed is not None and (rule.window, rule.sink) != (None, None):
-        raise bad_request("mask has runs beside window or sink; give one of them", "mask.runs")
+        raise bad_request("mask has runs and window or sink; pass one of them", "mask.runs")
     if listed is not None and rule.rows not in (None, listed):
-        raise bad_request(f"mask.rows is {rule.rows} and mask.runs has {listed} rows; give one of them", "mask.rows")
-    rows = check.between("mask.rows", listed if listed is not None else rule.rows, 1, most)
+        raise bad_request(f"mask.rows is {rule.rows} and mask.runs has {listed} rows; pass one of them", "mask.rows")
+    rows = check.in_range("mask.rows", listed if listed is not None else rule.rows, 1, most)
     rows = most if rows is None else rows
     try:
         mask = _mask(rule)
-        bound = mask.bind(count - rows, rows)
+        masks = mask.bind(count - rows, rows)
     except (InvalidMask, InvalidInput, WrongType) as error:
         raise bad_request(str(error), "mask", "invalid_mask") from error
-    for i, row in enumerate(bound):
+    for i, row in enumerate(masks):
         if not row.any():
             raise bad_request(
                 f"mask row {i} (token {count - rows + i}) attends to none of its {len(row)} slots; it needs at least 1",
                 "mask",
                 "invalid_mask",
             )
-    return bound
+    return masks
 
 
 def _mask(rule: MaskRule) -> Mask:
@@ -174,34 +174,34 @@ def _mask(rule: MaskRule) -> Mask:
     return Mask.causal() if rule.window is None else Mask.window(rule.window)
 
 
-def _sampler(knobs: Knobs, check: Check) -> Sampling:
-    values: dict[str, Any] = knobs.model_dump(exclude={"draws", "logit_bias"})
-    values["seed"] = fresh_seed() if knobs.seed is None else knobs.seed
+def _sampler(options: SamplingOptions, check: RequestChecks) -> Sampling:
+    values: dict[str, Any] = options.model_dump(exclude={"draws", "logit_bias"})
+    values["seed"] = fresh_seed() if options.seed is None else options.seed
     try:
-        return Sampling(**values, logit_bias=check.bias(knobs.logit_bias or {}))
+        return Sampling(**values, logit_bias=check.bias(options.logit_bias or {}))
     except (InvalidInput, WrongType) as error:
         raise bad_request(f"sampling: {error}", "sampling", "out_of_range") from error
 
 
-def _lens(k: int, layers: list[int] | None, count: int, check: Check) -> LogitLens:
+def _lens(k: int, layers: list[int] | None, count: int, check: RequestChecks) -> LogitLens:
     most = min(MAX_LENS, check.engine.vocab_size)
-    check.between("lens.k", k, 1, most)
+    check.in_range("lens.k", k, 1, most)
     chosen = range(count + 1) if layers is None else layers
     for layer in chosen:
-        check.between("lens.layers", layer, 0, count)
+        check.in_range("lens.layers", layer, 0, count)
     check.size("lens.layers", len(chosen), count + 1)
     return LogitLens(list(chosen), k)
 
 
-def _layers(layers: list[int] | None, check: Check, slots: int) -> tuple[int, ...]:
+def _layers(layers: list[int] | None, check: RequestChecks, slots: int) -> tuple[int, ...]:
     config = check.engine.config
     chosen = tuple(range(config.layers) if layers is None else layers)
     for layer in chosen:
-        check.between("attention.layers", layer, 0, config.layers - 1)
+        check.in_range("attention.layers", layer, 0, config.layers - 1)
     values = len(chosen) * config.heads * slots
     if values > MAX_SCORES or len(chosen) > config.layers:
         raise bad_request(
-            f"attention of {len(chosen)} layers is {values} numbers; at most {MAX_SCORES} are given: name fewer layers",
+            f"{len(chosen)} layers of attention have {values} values; at most {MAX_SCORES} are allowed: pass fewer",
             "attention.layers",
             "too_many",
         )
@@ -211,78 +211,78 @@ def _layers(layers: list[int] | None, check: Check, slots: int) -> tuple[int, ..
 # -- the pass ----------------------------------------------------------------------------------------------------------
 
 
-async def _traced(context: Context, how: Asked, asked: TraceRequest, serving: Serving) -> Trace:
-    engine, tokens = context.engine, how.sequence.tokens
-    context.fill(tokens[: len(tokens) - how.rows])
-    if how.masks is not None and how.rows < len(tokens):
+async def _run(context: Context, plan: TracePlan, body: TraceRequest, serving: Serving) -> TraceResponse:
+    engine, tokens = context.engine, plan.sequence.tokens
+    context.fill(tokens[: len(tokens) - plan.rows])
+    if plan.masks is not None and plan.rows < len(tokens):
         await context.flush()
-    forward = context.forward().input(tokens[len(tokens) - how.rows :])
-    if how.masks is not None:
-        forward.attention_mask([list((~row).runs) for row in how.masks])
-    handles = _Handles(forward, how)
-    measured = None
-    if asked.profile:
-        out, measured = await _profiled(forward, engine)
+    forward = context.forward().input(tokens[len(tokens) - plan.rows :])
+    if plan.masks is not None:
+        forward.attention_mask([list((~row).runs) for row in plan.masks])
+    handles = _Handles(forward, plan)
+    sample = None
+    if body.profile:
+        out, sample = await _run_profiled(forward, engine)
     else:
         out = await forward.execute()
-    found = handles.read(out, pages_of(context), measured)
-    return await serving.writing.run(_answer, found, how, asked, serving.model_name, engine)
+    result = handles.read(out, pages_of(context), sample)
+    return await serving.writers.run(_response, result, plan, body, serving.model_name, engine)
 
 
 class _Handles:
-    """What is read of the pass, and where."""
+    """The readouts of the pass."""
 
-    def __init__(self, forward: Forward, how: Asked) -> None:
-        tokens = how.sequence.tokens
-        self._how = how
+    def __init__(self, forward: Forward, plan: TracePlan) -> None:
+        tokens = plan.sequence.tokens
+        self._how = plan
         self._logits = forward.probe(-1, Logits())
-        self._lens = None if how.lens is None else forward.probe(-1, how.lens)
-        self._attention = [forward.probe(-1, AttentionScores(layer)) for layer in how.layers]
+        self._lens = None if plan.lens is None else forward.probe(-1, plan.lens)
+        self._attention = [forward.probe(-1, AttentionScores(layer)) for layer in plan.layers]
         self._ranks, self._entropies = [], []
-        for i in range(how.scores):  # the row before each scored token says how likely it was
-            row, token = how.rows - 1 - how.scores + i, tokens[len(tokens) - how.scores + i]
+        for i in range(plan.scores):  # the row before each scored token has its probability
+            row, token = plan.rows - 1 - plan.scores + i, tokens[len(tokens) - plan.scores + i]
             self._ranks.append(forward.probe(row, Ranking(0, ids=[token])))
             self._entropies.append(forward.probe(row, Entropy()))
-        self._drawn = None
-        if how.sampler is not None and how.draws:
-            history, taken = tokens, how.sequence.take
-            self._drawn = forward.sample([-1] * how.draws, how.sampler, history=history, generated=taken)
+        self._sampling_result = None
+        if plan.sampler is not None and plan.draws:
+            history, taken = tokens, plan.sequence.take
+            self._sampling_result = forward.sample([-1] * plan.draws, plan.sampler, history=history, generated=taken)
 
-    def read(self, out: Output, pages: list[PageInfo], measured: Sample | None) -> _Found:
+    def read(self, out: Output, pages: list[PageInfo], sample: Sample | None) -> _TraceResult:
         ranks = [out.ranking(handle).ids[0] for handle in self._ranks]
         entropies = [out.entropy(handle) for handle in self._entropies]
-        return _Found(
-            stats=Stats(**{name: getattr(out.stats, name) for name in Stats.model_fields}),
+        return _TraceResult(
+            stats=TraceStats(**{name: getattr(out.stats, name) for name in TraceStats.model_fields}),
             logits=out.logits(self._logits),
-            tokens=[] if self._drawn is None else out.tokens(self._drawn),
+            tokens=[] if self._sampling_result is None else out.tokens(self._sampling_result),
             lens=[] if self._lens is None else out.lens(self._lens),
             attention=[out.attention(handle) for handle in self._attention],
-            scores=[scored(rank, entropy) for rank, entropy in zip(ranks, entropies, strict=True)],
+            scores=[token_score(rank, entropy) for rank, entropy in zip(ranks, entropies, strict=True)],
             pages=pages,
-            measured=measured,
+            sample=sample,
         )
 
 
 @dataclass(frozen=True, eq=False)
-class _Found:
-    """What the pass brought back."""
+class _TraceResult:
+    """What the pass returned."""
 
-    stats: Stats
+    stats: TraceStats
     logits: np.ndarray
     tokens: list[int]
     lens: list[tuple[np.ndarray, np.ndarray]]
     attention: list[np.ndarray]
-    scores: list[Score]
+    scores: list[TokenScore]
     pages: list[PageInfo]
-    measured: Sample | None
+    sample: Sample | None
 
 
-async def _profiled(forward: Forward, engine: Engine) -> tuple[Output, Sample | None]:
-    """The pass, and where the time of the steps it ran in went, passes of others in them included."""
+async def _run_profiled(forward: Forward, engine: Engine) -> tuple[Output, Sample | None]:
+    """Run the pass and profile its steps, which may include passes of other requests."""
     if engine.profiler.enabled:
         raise ApiError(
             409,
-            "another pass is being measured, one at a time; ask again, or without profile",
+            "another pass is being profiled, one at a time; try again, or without profile",
             code="busy",
             headers={"Retry-After": "1"},
         )
@@ -296,94 +296,94 @@ async def _profiled(forward: Forward, engine: Engine) -> tuple[Output, Sample | 
     return out, sample
 
 
-def scored(rank: Rank, entropy: float) -> Score:
-    """What a pass says of a token; JSON has no infinity, so what could never come has no log-probability."""
+def token_score(rank: Rank, entropy: float) -> TokenScore:
+    """The score of a token; without a log-probability if its probability is 0, since JSON has no infinity."""
     logprob = rank.logprob if rank.logprob > -np.inf else None
-    return Score(id=rank.id, logprob=logprob, rank=rank.rank, entropy=float(entropy))
+    return TokenScore(id=rank.id, logprob=logprob, rank=rank.rank, entropy=float(entropy))
 
 
 def pages_of(context: Context) -> list[PageInfo]:
-    """The pages of a context, and who holds them."""
+    """The pages of a context, and the number of their holders."""
     engine, table = context.engine, context.table
     with engine.lock:
-        found = []
+        result = []
         for number, page in enumerate(table.pages):
             if page is None:
-                found.append(PageInfo(page=None, state="discarded", holders=0))
+                result.append(PageInfo(page=None, state="discarded", holders=0))
             elif page == 0:
-                found.append(PageInfo(page=None, state="aside", holders=0))
+                result.append(PageInfo(page=None, state="preempted", holders=0))
             else:
                 state = "committed" if number < table.committed else "working"
-                found.append(PageInfo(page=page, state=state, holders=engine.allocator.holders(page)))
-        return found
+                result.append(PageInfo(page=page, state=state, holders=engine.allocator.holders(page)))
+        return result
 
 
-# -- the answer --------------------------------------------------------------------------------------------------------
+# -- the response ------------------------------------------------------------------------------------------------------
 
 
-def _answer(found: _Found, how: Asked, asked: TraceRequest, model: str, engine: Engine) -> Trace:
-    """The answer, made beside the event loop."""
-    tokens = how.sequence.tokens
-    return Trace(
+def _response(result: _TraceResult, plan: TracePlan, body: TraceRequest, model: str, engine: Engine) -> TraceResponse:
+    """The response, built in a thread."""
+    tokens = plan.sequence.tokens
+    return TraceResponse(
         model=model,
         tokens=list(tokens),
         texts=[text_of(id, engine, "") for id in tokens],
-        prompt_tokens=len(how.sequence.prompt),
+        prompt_tokens=len(plan.sequence.prompt),
         position=len(tokens) - 1,
         vocab_size=engine.vocab_size,
         page_size=engine.page_size,
-        stats=found.stats,
-        pages=found.pages,
-        logits=Packed.of(found.logits, "float32") if asked.logits else None,
-        sampling=None if how.sampler is None else _drawn(how.sampler, how.sequence, found),
-        lens=None if how.lens is None else _lens_layers(how.lens, found),
-        attention=_attention(how.layers, found) if asked.attention is not None else None,
-        mask=None if how.masks is None else _mask_answer(how.masks, len(tokens), engine.page_size),
-        scores=found.scores if asked.scores else None,
-        time=None if found.measured is None else _timing(found.measured, engine),
+        stats=result.stats,
+        pages=result.pages,
+        logits=Base64Array.of(result.logits, "float32") if body.logits else None,
+        sampling=None if plan.sampler is None else _sampling_result(plan.sampler, plan.sequence, result),
+        lens=None if plan.lens is None else _lens_layers(plan.lens, result),
+        attention=_attention(plan.layers, result) if body.attention is not None else None,
+        mask=None if plan.masks is None else _mask_response(plan.masks, len(tokens), engine.page_size),
+        scores=result.scores if body.scores else None,
+        time=None if result.sample is None else _timing(result.sample, engine),
     )
 
 
-def _drawn(sampler: Sampling, sequence: Sequence, found: _Found) -> Drawn:
-    """The distribution that the engine draws from, for the whole vocabulary."""
+def _sampling_result(sampler: Sampling, sequence: TokenSequence, result: _TraceResult) -> SamplingResult:
+    """The distribution that the engine samples from, over the whole vocabulary."""
     counts = Counter(sequence.take)
     generated = (torch.tensor(list(counts), dtype=torch.int64), torch.tensor(list(counts.values())))
     seen = torch.tensor(sorted(set(sequence.tokens)), dtype=torch.int64)
     ids, probs = sampling.sampling_distribution(
-        torch.from_numpy(found.logits.copy()), sampler, seen=seen, generated=generated
+        torch.from_numpy(result.logits.copy()), sampler, seen=seen, generated=generated
     )
     assert sampler.seed is not None
-    return Drawn(
-        ids=Packed.of(ids.numpy(), "int32"),
-        probs=Packed.of(probs.numpy(), "float64"),
+    return SamplingResult(
+        ids=Base64Array.of(ids.numpy(), "int32"),
+        probs=Base64Array.of(probs.numpy(), "float64"),
         seed=sampler.seed,
-        tokens=found.tokens,
+        tokens=result.tokens,
     )
 
 
-def _lens_layers(lens: LogitLens, found: _Found) -> list[LensLayer]:
+def _lens_layers(lens: LogitLens, result: _TraceResult) -> list[LensLayer]:
     return [
         LensLayer(layer=layer, ids=ids.tolist(), probs=probs.tolist())
-        for layer, (ids, probs) in zip(lens.layers, found.lens, strict=True)
+        for layer, (ids, probs) in zip(lens.layers, result.lens, strict=True)
     ]
 
 
-def _attention(layers: tuple[int, ...], found: _Found) -> Scores:
-    array = np.stack(found.attention) if layers else np.zeros((0, 0, 0), np.float32)  # [L, H, slots]
-    return Scores(layers=list(layers), array=Packed.of(array, "float32"))
+def _attention(layers: tuple[int, ...], result: _TraceResult) -> AttentionArray:
+    array = np.stack(result.attention) if layers else np.zeros((0, 0, 0), np.float32)  # [L, H, slots]
+    return AttentionArray(layers=list(layers), array=Base64Array.of(array, "float32"))
 
 
-def _mask_answer(masks: tuple[Brle, ...], count: int, size: int) -> Bound:
+def _mask_response(masks: tuple[Brle, ...], count: int, size: int) -> BoundMask:
     rows = [MaskRow(attend=list(row.runs), raw=list((~row).runs)) for row in masks]
     first = count - len(masks)
     seen = {p for row in masks for a, b in row.intervals() for p in range(a // size, (b - 1) // size + 1)}
-    all_open = all(row.all() for row in masks)  # the same as no mask: nothing is left out
+    all_open = all(row.all() for row in masks)  # the same as no mask: no page is skipped
     trimmed = [] if all_open else [p for p in range(first // size) if p not in seen]
-    return Bound(first=first, rows=rows, trimmed=trimmed)
+    return BoundMask(first=first, rows=rows, trimmed=trimmed)
 
 
-def _timing(sample: Sample, engine: Engine) -> Timing:
-    return Timing(
+def _timing(sample: Sample, engine: Engine) -> TraceTiming:
+    return TraceTiming(
         tokens=sample.tokens,
         seconds=sample.seconds,
         bandwidth_limit=measure_bandwidth(engine.info.device),

@@ -1,4 +1,4 @@
-"""Request bodies: read whole, within a size and a time, before anything is parsed."""
+"""Reads the whole request body, within a size and a time limit, before anything is parsed."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ import asyncio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headway.server import access_log as logs
+from headway.server import logs
 from headway.server.errors import ApiError
 from headway.server.serving import Serving
 
 LOGGED_BYTES = 64 << 10
 
 
-class Gone(Exception):
-    """The client left before its request was complete: there is nobody to answer."""
+class ClientDisconnected(Exception):
+    """The client disconnected before its request was complete."""
 
 
-class Body:
-    """Reads a body and hands it on in one piece. What all requests hold together is bounded too."""
+class BodyReader:
+    """Reads a body and passes it on in one piece. Also bounds the bytes that all requests hold together."""
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app, self._settings = app, serving.settings
-        self._held = 0  # bytes, of all requests under way
+        self._held = 0  # bytes of the bodies of all requests in flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         body = bytearray()
         try:
-            await self._read(_declared(scope), body, receive)
+            await self._read(_content_length(scope), body, receive)
             if self._settings.log_prompts and body:
                 logs.info("body", body=bytes(body[:LOGGED_BYTES]).decode("utf-8", "backslashreplace"))
-            await self._app(scope, _replayed(bytes(body), receive), send)
-        except Gone:
+            await self._app(scope, _replay(bytes(body), receive), send)
+        except ClientDisconnected:
             return
         finally:
             self._held -= len(body)
@@ -48,33 +48,36 @@ class Body:
                 while more:
                     message = await receive()
                     if message["type"] != "http.request":
-                        raise Gone
+                        raise ClientDisconnected
                     piece, more = message.get("body", b""), message.get("more_body", False)
                     self._check(len(body) + len(piece))
-                    if self._held + len(piece) > settings.max_bodies_bytes:
+                    if self._held + len(piece) > settings.max_total_body_bytes:
                         raise ApiError(
-                            503, "too many large requests at once", code="busy", headers={"Retry-After": "1"}
+                            503,
+                            "too many large requests at the same time; try again in 1 s",
+                            code="busy",
+                            headers={"Retry-After": "1"},
                         )
                     body += piece
                     self._held += len(piece)
         except TimeoutError:
             raise ApiError(
-                408, f"this request's body did not come within {settings.body_timeout:g} s", code="body_timeout"
+                408, f"the request body did not arrive within {settings.body_timeout:g} s", code="body_timeout"
             ) from None
 
     def _check(self, size: int) -> None:
         limit = self._settings.max_body_bytes
         if size > limit:
-            raise ApiError(413, f"this request's body is larger than {limit} bytes", code="body_too_large")
+            raise ApiError(413, f"the request body is larger than {limit} bytes", code="body_too_large")
 
 
-def _declared(scope: Scope) -> int:
+def _content_length(scope: Scope) -> int:
     text = Headers(scope=scope).get("content-length", "0")
-    return int(text) if text.isdecimal() else 0  # the protocol has refused what is no number
+    return int(text) if text.isdecimal() else 0  # h11 has already rejected what is not a number
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body once, in one piece, and then what the client does next, which can only be leaving."""
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body in one piece and then waits for the client to disconnect."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

@@ -1,11 +1,11 @@
-"""One HTTP connection: uvicorn's own, with the times and counts it does not watch.
+"""One HTTP connection: uvicorn's, with the limits that it lacks.
 
-    a head that does not come, or comes byte by byte    header_timeout, then closed
-    more connections than max_connections               503 and closed, before anything is read
-    a reader that takes nothing                         write_timeout, then cut off, which ends its request
-    a second request before the first is answered       never read ahead, so that a client who leaves is noticed
+    headers that do not arrive, or byte by byte    closed after header_timeout
+    more connections than max_connections          503 and closed before anything is read
+    a client that does not read the response       aborted after write_timeout, which cancels its request
+    a pipelined second request                     not read ahead, so that a disconnect is noticed
 
-What is no HTTP gets an error in OpenAI's shape too.
+Input that is not HTTP gets an OpenAI-style error too.
 """
 
 from __future__ import annotations
@@ -20,38 +20,37 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from headway.server import access_log as logs
+from headway.server import logs
 from headway.server.errors import ApiError, error_body
-from headway.server.settings import Settings
+from headway.server.settings import ServerSettings
 
-PROGRESS = 1024  # bytes a second that a reader has to take, at least
-
-
-def protocol(settings: Settings) -> type[H11Protocol]:
-    """uvicorn's connection class with these settings."""
-    return type("Connection", (_Connection,), {"settings": settings})
+MIN_READ_RATE = 1024  # bytes per second that a client must read
 
 
-class _Connection(H11Protocol):
-    settings: Settings
+def connection_class(settings: ServerSettings) -> type[H11Protocol]:
+    """A connection class for uvicorn with these settings."""
+    return type("Connection", (_LimitedConnection,), {"settings": settings})
+
+
+class _LimitedConnection(H11Protocol):
+    settings: ServerSettings
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._dropped = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # told of anything unsent, also of what is left when closing
+        transport.set_write_buffer_limits(high=0)  # report any unsent bytes, including those left when closing
         if len(self.connections) > self.settings.max_connections:
-            self._refuse(ApiError(503, "this server has too many connections", headers={"Retry-After": "1"}))
+            self._reject(ApiError(503, "this server has too many connections", headers={"Retry-After": "1"}))
         else:
-            self._await_head()
+            self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop(self._head_timer)
-        self._stop(self._write_timer)
+        self._cancel(self._header_timer)
+        self._cancel(self._write_timer)
         super().connection_lost(exc)
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -60,38 +59,38 @@ class _Connection(H11Protocol):
         if self.transport.is_closing():
             return
         if self._answering and self.conn.their_state is h11.DONE:
-            self.cycle.keep_alive = False  # what came ahead of its time is dropped with the connection
+            self.cycle.keep_alive = False  # a pipelined request is dropped with the connection
             return
         super().data_received(data)
         if self._answering:
-            self._stop(self._head_timer)
-            self._head_timer = None
+            self._cancel(self._header_timer)
+            self._header_timer = None
             if self.conn.their_state is h11.DONE and self.flow.read_paused:
                 self.cycle.keep_alive = False
                 self.flow.resume_reading()
-        elif self._head_timer is None and not self.transport.is_closing():
-            self._await_head()
+        elif self._header_timer is None and not self.transport.is_closing():
+            self._start_header_timer()
 
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(self.settings.header_timeout, self.timeout_keep_alive_handler)
+    def _start_header_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self.settings.header_timeout, self.timeout_keep_alive_handler)
 
     def send_400_response(self, msg: str) -> None:
-        """Called where h11 raised; what it raised says more than the message."""
+        """Called when h11 raises; its exception says more than `msg`."""
         error = sys.exception()
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         if status == 431:
-            msg = f"the head of this request is larger than {self.settings.max_header_bytes} bytes"
-        self._refuse(ApiError(status, msg))
+            msg = f"the request headers are larger than {self.settings.max_header_bytes} bytes"
+        self._reject(ApiError(status, msg))
 
-    def _refuse(self, error: ApiError) -> None:
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # in the middle of an answer
-            return self._cut()
+    def _reject(self, error: ApiError) -> None:
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # in the middle of a response
+            return self._abort()
         body, id = error_body(error), logs.new_request_id()
-        logs.info("refused", request_id=id, status=error.status, **({"client": self.client[0]} if self.client else {}))
+        logs.info("rejected", request_id=id, status=error.status, **({"client": self.client[0]} if self.client else {}))
         reason = http.HTTPStatus(error.status).phrase
         headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
         headers |= {"x-request-id": id, "x-content-type-options": "nosniff"}
@@ -103,35 +102,35 @@ class _Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.loop.call_soon(self._watch_reader)  # once all of what is being written is in the buffer
+        self.loop.call_soon(self._start_write_timer)  # once everything being written is in the buffer
 
     def resume_writing(self) -> None:
-        self._stop(self._write_timer)
+        self._cancel(self._write_timer)
         self._write_timer = None
         super().resume_writing()
 
-    def _watch_reader(self) -> None:
+    def _start_write_timer(self) -> None:
         unsent = self.transport.get_write_buffer_size()
         if unsent and self.flow.write_paused:
-            self._stop(self._write_timer)
-            self._write_timer = self.loop.call_later(self.settings.write_timeout, self._check_reader, unsent)
+            self._cancel(self._write_timer)
+            self._write_timer = self.loop.call_later(self.settings.write_timeout, self._check_progress, unsent)
 
-    def _check_reader(self, before: int) -> None:
-        """Cut a reader off unless it took its share since the last look."""
-        share = min(before, max(1, int(PROGRESS * self.settings.write_timeout)))
-        if before - self.transport.get_write_buffer_size() < share:
-            self._cut()
+    def _check_progress(self, before: int) -> None:
+        """Abort the connection unless the client read enough since the last check."""
+        expected = min(before, max(1, int(MIN_READ_RATE * self.settings.write_timeout)))
+        if before - self.transport.get_write_buffer_size() < expected:
+            self._abort()
         else:
-            self._watch_reader()
+            self._start_write_timer()
 
-    def _cut(self) -> None:
-        """End the connection now. The system must not keep what was not taken either."""
+    def _abort(self) -> None:
+        """Close the connection now, and have the kernel discard what was not sent."""
         handle = self.transport.get_extra_info("socket")
         if handle is not None:
             handle.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
     @staticmethod
-    def _stop(timer: asyncio.TimerHandle | None) -> None:
+    def _cancel(timer: asyncio.TimerHandle | None) -> None:
         if timer is not None:
             timer.cancel()

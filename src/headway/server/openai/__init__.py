@@ -1,13 +1,17 @@
-"""The server's face: what OpenAI's clients call, and the routes beside it that such servers have.
+"""OpenAI's API, and the other routes that such servers have (/tokenize and the like).
 
-wire         the fields of a body and their types
-checks       values against the model and the limits
-plan         a request, settled: sampler, stops, constraint, log-probabilities
-prompts      prompts of completions; messages  those of chats
-speech       one message of an assistant
-tokens       tokens and log-probabilities in OpenAI's shapes
-running      work beside the response, streams
-answers      admission, whole answers and streams; completions, chat, about  the routes
+parsing          request bodies as JSON
+request_schema   the fields of a request and their types
+checks           values against the model and the server's limits
+token_bounds     allowed_token_ids and bad_words as a constraint
+plan             a checked request: sampler, stops, constraint, log-probabilities
+prompts          prompts of completions; `messages` has those of chats
+message_stream   one message of an assistant, as it is generated
+tokens           tokens and log-probabilities in OpenAI's format
+streaming        work that runs concurrently with its response; server-sent events
+respond          admission, whole responses and streams
+response_schema  the fields of responses, for the OpenAPI document
+chat, completions, about   the routes
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: the next message of a chat."""
+"""`POST /v1/chat/completions`: generates the next message of a chat."""
 
 from __future__ import annotations
 
@@ -11,208 +11,212 @@ from starlette.responses import Response
 
 from headway.program.constraints.grammar import Grammar
 from headway.program.context import Context
-from headway.server.auth import Tenant
 from headway.server.errors import bad_request
-from headway.server.openai.checks import Check
-from headway.server.openai.message_stream import Manner, Said, Speech, call_id
-from headway.server.openai.messages import Talk, read_talk, texts_of
+from headway.server.keys import Tenant
+from headway.server.openai.checks import RequestChecks
+from headway.server.openai.message_stream import MessageDelta, MessageStream, ToolPolicy, call_id
+from headway.server.openai.messages import ChatPrompt, read_chat_prompt, texts_of
 from headway.server.openai.parsing import JsonRoute
-from headway.server.openai.plan import Plan, check_size, check_tools, grammar_of, plan
-from headway.server.openai.prompts import Prompt, score, spelled
+from headway.server.openai.plan import RequestPlan, check_size, check_tools, grammar_of, plan_request
+from headway.server.openai.prompts import Prompt, score_prompt, scored_tokens
 from headway.server.openai.request_schema import ChatRequest, NamedTool
-from headway.server.openai.respond import Usage, check_model, check_stream, respond
-from headway.server.openai.response_schema import ChatCompletion, streams
-from headway.server.openai.streaming import Put, copies, together
-from headway.server.openai.tokens import Token, chat_logprobs, prompt_logprobs
-from headway.server.serving import Serving, Ticket
-from headway.server.settings import Settings
+from headway.server.openai.respond import TokenUsage, check_model, check_stream_options, respond
+from headway.server.openai.response_schema import ChatCompletion, whole_or_stream
+from headway.server.openai.streaming import Put, forks, run_all
+from headway.server.openai.tokens import ScoredToken, chat_logprobs, prompt_logprobs
+from headway.server.serving import AdmittedRequest, Serving
+from headway.server.settings import ServerSettings
 from headway.text.replies.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallStart
 
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/chat/completions", summary="The next message of a chat", responses=streams(ChatCompletion))
-async def chat_completions(asked: ChatRequest, request: Request) -> Response:
-    """The assistant's next message, whole or as a stream of events."""
+@router.post(
+    "/v1/chat/completions", summary="Generate the next message of a chat", responses=whole_or_stream(ChatCompletion)
+)
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """The assistant's next message, whole or as a stream of server-sent events."""
     serving: Serving = request.app.state.serving
     tenant = serving.tenant(request)
-    check_model(serving, asked.model)
-    check_stream(asked)
-    with serving.counted(tenant):
-        job = await _settled(asked, serving, tenant)
-    return await respond(serving, request, asked, job, tokens=job.tokens)
+    check_model(serving, body.model)
+    check_stream_options(body)
+    with serving.queue_slot(tenant):
+        job = await _plan_chat(body, serving, tenant)
+    return await respond(serving, request, body, job, tokens=job.tokens)
 
 
-async def _settled(asked: ChatRequest, serving: Serving, tenant: Tenant) -> Chat:
-    """A request that can be answered, with its prompt."""
-    check = Check(serving)
+async def _plan_chat(body: ChatRequest, serving: Serving, tenant: Tenant) -> ChatJob:
+    """The job of a request that passes all checks, with its prompt."""
+    check = RequestChecks(serving)
     engine, threads = check.engine, check.threads
-    manner, grammar = _manner(asked), await threads.run(_response_format, asked, check.settings)
-    _check_together(asked, manner)
-    how = await plan(asked, serving, tenant, top=_top(asked), grammar=grammar)
-    talk = await threads.run(_read, asked, check)
-    await how.prepare(await threads.run(_argument_grammars, talk, manner), "tools")
-    most = check.between("max_tokens", _max_tokens(asked), 1, engine.config.max_positions)
-    limit = check.length(len(talk.ids), most, how.min_tokens, "messages")
-    if most is None and (usual := engine.generation_defaults.max_new_tokens) is not None:
-        limit = min(limit, usual)
-    check.prompt_scores("prompt_logprobs", len(talk.ids), how.prompt_top)
-    check.answer_scores(asked.stream, how.count * limit, how.top)
-    return Chat(asked, how, talk, Manner(manner.must_call, manner.strict, manner.one_call, limit))
+    policy, grammar = _tool_policy(body), await threads.run(_response_format, body, check.settings)
+    _check_compatible(body, policy)
+    plan = await plan_request(body, serving, tenant, top_logprobs=_top_logprobs(body), grammar=grammar)
+    prompt = await threads.run(_read_prompt, body, check)
+    await plan.prepare(await threads.run(_argument_grammars, prompt, policy), "tools")
+    max_tokens = check.in_range("max_tokens", _max_tokens(body), 1, engine.config.max_positions)
+    limit = check.max_new_tokens(len(prompt.ids), max_tokens, plan.min_tokens, "messages")
+    if max_tokens is None and (default := engine.generation_defaults.max_new_tokens) is not None:
+        limit = min(limit, default)
+    check.prompt_logprobs("prompt_logprobs", len(prompt.ids), plan.prompt_logprobs)
+    check.response_logprobs(body.stream, plan.count * limit, plan.top_logprobs)
+    return ChatJob(body, plan, prompt, ToolPolicy(policy.must_call, policy.strict, policy.one_call, limit))
 
 
-def _read(asked: ChatRequest, check: Check) -> Talk:
-    shown = [] if asked.tool_choice == "none" else asked.tools or []
-    check_tools(shown, check.settings)
-    check.text(texts_of(asked.messages), "messages")
-    return read_talk(asked.messages, shown, check.engine)
+def _read_prompt(body: ChatRequest, check: RequestChecks) -> ChatPrompt:
+    tools = [] if body.tool_choice == "none" else body.tools or []
+    check_tools(tools, check.settings)
+    check.text(texts_of(body.messages), "messages")
+    return read_chat_prompt(body.messages, tools, check.engine)
 
 
-def _top(asked: ChatRequest) -> int | None:
-    if asked.top_logprobs is not None and not asked.logprobs:
-        raise bad_request("top_logprobs was given without logprobs; give logprobs: true too", "top_logprobs")
-    return (asked.top_logprobs or 0) if asked.logprobs else None
+def _top_logprobs(body: ChatRequest) -> int | None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs requires logprobs: true", "top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def _max_tokens(asked: ChatRequest) -> int | None:
-    old, new = asked.max_tokens, asked.max_completion_tokens
+def _max_tokens(body: ChatRequest) -> int | None:
+    old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise bad_request(f"max_tokens is {old} and max_completion_tokens is {new}; give one", "max_tokens")
+        raise bad_request(f"max_tokens is {old} and max_completion_tokens is {new}; pass one of them", "max_tokens")
     return old if new is None else new
 
 
-def _manner(asked: ChatRequest) -> Manner:
-    """Which calls the message must or may have."""
-    names = [tool.function.name for tool in asked.tools or ()]
-    strict = frozenset(tool.function.name for tool in asked.tools or () if tool.function.strict)
-    choice = asked.tool_choice
+def _tool_policy(body: ChatRequest) -> ToolPolicy:
+    """Which tool calls the message must or may have."""
+    names = [tool.function.name for tool in body.tools or ()]
+    strict = frozenset(tool.function.name for tool in body.tools or () if tool.function.strict)
+    choice = body.tool_choice
     if choice in (None, "none", "auto"):
-        return Manner(None, strict, asked.parallel_tool_calls is False)
+        return ToolPolicy(None, strict, body.parallel_tool_calls is False)
     name = choice.function.name if isinstance(choice, NamedTool) else ""
     if not names:
-        raise bad_request("tool_choice asks for a call and there are no tools; give some in tools", "tool_choice")
+        raise bad_request("tool_choice requires a call, and there are no tools; pass some in tools", "tool_choice")
     if name and name not in names:
         raise bad_request(f"tool_choice names {name!r:.80}; the tools are {', '.join(names)}", "tool_choice")
-    return Manner(name, strict, True)
+    return ToolPolicy(name, strict, True)
 
 
-def _check_together(asked: ChatRequest, manner: Manner) -> None:
-    """Raise where a form was asked for and calls were too: a text has one of them."""
-    shaped = asked.structured_outputs is not None or (
-        asked.response_format is not None and asked.response_format.type != "text"
+def _check_compatible(body: ChatRequest, policy: ToolPolicy) -> None:
+    """Raise if both a format and tools are requested: a message can have only one of them."""
+    constrained = body.structured_outputs is not None or (
+        body.response_format is not None and body.response_format.type != "text"
     )
-    if shaped and asked.tools and asked.tool_choice != "none":
-        field = "response_format" if asked.structured_outputs is None else "structured_outputs"
+    if constrained and body.tools and body.tool_choice != "none":
+        field = "response_format" if body.structured_outputs is None else "structured_outputs"
         raise bad_request(
-            f"{field} and tools were both given, and a message cannot be free to call and have a form; leave one out, "
-            "or give tool_choice: none",
+            f"{field} cannot be combined with tools, since a message that may call a tool has no fixed format; remove "
+            "one of them, or pass tool_choice: none",
             field,
             "unsupported",
         )
 
 
-def _response_format(asked: ChatRequest, settings: Settings) -> Grammar | None:
-    form = asked.response_format
-    if form is None or form.type == "text":
+def _response_format(body: ChatRequest, settings: ServerSettings) -> Grammar | None:
+    format = body.response_format
+    if format is None or format.type == "text":
         return None
-    if form.type == "json_object":
+    if format.type == "json_object":
         return Grammar.json_object()
-    if form.json_schema is None:
-        raise bad_request("response_format is json_schema and has none; give its json_schema", "response_format")
-    where, schema = "response_format.json_schema.schema", form.json_schema.schema_
+    if format.json_schema is None:
+        raise bad_request("response_format of type json_schema has no json_schema; pass one", "response_format")
+    where, schema = "response_format.json_schema.schema", format.json_schema.schema_
     if schema is None:
         return Grammar.json_object()
     check_size(schema, where, settings)
     return grammar_of(lambda: Grammar.json_schema(schema), where)
 
 
-def _argument_grammars(talk: Talk, manner: Manner) -> list[Grammar]:
-    """The schemas of arguments that will be followed."""
-    names = talk.tools.names
-    if manner.must_call is None:
-        names = tuple(name for name in names if name in manner.strict)
-    elif manner.must_call:
-        names = (manner.must_call,)
-    found = [grammar_of(lambda tool=talk.tools.get(name): tool.arguments, f"tools ({name})") for name in names]
-    if manner.must_call == "" and len(names) > 1 and talk.form is not None:
-        border = talk.form.border
-        found.append(Grammar.choices(name + border for name in names))
-    return found
+def _argument_grammars(prompt: ChatPrompt, policy: ToolPolicy) -> list[Grammar]:
+    """The grammars that arguments of calls will be constrained by."""
+    names = prompt.tools.names
+    if policy.must_call is None:
+        names = tuple(name for name in names if name in policy.strict)
+    elif policy.must_call:
+        names = (policy.must_call,)
+    grammars = [grammar_of(lambda tool=prompt.tools.get(name): tool.arguments, f"tools ({name})") for name in names]
+    if policy.must_call == "" and len(names) > 1 and prompt.form is not None:
+        border = prompt.form.border
+        grammars.append(Grammar.choices(name + border for name in names))
+    return grammars
 
 
 @dataclass(frozen=True)
-class Delta:
-    """What has come of a choice."""
+class ChoiceDelta:
+    """New text and tokens of one choice."""
 
     index: int
-    said: Said
+    message: MessageDelta
 
 
 @dataclass
-class Choice:
-    """One choice, as far as it has come."""
+class ChoiceState:
+    """One choice so far."""
 
     contents: list[str] = field(default_factory=list)
     reasonings: list[str] = field(default_factory=list)
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
     arguments: dict[int, list[str]] = field(default_factory=dict)
-    tokens: list[Token] = field(default_factory=list)
+    tokens: list[ScoredToken] = field(default_factory=list)
     finish: str | None = None
-    begun: bool = False  # its first chunk was sent
-    waiting: list[Token] = field(default_factory=list)  # for the next chunk
+    begun: bool = False  # whether its first chunk was sent
+    unsent: list[ScoredToken] = field(default_factory=list)  # tokens for the next chunk
 
 
-class Chat:
-    """The work of one request, and its answer."""
+class ChatJob:
+    """The generation of one request, and its response."""
 
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    id_prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, asked: ChatRequest, how: Plan, talk: Talk, manner: Manner) -> None:
-        self._asked, self._plan, self._talk, self._manner = asked, how, talk, manner
-        self._choices = [Choice() for _ in range(how.count)]
+    def __init__(self, body: ChatRequest, plan: RequestPlan, prompt: ChatPrompt, policy: ToolPolicy) -> None:
+        self._body, self._plan, self._prompt, self._policy = body, plan, prompt, policy
+        self._choices = [ChoiceState() for _ in range(plan.count)]
         self._scores: list[Any] | None = None
-        self.usage = Usage(prompt=len(talk.ids))
-        self.tokens = len(talk.ids) + how.count * manner.max_tokens  # that may be computed
+        self.usage = TokenUsage(prompt=len(prompt.ids))
+        self.tokens = len(prompt.ids) + plan.count * policy.max_tokens  # upper bound of what is computed
 
-    async def work(self, put: Put[Delta]) -> None:
+    async def run(self, put: Put[ChoiceDelta]) -> None:
         async with self._plan.context() as home:
-            await self._open(home)
-            async with copies(home, self._plan.count) as contexts:
-                await together(self._speak(one, i, put) for i, one in enumerate(contexts))
+            await self._fill_prompt(home)
+            async with forks(home, self._plan.count) as contexts:
+                await run_all(self._generate(one, i, put) for i, one in enumerate(contexts))
             self.usage.cached += home.cached_tokens
 
-    async def _open(self, home: Context) -> None:
-        k, ids = self._plan.prompt_top, self._talk.ids
+    async def _fill_prompt(self, home: Context) -> None:
+        k, ids = self._plan.prompt_logprobs, self._prompt.ids
         if k is None:
             home.fill(ids)
             return
-        scores, engine = await score(home, ids, k), self._plan.engine
+        scores, engine = await score_prompt(home, ids, k), self._plan.engine
         prompt = Prompt(ids, "", False)
-        self._scores = await self._plan.writing.run(lambda: prompt_logprobs(spelled(prompt, scores, k, engine), engine))
+        self._scores = await self._plan.writers.run(
+            lambda: prompt_logprobs(scored_tokens(prompt, scores, k, engine), engine)
+        )
 
-    async def _speak(self, context: Context, number: int, put: Put[Delta]) -> None:
-        speech = Speech(self._plan, self._talk, self._manner, context, number)
-        async for said in speech.said():
-            if said.parts or said.tokens or said.new or said.finish:
-                await put(Delta(number, said))
-        self.usage.completion += speech.count
+    async def _generate(self, context: Context, number: int, put: Put[ChoiceDelta]) -> None:
+        stream = MessageStream(self._plan, self._prompt, self._policy, context, number)
+        async for message in stream.deltas():
+            if message.parts or message.tokens or message.new or message.finish:
+                await put(ChoiceDelta(number, message))
+        self.usage.completion += stream.count
 
-    # -- the answer ------------------------------------------------------------------------------------------------
+    # -- the response ----------------------------------------------------------------------------------------------
 
-    def take(self, delta: Delta, ticket: Ticket) -> None:
-        said, choice = delta.said, self._choices[delta.index]
-        if said.new > 0:
-            ticket.tokens(said.new, choice=delta.index)
-        if said.finish is not None:
-            ticket.finish(said.finish)
-            choice.finish = said.finish
-        if self._asked.stream:
+    def add(self, delta: ChoiceDelta, admitted: AdmittedRequest) -> None:
+        message, choice = delta.message, self._choices[delta.index]
+        if message.new > 0:
+            admitted.tokens(message.new, choice=delta.index)
+        if message.finish is not None:
+            admitted.finish(message.finish)
+            choice.finish = message.finish
+        if self._body.stream:
             return
-        choice.tokens += said.tokens
-        for part in said.parts:
+        choice.tokens += message.tokens
+        for part in message.parts:
             self._keep(part, choice)
 
-    def _keep(self, part: Part, choice: Choice) -> None:
+    def _keep(self, part: Part, choice: ChoiceState) -> None:
         match part:
             case Content(text):
                 choice.contents.append(text)
@@ -225,13 +229,13 @@ class Chat:
                 choice.arguments[index].append(delta)
 
     def _call(self, name: str) -> dict[str, Any]:
-        return {"id": call_id(self._talk.format), "type": "function", "function": {"name": name, "arguments": ""}}
+        return {"id": call_id(self._prompt.format), "type": "function", "function": {"name": name, "arguments": ""}}
 
-    def answer(self) -> dict[str, Any]:
-        whole = {"choices": [self._choice(i, one) for i, one in enumerate(self._choices)]}
-        return whole if self._scores is None else whole | {"prompt_logprobs": self._scores}
+    def response(self) -> dict[str, Any]:
+        result = {"choices": [self._choice(i, choice) for i, choice in enumerate(self._choices)]}
+        return result if self._scores is None else result | {"prompt_logprobs": self._scores}
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
         content = "".join(choice.contents)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if choice.reasonings:
@@ -242,33 +246,33 @@ class Chat:
                 call | {"function": call["function"] | {"arguments": "".join(choice.arguments[i])}}
                 for i, call in choice.calls.items()
             ]
-        logprobs = chat_logprobs(choice.tokens, self._plan.engine) if self._asked.logprobs else None
+        logprobs = chat_logprobs(choice.tokens, self._plan.engine) if self._body.logprobs else None
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
 
-    def weight(self, deltas: Iterable[Delta]) -> int:
-        if not self._asked.logprobs or self._plan.top is None:
+    def chunk_size(self, deltas: Iterable[ChoiceDelta]) -> int:
+        if not self._body.logprobs or self._plan.top_logprobs is None:
             return 0
-        return sum(len(delta.said.tokens) for delta in deltas) * (self._plan.top + 1)
+        return sum(len(delta.message.tokens) for delta in deltas) * (self._plan.top_logprobs + 1)
 
     @property
-    def whole_weight(self) -> int:
-        own = sum(len(choice.tokens) for choice in self._choices) * ((self._plan.top or 0) + 1)
-        prompt = 0 if self._plan.prompt_top is None else self.usage.prompt * (self._plan.prompt_top + 1)
-        return own + prompt
+    def response_size(self) -> int:
+        generated = sum(len(choice.tokens) for choice in self._choices) * ((self._plan.top_logprobs or 0) + 1)
+        prompt = 0 if self._plan.prompt_logprobs is None else self.usage.prompt * (self._plan.prompt_logprobs + 1)
+        return generated + prompt
 
-    def chunks(self, delta: Delta) -> Iterable[dict[str, Any]]:
+    def chunks(self, delta: ChoiceDelta) -> Iterable[dict[str, Any]]:
         choice = self._choices[delta.index]
-        choice.waiting += delta.said.tokens
+        choice.unsent += delta.message.tokens
         if not choice.begun:
             choice.begun = True
             yield self._chunk(delta.index, {"role": "assistant", "content": "", "refusal": None})
-        for part in delta.said.parts:
-            if (shown := self._shown(part)) is not None:
-                yield self._chunk(delta.index, shown, self._taken(choice))
-        if delta.said.finish is not None:
-            yield self._chunk(delta.index, {}, self._taken(choice), delta.said.finish)
+        for part in delta.message.parts:
+            if (fields := self._delta_fields(part)) is not None:
+                yield self._chunk(delta.index, fields, self._unsent_logprobs(choice))
+        if delta.message.finish is not None:
+            yield self._chunk(delta.index, {}, self._unsent_logprobs(choice), delta.message.finish)
 
-    def _shown(self, part: Part) -> dict[str, Any] | None:
+    def _delta_fields(self, part: Part) -> dict[str, Any] | None:
         match part:
             case Content(text):
                 return {"content": text}
@@ -280,10 +284,10 @@ class Chat:
                 return {"tool_calls": [{"index": index, "function": {"arguments": more}}]}
         return None
 
-    def _taken(self, choice: Choice) -> dict[str, Any] | None:
-        """The log-probabilities of tokens that no chunk had yet."""
-        tokens, choice.waiting = choice.waiting, []
-        return chat_logprobs(tokens, self._plan.engine) if self._asked.logprobs and tokens else None
+    def _unsent_logprobs(self, choice: ChoiceState) -> dict[str, Any] | None:
+        """The log-probabilities of tokens that were not in a chunk yet."""
+        tokens, choice.unsent = choice.unsent, []
+        return chat_logprobs(tokens, self._plan.engine) if self._body.logprobs and tokens else None
 
     @staticmethod
     def _chunk(

@@ -1,4 +1,4 @@
-"""Values of a request against the model and the server's limits: a 400 names the value, the limit and the field."""
+"""Checks a request's values against the model and the server's limits: a 400 names the value, limit and field."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headway.runtime.scheduler.order import BID_LIMIT
-from headway.server.auth import Tenant
 from headway.server.errors import ApiError, bad_request
-from headway.server.openai.token_bounds import Words, longest_token
+from headway.server.keys import Tenant
+from headway.server.openai.token_bounds import BadWords, longest_token
 from headway.server.serving import Serving
 
-SHRINKS = 4  # as many characters may become one in a normal form
+MAX_NORMALIZED = 4  # characters that a Unicode normal form may merge into one
 
 
-class Check:
-    """Each method gives the value it was given, or raises."""
+class RequestChecks:
+    """Each method returns the value it checks, or raises an `ApiError`."""
 
     def __init__(self, serving: Serving) -> None:
-        self.engine, self.settings, self.threads = serving.engine, serving.settings, serving.reading
+        self.engine, self.settings, self.threads = serving.engine, serving.settings, serving.readers
 
-    def between(self, name: str, value: int | None, low: int, high: int) -> int | None:
+    def in_range(self, name: str, value: int | None, low: int, high: int) -> int | None:
         if value is not None and not low <= value <= high:
             raise bad_request(
-                f"{name} is {value!r:.60}; it takes a whole number from {low} to {high}", name, "out_of_range"
+                f"{name} is {value!r:.60}; it must be an integer in [{low}, {high}]", name, "out_of_range"
             )
         return value
 
@@ -34,31 +34,31 @@ class Check:
             raise bad_request(f"{name} has {count} entries; at most {limit} are allowed", name, "too_many")
 
     def ids(self, name: str, ids: Sequence[int], where: str = "") -> tuple[int, ...]:
-        """Token ids of this vocabulary."""
+        """Token ids that are in the vocabulary."""
         self.size(name, len(ids), self.settings.max_ids)
         vocab = self.engine.vocab_size
         for i, id in enumerate(ids):
             if not 0 <= id < vocab:
-                raise outside(f"{where or name}[{i}]", id, vocab, name)
+                raise unknown_token(f"{where or name}[{i}]", id, vocab, name)
         return tuple(ids)
 
     def allowed(self, ids: Sequence[int] | None) -> tuple[int, ...] | None:
         if ids is not None and not ids:
-            raise bad_request("allowed_token_ids is empty, so nothing could come; leave it out", "allowed_token_ids")
+            raise bad_request("allowed_token_ids is empty, which allows no token; remove it", "allowed_token_ids")
         return None if ids is None else self.ids("allowed_token_ids", ids)
 
-    def words(self, words: Sequence[str | list[int]]) -> Words | None:
-        """Words that must not come."""
+    def words(self, words: Sequence[str | list[int]]) -> BadWords | None:
+        """The words that must not be generated."""
         self.size("bad_words", len(words), self.settings.max_bias)
         for i, word in enumerate(words):
             if not word:
-                raise bad_request(f"bad_words[{i}] is empty, so nothing could come; leave it out", "bad_words")
+                raise bad_request(f"bad_words[{i}] is empty, which would forbid everything; remove it", "bad_words")
             if len(word) > self.settings.max_stop_length:
-                most = self.settings.max_stop_length
-                raise bad_request(f"bad_words[{i}] has {len(word)} entries; at most {most} are allowed", "bad_words")
+                limit = self.settings.max_stop_length
+                raise bad_request(f"bad_words[{i}] has {len(word)} entries; at most {limit} are allowed", "bad_words")
         sequences = [self.ids("bad_words", w, f"bad_words[{i}]") for i, w in enumerate(words) if not isinstance(w, str)]
         texts = [word for word in words if isinstance(word, str)]
-        return Words(texts, sequences, self.engine.tokenizer if texts else None) if words else None
+        return BadWords(texts, sequences, self.engine.tokenizer if texts else None) if words else None
 
     def stops(self, stop: str | Sequence[str] | None) -> tuple[str, ...]:
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
@@ -71,30 +71,32 @@ class Check:
                     "too_long",
                 )
             if not text:
-                raise bad_request(f"stop[{i}] is empty; it would stop before the first token: leave it out", "stop")
+                raise bad_request(f"stop[{i}] is empty; it would stop before the first token: remove it", "stop")
         return stops
 
     def bias(self, bias: Mapping[str, Any]) -> dict[int, float]:
         self.size("logit_bias", len(bias), self.settings.max_bias)
-        found: dict[int, float] = {}
+        result: dict[int, float] = {}
         for key, value in bias.items():
             if not re.fullmatch(r"[0-9]{1,18}", key):
-                raise bad_request(f"logit_bias names {key!r:.60}; its keys are token ids", "logit_bias")
+                raise bad_request(f"logit_bias has the key {key!r:.60}; its keys must be token ids", "logit_bias")
             if int(key) >= self.engine.vocab_size:
-                raise outside("a token of logit_bias", int(key), self.engine.vocab_size, "logit_bias")
-            if int(key) in found:
-                raise bad_request(f"logit_bias names token {int(key)} twice; give each one number", "logit_bias")
+                raise unknown_token("a token of logit_bias", int(key), self.engine.vocab_size, "logit_bias")
+            if int(key) in result:
+                raise bad_request(f"logit_bias has token {int(key)} twice; pass one value for each", "logit_bias")
             number = as_number(value)
             if number is None:
-                raise bad_request(f"logit_bias of token {int(key)} is {value!r:.60}; it takes a number", "logit_bias")
-            found[int(key)] = number
-        return found
+                raise bad_request(
+                    f"logit_bias of token {int(key)} is {value!r:.60}; it must be a finite number", "logit_bias"
+                )
+            result[int(key)] = number
+        return result
 
     def seed(self, seed: int | None) -> int | None:
-        """A seed as the engine has them; a negative one, which OpenAI allows, is the number with the same 64 bits."""
+        """A seed as the engine takes it: a negative one, which OpenAI allows, becomes the same 64 bits unsigned."""
         if seed is not None and not -(1 << 63) <= seed < 1 << 64:
             raise bad_request(
-                f"seed is {seed!r:.60}; it takes a whole number from -2**63 to 2**64 - 1", "seed", "out_of_range"
+                f"seed is {seed!r:.60}; it must be an integer in [-2**63, 2**64 - 1]", "seed", "out_of_range"
             )
         return None if seed is None else seed % (1 << 64)
 
@@ -102,66 +104,68 @@ class Check:
         most = BID_LIMIT if tenant.limits.max_priority is None else tenant.limits.max_priority
         if priority is not None and not -BID_LIMIT <= priority <= most:
             raise bad_request(
-                f"priority is {priority:g}; it takes a number from {-BID_LIMIT:g} to {most:g}",
+                f"priority is {priority:g}; it must be a number in [{-BID_LIMIT:g}, {most:g}]",
                 "priority",
                 "out_of_range",
             )
         return min(0.0, most) if priority is None else priority
 
-    def prompt_scores(self, field: str, tokens: int, top: int | None, choices: int = 1) -> None:
-        """Raise where log-probabilities of prompts, in all choices that show them, are more than an answer may have."""
-        count, most = tokens * choices * ((-1 if top is None else top) + 1), self.settings.max_prompt_scores
+    def prompt_logprobs(self, field: str, tokens: int, top: int | None, choices: int = 1) -> None:
+        """Raise if a response would have too many log-probabilities of prompts, over all choices that include them."""
+        count, most = tokens * choices * ((-1 if top is None else top) + 1), self.settings.max_prompt_logprobs
         if count > most:
             shown = f" in {choices} choices" if choices > 1 else ""
             raise bad_request(
-                f"{field} {top} with {tokens} tokens of prompts{shown} makes {count} log-probabilities; at most {most} "
-                "are allowed: ask for fewer, with fewer choices, or of shorter prompts",
+                f"{field} {top} with {tokens} prompt tokens{shown} makes {count} log-probabilities; at most {most} are "
+                "allowed: reduce it, or use fewer choices or shorter prompts",
                 field,
                 "too_many",
             )
 
-    def answer_scores(self, streams: bool | None, tokens: int, top: int | None) -> None:
-        """Raise where log-probabilities of a whole answer may be more than it may have; a stream keeps none of them."""
-        count, most = tokens * ((-1 if top is None else top) + 1), self.settings.max_answer_scores
+    def response_logprobs(self, streams: bool | None, tokens: int, top: int | None) -> None:
+        """Raise if a response may have too many log-probabilities of generated tokens; a stream may have any number."""
+        count, most = tokens * ((-1 if top is None else top) + 1), self.settings.max_response_logprobs
         if count > most and not streams:
             raise bad_request(
-                f"logprobs {top} with up to {tokens} tokens of an answer makes {count} log-probabilities; at most "
-                f"{most} are allowed: give a smaller max_tokens, n or logprobs, or stream",
+                f"logprobs {top} with up to {tokens} generated tokens makes {count} log-probabilities; at most {most} "
+                "are allowed: use a smaller max_tokens, n or logprobs, or stream",
                 "logprobs",
                 "too_many",
             )
 
     def text(self, texts: Iterable[str], param: str) -> None:
-        """Raise where texts are longer than any tokens that fit, before time is spent on them."""
+        """Raise if texts are too long for the context, whatever their tokens are, before tokenizing them."""
         tokenizer = self.engine.tokenizer
         if tokenizer.decoding.kind == "opaque":
             return
-        slack = 1 if tokenizer.backend.normalizer is None else SHRINKS
+        slack = 1 if tokenizer.backend.normalizer is None else MAX_NORMALIZED
         limit, size = self.engine.config.max_positions, sum(map(len, texts))
         if size > limit * longest_token(tokenizer) * slack:
             raise bad_request(
-                f"this model's context length is {limit} tokens; the prompt has {size} characters, more than so many "
-                "tokens can have: shorten it",
+                f"this model's context length is {limit} tokens; the prompt has {size} characters, more than that "
+                "many tokens can hold: shorten it",
                 param,
                 "context_length_exceeded",
             )
 
-    def length(self, prompt: int, max_tokens: int | None, min_tokens: int, param: str) -> int:
-        """How many tokens may follow a prompt: what was asked for, or what the model's limit leaves."""
+    def max_new_tokens(self, prompt: int, max_tokens: int | None, min_tokens: int, param: str) -> int:
+        """The most tokens to generate after a prompt: `max_tokens`, or what the context length leaves."""
         pool = self.engine.allocator.total * self.engine.page_size
         limit = min(self.engine.config.max_positions, pool)
-        whose = "this server's pages hold" if limit == pool else "this model's context length is"
+        what = "this server's KV cache holds" if limit == pool else "this model's context length is"
         if max_tokens is not None and min_tokens > max_tokens:
             raise bad_request(
-                f"min_tokens is {min_tokens} and max_tokens is {max_tokens}; it must not be larger", "min_tokens"
+                f"min_tokens is {min_tokens} and max_tokens is {max_tokens}; it must be at most that", "min_tokens"
             )
         if prompt == 0:
-            raise bad_request("the prompt is empty and this model has no begin token; give it text or tokens", param)
+            raise bad_request("the prompt is empty and this model has no BOS token; pass text or tokens", param)
         if prompt + (1 if max_tokens is None else max_tokens) > limit:
-            asked = "" if max_tokens is None else f" and {max_tokens} for the answer, {prompt + max_tokens} in all"
+            completion = (
+                "" if max_tokens is None else f" and {max_tokens} for the completion, {prompt + max_tokens} in total"
+            )
             raise bad_request(
-                f"{whose} {limit} tokens; the request has {prompt} in its prompt{asked}: "
-                "shorten the prompt, or ask for fewer tokens",
+                f"{what} {limit} tokens; the request has {prompt} in its prompt{completion}: "
+                "shorten the prompt or reduce max_tokens",
                 param,
                 "context_length_exceeded",
             )
@@ -169,17 +173,17 @@ class Check:
 
 
 def as_number(value: object) -> float | None:
-    """A value as a number that floats can hold; None for any other."""
+    """A value as a finite float; None if it is not one."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         number = float(value)
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an integer of hundreds of digits
         return None
     return number if math.isfinite(number) else None
 
 
-def outside(where: str, id: int, vocab: int, param: str) -> ApiError:
-    """A token id that the model does not have."""
+def unknown_token(where: str, id: int, vocab: int, param: str) -> ApiError:
+    """The error for a token id that is not in the vocabulary."""
     message = f"{where} is {id!r:.60}; this model's vocabulary has {vocab} tokens, with ids 0 to {vocab - 1}"
     return bad_request(message, param, "invalid_token")

@@ -1,9 +1,9 @@
-"""One message of an assistant: written part by part as its script says, and read as it comes.
+"""Generates one message of an assistant, item by item as its script says, and parses it as it comes.
 
-The script is one part that the model writes as it likes, a form that the whole content has, or a call that it must
-make (headway.program.chat.forced_calls). A call of a `strict` tool that the model begins by itself is taken over at its name: the
-rest of it is written by the tool's schema, and the model goes on behind it.
-"""  # noqa: E501
+The script is free text, a grammar for the whole content, or a forced tool call (program.chat.forced_calls). When the
+model itself begins a call of a `strict` tool, the call is constrained from the tool's name on: its arguments follow
+the tool's schema, and the model continues after it.
+"""
 
 from __future__ import annotations
 
@@ -16,180 +16,184 @@ from headway.program.chat.forced_calls import Item, Script, forced_call, free
 from headway.program.chat.reader import Reader
 from headway.program.constraints.grammar import Grammar
 from headway.program.context import Context
-from headway.server.openai.messages import Talk
-from headway.server.openai.plan import Plan
-from headway.server.openai.respond import REASONS
-from headway.server.openai.tokens import Spelling, Token
+from headway.server.openai.messages import ChatPrompt
+from headway.server.openai.plan import RequestPlan
+from headway.server.openai.respond import FINISH_REASONS
+from headway.server.openai.tokens import ScoredToken, TokenStream
 from headway.text.replies.parts import BadToolCall, Content, Part, ToolCallArguments, ToolCallEnd, ToolCallStart
 from headway.text.templates.messages import CallSyntax, end_of_reasoning
 
-FINAL = "<|channel|>final<|message|>"  # where a reply in harmony's format has its content
-ENOUGH = "enough"  # it ended because there may be one call only
-PLAIN = ("hermes", "llama")  # formats that have nothing but calls beside the content
+FINAL = "<|channel|>final<|message|>"  # introduces the content in the harmony format
+ONE_CALL = "one_call"  # finish reason: the only call that is allowed is complete
+CALLS_ONLY = ("hermes", "llama")  # formats that mark tool calls and nothing else
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How a message is to be made: with which calls, in which form, at which length."""
+class ToolPolicy:
+    """Which tool calls a message must or may have, and its length."""
 
-    must_call: str | None = None  # a tool, "" for any
-    strict: frozenset[str] = frozenset()  # tools whose calls follow their schema
+    must_call: str | None = None  # the name of a tool, "" for any
+    strict: frozenset[str] = frozenset()  # tools whose calls must follow their schema
     one_call: bool = False
     max_tokens: int = 1
 
 
 @dataclass(frozen=True)
-class Said:
-    """What has come: parts of the message, tokens whose text is certain, and how many tokens were added."""
+class MessageDelta:
+    """New parts of the message, tokens whose text is final, and the number of tokens added."""
 
     parts: Sequence[Part] = ()
-    tokens: Sequence[Token] = ()
+    tokens: Sequence[ScoredToken] = ()
     new: int = 0
     finish: str | None = None
 
 
-class Speech:
-    """The message of one choice, in a context that holds the prompt."""
+class MessageStream:
+    """The message of one choice, generated in a context that holds the prompt."""
 
-    def __init__(self, how: Plan, talk: Talk, manner: Manner, context: Context, number: int) -> None:
-        self._plan, self._talk, self._manner, self._context, self._number = how, talk, manner, context, number
-        self._tokenizer = how.engine.tokenizer
-        self._format = None if not talk.tools and talk.format in PLAIN else talk.format
+    def __init__(
+        self, plan: RequestPlan, prompt: ChatPrompt, policy: ToolPolicy, context: Context, number: int
+    ) -> None:
+        self._plan, self._prompt, self._policy, self._context, self._number = plan, prompt, policy, context, number
+        self._tokenizer = plan.engine.tokenizer
+        self._format = None if not prompt.tools and prompt.format in CALLS_ONLY else prompt.format
         self._reader = self._new_reader()
         self._script = self._first_script()
-        self._taken: Script | None = None  # what goes on in the script's place
-        self.count = 0  # tokens of the message
+        self._next_script: Script | None = None  # replaces the script
+        self.count = 0  # tokens of the message so far
         self._calls = 0
-        self._announced: set[int] = set()  # calls that were shown to begin
+        self._announced: set[int] = set()  # calls whose start was sent
 
-    async def said(self) -> AsyncIterator[Said]:
-        """The message, as it comes; the last one says why it ended."""
+    async def deltas(self) -> AsyncIterator[MessageDelta]:
+        """The message as it is generated; the last delta has the finish reason."""
         item, end = next(self._script), "length"
         while True:
-            async for one in self._written(item):
-                end = one.finish or end
-                yield Said(self._shown(one.parts), one.tokens, one.new)
-            if end in ("length", ENOUGH):
+            async for delta in self._write_item(item):
+                end = delta.finish or end
+                yield MessageDelta(self._visible(delta.parts), delta.tokens, delta.new)
+            if end in ("length", ONE_CALL):
                 break
             try:
-                item = self._following()
+                item = self._next_item()
             except StopIteration:
                 break
-        rest = () if end == ENOUGH else self._shown(self._reader.finish())
-        yield Said(rest, finish=REASONS[end] if end == "length" or not self._calls else "tool_calls")
+        rest = () if end == ONE_CALL else self._visible(self._reader.finish())
+        yield MessageDelta(rest, finish=FINISH_REASONS[end] if end == "length" or not self._calls else "tool_calls")
 
-    # -- what it is made of ----------------------------------------------------------------------------------------
+    # -- the script ------------------------------------------------------------------------------------------------
 
     def _first_script(self) -> Script:
-        lead = "" if self._format is None else end_of_reasoning(self._format, self._talk.rendered)
-        if self._manner.must_call is not None:
-            assert self._talk.form is not None
-            return forced_call(self._talk.tools, self._talk.form, self._manner.must_call, lead)
+        lead = "" if self._format is None else end_of_reasoning(self._format, self._prompt.rendered)
+        if self._policy.must_call is not None:
+            assert self._prompt.form is not None
+            return forced_call(self._prompt.tools, self._prompt.form, self._policy.must_call, lead)
         if self._plan.grammar is None:
             return free()
-        return _shaped(self._plan.grammar, FINAL if self._format == "harmony" else lead)
+        return _constrained(self._plan.grammar, FINAL if self._format == "harmony" else lead)
 
-    def _following(self) -> Item:
-        """The script's next part; raises StopIteration behind its last."""
-        if self._taken is None:
+    def _next_item(self) -> Item:
+        """The script's next item; raises StopIteration after the last."""
+        if self._next_script is None:
             return self._script.send(self._reader.text)
-        self._script, self._taken = self._taken, None
+        self._script, self._next_script = self._next_script, None
         return next(self._script)
 
-    async def _written(self, item: Item) -> AsyncIterator[Said]:
-        """What one part of the script adds; the last one says why it ended."""
-        left = self._manner.max_tokens - self.count
+    async def _write_item(self, item: Item) -> AsyncIterator[MessageDelta]:
+        """The deltas of one item of the script; the last one has the reason why it ended."""
+        left = self._policy.max_tokens - self.count
         if isinstance(item, str):
             ids = self._tokenizer.encode(item, special=True)
             if len(ids) > left:
-                yield Said(finish="length")
+                yield MessageDelta(finish="length")
                 return
             self._context.fill(ids)
             self.count += len(ids)
-            yield Said(self._reader.write(item), (), len(ids), "constraint")
+            yield MessageDelta(self._reader.write(item), (), len(ids), "constraint")
         elif left < 1:
-            yield Said(finish="length")
+            yield MessageDelta(finish="length")
         else:
-            async for one in self._drawn(item, left):
-                yield one
+            async for delta in self._generate(item, left):
+                yield delta
 
-    async def _drawn(self, item: Grammar | None, left: int) -> AsyncIterator[Said]:
+    async def _generate(self, item: Grammar | None, left: int) -> AsyncIterator[MessageDelta]:
         is_free = item is None or item is self._plan.grammar
         generation = self._plan.generation(self._context, self._number, item, left, free=is_free)
         self._reader.begin()
-        spelling, before = Spelling(self._plan.engine), 0
+        token_stream, before = TokenStream(self._plan.engine), 0
         async for step in generation:
             kept = before + len(step.tokens) if step.finish is None else len(generation.generated)
-            parts, tokens = self._reader.push(step), spelling.push(step, kept)
+            parts, tokens = self._reader.push(step), token_stream.push(step, kept)
             self.count += kept - before
             new, before = max(0, kept - before), kept
-            at = next((i + 1 for i, part in enumerate(parts) if self._ends_here(part, item)), None)
+            at = next((i + 1 for i, part in enumerate(parts) if self._ends_item(part, item)), None)
             if at is None:
-                yield Said(parts, tokens, new, step.finish)
+                yield MessageDelta(parts, tokens, new, step.finish)
                 continue
-            cut = self._take_over(last) if isinstance(last := parts[at - 1], ToolCallStart) else 0
-            why = "constraint" if self._taken is not None else ENOUGH
-            yield Said(parts[:at], tokens[: max(0, len(tokens) - cut)], max(0, new - cut), why)
+            cut = self._constrain_call(last) if isinstance(last := parts[at - 1], ToolCallStart) else 0
+            why = "constraint" if self._next_script is not None else ONE_CALL
+            yield MessageDelta(parts[:at], tokens[: max(0, len(tokens) - cut)], max(0, new - cut), why)
             return
 
-    def _ends_here(self, part: Part, item: Item) -> bool:
-        """Whether the model's own text ends with this: a call that its schema takes over, or the only call there is."""
+    def _ends_item(self, part: Part, item: Item) -> bool:
+        """Whether free text ends with this part: a call to constrain by its schema, or the only call allowed."""
         if isinstance(part, ToolCallStart):
-            return item is None and part.name in self._manner.strict and part.index not in self._announced
-        return self._manner.one_call and isinstance(part, ToolCallEnd)
+            return item is None and part.name in self._policy.strict and part.index not in self._announced
+        return self._policy.one_call and isinstance(part, ToolCallEnd)
 
     # -- calls of strict tools -------------------------------------------------------------------------------------
 
-    def _take_over(self, started: ToolCallStart) -> int:
-        """Cut the message behind the name of the call that has begun, to the token; how many tokens that were."""
-        assert self._talk.form is not None
-        behind = self._context.tokens[len(self._talk.ids) :]
-        spelled = [self._tokenizer.token_bytes(id) if id < self._tokenizer.vocab_size else b"" for id in behind]
+    def _constrain_call(self, started: ToolCallStart) -> int:
+        """Truncate the message after the name of the call that has begun; returns the number of tokens removed."""
+        assert self._prompt.form is not None
+        generated = self._context.tokens[len(self._prompt.ids) :]
+        spelled = [self._tokenizer.token_bytes(id) if id < self._tokenizer.vocab_size else b"" for id in generated]
         whole, name = b"".join(spelled), started.name.encode()
         end, keep, size = whole.rindex(name) + len(name), 0, 0
         while keep < len(spelled) and size + len(spelled[keep]) <= end:
             size += len(spelled[keep])
             keep += 1
-        cut = len(behind) - keep
+        cut = len(generated) - keep
         self._context.truncate(cut)
         self.count -= cut
         self._reader = self._new_reader()
         self._reader.write(whole[:size].decode("utf-8", "replace"))
-        self._taken = self._rest_of_call(started.name, self._talk.form, whole[size:end].decode("utf-8", "replace"))
+        self._next_script = self._rest_of_call(
+            started.name, self._prompt.form, whole[size:end].decode("utf-8", "replace")
+        )
         return cut
 
     def _rest_of_call(self, name: str, form: CallSyntax, lead: str) -> Script:
-        """The arguments by their schema, the end of the call, and what the model likes to say behind it."""
+        """The arguments by their schema, the end of the call, and free text after it."""
         yield lead + form.between
-        yield self._talk.tools.get(name).arguments
+        yield self._prompt.tools.get(name).arguments
         if form.closing:
             yield form.closing
-        if not self._manner.one_call:
+        if not self._policy.one_call:
             yield None
 
     def _new_reader(self) -> Reader:
-        return Reader(self._tokenizer, self._format, self._talk.rendered)
+        return Reader(self._tokenizer, self._format, self._prompt.rendered)
 
-    # -- what is shown ---------------------------------------------------------------------------------------------
+    # -- what the client gets --------------------------------------------------------------------------------------
 
-    def _shown(self, parts: Sequence[Part]) -> list[Part]:
-        """Parts as a client sees them: where it has no tools, a call is text, and so is one that cannot be read."""
-        shown: list[Part] = []
+    def _visible(self, parts: Sequence[Part]) -> list[Part]:
+        """Parts as the client gets them. A call is text if the client passed no tools or it cannot be parsed."""
+        visible: list[Part] = []
         for part in parts:
             match part:
                 case BadToolCall(text=text, index=None):
-                    shown.append(Content(text))
-                case ToolCallStart() | ToolCallArguments() | ToolCallEnd() | BadToolCall() if not self._talk.tools:
-                    shown += self._as_content(part)
+                    visible.append(Content(text))
+                case ToolCallStart() | ToolCallArguments() | ToolCallEnd() | BadToolCall() if not self._prompt.tools:
+                    visible += self._as_content(part)
                 case ToolCallStart(index=index) if index in self._announced:
                     continue
                 case ToolCallStart(index=index):
                     self._announced.add(index)
-                    shown.append(part)
+                    visible.append(part)
                 case _:
                     self._calls += isinstance(part, ToolCallEnd)
-                    shown.append(part)
-        return shown
+                    visible.append(part)
+        return visible
 
     def _as_content(self, part: Part) -> list[Part]:
         match part:
@@ -202,13 +206,13 @@ class Speech:
         return []
 
 
-def _shaped(grammar: Grammar, lead: str) -> Script:
-    """A message whose content has a form; `lead` is what stands before content."""
+def _constrained(grammar: Grammar, lead: str) -> Script:
+    """A message whose content follows a grammar; `lead` introduces the content."""
     if lead:
         yield lead
     yield grammar
 
 
 def call_id(format: str | None) -> str:
-    """An id for a call; some templates take nine letters and digits and nothing else."""
+    """A new id for a tool call; some templates require exactly nine letters and digits."""
     return secrets.token_hex(5)[:9] if format == "mistral" else f"call_{secrets.token_hex(12)}"

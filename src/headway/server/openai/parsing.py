@@ -1,7 +1,7 @@
-"""Bodies are JSON, also where a client calls them a form or text, as `curl -d` does; what it calls a page is refused.
+"""Parses request bodies as JSON, also those sent as a form or as text, as `curl -d` does.
 
-What has too many parts is refused by counting them, before each of them is looked at; what is no Unicode (half of a
-character, as an escape) before anything meets it that cannot encode it.
+Lists that are too long are rejected before their entries are validated, and text that is not valid Unicode (a lone
+surrogate, written as an escape) before it reaches code that cannot encode it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from starlette.datastructures import MutableHeaders
 
 from headway.base.gc_paused import gc_paused
 from headway.server.errors import ApiError, bad_request
-from headway.server.settings import Settings
+from headway.server.settings import ServerSettings
 
-JSON = re.compile(r"application/(json|[\w.-]+\+json)")
-HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape of half a character; two of them make a whole one
-OTHERS = ("", "application/x-www-form-urlencoded", "text/plain", "application/octet-stream")
+JSON_TYPE = re.compile(r"application/(json|[\w.-]+\+json)")
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of a surrogate; a pair of them is one character
+ACCEPTED_TYPES = ("", "application/x-www-form-urlencoded", "text/plain", "application/octet-stream")
 
 
 class JsonRequest(Request):
-    """A request whose body is parsed without pause for collecting garbage: of a body's many parts none is."""
+    """A request whose body is parsed with garbage collection paused: none of its many objects is garbage."""
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
@@ -37,57 +37,59 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route that reads a body as JSON also when it is called something else, or nothing.
+    """A route that parses a body as JSON also when its Content-Type is missing or another accepted one.
 
-    Web pages can send such bodies without asking first; the walls refuse those of other origins by their Origin.
+    Web pages can send such bodies without a preflight; the origin check rejects those of other origins.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
-            asked = JsonRequest(request.scope, request.receive, request._send)
-            if self.body_field is not None and (body := await asked.body()):
-                check_kind(MutableHeaders(scope=request.scope))
-                value = await _parsed(asked)
+            json_request = JsonRequest(request.scope, request.receive, request._send)
+            if self.body_field is not None and (body := await json_request.body()):
+                check_content_type(MutableHeaders(scope=request.scope))
+                value = await _parse(json_request)
                 check_counts(value, request.app.state.serving.settings)
-                if HALF.search(body):
+                if SURROGATE.search(body):
                     check_unicode(value)
-            return await handle(asked)
+            return await handle(json_request)
 
         return handle_json
 
 
-def check_kind(headers: MutableHeaders) -> None:
-    """Raise where a client says that it sends something else; what may be JSON is called so from here on."""
+def check_content_type(headers: MutableHeaders) -> None:
+    """Raise for a Content-Type that is not accepted; replace an accepted one by application/json."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind in OTHERS:
+    if kind in ACCEPTED_TYPES:
         headers["content-type"] = "application/json"
-    elif not JSON.fullmatch(kind):
-        raise bad_request(f"the body is of type {kind!r:.60}; send JSON, as application/json", code="invalid_json")
+    elif not JSON_TYPE.fullmatch(kind):
+        raise bad_request(f"the Content-Type is {kind!r:.60}; send JSON as application/json", code="invalid_json")
 
 
-async def _parsed(asked: JsonRequest) -> Any:
+async def _parse(request: JsonRequest) -> Any:
     try:
-        return await asked.json()
+        return await request.json()
     except RecursionError:
         raise _too_deep() from None
     except UnicodeDecodeError as error:
-        raise bad_request(f"the body is not UTF-8, from byte {error.start} on", code="invalid_json") from None
+        raise bad_request(f"the body is not valid UTF-8 at byte {error.start}", code="invalid_json") from None
     except json.JSONDecodeError as error:
-        raise bad_request(f"the body is not JSON: {error.msg} at character {error.pos}", code="invalid_json") from None
-    except ValueError:  # the only other one: int() reads so many digits and no more
         raise bad_request(
-            f"the body has a number of more than {sys.get_int_max_str_digits()} digits", code="invalid_json"
+            f"the body is not valid JSON: {error.msg} at character {error.pos}", code="invalid_json"
+        ) from None
+    except ValueError:  # the only other one: int() limits the number of digits
+        raise bad_request(
+            f"the body has a number with more than {sys.get_int_max_str_digits()} digits", code="invalid_json"
         ) from None
 
 
 def _too_deep() -> ApiError:
-    return bad_request("the body is nested too deeply to be read; make it flatter", code="invalid_json")
+    return bad_request("the body is nested too deeply; make it flatter", code="invalid_json")
 
 
 def check_unicode(body: Any) -> None:
-    """Raise where a text of a body has half of a character: no token can spell it, and nothing can be written of it."""
+    """Raise if a body has a lone surrogate, which has no UTF-8 encoding and no token."""
     try:
         text = json.dumps(body, ensure_ascii=False)
     except RecursionError:
@@ -95,12 +97,12 @@ def check_unicode(body: Any) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half = f"U+{ord(text[error.start]):04X}"
-        raise bad_request(f"the body has a lone surrogate {half}, which is no Unicode; leave it out") from None
+        surrogate = f"U+{ord(text[error.start]):04X}"
+        raise bad_request(f"the body has a lone surrogate {surrogate}, which is not valid Unicode; remove it") from None
 
 
-def check_counts(body: Any, settings: Settings) -> None:
-    """Raise where a list of a body is longer than the server takes."""
+def check_counts(body: Any, settings: ServerSettings) -> None:
+    """Raise if a list of a body is longer than the server's limit."""
     limits = {
         "messages": settings.max_messages,
         "tools": settings.max_tools,
@@ -119,7 +121,7 @@ def check_counts(body: Any, settings: Settings) -> None:
     parts = sum(map(_parts, messages)) if isinstance(messages, list) else 0
     if parts > settings.max_parts:
         raise bad_request(
-            f"messages have {parts} parts and tool_calls; at most {settings.max_parts} are allowed",
+            f"messages have {parts} content parts and tool calls; at most {settings.max_parts} are allowed",
             "messages",
             "too_many",
         )

@@ -1,8 +1,7 @@
-"""The fields of a request, as they come over the wire: their types, and nothing that needs the model.
+"""The fields of a request and their types, without anything that needs the model.
 
-A field that is not here is refused by name. Those of `IDLE` are OpenAI's and cannot change an answer: they are read,
-so that a client need not leave them out, and nothing looks at them. Bounds that depend on the server or the model are
-checked where a request is planned.
+Unknown fields are rejected by name. Those in `IGNORED` are OpenAI's and cannot change a response: they are accepted, so
+that clients need not remove them, and never used. Limits that depend on the server or the model are checked in `plan`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-IDLE = (
+IGNORED = (
     "metadata",
     "prediction",
     "prompt_cache_key",
@@ -22,42 +21,42 @@ IDLE = (
     "store",
     "user",
 )
-"""Fields of OpenAI's that are accepted and have no effect: whose request it is, where it is kept, how it is billed."""
+"""Fields of OpenAI's API that are accepted and have no effect: about users, storage and billing."""
 
 
-class First(FailFast):
-    """A list is refused at the first thing that is wrong with it: a million wrong entries make one error."""
+class FailAtFirst(FailFast):
+    """Validation of a list stops at its first error, so that a million wrong entries make one error."""
 
     def __hash__(self) -> int:  # type: ignore[override]  # its place in a union needs one
         return id(self)
 
 
-def shown(**schema: Any) -> Any:
-    """What the description says of a value beside its type. It is checked where a request is planned."""
+def described(**schema: Any) -> Any:
+    """What the OpenAPI document says about a value in addition to its type. It is checked in `plan`."""
     return Field(json_schema_extra=schema)
 
 
-Id = Annotated[int, shown(minimum=0)]
-Ids = Annotated[list[Id], First()]
-Some = Annotated[list[Id], First(), shown(minItems=1)]
-Text = Annotated[str, shown(minLength=1)]
-Texts = Annotated[list[Text], First()]
-Words = Annotated[list[Text | Some], First()]
-Count = Annotated[int, shown(minimum=1)]
-Number = Annotated[int, shown(minimum=0)]
-Share = Annotated[float, shown(exclusiveMinimum=0, maximum=1)]
-Penalty = Annotated[float, shown(exclusiveMinimum=0)]
+Id = Annotated[int, described(minimum=0)]
+Ids = Annotated[list[Id], FailAtFirst()]
+NonEmptyIds = Annotated[list[Id], FailAtFirst(), described(minItems=1)]
+Text = Annotated[str, described(minLength=1)]
+Texts = Annotated[list[Text], FailAtFirst()]
+WordList = Annotated[list[Text | NonEmptyIds], FailAtFirst()]
+Count = Annotated[int, described(minimum=1)]
+NonNegative = Annotated[int, described(minimum=0)]
+Fraction = Annotated[float, described(exclusiveMinimum=0, maximum=1)]
+Penalty = Annotated[float, described(exclusiveMinimum=0)]
 
 
-class Wire(BaseModel):
-    """One object of a body: unknown fields, other types, NaN and infinities are refused."""
+class RequestSchema(BaseModel):
+    """One object of a body: unknown fields, other types, NaN and infinities are rejected."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _no_other(cls, value: Any) -> Any:
-        """The first unknown field is enough to refuse it."""
+    def _reject_unknown(cls, value: Any) -> Any:
+        """Reject the first unknown field."""
         if isinstance(value, dict):
             known = {info.alias or name for name, info in cls.model_fields.items()}
             for name in value:
@@ -66,15 +65,15 @@ class Wire(BaseModel):
         return value
 
 
-class StreamOptions(Wire):
-    """What a stream has beside its text."""
+class StreamOptions(RequestSchema):
+    """What a stream contains in addition to its text."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # padding against eavesdroppers, which changes nothing for the reader
+    include_obfuscation: bool | None = None  # padding against eavesdroppers; ignored
 
 
-class StructuredOutputs(Wire):
-    """What the text must look like; one of these."""
+class StructuredOutputs(RequestSchema):
+    """The format of the text: exactly one of these."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
@@ -82,38 +81,38 @@ class StructuredOutputs(Wire):
     grammar: str | None = None
 
 
-BIAS = shown(additionalProperties={"type": "number"}, propertyNames={"pattern": "^[0-9]{1,18}$"})
+BIAS = described(additionalProperties={"type": "number"}, propertyNames={"pattern": "^[0-9]{1,18}$"})
 
 
-class Knobs(Wire):
-    """What requests for text have in common."""
+class GenerationRequest(RequestSchema):
+    """The fields that all requests for text have."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Count | None = None
-    seed: Annotated[int, shown(minimum=-(2**63), exclusiveMaximum=2**64)] | None = None
-    priority: Annotated[float, shown(minimum=-1000, maximum=1000)] | None = None
+    seed: Annotated[int, described(minimum=-(2**63), exclusiveMaximum=2**64)] | None = None
+    priority: Annotated[float, described(minimum=-1000, maximum=1000)] | None = None
 
-    temperature: Annotated[float, shown(minimum=0)] | None = None
-    top_p: Share | None = None
-    top_k: Annotated[int, shown(minimum=-1)] | None = None
-    min_p: Annotated[float, shown(minimum=0, maximum=1)] | None = None
-    typical_p: Share | None = None
+    temperature: Annotated[float, described(minimum=0)] | None = None
+    top_p: Fraction | None = None
+    top_k: Annotated[int, described(minimum=-1)] | None = None
+    min_p: Annotated[float, described(minimum=0, maximum=1)] | None = None
+    typical_p: Fraction | None = None
     repetition_penalty: Penalty | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, Any], BIAS] | None = None  # its numbers are looked at once there are not too many
-    allowed_token_ids: Some | None = None
-    bad_words: Words | None = None
+    logit_bias: Annotated[dict[str, Any], BIAS] | None = None  # values are checked after their number
+    allowed_token_ids: NonEmptyIds | None = None
+    bad_words: WordList | None = None
 
-    max_tokens: Number | None = None
-    min_tokens: Number | None = None
+    max_tokens: NonNegative | None = None
+    min_tokens: NonNegative | None = None
     stop: Text | Texts | None = None
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
 
-    prompt_logprobs: Number | None = None
+    prompt_logprobs: NonNegative | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -137,17 +136,17 @@ PROMPT: dict[str, Any] = {
 }
 
 
-class CompletionRequest(Knobs):
+class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[Any, Field(json_schema_extra=PROMPT)]  # told apart in `prompts`, not by trying each form
+    prompt: Annotated[Any, Field(json_schema_extra=PROMPT)]  # parsed in `prompts`, not by trying each type
     best_of: Count | None = None
     echo: bool | None = None
-    logprobs: Number | None = None
+    logprobs: NonNegative | None = None
 
 
-class Function(Wire):
-    """A tool that a model may call."""
+class FunctionDefinition(RequestSchema):
+    """A function that the model may call."""
 
     name: str
     description: str | None = None
@@ -155,22 +154,22 @@ class Function(Wire):
     strict: bool | None = None
 
 
-class Tool(Wire):
+class ToolDefinition(RequestSchema):
     type: Literal["function"]
-    function: Function
+    function: FunctionDefinition
 
 
-class NamedFunction(Wire):
+class NamedFunction(RequestSchema):
     name: str
 
 
-class NamedTool(Wire):
+class NamedTool(RequestSchema):
     type: Literal["function"]
     function: NamedFunction
 
 
-class JsonSchema(Wire):
-    """A schema that an answer has to follow; it always does, `strict` or not."""
+class JsonSchema(RequestSchema):
+    """A schema that the response must follow; it always does, `strict` or not."""
 
     name: str
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -178,12 +177,12 @@ class JsonSchema(Wire):
     strict: bool | None = None
 
 
-class ResponseFormat(Wire):
+class ResponseFormat(RequestSchema):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class Part(Wire):
+class ContentPart(RequestSchema):
     """One part of a message's content."""
 
     type: Literal["text", "refusal", "image_url", "input_audio", "file", "video_url"]
@@ -195,65 +194,65 @@ class Part(Wire):
     video_url: Any = None
 
 
-class CalledFunction(Wire):
+class MessageFunctionCall(RequestSchema):
     name: str
     arguments: str
-    parsed_arguments: Any = None  # what a client made of them
+    parsed_arguments: Any = None  # added by client libraries; ignored
 
 
-class Call(Wire):
-    """A call that an assistant made earlier, as a client got it."""
+class MessageToolCall(RequestSchema):
+    """A tool call in an earlier message of the assistant."""
 
     id: str
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: MessageFunctionCall
     index: int | None = None
 
 
-class Message(Wire):
-    """One message of a chat, of any role. A client may send one back with all the fields that answers can have."""
+class ChatMessage(RequestSchema):
+    """One message of a chat, of any role. Clients may send back messages with all fields that responses have."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[Part], First()] | None = None
+    content: str | Annotated[list[ContentPart], FailAtFirst()] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[Call], First()] | None = None
+    tool_calls: Annotated[list[MessageToolCall], FailAtFirst()] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
-    parsed: Any = None  # what a client made of the content
+    parsed: Any = None  # added by client libraries; ignored
 
 
-class ChatRequest(Knobs):
+class ChatRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], First(), shown(minItems=1)]
+    messages: Annotated[list[ChatMessage], FailAtFirst(), described(minItems=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Number | None = None
+    top_logprobs: NonNegative | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], First()] | None = None
+    tools: Annotated[list[ToolDefinition], FailAtFirst()] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    modalities: Annotated[list[Literal["text"]], First()] | None = None
+    modalities: Annotated[list[Literal["text"]], FailAtFirst()] | None = None
 
 
-class TokenizeRequest(Wire):
-    """`POST /tokenize`: of a text, or of a chat as its template writes it."""
+class TokenizeRequest(RequestSchema):
+    """`POST /tokenize`: a text, or a chat in the model's template."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], First()] | None = None
-    tools: Annotated[list[Tool], First()] | None = None
+    messages: Annotated[list[ChatMessage], FailAtFirst()] | None = None
+    tools: Annotated[list[ToolDefinition], FailAtFirst()] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     special: bool | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Wire):
+class DetokenizeRequest(RequestSchema):
     """`POST /detokenize`."""
 
     model: str | None = None

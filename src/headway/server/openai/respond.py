@@ -1,6 +1,6 @@
-"""A request becomes an answer: admitted, worked on, and given whole or as a stream. The same for every route.
+"""Turns a request into a response: admits it, runs its job, and sends the result whole or as a stream.
 
-A `Job` knows what to compute and how its answer looks; who may when, and who is told what, is decided here.
+A `ResponseJob` defines what to compute and the format of the response; admission and errors are handled here.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any, Protocol
 from fastapi import Request
 from starlette.responses import Response
 
-from headway.server import access_log as logs
+from headway.server import logs
 from headway.server.errors import FAILED, ApiError, as_api_error, bad_request, error_body
-from headway.server.openai.request_schema import Knobs
-from headway.server.openai.streaming import EventStream, Put, event, packed, packed_in_pieces, relayed
-from headway.server.serving import Serving, Ticket
-from headway.server.threads import Threads
+from headway.server.openai.request_schema import GenerationRequest
+from headway.server.openai.streaming import EventStreamResponse, Put, event, json_bytes, json_bytes_in_pieces, relay
+from headway.server.serving import AdmittedRequest, Serving
+from headway.server.threads import WorkerThreads
 
 DONE = b"data: [DONE]\n\n"
-LIGHT = 2048  # log-probabilities that the event loop writes itself, in some milliseconds
-REASONS = {"eos": "stop", "stop": "stop", "constraint": "stop", "enough": "stop", "length": "length"}
+INLINE_LOGPROBS = 2048  # at most this many are serialized on the event loop, in a few milliseconds
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "constraint": "stop", "one_call": "stop", "length": "length"}
 
 
 @dataclass
-class Usage:
-    """Tokens of a request: its prompts, those of them that the prefix cache had, and its answers."""
+class TokenUsage:
+    """Tokens of a request: its prompts, how many of them were in the prefix cache, and its completions."""
 
     prompt: int = 0
     cached: int = 0
     completion: int = 0
 
-    def wire(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -43,107 +43,117 @@ class Usage:
         }
 
 
-class Job(Protocol):
-    """One request's work and the shapes of its answer. Deltas are whatever `work` puts."""
+class ResponseJob(Protocol):
+    """What one request computes and the format of its response. Deltas are whatever `run` puts."""
 
-    prefix: str  # of its id
-    kind: str  # what its answer is called
-    chunk_kind: str  # the same of a chunk of a stream
-    usage: Usage
+    id_prefix: str  # of the response's id
+    object: str  # the response's `object`
+    chunk_object: str  # the `object` of a stream's chunks
+    usage: TokenUsage
 
-    async def work(self, put: Put[Any]) -> None:
-        """Compute, and put what comes."""
+    async def run(self, put: Put[Any]) -> None:
+        """Compute, and put deltas as they come."""
         ...
 
-    def take(self, delta: Any, ticket: Ticket) -> None:
-        """Keep a delta for the whole answer, and count it."""
+    def add(self, delta: Any, admitted: AdmittedRequest) -> None:
+        """Add a delta to the whole response, and count its tokens."""
         ...
 
-    def answer(self) -> dict[str, Any]:
-        """The whole answer, without the fields that every answer has."""
+    def response(self) -> dict[str, Any]:
+        """The whole response, without the fields that all responses have."""
         ...
 
     def chunks(self, delta: Any) -> Iterable[dict[str, Any]]:
-        """What a stream says about a delta."""
+        """A stream's chunks for a delta."""
         ...
 
     @property
-    def whole_weight(self) -> int:
-        """How many log-probabilities `answer` has."""
+    def response_size(self) -> int:
+        """How many log-probabilities `response` has."""
         ...
 
-    def weight(self, deltas: Iterable[Any]) -> int:
-        """How many log-probabilities the chunks of these have."""
+    def chunk_size(self, deltas: Iterable[Any]) -> int:
+        """How many log-probabilities the chunks of these deltas have."""
         ...
 
 
-async def respond(serving: Serving, request: Request, asked: Knobs, job: Job, *, tokens: int) -> Response:
-    """Answer a request that may compute so many tokens. What fails before the first event has its own status."""
+async def respond(
+    serving: Serving, request: Request, body: GenerationRequest, job: ResponseJob, *, tokens: int
+) -> Response:
+    """Respond to a request that computes at most `tokens`. An error before the first event sets the status."""
     async with AsyncExitStack() as stack:
-        ticket = await stack.enter_async_context(serving.admit(serving.tenant(request), tokens=tokens))
-        ticket.prompt(job.usage.prompt)
-        head = {"id": f"{job.prefix}-{ticket.request_id}", "created": int(time.time()), "model": serving.model_name}
-        batches = await stack.enter_async_context(relayed(job.work))
-        if not asked.stream:
+        admitted = await stack.enter_async_context(serving.admit(serving.tenant(request), tokens=tokens))
+        admitted.prompt(job.usage.prompt)
+        head = {
+            "id": f"{job.id_prefix}-{admitted.request_id}",
+            "created": int(time.time()),
+            "model": serving.model_name,
+        }
+        batches = await stack.enter_async_context(relay(job.run))
+        if not body.stream:
             async for batch in batches:
                 for delta in batch:
-                    job.take(delta, ticket)
-            return Response(await _whole(job, head, serving.writing), media_type="application/json")
-        head["object"] = job.chunk_kind
-        if asked.stream_options is not None and asked.stream_options.include_usage:
+                    job.add(delta, admitted)
+            return Response(await _whole_body(job, head, serving.writers), media_type="application/json")
+        head["object"] = job.chunk_object
+        if body.stream_options is not None and body.stream_options.include_usage:
             head["usage"] = None
         first = await anext(batches, [])
-        return EventStream(_pieces(serving, job, ticket, head=head, first=first, rest=batches), stack.pop_all())
-    raise AssertionError("the stack swallows nothing")
+        return EventStreamResponse(
+            _event_pieces(serving, job, admitted, head=head, first=first, rest=batches), stack.pop_all()
+        )
+    raise AssertionError("the stack suppresses no exception")
 
 
-async def _whole(job: Job, head: dict[str, Any], threads: Threads) -> bytes:
-    """The whole answer; a large one is put together beside the event loop."""
+async def _whole_body(job: ResponseJob, head: dict[str, Any], threads: WorkerThreads) -> bytes:
+    """The body of a whole response; a large one is serialized in a thread."""
 
-    def made() -> dict[str, Any]:
-        return head | {"object": job.kind} | job.answer() | {"usage": job.usage.wire()}
+    def fields() -> dict[str, Any]:
+        return head | {"object": job.object} | job.response() | {"usage": job.usage.fields()}
 
-    if job.whole_weight <= LIGHT:
-        return packed(made())
-    return await threads.run(lambda: packed_in_pieces(made()))
+    if job.response_size <= INLINE_LOGPROBS:
+        return json_bytes(fields())
+    return await threads.run(lambda: json_bytes_in_pieces(fields()))
 
 
-async def _pieces(
+async def _event_pieces(
     serving: Serving,
-    job: Job,
-    ticket: Ticket,
+    job: ResponseJob,
+    admitted: AdmittedRequest,
     *,
     head: dict[str, Any],
     first: list[Any],
     rest: AsyncIterator[list[Any]],
 ) -> AsyncIterator[bytes]:
-    """The events of a stream, in one piece for all that is there. An error ends it, as an event of its own."""
+    """The events of a stream, one piece for all that are ready. An error ends it, as the last event."""
     batch: list[Any] | None = first
     try:
         while batch is not None:
             for delta in batch:
-                job.take(delta, ticket)
-            if job.weight(batch) <= LIGHT:
+                job.add(delta, admitted)
+            if job.chunk_size(batch) <= INLINE_LOGPROBS:
                 piece = _events(job, head, batch)
             else:
-                piece = await serving.writing.run(_events, job, head, batch, packed_in_pieces)
+                piece = await serving.writers.run(_events, job, head, batch, json_bytes_in_pieces)
             if piece:
                 yield piece
             batch = await anext(rest, None)
     except Exception as error:
-        ticket.finish("error")
-        yield b"data: " + error_body(_known(error, log_text=serving.settings.log_prompts)) + b"\n\n"
+        admitted.finish("error")
+        yield b"data: " + error_body(_client_error(error, log_text=serving.settings.log_prompts)) + b"\n\n"
         return
     if "usage" in head:
-        yield event(head | {"choices": [], "usage": job.usage.wire()}, packed)
+        yield event(head | {"choices": [], "usage": job.usage.fields()}, json_bytes)
     yield DONE
 
 
-def _events(job: Job, head: dict[str, Any], batch: list[Any], pack: Callable[[Any], bytes] = packed) -> bytes:
+def _events(
+    job: ResponseJob, head: dict[str, Any], batch: list[Any], pack: Callable[[Any], bytes] = json_bytes
+) -> bytes:
     return b"".join(event(head | chunk, pack) for delta in batch for chunk in job.chunks(delta))
 
 
-def _known(error: Exception, *, log_text: bool) -> ApiError:
+def _client_error(error: Exception, *, log_text: bool) -> ApiError:
     known = as_api_error(error)
     if known is None or known.status == 500:
         logs.failure("a stream failed", error, with_text=log_text)
@@ -151,19 +161,19 @@ def _known(error: Exception, *, log_text: bool) -> ApiError:
 
 
 def check_model(serving: Serving, name: str | None) -> None:
-    """Raise a 404 unless a request means the model that is served; one that names none does."""
+    """Raise a 404 unless the name is one of the served model's, or None."""
     names = serving.model_names()
     if name is None or name in names or name == serving.settings.model:
         return
     raise ApiError(
         404,
-        f"there is no model {name!r:.80} here; this server has {', '.join(map(repr, names))}",
+        f"model {name!r:.80} does not exist; this server has {', '.join(map(repr, names))}",
         param="model",
         code="model_not_found",
     )
 
 
-def check_stream(asked: Knobs) -> None:
-    """Raise where stream_options stand beside no stream."""
-    if asked.stream_options is not None and not asked.stream:
-        raise bad_request("stream_options were given without stream; leave them out, or stream", "stream_options")
+def check_stream_options(body: GenerationRequest) -> None:
+    """Raise if stream_options are set without stream."""
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options require stream: true; set it, or remove them", "stream_options")

@@ -1,6 +1,6 @@
-"""The shapes of answers, for the OpenAPI document. Answers are made elsewhere, by hand; tests hold them against these.
+"""The fields of responses, for the OpenAPI document. Responses are built elsewhere; tests validate them against these.
 
-Every field there can be is here and no other is allowed, so that a field nobody wrote down is found.
+Every possible field is here and no other is allowed, so that tests find undocumented fields.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ Finish = Literal["stop", "length", "tool_calls"]
 Responses = dict[int | str, dict[str, Any]]
 
 
-class Shape(BaseModel):
+class ResponseSchema(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
-class ErrorDetail(Shape):
-    """What went wrong: a sentence, its kind, the field it is about, and a word for programs."""
+class ErrorDetail(ResponseSchema):
+    """A message for people, the type of the error, the field it is about, and a code for programs."""
 
     message: str
     type: str
@@ -26,33 +26,33 @@ class ErrorDetail(Shape):
     code: str | None
 
 
-class ErrorAnswer(Shape):
+class ErrorResponse(ResponseSchema):
     """The body of every error."""
 
     error: ErrorDetail
 
 
-class Health(Shape):
-    """The server's state; with `stuck` also since when, in UTC."""
+class Health(ResponseSchema):
+    """The server's state; with `stuck` also since when (UTC)."""
 
     status: Literal["ready", "loading", "draining", "stuck", "dead", "failed"]
     since: str | None = None
 
 
-class ServedModel(Shape):
+class ServedModel(ResponseSchema):
     name: str
     dtype: str
     device: str
 
 
-class Steps(Shape):
-    """The latest steps: seconds each, and the passes of the last one."""
+class Steps(ResponseSchema):
+    """The seconds of each of the latest steps, and the number of passes in the last one."""
 
     seconds: list[float]
     batch: int
 
 
-class Stats(Shape):
+class ServerStats(ResponseSchema):
     model: ServedModel
     stats: dict[str, int | float]
     steps: Steps
@@ -61,18 +61,18 @@ class Stats(Shape):
 # -- completions -------------------------------------------------------------------------------------------------------
 
 
-class CachedTokens(Shape):
+class CachedTokens(ResponseSchema):
     cached_tokens: int
 
 
-class Usage(Shape):
+class Usage(ResponseSchema):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
 
 
-class PromptToken(Shape):
+class PromptToken(ResponseSchema):
     logprob: float
     rank: int
     decoded_token: str
@@ -81,8 +81,8 @@ class PromptToken(Shape):
 PromptLogprobs = list[dict[str, PromptToken] | None]
 
 
-class CompletionLogprobs(Shape):
-    """Of every token: its text, log-probability, the likeliest in its place, and where its text begins."""
+class CompletionLogprobs(ResponseSchema):
+    """For each token: its text, its log-probability, the likeliest tokens at its position, and its text's offset."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -90,7 +90,7 @@ class CompletionLogprobs(Shape):
     text_offset: list[int]
 
 
-class CompletionChoice(Shape):
+class CompletionChoice(ResponseSchema):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -98,7 +98,7 @@ class CompletionChoice(Shape):
     prompt_logprobs: PromptLogprobs = []
 
 
-class Completion(Shape):
+class Completion(ResponseSchema):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -107,8 +107,8 @@ class Completion(Shape):
     usage: Usage
 
 
-class CompletionChunk(Shape):
-    """An event of a stream; the last one has the usage and no choice, if it was asked for."""
+class CompletionChunk(ResponseSchema):
+    """An event of a stream; with include_usage, the last one has the usage and no choices."""
 
     id: str
     object: Literal["text_completion"]
@@ -121,7 +121,7 @@ class CompletionChunk(Shape):
 # -- chats -------------------------------------------------------------------------------------------------------------
 
 
-class RankedToken(Shape):
+class RankedToken(ResponseSchema):
     token: str
     logprob: float
     bytes: list[int]
@@ -131,38 +131,38 @@ class ChatToken(RankedToken):
     top_logprobs: list[RankedToken]
 
 
-class ChatLogprobs(Shape):
+class ChatLogprobs(ResponseSchema):
     content: list[ChatToken]
     refusal: None
 
 
-class CalledFunction(Shape):
+class ChatFunctionCall(ResponseSchema):
     name: str
     arguments: str
 
 
-class ToolCall(Shape):
+class ChatToolCall(ResponseSchema):
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: ChatFunctionCall
 
 
-class AssistantMessage(Shape):
+class AssistantMessage(ResponseSchema):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning_content: str = ""
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ChatToolCall] = []
 
 
-class ChatChoice(Shape):
+class ChatChoice(ResponseSchema):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: Finish
 
 
-class ChatCompletion(Shape):
+class ChatCompletion(ResponseSchema):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -172,19 +172,19 @@ class ChatCompletion(Shape):
     prompt_logprobs: PromptLogprobs = []
 
 
-class FunctionDelta(Shape):
+class FunctionDelta(ResponseSchema):
     name: str = ""
     arguments: str = ""
 
 
-class ToolCallDelta(Shape):
+class ToolCallDelta(ResponseSchema):
     index: int
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionDelta
 
 
-class Delta(Shape):
+class ChatDelta(ResponseSchema):
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     refusal: None = None
@@ -192,15 +192,15 @@ class Delta(Shape):
     tool_calls: list[ToolCallDelta] = []
 
 
-class ChatChunkChoice(Shape):
+class ChatChunkChoice(ResponseSchema):
     index: int
-    delta: Delta
+    delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: Finish | None
 
 
-class ChatChunk(Shape):
-    """An event of a stream; the last one has the usage and no choice, if it was asked for."""
+class ChatChunk(ResponseSchema):
+    """An event of a stream; with include_usage, the last one has the usage and no choices."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -213,7 +213,7 @@ class ChatChunk(Shape):
 # -- about the model ---------------------------------------------------------------------------------------------------
 
 
-class Model(Shape):
+class ModelCard(ResponseSchema):
     id: str
     object: Literal["model"]
     created: int
@@ -223,24 +223,24 @@ class Model(Shape):
     max_model_len: int | None
 
 
-class ModelList(Shape):
+class ModelList(ResponseSchema):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
-class Tokenized(Shape):
+class Tokenized(ResponseSchema):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] = []
 
 
-class Detokenized(Shape):
+class Detokenized(ResponseSchema):
     prompt: str
 
 
 class TokenizerInfo(BaseModel):
-    """With the special tokens by their names, such as eos_token, where the model has them."""
+    """Also has the model's special tokens by name, such as eos_token."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -255,44 +255,44 @@ class TokenizerInfo(BaseModel):
 
 # -- responses ---------------------------------------------------------------------------------------------------------
 
-RETRY = {"Retry-After": {"description": "Seconds until another try makes sense", "schema": {"type": "integer"}}}
-EVENT = {  # of a stream, one by one
+RETRY = {"Retry-After": {"description": "Seconds until a retry makes sense", "schema": {"type": "integer"}}}
+EVENT = {  # of a stream
     "type": "object",
-    "properties": {"data": {"type": "string", "description": "A chunk of the answer as JSON, an error, or [DONE]"}},
+    "properties": {"data": {"type": "string", "description": "A chunk of the response as JSON, an error, or [DONE]"}},
     "required": ["data"],
 }
 
 
 def _error(description: str, **more: Any) -> dict[str, Any]:
-    return {"model": ErrorAnswer, "description": description, **more}
+    return {"model": ErrorResponse, "description": description, **more}
 
 
 COMMON: Responses = {
-    400: _error("The request cannot be answered as it is; `param` names the field."),
-    401: _error("There are keys, and none of them came with the request."),
-    403: _error("A web page of an origin that may not call."),
-    408: _error("The body did not come in time."),
+    400: _error("The request is not valid; `param` names the field."),
+    401: _error("The server requires a key, and the request has none or an invalid one."),
+    403: _error("The web page's origin is not allowed."),
+    408: _error("The body did not arrive in time."),
     413: _error("The body is too large."),
-    431: _error("The head is too large."),
-    500: _error("The server failed; its log says why, under the request's id."),
-    503: _error("Not now: the model loads, the server drains, or it is busy.", headers=RETRY),
+    431: _error("The headers are too large."),
+    500: _error("Internal error; the server's log has the cause under the request's id."),
+    503: _error("The model is loading, or the server is draining or busy.", headers=RETRY),
     504: _error("The request took too long."),
 }
-ERRORS: Responses = {**COMMON, 404: _error("There is no such model.")}
-GENERATES: Responses = {429: _error("The queue, or the key's share of it, is full.", headers=RETRY)}
+ERRORS: Responses = {**COMMON, 404: _error("The model does not exist.")}
+QUEUE_ERRORS: Responses = {429: _error("The queue, or the key's share of it, is full.", headers=RETRY)}
 
 
-def ok(model: type[BaseModel], description: str = "The answer") -> Responses:
-    """A whole answer."""
+def ok(model: type[BaseModel], description: str = "The response") -> Responses:
+    """A whole response."""
     return {200: {"model": model, "description": description}}
 
 
-def streams(model: type[BaseModel]) -> Responses:
-    """An answer that comes whole or as a stream."""
-    return GENERATES | {
+def whole_or_stream(model: type[BaseModel]) -> Responses:
+    """A response that is sent whole or as a stream."""
+    return QUEUE_ERRORS | {
         200: {
             "model": model,
-            "description": "The answer; with `stream`, server-sent events that end with `data: [DONE]`.",
+            "description": "The response; with `stream`, server-sent events that end with `data: [DONE]`.",
             "content": {"text/event-stream": {"schema": EVENT}},
         }
     }

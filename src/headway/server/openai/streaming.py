@@ -1,10 +1,10 @@
-"""The one way in which answers are made: work that runs beside the response and feeds it, and ends with it.
+"""Work that runs concurrently with a response, feeds it, and ends with it.
 
-    relayed(work)   work puts events into a bounded queue; the response takes them. Leaving it ends the work.
-    EventStream     a response of server-sent events that holds what it needs until its end, whatever that is
+    relay(work)           work puts events into a bounded queue, and the response takes them; leaving cancels the work
+    EventStreamResponse   server-sent events; holds its resources until it ends, however it ends
 
-A client that leaves cancels its route's task: the queue's work is cancelled with it, contexts are released on the way
-out, and the pass under way is undone within a step.
+When a client disconnects, its route's task is canceled: the work is canceled with it, its contexts are released, and
+the pass in flight is undone within one step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from starlette.types import Receive, Scope, Send
 
 from headway.program.context import Context
 
-ROOM = 64  # events that a slow reader leaves waiting before the work does
-DEPTH = 5  # from an answer through choices, a choice and its log-probabilities to those of one token
+QUEUE_SIZE = 64  # events that wait for a slow reader before the work waits too
+DEPTH = 5  # response, choices, choice, log-probabilities, those of one token
 _write = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 Event = TypeVar("Event")
 Put = Callable[[Event], Awaitable[None]]
@@ -34,9 +34,9 @@ class _Failed:
 
 
 @asynccontextmanager
-async def relayed(work: Callable[[Put[Event]], Awaitable[None]]) -> AsyncIterator[AsyncIterator[list[Event]]]:
-    """What `work` puts, in lists of all that is there; an error it raises comes behind what it put before."""
-    queue: asyncio.Queue[Event | _Failed | None] = asyncio.Queue(ROOM)
+async def relay(work: Callable[[Put[Event]], Awaitable[None]]) -> AsyncIterator[AsyncIterator[list[Event]]]:
+    """What `work` puts, in lists of all that is ready; an error that it raises comes after what it put."""
+    queue: asyncio.Queue[Event | _Failed | None] = asyncio.Queue(QUEUE_SIZE)
 
     async def run() -> None:
         try:
@@ -47,7 +47,7 @@ async def relayed(work: Callable[[Put[Event]], Awaitable[None]]) -> AsyncIterato
             await queue.put(None)
 
     task = asyncio.create_task(run())
-    events = _taken(queue)
+    events = _batches(queue)
     try:
         yield events
     finally:
@@ -55,23 +55,23 @@ async def relayed(work: Callable[[Put[Event]], Awaitable[None]]) -> AsyncIterato
         await asyncio.wait({task})
 
 
-async def _taken(queue: asyncio.Queue[Any]) -> AsyncIterator[list[Any]]:
+async def _batches(queue: asyncio.Queue[Any]) -> AsyncIterator[list[Any]]:
     while True:
-        found = [await queue.get()]
+        batch = [await queue.get()]
         while not queue.empty():
-            found.append(queue.get_nowait())
-        last = found[-1]
+            batch.append(queue.get_nowait())
+        last = batch[-1]
         ended = last is None or isinstance(last, _Failed)
-        if len(found) > ended:
-            yield found[: len(found) - ended]
+        if len(batch) > ended:
+            yield batch[: len(batch) - ended]
         if isinstance(last, _Failed):
             raise last.error
         if ended:
             return
 
 
-async def together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all; when one fails, or this is cancelled, the others are cancelled and have ended before it is raised."""
+async def run_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all concurrently; when one fails or this is canceled, cancel the others and wait for them, then raise."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         await asyncio.gather(*tasks)
@@ -83,16 +83,16 @@ async def together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 @asynccontextmanager
-async def copies(home: Context, count: int) -> AsyncIterator[list[Context]]:
-    """The context and forks of it, `count` in all; they share the prompt's pages, which are computed once."""
-    forks: list[Context] = []
+async def forks(home: Context, count: int) -> AsyncIterator[list[Context]]:
+    """The context and forks of it, `count` in total; they share the prompt's pages, which are computed once."""
+    copies: list[Context] = []
     try:
         if count > 1:
             await home.flush()
-            forks += [home.fork() for _ in range(count - 1)]
-        yield [home, *forks]
+            copies += [home.fork() for _ in range(count - 1)]
+        yield [home, *copies]
     finally:
-        for fork in forks:
+        for fork in copies:
             fork.release()
 
 
@@ -101,29 +101,29 @@ def event(value: Any, pack: Callable[[Any], bytes]) -> bytes:
     return b"data: " + pack(value) + b"\n\n"
 
 
-def packed(value: Any) -> bytes:
-    """JSON, as short as it goes."""
+def json_bytes(value: Any) -> bytes:
+    """Compact JSON."""
     return _write(value).encode()
 
 
-def packed_in_pieces(value: Any) -> bytes:
-    """The same for a thread, made bit by bit: one that writes megabytes at once keeps all other threads waiting."""
-    return "".join(_bits(value, DEPTH)).encode()
+def json_bytes_in_pieces(value: Any) -> bytes:
+    """The same, written piece by piece: writing megabytes at once would hold the GIL for all that time."""
+    return "".join(_pieces(value, DEPTH)).encode()
 
 
-def _bits(value: Any, depth: int) -> Iterator[str]:
+def _pieces(value: Any, depth: int) -> Iterator[str]:
     if not depth or not value or not isinstance(value, dict | list):
         yield _write(value)
         return
     begin, end = "{}" if isinstance(value, dict) else "[]"
     for i, (name, one) in enumerate(value.items() if isinstance(value, dict) else (("", one) for one in value)):
         yield ("," if i else begin) + (f"{_write(name)}:" if isinstance(value, dict) else "")
-        yield from _bits(one, depth - 1)
+        yield from _pieces(one, depth - 1)
     yield end
 
 
-class EventStream(Response):
-    """Server-sent events. What is `held` is let go at the end, also when the client leaves before the beginning."""
+class EventStreamResponse(Response):
+    """Server-sent events. `held` is closed at the end, also when the client disconnects before the start."""
 
     media_type = "text/event-stream"
 

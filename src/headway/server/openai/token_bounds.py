@@ -1,7 +1,7 @@
-"""Tokens that a request allows or forbids, as a constraint: a list of allowed ids, and words that must not come.
+"""allowed_token_ids and bad_words as a constraint.
 
-A word that is given as token ids is that sequence. One that is given as text must not come as a run of whole tokens, at
-the beginning or behind a space, however it is cut into tokens; inside a longer token it is part of another word.
+A bad word given as token ids is that sequence. One given as text must not be generated as a run of whole tokens, at the
+start or after a space, however it is tokenized; inside a longer token it is part of another word.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from headway.program.constraints.constraint import Constraint
 from headway.text.tokenizer import Tokenizer
 
 
-class Words:
-    """Words that must not come: what each may still become, and the tokens that would complete one."""
+class BadWords:
+    """Words that must not be generated: tracks those that have begun and the tokens that would complete one."""
 
     def __init__(self, texts: Iterable[str], sequences: Iterable[Sequence[int]], tokenizer: Tokenizer | None) -> None:
         spaced = (spelled for text in texts for spelled in (text, " " + text.lstrip(" ")))
@@ -34,39 +34,39 @@ class Words:
         self._heads: dict[int, list[tuple[int, ...]]] = {}  # by their first token
         for sequence in self._sequences:
             self._heads.setdefault(sequence[0], []).append(sequence)
-        self._open: list[list[bytes | tuple[int, ...]]] = [[]]  # after each token, what is left of words that began
+        self._open: list[list[bytes | tuple[int, ...]]] = [[]]  # after each token, the rest of each word that has begun
 
     def __bool__(self) -> bool:
         return bool(self._texts or self._sequences)
 
-    def fresh(self) -> Words:
-        """The same words, and nothing said yet."""
-        twin = object.__new__(Words)
-        twin.__dict__.update(self.__dict__)
-        twin._open = [[]]
-        return twin
+    def fresh(self) -> BadWords:
+        """The same words, before any token."""
+        copy = object.__new__(BadWords)
+        copy.__dict__.update(self.__dict__)
+        copy._open = [[]]
+        return copy
 
-    def copy(self) -> Words:
-        """The same after the same tokens."""
-        twin = self.fresh()
-        twin._open = list(self._open)
-        return twin
+    def copy(self) -> BadWords:
+        """A copy after the same tokens."""
+        copy = self.fresh()
+        copy._open = list(self._open)
+        return copy
 
     def forbidden(self) -> Set[int]:
         """The tokens that would complete a word."""
         return self._always | self._completed(self._open[-1]) if self._open[-1] else self._always
 
     def _completed(self, rests: Iterable[bytes | tuple[int, ...]]) -> set[int]:
-        found: set[int] = set()
+        result: set[int] = set()
         for rest in rests:
             if isinstance(rest, bytes):
-                found.update(self._ids.get(rest, ()))
+                result.update(self._ids.get(rest, ()))
             elif len(rest) == 1:
-                found.add(rest[0])
-        return found
+                result.add(rest[0])
+        return result
 
     def push(self, token: int) -> None:
-        """One more token."""
+        """Add a token."""
         spelled = self._spelled(token) if self._texts else b""
         left: list[bytes | tuple[int, ...]] = []
         begun = (*self._starts.get(spelled[0], ()), *self._open[-1]) if spelled else self._open[-1]
@@ -79,7 +79,7 @@ class Words:
         self._open.append(list(dict.fromkeys(left)))
 
     def drop(self, n: int) -> None:
-        """Take the last n tokens back."""
+        """Remove the last n tokens."""
         del self._open[len(self._open) - n :]
 
     def _spelled(self, token: int) -> bytes:
@@ -88,17 +88,17 @@ class Words:
         return tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
 
 
-class Bounded:
-    """What `other` allows (everything, when there is none), of the allowed ids, and without forbidden words.
+class TokenBounds:
+    """Allows what `other` allows (everything if None), restricted to the allowed ids, without bad words.
 
-    It forces no tokens: each one is drawn by a pass of its own and can be ranked there.
+    It never forces tokens: each one is sampled in a pass, which gives its log-probability.
     """
 
     def __init__(
         self,
         vocab: int,
         allowed: Iterable[int] | None = None,
-        words: Words | None = None,
+        words: BadWords | None = None,
         other: Constraint | None = None,
     ) -> None:
         self._vocab = vocab
@@ -118,8 +118,8 @@ class Bounded:
             bits = (self._all if bits is None else bits) & all_but
         if bits is not None and not bits.any():
             raise InvalidInput(
-                f"nothing may come after {self._count} tokens: allowed_token_ids, bad_words and the form that was "
-                "asked for leave no token; relax one of them"
+                f"no token is allowed after {self._count} tokens: allowed_token_ids, bad_words and the required format "
+                "exclude all of them; relax one"
             )
         return bits
 
@@ -141,13 +141,13 @@ class Bounded:
             self._words.drop(n)
         self._count -= n
 
-    def copy(self) -> Bounded:
-        twin = object.__new__(Bounded)
-        twin.__dict__.update(self.__dict__)
+    def copy(self) -> TokenBounds:
+        copy = object.__new__(TokenBounds)
+        copy.__dict__.update(self.__dict__)
         other: Any = self._other
-        twin._other = None if other is None else other.copy()
-        twin._words = None if self._words is None else self._words.copy()
-        return twin
+        copy._other = None if other is None else other.copy()
+        copy._words = None if self._words is None else self._words.copy()
+        return copy
 
     @property
     def may_end(self) -> bool:
@@ -168,24 +168,24 @@ def _packed(ids: Iterable[int], vocab: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
-# -- tokens by their bytes -----------------------------------------------------------------------------------------
+# -- tokens by their bytes ---------------------------------------------------------------------------------------------
 
-_known: weakref.WeakKeyDictionary[Tokenizer, dict[bytes, tuple[int, ...]]] = weakref.WeakKeyDictionary()
-_knowing = threading.Lock()
+_ids_by_tokenizer: weakref.WeakKeyDictionary[Tokenizer, dict[bytes, tuple[int, ...]]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def ids_by_bytes(tokenizer: Tokenizer) -> dict[bytes, tuple[int, ...]]:
-    """The plain tokens that have each spelling. Made once a tokenizer, which takes a moment."""
-    with _knowing:
-        if tokenizer not in _known:
-            found: dict[bytes, tuple[int, ...]] = {}
+    """The ordinary tokens by their bytes. Computed once per tokenizer, which takes a moment."""
+    with _lock:
+        if tokenizer not in _ids_by_tokenizer:
+            result: dict[bytes, tuple[int, ...]] = {}
             for id in set(tokenizer.backend.get_vocab(with_added_tokens=True).values()) - tokenizer.special_ids:
                 spelled = tokenizer.token_bytes(id)
-                found[spelled] = (*found.get(spelled, ()), id)
-            _known[tokenizer] = found
-        return _known[tokenizer]
+                result[spelled] = (*result.get(spelled, ()), id)
+            _ids_by_tokenizer[tokenizer] = result
+        return _ids_by_tokenizer[tokenizer]
 
 
 def longest_token(tokenizer: Tokenizer) -> int:
-    """The bytes of the longest token."""
+    """The length of the longest token in bytes."""
     return max(map(len, ids_by_bytes(tokenizer)), default=1)

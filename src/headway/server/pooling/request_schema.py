@@ -1,29 +1,29 @@
-"""The fields of requests for vectors, scores and labels: as OpenAI, Jina, Cohere and vLLM have them."""
+"""The fields of requests for embeddings, scores and labels, as OpenAI, Jina, Cohere and vLLM have them."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from headway.server.openai.request_schema import Count, First, Ids, Some, Wire, shown
+from headway.server.openai.request_schema import Count, FailAtFirst, Ids, NonEmptyIds, RequestSchema, described
 
-Texts = Annotated[list[str], First(), shown(minItems=1)]
-Rows = Annotated[list[Some], First(), shown(minItems=1)]
-Input = str | Texts | Some | Rows
-"""A text, several, the token ids of one, or of several."""
+Texts = Annotated[list[str], FailAtFirst(), described(minItems=1)]
+Rows = Annotated[list[NonEmptyIds], FailAtFirst(), described(minItems=1)]
+Input = str | Texts | NonEmptyIds | Rows
+"""A text, a list of texts, a list of token ids, or a list of such lists."""
 
 Encoding = Literal["float", "base64"]
 
 
-class Pooled(Wire):
-    """What they have in common."""
+class PooledRequest(RequestSchema):
+    """The fields that all of them have."""
 
     model: str | None = None
-    truncate_prompt_tokens: Annotated[int, shown(enum=[-1])] | None = None  # -1: cut at the model's own length
-    user: str | None = None  # whose request it is, which changes nothing
+    truncate_prompt_tokens: Annotated[int, described(enum=[-1])] | None = None  # -1: truncate to the model's length
+    user: str | None = None  # ignored
 
 
-class EmbeddingRequest(Pooled):
-    """Vectors of texts."""
+class EmbeddingRequest(PooledRequest):
+    """`POST /v1/embeddings`."""
 
     input: Input
     encoding_format: Encoding | None = None
@@ -31,30 +31,30 @@ class EmbeddingRequest(Pooled):
     add_special_tokens: bool | None = None
 
 
-class Document(Wire):
+class Document(RequestSchema):
     """A document as an object."""
 
     text: str
 
 
-class RerankRequest(Pooled):
-    """Documents by how well they answer a query."""
+class RerankRequest(PooledRequest):
+    """`POST /rerank`: documents ranked by their relevance to a query."""
 
     query: str
-    documents: Annotated[list[str | Document], First(), shown(minItems=1)]
-    top_n: Annotated[int, shown(minimum=0)] | None = None  # 0: all of them
+    documents: Annotated[list[str | Document], FailAtFirst(), described(minItems=1)]
+    top_n: Annotated[int, described(minimum=0)] | None = None  # 0: all
     return_documents: bool | None = None
 
 
-class ClassifyRequest(Pooled):
-    """Labels of texts."""
+class ClassifyRequest(PooledRequest):
+    """`POST /classify`."""
 
     input: Input
     add_special_tokens: bool | None = None
 
 
-class PoolingRequest(Pooled):
-    """What a model makes of texts: states of all tokens, one vector, or probabilities of labels."""
+class PoolingRequest(PooledRequest):
+    """`POST /pooling`: hidden states of all tokens, one vector, or probabilities of labels."""
 
     input: Input
     encoding_format: Encoding | None = None

@@ -1,73 +1,73 @@
-"""The shapes of answers with vectors, scores and labels, for the OpenAPI document."""
+"""The fields of responses with embeddings, scores and labels, for the OpenAPI document."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from headway.server.openai.response_schema import Shape
+from headway.server.openai.response_schema import ResponseSchema
 
 
-class PoolingUsage(Shape):
+class PoolingUsage(ResponseSchema):
     prompt_tokens: int
     total_tokens: int
 
 
-class Embedding(Shape):
+class EmbeddingData(ResponseSchema):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
 
-class Embeddings(Shape):
+class EmbeddingsResponse(ResponseSchema):
     object: Literal["list"]
     model: str
-    data: list[Embedding]
+    data: list[EmbeddingData]
     usage: PoolingUsage
 
 
-class RankedText(Shape):
+class DocumentText(ResponseSchema):
     text: str
 
 
-class RankedDocument(Shape):
+class RankedDocument(ResponseSchema):
     index: int
     relevance_score: float
-    document: RankedText | None = None
+    document: DocumentText | None = None
 
 
-class Ranking(Shape):
+class RerankResponse(ResponseSchema):
     id: str
     model: str
     results: list[RankedDocument]
     usage: PoolingUsage
 
 
-class Label(Shape):
+class LabelScores(ResponseSchema):
     index: int
     label: str
     probs: list[float]
     num_classes: int
 
 
-class Labels(Shape):
+class ClassifyResponse(ResponseSchema):
     id: str
     object: Literal["list"]
     created: int
     model: str
-    data: list[Label]
+    data: list[LabelScores]
     usage: PoolingUsage
 
 
-class PooledText(Shape):
+class PoolingData(ResponseSchema):
     index: int
     object: Literal["pooling"]
     data: list[list[float]] | list[float] | str
 
 
-class PooledTexts(Shape):
+class PoolingResponse(ResponseSchema):
     id: str
     object: Literal["list"]
     created: int
     model: str
-    data: list[PooledText]
+    data: list[PoolingData]
     usage: PoolingUsage

@@ -1,4 +1,4 @@
-"""The routes: texts are tokenized, counted and let in, computed with everybody else's, and answered whole."""
+"""The routes: tokenize texts, admit the request, compute its rows in shared batches, and respond."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from starlette.responses import Response
 from headway.base.errors import InvalidInput
 from headway.pipelines.task import Row
 from headway.server.errors import bad_request
-from headway.server.openai.checks import outside
+from headway.server.openai.checks import unknown_token
 from headway.server.openai.parsing import JsonRoute
-from headway.server.openai.response_schema import ERRORS, GENERATES, ok
-from headway.server.openai.streaming import packed
-from headway.server.pooling.pools import Pool, Pools
+from headway.server.openai.response_schema import ERRORS, QUEUE_ERRORS, ok
+from headway.server.openai.streaming import json_bytes
+from headway.server.pooling.models import PoolingModel, PoolingModels
 from headway.server.pooling.request_schema import (
     ClassifyRequest,
     EmbeddingRequest,
-    Pooled,
+    PooledRequest,
     PoolingRequest,
     RerankRequest,
 )
-from headway.server.pooling.response_schema import Embeddings, Labels, PooledTexts, Ranking
+from headway.server.pooling.response_schema import ClassifyResponse, EmbeddingsResponse, PoolingResponse, RerankResponse
 from headway.server.serving import Serving
 
-router = APIRouter(route_class=JsonRoute, responses={**ERRORS, **GENERATES})
+router = APIRouter(route_class=JsonRoute, responses={**ERRORS, **QUEUE_ERRORS})
 
 
 @dataclass(frozen=True)
-class Computed:
-    """The arrays of a request's rows, its id, and how many tokens they had."""
+class PoolingResult:
+    """The arrays of a request's rows, its id, and its number of tokens."""
 
     arrays: list[np.ndarray]
     id: str
@@ -48,137 +48,141 @@ class Computed:
         return {"prompt_tokens": self.tokens, "total_tokens": self.tokens}
 
 
-@router.post("/v1/embeddings", summary="Vectors of texts", response_model=None, responses=ok(Embeddings))
-async def embeddings(asked: EmbeddingRequest, request: Request) -> Response:
-    """One vector for each text, as OpenAI's clients ask for them."""
-    serving, pool = _pool(request, "embed", model=asked.model)
-    options = _shortened(pool, asked.dimensions)
-    inputs = _inputs(asked.input, pool, serving)
-    done = await _computed(serving, request, pool, await _rows(serving, request, pool, inputs, asked), **options)
+@router.post("/v1/embeddings", summary="Embed texts", response_model=None, responses=ok(EmbeddingsResponse))
+async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    """One vector for each text, in OpenAI's format."""
+    serving, pool = _pool(request, "embed", model=body.model)
+    options = _dimension_options(pool, body.dimensions)
+    inputs = _inputs(body.input, pool, serving)
+    result = await _compute(serving, request, pool, await _tokenize(serving, request, pool, inputs, body), **options)
 
-    def answer() -> bytes:
+    def write() -> bytes:
         data = [
-            {"object": "embedding", "index": i, "embedding": _numbers(array, asked.encoding_format)}
-            for i, array in enumerate(done.arrays)
+            {"object": "embedding", "index": i, "embedding": _encode_vector(array, body.encoding_format)}
+            for i, array in enumerate(result.arrays)
         ]
-        return packed({"object": "list", "model": pool.name, "data": data, "usage": done.usage})
+        return json_bytes({"object": "list", "model": pool.name, "data": data, "usage": result.usage})
 
-    return await _response(serving, answer)
+    return await _response(serving, write)
 
 
-@router.post("/rerank", summary="Documents by how well they answer", response_model=None, responses=ok(Ranking))
-@router.post("/v1/rerank", summary="The same", response_model=None, responses=ok(Ranking))
-@router.post("/v2/rerank", summary="The same", response_model=None, responses=ok(Ranking))
-async def rerank(asked: RerankRequest, request: Request) -> Response:
-    """Documents by their score for the query, best first: a reranker's, or else the cosine of an embedding model."""
-    serving, pool = _pool(request, "rerank", "embed", model=asked.model)
-    documents = [one if isinstance(one, str) else one.text for one in asked.documents]
+@router.post("/rerank", summary="Rank documents for a query", response_model=None, responses=ok(RerankResponse))
+@router.post("/v1/rerank", summary="Rank documents for a query", response_model=None, responses=ok(RerankResponse))
+@router.post("/v2/rerank", summary="Rank documents for a query", response_model=None, responses=ok(RerankResponse))
+async def rerank(body: RerankRequest, request: Request) -> Response:
+    """Documents by their relevance to the query, best first: a reranker's score, or the cosine of embeddings."""
+    serving, pool = _pool(request, "rerank", "embed", model=body.model)
+    documents = [one if isinstance(one, str) else one.text for one in body.documents]
     if not documents:
-        raise bad_request("documents is empty; give at least one", "documents")
-    _count("documents", len(documents), serving)
-    if asked.top_n is not None and asked.top_n < 0:
-        raise bad_request(f"top_n is {asked.top_n}; it takes a whole number from 0, which is all", "top_n")
-    pairs = [(asked.query, one) for one in documents] if pool.role == "rerank" else [asked.query, *documents]
-    rows = await _rows(serving, request, pool, pairs, asked, param="documents")
-    done = await _computed(serving, request, pool, rows)
-    scores = _scores(done.arrays, pool)
-    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: asked.top_n or None]
+        raise bad_request("documents is empty; pass at least one", "documents")
+    _check_count("documents", len(documents), serving)
+    if body.top_n is not None and body.top_n < 0:
+        raise bad_request(f"top_n is {body.top_n}; it must be an integer of at least 0, where 0 returns all", "top_n")
+    pairs = [(body.query, one) for one in documents] if pool.role == "rerank" else [body.query, *documents]
+    rows = await _tokenize(serving, request, pool, pairs, body, param="documents")
+    result = await _compute(serving, request, pool, rows)
+    scores = _scores(result.arrays, pool)
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n or None]
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
-    if asked.return_documents is not False:
+    if body.return_documents is not False:
         results = [one | {"document": {"text": documents[one["index"]]}} for one in results]
     return await _response(
         serving,
-        lambda: packed({"id": f"rerank-{done.id}", "model": pool.name, "results": results, "usage": done.usage}),
+        lambda: json_bytes(
+            {"id": f"rerank-{result.id}", "model": pool.name, "results": results, "usage": result.usage}
+        ),
     )
 
 
-@router.post("/classify", summary="Labels of texts", response_model=None, responses=ok(Labels))
-async def classify(asked: ClassifyRequest, request: Request) -> Response:
-    """The likeliest label of each text, and the probabilities of all."""
-    serving, pool = _pool(request, "classify", model=asked.model)
-    inputs = _inputs(asked.input, pool, serving)
-    done = await _computed(serving, request, pool, await _rows(serving, request, pool, inputs, asked))
+@router.post("/classify", summary="Classify texts", response_model=None, responses=ok(ClassifyResponse))
+async def classify(body: ClassifyRequest, request: Request) -> Response:
+    """The likeliest label of each text, and the probabilities of all labels."""
+    serving, pool = _pool(request, "classify", model=body.model)
+    inputs = _inputs(body.input, pool, serving)
+    result = await _compute(serving, request, pool, await _tokenize(serving, request, pool, inputs, body))
     labels = pool.task.labels
     data = [
         {"index": i, "label": labels[int(array.argmax())], "probs": array.tolist(), "num_classes": len(labels)}
-        for i, array in enumerate(done.arrays)
+        for i, array in enumerate(result.arrays)
     ]
-    return await _response(serving, lambda: packed(_head("classify", done, pool) | {"data": data, "usage": done.usage}))
+    return await _response(
+        serving, lambda: json_bytes(_common_fields("classify", result, pool) | {"data": data, "usage": result.usage})
+    )
 
 
-@router.post("/pooling", summary="What a model makes of texts", response_model=None, responses=ok(PooledTexts))
-async def pooling(asked: PoolingRequest, request: Request) -> Response:
-    """The states of all tokens (token_embed, as long as nothing is said), one vector (embed), or scores (classify)."""
-    roles = {"classify": ("classify",), None: ("embed", "classify")}.get(asked.task, ("embed",))
-    serving, pool = _pool(request, *roles, model=asked.model)
-    if asked.dimensions is not None and asked.task != "embed":
-        raise bad_request('dimensions was given, which belongs to "task": "embed"; leave it out', "dimensions")
-    options = _shortened(pool, asked.dimensions)
-    if pool.role == "embed" and asked.task != "embed":
+@router.post("/pooling", summary="Pool hidden states of texts", response_model=None, responses=ok(PoolingResponse))
+async def pooling(body: PoolingRequest, request: Request) -> Response:
+    """Hidden states of all tokens (token_embed, the default), one vector (embed), or scores (classify)."""
+    roles = {"classify": ("classify",), None: ("embed", "classify")}.get(body.task, ("embed",))
+    serving, pool = _pool(request, *roles, model=body.model)
+    if body.dimensions is not None and body.task != "embed":
+        raise bad_request('dimensions requires "task": "embed"; remove it', "dimensions")
+    options = _dimension_options(pool, body.dimensions)
+    if pool.role == "embed" and body.task != "embed":
         options["level"] = "token"
-    inputs = _inputs(asked.input, pool, serving)
-    done = await _computed(serving, request, pool, await _rows(serving, request, pool, inputs, asked), **options)
+    inputs = _inputs(body.input, pool, serving)
+    result = await _compute(serving, request, pool, await _tokenize(serving, request, pool, inputs, body), **options)
 
-    def answer() -> bytes:
+    def write() -> bytes:
         data = [
-            {"index": i, "object": "pooling", "data": _numbers(array, asked.encoding_format)}
-            for i, array in enumerate(done.arrays)
+            {"index": i, "object": "pooling", "data": _encode_vector(array, body.encoding_format)}
+            for i, array in enumerate(result.arrays)
         ]
-        return packed(_head("pool", done, pool) | {"data": data, "usage": done.usage})
+        return json_bytes(_common_fields("pool", result, pool) | {"data": data, "usage": result.usage})
 
-    return await _response(serving, answer)
-
-
-# -- the way of a request ----------------------------------------------------------------------------------------------
+    return await _response(serving, write)
 
 
-def _pool(request: Request, *roles: str, model: str | None) -> tuple[Serving, Pool]:
-    serving, pools = request.app.state.serving, request.app.state.pools
+# -- processing a request ----------------------------------------------------------------------------------------------
+
+
+def _pool(request: Request, *roles: str, model: str | None) -> tuple[Serving, PoolingModel]:
+    serving, pooling_models = request.app.state.serving, request.app.state.pooling_models
     assert isinstance(serving, Serving)
-    assert isinstance(pools, Pools)
-    _ = serving.engine  # says so while models are loading
-    return serving, pools.get(*roles, model=model)
+    assert isinstance(pooling_models, PoolingModels)
+    _ = serving.engine  # raises while models are loading
+    return serving, pooling_models.get(*roles, model=model)
 
 
-def _shortened(pool: Pool, dimensions: int | None) -> dict[str, Any]:
-    """The option that keeps the first of a vector's numbers, where the model was made for that."""
+def _dimension_options(pool: PoolingModel, dimensions: int | None) -> dict[str, Any]:
+    """The option that truncates vectors, if the model was trained for it."""
     if dimensions is None:
         return {}
     if dimensions < 1 or not pool.task.shortens(dimensions):
         raise bad_request(
-            f"dimensions is {dimensions}; {pool.name} gives vectors of {pool.task.width} numbers, which cannot be cut "
-            "so: leave it out",
+            f"dimensions is {dimensions}; {pool.name} has vectors of {pool.task.width} dimensions, which cannot be "
+            "shortened to that: remove it",
             "dimensions",
             "unsupported",
         )
     return {"dimensions": dimensions}
 
 
-def _inputs(given: Any, pool: Pool, serving: Serving) -> list[Any]:
+def _inputs(given: Any, pool: PoolingModel, serving: Serving) -> list[Any]:
     """A list of texts or of lists of token ids."""
     if isinstance(given, str):
         return [given]
     if not given:
-        raise bad_request("input is empty; give at least one text", "input")
+        raise bad_request("input is empty; pass at least one text", "input")
     listed = [given] if isinstance(given[0], int) else list(given)
-    _count("input", len(listed), serving)
+    _check_count("input", len(listed), serving)
     for i, ids in enumerate(listed):
         if not isinstance(ids, str):
             _check_ids(ids, f"input[{i}]" if isinstance(given[0], list) else "input", pool, serving)
     return listed
 
 
-def _count(name: str, count: int, serving: Serving) -> None:
+def _check_count(name: str, count: int, serving: Serving) -> None:
     if count > serving.settings.max_inputs:
         raise bad_request(
             f"{name} has {count} entries; at most {serving.settings.max_inputs} are allowed", name, "too_many"
         )
 
 
-def _check_ids(ids: Sequence[int], where: str, pool: Pool, serving: Serving) -> None:
+def _check_ids(ids: Sequence[int], where: str, pool: PoolingModel, serving: Serving) -> None:
     limit = pool.task.limit
     if not ids:
-        raise bad_request(f"{where} is empty; give at least one token", "input")
+        raise bad_request(f"{where} is empty; pass at least one token", "input")
     if limit is not None and len(ids) > limit:
         raise bad_request(
             f"{where} has {len(ids)} tokens and {pool.name} takes at most {limit}; shorten it",
@@ -187,57 +191,65 @@ def _check_ids(ids: Sequence[int], where: str, pool: Pool, serving: Serving) -> 
         )
     for i, id in enumerate(ids):
         if not 0 <= id < pool.task.vocab:
-            raise outside(f"{where}[{i}]", id, pool.task.vocab, "input")
+            raise unknown_token(f"{where}[{i}]", id, pool.task.vocab, "input")
 
 
-async def _rows(
-    serving: Serving, request: Request, pool: Pool, inputs: list[Any], asked: Pooled, *, param: str = "input"
+async def _tokenize(
+    serving: Serving,
+    request: Request,
+    pool: PoolingModel,
+    inputs: list[Any],
+    body: PooledRequest,
+    *,
+    param: str = "input",
 ) -> list[Row]:
-    """Inputs as rows of tokens, made in a thread that reads what clients send."""
-    if asked.truncate_prompt_tokens not in (None, -1):
+    """Inputs as rows of tokens, made in a reader thread."""
+    if body.truncate_prompt_tokens not in (None, -1):
         raise bad_request(
-            f"truncate_prompt_tokens is {asked.truncate_prompt_tokens}; it takes -1, which cuts at {pool.task.limit}",
+            f"truncate_prompt_tokens is {body.truncate_prompt_tokens}; it must be -1, for at most {pool.task.limit}",
             "truncate_prompt_tokens",
         )
-    special = getattr(asked, "add_special_tokens", None) is not False
-    read = partial(pool.task.rows, inputs, truncate=asked.truncate_prompt_tokens is not None, special=special)
+    special = getattr(body, "add_special_tokens", None) is not False
+    read = partial(pool.task.rows, inputs, truncate=body.truncate_prompt_tokens is not None, special=special)
     try:
-        with serving.counted(serving.tenant(request)):
-            rows = await serving.reading.run(read)
+        with serving.queue_slot(serving.tenant(request)):
+            rows = await serving.readers.run(read)
     except InvalidInput as error:
-        raise bad_request(_in_fields(str(error)), param, "context_length_exceeded") from error
+        raise bad_request(_http_advice(str(error)), param, "context_length_exceeded") from error
     if empty := [i for i, row in enumerate(rows) if row.length == 0]:
-        raise bad_request(f"{param}[{empty[0]}] has no tokens; give it text", param)
+        raise bad_request(f"{param}[{empty[0]}] has no tokens; pass some text", param)
     return rows
 
 
-def _in_fields(message: str) -> str:
-    """A pipeline's advice in the words of a request."""
+def _http_advice(message: str) -> str:
+    """A pipeline's error message with the fix in terms of request fields."""
     return message.partition("; pass truncation")[0] + '; shorten it, or pass "truncate_prompt_tokens": -1 to cut it'
 
 
-async def _computed(serving: Serving, request: Request, pool: Pool, rows: list[Row], **options: Any) -> Computed:
-    """Rows through the batcher, once the request is let in; they are given up when it ends before its end."""
+async def _compute(
+    serving: Serving, request: Request, pool: PoolingModel, rows: list[Row], **options: Any
+) -> PoolingResult:
+    """The rows' arrays from the shared batcher, once the request is admitted. Rows are dropped if it is canceled."""
     tokens = sum(row.length for row in rows)
     _check_size(serving, pool, len(rows) if options.get("level") != "token" else tokens)
-    async with serving.admit(serving.tenant(request), tokens=tokens) as ticket:
-        ticket.prompt(tokens)
+    async with serving.admit(serving.tenant(request), tokens=tokens) as admitted:
+        admitted.prompt(tokens)
         arrays = await asyncio.gather(*(pool.pipeline.submit(row, **options) for row in rows))
-        return Computed(arrays, ticket.request_id, tokens)
+        return PoolingResult(arrays, admitted.request_id, tokens)
 
 
-def _check_size(serving: Serving, pool: Pool, vectors: int) -> None:
-    """Refuse answers that would be too long, before they are computed."""
-    numbers, most = vectors * getattr(pool.task, "width", 1), serving.settings.max_numbers
+def _check_size(serving: Serving, pool: PoolingModel, vectors: int) -> None:
+    """Raise if a response would be too large, before it is computed."""
+    numbers, most = vectors * getattr(pool.task, "width", 1), serving.settings.max_vector_elements
     if numbers > most:
         raise bad_request(
-            f"this answer would have {numbers} numbers; at most {most} are allowed: give fewer or shorter texts",
+            f"the response would have {numbers} numbers; at most {most} are allowed: pass fewer or shorter texts",
             "input",
             "too_many",
         )
 
 
-def _scores(arrays: Sequence[np.ndarray], pool: Pool) -> list[float]:
+def _scores(arrays: Sequence[np.ndarray], pool: PoolingModel) -> list[float]:
     if pool.role == "rerank":
         return [float(array[0]) for array in arrays]
     table = np.stack(arrays)
@@ -245,16 +257,16 @@ def _scores(arrays: Sequence[np.ndarray], pool: Pool) -> list[float]:
     return [float(score) for score in table[1:] @ table[0]]
 
 
-def _numbers(array: np.ndarray, encoding: str | None) -> Any:
+def _encode_vector(array: np.ndarray, encoding: str | None) -> Any:
     if encoding == "base64":
         return base64.b64encode(np.ascontiguousarray(array, dtype="<f4").tobytes()).decode()
     return array.tolist()
 
 
-def _head(prefix: str, done: Computed, pool: Pool) -> dict[str, Any]:
-    return {"id": f"{prefix}-{done.id}", "object": "list", "created": int(time.time()), "model": pool.name}
+def _common_fields(prefix: str, result: PoolingResult, pool: PoolingModel) -> dict[str, Any]:
+    return {"id": f"{prefix}-{result.id}", "object": "list", "created": int(time.time()), "model": pool.name}
 
 
-async def _response(serving: Serving, answer: Callable[[], bytes]) -> Response:
-    """An answer, written in a thread: it may be millions of numbers."""
-    return Response(await serving.writing.run(answer), media_type="application/json")
+async def _response(serving: Serving, write: Callable[[], bytes]) -> Response:
+    """A response, serialized in a thread since it may have millions of numbers."""
+    return Response(await serving.writers.run(write), media_type="application/json")

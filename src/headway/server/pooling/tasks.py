@@ -1,7 +1,7 @@
-"""The pipelines' tasks as a server uses them: items are rows that were tokenized already, results are arrays.
+"""The pipelines' tasks as the server uses them: items are rows that are already tokenized, results are arrays.
 
-A request's tokens must be counted before it is let in, so its texts are tokenized first (`rows`), outside the pipeline;
-what goes through the batcher, together with everybody else's, are the rows.
+A request's tokens must be counted before it is admitted, so its texts are tokenized first (`rows`), outside the
+pipeline. Only the rows go through the batcher, together with those of other requests.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from headway.pipelines.backends.loading import Loaded
 
 
-class Served(Task):
-    """What the tasks of a server have in common."""
+class ServedTask(Task):
+    """What all tasks of the server share."""
 
     def rows(self, inputs: Sequence[Any], *, truncate: bool, special: bool = True) -> list[Row]:
-        """The row of each text, pair of texts or list of token ids. Ids stand as they are."""
+        """The row of each text, pair of texts or list of token ids. Token ids are used as they are."""
         text = self.loaded.text
         assert text is not None
         if isinstance(inputs[0], (str, tuple)):
@@ -49,32 +49,32 @@ class Served(Task):
 
 
 @dataclass(frozen=True)
-class ServedOptions(TaskOptions):
-    """`level` is text (one vector, its first `dimensions` numbers) or token (the states of all tokens)."""
+class ServedEmbeddingOptions(TaskOptions):
+    """`level` is "text" (one vector, its first `dimensions`) or "token" (the hidden states of all tokens)."""
 
     level: str = "text"
     dimensions: int | None = None
 
 
-class ServedEmbedding(Served):
-    """Vectors of rows, pooled and normalised as the model's own files say."""
+class ServedEmbedding(ServedTask):
+    """Embeddings of rows, pooled and normalized as the model's files say."""
 
-    Options = ServedOptions
+    Options = ServedEmbeddingOptions
     reads: ClassVar[str | None] = "all"
 
     def __init__(self, loaded: Loaded) -> None:
         super().__init__(loaded)
         self._pooling, self._normalize = declared_pooling(loaded)
 
-    def batch_key(self, options: ServedOptions) -> Hashable:
+    def batch_key(self, options: ServedEmbeddingOptions) -> Hashable:
         return options.level
 
-    def reduce(self, output: Any, batch: Batch, options: ServedOptions) -> Mapping[str, Any]:
+    def reduce(self, output: Any, batch: Batch, options: ServedEmbeddingOptions) -> Mapping[str, Any]:
         if options.level == "token":
             return {"states": by_token(output.last_hidden_state, batch)}
         return {"vector": pooled(output.last_hidden_state, batch, self._pooling)}
 
-    def postprocess(self, prepared: PreparedItem, results: Any, options: ServedOptions) -> np.ndarray:
+    def postprocess(self, prepared: PreparedItem, results: Any, options: ServedEmbeddingOptions) -> np.ndarray:
         if options.level == "token":
             return results[0]["states"]
         vector = results[0]["vector"][: options.dimensions]
@@ -82,11 +82,11 @@ class ServedEmbedding(Served):
 
     @property
     def width(self) -> int:
-        """How long vectors are."""
+        """The length of the vectors."""
         return getattr(self.config, "hidden_size", None) or self.config.dim
 
     def shortens(self, dimensions: int) -> bool:
-        """Whether the model was trained so that the first `dimensions` of a vector are a vector."""
+        """Whether the model was trained (Matryoshka) so that vectors can be cut to their first `dimensions`."""
         if dimensions == self.width:
             return True
         known = getattr(self.config, "matryoshka_dimensions", None)
@@ -95,8 +95,8 @@ class ServedEmbedding(Served):
         return bool(getattr(self.config, "is_matryoshka", False)) and dimensions < self.width
 
 
-class ServedClassifier(Served):
-    """Scores of rows: one for each label."""
+class ServedClassifier(ServedTask):
+    """Scores of rows, one for each label."""
 
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     reads: ClassVar[str | None] = "first"

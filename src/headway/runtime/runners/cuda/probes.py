@@ -1,6 +1,6 @@
 """Probes on the device: what a step asks about its rows is launched together and copied back once.
 
-ProbeQueries (probe_rounds) are uploaded and answered by kernels in a graph (kernels/triton/probes); a row's best are found
+Queries (probe_rounds) are uploaded and answered by kernels in a graph (kernels/triton/probes); a row's best are found
 by torch. What that leaves undecided is the torch reader's, over the same logits.
 """
 
@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from headway.kernels.triton import probes as probing
-from headway.kernels.triton.probes import JOB_INTS, NUMBERS, PAIR_HEADER, PAIR_INTS, ProbeResults, RowStats
+from headway.kernels.triton.probes import (
+    JOB_INTS,
+    NUMBERS,
+    PAIR_HEADER,
+    PAIR_INTS,
+    ProbeQueries,
+    ProbeResults,
+    RowStats,
+)
 from headway.runtime.runners.cuda.arrays import StreamPoint, Upload
 from headway.runtime.runners.cuda.graphs import Graphs
 from headway.runtime.runners.cuda.model import CudaModel

@@ -1,16 +1,16 @@
-// The server, or the recording that stands in for it.
+// The server, or the recording that replaces it.
 //
-// Addresses are relative to the page, so it works wherever it is mounted. Nothing else is ever asked for anything.
+// URLs are relative to the page, so it works wherever it is mounted. No request goes anywhere else.
 
-const PATIENCE = 120_000; // milliseconds
+const TIMEOUT = 120_000; // milliseconds
 
-/** An answer that is an error: what went wrong, in the server's words or ours. `kind` says who is to blame. */
+/** A failed request, with the server's message or ours. `kind` says what failed. */
 export class Failure extends Error {
-  constructor(message, { status = 0, code = null, kind = "refused" } = {}) {
+  constructor(message, { status = 0, code = null, kind = "rejected" } = {}) {
     super(message);
     this.status = status;
     this.code = code;
-    this.kind = kind; // refused · key · busy · gone · offline
+    this.kind = kind; // rejected · key · busy · gone · offline
   }
 }
 
@@ -22,15 +22,15 @@ export function setKey(value) {
   else sessionStorage.removeItem("headway-key");
 }
 
-/** One request; the answer, or a `Failure`. */
+/** Send one request; returns the response, or throws a `Failure`. */
 export async function ask(path, body = undefined, { signal, stream = false } = {}) {
   const headers = { accept: "application/json" };
   if (key) headers.authorization = `Bearer ${key}`;
   if (body !== undefined) headers["content-type"] = "application/json";
-  let answer;
+  let response;
   try {
-    const limit = AbortSignal.timeout(PATIENCE);
-    answer = await fetch(path, {
+    const limit = AbortSignal.timeout(TIMEOUT);
+    response = await fetch(path, {
       method: body === undefined ? "GET" : "POST",
       headers,
       body: body === undefined ? undefined : JSON.stringify(body),
@@ -40,32 +40,32 @@ export async function ask(path, body = undefined, { signal, stream = false } = {
     });
   } catch (error) {
     if (signal?.aborted) throw error;
-    throw new Failure(error.name === "TimeoutError" ? "The server did not answer in time." : "The server cannot be reached.", { kind: "gone" });
+    throw new Failure(error.name === "TimeoutError" ? "The server did not respond in time." : "The server cannot be reached.", { kind: "gone" });
   }
-  if (!answer.ok) throw await failure(answer);
-  return stream ? answer : answer.json();
+  if (!response.ok) throw await failure(response);
+  return stream ? response : response.json();
 }
 
-async function failure(answer) {
+async function failure(response) {
   let error = {};
   try {
-    error = (await answer.json()).error ?? {};
+    error = (await response.json()).error ?? {};
   } catch {
-    // not one of ours
+    // not a JSON error of the server
   }
-  const kind = answer.status === 401 ? "key"
-    : answer.status === 429 || answer.status === 409 ? "busy"
-    : answer.status >= 500 || answer.status === 404 ? "gone" : "refused";
-  const message = error.message ?? `The server answered with status ${answer.status}.`;
-  return new Failure(sentence(message), { status: answer.status, code: error.code ?? null, kind });
+  const kind = response.status === 401 ? "key"
+    : response.status === 429 || response.status === 409 ? "busy"
+    : response.status >= 500 || response.status === 404 ? "gone" : "rejected";
+  const message = error.message ?? `The server responded with status ${response.status}.`;
+  return new Failure(sentence(message), { status: response.status, code: error.code ?? null, kind });
 }
 
 const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
 
 /** The events of a stream, one JSON value each, until [DONE]. */
 export async function* events(path, body, signal) {
-  const answer = await ask(path, body, { signal, stream: true });
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  const response = await ask(path, body, { signal, stream: true });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
     const { value, done } = await reader.read();
@@ -86,7 +86,7 @@ export async function* events(path, body, signal) {
 
 const KINDS = { float32: Float32Array, float64: Float64Array, int32: Int32Array };
 
-/** The numbers of a packed array. */
+/** The numbers of a base64 array. */
 export function unpack({ dtype, data }) {
   const text = atob(data);
   const octets = new Uint8Array(text.length);
@@ -94,7 +94,7 @@ export function unpack({ dtype, data }) {
   return new KINDS[dtype](octets.buffer);
 }
 
-/** Where distributions come from: a model that is served, with its tokens. */
+/** A live source of distributions: the served model, with its vocabulary. */
 export class Live {
   static recorded = false;
 
@@ -108,21 +108,21 @@ export class Live {
   trace(request, signal) { return ask("api/trace", request, { signal }); }
   branches(request, signal) { return ask("api/branches", request, { signal }); }
 
-  /** Greedy tokens behind a prompt, as the ordinary route gives them. */
+  /** Greedy tokens after a prompt, from the ordinary route. */
   async greedy(prompt, count, signal) {
-    const answer = await ask("../v1/completions", {
+    const response = await ask("../v1/completions", {
       prompt, max_tokens: count, temperature: 0, repetition_penalty: 1, logprobs: 0,
     }, { signal });
-    return { text: answer.choices[0].text, tokens: answer.choices[0].logprobs?.tokens ?? [] };
+    return { text: response.choices[0].text, tokens: response.choices[0].logprobs?.tokens ?? [] };
   }
 
-  /** The ids of one user message, as the model's template writes it. */
+  /** The token ids of one user message in the model's template. */
   async chatIds(text) {
     return (await ask("../tokenize", { messages: [{ role: "user", content: text }] })).tokens;
   }
 }
 
-/** One distribution that a real model once gave, for a page without a server. */
+/** One recorded distribution of a real model, for a page without a server. */
 export class Recorded {
   constructor(data) {
     this.data = data;
@@ -155,7 +155,7 @@ export class Recorded {
   }
 }
 
-/** The model that is served: `Live`, or the state of a server that has none now ("loading", …). */
+/** The served model as `Live`, or the state of a server without one ("loading", …). */
 export async function connect() {
   const model = await ask("api/model");
   if (!model.vocab_size) return model.state;
@@ -164,7 +164,7 @@ export async function connect() {
 
 /** The recording. */
 export async function recording() {
-  const answer = await fetch("recorded.bin");
-  const plain = answer.body.pipeThrough(new DecompressionStream("gzip"));
+  const response = await fetch("recorded.bin");
+  const plain = response.body.pipeThrough(new DecompressionStream("gzip"));
   return new Recorded(await new Response(plain).json());
 }

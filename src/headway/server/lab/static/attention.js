@@ -1,13 +1,13 @@
-// What the last token attends to, head by head; and a mask to paint: which slots a token may see, as runs in both
-// polarities, which pages that spares, and what it does to the distribution.
+// What the last token attends to, head by head, and a mask editor: which slots a token may see, as runs in both
+// polarities, which pages attention skips, and the effect on the distribution.
 
 import { unpack } from "./api.js";
 import { bars, tint } from "./charts.js";
 import { announce, chip, fill, h, percent, settled, tokenName, whole } from "./dom.js";
 import { Row } from "./sampling.js";
 
-const WIDE = 64; // slots that are drawn
-const SQUARE = 40; // tokens up to which every row can be painted
+const WIDE = 64; // slots to draw
+const SQUARE = 40; // at most this many tokens to paint every row
 const ROWS = 512;
 
 export function attentionPanel(lab, body) {
@@ -27,10 +27,10 @@ async function scoresOf(lab, now, layer) {
   const known = (now.extra.attention ??= new Map());
   if (!known.has(layer)) {
     const { tokens, prompt_tokens: count, attention } = now.trace;
-    const found = attention ?? (await lab.source.trace({ prompt: tokens.slice(0, count), take: tokens.slice(count), logits: false, attention: { layers: [layer] } })).attention;
-    const [, heads, slots] = found.array.shape;
-    const all = unpack(found.array);
-    found.layers.forEach((one, i) => known.set(one, { heads, slots, at: (head) => all.subarray((i * heads + head) * slots, (i * heads + head + 1) * slots) }));
+    const result = attention ?? (await lab.source.trace({ prompt: tokens.slice(0, count), take: tokens.slice(count), logits: false, attention: { layers: [layer] } })).attention;
+    const [, heads, slots] = result.array.shape;
+    const all = unpack(result.array);
+    result.layers.forEach((one, i) => known.set(one, { heads, slots, at: (head) => all.subarray((i * heads + head) * slots, (i * heads + head + 1) * slots) }));
   }
   return known.get(layer);
 }
@@ -43,7 +43,7 @@ async function drawHeads(lab, place) {
     const shown = h("output", { for: `pick-${name}` }, lab[name]);
     const slider = h("input", { type: "range", id: `pick-${name}`, min: 0, max: count - 1, step: 1, value: lab[name] });
     slider.addEventListener("input", () => { lab[name] = Number(slider.value); shown.textContent = lab[name]; again(); });
-    return h("div", { class: "knob" }, h("label", { for: `pick-${name}` }, label), shown, slider);
+    return h("div", { class: "param" }, h("label", { for: `pick-${name}` }, label), shown, slider);
   };
   const show = async () => {
     try {
@@ -56,7 +56,7 @@ async function drawHeads(lab, place) {
       const lines = texts.map((text, i) => ({ text, value: mine[i], label: percent(mine[i]) }));
       const half = Math.ceil(lines.length / 2);
       fill(grid, h("div", { class: many ? "heads stacked" : "heads" }, heat(scores, from, texts, lab.head), h("div", {}, h("h3", {}, `Layer ${lab.layer}, head ${lab.head}`),
-        from > 0 && h("p", { class: "soft small" }, `The last ${WIDE} of ${whole(scores.slots)} slots; those before hold ${percent(scores.at(lab.head).subarray(0, from).reduce((a, b) => a + b, 0))}.`),
+        from > 0 && h("p", { class: "soft small" }, `The last ${WIDE} of ${whole(scores.slots)} slots; those before have ${percent(scores.at(lab.head).subarray(0, from).reduce((a, b) => a + b, 0))}.`),
         many ? h("div", { class: "two" }, [lines.slice(0, half), lines.slice(half)].map((part) => bars(part, { max: 1, dense: true }))) : bars(lines, { max: 1, dense: texts.length > 12 }))));
     } catch (error) {
       if (now === lab.now) fill(grid, h("div", { class: "note" }, h("p", {}, error.message)));
@@ -68,21 +68,21 @@ async function drawHeads(lab, place) {
   await show();
 }
 
-/** All heads of a layer: lines are heads, columns are slots. */
+/** All heads of a layer: rows are heads, columns are slots. */
 function heat(scores, from, texts, chosen) {
   const lines = Array.from({ length: scores.heads }, (_, head) => {
     const row = Array.from(scores.at(head).subarray(from));
     return h("tr", { class: head === chosen ? "chosen" : "" }, h("th", { scope: "row", class: "num" }, head), row.map((value) => h("td", { style: tint(Math.sqrt(value)), title: percent(value) }, h("span", { class: "unseen" }, percent(value)))));
   });
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Attention of all heads of this layer" },
-    h("p", { class: "soft small" }, "Lines are heads, columns are slots. Dark is 0, yellow is 1; the numbers of the chosen head stand beside it."),
+    h("p", { class: "soft small" }, "Rows are heads, columns are slots. Dark is 0, yellow is 1; the numbers of the selected head are next to it."),
     h("table", { class: "heat" },
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "head"), texts.map((text) => h("th", { scope: "col" }, h("span", { class: "slanted" }, chip(text)))))), h("tbody", {}, lines)));
 }
 
 // -- the mask ---------------------------------------------------------------------------------------------------------
 
-/** What rows attend to by a rule: booleans for each row, over the slots up to its own. */
+/** What each row attends to by a rule: booleans over the slots up to its own. */
 function cellsOf(mask, count) {
   const rows = mask.bind === "last" ? 1 : count;
   return Array.from({ length: rows }, (_, i) => {
@@ -99,12 +99,12 @@ export function rawRuns(cells) {
 
 /** Runs of booleans, false first. */
 export function runs(bits) {
-  const found = [0];
+  const result = [0];
   for (const bit of bits) {
-    if ((found.length - 1) % 2 === Number(bit)) found[found.length - 1]++;
-    else found.push(1);
+    if ((result.length - 1) % 2 === Number(bit)) result[result.length - 1]++;
+    else result.push(1);
   }
-  return found;
+  return result;
 }
 
 function fromRuns(list, length) {
@@ -152,7 +152,7 @@ function drawEditor(lab, place) {
     h("p", { class: "soft" }, "Causal lets a token see itself and all before it. Narrow it, or paint cells: press or drag, or move with the arrow keys and press space."),
     h("div", { class: "row", role: "group", "aria-label": "Kind of mask" }, kind("causal", "Causal"), kind("window", "Window"), kind("sink", "Sink + window"), kind("cells", "Paint cells"),
       number("window", "window", 1), number("sink", "sink", 0)),
-    h("div", { class: "row", role: "radiogroup", "aria-label": "Which tokens it binds" }, h("span", { class: "soft small" }, "binds"), binds("last", "the last token (a decode step)"), binds("all", square ? "every token" : `every token (up to ${SQUARE}; here are ${whole(count)})`, !square)),
+    h("div", { class: "row", role: "radiogroup", "aria-label": "Which tokens it applies to" }, h("span", { class: "soft small" }, "applies to"), binds("last", "the last token (a decode step)"), binds("all", square ? "every token" : `every token (up to ${SQUARE}; here are ${whole(count)})`, !square)),
     grid, result);
   const cells = cellsOf(mask ?? { kind: "window", bind, window: count }, count);
   paintGrid(lab, grid, cells, count, () => {
@@ -164,13 +164,13 @@ function drawEditor(lab, place) {
   });
   drawRuns(place, cells, count);
   if (mask) compute();
-  else fill(result, h("p", { class: "soft" }, "This is the causal mask: the distribution is the one you know."));
+  else fill(result, h("p", { class: "soft" }, "This is the causal mask: the distribution does not change."));
 }
 
-let painting = null; // what a drag over cells does to them: true lets see, false masks
+let painting = null; // what dragging over cells does: true unmasks, false masks
 addEventListener("pointerup", () => { painting = null; });
 
-/** Cells to paint: one tab stop, arrows to move, space to turn a cell. */
+/** Cells to paint: one tab stop, arrows to move, space to toggle a cell. */
 function paintGrid(lab, place, cells, count, changed) {
   const texts = lab.now.trace.texts;
   const size = lab.now.trace.page_size;
@@ -206,7 +206,7 @@ function paintGrid(lab, place, cells, count, changed) {
     return box;
   })));
   const single = cells.length === 1;
-  fill(place, h("div", { class: "scroll" }, h("div", { class: `mask-grid ${single ? "single" : ""}`, role: "grid", "aria-label": "Who sees whom: rows are tokens, columns are the slots they may attend to" },
+  fill(place, h("div", { class: "scroll" }, h("div", { class: `mask-grid ${single ? "single" : ""}`, role: "grid", "aria-label": "Attention mask: rows are tokens, columns are the slots they may attend to" },
     boxes.map((line, r) => h("div", { class: "mask-row", role: "row" }, h("span", { class: "mask-name", role: "rowheader" }, chip(texts[count - cells.length + r])), line.map((box, c) => (single ? h("span", { class: "labelled", role: "none" }, box, h("span", { class: "mono clip soft", "aria-hidden": "true" }, texts[c])) : box))))),
   h("p", { class: "legend small soft" }, h("i", { class: "cell sees" }), "sees", h("i", { class: "cell" }), "masked")));
 }
@@ -225,9 +225,9 @@ async function compare(lab, place) {
   const mask = lab.state.mask;
   const cells = cellsOf(mask, tokens.length).slice(-ROWS);
   try {
-    const answer = await lab.source.trace({ prompt: tokens.slice(0, count), take: tokens.slice(count), mask: { runs: cells.map(rawRuns) } });
+    const response = await lab.source.trace({ prompt: tokens.slice(0, count), take: tokens.slice(count), mask: { runs: cells.map(rawRuns) } });
     if (now !== lab.now || mask !== lab.state.mask || !place.isConnected) return;
-    const masked = new Row(unpack(answer.logits));
+    const masked = new Row(unpack(response.logits));
     const union = [...new Set([...now.row.order.slice(0, 6), ...masked.order.slice(0, 6)])].slice(0, 9);
     let distance = 0;
     let surprise = 0;
@@ -236,22 +236,22 @@ async function compare(lab, place) {
       if (p > 0) surprise += p * Math.log(p / Math.max(masked.probs[i], 1e-300));
     });
     place.dataset.distance = distance;
-    fill(place, h("h3", {}, "What it does to the distribution"),
+    fill(place, h("h3", {}, "Effect on the distribution"),
       h("p", {}, `${percent(distance)} of the probability has moved; the causal distribution is ${surprise.toFixed(3)} nats away (Kullback–Leibler).`),
       h("div", { class: "two" }, h("div", {}, h("h3", {}, "Causal"), bars(union.map((id) => ({ text: lab.text(id), value: now.row.probs[id] })), { max: 1 })),
         h("div", {}, h("h3", {}, "With the mask"), bars(union.map((id) => ({ text: lab.text(id), value: masked.probs[id], second: true })), { max: 1 }))),
-      pageStrip(answer));
+      pageStrip(response));
   } catch (error) {
     if (now === lab.now) fill(place, h("div", { class: "note" }, h("p", {}, error.message)));
   }
 }
 
-/** Which pages the pass read, wrote, or left out. */
-function pageStrip(answer) {
-  const { trimmed, first } = answer.mask;
-  const size = answer.page_size;
+/** Which pages the pass read, wrote, or skipped. */
+function pageStrip(response) {
+  const { trimmed, first } = response.mask;
+  const size = response.page_size;
   const written = Math.floor(first / size);
-  const spared = trimmed.length ? `${trimmed.length} of ${answer.pages.length} pages were left out of attention: no row sees any of their slots.` : "No page could be left out: a page is spared when no row of the pass sees any of its slots and the pass does not write it.";
-  return h("div", {}, h("h3", {}, "Pages"), h("p", {}, spared),
-    h("ol", { class: "chips" }, answer.pages.map((_, i) => h("li", { class: `page ${trimmed.includes(i) ? "trimmed" : i >= written ? "working" : "committed"}` }, h("span", { class: "num" }, `${i * size}–${Math.min((i + 1) * size, answer.tokens.length) - 1}`), h("small", {}, trimmed.includes(i) ? "trimmed" : i >= written ? "written" : "read")))));
+  const skipped = trimmed.length ? `${trimmed.length} of ${response.pages.length} pages were skipped by attention: no row sees any of their slots.` : "No page could be skipped: a page is skipped when no row of the pass sees any of its slots and the pass does not write it.";
+  return h("div", {}, h("h3", {}, "Pages"), h("p", {}, skipped),
+    h("ol", { class: "chips" }, response.pages.map((_, i) => h("li", { class: `page ${trimmed.includes(i) ? "trimmed" : i >= written ? "working" : "committed"}` }, h("span", { class: "num" }, `${i * size}–${Math.min((i + 1) * size, response.tokens.length) - 1}`), h("small", {}, trimmed.includes(i) ? "trimmed" : i >= written ? "written" : "read")))));
 }

@@ -11,20 +11,20 @@ export function callPanel(lab, body) {
 }
 
 function snippets(lab) {
-  const { knobs, seed, bias } = lab.state;
+  const { params, seed, bias } = lab.state;
   const { trace } = lab.now;
-  const turned = Object.fromEntries(Object.entries(knobs).filter(([name, value]) => value !== OFF[name]));
+  const changed = Object.fromEntries(Object.entries(params).filter(([name, value]) => value !== OFF[name]));
   const prompt = typeof lab.state.prompt === "string" && !lab.state.chat && lab.state.at < 0 ? lab.state.prompt : trace.tokens;
   const base = new URL("..", location.href.split("#")[0]).href.replace(/\/$/, "");
-  const request = { prompt, max_tokens: 1, logprobs: 8, temperature: knobs.temperature, seed, ...turned };
+  const request = { prompt, max_tokens: 1, logprobs: 8, temperature: params.temperature, seed, ...changed };
   if (bias.size) request.logit_bias = Object.fromEntries(bias);
-  const look = { prompt, sampling: { ...turned, seed }, lens: { k: 5 } };
+  const traceRequest = { prompt, sampling: { ...changed, seed }, lens: { k: 5 } };
   const shell = (path, value) => `curl ${base}${path} \\\n  -H 'content-type: application/json' \\\n  -d '${JSON.stringify(value).replaceAll("'", "'\\''")}'`;
-  const python = [...Object.entries(turned), ...(bias.size ? [["logit_bias", `{${[...bias].map(([id, value]) => `${id}: ${value}`).join(", ")}}`]] : []), ["seed", seed]].map(([name, value]) => `${name}=${value}`).join(", ");
+  const python = [...Object.entries(changed), ...(bias.size ? [["logit_bias", `{${[...bias].map(([id, value]) => `${id}: ${value}`).join(", ")}}`]] : []), ["seed", seed]].map(([name, value]) => `${name}=${value}`).join(", ");
   const filled = typeof prompt === "string" ? pythonText(prompt) : `[${prompt.join(", ")}]`;
   return [
-    ["Complete, with curl", "The ordinary route: one token, drawn with these knobs, and the eight likeliest.", shell("/v1/completions", request)],
-    ["Trace, with curl", "What this page asks for: all logits, what the sampler makes of them, the logit lens.", shell("/lab/api/trace", look)],
+    ["Complete, with curl", "The ordinary route: one token, sampled with these parameters, and the eight likeliest.", shell("/v1/completions", request)],
+    ["Trace, with curl", "What this page requests: all logits, the sampler's result, the logit lens.", shell("/lab/api/trace", traceRequest)],
     ["In Python, in process", "The forward pass is the API: no server at all.", `import headway as hw
 
 async def main(engine):

@@ -1,10 +1,10 @@
-// Pictures of numbers, each with the numbers as text beside or below it.
+// Charts, each with its numbers as text.
 
 import { chip, fixed, h, percent, s, whole } from "./dom.js";
 
 /**
  * Bars, one line each: [{text, value, label?, guess?, cut?, second?, onclick?}] with values from 0 to `max`.
- * `cutAfter` draws a line behind that many of them.
+ * `cutAfter` draws a line after that many of them.
  */
 export function bars(rows, { max = null, cutAfter = null, cutLabel = "", kind = "", dense = false } = {}) {
   const most = max ?? Math.max(...rows.map((row) => row.value), 1e-300);
@@ -20,15 +20,15 @@ export function bars(rows, { max = null, cutAfter = null, cutLabel = "", kind = 
   return h("ul", { class: dense ? "bars dense" : "bars" }, items);
 }
 
-/** As wide as there is room for, so that text in a picture is as large as text beside it. */
-const room = () => Math.max(280, Math.min(640, document.documentElement.clientWidth - 72));
+/** The available width, so that text in a chart is as large as text around it. */
+const chartWidth = () => Math.max(280, Math.min(640, document.documentElement.clientWidth - 72));
 
-/** How many values fall into each of `count` equal steps. */
+/** How many values fall into each of `count` equal bins. */
 export function histogram(values, { count = 48, marks = [], unit = "logit" } = {}) {
   const finite = Array.from(values).filter(Number.isFinite);
   const low = Math.min(...bounds(finite).slice(0, 1));
   const high = Math.max(...bounds(finite).slice(1));
-  const width = room();
+  const width = chartWidth();
   const height = 200;
   const foot = 26;
   const head = 22;
@@ -60,9 +60,9 @@ function bounds(values) {
   return [low, high];
 }
 
-/** Running probability by rank, on a logarithmic axis, with a cut. */
+/** Cumulative probability by rank, on a logarithmic axis, with a cut. */
 export function cumulative(sorted, cut, share, guess = null) {
-  const width = room();
+  const width = chartWidth();
   const height = 240;
   const foot = 28;
   const left = 44;
@@ -93,16 +93,16 @@ export function cumulative(sorted, cut, share, guess = null) {
     s("line", { class: "axis", x1: left, x2: width - 8, y1: height - foot, y2: height - foot }),
     decades.map((n) => s("text", { x: x(n), y: height - 8, "text-anchor": n === 1 ? "start" : "middle" }, whole(n))),
     [0, 0.5, 1].map((p) => s("text", { x: left - 6, y: y(p) + 4, "text-anchor": "end" }, percent(p))),
-    line(cut, `cut behind ${whole(cut)}`, y(share) + 34, false),
+    line(cut, `cut after ${whole(cut)}`, y(share) + 34, false),
     guess !== null && line(Math.max(1, guess), `you: ${whole(guess)}`, height - foot - 10, true));
 }
 
-/** Draws as small squares; those outside the head are dots of another colour. */
+/** Samples as small squares; those from the tail are dots of another color. */
 export function dots(flags, label) {
   return h("div", { class: "dots", role: "img", "aria-label": label }, flags.map((tail) => h("i", { class: tail ? "tail" : "" })));
 }
 
-/** A colour for a number from 0 to 1, the same for everyone: dark blue to yellow, as text too by whoever uses it. */
+/** A color for a number from 0 to 1, dark blue to yellow. Callers also show the number as text. */
 export function tint(x) {
   const stops = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
   const at = Math.max(0, Math.min(1, x)) * (stops.length - 1);

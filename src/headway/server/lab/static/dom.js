@@ -1,4 +1,4 @@
-// Elements, made from data. Text is only ever inserted as text: nothing here reads HTML.
+// Creates elements from data. Text is only ever inserted as text: nothing here parses HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -31,7 +31,7 @@ function add(element, children) {
   }
 }
 
-/** Put these children in the place of those that are there. The element that had the focus gets it back by its id. */
+/** Replace the children of an element. The element that had the focus gets it back, by its id. */
 export function fill(element, ...children) {
   const focused = element.contains(document.activeElement) ? document.activeElement.id : "";
   element.replaceChildren();
@@ -40,7 +40,7 @@ export function fill(element, ...children) {
   return element;
 }
 
-/** A token as people can see it: blanks as dots, line ends as arrows. */
+/** A token with visible whitespace: spaces as dots, line ends as arrows. */
 export function tokenText(text) {
   const parts = [];
   for (const piece of text.split(/( |\n|\t|\r)/)) {
@@ -53,13 +53,13 @@ export function tokenText(text) {
   return parts;
 }
 
-/** A token's name for those who listen. */
+/** A token's name for screen readers. */
 export function tokenName(text) {
-  if (text.trim() === "") return text === "" ? "empty token" : { " ": "space", "\n": "line end", "\t": "tab" }[text] ?? "blanks";
+  if (text.trim() === "") return text === "" ? "empty token" : { " ": "space", "\n": "newline", "\t": "tab" }[text] ?? "whitespace";
   return (text.startsWith(" ") ? "space " : "") + text.trim();
 }
 
-/** A token in a frame. */
+/** A token in a box. */
 export function chip(text, attributes = {}, ...more) {
   const { class: extra = "", ...rest } = attributes;
   const tag = attributes.onclick ? "button" : "span";
@@ -72,7 +72,7 @@ export const many = (n, noun, plural = `${noun}s`) => `${whole(n)} ${n === 1 ? n
 
 export const whole = (n) => Math.round(n).toLocaleString("en-US");
 
-/** A probability as a percentage with as many digits as it has something to say. */
+/** A probability as a percentage with a sensible number of digits. */
 export function percent(p) {
   if (!Number.isFinite(p)) return "–";
   if (p === 0) return "0%";
@@ -84,10 +84,10 @@ export function percent(p) {
   return `${v.toExponential(1)}%`;
 }
 
-/** The same for narrow places. */
+/** The same, shorter. */
 export const brief = (p) => (p > 0 && p < 1e-4 ? "< 0.01%" : percent(p));
 
-/** A share that may be more than the whole. */
+/** A percentage that may exceed 100%. */
 export const ratio = (x) => `${(100 * x).toFixed(x < 0.1 ? 1 : 0)}%`;
 
 export function fixed(x, digits = 2) {
@@ -106,7 +106,7 @@ export function bytes(n) {
   return `${n} B`;
 }
 
-/** Calls the last of many calls, once they stop coming. */
+/** Debounces: calls once, `wait` milliseconds after the last call. */
 export function settled(wait, call) {
   let timer = 0;
   return (...args) => {
@@ -115,27 +115,27 @@ export function settled(wait, call) {
   };
 }
 
-/** Calls at most once a frame. */
+/** Calls at most once per frame. */
 export function perFrame(call) {
-  let asked = false;
+  let scheduled = false;
   return () => {
-    if (asked) return;
-    asked = true;
+    if (scheduled) return;
+    scheduled = true;
     requestAnimationFrame(() => {
-      asked = false;
+      scheduled = false;
       call();
     });
   };
 }
 
-/** Say something to those who listen to the page. */
+/** Announce a text to screen readers. */
 export function announce(text) {
   const place = document.getElementById("announce");
   place.textContent = "";
   setTimeout(() => { place.textContent = text; }, 30);
 }
 
-/** A button that copies a text, and says so. */
+/** A button that copies a text. */
 export function copyButton(text, label = "Copy") {
   const button = h("button", { type: "button", class: "quiet small" }, label);
   button.addEventListener("click", async () => {
@@ -144,7 +144,7 @@ export function copyButton(text, label = "Copy") {
       button.textContent = "Copied";
       announce("Copied");
     } catch {
-      button.textContent = "Select it and copy by hand";
+      button.textContent = "Select and copy it manually";
     }
     setTimeout(() => { button.textContent = label; }, 1600);
   });

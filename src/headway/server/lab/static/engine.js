@@ -4,24 +4,24 @@ import { ask } from "./api.js";
 import { bars } from "./charts.js";
 import { bytes, fill, h, many, percent, ratio, s, seconds, whole } from "./dom.js";
 
-const EVERY = 700; // milliseconds
+const POLL_INTERVAL = 700; // milliseconds
 const STEPS = 60;
 const CELL = 9;
-const MEANING = { free: "nobody has them", cached: "kept for whoever starts the same way", working: "not full yet, one owner", committed: "full, will not change", shared: "held by several contexts" };
+const MEANING = { free: "not in use", cached: "kept in the prefix cache", working: "not full yet, one owner", committed: "full, will not change", shared: "held by several contexts" };
 
 export function enginePanel(lab, body) {
   const map = h("div", { class: "panel" });
   const time = h("div", { class: "panel" });
   const line = h("div", { class: "panel" });
   if (!lab.source.isLive) {
-    fill(body, h("div", { class: "panel" }, h("h2", {}, "Pages and time"), h("p", {}, "These are live views of an engine, and there is none behind this page. Start `headway lab`.")));
+    fill(body, h("div", { class: "panel" }, h("h2", {}, "Pages and time"), h("p", {}, "These are live views of an engine, and this page has none. Start `headway lab`.")));
     return {};
   }
   const steps = [];
   let timer = 0;
   let over = false;
 
-  async function look() {
+  async function poll() {
     try {
       const [pages, recent] = await Promise.all([ask("api/pages"), ask(`api/steps?after=${steps.at(-1)?.step ?? -1}`)]);
       if (over) return;
@@ -32,13 +32,13 @@ export function enginePanel(lab, body) {
     } catch (error) {
       if (!over) lab.app.trouble(error);
     }
-    if (!over) timer = setTimeout(look, document.hidden ? 5 * EVERY : EVERY);
+    if (!over) timer = setTimeout(poll, document.hidden ? 5 * POLL_INTERVAL : POLL_INTERVAL);
   }
 
   fill(body, map, line, time);
   fill(time, h("h2", {}, "Time of one pass"), h("button", { type: "button", id: "measure", class: "main", onclick: () => measure(lab, time) }, "Measure a pass"),
-    h("p", { class: "soft" }, "Runs the prompt once more with a clock at every phase. The first time, the speed of the memory is measured too, which takes a moment."));
-  look();
+    h("p", { class: "soft" }, "Runs the prompt again and measures every phase. The first time, the memory bandwidth is measured too, which takes a moment."));
+  poll();
   return { leave: () => { over = true; clearTimeout(timer); } };
 }
 
@@ -76,9 +76,9 @@ function drawSteps(place, steps, start) {
     steps.length > 0 && h("p", { class: "small" }, stepWords(steps.at(-1)), h("span", { class: "soft" }, " Orange: several passes shared the step.")));
 }
 
-const stepWords = (step) => `Step ${whole(step.step)}: ${seconds(step.seconds)} for ${step.passes} ${step.passes === 1 ? "pass" : "passes"} with ${step.rows} rows; ${whole(step.tokens)} tokens computed so far, ${whole(step.cache_hits)} pages found in the cache.`;
+const stepWords = (step) => `Step ${whole(step.step)}: ${seconds(step.seconds)} for ${step.passes} ${step.passes === 1 ? "pass" : "passes"} with ${step.rows} rows; ${whole(step.tokens)} tokens computed so far, ${whole(step.cache_hits)} pages taken from the prefix cache.`;
 
-/** Four generations from the same prompt, side by side, so that there is something to watch. */
+/** Four concurrent generations from the same prompt, so that there is something to see. */
 function run(lab) {
   const { tokens } = lab.now.trace;
   ask("../v1/completions", { prompt: tokens, n: 4, max_tokens: 64, temperature: 1, seed: lab.state.seed, ignore_eos: true }).catch((error) => lab.say(error.message, true));
@@ -89,16 +89,16 @@ async function measure(lab, place) {
   button.disabled = true;
   const { tokens, prompt_tokens: count } = lab.now.trace;
   try {
-    const answer = await lab.source.trace({ prompt: tokens.slice(0, count), take: tokens.slice(count), logits: false, profile: true });
+    const response = await lab.source.trace({ prompt: tokens.slice(0, count), take: tokens.slice(count), logits: false, profile: true });
     if (!place.isConnected) return;
-    const { phases, seconds: all, bandwidth_limit: limit } = answer.time;
+    const { phases, seconds: all, bandwidth_limit: limit } = response.time;
     const moved = phases.reduce((sum, phase) => sum + phase.bytes, 0);
     fill(place, h("h2", {}, "Time of one pass"),
-      h("p", {}, `${seconds(all)} in phases for ${answer.time.tokens} ${answer.time.tokens === 1 ? "token" : "tokens"}; ${bytes(moved)} moved, ${bytes(moved / all)}/s, which is ${ratio(moved / all / limit)} of the ${bytes(limit)}/s that the memory gives a plain sum.`),
+      h("p", {}, `${seconds(all)} in phases for ${response.time.tokens} ${response.time.tokens === 1 ? "token" : "tokens"}; ${bytes(moved)} moved, ${bytes(moved / all)}/s, which is ${ratio(moved / all / limit)} of the ${bytes(limit)}/s memory bandwidth measured with a plain sum.`),
       bars(phases.map((phase) => ({ text: phase.name, value: phase.seconds / all, label: `${seconds(phase.seconds)} · ${percent(phase.seconds / all)}` })), { max: 1 }),
       h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Phases of the pass" }, h("table", {}, h("thead", {}, h("tr", {}, ["Phase", "Time", "Bytes", "Bandwidth", "Of the limit"].map((text, i) => h("th", { scope: "col", class: i ? "num" : "" }, text)))),
         h("tbody", {}, phases.map((phase) => h("tr", {}, h("td", {}, phase.name), h("td", { class: "num" }, seconds(phase.seconds)), h("td", { class: "num" }, bytes(phase.bytes)), h("td", { class: "num" }, `${bytes(phase.bytes / phase.seconds)}/s`), h("td", { class: "num" }, ratio(phase.bytes / phase.seconds / limit))))))),
-      h("p", { class: "soft small" }, `Pages: ${answer.stats.pages}, found in the cache: ${answer.stats.cache_hits}; passes in the step: ${answer.stats.batch_size}.`),
+      h("p", { class: "soft small" }, `Pages: ${response.stats.pages}, from the prefix cache: ${response.stats.cache_hits}; passes in the step: ${response.stats.batch_size}.`),
       h("button", { type: "button", id: "measure", onclick: () => measure(lab, place) }, "Measure again"));
   } catch (error) {
     button.disabled = false;

@@ -1,33 +1,33 @@
-// What is on the page, as a file: everything as JSON, the distribution as a picture.
+// Exports what is on the page: everything as JSON, the distribution as an image.
 
 import { fixed, percent, whole } from "./dom.js";
 import { distribution, probAt } from "./sampling.js";
 
-/** All of it: with the logits, so that others can compute on. */
+/** Everything, including the logits. */
 export function exportJson(lab) {
-  const found = lab.stages;
+  const result = lab.stages;
   const { trace, row } = lab.now;
-  const { ids, probs } = distribution(found);
+  const { ids, probs } = distribution(result);
   const data = {
     made_by: "Headway Lab", link: lab.address, model: lab.source.model.name, recorded: !lab.source.isLive,
-    prompt: lab.state.prompt, tokens: trace.tokens, texts: trace.texts, knobs: lab.state.knobs, seed: lab.state.seed,
+    prompt: lab.state.prompt, tokens: trace.tokens, texts: trace.texts, params: lab.state.params, seed: lab.state.seed,
     bias: Object.fromEntries(lab.state.bias), mask: lab.state.mask, tree: lab.state.tree, at: lab.state.at, entropy: row.entropy,
-    stages: found.map(({ name, ids: kept, kept: share }) => ({ name, tokens: kept.length, share })),
-    top: Array.from(row.order.slice(0, 64), (id) => ({ id, text: lab.text(id), logit: row.logits[id], model: row.probs[id], final: probAt(found.at(-1), id) })),
+    stages: result.map(({ name, ids: kept, kept: share }) => ({ name, tokens: kept.length, share })),
+    top: Array.from(row.order.slice(0, 64), (id) => ({ id, text: lab.text(id), logit: row.logits[id], model: row.probs[id], final: probAt(result.at(-1), id) })),
     final: ids.length <= 4096 ? { ids: Array.from(ids), probs: Array.from(probs) } : null,
     logits: trace.logits,
   };
   save(new Blob([JSON.stringify(data, null, 1)], { type: "application/json" }), "headway-lab.json");
 }
 
-/** The distribution as a picture, in the colours of the page. */
+/** The distribution as an image, in the colors of the page. */
 export function exportPng(lab) {
   const style = getComputedStyle(document.documentElement);
   const color = (name) => style.getPropertyValue(name).trim();
-  const found = lab.stages;
-  const last = found.at(-1);
+  const result = lab.stages;
+  const last = result.at(-1);
   const { row, trace } = lab.now;
-  const top = Array.from(row.scored(lab.state.knobs, lab.past, lab.state.bias).order.slice(0, 16));
+  const top = Array.from(row.scored(lab.state.params, lab.past, lab.state.bias).order.slice(0, 16));
   const [width, height, scale] = [1000, 190 + top.length * 34, 2];
   const canvas = Object.assign(document.createElement("canvas"), { width: width * scale, height: height * scale });
   const pen = canvas.getContext("2d");
@@ -40,7 +40,7 @@ export function exportPng(lab) {
   };
   const prompt = trace.texts.join("");
   write(`${prompt.length > 90 ? "…" : ""}${prompt.slice(-90).replaceAll("\n", "↵")}`, 40, 56, { font: "600 24px Georgia, serif", most: width - 80 });
-  const k = lab.state.knobs;
+  const k = lab.state.params;
   write(`${lab.source.model.name} · T ${k.temperature} · top-k ${k.top_k || "off"} · top-p ${k.top_p < 1 ? k.top_p : "off"} · min-p ${k.min_p || "off"} · typical ${k.typical_p < 1 ? k.typical_p : "off"} · seed ${lab.state.seed}`, 40, 88, { ink: "--soft", most: width - 80 });
   write(`${whole(last.ids.length)} of ${whole(row.size)} tokens stay · entropy of the model ${fixed(row.entropy)} nats`, 40, 114, { ink: "--soft", most: width - 80 });
   const most = Math.max(...top.map((id) => probAt(last, id)), 1e-12);

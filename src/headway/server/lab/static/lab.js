@@ -1,5 +1,5 @@
-// Your Lab: any prompt, every knob, the tree of what was taken, and the inside of the pass. This file holds the state
-// and the frame; each tab is a file of its own.
+// Your Lab: any prompt, every sampling parameter, the tree of branches, and the inside of the pass. This file holds
+// the state and the frame; each tab has its own file.
 
 import { unpack } from "./api.js";
 import { attentionPanel } from "./attention.js";
@@ -23,7 +23,7 @@ const EXAMPLES = [
   LESSON_PROMPT, "Kubernetes pods are scheduled by the", "The capital of France is", "In the morning she likes to drink a cup of",
   "def fibonacci(n):\n    ", "Q: What is 2 + 3?\nA:",
 ];
-const KEPT = 48; // traces that are kept, to go back to
+const MAX_TRACES = 48; // traces to keep
 
 export class LabView {
   constructor(app) {
@@ -31,7 +31,7 @@ export class LabView {
     this.source = null;
     this.state = fresh();
     this.cache = new Map();
-    this.now = null; // {trace, row} of the node that is shown
+    this.now = null; // {trace, row} of the current node
     this.main = null;
     this.problem = null;
     this.loading = null;
@@ -73,13 +73,13 @@ export class LabView {
 
   openLink(text) {
     try {
-      const found = decode(text);
+      const result = decode(text);
       const model = this.app.source.model.name;
-      this.state = found;
+      this.state = result;
       this.now = null;
-      this.problem = found.model && found.model !== model ? `This link was made on ${found.model}; here is ${model}. Its tokens may be others.` : null;
+      this.problem = result.model && result.model !== model ? `This link was made with ${result.model}; this server has ${model}. Its tokens may differ.` : null;
     } catch (error) {
-      this.problem = `This link cannot be read: ${error.message}. The Lab starts with its own values instead.`;
+      this.problem = `This link cannot be read: ${error.message}. The Lab starts with default values instead.`;
       history_(location.pathname + location.search + "#lab");
     }
   }
@@ -96,14 +96,14 @@ export class LabView {
 
   // -- the pass ---------------------------------------------------------------------------------------------------------
 
-  /** Tokens from the prompt to a node. */
+  /** The tokens from the prompt to a node. */
   path(node = this.state.at) {
     const tokens = [];
     for (let at = node; at >= 0; at = this.state.tree[at][1]) tokens.unshift(this.state.tree[at][0]);
     return tokens;
   }
 
-  /** What the API calls a prompt: text, or the ids of a chat. */
+  /** The API's prompt: text, or the token ids of a chat. */
   async promptFor() {
     const { prompt, chat } = this.state;
     if (!chat || typeof prompt !== "string") return prompt;
@@ -118,15 +118,15 @@ export class LabView {
     const key = JSON.stringify([this.state.prompt, this.state.chat, take]);
     this.busy(true);
     try {
-      let found = this.cache.get(key);
-      if (!found) {
+      let result = this.cache.get(key);
+      if (!result) {
         const trace = await this.source.trace({ prompt: await this.promptFor(), take }, mine.signal);
-        found = { trace, row: new Row(unpack(trace.logits)), extra: {} };
-        this.cache.set(key, found);
-        if (this.cache.size > KEPT) this.cache.delete(this.cache.keys().next().value);
+        result = { trace, row: new Row(unpack(trace.logits)), extra: {} };
+        this.cache.set(key, result);
+        if (this.cache.size > MAX_TRACES) this.cache.delete(this.cache.keys().next().value);
       }
       if (mine !== this.loading) return;
-      this.now = found;
+      this.now = result;
       this.say(this.problem);
       this.problem = null;
       if (this.main) this.drawPanel();
@@ -141,21 +141,21 @@ export class LabView {
     }
   }
 
-  /** What penalties count at the node that is shown. */
+  /** The tokens that penalties count at the current node. */
   get past() {
     const { tokens, prompt_tokens: count } = this.now.trace;
     return history(tokens.slice(0, count), tokens.slice(count));
   }
 
   get stages() {
-    return stages(this.now.row, this.state.knobs, this.past, this.state.bias);
+    return stages(this.now.row, this.state.params, this.past, this.state.bias);
   }
 
   text(id) { return this.source.text(id); }
 
   // -- changing ---------------------------------------------------------------------------------------------------------
 
-  /** Take a token: a new node, or the one that is there already. */
+  /** Add a token: go to its node, which is created if it does not exist. */
   async take(token) {
     const { tree, at } = this.state;
     let node = tree.findIndex(([id, parent]) => id === token && parent === at);
@@ -174,8 +174,8 @@ export class LabView {
     if (this.state.at >= 0) this.goTo(this.state.tree[this.state.at][1]);
   }
 
-  turn(knobs) {
-    Object.assign(this.state.knobs, knobs);
+  setParams(params) {
+    Object.assign(this.state.params, params);
     this.renumber();
     this.remember();
   }
@@ -208,7 +208,7 @@ export class LabView {
             h("button", { type: "button", class: "quiet small", onclick: () => this.now && exportPng(this) }, "PNG"))),
         this.message, this.crumbs),
       this.tabs(), this.body,
-      teacher(this.app, () => this.now && { trace: this.now.trace, row: this.now.row, knobs: this.state.knobs })));
+      teacher(this.app, () => this.now && { trace: this.now.trace, row: this.now.row, params: this.state.params })));
   }
 
   run(event) {
@@ -216,7 +216,7 @@ export class LabView {
     let prompt = this.box.value;
     if (!this.source.model.has_tokenizer) {
       prompt = prompt.trim() === "" ? [] : prompt.trim().split(/[\s,]+/).map(Number);
-      if (!prompt.every((id) => Number.isInteger(id) && id >= 0)) return this.say("Token ids are whole numbers, with blanks between them.", true);
+      if (!prompt.every((id) => Number.isInteger(id) && id >= 0)) return this.say("Token ids must be integers, separated by spaces.", true);
     }
     Object.assign(this.state, { prompt, chat: this.chatBox.checked, tree: [], at: -1 });
     if (this.state.mask?.kind === "cells") this.state.mask = null;
@@ -260,7 +260,7 @@ export class LabView {
     this.panel = PANELS.find(([id]) => id === this.state.tab)[2](this, this.body);
   }
 
-  /** The tokens of the pass; those that were taken lead back to where they were taken. */
+  /** The tokens of the pass; those that were added link to their nodes. */
   drawCrumbs() {
     if (!this.now) return fill(this.crumbs);
     const { texts, prompt_tokens: count } = this.now.trace;
@@ -270,7 +270,7 @@ export class LabView {
     fill(this.crumbs, h("span", { class: "soft small" }, many(texts.length, "token")),
       far > 0 && h("span", { class: "soft small" }, `… ${whole(far)} before`),
       texts.slice(far, count).map((text) => chip(text)),
-      nodes.map((node, i) => chip(texts[count + i], { class: "taken", onclick: () => this.goTo(node), title: "taken; press to go there" })),
+      nodes.map((node, i) => chip(texts[count + i], { class: "taken", onclick: () => this.goTo(node), title: "press to go there" })),
       this.state.at >= 0 && h("button", { type: "button", class: "quiet small", id: "back", onclick: () => this.back() }, "← Back"));
   }
 
@@ -288,7 +288,7 @@ function history_(address) {
 }
 
 function fresh() {
-  return { prompt: LESSON_PROMPT, chat: false, knobs: { ...OFF }, seed: 7, bias: new Map(), mask: null, tree: [], at: -1, tab: "next" };
+  return { prompt: LESSON_PROMPT, chat: false, params: { ...OFF }, seed: 7, bias: new Map(), mask: null, tree: [], at: -1, tab: "next" };
 }
 
 function facts(source) {

@@ -1,9 +1,9 @@
-// The logit lens: which token would the model have said, had it ended at each layer?
+// The logit lens: which token would the model predict if it ended at each layer?
 
 import { bars } from "./charts.js";
 import { chip, fill, h, percent } from "./dom.js";
 
-const DEEP = 64; // tokens of each layer that are looked through for the answer
+const DEPTH = 64; // likeliest tokens of each layer in which to look for the final token
 const COLUMNS = 5;
 
 export function lensPanel(lab, body) {
@@ -20,7 +20,7 @@ export function lensPanel(lab, body) {
 async function load(lab, now) {
   if (!now.extra.lens) {
     const { tokens, prompt_tokens: count, lens } = now.trace;
-    now.extra.lens = lens ?? (await lab.source.trace({ prompt: tokens.slice(0, count), take: tokens.slice(count), logits: false, lens: { k: Math.min(DEEP, now.row.size) } })).lens;
+    now.extra.lens = lens ?? (await lab.source.trace({ prompt: tokens.slice(0, count), take: tokens.slice(count), logits: false, lens: { k: Math.min(DEPTH, now.row.size) } })).lens;
   }
   return now.extra.lens;
 }
@@ -32,13 +32,13 @@ function table(lab, layers) {
   while (wins > 0 && layers[wins - 1].ids[0] === answer) wins--;
   const first = layers.findIndex((layer) => layer.ids[0] === answer);
   const name = (i) => (layers[i].layer === 0 ? "the embedding" : `layer ${layers[i].layer}`);
-  return h("div", {}, h("div", { class: "panel" }, h("h2", {}, "At which layer does the answer win?"),
-    h("p", {}, chip(lab.text(answer)), ` is the model's best token in the end. It is first at `, h("strong", {}, name(wins)), ` and stays there`, first < wins ? `; it was first once before, at ${name(first)}.` : "."),
+  return h("div", {}, h("div", { class: "panel" }, h("h2", {}, "At which layer does the final token take the lead?"),
+    h("p", {}, chip(lab.text(answer)), ` is the model's final best token. It leads from `, h("strong", {}, name(wins)), ` on`, first < wins ? `; it led before at ${name(first)}.` : "."),
     bars(layers.map((layer, i) => {
       const place = rank(layer);
       return { text: layer.layer === 0 ? "emb" : `L${layer.layer}`, value: place ? layer.probs[place - 1] : 0, second: i >= wins, label: place ? `${percent(layer.probs[place - 1])} · #${place}` : `> #${layer.ids.length}` };
     }), { max: 1, dense: true }),
-    h("p", { class: "soft small" }, "Each bar: the probability of that token if the model ended at this layer, and its rank there. Orange from where it wins.")),
+    h("p", { class: "soft small" }, "Each bar: the probability of that token if the model ended at this layer, and its rank there. Orange from the layer where it leads.")),
   h("details", { class: "panel", open: true }, h("summary", {}, h("h2", {}, "Layer by layer")),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "The likeliest tokens of each layer" }, h("table", { class: "lens" },
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Layer"), Array.from({ length: COLUMNS }, (_, i) => h("th", { scope: "col" }, `#${i + 1}`)))),

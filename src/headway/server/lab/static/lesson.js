@@ -1,4 +1,4 @@
-// The lesson: one guess at a time. A step asks, a guess is committed, and only then can the answer be revealed.
+// The lesson: one guess at a time. A step asks a question, and shows the answer only after a guess was committed.
 
 import { unpack } from "./api.js";
 import { announce, fill, h } from "./dom.js";
@@ -8,13 +8,13 @@ import { teacher } from "./teacher.js";
 import { analogies, COLLEAGUE, LESSON_PROMPT, modes, RECALL } from "./words.js";
 
 const STORE = "headway-lesson-1";
-const RECALL_AFTER = { greedy: "pass", cut: "knobs" };
+const RECALL_AFTER = { greedy: "pass", cut: "params" };
 
 export class LessonView {
   constructor(app) {
     this.app = app;
     this.source = null;
-    this.facts = null; // what the answers are made of
+    this.facts = null; // the data for the answers
     this.state = load();
   }
 
@@ -30,7 +30,7 @@ export class LessonView {
 
   async fetch() {
     const source = this.source;
-    fill(this.main, this.head(), h("p", { class: "lesson soft", role: "status" }, "One forward pass is on its way …"));
+    fill(this.main, this.head(), h("p", { class: "lesson soft", role: "status" }, "Running one forward pass …"));
     try {
       const prompt = source.model.has_tokenizer ? LESSON_PROMPT : [1, 2, 3, 4, 5];
       const trace = await source.trace({ prompt });
@@ -52,15 +52,15 @@ export class LessonView {
       h("h1", {}, "The forward pass and sampling"),
       h("p", { class: "lead" }, "From a prompt to one token, one guess at a time."),
       h("div", { class: "win" }, h("p", {}, h("strong", {}, "Today's win: "),
-        "you will be able to say what a forward pass puts out, and how greedy decoding, temperature, top-k and top-p make one token of it. These are the knobs of every request.")),
+        "you will be able to say what a forward pass outputs, and how greedy decoding, temperature, top-k and top-p turn it into one token. These are the sampling parameters of every request.")),
       modes("home"),
-      h("p", {}, "Each step asks first. Commit to a guess, then reveal. A wrong guess teaches as much as a right one; no guess teaches nothing."));
+      h("p", {}, "Each step asks a question first. Commit to a guess, then reveal the answer. A wrong guess teaches as much as a right one."));
   }
 
   draw() {
     const prompt = this.facts.trace.texts.join("");
     const intro = h("div", { class: "lesson" }, h("p", {}, "The prompt for all steps:"),
-      h("div", { class: "run" }, prompt), this.source.isLive ? null : h("p", { class: "soft small" }, "Recorded from a real model; nothing is computed on a server now."));
+      h("div", { class: "run" }, prompt), this.source.isLive ? null : h("p", { class: "soft small" }, "Recorded from a real model; nothing is computed on a server."));
     this.steps = h("div", { class: "lesson" });
     fill(this.main, this.head(), intro, this.steps, this.tail());
     this.drawSteps();
@@ -91,7 +91,7 @@ export class LessonView {
       save(this.state);
       this.drawSteps();
       document.getElementById(`reveal-${step.id}`)?.focus();
-      announce("Your guess is committed. Reveal can be pressed now.");
+      announce("Your guess is committed. You can reveal the answer now.");
     });
     reveal.addEventListener("click", () => {
       mine.revealed = true;
@@ -104,7 +104,7 @@ export class LessonView {
       h("p", { class: "question" }, step.question(this.facts)),
       step.form(this.facts, mine, changed),
       mine.revealed ? null : h("div", { class: "row" }, commit, reveal,
-        h("span", { class: "soft small" }, mine.committed ? "Your guess is kept. Now look." : "Reveal opens once your guess is committed.")),
+        h("span", { class: "soft small" }, mine.committed ? "Your guess is committed." : "You can reveal the answer once your guess is committed.")),
       mine.revealed && h("div", { class: "answer", id: `answer-${step.id}`, tabindex: "-1", role: "group", "aria-label": `The answer to step ${index + 1}` },
         versus(step, this.facts, mine.guess), step.answer(this.facts, mine.guess)));
   }
@@ -118,7 +118,7 @@ export class LessonView {
         h("button", { type: "button", onclick: () => this.again() }, "Start over")),
       h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Points by step" }, h("table", {},
         h("thead", {}, h("tr", {}, ["Step", "You said", "It is", "Points"].map((text, i) => h("th", { scope: "col", class: i === 3 ? "num" : "" }, text)))),
-        h("tbody", {}, rows.map(({ step, points }, i) => h("tr", {}, h("td", {}, `${i + 1} · ${step.title}`), h("td", {}, step.said(this.facts, this.state[step.id].guess)), h("td", {}, step.truth(this.facts)), h("td", { class: "num" }, points)))))));
+        h("tbody", {}, rows.map(({ step, points }, i) => h("tr", {}, h("td", {}, `${i + 1} · ${step.title}`), h("td", {}, step.guessText(this.facts, this.state[step.id].guess)), h("td", {}, step.truth(this.facts)), h("td", { class: "num" }, points)))))));
   }
 
   again() {
@@ -133,7 +133,7 @@ export class LessonView {
     return h("div", { class: "lesson" }, colleague(this.state),
       h("section", { class: "step" }, h("h2", {}, "In the kitchen, in the engine"), analogies()),
       h("section", { class: "step panel" }, h("h2", {}, "On your machine, live"),
-        h("p", {}, "Temperature 0 for evaluations: the same prompt, the same answer. Around 0.7 with top-p 0.9 for conversation. Your Lab has every knob on any prompt, and a view of the inside."),
+        h("p", {}, "Temperature 0 for evaluations: the same prompt, the same answer. Around 0.7 with top-p 0.9 for conversation. Your Lab has every sampling parameter on any prompt, and a view inside the pass."),
         h("p", {}, h("a", { class: "button main", href: "#lab" }, "Open your Lab"))),
       teacher(this.app, () => this.facts && { trace: this.facts.trace, row: this.facts.row }));
   }
@@ -142,18 +142,18 @@ export class LessonView {
 function lockedCard(step, index) {
   return h("section", { class: "step panel locked", "aria-label": `Step ${index + 1}, locked` },
     h("div", { class: "step-head" }, h("span", { class: "badge", "aria-hidden": "true" }, index + 1),
-      h("p", {}, h("strong", {}, step.title), " · opens when the step before it is revealed")));
+      h("p", {}, h("strong", {}, step.title), " · opens after the previous step")));
 }
 
 function versus(step, facts, guess) {
   const points = Math.round(step.points(facts, guess));
   return h("dl", { class: "versus" },
-    h("div", {}, h("dt", {}, "You said"), h("dd", {}, step.said(facts, guess))),
+    h("div", {}, h("dt", {}, "You said"), h("dd", {}, step.guessText(facts, guess))),
     h("div", {}, h("dt", {}, "It is"), h("dd", {}, step.truth(facts))),
     h("div", {}, h("dt", {}, "Points"), h("dd", {}, `${points} of 100`)));
 }
 
-/** A card whose text is covered until it is asked for, or pointed at. */
+/** A card whose text is hidden until it is requested or hovered. */
 function recall(title, text) {
   const words = h("p", { class: "hidden-text cover", "aria-hidden": "true" }, text);
   const button = h("button", { type: "button", class: "small", "aria-expanded": "false" }, "Check");
@@ -161,7 +161,7 @@ function recall(title, text) {
     words.classList.toggle("cover", !open);
     words.setAttribute("aria-hidden", String(!open));
     button.setAttribute("aria-expanded", String(open));
-    button.textContent = open ? "Cover" : "Check";
+    button.textContent = open ? "Hide" : "Check";
   };
   button.addEventListener("click", () => show(button.getAttribute("aria-expanded") !== "true"));
   return h("section", { class: "recall" }, h("h3", {}, `Recall: ${title}`), h("p", { class: "soft small" }, "Say it aloud first, then check."), button, words);
@@ -180,16 +180,16 @@ function colleague(state) {
   compare.addEventListener("click", () => fill(result,
     h("h3", {}, "One way to say it"), h("p", { class: "lead" }, COLLEAGUE.model), h("h3", {}, "Does yours have …"),
     h("ul", { class: "checklist" }, COLLEAGUE.points.map(([label, pattern]) => h("li", {}, h("label", {}, h("input", { type: "checkbox", checked: pattern.test(box.value) }), label)))),
-    h("p", { class: "soft small" }, "Ticked by the words found in your text. You know better what you meant: tick what it says.")));
+    h("p", { class: "soft small" }, "Ticked by the words in your text. Correct the ticks if they do not match what you meant.")));
   return h("section", { class: "step panel" }, h("h2", {}, "Explain it to a colleague"),
     h("label", { for: "colleague" }, `Finish the sentence: “${COLLEAGUE.opening}”`), box,
-    h("div", { class: "row" }, compare, h("span", { class: "soft small" }, "A sentence of your own first.")), result);
+    h("div", { class: "row" }, compare, h("span", { class: "soft small" }, "Write a sentence of your own first.")), result);
 }
 
 function load() {
   try {
-    const found = JSON.parse(sessionStorage.getItem(STORE));
-    return found && typeof found === "object" ? found : {};
+    const result = JSON.parse(sessionStorage.getItem(STORE));
+    return result && typeof result === "object" ? result : {};
   } catch {
     return {};
   }

@@ -1,4 +1,4 @@
-// The page: where its numbers come from, which part of it is shown, and what is said when something is wrong.
+// The page: its data source, its routing, and its error messages.
 
 import { connect, Failure, recording, setKey, ask } from "./api.js";
 import { announce, fill, h } from "./dom.js";
@@ -6,10 +6,10 @@ import { LabView } from "./lab.js";
 import { LessonView } from "./lesson.js";
 import { glossary, reading } from "./words.js";
 
-const LOOK = 5000; // milliseconds between looks at whether the server is still there
-const SOON = 1500;
+const POLL_INTERVAL = 5000; // milliseconds between checks of the server
+const RETRY_INTERVAL = 1500;
 
-/** What all parts share: the source of distributions, and who wants to know when it changes. */
+/** What all views share: the source of distributions, and what to do when it changes. */
 const app = {
   source: null,
   problem: null,
@@ -31,12 +31,12 @@ const watch = {
 
   again(wait) {
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.look(), wait);
+    this.timer = setTimeout(() => this.poll(), wait);
   },
 
-  async look() {
+  async poll() {
     if (this.busy) return;
-    if (document.hidden && app.source) return this.again(LOOK);
+    if (document.hidden && app.source) return this.again(POLL_INTERVAL);
     this.busy = true;
     try {
       if (app.source?.isLive && !app.problem) await this.check();
@@ -48,34 +48,34 @@ const watch = {
     }
   },
 
-  /** The server is there, and serves what it did. */
+  /** Check that the server is reachable and serves the same model. */
   async check() {
     const model = await ask("api/model");
-    if (model.loaded_at === app.source.model.loaded_at && model.name === app.source.model.name) return this.again(LOOK);
+    if (model.loaded_at === app.source.model.loaded_at && model.name === app.source.model.name) return this.again(POLL_INTERVAL);
     await this.start();
   },
 
   async start() {
-    const found = await connect();
-    if (typeof found === "string") return this.waiting(found);
-    const another = app.source && (app.source.model.name !== found.model.name || app.source.model.vocab_size !== found.model.vocab_size);
-    app.source = found;
+    const result = await connect();
+    if (typeof result === "string") return this.waiting(result);
+    const another = app.source && (app.source.model.name !== result.model.name || app.source.model.vocab_size !== result.model.vocab_size);
+    app.source = result;
     app.problem = null;
     banner(null);
-    pill("live", `${found.model.name} · live`);
-    if (another) announce(`Now with the model ${found.model.name}`);
+    pill("live", `${result.model.name} · live`);
+    if (another) announce(`The model is now ${result.model.name}`);
     app.changed();
-    this.again(LOOK);
+    this.again(POLL_INTERVAL);
   },
 
   waiting(state) {
-    const words = { loading: "The model is still loading. The page goes on by itself when it is there.", draining: "The server is shutting down." };
-    const text = words[state] ?? "The model could not be loaded, or has stopped. The server's log says why.";
+    const words = { loading: "The model is still loading. The page continues when it is ready.", draining: "The server is shutting down." };
+    const text = words[state] ?? "The model could not be loaded, or has stopped. See the server's log.";
     pill("none", state);
     banner(text);
     app.problem = state;
     if (!app.source && state === "loading") fill(document.getElementById("main"), h("div", { class: "prose" }, h("h1", {}, "Headway Lab"), h("p", { class: "lead" }, text)));
-    this.again(SOON);
+    this.again(RETRY_INTERVAL);
   },
 
   async failed(error) {
@@ -84,8 +84,8 @@ const watch = {
     app.problem = error.kind;
     if (app.source?.isLive) {
       pill("none", `${app.source.model.name} · gone`);
-      banner(`${error.message} What is on the page stays; it goes on when the server is back.`, ["Try again", () => this.look()]);
-      return this.again(SOON);
+      banner(`${error.message} The page keeps its state and continues when the server is back.`, ["Try again", () => this.poll()]);
+      return this.again(RETRY_INTERVAL);
     }
     if (!app.source) await this.offline();
   },
@@ -95,7 +95,7 @@ const watch = {
     app.source = await recording();
     app.problem = null;
     pill("recorded", `${app.source.model.name} · recorded`);
-    banner("No server is behind this page, so it shows one recorded, real distribution. `headway lab` starts a live one.", ["Try again", () => this.start().catch(() => announce("There is still no server"))]);
+    banner("This page has no server, so it shows one recorded, real distribution. Start `headway lab` for a live one.", ["Try again", () => this.start().catch(() => announce("Still no server"))]);
     app.changed();
   },
 
@@ -106,12 +106,12 @@ const watch = {
     const use = (event) => {
       event.preventDefault();
       setKey(field.value);
-      this.look();
+      this.poll();
     };
     fill(document.getElementById("main"), h("form", { class: "prose", onsubmit: use },
       h("h1", {}, "This server needs a key"), h("p", { class: "lead" }, error.message),
       h("label", { for: "key" }, "API key"), h("div", { class: "row" }, field, h("button", { class: "main", type: "submit" }, "Open the Lab")),
-      h("p", { class: "soft small" }, "It is kept for this tab only, and sent to this server and nowhere else.")));
+      h("p", { class: "soft small" }, "It is kept for this tab only, and sent only to this server.")));
     shown = null;
   },
 };
@@ -128,7 +128,7 @@ function banner(text, action = null) {
   fill(place, text && h("div", { role: "status" }, h("p", {}, text), action && h("button", { type: "button", class: "small", onclick: action[1] }, action[0])));
 }
 
-// -- which part is shown ----------------------------------------------------------------------------------------------
+// -- routing ----------------------------------------------------------------------------------------------------------
 
 let shown = null;
 
@@ -162,9 +162,9 @@ addEventListener("hashchange", () => {
 });
 document.addEventListener("visibilitychange", () => { if (!document.hidden && app.source?.isLive) watch.again(100); });
 
-// -- colours ----------------------------------------------------------------------------------------------------------
+// -- theme ------------------------------------------------------------------------------------------------------------
 
-const THEMES = [["", "Auto", "colours as the system"], ["light", "Light", "colours"], ["dark", "Dark", "colours"]];
+const THEMES = [["", "Auto", "system colors"], ["light", "Light", "colors"], ["dark", "Dark", "colors"]];
 function paint(name) {
   const [value, label, spoken] = THEMES.find(([one]) => one === name) ?? THEMES[0];
   if (value) document.documentElement.dataset.theme = value;
@@ -181,4 +181,4 @@ document.getElementById("theme").addEventListener("click", () => {
   paint(theme);
 });
 
-watch.look();
+watch.poll();

@@ -1,12 +1,12 @@
-// The next token: knobs on one side, every stage from logits to the draw on the other. All numbers are worked out
-// here in float64 for the whole vocabulary, and held against the engine's own `Sampling`.
+// The next token: sampling parameters on one side, every stage from logits to the sampled token on the other. All
+// numbers are computed here in float64 for the whole vocabulary, and compared with the engine's own `Sampling`.
 
 import { unpack } from "./api.js";
 import { bars } from "./charts.js";
 import { chip, fill, fixed, freshId, h, percent, settled, whole } from "./dom.js";
 import { distribution, draw, OFF, probAt, Row, stages } from "./sampling.js";
 
-const KNOBS = [
+const PARAMS = [
   ["temperature", "Temperature", 0, 2, 0.01, "0 is greedy"], ["top_k", "Top-k", 0, 200, 1, "0 is off"], ["top_p", "Top-p", 0.01, 1, 0.01, "1 is off"],
   ["min_p", "Min-p", 0, 1, 0.01, "0 is off"], ["typical_p", "Typical", 0.01, 1, 0.01, "1 is off"],
   ["repetition_penalty", "Repetition", 0.5, 2, 0.01, "1 is off"], ["presence_penalty", "Presence", -2, 2, 0.05, "0 is off"], ["frequency_penalty", "Frequency", -2, 2, 0.05, "0 is off"],
@@ -28,68 +28,68 @@ export function nextPanel(lab, body) {
   const compare = settled(350, () => engineCheck(lab, check));
 
   function renumber() {
-    const found = lab.stages;
-    const last = found.at(-1);
+    const result = lab.stages;
+    const last = result.at(-1);
     const { row, trace } = lab.now;
-    const ranked = row.scored(lab.state.knobs, lab.past, lab.state.bias).order;
+    const ranked = row.scored(lab.state.params, lab.past, lab.state.bias).order;
     const top = Array.from(ranked.slice(0, more ? 40 : SHOWN));
     const kept = top.filter((id) => probAt(last, id) > 0).length;
-    const hot = found[1];
+    const hot = result[1];
     fill(peek, top.slice(0, 3).map((id) => h("span", {}, chip(lab.text(id)), " ", h("span", { class: "num" }, percent(probAt(last, id))))), h("span", { class: "soft" }, `${whole(last.ids.length)} stay`));
-    fill(numbers, strip(lab, found), check,
+    fill(numbers, strip(lab, result), check,
       h("div", { class: "panel" },
-        h("div", { class: "spread" }, h("h2", {}, "What can come next"), h("span", { class: "soft small" }, `entropy ${row.entropy.toFixed(3)} nats`)),
-        h("p", { class: "soft small" }, "Press a token to take it. Bars show the final probability; striped ones were cut, and show what they had."),
+        h("div", { class: "spread" }, h("h2", {}, "Next token"), h("span", { class: "soft small" }, `entropy ${row.entropy.toFixed(3)} nats`)),
+        h("p", { class: "soft small" }, "Press a token to add it. Bars show the final probability; striped ones were cut, and show what it was."),
         bars(top.map((id) => {
           const p = probAt(last, id);
           return { text: lab.text(id), value: p || probAt(hot, id), cut: p === 0, label: p === 0 ? `cut (${percent(probAt(hot, id))})` : percent(p), onclick: () => lab.take(id), title: `token ${id}` };
         }), { cutAfter: last.ids.length < row.size ? kept : null, cutLabel: `cut: ${whole(last.ids.length)} stay` }),
         h("div", { class: "row" },
           h("button", { type: "button", id: "more", class: "quiet small", onclick: () => { more = !more; renumber(); } }, more ? "Fewer" : "More tokens"),
-          h("button", { type: "button", id: "draw-take", class: "small", onclick: () => lab.take(draw(found, lab.state.seed, trace.position)[0]) }, "Draw one and take it"),
+          h("button", { type: "button", id: "draw-take", class: "small", onclick: () => lab.take(draw(result, lab.state.seed, trace.position)[0]) }, "Sample one and add it"),
           h("button", { type: "button", id: "draw-many", class: "small", onclick: () => { drawn = DRAWS; renumber(); } }, `${DRAWS} draws`)),
-        drawn && draws(lab, found, drawn)),
-      stageTable(lab, found, top.slice(0, SHOWN), open, (now) => { open = now; }));
+        drawn && draws(lab, result, drawn)),
+      stageTable(lab, result, top.slice(0, SHOWN), open, (now) => { open = now; }));
     check.textContent = lab.source.isLive ? "Comparing with the engine …" : "Recorded: there is no engine to compare with.";
     if (lab.source.isLive) compare();
   }
 
-  fill(body, h("div", { class: "next" }, peek, h("div", { class: "side" }, knobs(lab, renumber)), numbers));
+  fill(body, h("div", { class: "next" }, peek, h("div", { class: "side" }, params(lab, renumber)), numbers));
   renumber();
   return { numbers: renumber };
 }
 
-function knobs(lab, redraw) {
+function params(lab, redraw) {
   const fields = {};
   const show = () => {
-    for (const [name] of KNOBS) {
-      fields[name].slider.value = lab.state.knobs[name];
-      fields[name].box.value = lab.state.knobs[name];
+    for (const [name] of PARAMS) {
+      fields[name].slider.value = lab.state.params[name];
+      fields[name].box.value = lab.state.params[name];
     }
   };
-  const rows = KNOBS.map(([name, label, low, high, step, hint]) => {
-    const id = `knob-${name}`;
-    const slider = h("input", { type: "range", id, min: low, max: high, step, value: lab.state.knobs[name] });
-    const box = h("input", { type: "number", id: `${id}-n`, min: name.endsWith("penalty") ? undefined : low, step: "any", value: lab.state.knobs[name], "aria-label": `${label}, as a number` });
+  const rows = PARAMS.map(([name, label, low, high, step, hint]) => {
+    const id = `param-${name}`;
+    const slider = h("input", { type: "range", id, min: low, max: high, step, value: lab.state.params[name] });
+    const box = h("input", { type: "number", id: `${id}-n`, min: name.endsWith("penalty") ? undefined : low, step: "any", value: lab.state.params[name], "aria-label": `${label}, as a number` });
     fields[name] = { slider, box };
     const turn = (value) => {
       if (!valid(name, value)) return box.setAttribute("aria-invalid", "true");
       box.removeAttribute("aria-invalid");
-      lab.turn({ [name]: value });
+      lab.setParams({ [name]: value });
     };
     slider.addEventListener("input", () => { box.value = slider.value; turn(Number(slider.value)); });
     box.addEventListener("input", () => { if (box.value !== "") { slider.value = box.value; turn(Number(box.value)); } });
-    return h("div", { class: "knob" }, h("label", { for: id }, label, " ", h("span", { class: "soft" }, hint)), box, slider);
+    return h("div", { class: "param" }, h("label", { for: id }, label, " ", h("span", { class: "soft" }, hint)), box, slider);
   });
   const seedId = freshId("seed");
   const seed = h("input", { type: "number", id: seedId, min: 0, step: 1, value: lab.state.seed });
   seed.addEventListener("input", () => {
     const value = Number(seed.value);
-    if (Number.isSafeInteger(value) && value >= 0) { lab.state.seed = value; lab.turn({}); }
+    if (Number.isSafeInteger(value) && value >= 0) { lab.state.seed = value; lab.setParams({}); }
   });
-  return h("form", { class: "panel knobs", onsubmit: (event) => event.preventDefault() }, h("h2", {}, "Knobs"),
-    h("div", { class: "row presets", role: "group", "aria-label": "Presets" }, PRESETS.map(([label, values]) => h("button", { type: "button", class: "quiet small", onclick: () => { lab.turn(values); show(); } }, label))),
-    rows.slice(0, 5), h("h3", {}, "Penalties"), rows.slice(5), h("div", { class: "knob" }, h("label", { for: seedId }, "Seed"), seed), biasField(lab, redraw));
+  return h("form", { class: "panel params", onsubmit: (event) => event.preventDefault() }, h("h2", {}, "Sampling parameters"),
+    h("div", { class: "row presets", role: "group", "aria-label": "Presets" }, PRESETS.map(([label, values]) => h("button", { type: "button", class: "quiet small", onclick: () => { lab.setParams(values); show(); } }, label))),
+    rows.slice(0, 5), h("h3", {}, "Penalties"), rows.slice(5), h("div", { class: "param" }, h("label", { for: seedId }, "Seed"), seed), biasField(lab, redraw));
 }
 
 function valid(name, value) {
@@ -106,7 +106,7 @@ function biasField(lab, redraw) {
   const token = h("select", { id: "bias-token" }, Array.from(lab.now.row.order.slice(0, 24), (id) => h("option", { value: id }, `${JSON.stringify(lab.text(id))}`)));
   const amount = h("input", { type: "number", id: "bias-amount", step: 0.5, value: -2 });
   const list = h("ul", { class: "chips" });
-  const show = () => fill(list, [...lab.state.bias].map(([id, value]) => h("li", {}, chip(lab.text(id), { onclick: () => { lab.state.bias.delete(id); show(); lab.turn({}); }, title: "press to remove" }, h("span", { class: "num" }, `${value > 0 ? "+" : ""}${value} ×`)))));
+  const show = () => fill(list, [...lab.state.bias].map(([id, value]) => h("li", {}, chip(lab.text(id), { onclick: () => { lab.state.bias.delete(id); show(); lab.setParams({}); }, title: "press to remove" }, h("span", { class: "num" }, `${value > 0 ? "+" : ""}${value} ×`)))));
   const set = () => {
     if (!Number.isFinite(amount.valueAsNumber)) return;
     lab.state.bias.set(Number(token.value), amount.valueAsNumber);
@@ -119,60 +119,60 @@ function biasField(lab, redraw) {
     h("label", { for: "bias-amount", class: "unseen" }, "Amount"), amount, h("button", { type: "button", class: "small", onclick: set }, "Set")), list);
 }
 
-/** The order of the filters, with what each leaves. */
-function strip(lab, found) {
-  const { knobs: k } = lab.state;
+/** The filters in order, with the tokens that each keeps. */
+function strip(lab, result) {
+  const { params: k } = lab.state;
   const settings = { temperature: `T = ${k.temperature}`, top_k: k.top_k || "off", top_p: k.top_p < 1 ? k.top_p : "off", min_p: k.min_p || "off", typical_p: k.typical_p < 1 ? k.typical_p : "off" };
   const item = (label, value, under, on = true) => h("li", { class: on ? "on" : "" }, h("span", { class: "stage" }, label), h("strong", { class: "num" }, value), h("span", { class: "soft" }, under));
   const size = lab.now.row.size;
   return h("ol", { class: "strip", "aria-label": "From logits to a token" },
     item("Logits", whole(size), "scores"),
-    item("Bias & penalties", found[0].changed.size ? `${whole(found[0].changed.size)} changed` : "off", "scores", found[0].changed.size > 0),
+    item("Bias & penalties", result[0].changed.size ? `${whole(result[0].changed.size)} changed` : "off", "scores", result[0].changed.size > 0),
     STAGES.slice(1).map(([name, label], i) => {
-      const at = found[i + 1];
+      const at = result[i + 1];
       const on = settings[name] !== "off" && !(name === "temperature" && k.temperature === 1);
       return item(label, settings[name], name === "temperature" && k.temperature !== 0 ? "reshapes" : `${whole(at.ids.length)} stay · ${percent(at.kept)}`, on);
     }),
     item("Draw", `seed ${lab.state.seed}`, `position ${lab.now.trace.position}`));
 }
 
-/** Every stage of the tokens on top. */
-function stageTable(lab, found, top, open, opened) {
+/** Every stage of the top tokens. */
+function stageTable(lab, result, top, open, opened) {
   const { row } = lab.now;
-  const { scores } = row.scored(lab.state.knobs, lab.past, lab.state.bias);
+  const { scores } = row.scored(lab.state.params, lab.past, lab.state.bias);
   const cell = (p) => h("td", { class: "num" }, p > 0 ? percent(p) : h("span", { class: "soft" }, "cut"));
   return h("details", { class: "panel", open, ontoggle: (event) => opened(event.target.open) }, h("summary", { id: "stages-summary" }, h("h2", {}, "Every stage, token by token")),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Every stage, token by token" }, h("table", { class: "stages" },
       h("thead", {}, h("tr", {}, ["Token", "Logit", "After bias & penalties", "Temperature", "Top-k", "Top-p", "Min-p", "Typical"].map((text, i) => h("th", { scope: "col", class: i ? "num" : "" }, text)))),
       h("tbody", {}, top.map((id) => h("tr", {}, h("td", {}, chip(lab.text(id)), " ", h("span", { class: "soft small num" }, id)),
-        h("td", { class: "num" }, fixed(row.logits[id], 3)), h("td", { class: "num" }, fixed(scores[id], 3)), found.slice(1).map((stage) => cell(probAt(stage, id)))))))));
+        h("td", { class: "num" }, fixed(row.logits[id], 3)), h("td", { class: "num" }, fixed(scores[id], 3)), result.slice(1).map((stage) => cell(probAt(stage, id)))))))));
 }
 
-function draws(lab, found, count) {
-  const tokens = draw(found, lab.state.seed, lab.now.trace.position, count);
+function draws(lab, result, count) {
+  const tokens = draw(result, lab.state.seed, lab.now.trace.position, count);
   const counts = new Map();
   for (const id of tokens) counts.set(id, (counts.get(id) ?? 0) + 1);
   const rows = [...counts].sort((a, b) => b[1] - a[1] || a[0] - b[0]);
   return h("div", { id: "draws" }, h("h3", {}, `${count} draws: ${whole(counts.size)} different tokens`),
-    bars(rows.slice(0, 12).map(([id, n]) => ({ text: lab.text(id), value: n / count, second: true, label: `${n}× · expected ${(count * probAt(found.at(-1), id)).toFixed(1)}` }))),
+    bars(rows.slice(0, 12).map(([id, n]) => ({ text: lab.text(id), value: n / count, second: true, label: `${n}× · expected ${(count * probAt(result.at(-1), id)).toFixed(1)}` }))),
     rows.length > 12 && h("p", { class: "soft small" }, `… and ${whole(rows.length - 12)} more, drawn ${whole(rows.slice(12).reduce((sum, [, n]) => sum + n, 0))} times.`));
 }
 
-/** Hold the page's numbers against what the engine's `Sampling` makes of the same row. */
+/** Compare the page's numbers with the engine's `Sampling` on the same row. */
 async function engineCheck(lab, place) {
   const now = lab.now;
-  const asked = JSON.stringify([lab.state.knobs, lab.state.seed, [...lab.state.bias]]);
+  const key = JSON.stringify([lab.state.params, lab.state.seed, [...lab.state.bias]]);
   try {
-    const answer = await lab.source.trace({
+    const response = await lab.source.trace({
       prompt: now.trace.tokens.slice(0, now.trace.prompt_tokens), take: now.trace.tokens.slice(now.trace.prompt_tokens),
-      sampling: { ...lab.state.knobs, seed: lab.state.seed, draws: 16, logit_bias: Object.fromEntries(lab.state.bias) },
+      sampling: { ...lab.state.params, seed: lab.state.seed, draws: 16, logit_bias: Object.fromEntries(lab.state.bias) },
     });
-    if (now !== lab.now || asked !== JSON.stringify([lab.state.knobs, lab.state.seed, [...lab.state.bias]])) return;
-    // Two passes may round differently, so the same pass's logits are compared with what the engine made of them.
-    const found = stages(new Row(unpack(answer.logits)), lab.state.knobs, lab.past, lab.state.bias);
-    const { most, missing } = difference(distribution(found), unpack(answer.sampling.ids), unpack(answer.sampling.probs));
-    const ours = draw(found, lab.state.seed, now.trace.position, 16);
-    const same = ours.filter((id, i) => id === answer.sampling.tokens[i]).length;
+    if (now !== lab.now || key !== JSON.stringify([lab.state.params, lab.state.seed, [...lab.state.bias]])) return;
+    // Two passes may round differently, so the logits of the same pass are compared with its result.
+    const result = stages(new Row(unpack(response.logits)), lab.state.params, lab.past, lab.state.bias);
+    const { most, missing } = difference(distribution(result), unpack(response.sampling.ids), unpack(response.sampling.probs));
+    const ours = draw(result, lab.state.seed, now.trace.position, 16);
+    const same = ours.filter((id, i) => id === response.sampling.tokens[i]).length;
     place.dataset.difference = most;
     place.dataset.draws = same;
     fill(place, h("p", {}, h("strong", {}, most < 1e-6 && !missing ? "Equal to the engine's Sampling. " : "Differs from the engine's Sampling. "),
@@ -182,7 +182,7 @@ async function engineCheck(lab, place) {
   }
 }
 
-/** The largest difference of two distributions, and how many tokens only one of them has. */
+/** The largest difference of two distributions, and the number of tokens that only one of them has. */
 export function difference(ours, ids, probs) {
   let most = 0;
   let missing = 0;

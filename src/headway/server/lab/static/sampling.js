@@ -2,15 +2,15 @@
 //
 //   logits → bias → penalties → temperature → top-k → top-p → min-p → typical → draw
 //
-// Each filter works on the rest of the one before it. Tokens rank by score, then by lower id; top-p and typical keep
-// the shortest prefix that reaches their share; at least one token stays. Temperature 0 takes the first largest score.
+// Each filter works on what the previous one kept. Tokens rank by score, then by lower id; top-p and typical keep the
+// shortest prefix that reaches their probability; at least one token is kept. Temperature 0 is greedy.
 
 export const OFF = Object.freeze({
   temperature: 1, top_k: 0, top_p: 1, min_p: 0, typical_p: 1,
   repetition_penalty: 1, presence_penalty: 0, frequency_penalty: 0,
 });
 
-/** Which tokens penalties count: all of them for repetition, those behind the prompt for presence and frequency. */
+/** The tokens that penalties count: all of them for repetition, those after the prompt for presence and frequency. */
 export function history(prompt, taken) {
   const counts = new Map();
   for (const id of taken) counts.set(id, (counts.get(id) ?? 0) + 1);
@@ -18,22 +18,22 @@ export function history(prompt, taken) {
 }
 
 /** Float64 scores after bias and penalties, and which ids they changed. */
-export function penalised(logits, knobs, past, bias = new Map()) {
+export function penalized(logits, params, past, bias = new Map()) {
   const scores = Float64Array.from(logits);
   const changed = new Set();
   for (const [id, amount] of bias) {
     scores[id] += amount;
     changed.add(id);
   }
-  if (knobs.repetition_penalty !== 1) {
+  if (params.repetition_penalty !== 1) {
     for (const id of past.seen) {
-      scores[id] = scores[id] > 0 ? scores[id] / knobs.repetition_penalty : scores[id] * knobs.repetition_penalty;
+      scores[id] = scores[id] > 0 ? scores[id] / params.repetition_penalty : scores[id] * params.repetition_penalty;
       changed.add(id);
     }
   }
-  if (knobs.presence_penalty !== 0 || knobs.frequency_penalty !== 0) {
+  if (params.presence_penalty !== 0 || params.frequency_penalty !== 0) {
     for (const [id, count] of past.counts) {
-      scores[id] -= knobs.presence_penalty + knobs.frequency_penalty * count;
+      scores[id] -= params.presence_penalty + params.frequency_penalty * count;
       changed.add(id);
     }
   }
@@ -72,7 +72,7 @@ export function entropyOf(probs) {
   return sum;
 }
 
-/** A row of logits on which sliders can be moved: what does not depend on a slider is worked out once. */
+/** A row of logits; what does not depend on the parameters is computed once. */
 export class Row {
   constructor(logits) {
     this.logits = logits;
@@ -85,11 +85,11 @@ export class Row {
   }
 
   /** Scores after bias and penalties, their ranking and first stage; kept until one of these changes. */
-  scored(knobs, past, bias) {
-    const key = JSON.stringify([knobs.repetition_penalty, knobs.presence_penalty, knobs.frequency_penalty,
+  scored(params, past, bias) {
+    const key = JSON.stringify([params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
       [...bias], [...past.seen], [...past.counts]]);
     if (key !== this._key) {
-      const { scores, changed } = penalised(this.logits, knobs, past, bias);
+      const { scores, changed } = penalized(this.logits, params, past, bias);
       const first = stage("penalties", ...weighed(alive(scores), scores, 1), null);
       this._scored = { scores, changed, order: changed.size ? ranking(scores) : this.order, first: { ...first, changed } };
       this._key = key;
@@ -99,31 +99,31 @@ export class Row {
 }
 
 /**
- * Every stage of one choice: [{name, ids, weights, sum, kept}], ids rising, weights relative to the best token, `kept`
- * the share of the stage before. The last stage's weights are what is drawn from.
+ * Every stage from logits to the final distribution: [{name, ids, weights, sum, kept}] with ascending ids, weights
+ * relative to the best token, and `kept` the fraction of the previous stage. Tokens are drawn from the last stage.
  */
-export function stages(row, knobs, past = history([], []), bias = new Map()) {
-  const { scores, order, first } = row.scored(knobs, past, bias);
-  const found = [first];
-  if (knobs.temperature === 0) {
-    found.push(stage("temperature", Int32Array.of(order[0]), Float64Array.of(1), first));
-    for (const name of ["top_k", "top_p", "min_p", "typical_p"]) found.push({ ...found[1], name, kept: 1 });
-    return found;
+export function stages(row, params, past = history([], []), bias = new Map()) {
+  const { scores, order, first } = row.scored(params, past, bias);
+  const result = [first];
+  if (params.temperature === 0) {
+    result.push(stage("temperature", Int32Array.of(order[0]), Float64Array.of(1), first));
+    for (const name of ["top_k", "top_p", "min_p", "typical_p"]) result.push({ ...result[1], name, kept: 1 });
+    return result;
   }
-  found.push(stage("temperature", ...weighed(first.ids, scores, knobs.temperature), null));
+  result.push(stage("temperature", ...weighed(first.ids, scores, params.temperature), null));
   const narrow = (name, on, filter) => {
-    const before = found.at(-1);
+    const before = result.at(-1);
     const ids = on ? filter(before) : before.ids;
-    found.push(ids.length === before.ids.length ? { ...before, name, kept: 1 } : stage(name, ...weighed(ids, scores, knobs.temperature), before));
+    result.push(ids.length === before.ids.length ? { ...before, name, kept: 1 } : stage(name, ...weighed(ids, scores, params.temperature), before));
   };
-  narrow("top_k", knobs.top_k > 0 && knobs.top_k < first.ids.length, () => order.slice(0, knobs.top_k).sort());
-  narrow("top_p", knobs.top_p < 1, (from) => prefix(from, knobs.top_p, order));
-  narrow("min_p", knobs.min_p > 0, ({ ids, weights }) => ids.filter((_, i) => weights[i] >= knobs.min_p));
-  narrow("typical_p", knobs.typical_p < 1, (from) => typical(from, scores, knobs));
-  return found;
+  narrow("top_k", params.top_k > 0 && params.top_k < first.ids.length, () => order.slice(0, params.top_k).sort());
+  narrow("top_p", params.top_p < 1, (from) => prefix(from, params.top_p, order));
+  narrow("min_p", params.min_p > 0, ({ ids, weights }) => ids.filter((_, i) => weights[i] >= params.min_p));
+  narrow("typical_p", params.typical_p < 1, (from) => typical(from, scores, params));
+  return result;
 }
 
-/** A stage of rising ids; `kept` is the share they had of the stage before. */
+/** A stage with ascending ids; `kept` is their fraction of the previous stage. */
 function stage(name, ids, weights, before) {
   let sum = 0;
   for (let i = 0; i < weights.length; i++) sum += weights[i];
@@ -139,7 +139,7 @@ function stage(name, ids, weights, before) {
   return { name, ids, weights, sum, kept };
 }
 
-/** Ids of the tokens that have any chance. */
+/** The ids of tokens with a nonzero probability. */
 function alive(scores) {
   const ids = new Int32Array(scores.length);
   let count = 0;
@@ -159,7 +159,7 @@ function weighed(ids, scores, temperature) {
   return [ids, weights];
 }
 
-/** The shortest ranking prefix of a stage whose weight reaches `share` of it. A stage so far is a ranking prefix too. */
+/** The shortest ranking prefix of a stage whose weight reaches `share` of it. The stage itself is a ranking prefix. */
 function prefix(from, share, order) {
   const goal = share * from.sum;
   let reached = 0;
@@ -171,8 +171,8 @@ function prefix(from, share, order) {
   return order.slice(0, count).sort();
 }
 
-/** The fewest tokens whose surprise is nearest the entropy that reach the share. */
-function typical(from, scores, knobs) {
+/** The fewest tokens, nearest to the entropy in surprisal, that reach the probability. */
+function typical(from, scores, params) {
   const { ids, weights, sum } = from;
   let peak = -Infinity;
   for (let i = 0; i < ids.length; i++) if (scores[ids[i]] > peak) peak = scores[ids[i]];
@@ -180,11 +180,11 @@ function typical(from, scores, knobs) {
   const near = new Float64Array(ids.length);
   let entropy = 0;
   for (let i = 0; i < ids.length; i++) {
-    near[i] = (scores[ids[i]] === peak ? 0 : scores[ids[i]] - peak) / knobs.temperature - logSum;
+    near[i] = (scores[ids[i]] === peak ? 0 : scores[ids[i]] - peak) / params.temperature - logSum;
     if (weights[i] > 0) entropy -= (weights[i] / sum) * near[i];
   }
   for (let i = 0; i < ids.length; i++) near[i] = -Math.abs(-near[i] - entropy);
-  const goal = knobs.typical_p * sum;
+  const goal = params.typical_p * sum;
   const kept = [];
   let reached = 0;
   for (const i of ranking(near)) {
@@ -195,7 +195,7 @@ function typical(from, scores, knobs) {
   return Int32Array.from(kept).sort();
 }
 
-/** Where an id stands among rising ids, or -1. */
+/** The index of an id in ascending ids, or -1. */
 export function find(ids, id) {
   let low = 0;
   let high = ids.length - 1;
@@ -208,21 +208,21 @@ export function find(ids, id) {
   return -1;
 }
 
-/** A token's probability at a stage; 0 where it is cut. */
+/** A token's probability at a stage; 0 if it was cut. */
 export function probAt(at, id) {
   const i = find(at.ids, id);
   return i < 0 ? 0 : at.weights[i] / at.sum;
 }
 
-/** The final distribution: rising ids and their probabilities. */
-export function distribution(found) {
-  const last = found.at(-1);
+/** The final distribution: ascending ids and their probabilities. */
+export function distribution(result) {
+  const last = result.at(-1);
   return { ids: last.ids, probs: last.weights.map((weight) => weight / last.sum) };
 }
 
 /** Tokens drawn from the last stage with (seed, position, ordinal 0, 1, …), as the engine draws them. */
-export function draw(found, seed, position, count = 1) {
-  const { ids, weights } = found.at(-1);
+export function draw(result, seed, position, count = 1) {
+  const { ids, weights } = result.at(-1);
   const running = new Float64Array(ids.length);
   let sum = 0;
   for (let i = 0; i < ids.length; i++) running[i] = sum += weights[i];

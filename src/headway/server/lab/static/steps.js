@@ -1,6 +1,6 @@
-// The five steps: what each asks, how the guess is given, what the answer is, and how near the guess came.
+// The five steps: the question, the form for the guess, the answer, and the points.
 //
-//   {id, title, question(facts), form(facts, mine, changed), ready(guess), said(facts, guess), truth(facts),
+//   {id, title, question(facts), form(facts, mine, changed), ready(guess), guessText(facts, guess), truth(facts),
 //    points(facts, guess), answer(facts, guess)}
 //
 // `facts` has the trace of the lesson's prompt, its row of logits, and the source for more passes.
@@ -28,7 +28,7 @@ function choices(name, options, right) {
     })));
 }
 
-/** A slider over whole numbers from 1 to `most`, in equal ratios. */
+/** A logarithmic slider over integers from 1 to `most`. */
 function count(name, label, most) {
   return (facts, mine, changed) => {
     const high = most(facts);
@@ -59,10 +59,10 @@ const OUTPUTS = ["The next word, as text", "One score for every token of the voc
 const output = {
   id: "output",
   title: "What comes out of a forward pass?",
-  question: () => "The tokens have run through every layer. What stands at the end, before anything is chosen? And how many numbers are it?",
+  question: () => "The tokens have run through every layer. What comes out at the end, before a token is chosen? And how many numbers is it?",
   form: together(choices("output", OUTPUTS, 1), count("output-count", "How many numbers come out? Move the slider.", () => 1_000_000)),
   ready: (guess) => guess.choice !== undefined && guess.count !== undefined,
-  said: (facts, guess) => `${OUTPUTS[guess.choice]}; ${whole(guess.count)} numbers`,
+  guessText: (facts, guess) => `${OUTPUTS[guess.choice]}; ${whole(guess.count)} numbers`,
   truth: (facts) => `One score for each of ${whole(facts.row.size)} tokens`,
   points: (facts, guess) => (guess.choice === 1 ? 50 : 0) + nearness(guess.count, facts.row.size) / 2,
   answer: (facts) => {
@@ -71,7 +71,7 @@ const output = {
     let sum = 0;
     for (const p of row.probs) sum += p;
     return [
-      h("p", {}, `This model has ${whole(row.size)} tokens, so every pass puts out ${whole(row.size)} raw scores, called logits. Here they all are:`),
+      h("p", {}, `This model has ${whole(row.size)} tokens, so every pass outputs ${whole(row.size)} raw scores, called logits. Here they all are:`),
       histogram(row.logits, { marks: [{ value: row.logits[top[0]], label: `best: ${fixed(row.logits[top[0]], 1)}` }] }),
       h("p", {}, `Softmax turns them into probabilities. They add up to ${sum.toFixed(12)}; these eight hold ${percent(top.reduce((all, id) => all + row.probs[id], 0))} of it.`),
       bars(top.map((id) => ({ text: facts.text(id), value: row.probs[id], label: `${fixed(row.logits[id], 2)} → ${percent(row.probs[id])}` }))),
@@ -87,16 +87,16 @@ const RUNS = ["Two different texts", "Nearly the same, with small differences", 
 const greedy = {
   id: "greedy",
   title: "The simplest decoder",
-  question: () => "Take the token with the highest score, put it behind the prompt, and go on. Do that for the whole text, twice. What do the two runs look like?",
+  question: () => "Take the token with the highest score, append it to the prompt, and repeat. Do that for the whole text, twice. What do the two runs look like?",
   form: choices("greedy", RUNS, 2),
   ready: (guess) => guess.choice !== undefined,
-  said: (facts, guess) => RUNS[guess.choice],
+  guessText: (facts, guess) => RUNS[guess.choice],
   truth: () => RUNS[2],
   points: (facts, guess) => (guess.choice === 2 ? 100 : 0),
   answer: (facts) => {
-    const place = h("div", { "aria-live": "polite" }, h("p", { class: "soft" }, "Two greedy runs are on their way …"));
+    const place = h("div", { "aria-live": "polite" }, h("p", { class: "soft" }, "Running two greedy generations …"));
     showRuns(facts, place);
-    return [h("p", {}, `At the first step argmax takes `, chip(facts.text(facts.row.order[0])), `, whose probability is ${percent(facts.row.probs[facts.row.order[0]])}. There are no dice in it.`), place];
+    return [h("p", {}, `At the first step argmax takes `, chip(facts.text(facts.row.order[0])), `, whose probability is ${percent(facts.row.probs[facts.row.order[0]])}. Nothing about it is random.`), place];
   },
 };
 
@@ -108,15 +108,15 @@ async function showRuns(facts, place) {
     fill(place,
       [one, two].map((run, i) => [h("p", { class: "soft small" }, `Run ${i + 1}`), h("div", { class: "run" }, run.text)]),
       h("p", {}, h("strong", {}, one.text === two.text ? "Identical, token for token." : "They differ, which greedy decoding should not do.")),
-      h("p", {}, "Let it go on, and it starts to say again what it has said. Phrases that were there before are marked:"),
+      h("p", {}, "Let it continue, and it starts to repeat itself. Repeated phrases are marked:"),
       h("div", { class: "run" }, long.tokens.map((text, i) => (marks[i] ? h("mark", {}, text) : text))),
-      h("p", {}, `${marks.filter(Boolean).length} of ${long.tokens.length} tokens belong to a phrase of four or more that came before.`));
+      h("p", {}, `${marks.filter(Boolean).length} of ${long.tokens.length} tokens belong to a repeated phrase of four or more tokens.`));
   } catch (error) {
     fill(place, h("div", { class: "note" }, h("p", {}, error.message)));
   }
 }
 
-/** Which tokens belong to a run of four or more that stood there before. */
+/** Which tokens belong to a repeated run of four or more. */
 function repeats(tokens, length = 4) {
   const seen = new Set();
   const marks = new Array(tokens.length).fill(false);
@@ -160,7 +160,7 @@ const temperature = {
         })))));
   },
   ready: (guess) => HEATS.every((heat) => Array.from({ length: DRAWN }, (_, i) => i).some((i) => guess.bars?.[`${heat}:${i}`] !== undefined)),
-  said: (facts, guess) => HEATS.map((heat) => `T ${heat}: ${Array.from({ length: DRAWN }, (_, i) => guess.bars[`${heat}:${i}`] ?? 0).join(" / ")}%`).join("\n"),
+  guessText: (facts, guess) => HEATS.map((heat) => `T ${heat}: ${Array.from({ length: DRAWN }, (_, i) => guess.bars[`${heat}:${i}`] ?? 0).join(" / ")}%`).join("\n"),
   truth: (facts) => HEATS.map((heat) => `T ${heat}: ${heated(facts.row, heat).ofTop.slice(0, DRAWN).map((p) => Math.round(100 * p)).join(" / ")}%`).join("\n"),
   points: (facts, guess) => {
     let off = 0;
@@ -179,13 +179,13 @@ const temperature = {
       const { top, ofAll, mass } = heated(facts.row, heat);
       return h("div", { class: "sub" }, h("h3", {}, `T = ${heat}`), bars(top.map((id, i) => ({ text: facts.text(id), value: ofAll[i], label: brief(ofAll[i]), second: true })), { max: 1 }), h("p", { class: "small" }, `Together ${percent(mass)}.`));
     })),
-    h("p", {}, `Why the two differ: the other ${whole(facts.row.size - TOP)} tokens. Each has next to nothing, but heat lifts them all at once. At T = 2 the best eight keep only ${percent(heated(facts.row, 2).mass)} of the whole; at T = 0.1 they have ${percent(heated(facts.row, 0.1).mass)}. A chart of the top eight alone hides that.`),
+    h("p", {}, `Why the two differ: the other ${whole(facts.row.size - TOP)} tokens. Each has next to nothing, but a high temperature raises all of them. At T = 2 the best eight keep only ${percent(heated(facts.row, 2).mass)} of the whole; at T = 0.1 they have ${percent(heated(facts.row, 0.1).mass)}. A chart of the top eight alone hides that.`),
   ],
 };
 
 // -- step 4 -----------------------------------------------------------------------------------------------------------
 
-const ZEROS = ["Every token becomes equally likely", "An error: one cannot divide by zero", "It is greedy: the best token, every time"];
+const ZEROS = ["Every token becomes equally likely", "An error: division by zero", "It is greedy: the best token, every time"];
 
 const zero = {
   id: "zero",
@@ -193,7 +193,7 @@ const zero = {
   question: () => "The formula divides by the temperature. What does an engine do at T = 0?",
   form: choices("zero", ZEROS, 2),
   ready: (guess) => guess.choice !== undefined,
-  said: (facts, guess) => ZEROS[guess.choice],
+  guessText: (facts, guess) => ZEROS[guess.choice],
   truth: () => ZEROS[2],
   points: (facts, guess) => (guess.choice === 2 ? 100 : 0),
   answer: (facts) => {
@@ -203,13 +203,13 @@ const zero = {
     const naive = (peak - peak) / 0;
     const rows = [1, 0.5, 0.1, 0.02].map((heat) => [heat, softmax(row.logits, heat)[best]]);
     return [
-      h("p", {}, "As the temperature falls towards 0, the best token takes all. At 0 itself the formula has no answer:"),
+      h("p", {}, "As the temperature approaches 0, the best token gets all the probability. At 0 itself the formula is undefined:"),
       h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "The best token at low temperatures" }, h("table", {},
         h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Temperature"), h("th", { scope: "col", class: "num" }, "Probability of the best"))),
         h("tbody", {}, rows.map(([heat, p]) => h("tr", {}, h("td", {}, `T = ${heat}`), h("td", { class: "num" }, percent(p)))),
           h("tr", {}, h("td", {}, "T = 0, by the formula: (z − z) ÷ 0"), h("td", { class: "num" }, fixed(naive))),
           h("tr", {}, h("td", {}, "T = 0, in the engine: argmax"), h("td", { class: "num" }, percent(1)))))),
-      h("p", {}, "So the engine has a branch: at temperature 0 it does not divide, it takes ", chip(facts.text(best)), ". The same prompt gives the same answer, which is why evaluations run at 0."),
+      h("p", {}, "So the engine has a branch: at temperature 0 it does not divide but takes ", chip(facts.text(best)), ". The same prompt gives the same answer, which is why evaluations run at 0."),
     ];
   },
 };
@@ -226,22 +226,22 @@ const cut = {
   question: (facts) => `Top-p 0.9 keeps the fewest tokens that together reach 90%. Of ${whole(facts.row.size)} tokens, how many stay for this prompt at T = 1?`,
   form: count("cut-count", "How many tokens stay? Move the slider.", (facts) => facts.row.size),
   ready: (guess) => guess.count !== undefined,
-  said: (facts, guess) => `${whole(guess.count)} tokens`,
+  guessText: (facts, guess) => `${whole(guess.count)} tokens`,
   truth: (facts) => `${whole(keptBy(facts))} tokens`,
   points: (facts, guess) => nearness(guess.count, keptBy(facts)),
   answer: (facts, guess) => {
-    const found = headOf(facts, 1);
-    const last = found.at(-1);
+    const result = headOf(facts, 1);
+    const last = result.at(-1);
     const sorted = Float64Array.from(facts.row.order, (id) => facts.row.probs[id]);
     const top = Array.from(facts.row.order.slice(0, TOP));
     return [
-      h("p", {}, `${whole(last.ids.length)} tokens hold ${percent(found.find(({ name }) => name === "top_p").kept)} of the probability. The other ${whole(facts.row.size - last.ids.length)} share what is left.`),
+      h("p", {}, `${whole(last.ids.length)} tokens hold ${percent(result.find(({ name }) => name === "top_p").kept)} of the probability. The other ${whole(facts.row.size - last.ids.length)} share the rest.`),
       cumulative(sorted, last.ids.length, SHARE, guess.count),
-      h("p", { class: "soft small" }, "Across: rank of the token, in equal ratios. Up: probability of all tokens up to it."),
-      h("p", {}, "What stays is scaled up to 1 again. The best eight, before → after the cut:"),
+      h("p", { class: "soft small" }, "Horizontal: rank of the token, logarithmic. Vertical: cumulative probability."),
+      h("p", {}, "The kept probabilities are normalized to 1. The best eight, before → after the cut:"),
       bars(top.map((id) => ({ text: facts.text(id), value: probAt(last, id), label: `${percent(facts.row.probs[id])} → ${percent(probAt(last, id))}` }))),
       h("h3", {}, `${DRAWS} draws, with and without the cut`),
-      h("p", {}, `The same ${DRAWS} random numbers (seed ${SEED}) each time. A draw from the tail, ●, is a token that top-p would have cut: the place where a text leaves the road.`),
+      h("p", {}, `The same ${DRAWS} random numbers (seed ${SEED}) each time. A draw from the tail, ●, is a token that top-p would have cut: that is where a text derails.`),
       [1, 1.5].map((heat) => drawsAt(facts, heat)),
     ];
   },

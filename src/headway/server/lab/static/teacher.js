@@ -1,12 +1,12 @@
-// Ask the teacher: a chat with the model that is served, which is given the distribution on screen.
+// Ask the teacher: a chat with the served model, whose prompt describes the distribution on screen.
 
 import { events } from "./api.js";
 import { fill, h, percent, whole } from "./dom.js";
 
-/** A chat. `onScreen()` gives {trace, row, knobs?} or nothing. */
+/** A chat. `onScreen()` returns {trace, row, params?} or nothing. */
 export function teacher(app, onScreen) {
-  const said = [];
-  const talk = h("div", { class: "talk", tabindex: "0", role: "log", "aria-label": "Conversation with the teacher", hidden: true });
+  const conversation = [];
+  const log = h("div", { class: "chat-log", tabindex: "0", role: "log", "aria-label": "Conversation with the teacher", hidden: true });
   const field = h("input", { type: "text", id: "teacher-question", maxlength: 2000, autocomplete: "off", placeholder: "Why is the first token so likely?" });
   const send = h("button", { type: "submit", class: "main" }, "Ask");
   const note = h("p", { class: "soft small" }, availability(app.source));
@@ -14,29 +14,29 @@ export function teacher(app, onScreen) {
   field.disabled = send.disabled = !possible;
   let stop = null;
 
-  async function answer(event) {
+  async function submit(event) {
     event.preventDefault();
     if (stop) return stop.abort();
     const question = field.value.trim();
     if (!question) return field.focus();
     field.value = "";
-    said.push({ role: "user", content: question });
+    conversation.push({ role: "user", content: question });
     const reply = h("p", { class: "theirs" }, "…");
-    talk.hidden = false;
-    talk.append(h("p", { class: "mine" }, question), reply);
+    log.hidden = false;
+    log.append(h("p", { class: "mine" }, question), reply);
     stop = new AbortController();
     send.textContent = "Stop";
     let text = "";
     try {
-      const messages = [{ role: "system", content: briefing(app.source, onScreen()) }, ...said.slice(-6)];
+      const messages = [{ role: "system", content: systemPrompt(app.source, onScreen()) }, ...conversation.slice(-6)];
       for await (const one of events("../v1/chat/completions", { messages, max_tokens: 220, temperature: 0.3, top_p: 0.9, stream: true }, stop.signal)) {
         text += one.choices[0]?.delta?.content ?? "";
         reply.textContent = text || "…";
-        talk.scrollTop = talk.scrollHeight;
+        log.scrollTop = log.scrollHeight;
       }
-      said.push({ role: "assistant", content: text });
+      conversation.push({ role: "assistant", content: text });
     } catch (error) {
-      if (error.name === "AbortError") said.push({ role: "assistant", content: text });
+      if (error.name === "AbortError") conversation.push({ role: "assistant", content: text });
       else fill(reply, error.message);
     } finally {
       stop = null;
@@ -44,24 +44,24 @@ export function teacher(app, onScreen) {
     }
   }
 
-  return h("section", { class: "step panel", "aria-labelledby": "teacher-title" }, h("h2", { id: "teacher-title" }, "Ask the teacher"), note, talk,
-    h("form", { onsubmit: answer, class: "row" }, h("label", { for: "teacher-question", class: "unseen" }, "Your question"),
+  return h("section", { class: "step panel", "aria-labelledby": "teacher-title" }, h("h2", { id: "teacher-title" }, "Ask the teacher"), note, log,
+    h("form", { onsubmit: submit, class: "row" }, h("label", { for: "teacher-question", class: "unseen" }, "Your question"),
       h("div", { style: { flex: "1 1 14rem" } }, field), send));
 }
 
 function availability(source) {
-  if (!source.isLive) return "The teacher is the model itself, and there is no server now. `headway lab` starts one.";
-  if (!source.model.has_chat) return `${source.model.name} has no chat template, so it cannot be talked to.`;
-  return `A chat with ${source.model.name} itself, through the ordinary route. It is told what is on your screen. It is a small student of its own subject: check what it says against the numbers.`;
+  if (!source.isLive) return "The teacher is the model itself, and there is no server. `headway lab` starts one.";
+  if (!source.model.has_chat) return `${source.model.name} has no chat template, so it cannot chat.`;
+  return `A chat with ${source.model.name} itself, through the ordinary route. Its prompt describes what is on your screen. It is a small model: check what it says against the numbers.`;
 }
 
-/** What the model is told before the questions. */
-export function briefing(source, seen) {
+/** The system message. */
+export function systemPrompt(source, seen) {
   const lines = [`You are a patient teacher of how language models choose the next token. You are the model ${source.model.name} with ${whole(source.model.vocab_size)} tokens and ${source.model.layers} layers. Answer in at most five short sentences.`];
   if (seen) {
     const top = Array.from(seen.row.order.slice(0, 8), (id) => `${JSON.stringify(source.text(id))} ${percent(seen.row.probs[id])}`);
     lines.push(`On the student's screen is the distribution of the next token after ${JSON.stringify(seen.trace.texts.join("").slice(-400))}: ${top.join(", ")}. Its entropy is ${seen.row.entropy.toFixed(2)} nats.`);
-    if (seen.knobs) lines.push(`The sampling knobs are ${JSON.stringify(seen.knobs)}.`);
+    if (seen.params) lines.push(`The sampling parameters are ${JSON.stringify(seen.params)}.`);
   }
   return lines.join("\n");
 }

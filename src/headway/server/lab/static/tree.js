@@ -1,39 +1,39 @@
-// The tree of what was taken: branches of one prompt, each token coloured by its probability or by how open its place
-// was, and the pages that the branches share.
+// The tree of branches of one prompt, each token colored by its probability or by the entropy at its position, and the
+// pages that the branches share.
 
 import { tint } from "./charts.js";
 import { chip, fill, h, many, percent, settled } from "./dom.js";
 import { draw } from "./sampling.js";
 
 const GROW = 8;
-const MOST = 64; // branches that are computed at once
+const MOST = 64; // branches per request
 
 export function treePanel(lab, body) {
-  const seen = (lab.seenBranches ??= { by: "probability", key: "", answer: null });
+  const cached = (lab.branchCache ??= { by: "probability", key: "", response: null });
   const picture = h("div", {});
   const shared = h("div", { class: "panel" });
   const refresh = settled(150, () => load());
   let growing = false;
 
   function redraw() {
-    const scores = nodeScores(lab, seen.answer);
-    const by = seen.by;
-    const radio = (value, label) => h("label", { class: "row inline" }, h("input", { type: "radio", name: "by", id: `by-${value}`, value, checked: by === value, onchange: () => { seen.by = value; redraw(); } }), label);
+    const scores = nodeScores(lab, cached.response);
+    const by = cached.by;
+    const radio = (value, label) => h("label", { class: "row inline" }, h("input", { type: "radio", name: "by", id: `by-${value}`, value, checked: by === value, onchange: () => { cached.by = value; redraw(); } }), label);
     fill(picture, h("div", { class: "panel" },
-      h("div", { class: "spread" }, h("h2", {}, "Branches"), h("span", { class: "row", role: "radiogroup", "aria-label": "Colour by" }, h("span", { class: "soft small" }, "colour by"), radio("probability", "probability"), radio("entropy", "entropy"))),
+      h("div", { class: "spread" }, h("h2", {}, "Branches"), h("span", { class: "row", role: "radiogroup", "aria-label": "Color by" }, h("span", { class: "soft small" }, "color by"), radio("probability", "probability"), radio("entropy", "entropy"))),
       h("div", { class: "row" },
-        h("button", { type: "button", id: "take-best", class: "small", onclick: () => lab.take(lab.now.row.order[0]) }, "Take the best"),
-        h("button", { type: "button", id: "take-drawn", class: "small", onclick: () => lab.take(draw(lab.stages, lab.state.seed, lab.now.trace.position)[0]) }, "Draw one"),
-        h("button", { type: "button", id: "grow", class: "small", onclick: grow, disabled: growing }, `Draw ${GROW}`),
+        h("button", { type: "button", id: "take-best", class: "small", onclick: () => lab.take(lab.now.row.order[0]) }, "Add the best"),
+        h("button", { type: "button", id: "take-drawn", class: "small", onclick: () => lab.take(draw(lab.stages, lab.state.seed, lab.now.trace.position)[0]) }, "Sample one"),
+        h("button", { type: "button", id: "grow", class: "small", onclick: grow, disabled: growing }, `Sample ${GROW}`),
         h("button", { type: "button", class: "small", onclick: () => lab.back(), disabled: lab.state.at < 0 }, "Back"),
         h("button", { type: "button", class: "quiet small", onclick: () => { lab.state.tree = []; lab.goTo(-1); }, disabled: !lab.state.tree.length }, "Clear the tree")),
       h("div", { class: "tree", role: "group", "aria-label": "The tree" },
         h("button", { type: "button", class: `chip root ${lab.state.at < 0 ? "here" : ""}`, onclick: () => lab.goTo(-1), "aria-current": lab.state.at < 0 ? "true" : null }, promptText(lab)),
         branch(lab, -1, scores, by)),
-      h("p", { class: "soft small" }, lab.state.tree.length ? `${many(lab.state.tree.length, "token")} taken. Press one to go there; take another one to branch.` : "Take a token, go back, take another one: the tree grows branches.", " Colours run from dark (0) to yellow (", by === "probability" ? "100%" : "6 nats and more", "); the number is in each token.")));
+      h("p", { class: "soft small" }, lab.state.tree.length ? `${many(lab.state.tree.length, "token")} added. Press one to go there; add another one to branch.` : "Add a token, go back, add another one: the tree branches.", " Colors run from dark (0) to yellow (", by === "probability" ? "100%" : "6 nats and more", "); the number is in each token.")));
   }
 
-  /** Draw some tokens one after the other, as a generation would. */
+  /** Sample some tokens one after the other, as a generation does. */
   async function grow() {
     growing = true;
     const source = lab.source;
@@ -50,18 +50,18 @@ export function treePanel(lab, body) {
     const leaves = leavesOf(lab.state.tree).slice(0, MOST);
     if (!leaves.length) return drawShared(shared, null, lab);
     const key = JSON.stringify([lab.state.prompt, lab.state.chat, lab.state.tree]);
-    if (seen.key !== key) {
+    if (cached.key !== key) {
       try {
-        seen.answer = await lab.source.branches({ prompt: await lab.promptFor(), branches: leaves.map((leaf) => lab.path(leaf)) });
-        seen.leaves = leaves;
-        seen.key = key;
+        cached.response = await lab.source.branches({ prompt: await lab.promptFor(), branches: leaves.map((leaf) => lab.path(leaf)) });
+        cached.leaves = leaves;
+        cached.key = key;
       } catch (error) {
         return fill(shared, h("h2", {}, "Pages"), h("p", { class: "soft" }, error.message));
       }
     }
     if (!lab.main || lab.state.tab !== "tree") return;
     redraw();
-    drawShared(shared, seen.answer, lab);
+    drawShared(shared, cached.response, lab);
   }
 
   fill(body, picture, shared);
@@ -79,19 +79,19 @@ function promptText(lab) {
 const childrenOf = (tree, node) => tree.flatMap(([, parent], i) => (parent === node ? [i] : []));
 const leavesOf = (tree) => tree.map((_, i) => i).filter((i) => !tree.some(([, parent]) => parent === i));
 
-/** Scores by node, from the branches that were computed. */
-function nodeScores(lab, answer) {
-  const found = new Map();
-  if (!answer || lab.seenBranches.key !== JSON.stringify([lab.state.prompt, lab.state.chat, lab.state.tree])) return found;
-  lab.seenBranches.leaves.forEach((leaf, i) => {
+/** Scores by node, from the computed branches. */
+function nodeScores(lab, response) {
+  const result = new Map();
+  if (!response || lab.branchCache.key !== JSON.stringify([lab.state.prompt, lab.state.chat, lab.state.tree])) return result;
+  lab.branchCache.leaves.forEach((leaf, i) => {
     const nodes = [];
     for (let at = leaf; at >= 0; at = lab.state.tree[at][1]) nodes.unshift(at);
-    nodes.forEach((node, k) => found.set(node, answer.branches[i].scores[k]));
+    nodes.forEach((node, k) => result.set(node, response.branches[i].scores[k]));
   });
-  return found;
+  return result;
 }
 
-/** A run of tokens without a fork in one line; where it forks, one line for each child. */
+/** A run of tokens without a fork on one line; after a fork, one line for each child. */
 function branch(lab, node, scores, by) {
   const line = [];
   let at = node;
@@ -123,15 +123,15 @@ function nodeChip(lab, node, scores, by) {
 }
 
 /** Which pages the branches hold, and which they share. */
-function drawShared(place, answer, lab) {
-  if (!answer || !lab.state.tree.length) {
-    return fill(place, h("h2", {}, "Pages the branches share"), h("p", { class: "soft" }, "Every branch is a fork of one context. Full pages are shared; only what differs is kept twice. Take a token to see it."));
+function drawShared(place, response, lab) {
+  if (!response || !lab.state.tree.length) {
+    return fill(place, h("h2", {}, "Pages the branches share"), h("p", { class: "soft" }, "Every branch is a fork of one context. Full pages are shared; only what differs is stored twice. Add a token to see it."));
   }
   const uses = new Map();
-  for (const one of answer.branches) for (const { page } of one.pages) uses.set(page, (uses.get(page) ?? 0) + 1);
+  for (const one of response.branches) for (const { page } of one.pages) uses.set(page, (uses.get(page) ?? 0) + 1);
   return fill(place, h("h2", {}, "Pages the branches share"),
-    h("p", {}, h("strong", {}, many(answer.pages, "page")), ` for ${many(answer.branches.length, "branch", "branches")}; without sharing it would be `, h("strong", { class: "num" }, answer.pages_alone), `. A page has ${answer.page_size} slots, and is shared once it is full. ${answer.batch_size > 1 ? `${answer.batch_size} branches were computed in one step.` : ""}`),
+    h("p", {}, h("strong", {}, many(response.pages, "page")), ` for ${many(response.branches.length, "branch", "branches")}; without sharing it would be `, h("strong", { class: "num" }, response.pages_alone), `. A page has ${response.page_size} slots, and is shared once it is full. ${response.batch_size > 1 ? `${response.batch_size} branches were computed in one step.` : ""}`),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Pages of each branch" }, h("table", { class: "pages" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Branch"), h("th", { scope: "col" }, "Pages, first to last"))),
-      h("tbody", {}, answer.branches.map((one) => h("tr", {}, h("td", {}, h("span", { class: "mono clip" }, one.tokens.map((id) => lab.text(id)).join(""))),
+      h("tbody", {}, response.branches.map((one) => h("tr", {}, h("td", {}, h("span", { class: "mono clip" }, one.tokens.map((id) => lab.text(id)).join(""))),
         h("td", {}, h("span", { class: "chips" }, one.pages.map(({ page, state }) => h("span", { class: `page ${uses.get(page) > 1 ? "shared" : state}` }, h("span", { class: "num" }, `#${page ?? "–"}`), h("small", {}, uses.get(page) > 1 ? `shared by ${uses.get(page)}` : state)))))))))));
 }

@@ -1,4 +1,4 @@
-// The lesson's words: glossary, analogies, reading mode, recall cards, and what a good explanation has in it.
+// The lesson's text: glossary, analogies, reading mode, recall cards, and the points of a good explanation.
 
 import { h, whole } from "./dom.js";
 
@@ -10,22 +10,22 @@ const TERMS = [
   ["Context", "One sequence: its tokens, and the pages in which their keys and values are kept."],
   ["Decoding", "Choosing one token from the distribution: greedily, or by drawing."],
   ["Distribution", "A probability for every token of the vocabulary. They add up to 1."],
-  ["Entropy", "How open the choice is, in nats: 0 when one token is certain, more when many could come."],
-  ["Forward pass", "One run of the tokens through all layers. What comes out at the last token is one score for every token that could be next."],
+  ["Entropy", "The uncertainty of the choice, in nats: 0 when one token is certain, more when many are possible."],
+  ["Forward pass", "One run of the tokens through all layers. It outputs one score for every possible next token."],
   ["Greedy", "Decoding by argmax at every step. The same prompt gives the same text each time, and often repeats itself."],
   ["Logit", "A raw score, before softmax. Only differences between logits matter."],
-  ["Logit lens", "Reading a middle layer as if the model ended there: which token would it have said?"],
+  ["Logit lens", "Reading a middle layer as if the model ended there: which token would it predict?"],
   ["Mask", "Which slots a token may attend to. Causal lets it see itself and everything before."],
   ["Min-p", "Keeps the tokens that are at least p times as likely as the likeliest one."],
   ["Page", "Sixteen slots of keys and values. Full pages never change, so continuations of one text can share them."],
-  ["Penalty", "Lowers the scores of tokens that were there already: repetition, presence, frequency."],
+  ["Penalty", "Lowers the scores of tokens that already occurred: repetition, presence, frequency."],
   ["Seed", "The number that fixes a draw. With a seed and a position the same token is drawn again."],
   ["Softmax", "Turns scores into probabilities: the exponential of each, divided by their sum."],
   ["Temperature", "What logits are divided by before softmax. Below 1 sharpens, above 1 flattens, 0 is greedy."],
-  ["Token", "A piece of text with a number. Words are one token or several; a blank usually belongs to the token behind it."],
+  ["Token", "A piece of text with a number. Words are one token or several; a space usually belongs to the token after it."],
   ["Top-k", "Keeps the k likeliest tokens."],
   ["Top-p", "Keeps the fewest likeliest tokens that together reach the probability p. Also called nucleus sampling."],
-  ["Typical", "Keeps the tokens whose surprise is nearest to the entropy, as few as reach p."],
+  ["Typical", "Keeps the tokens whose surprisal is nearest to the entropy, as few as reach p."],
   ["Vocabulary", "All tokens a model knows. The width of its logits."],
 ];
 
@@ -37,9 +37,9 @@ export function glossary() {
 
 const KITCHEN = [
   ["The menu, with a score beside every dish", "logits: one score per token of the vocabulary"],
-  ["Scores turned into shares of all orders", "softmax: probabilities that add up to 1"],
-  ["Always cook the favourite", "greedy decoding, argmax"],
-  ["Roll dice that are loaded by the shares", "sampling"],
+  ["Scores turned into fractions of all orders", "softmax: probabilities that add up to 1"],
+  ["Always cook the favorite", "greedy decoding, argmax"],
+  ["Roll dice loaded by these fractions", "sampling"],
   ["How heavily the dice are loaded", "temperature"],
   ["Only ever offer the k best dishes", "top-k"],
   ["Offer the fewest dishes that cover 90% of orders", "top-p = 0.9"],
@@ -55,7 +55,7 @@ export function analogies() {
 
 export const RECALL = {
   pass: ["From forward pass to token, in one line", "The layers give a score to every token of the vocabulary; softmax turns the scores into probabilities; a decoder takes one token: the best one, or one that is drawn."],
-  knobs: ["Your three sampling knobs, and what each does", "Temperature reshapes the distribution: low is sharp, high is flat, 0 is greedy. Top-k keeps the k likeliest tokens. Top-p keeps the fewest that reach p. The last two cut the tail, so that a draw cannot leave the road."],
+  params: ["Three sampling parameters, and what each does", "Temperature reshapes the distribution: low is sharp, high is flat, 0 is greedy. Top-k keeps the k likeliest tokens. Top-p keeps the fewest that reach p. The last two cut the tail, so that sampling cannot derail the text."],
 };
 
 export const COLLEAGUE = {
@@ -76,23 +76,23 @@ export function reading(source) {
   const name = source.model.name;
   return h("article", { class: "prose reading" },
     h("h1", {}, "The forward pass and sampling"), modes("read"),
-    h("p", { class: "lead" }, "How a prompt becomes one token, in four short sections. The guided mode asks you first; this one just tells."),
+    h("p", { class: "lead" }, "How a prompt becomes one token, in four short sections. The guided mode asks you questions first; this one just explains."),
     section(1, "A forward pass scores every token",
-      ["Your text goes in as tokens. They run through all layers, each of which lets every token gather from those before it. At the end stands one projection, and out of it comes a logit for each token of the vocabulary.",
-        `For ${name} these are ${count} numbers, every time, whatever the prompt. Softmax takes the exponential of each and divides by the sum: now they are probabilities and add up to 1. The whole stack exists to make this one list.`],
-      "In the kitchen: the menu is always the whole menu. What changes with the guest is the score beside each dish."),
+      ["Your text goes in as tokens. They run through all layers, each of which lets every token gather from those before it. At the end, one projection gives a logit for each token of the vocabulary.",
+        `For ${name} these are ${count} numbers, every time, whatever the prompt. Softmax takes the exponential of each and divides by the sum: the results are probabilities and add up to 1. The whole model exists to compute this one list.`],
+      "In the kitchen: the menu is always the whole menu. What changes with the guest is the score of each dish."),
     section(2, "Greedy: take the best one",
-      ["The simplest decoder takes the token with the highest score and goes on from there. It has no dice, so it says the same each time. That is what you want when you compare two versions of a system.",
+      ["The simplest decoder takes the token with the highest score and goes on from there. It is not random, so the text is the same each time. That is what you want when you compare two versions of a system.",
         "It is also how models get stuck. Once a phrase is the likeliest continuation of itself, greedy never leaves it."],
-      "In the kitchen: the favourite, every night. Nobody complains, nobody is surprised."),
+      "In the kitchen: the favorite, every night. Nobody complains, nobody is surprised."),
     section(3, "Temperature: reshape, then draw",
-      ["Instead of taking the best, draw one token with its probability. Temperature divides the logits first. Below 1 the differences grow, and the favourite takes nearly all; above 1 they shrink, and long shots get their chance.",
-        "At 0 the formula would divide by nothing. So 0 is defined: it is greedy, a branch of its own."],
+      ["Instead of taking the best, draw one token with its probability. Temperature divides the logits first. Below 1 the differences grow, and the favorite takes nearly all; above 1 they shrink, and unlikely tokens get a chance.",
+        "At 0 the formula would divide by zero, so 0 is a special case: it is greedy."],
       "In the kitchen: temperature is how heavily the dice are loaded."),
     section(4, "Top-k and top-p: cut the tail",
-      [`Of ${count} tokens most are nonsense at any given place. Each is very unlikely; together they are not. Draw often enough and one of them comes up, and the text has to make sense of it from then on.`,
-        "Top-k keeps the k best and forgets the rest. Top-p keeps as many of the best as it takes to reach p: few when the model is sure, many when it is not. What is kept is scaled up to 1 again, and only then is a token drawn. Min-p and typical are two other ways of drawing the line."],
-      "In the kitchen: strike the dishes nobody has ordered in years from tonight's card."),
+      [`Of ${count} tokens most are nonsense at any given position. Each is very unlikely; together they are not. Draw often enough and one of them comes up, and the text has to continue from it.`,
+        "Top-k keeps the k best and drops the rest. Top-p keeps as many of the best as it takes to reach p: few when the model is sure, many when it is not. The kept probabilities are normalized to 1, and then a token is sampled. Min-p and typical are two other ways to cut."],
+      "In the kitchen: remove the dishes that nobody has ordered in years from tonight's menu."),
     h("section", {}, h("h2", {}, "In the kitchen, in the engine"), analogies()),
     h("p", {}, h("a", { class: "button main", href: "#lab" }, "Try it in your Lab"), " "));
 }

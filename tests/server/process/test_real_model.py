@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shell import Reply, Server, post
+from server_process import Reply, Server, post
 
 ASKED: dict[str, Any] = {"prompt": "Kubernetes pods are scheduled by the", "max_tokens": 24, "temperature": 0}
 JSON = {"Content-Type": "application/json"}

@@ -1,7 +1,7 @@
-"""API keys: a file of hashes, who a key belongs to, and what that tenant may do.
+"""API keys: a file of hashes, the tenant each key belongs to, and what that tenant may do.
 
-A key is 256 random bits, shown once and stored as its SHA-256 (a slow hash protects words people choose, and there are
-none here). Looking a key up compares against every stored hash in constant time.
+A key is 256 random bits, shown once and stored as its SHA-256 (a slow hash protects passwords that people choose; these
+are random). Looking a key up compares it with every stored hash in constant time.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput
 
 PREFIX = "hw-"
-MAX_KEY = 512  # characters of what a client may present
+MAX_KEY_CHARS = 512
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class TenantLimits:
-    """What one key may do at once and in a minute; None leaves it to the server's own limits."""
+    """What one key may do at a time and per minute; None means only the server's own limits apply."""
 
-    max_requests: int | None = None  # admitted and not answered yet
-    max_tokens: int | None = None  # prompt and answer of these, as asked for
+    max_requests: int | None = None  # admitted and not finished
+    max_tokens: int | None = None  # their prompts plus max_tokens
     requests_per_minute: int | None = None
-    max_priority: float | None = None  # the highest priority a request of this key may ask for
+    max_priority: float | None = None  # the highest priority its requests may have
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_tokens", "requests_per_minute"):
@@ -47,12 +47,12 @@ class TenantLimits:
         if priority is None:
             return
         if isinstance(priority, bool) or not isinstance(priority, int | float) or not math.isfinite(priority):
-            raise InvalidInput(f"the limit max_priority is {priority!r}; it takes a number")
+            raise InvalidInput(f"the limit max_priority is {priority!r}; it must be a finite number")
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """Whom a request belongs to. Contexts of different salt share no cached page."""
+    """Who a request belongs to. Contexts with different salts share no cached pages."""
 
     name: str
     salt: str
@@ -70,64 +70,64 @@ ANYONE = Tenant("anyone", "", TenantLimits())
 
 
 class Keys:
-    """The keys of one file, as it was when the server started."""
+    """The keys of one file, as they were when the server started."""
 
     def __init__(self, keys: tuple[_Key, ...]) -> None:
         self._keys = keys
 
     @classmethod
     def read(cls, path: Path) -> Keys:
-        """The keys in a file that `add_key` writes; a file that is wrong in any way is refused."""
+        """The keys in a file written by `add_key`; a file with any error is rejected."""
         try:
             mode = path.stat().st_mode
             entries = json.loads(path.read_text())["keys"]
             keys = tuple(_key(entry) for entry in entries)
         except FileNotFoundError:
             raise InvalidInput(
-                f"there is no key file {str(path)!r}; `headway serve --keys {path} --new-key NAME` makes one"
+                f"there is no key file {str(path)!r}; `headway serve --keys {path} --new-key NAME` creates one"
             ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InvalidInput(f"the key file {str(path)!r} cannot be used: {error}") from None
+            raise InvalidInput(f"the key file {str(path)!r} is not valid: {error}") from None
         if mode & 0o002:
-            raise InvalidInput(f"anyone may write to the key file {str(path)!r}; chmod o-w it first")
+            raise InvalidInput(f"the key file {str(path)!r} is world-writable; run chmod o-w on it first")
         if not keys:
             raise InvalidInput(f"the key file {str(path)!r} has no keys; --new-key NAME adds one")
         names = [key.tenant.name for key in keys]
         if len(set(names)) < len(names):
-            raise InvalidInput(f"the key file {str(path)!r} has two keys of one name; rename or remove one")
+            raise InvalidInput(f"the key file {str(path)!r} has two keys with the same name; rename or remove one")
         return cls(keys)
 
-    def find(self, presented: str) -> Tenant | None:
-        """Whom a key belongs to. Takes as long for a wrong key as for a right one."""
-        digest = _digest(presented) if len(presented) <= MAX_KEY else ""
-        found = None
-        for key in self._keys:
-            if hmac.compare_digest(key.sha256, digest):
-                found = key.tenant
-        return found
+    def find(self, key: str) -> Tenant | None:
+        """The tenant a key belongs to, or None. Takes as long for a wrong key as for a right one."""
+        digest = _digest(key) if len(key) <= MAX_KEY_CHARS else ""
+        tenant = None
+        for stored in self._keys:
+            if hmac.compare_digest(stored.sha256, digest):
+                tenant = stored.tenant
+        return tenant
 
     def __len__(self) -> int:
         return len(self._keys)
 
 
 def add_key(path: Path, name: str, limits: TenantLimits = TenantLimits()) -> str:
-    """Make a key, store its hash under a name, and return the key: this is the only time it is seen."""
+    """Create a key, store its hash under a name, and return the key, which is not stored anywhere."""
     if not _NAME.fullmatch(name):
-        raise InvalidInput(f"key name {name!r} cannot be used; it takes 1 to 128 of A-Z a-z 0-9 . _ -")
+        raise InvalidInput(f"the key name {name!r} is not valid; use 1 to 128 of A-Z a-z 0-9 . _ -")
     keys = Keys.read(path)._keys if path.exists() else ()
     if any(key.tenant.name == name for key in keys):
-        raise InvalidInput(f"{str(path)!r} has a key named {name!r} already; choose another name, or remove that one")
+        raise InvalidInput(f"{str(path)!r} already has a key named {name!r}; choose another name, or remove that key")
     secret = PREFIX + secrets.token_urlsafe(32)
     digest = _digest(secret)
-    made = _Key(digest, datetime.now(UTC).isoformat(timespec="seconds"), Tenant(name, _salt(digest), limits))
-    _write(path, {"version": 1, "keys": [_entry(key) for key in (*keys, made)]})
+    new = _Key(digest, datetime.now(UTC).isoformat(timespec="seconds"), Tenant(name, _salt(digest), limits))
+    _write(path, {"version": 1, "keys": [_entry(key) for key in (*keys, new)]})
     return secret
 
 
-def bearer(value: str) -> str | None:
+def bearer_key(value: str) -> str | None:
     """The key in an Authorization header, or None."""
     scheme, _, key = value.partition(" ")
-    key = key.strip(" ")  # no other blank, such as U+00A0: a key has none
+    key = key.strip(" ")  # only spaces, not U+00A0 and the like
     return key if scheme.lower() == "bearer" and key else None
 
 
@@ -136,7 +136,7 @@ def _digest(secret: str) -> str:
 
 
 def _salt(digest: str) -> str:
-    """A name for the tenant's share of the prefix cache; says nothing about the key."""
+    """The tenant's salt for the prefix cache; reveals nothing about the key."""
     return hashlib.sha256(f"headway cache salt {digest}".encode()).hexdigest()
 
 
@@ -144,13 +144,13 @@ def _key(entry: Mapping[str, Any]) -> _Key:
     known = {"name", "sha256", "created", "limits"}
     unknown = sorted(set(entry) - known)
     if unknown:
-        raise InvalidInput(f"a key has the field {unknown[0]!r}; it takes {', '.join(sorted(known))}")
+        raise InvalidInput(f"a key has the unknown field {unknown[0]!r}; the fields are {', '.join(sorted(known))}")
     name, digest, limits = entry["name"], entry["sha256"], entry.get("limits", {})
     if not _NAME.fullmatch(name) or not _HASH.fullmatch(digest):
-        raise InvalidInput(f"the key {name!r} needs a plain name and a SHA-256 in 64 hex digits")
+        raise InvalidInput(f"the key {name!r} needs a name of A-Z a-z 0-9 . _ - and a SHA-256 of 64 hex digits")
     unknown = sorted(set(limits) - {field.name for field in fields(TenantLimits)})
     if unknown:
-        raise InvalidInput(f"the key {name!r} has the limit {unknown[0]!r}, which is not known")
+        raise InvalidInput(f"the key {name!r} has the unknown limit {unknown[0]!r}")
     return _Key(digest, str(entry.get("created", "")), Tenant(name, _salt(digest), TenantLimits(**limits)))
 
 
@@ -160,7 +160,7 @@ def _entry(key: _Key) -> dict[str, Any]:
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    """Replace the file in one go, readable by its owner only."""
+    """Replace the file atomically, readable by its owner only."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)  # mode 0600
     with os.fdopen(handle, "w") as file:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.server.openai.respond import LIGHT, Usage, _events, _whole
-from headway.server.openai.streaming import packed, packed_in_pieces
-from headway.server.threads import Threads
+from headway.server.openai.respond import INLINE_LOGPROBS, TokenUsage, _events, _whole_body
+from headway.server.openai.streaming import json_bytes, json_bytes_in_pieces
+from headway.server.threads import WorkerThreads
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and then"
 VALUES = st.recursive(
@@ -26,27 +26,27 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_what_is_written_in_pieces_is_the_same(value: Any) -> None:
-    assert packed_in_pieces(value) == packed(value)
+    assert json_bytes_in_pieces(value) == json_bytes(value)
 
 
 class Large:
     """An answer that is ready only once the event loop has done something else."""
 
-    prefix, kind, chunk_kind, usage, whole_weight = "x", "x", "x", Usage(), LIGHT + 1
+    id_prefix, object, chunk_object, usage, response_size = "x", "x", "x", TokenUsage(), INLINE_LOGPROBS + 1
 
     def __init__(self) -> None:
         self.free = threading.Event()
 
-    async def work(self, put: Any) -> None: ...
+    async def run(self, put: Any) -> None: ...
 
-    def take(self, delta: Any, ticket: Any) -> None: ...
+    def add(self, delta: Any, admitted: Any) -> None: ...
 
-    def answer(self) -> dict[str, Any]:
+    def response(self) -> dict[str, Any]:
         assert self.free.wait(60), "the event loop writes this answer itself"
         return {"choices": [{"logprobs": [1.5, None]}]}
 
-    def weight(self, deltas: Iterable[Any]) -> int:
-        return LIGHT + 1
+    def chunk_size(self, deltas: Iterable[Any]) -> int:
+        return INLINE_LOGPROBS + 1
 
     def chunks(self, delta: Any) -> Iterable[dict[str, Any]]:
         yield {"choices": [delta]}
@@ -54,22 +54,22 @@ class Large:
 
 def test_a_large_answer_is_written_beside_the_event_loop() -> None:
     async def both() -> bytes:
-        job, threads = Large(), Threads("test", 1)
-        writing = asyncio.create_task(_whole(job, {"id": "a"}, threads))
+        job, threads = Large(), WorkerThreads("test", 1)
+        response = asyncio.create_task(_whole_body(job, {"id": "a"}, threads))
         await asyncio.sleep(0)
         job.free.set()
-        return await writing
+        return await response
 
-    found = json.loads(asyncio.run(both()))
-    assert found["choices"] == [{"logprobs": [1.5, None]}]
-    assert _events(Large(), {"id": "a"}, [1, 2], packed_in_pieces) == _events(Large(), {"id": "a"}, [1, 2])
+    result = json.loads(asyncio.run(both()))
+    assert result["choices"] == [{"logprobs": [1.5, None]}]
+    assert _events(Large(), {"id": "a"}, [1, 2], json_bytes_in_pieces) == _events(Large(), {"id": "a"}, [1, 2])
 
 
 @pytest.mark.parametrize("max_tokens", [0, 3])
 def test_every_choice_has_the_prompt_it_echoes(served, max_tokens):
-    asked = {"echo": True, "logprobs": 64, "prompt_logprobs": 2, "max_tokens": max_tokens, "seed": 1}
-    (alone,) = served.complete(PROMPT, **asked)["choices"]
-    choices = served.complete([PROMPT, "Another one"], n=3, **asked)["choices"]
+    request_body = {"echo": True, "logprobs": 64, "prompt_logprobs": 2, "max_tokens": max_tokens, "seed": 1}
+    (alone,) = served.complete(PROMPT, **request_body)["choices"]
+    choices = served.complete([PROMPT, "Another one"], n=3, **request_body)["choices"]
     assert [choice["index"] for choice in choices] == list(range(6))
     count = len(served.engine.tokenizer.encode(PROMPT))
     for choice in choices[:3]:
@@ -82,12 +82,12 @@ def test_every_choice_has_the_prompt_it_echoes(served, max_tokens):
 
 
 def test_a_stream_echoes_the_same(served):
-    asked = {"echo": True, "logprobs": 64, "n": 2, "max_tokens": 3, "seed": 1}
+    request_body = {"echo": True, "logprobs": 64, "n": 2, "max_tokens": 3, "seed": 1}
     prompt = PROMPT * 4  # more than the event loop writes itself
-    whole = served.complete(prompt, **asked)["choices"]
-    assert sum(len(top or ()) for top in whole[0]["logprobs"]["top_logprobs"]) > LIGHT
+    whole = served.complete(prompt, **request_body)["choices"]
+    assert sum(len(top or ()) for top in whole[0]["logprobs"]["top_logprobs"]) > INLINE_LOGPROBS
     streamed: dict[int, dict[str, list[Any]]] = {0: {}, 1: {}}
-    for event in served.post("/v1/completions", prompt=prompt, stream=True, **asked).events:
+    for event in served.post("/v1/completions", prompt=prompt, stream=True, **request_body).events:
         for choice in event["choices"]:
             for name, values in (choice["logprobs"] or {}).items():
                 streamed[choice["index"]].setdefault(name, []).extend(values)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from shell import Server
+from server_process import Server
 
 from headway.base.errors import InvalidInput
-from headway.server.auth import Keys, TenantLimits, add_key, bearer
-from headway.server.middleware.checks import HostCheck
+from headway.server.keys import Keys, TenantLimits, add_key, bearer_key
+from headway.server.middleware.host_check import AllowedHosts
 from headway.server.run import check_exposure
-from headway.server.settings import Settings
+from headway.server.settings import ServerSettings
 
 PAGE = "https://app.example.org"
 
@@ -106,24 +106,24 @@ def test_a_host_that_is_missing_or_doubtful_is_refused(server: Server, head: byt
 
 def test_an_address_everywhere_needs_keys_or_names(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="--allowed-host"):
-        check_exposure(Settings(host="0.0.0.0"))
+        check_exposure(ServerSettings(host="0.0.0.0"))
     with pytest.raises(InvalidInput, match="--keys"):
-        check_exposure(Settings(host="::"))
-    check_exposure(Settings(host="0.0.0.0", allowed_hosts=("models.example.org",)))
-    check_exposure(Settings(host="0.0.0.0", key_file=tmp_path / "keys.json"))
-    check_exposure(Settings(host="127.0.0.1"))
+        check_exposure(ServerSettings(host="::"))
+    check_exposure(ServerSettings(host="0.0.0.0", allowed_hosts=("models.example.org",)))
+    check_exposure(ServerSettings(host="0.0.0.0", key_file=tmp_path / "keys.json"))
+    check_exposure(ServerSettings(host="127.0.0.1"))
 
 
 def test_with_keys_an_address_everywhere_takes_any_name() -> None:
-    HostCheck(Settings(host="0.0.0.0"), has_keys=True).check([b"anything.example.org"])
-    for settings, has_keys in ((Settings(host="127.0.0.1"), True), (Settings(host="10.0.0.1"), False)):
-        HostCheck(settings, has_keys=has_keys).check([settings.host.encode()])
+    AllowedHosts(ServerSettings(host="0.0.0.0"), has_keys=True).check([b"anything.example.org"])
+    for settings, has_keys in ((ServerSettings(host="127.0.0.1"), True), (ServerSettings(host="10.0.0.1"), False)):
+        AllowedHosts(settings, has_keys=has_keys).check([settings.host.encode()])
         with pytest.raises(Exception, match="--allowed-host"):
-            HostCheck(settings, has_keys=has_keys).check([b"anything.example.org"])
+            AllowedHosts(settings, has_keys=has_keys).check([b"anything.example.org"])
 
 
 def test_beyond_loopback_plain_addresses_are_names_too() -> None:
-    check = HostCheck(Settings(host="0.0.0.0", allowed_hosts=("models.example.org",)), has_keys=False).check
+    check = AllowedHosts(ServerSettings(host="0.0.0.0", allowed_hosts=("models.example.org",)), has_keys=False).check
     for host in (b"models.example.org:80", b"10.1.2.3:8000", b"[fd00::1]:8000", b"127.0.0.1", b"localhost"):
         check([host])
     for host in (b"evil.example.org", b"0.0.0.0:8000", b"[::]", b"10.1.2.3.evil.org", b"167838211"):
@@ -291,12 +291,12 @@ def test_the_file_has_hashes_and_belongs_to_its_owner(tmp_path: Path) -> None:
     first, second = add_key(path, "a"), add_key(path, "b", TenantLimits(max_requests=3))
     assert path.stat().st_mode & 0o077 == 0
     keys = Keys.read(path)
-    found = keys.find(first), keys.find(second)
-    assert [tenant.name for tenant in found if tenant] == ["a", "b"]
-    assert found[0]
-    assert found[1]
-    assert found[0].salt != found[1].salt
-    assert found[1].limits == TenantLimits(max_requests=3)
+    result = keys.find(first), keys.find(second)
+    assert [tenant.name for tenant in result if tenant] == ["a", "b"]
+    assert result[0]
+    assert result[1]
+    assert result[0].salt != result[1].salt
+    assert result[1].limits == TenantLimits(max_requests=3)
     assert keys.find(first[:-1]) is None
     assert first != second
 
@@ -304,17 +304,17 @@ def test_the_file_has_hashes_and_belongs_to_its_owner(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "cannot be used"),
-        ("[]", "cannot be used"),
+        ("", "is not valid"),
+        ("[]", "is not valid"),
         ('{"keys": []}', "no keys"),
-        ('{"keys": [{"name": "a"}]}', "cannot be used"),
+        ('{"keys": [{"name": "a"}]}', "is not valid"),
         ('{"keys": [{"name": "a", "sha256": "00"}]}', "64 hex digits"),
-        ('{"keys": [{"name": "a/b", "sha256": "%s"}]}', "plain name"),
+        ('{"keys": [{"name": "a/b", "sha256": "%s"}]}', "needs a name"),
         ('{"keys": [{"name": "a", "sha256": "%s", "limit": {}}]}', "'limit'"),
         ('{"keys": [{"name": "a", "sha256": "%s", "limits": {"requests": 1}}]}', "'requests'"),
-        ('{"keys": [{"name": "a", "sha256": "%s", "limits": {"max_requests": 0}}]}', "from 1"),
-        ('{"keys": [{"name": "a", "sha256": "%s", "limits": {"max_priority": NaN}}]}', "a number"),
-        ('{"keys": [{"name": "a", "sha256": "%s"}, {"name": "a", "sha256": "%s"}]}', "two keys of one name"),
+        ('{"keys": [{"name": "a", "sha256": "%s", "limits": {"max_requests": 0}}]}', "at least 1"),
+        ('{"keys": [{"name": "a", "sha256": "%s", "limits": {"max_priority": NaN}}]}', "a finite number"),
+        ('{"keys": [{"name": "a", "sha256": "%s"}, {"name": "a", "sha256": "%s"}]}', "two keys with the same name"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
@@ -338,7 +338,7 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
     add_key(tmp_path / "keys.json", "a")
     with pytest.raises(InvalidInput, match="already"):
         add_key(tmp_path / "keys.json", "a")
-    with pytest.raises(InvalidInput, match="cannot be used"):
+    with pytest.raises(InvalidInput, match="is not valid"):
         add_key(tmp_path / "keys.json", "a\nb")
 
 
@@ -355,4 +355,4 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
     ],
 )
 def test_a_key_is_taken_from_its_header(value: str, key: str | None) -> None:
-    assert bearer(value) == key
+    assert bearer_key(value) == key

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
-from shell import Server, command
+from server_process import Server, command
 
 
 @pytest.fixture(scope="session")

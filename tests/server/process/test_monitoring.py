@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shell import QUIET, Server
+from server_process import QUIET, Server
 
 from headway.base.errors import InvalidInput
 from headway.cli.top_server import ServerWatch
-from headway.server import access_log as logs
-from headway.server.auth import Keys, add_key
+from headway.server import logs
+from headway.server.keys import Keys, add_key
 from headway.server.serving import Serving
-from headway.server.settings import Settings
+from headway.server.settings import ServerSettings
 
 SECRET = [7, 7, 42, 42, 77]
 SENT = "my secret prompt"
@@ -79,8 +79,8 @@ def test_a_well_formed_request_id_is_kept(server: Server, given: str) -> None:
 
 @pytest.mark.parametrize("given", ["", "a b", "x" * 129, "a\tb", "<script>", "é", 'a"b'])
 def test_another_is_replaced(server: Server, given: str) -> None:
-    made = server.ask("GET", "/health", headers={"X-Request-Id": given}).headers["x-request-id"]
-    assert re.fullmatch(r"req-[0-9a-f]{24}", made)
+    created = server.ask("GET", "/health", headers={"X-Request-Id": given}).headers["x-request-id"]
+    assert re.fullmatch(r"req-[0-9a-f]{24}", created)
 
 
 def test_every_request_is_a_line_without_what_it_says(server: Server) -> None:
@@ -157,7 +157,7 @@ def test_what_clients_write_makes_no_new_names(server: Server) -> None:
 def test_vllms_dashboards_find_their_names(other: Server) -> None:
     before = figures(other)
     other.tokens(list(range(20)), 7)
-    found = figures(other)
+    result = figures(other)
     labels = 'engine="0",model_name="tiny"'
     for name, value in {
         "vllm:num_requests_running": 0,
@@ -172,18 +172,18 @@ def test_vllms_dashboards_find_their_names(other: Server) -> None:
         "vllm:request_generation_tokens_sum": 7,
         "vllm:num_preemptions_total": 0,
     }.items():
-        assert found[f"{name}{{{labels}}}"] - before[f"{name}{{{labels}}}"] == value, name
-    assert found['vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}'] >= 1
+        assert result[f"{name}{{{labels}}}"] - before[f"{name}{{{labels}}}"] == value, name
+    assert result['vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}'] >= 1
 
 
 def test_stats_are_the_engines_own(server: Server) -> None:
     server.tokens(list(range(20)), 7)
-    answer = server.get("/stats").json
-    assert answer["model"] == {"name": "scripted", "dtype": "float32", "device": "cpu"}
-    assert answer["stats"]["pages_total"] == 64
-    assert answer["stats"]["passes"] >= 7
-    assert answer["steps"]["batch"] == 1
-    assert all(seconds >= 0 for seconds in answer["steps"]["seconds"])
+    response = server.get("/stats").json
+    assert response["model"] == {"name": "scripted", "dtype": "float32", "device": "cpu"}
+    assert response["stats"]["pages_total"] == 64
+    assert response["stats"]["passes"] >= 7
+    assert response["steps"]["batch"] == 1
+    assert all(seconds >= 0 for seconds in response["steps"]["seconds"])
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def locked(start: Callable[..., Server], tmp_path: Path) -> tuple[Server, str]:
 def test_a_server_is_watched_until_it_ends(locked: tuple[Server, str], monkeypatch: pytest.MonkeyPatch) -> None:
     server, key = locked
     url = f"http://127.0.0.1:{server.port}"
-    with pytest.raises(InvalidInput, match="needs an API key"):
+    with pytest.raises(InvalidInput, match="requires an API key"):
         ServerWatch(url)
     monkeypatch.setenv("HEADWAY_API_KEY", key)
     watch = ServerWatch(url)
@@ -257,7 +257,7 @@ def test_a_key_is_printed_once_and_kept_as_a_hash(tmp_path: Path) -> None:
         (("--host", "256.1.1.1"), "cannot listen"),
         (("--port", "70000"), "65535"),
         (("--cors-origin", "example.org"), "https://app.example.org"),
-        (("--allowed-host", "http://a"), "host name without port"),
+        (("--allowed-host", "http://a"), "host name without a port"),
         (("--metrics-style", "other"), "vllm"),
         (("--request-timeout", "-1"), "above 0"),
     ],
@@ -274,8 +274,8 @@ def test_a_connection_is_kept_for_the_next_request(server: Server) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     for _ in range(3):
         connection.request("GET", "/health")
-        answer = connection.getresponse()
-        assert (answer.status, answer.read()) == (200, b'{"status":"ready"}')
+        response = connection.getresponse()
+        assert (response.status, response.read()) == (200, b'{"status":"ready"}')
     assert connection.sock is not None
     connection.close()
 
@@ -292,20 +292,20 @@ def test_a_connection_is_kept_for_the_next_request(server: Server) -> None:
     ],
 )
 def test_a_model_is_never_called_by_its_folder(model: str, shown: str) -> None:
-    assert Serving(Settings(model=model)).model_name == shown
-    assert Serving(Settings(model=model, served_names=("mine", "yours"))).model_names() == ("mine", "yours")
+    assert Serving(ServerSettings(model=model)).model_name == shown
+    assert Serving(ServerSettings(model=model, served_names=("mine", "yours"))).model_names() == ("mine", "yours")
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"port": -1}, "0 .* to 65535"),
-        ({"metrics_style": "both"}, "headway, vllm"),
-        ({"allowed_hosts": ("a:8000",)}, "without port"),
+        ({"port": -1}, r"\[0, 65535\]"),
+        ({"metrics_style": "both"}, "headway or vllm"),
+        ({"allowed_hosts": ("a:8000",)}, "without a port"),
         ({"cors_origins": ("https://a/path",)}, "https://app.example.org"),
-        ({"served_names": ("a b",)}, "without blanks"),
+        ({"served_names": ("a b",)}, "without spaces"),
         ({"max_n": 0}, "max_n is 0"),
-        ({"max_n": 1.5}, "whole number"),
+        ({"max_n": 1.5}, "an integer"),
         ({"max_queue_tokens": True}, "max_queue_tokens is True"),
         ({"body_timeout": float("nan")}, "body_timeout is nan"),
         ({"write_timeout": float("inf")}, "write_timeout is inf"),
@@ -313,4 +313,4 @@ def test_a_model_is_never_called_by_its_folder(model: str, shown: str) -> None:
 )
 def test_a_setting_that_makes_no_sense_is_refused(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
-        Settings(**wrong)
+        ServerSettings(**wrong)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from shell import Server, alone, parse, post, read_all
+from server_process import Server, alone, parse, post, read_all
 
 BYSTANDER, COUNT = list(range(40, 75)), 60
 
@@ -30,7 +30,7 @@ def server(start: Callable[..., Server]) -> Server:
         "keep_alive_timeout": 1,
         "max_header_bytes": 8192,
         "max_body_bytes": 100_000,
-        "max_bodies_bytes": 150_000,
+        "max_total_body_bytes": 150_000,
         "max_connections": 40,
     }
     return start(limits, step_seconds=0.005, pages=256).ready()
@@ -45,20 +45,20 @@ def right() -> list[int]:
 def bystander(server: Server, right: list[int]) -> Iterator[None]:
     """Asks the same again and again on one connection, from before the attack until after it."""
     replies: list[list[int]] = []
-    end, asked = threading.Event(), threading.Event()
+    end, started = threading.Event(), threading.Event()
 
     def ask() -> None:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         body = json.dumps({"prompt": BYSTANDER, "max_tokens": COUNT})
         while not end.is_set() or not replies:
             connection.request("POST", "/tokens", body)
-            asked.set()
+            started.set()
             replies.append(json.loads(connection.getresponse().read())["tokens"])
         connection.close()
 
     with ThreadPoolExecutor(1) as threads:
         asking = threads.submit(ask)
-        assert asked.wait(60)
+        assert started.wait(60)
         try:
             yield
         finally:
@@ -131,13 +131,13 @@ def test_what_is_no_http_is_refused(server: Server, junk: bytes) -> None:
             connection.sendall(junk)
         except (BrokenPipeError, ConnectionResetError):
             return
-        answer = read_all(connection)
-    if answer:  # a flood of empty lines is no request yet: it is closed when its time is over
-        reply = parse(answer)
+        response = read_all(connection)
+    if response:  # a flood of empty lines is no request yet: it is closed when its time is over
+        reply = parse(response)
         assert 400 <= reply.status < 600
         assert reply.error["message"]
         id = reply.headers["x-request-id"]
-        server.until(lambda: server.logged("refused", request_id=id) or server.logged("request", request_id=id))
+        server.until(lambda: server.logged("rejected", request_id=id) or server.logged("request", request_id=id))
 
 
 def test_a_request_of_two_lengths_is_refused_and_nothing_behind_it_is_read(server: Server) -> None:
@@ -145,9 +145,9 @@ def test_a_request_of_two_lengths_is_refused_and_nothing_behind_it_is_read(serve
     lengths = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     with server.connect() as connection:
         connection.sendall(b"POST /tokens HTTP/1.1\r\nHost: 127.0.0.1\r\n" + lengths + hidden)
-        answer = read_all(connection)
-    assert answer.count(b"HTTP/1.1 ") == 1
-    reply = parse(answer.split(b"\r\n\r\nHTTP/1.1")[0])
+        response = read_all(connection)
+    assert response.count(b"HTTP/1.1 ") == 1
+    reply = parse(response.split(b"\r\n\r\nHTTP/1.1")[0])
     assert reply.status == 400
     assert "Transfer-Encoding" in reply.error["message"]
 
@@ -188,19 +188,19 @@ def test_a_body_byte_by_byte_is_given_up(server: Server) -> None:
     with server.connect() as connection:
         connection.sendall(b"POST /tokens HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n")
         connection.settimeout(0.05)
-        answer = b""
+        response = b""
         for _ in range(400):
             try:
                 connection.sendall(b"x")
-                answer += (piece := connection.recv(1 << 16))
+                response += (piece := connection.recv(1 << 16))
                 if not piece:
                     break
             except TimeoutError:
                 continue
             except (BrokenPipeError, ConnectionResetError):
                 break
-    assert parse(answer).status == 408
-    assert parse(answer).error["code"] == "body_timeout"
+    assert parse(response).status == 408
+    assert parse(response).error["code"] == "body_timeout"
 
 
 def test_a_body_that_never_comes_is_given_up(server: Server) -> None:
@@ -356,12 +356,12 @@ def test_a_crowd_that_does_everything_wrong_at_once(start: Callable[..., Server]
     assert not [line for line in server.lines if line["level"] in ("error", "critical")]
 
 
-def _right_or_refused(answer: bytes, right: list[int]) -> bool:
+def _right_or_refused(response: bytes, right: list[int]) -> bool:
     """Whether it is a whole answer; then its tokens must be right. Else it must be a refusal, or nothing."""
-    if not answer.startswith(b"HTTP/1.1 200"):
-        assert answer == b"" or parse(answer).status in (408, 429, 503), answer[:200]
+    if not response.startswith(b"HTTP/1.1 200"):
+        assert response == b"" or parse(response).status in (408, 429, 503), response[:200]
         return False
-    head, _, body = answer.partition(b"\r\n\r\n")
+    head, _, body = response.partition(b"\r\n\r\n")
     if b"chunked" in head:
         if not body.endswith(b"0\r\n\r\n"):
             return False

@@ -1,9 +1,9 @@
-"""A server to attack: the real walls, loop and signals around an engine that needs no weights, run as a script.
+"""A server to attack: the real middleware, loop and signals around an engine without weights, run as a script.
 
-    python served.py '{"settings": {…}, "step_seconds": 0.01, "pages": 64, "load_seconds": 0}'
+    python scripted_server.py '{"settings": {…}, "step_seconds": 0.01, "pages": 64, "load_seconds": 0}'
 
 It has one route of its own, POST /tokens, which generates with the engine as any route does, and one that fails.
-A prompt of many 13s kills the engine's worker, as a fault of ours would.
+A prompt of many 13s kills the engine's worker, as a bug would.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 import headway as hw
 from headway.runtime.batch import Batch
 from headway.runtime.runners.base import SegmentResult
-from headway.server.auth import Tenant
+from headway.server.keys import Tenant
 from headway.server.run import serve
 from headway.server.serving import Serving
-from headway.server.settings import Settings
+from headway.server.settings import ServerSettings
 from headway.testing import ScriptedRunner, random_model
 
 V, DEADLY, MANY = 97, 13, 30
@@ -32,7 +32,7 @@ router = APIRouter()
 
 
 class SlowRunner(ScriptedRunner):
-    """Takes its time for every step, and dies of one prompt."""
+    """Takes `step_seconds` for every step, and dies of one prompt."""
 
     def __init__(self, step_seconds: float) -> None:
         super().__init__(V, 16)
@@ -55,16 +55,16 @@ def open_engine(step_seconds: float, pages: int, load_seconds: float) -> hw.Engi
 
 @router.post("/tokens", response_model=None)
 async def tokens(request: Request) -> Response:
-    """{"prompt": ids, "max_tokens": n, "stream": bool, "pad": bytes beside} → the tokens."""
+    """{"prompt": ids, "max_tokens": n, "stream": bool, "pad": additional bytes} → the tokens."""
     serving: Serving = request.app.state.serving
-    asked = await request.json()
+    body = await request.json()
     tenant = serving.tenant(request)
-    if asked.get("stream"):
-        events = _events(serving, tenant, asked)
-        first = await anext(events)  # a refusal is an answer of its own, not an event
+    if body.get("stream"):
+        events = _events(serving, tenant, body)
+        first = await anext(events)  # an error has its own response, and is not an event
         return StreamingResponse(_after(first, events), media_type="text/event-stream")
-    found = [token async for token in _generate(serving, tenant, asked)]
-    return JSONResponse({"tokens": found, "pad": " " * asked.get("pad", 0)})
+    result = [token async for token in _generate(serving, tenant, body)]
+    return JSONResponse({"tokens": result, "pad": " " * body.get("pad", 0)})
 
 
 @router.get("/fail")
@@ -72,22 +72,22 @@ async def fail() -> None:
     raise RuntimeError("the secret /etc/passwd at 0x7f0000001234")
 
 
-async def _generate(serving: Serving, tenant: Tenant, asked: dict[str, Any]) -> AsyncIterator[int]:
-    prompt, limit = asked["prompt"], asked["max_tokens"]
-    async with serving.admit(tenant, tokens=len(prompt) + limit) as ticket:
-        ticket.prompt(len(prompt))
+async def _generate(serving: Serving, tenant: Tenant, body: dict[str, Any]) -> AsyncIterator[int]:
+    prompt, limit = body["prompt"], body["max_tokens"]
+    async with serving.admit(tenant, tokens=len(prompt) + limit) as admitted:
+        admitted.prompt(len(prompt))
         async with serving.engine.context(salt=tenant.salt) as ctx:
             ctx.fill(prompt)
             async for step in ctx.generate(hw.Argmax(), max_tokens=limit):
-                ticket.tokens(len(step.tokens))
+                admitted.tokens(len(step.tokens))
                 for token in step.tokens:
                     yield token
-            ticket.finish("length")
+            admitted.finish("length")
 
 
-async def _events(serving: Serving, tenant: Tenant, asked: dict[str, Any]) -> AsyncIterator[str]:
-    async for token in _generate(serving, tenant, asked):
-        yield f"data: {token}{' ' * asked.get('pad', 0)}\n\n"
+async def _events(serving: Serving, tenant: Tenant, body: dict[str, Any]) -> AsyncIterator[str]:
+    async for token in _generate(serving, tenant, body):
+        yield f"data: {token}{' ' * body.get('pad', 0)}\n\n"
     yield "data: [DONE]\n\n"
 
 
@@ -104,7 +104,7 @@ def main() -> int:
         options[name] = tuple(options.get(name, ()))
     if "key_file" in options:
         options["key_file"] = Path(options["key_file"])
-    settings = Settings(**{"port": 0, "log_json": True, "model": "scripted", **options})
+    settings = ServerSettings(**{"port": 0, "log_json": True, "model": "scripted", **options})
     how = {"step_seconds": 0.0, "pages": 64, "load_seconds": 0.0} | given.get("engine", {})
     return serve(settings, lambda: open_engine(**how), [router])
 

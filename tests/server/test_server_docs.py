@@ -15,22 +15,22 @@ from prometheus_client.parser import text_string_to_metric_families
 from headway.cli.main import app
 from headway.program.engine import EngineStats
 from headway.server.app import create_app
-from headway.server.auth import TenantLimits
+from headway.server.keys import TenantLimits
 from headway.server.metrics import VLLM_NAMES, Metrics
 from headway.server.openai.request_schema import (
-    IDLE,
+    IGNORED,
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Knobs,
-    Message,
+    GenerationRequest,
+    RequestSchema,
     StreamOptions,
     StructuredOutputs,
     TokenizeRequest,
-    Wire,
 )
 from headway.server.serving import Serving
-from headway.server.settings import Settings
+from headway.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]
 SERVING, CLIENTS, SECURITY = (ROOT / "docs" / f"{name}.md" for name in ("serving", "clients", "security"))
@@ -41,9 +41,9 @@ STATES = set(re.findall(r'"(\w+)"', inspect.getsource(vars(Serving)["state"].fge
 
 def section(page: Path, heading: str) -> str:
     """The text under a heading, up to the next one of any level."""
-    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
-    assert found is not None, heading
-    return found[1]
+    result = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert result is not None, heading
+    return result[1]
 
 
 def rows(text: str, first: str) -> list[list[str]]:
@@ -64,7 +64,7 @@ def named(table: list[list[str]], column: int = 0) -> list[str]:
     return [name for row in table for name in NAME.findall(row[column])]
 
 
-def wire_names(model: type[Wire]) -> set[str]:
+def field_names(model: type[RequestSchema]) -> set[str]:
     return {info.alias or name for name, info in model.model_fields.items()}
 
 
@@ -82,7 +82,7 @@ def test_every_option_is_listed_with_its_default() -> None:
 
 
 def test_every_limit_is_listed_with_its_default() -> None:
-    limits = {field.name: field.default for field in fields(Settings) if field.type in ("int", "float")}
+    limits = {field.name: field.default for field in fields(ServerSettings) if field.type in ("int", "float")}
     del limits["port"]
     listed = {NAME.findall(name)[0]: float(default) for name, default, _ in rows(section(SERVING, "Limits"), "limit")}
     assert listed == limits
@@ -96,7 +96,7 @@ def test_every_path_is_listed() -> None:
     def nothing() -> None:
         raise AssertionError("no engine is opened")
 
-    app = create_app(Settings(), nothing)  # type: ignore[arg-type]
+    app = create_app(ServerSettings(), nothing)  # type: ignore[arg-type]
     paths = {f"{method.upper()} {path}" for path, about in app.openapi()["paths"].items() for method in about}
     listed = {name for name in named(rows(section(SERVING, "Serving"), "path")) if "/lab" not in name}
     assert listed == paths | {f"GET {app.openapi_url}"}
@@ -104,7 +104,7 @@ def test_every_path_is_listed() -> None:
 
 def test_every_metric_is_listed_under_both_names() -> None:
     stats = EngineStats(**{field.name: 1 for field in fields(EngineStats)})
-    table = rows(section(SERVING, "Watching"), "metric")
+    table = rows(section(SERVING, "Monitoring"), "metric")
     assert set(named(table)) == _exposed(Metrics("headway", "m", lambda: stats))
     other = {NAME.findall(ours)[0]: (NAME.findall(theirs) or NAME.findall(ours))[0] for ours, theirs, _ in table}
     assert set(other.values()) == _exposed(Metrics("vllm", "m", lambda: stats))
@@ -134,44 +134,44 @@ def test_every_state_is_listed() -> None:
 
 def test_fields_without_effect_are_those_of_the_list() -> None:
     listed = section(CLIENTS, "Accepted without effect").strip().splitlines()[-1]
-    assert tuple(NAME.findall(listed)) == IDLE
+    assert tuple(NAME.findall(listed)) == IGNORED
 
 
 def test_every_field_has_its_meaning() -> None:
-    common = {*named(rows(section(CLIENTS, "Of completions and chats"), "field")), *IDLE}
-    assert common == wire_names(Knobs)
+    common = {*named(rows(section(CLIENTS, "Of completions and chats"), "field")), *IGNORED}
+    assert common == field_names(GenerationRequest)
     for heading, model in (("Of completions", CompletionRequest), ("Of chats", ChatRequest)):
         own = named(rows(section(CLIENTS, heading), "field"))
         assert len(own) == len(set(own))
-        assert set(own) == wire_names(model) - common
+        assert set(own) == field_names(model) - common
 
 
 def test_every_field_of_tokens_has_its_meaning() -> None:
     table = rows(section(CLIENTS, "Of tokens"), "field")
     for path, model in (("/tokenize", TokenizeRequest), ("/detokenize", DetokenizeRequest)):
         listed = [name for row in table if path in row[1] or row[1] == "both" for name in NAME.findall(row[0])]
-        assert set(listed) == wire_names(model)
+        assert set(listed) == field_names(model)
 
 
 def test_fields_inside_fields_are_named() -> None:
     text = section(CLIENTS, "Of completions and chats")
     for model in (StreamOptions, StructuredOutputs):
-        assert wire_names(model) <= set(NAME.findall(text))
+        assert field_names(model) <= set(NAME.findall(text))
     sent_back = {"annotations", "audio", "function_call", "parsed"}  # what the classes of clients add
-    assert wire_names(Message) - sent_back <= set(NAME.findall(section(CLIENTS, "Of chats")))
+    assert field_names(ChatMessage) - sent_back <= set(NAME.findall(section(CLIENTS, "Of chats")))
 
 
 def test_every_code_of_an_error_is_listed() -> None:
     """Those that stand in the code, and a server's states, which are codes too."""
-    made = {(status, code) for status, code in _codes() if code is not None}
-    made |= {(503, state) for state in STATES - {"ready"}}
+    created = {(status, code) for status, code in _codes() if code is not None}
+    created |= {(503, state) for state in STATES - {"ready"}}
     table = rows(section(CLIENTS, "Errors"), "status")
-    assert {(int(row[0]), code) for row in table for code in NAME.findall(row[1])} == made
+    assert {(int(row[0]), code) for row in table for code in NAME.findall(row[1])} == created
 
 
 def _codes() -> Iterator[tuple[int, str | None]]:
     """Status and code of every error that is made with both written out."""
-    for path in sorted({*SERVER.glob("*.py"), *SERVER.glob("openai/*.py")}):
+    for path in sorted({*SERVER.glob("*.py"), *SERVER.glob("openai/*.py"), *SERVER.glob("middleware/*.py")}):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 code = next((word.value for word in node.keywords if word.arg == "code"), None)
@@ -182,7 +182,7 @@ def _codes() -> Iterator[tuple[int, str | None]]:
                         yield 400, _text(third)
                     case "bad_request", _:
                         yield 400, _text(code)
-                    case "_full", [_, second, *_]:
+                    case "_queue_full", [_, second, *_]:
                         yield 429, _text(second)
 
 
@@ -193,11 +193,11 @@ def _text(node: ast.expr | None) -> str | None:
 # -- security ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_promise_names_tests_that_exist() -> None:
+def test_every_guarantee_names_tests_that_exist() -> None:
     text = SECURITY.read_text()
-    promises = re.findall(r"^\| (?!promise|---).*", text, re.MULTILINE)
-    assert len(promises) > 20
-    assert [line for line in promises if not re.search(r"`test_\w+`", line)] == []
+    guarantees = re.findall(r"^\| (?!guarantee|---).*", text, re.MULTILINE)
+    assert len(guarantees) > 20
+    assert [line for line in guarantees if not re.search(r"`test_\w+`", line)] == []
     defined = [name for path in (ROOT / "tests").rglob("test_*.py") for name in _functions(path)]
     assert [name for name in re.findall(r"`(test_\w+)`", text) if defined.count(name) != 1] == []
 

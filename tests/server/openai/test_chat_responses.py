@@ -33,8 +33,8 @@ WEATHER = tool("get_weather", city={"type": "string", "maxLength": 12}, unit={"e
 TIME = tool("get_time", zone={"enum": ["utc", "cet"]})
 
 
-def message(answer, index=0):
-    return answer["choices"][index]["message"]
+def message(response, index=0):
+    return response["choices"][index]["message"]
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_a_chat_gives_the_tokens_of_the_same_chat_in_process(served, knobs, samp
             return await generation.text(), len(await generation.tokens()), prompt
 
     text, count, prompt = served.engine.run(program)
-    answer = served.chat(HELLO, max_tokens=16, **knobs)
-    assert message(answer) == {"role": "assistant", "content": text, "refusal": None}
-    assert (answer["usage"]["completion_tokens"], answer["usage"]["prompt_tokens"]) == (count, prompt)
-    assert answer["object"] == "chat.completion"
+    response = served.chat(HELLO, max_tokens=16, **knobs)
+    assert message(response) == {"role": "assistant", "content": text, "refusal": None}
+    assert (response["usage"]["completion_tokens"], response["usage"]["prompt_tokens"]) == (count, prompt)
+    assert response["object"] == "chat.completion"
 
 
 def test_a_whole_conversation_is_the_prompt(served):
@@ -66,8 +66,8 @@ def test_a_whole_conversation_is_the_prompt(served):
             ctx.system("Be brief.").user("One?").assistant("Two.").user("Three?")
             return await ctx.generate(hw.Argmax(), max_tokens=8).text()
 
-    talk = [("developer", "Be brief."), ("user", "One?"), ("assistant", "Two."), ("user", "Three?")]
-    messages = [{"role": role, "content": content} for role, content in talk]
+    conversation = [("developer", "Be brief."), ("user", "One?"), ("assistant", "Two."), ("user", "Three?")]
+    messages = [{"role": role, "content": content} for role, content in conversation]
     expected = served.engine.run(program)
     assert message(served.chat(messages, max_tokens=8, temperature=0))["content"] == expected
     parts = [{"role": m["role"], "content": [{"type": "text", "text": c} for c in m["content"]]} for m in messages]
@@ -75,8 +75,8 @@ def test_a_whole_conversation_is_the_prompt(served):
 
 
 def test_without_a_limit_the_model_ends_by_itself_or_at_its_context(served):
-    answer = served.chat(HELLO, temperature=0)
-    assert answer["choices"][0]["finish_reason"] == "stop"
+    response = served.chat(HELLO, temperature=0)
+    assert response["choices"][0]["finish_reason"] == "stop"
 
 
 def test_names_of_special_tokens_in_messages_are_plain_text(served):
@@ -96,14 +96,14 @@ def test_names_of_special_tokens_in_messages_are_plain_text(served):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_json_schemas_are_followed(served, seed):
     schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
-    answer = served.chat("A person.", max_tokens=150, seed=seed, response_format=schema, logprobs=True)
-    person = json.loads(message(answer)["content"])
+    response = served.chat("A person.", max_tokens=150, seed=seed, response_format=schema, logprobs=True)
+    person = json.loads(message(response)["content"])
     assert set(person) == {"name", "age"}
-    assert answer["choices"][0]["finish_reason"] == "stop"
-    tokens = answer["choices"][0]["logprobs"]["content"]
-    assert "".join(one["token"] for one in tokens) == message(answer)["content"]
+    assert response["choices"][0]["finish_reason"] == "stop"
+    tokens = response["choices"][0]["logprobs"]["content"]
+    assert "".join(one["token"] for one in tokens) == message(response)["content"]
     other = served.chat("A person.", max_tokens=150, seed=seed, structured_outputs={"json": PERSON})
-    assert message(other)["content"] == message(answer)["content"]
+    assert message(other)["content"] == message(response)["content"]
 
 
 def test_other_forms(served):
@@ -123,11 +123,17 @@ def test_other_forms(served):
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_a_required_call_is_one(served, tools, logprobs):
     for seed in (1, 2):
-        asked = {"tools": tools, "tool_choice": "required", "max_tokens": 120, "seed": seed, "logprobs": logprobs}
-        answer = served.chat("Weather in Oslo?", **asked)
-        (call,) = message(answer)["tool_calls"]
-        assert message(answer)["content"] is None
-        assert answer["choices"][0]["finish_reason"] == "tool_calls"
+        request_body = {
+            "tools": tools,
+            "tool_choice": "required",
+            "max_tokens": 120,
+            "seed": seed,
+            "logprobs": logprobs,
+        }
+        response = served.chat("Weather in Oslo?", **request_body)
+        (call,) = message(response)["tool_calls"]
+        assert message(response)["content"] is None
+        assert response["choices"][0]["finish_reason"] == "tool_calls"
         expected = {"get_weather": {"city", "unit"}, "get_time": {"zone"}}[call["function"]["name"]]
         assert set(json.loads(call["function"]["arguments"])) == expected
         assert call["id"].startswith("call_")
@@ -135,8 +141,8 @@ def test_a_required_call_is_one(served, tools, logprobs):
 
 def test_a_named_tool_is_called(served):
     choice = {"type": "function", "function": {"name": "get_time"}}
-    answer = served.chat("Weather?", tools=[WEATHER, TIME], tool_choice=choice, max_tokens=120, n=2, seed=3)
-    for choice in answer["choices"]:
+    response = served.chat("Weather?", tools=[WEATHER, TIME], tool_choice=choice, max_tokens=120, n=2, seed=3)
+    for choice in response["choices"]:
         (call,) = choice["message"]["tool_calls"]
         assert call["function"]["name"] == "get_time"
 
@@ -190,9 +196,11 @@ def test_calls_and_results_are_shown_to_the_model(served):
     ],
 )
 def test_a_stream_adds_up_to_the_whole(served, extra):
-    asked = {"messages": HELLO, "max_tokens": 12, "seed": 6, **extra}
-    whole = served.chat(**asked)
-    events = served.post("/v1/chat/completions", stream=True, stream_options={"include_usage": True}, **asked).events
+    request_body = {"messages": HELLO, "max_tokens": 12, "seed": 6, **extra}
+    whole = served.chat(**request_body)
+    events = served.post(
+        "/v1/chat/completions", stream=True, stream_options={"include_usage": True}, **request_body
+    ).events
     *chunks, last = events
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
@@ -215,9 +223,9 @@ def test_a_stream_adds_up_to_the_whole(served, extra):
 
 
 def test_prompt_logprobs_of_a_chat(served):
-    answer = served.chat(HELLO, max_tokens=1, prompt_logprobs=1)
-    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
-    assert answer["prompt_logprobs"][0] is None
+    response = served.chat(HELLO, max_tokens=1, prompt_logprobs=1)
+    assert len(response["prompt_logprobs"]) == response["usage"]["prompt_tokens"]
+    assert response["prompt_logprobs"][0] is None
 
 
 def test_a_message_can_be_sent_back_as_it_was_received(served):

@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from headway.server.openai.request_schema import IDLE, ChatRequest, CompletionRequest
+from headway.server.openai.request_schema import IGNORED, ChatRequest, CompletionRequest
 
 C, M = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -25,7 +25,7 @@ def described(name, text):
 
 
 COMMON = [
-    ({"nonsense": 1}, "nonsense", ["not known"]),
+    ({"nonsense": 1}, "nonsense", ["unknown"]),
     ({"guided_json": {}}, "guided_json", ["structured_outputs.json"]),
     ({"temperature": -1}, "temperature", ["-1"]),
     ({"temperature": "hot"}, "temperature", ["hot"]),
@@ -69,7 +69,7 @@ COMMON = [
     ({"prompt_logprobs": 65}, "prompt_logprobs", ["65", "64"]),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ["stream"]),
     ({"stream_options": {"include_usage": True}}, "stream_options", ["stream"]),
-    ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other", ["not known"]),
+    ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other", ["unknown"]),
     ({"logprobs_mode": "cooked"}, "logprobs_mode", ["raw", "processed"]),
     ({"structured_outputs": {}}, "structured_outputs", ["exactly one"]),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", ["exactly one"]),
@@ -80,7 +80,7 @@ COMMON = [
     ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs.json", ["nothing"]),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", ["JSON"]),
     ({"structured_outputs": {"json": {"enum": ["x" * 300_000]}}}, "structured_outputs.json", ["262144"]),
-    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml", ["not known"]),
+    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml", ["unknown"]),
 ]
 COMPLETIONS = [
     ({"suffix": "end"}, "suffix", ["suffix"]),
@@ -114,19 +114,19 @@ COMPLETIONS = [
     ({"prompt": [5] * 1000, "n": 64, "prompt_logprobs": 64, "max_tokens": 0}, "prompt_logprobs", ["4160000", "64"]),
     ({"prompt": [[5] * 1000] * 64, "prompt_logprobs": 64, "max_tokens": 0}, "prompt_logprobs", ["64000", "1048576"]),
     ({"n": 64, "logprobs": 64, "max_tokens": 1100}, "logprobs", ["70400", "4194304"]),
-    ({"messages": USER}, "messages", ["not known"]),
+    ({"messages": USER}, "messages", ["unknown"]),
 ]
 CHATS = [
     ({"messages": []}, "messages", ["empty"]),
     ({"messages": "hi"}, "messages", ["list"]),
-    ({"messages": [{"content": "hi"}]}, "messages[0].role", ["missing"]),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role", ["required"]),
     ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role", ["robot"]),
     ({"messages": [{"role": "user"}]}, "messages[0].content", ["no content"]),
-    ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood", ["not known"]),
+    ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood", ["unknown"]),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         None,
-        ["text only"],
+        ["only text"],
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image_url": {"url": "x"}}]}]},
@@ -159,7 +159,7 @@ CHATS = [
     ({"tools": [described(f"f{i}", "x" * 9000) for i in range(200)]}, "tools", ["1048576"]),
     ({"n": 64, "logprobs": True, "top_logprobs": 20}, "logprobs", ["max_tokens", "4194304"]),
     ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", ["neither"]),
-    ({"messages": [*USER, CALLED, {"role": "tool", "content": "5"}]}, "messages[2].tool_call_id", ["which call"]),
+    ({"messages": [*USER, CALLED, {"role": "tool", "content": "5"}]}, "messages[2].tool_call_id", ["id of the call"]),
     (
         {"messages": [*USER, CALLED, {"role": "tool", "content": "5", "tool_call_id": "b"}]},
         "messages[2].tool_call_id",
@@ -181,7 +181,7 @@ CHATS = [
     ({"logprobs": 2}, "logprobs", ["boolean"]),
     ({"functions": []}, "functions", ["tools"]),
     ({"function_call": "auto"}, "function_call", ["tool_choice"]),
-    ({"reasoning_effort": "high"}, "reasoning_effort", ["not known"]),
+    ({"reasoning_effort": "high"}, "reasoning_effort", ["unknown"]),
     ({"modalities": ["audio"]}, "modalities[0]", ["text"]),
     ({"audio": {}}, "audio", ["text"]),
     ({"tool_choice": "required"}, "tool_choice", ["no tools"]),
@@ -210,7 +210,7 @@ CHATS = [
         "response_format.json_schema.schema",
         ["no"],
     ),
-    ({"prompt": "hi"}, "prompt", ["not known"]),
+    ({"prompt": "hi"}, "prompt", ["unknown"]),
 ]
 ALL = [
     *((C, {"prompt": "hi", **body}, *rest) for body, *rest in [*COMMON, *COMPLETIONS]),
@@ -234,21 +234,21 @@ def test_after_all_that_nothing_is_held(served):
 
 @pytest.mark.parametrize("path", [C, M])
 def test_an_unknown_model_is_a_404(served, path):
-    answer = (
+    response = (
         served.post(path, model="gpt-4", prompt="x") if path == C else served.post(path, model="gpt-4", messages=USER)
     )
-    assert answer.status == 404
-    assert answer.error["code"] == "model_not_found"
-    assert "'gpt-4'" in answer.error["message"]
+    assert response.status == 404
+    assert response.error["code"] == "model_not_found"
+    assert "'gpt-4'" in response.error["message"]
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b'"text"', b"null", b'{"prompt": "a", "prompt"}', b"\xff\xfe", b"[" * 100_000]
 )
 def test_bodies_that_are_no_request(served, body):
-    answer = served.ask("POST", C, body)
-    assert answer.status == 400
-    assert answer.error["message"]
+    response = served.ask("POST", C, body)
+    assert response.status == 400
+    assert response.error["message"]
 
 
 @pytest.mark.parametrize(
@@ -258,22 +258,22 @@ def test_bodies_that_are_no_request(served, body):
         (b'{"prompt": "\\ud800", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}", ["nested too deeply"]),
         (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", ["digits"]),
         (b'{"prompt": "\xff"}', ["UTF-8", "12"]),
-        (b'{"prompt": }', ["not JSON", "11"]),
+        (b'{"prompt": }', ["not valid JSON", "11"]),
     ],
 )
 @pytest.mark.parametrize("path", [C, "/tokenize"])
 def test_what_cannot_be_read_says_why(served, path, body, words):
-    answer = served.ask("POST", path, body)
-    assert (answer.status, answer.error["code"]) == (400, "invalid_json")
+    response = served.ask("POST", path, body)
+    assert (response.status, response.error["code"]) == (400, "invalid_json")
     for word in words:
-        assert word in answer.error["message"]
+        assert word in response.error["message"]
 
 
 @pytest.mark.parametrize("kind", ["text/html", "application/xml", "multipart/form-data; boundary=x"])
 def test_a_body_of_another_type_is_refused_by_its_name(served, kind):
-    asked = urllib.request.Request(f"{served.url}{C}", b'{"prompt": "a"}', {"content-type": kind})
+    request_body = urllib.request.Request(f"{served.url}{C}", b'{"prompt": "a"}', {"content-type": kind})
     with pytest.raises(urllib.error.HTTPError) as error:
-        urllib.request.urlopen(asked)
+        urllib.request.urlopen(request_body)
     message = json.loads(error.value.read())["error"]["message"]
     assert error.value.code == 400
     assert kind.partition(";")[0] in message
@@ -306,17 +306,17 @@ def test_a_number_that_no_float_holds_is_refused(served, field):
 
 
 def test_a_negative_seed_is_a_seed(served):
-    asked = {"max_tokens": 8, "logprobs": 0}
-    first, again, same = (served.complete("Once", seed=seed, **asked)["choices"] for seed in (-7, -7, 2**64 - 7))
+    request_body = {"max_tokens": 8, "logprobs": 0}
+    first, again, same = (served.complete("Once", seed=seed, **request_body)["choices"] for seed in (-7, -7, 2**64 - 7))
     assert first == again == same
-    assert served.complete("Once", seed=-8, **asked)["choices"] != first
+    assert served.complete("Once", seed=-8, **request_body)["choices"] != first
 
 
 def test_numbers_that_json_lacks_are_refused(served):
     for text in ("NaN", "Infinity", "1e999"):
-        answer = served.ask("POST", C, b'{"prompt": "hi", "temperature": %s}' % text.encode())
-        assert answer.status == 400
-        assert answer.error["param"] == "temperature"
+        response = served.ask("POST", C, b'{"prompt": "hi", "temperature": %s}' % text.encode())
+        assert response.status == 400
+        assert response.error["param"] == "temperature"
 
 
 def test_a_million_wrong_entries_are_one_error(served):
@@ -325,19 +325,19 @@ def test_a_million_wrong_entries_are_one_error(served):
         {"prompt": "a", "stop": [1] * 500_000},
         {"prompt": "a", **{f"x{i}": 1 for i in range(200_000)}},
     ):
-        answer = served.ask("POST", C, json.dumps(body).encode())
-        assert answer.status == 400
-        assert len(answer.body) < 1000
+        response = served.ask("POST", C, json.dumps(body).encode())
+        assert response.status == 400
+        assert len(response.body) < 1000
 
 
 def test_fields_that_change_nothing_are_those_of_the_list(served):
     """Every other field does something or is refused."""
     plain = served.complete("The sky is", max_tokens=6, temperature=0)["choices"]
     values = {"metadata": {"a": "b"}, "prediction": {"type": "content", "content": "x"}, "store": True}
-    idle = {name: values.get(name, "x") for name in IDLE}
+    idle = {name: values.get(name, "x") for name in IGNORED}
     assert served.complete("The sky is", max_tokens=6, temperature=0, **idle)["choices"] == plain
     for model in (CompletionRequest, ChatRequest):
-        assert set(IDLE) <= set(model.model_fields)
+        assert set(IGNORED) <= set(model.model_fields)
 
 
 def test_no_error_shows_the_inside(served):

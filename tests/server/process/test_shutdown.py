@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shell import PATIENCE, Reply, Server, alone
+from server_process import PATIENCE, Reply, Server, alone
 
 import headway as hw
 from headway.base.errors import InvalidInput
 from headway.runtime.batch import Batch
 from headway.runtime.runners.base import SegmentResult
 from headway.server.run import serve
-from headway.server.settings import Settings
+from headway.server.settings import ServerSettings
 from headway.testing import ScriptedRunner, random_model, scripted_engine
 from support.live import live
 from support.small import small_folder
@@ -40,7 +40,7 @@ def later() -> Any:
         yield threads.submit
 
 
-def under_way(server: Server, requests: int) -> None:
+def in_flight(server: Server, requests: int) -> None:
     """Wait until so many requests have been admitted."""
     lines = server.until(lambda: server.get("/metrics").body.decode().splitlines())
     names = ("headway_requests_running{", "headway_requests_waiting{")
@@ -91,7 +91,7 @@ def test_a_port_that_is_taken_is_named_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(InvalidInput, match=f"127.0.0.1:{port}"):
-            serve(Settings(port=port), load)
+            serve(ServerSettings(port=port), load)
 
 
 # -- a full queue ------------------------------------------------------------------------------------------------------
@@ -105,25 +105,25 @@ def small(start: Callable[..., Server]) -> Server:
 
 def test_a_queue_full_of_requests_says_when_to_come_back(small: Server, later: Any) -> None:
     right = alone(PROMPT, 100)
-    asked = [later(small.tokens, PROMPT, 100) for _ in range(3)]
-    under_way(small, 3)
+    pending = [later(small.tokens, PROMPT, 100) for _ in range(3)]
+    in_flight(small, 3)
     refused = small.tokens(PROMPT, 1)
     assert (refused.status, refused.error["code"]) == (429, "queue_full")
     assert refused.headers["retry-after"] == "1"
-    assert "3 requests of 3" in refused.error["message"]
-    assert all(reply.result().json["tokens"] == right for reply in asked)
+    assert "3 of 3 requests" in refused.error["message"]
+    assert all(reply.result().json["tokens"] == right for reply in pending)
     assert small.tokens(PROMPT, 1).status == 200
     small.until(small.is_quiet)
 
 
 def test_a_queue_full_of_tokens_says_when_to_come_back(small: Server, later: Any) -> None:
-    asked = later(small.tokens, PROMPT, 250)
-    under_way(small, 1)
+    pending = later(small.tokens, PROMPT, 250)
+    in_flight(small, 1)
     refused = small.tokens(PROMPT, 750)
     assert (refused.status, refused.error["code"]) == (429, "queue_full")
     assert "1000" in refused.error["message"]
     assert small.tokens(PROMPT, 10).status == 200
-    assert asked.result().status == 200
+    assert pending.result().status == 200
 
 
 def test_what_never_fits_is_refused_for_good(small: Server) -> None:
@@ -135,8 +135,8 @@ def test_what_never_fits_is_refused_for_good(small: Server) -> None:
 
 def test_a_request_that_takes_too_long_is_ended_and_says_so(start: Callable[..., Server], later: Any) -> None:
     small = start({"request_timeout": 1.5}, step_seconds=0.01).ready()
-    asked = later(small.tokens, PROMPT, 900), later(small.tokens, PROMPT, 900, stream=True)
-    slow, stream = (future.result() for future in asked)
+    pending = later(small.tokens, PROMPT, 900), later(small.tokens, PROMPT, 900, stream=True)
+    slow, stream = (future.result() for future in pending)
     assert (slow.status, slow.error["code"]) == (504, "request_timeout")
     assert slow.headers["x-should-retry"] == "false"
     assert stream.status == 200
@@ -157,15 +157,15 @@ def test_a_signal_lets_what_is_under_way_finish(
 ) -> None:
     right = alone(PROMPT, 100)
     server = start(step_seconds=0.02).ready()
-    asked = later(server.tokens, PROMPT, 100, stream=stream)
-    under_way(server, 1)
+    pending = later(server.tokens, PROMPT, 100, stream=stream)
+    in_flight(server, 1)
     server.signal(number)
     server.until(lambda: server.logged("draining"))
     assert server.get("/health").json == {"status": "draining"}
     refused = server.tokens(PROMPT, 1)
     assert (refused.status, refused.error["code"]) == (503, "draining")
     events = "".join(f"data: {token}\n\n" for token in right) + "data: [DONE]\n\n"
-    assert asked.result().body.decode() == events if stream else asked.result().json["tokens"] == right
+    assert pending.result().body.decode() == events if stream else pending.result().json["tokens"] == right
     assert server.end() == 0
     assert not server.errors
 
@@ -173,7 +173,7 @@ def test_a_signal_lets_what_is_under_way_finish(
 def test_what_does_not_finish_in_time_is_ended(start: Callable[..., Server], later: Any) -> None:
     server = start({"drain_timeout": 0.5}, step_seconds=0.02).ready()
     whole, stream = later(server.tokens, PROMPT, 500), later(server.tokens, PROMPT, 500, stream=True)
-    under_way(server, 2)
+    in_flight(server, 2)
     server.signal(signal.SIGTERM)
     assert (whole.result().status, whole.result().error["code"]) == (503, "draining")
     last = stream.result().body.decode().rstrip().rsplit("\n\n", 1)[-1]
@@ -183,12 +183,12 @@ def test_what_does_not_finish_in_time_is_ended(start: Callable[..., Server], lat
 
 def test_a_second_signal_does_not_wait(start: Callable[..., Server], later: Any) -> None:
     server = start({"drain_timeout": 600}, step_seconds=0.1).ready()
-    asked: Future[Reply] = later(server.tokens, PROMPT, 900)
-    under_way(server, 1)
+    pending: Future[Reply] = later(server.tokens, PROMPT, 900)
+    in_flight(server, 1)
     server.signal(signal.SIGTERM)
     server.until(lambda: server.logged("draining"))
     server.signal(signal.SIGINT)
-    assert asked.result().status == 503
+    assert pending.result().status == 503
     assert server.end() == 128 + signal.SIGINT
 
 
@@ -198,7 +198,7 @@ def test_a_second_signal_does_not_wait(start: Callable[..., Server], later: Any)
 def test_a_dead_worker_turns_health_red_and_ends_the_process(start: Callable[..., Server], later: Any) -> None:
     server = start(step_seconds=0.02).ready()
     bystanders = [later(server.tokens, PROMPT, 500), later(server.tokens, PROMPT, 500, stream=True)]
-    under_way(server, 2)
+    in_flight(server, 2)
     deadly = server.tokens(DEADLY, 5)
     assert deadly.status in (500, 503)
     reply = server.get("/health")
@@ -262,7 +262,7 @@ def test_a_step_that_does_not_end_turns_health_red_until_it_ends(tmp_path: Path,
         device.goes_on.clear()
         began = datetime.now(UTC)
         try:
-            asked = later(server.post, "/v1/completions", prompt="a", max_tokens=2, ignore_eos=True)
+            pending = later(server.post, "/v1/completions", prompt="a", max_tokens=2, ignore_eos=True)
             reply = server.until(lambda: (found := server.get("/health")).status == 503 and found)
             since = datetime.fromisoformat(reply.json["since"])
             assert reply.json == {"status": "stuck", "since": reply.json["since"]}
@@ -270,22 +270,22 @@ def test_a_step_that_does_not_end_turns_health_red_until_it_ends(tmp_path: Path,
             refused = server.post("/v1/completions", prompt="a", max_tokens=1)
             assert (refused.status, refused.error["code"]) == (503, "stuck")
             assert "0.05 s" in refused.error["message"]
-            assert not asked.done()
+            assert not pending.done()
         finally:
             device.goes_on.set()
-        assert asked.result().status == 200
+        assert pending.result().status == 200
         server.until(lambda: server.get("/health").json == {"status": "ready"})
         server.until(lambda: server.post("/v1/completions", prompt="a", max_tokens=1).status == 200)
 
 
 def test_a_server_ends_without_a_step_that_does_not(start: Callable[..., Server], later: Any) -> None:
     server = start({"step_timeout": 0.05, "drain_timeout": 0.1}, step_seconds=3600).ready()
-    asked = later(server.tokens, PROMPT, 5)
+    pending = later(server.tokens, PROMPT, 5)
     server.until(lambda: server.get("/health").json["status"] == "stuck")
     server.signal(signal.SIGTERM)
     assert server.end() == 1
-    assert server.logged("leaving an engine whose step does not end")
-    reply = asked.exception() or asked.result()
+    assert server.logged("exiting while the engine is stuck")
+    reply = pending.exception() or pending.result()
     assert isinstance(reply, OSError | HTTPException) or reply.status == 503
 
 
@@ -294,7 +294,7 @@ def test_a_server_that_ends_has_not_hung(start: Callable[..., Server]) -> None:
     server = start({"step_timeout": 1e-9}).ready()
     server.signal(signal.SIGTERM)
     assert server.end() == 0
-    assert not server.logged("leaving an engine whose step does not end")
+    assert not server.logged("exiting while the engine is stuck")
 
 
 def test_an_engine_that_waits_for_work_is_not_stuck(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Servers in processes of their own, and clients that behave as badly as they like."""
+"""Starts servers as processes of their own, with clients that may misbehave."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from typing import Any
 import headway as hw
 from headway.testing import scripted_engine
 
-SCRIPT = Path(__file__).with_name("served.py")
-PATIENCE = 60.0  # seconds until a test gives up; nothing is asserted about times
+SCRIPT = Path(__file__).with_name("scripted_server.py")
+PATIENCE = 60.0  # seconds until a test gives up; no test asserts times
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 
 
 class Reply:
-    """An HTTP answer, read to its end."""
+    """A complete HTTP response."""
 
     def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         self.status, self.body = status, body
@@ -37,7 +37,7 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error, which must have OpenAI's shape."""
+        """The error, which must have OpenAI's format."""
         error = self.json["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert isinstance(error["message"], str)
@@ -45,7 +45,7 @@ class Reply:
 
 
 class Server:
-    """A server's process, its log, and how to talk to it."""
+    """A server's process, its log, and requests to it."""
 
     def __init__(self, command: list[str], env: Mapping[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
@@ -77,13 +77,13 @@ class Server:
         return [line for line in list(self.lines) if wanted.items() <= line.items()]
 
     def until(self, condition: Callable[[], Any]) -> Any:
-        """Wait until it holds; what it returned."""
+        """Wait until the condition holds; returns its value."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
-            if found := condition():
-                return found
+            if result := condition():
+                return result
             time.sleep(0.02)
-        raise AssertionError(f"it never came to hold; the log: {self.lines[-20:]} {self.errors[-20:]}")
+        raise AssertionError(f"the condition never held; the log: {self.lines[-20:]} {self.errors[-20:]}")
 
     def listening(self) -> Server:
         self.until(lambda: self.logged("listening") or self.process.poll() is not None)
@@ -98,13 +98,13 @@ class Server:
         return self
 
     def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Reply:
-        """One request on a connection of its own."""
+        """One request on its own connection."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
             connection.request(method, path, data, dict(headers or {}))
-            answer = connection.getresponse()
-            return Reply(answer.status, dict(answer.getheaders()), answer.read())
+            response = connection.getresponse()
+            return Reply(response.status, dict(response.getheaders()), response.read())
         finally:
             connection.close()
 
@@ -119,7 +119,7 @@ class Server:
         return self.get("/stats").json["stats"]
 
     def is_quiet(self) -> bool:
-        """Whether nobody holds a page and nothing is queued."""
+        """Whether no page is held and nothing is queued."""
         stats = self.stats()
         return stats["pages_held"] == 0 and stats["queued"] == 0
 
@@ -129,7 +129,7 @@ class Server:
             yield connection
 
     def raw(self, data: bytes) -> Reply:
-        """Send bytes as they are; what comes back until the server closes."""
+        """Send raw bytes; returns what comes back until the server closes."""
         with self.connect() as connection:
             connection.sendall(data)
             return parse(read_all(connection))
@@ -138,7 +138,7 @@ class Server:
         self.process.send_signal(number)
 
     def end(self) -> int:
-        """Wait for it to end by itself; the exit code, once all it wrote has been read."""
+        """Wait for the process to exit; returns the exit code once all its output has been read."""
         code = self.process.wait(PATIENCE)
         for reader in self._readers:
             reader.join(PATIENCE)
@@ -151,7 +151,7 @@ class Server:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Everything until the other side closes or cuts the connection."""
+    """Everything until the other side closes or resets the connection."""
     data = b""
     try:
         while piece := connection.recv(1 << 16):
@@ -162,7 +162,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def parse(data: bytes) -> Reply:
-    """One answer with a Content-Length, or with none and all the rest."""
+    """One response, whose body is the rest of the data."""
     head, _, body = data.partition(b"\r\n\r\n")
     first, *rest = head.decode("latin-1").split("\r\n")
     headers = dict(line.split(": ", 1) for line in rest)
@@ -177,7 +177,7 @@ def post(path: str, body: Any, *headers: str, host: str = "127.0.0.1") -> bytes:
 
 
 def alone(prompt: list[int], count: int) -> list[int]:
-    """The tokens that a server gives for a prompt when nobody else is there."""
+    """The tokens that a server generates for a prompt without other requests."""
 
     async def generate(engine: hw.Engine) -> list[int]:
         async with engine.context() as ctx:

@@ -1,0 +1,122 @@
+"""The access log: a request id, one log line and a count for each request, and an error body for each error."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headway.server import logs
+from headway.server.errors import FAILED, ApiError, error_body
+from headway.server.middleware.key_check import POLLED_PATHS
+from headway.server.serving import Serving
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+DRAIN_SECONDS, DRAIN_PAUSE, DRAIN_BYTES = 2.0, 0.3, 64 << 20  # for a client that is still sending a rejected request
+CLIENT_CLOSED_REQUEST = 499
+
+
+class AccessLog:
+    """The outermost middleware: logs and counts every request, and turns every error into a response."""
+
+    def __init__(self, app: ASGIApp, serving: Serving) -> None:
+        self._app, self._serving = app, serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":  # no route takes any other kind, and no middleware would check it
+            return await send({"type": "websocket.close", "code": 1008})
+        headers = Headers(scope=scope)
+        id = logs.new_request_id(headers.get("x-request-id"))
+        token = logs.request_id.set(id)
+        scope.setdefault("state", {})["request_id"] = id
+        exchange = _Exchange(id, receive, send, may_drain="expect" not in headers)
+        start = time.perf_counter()
+        try:
+            await self._app(scope, exchange.receive, exchange.send)
+        except Exception as error:
+            await self._send_error(error, exchange)
+        finally:
+            self._record(scope, exchange, time.perf_counter() - start)
+            logs.request_id.reset(token)
+
+    async def _send_error(self, error: Exception, exchange: _Exchange) -> None:
+        if not isinstance(error, ApiError):
+            logs.failure("a request failed", error, with_text=self._serving.settings.log_prompts)
+            error = ApiError(500, FAILED)
+        if exchange.status is None:
+            await exchange.send_error(error)
+
+    def _record(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        status = CLIENT_CLOSED_REQUEST if exchange.status is None else exchange.status
+        self._serving.metrics.responded(method, getattr(scope.get("route"), "path", "other"), status)
+        if scope["path"] in POLLED_PATHS and status < 400:
+            return
+        tenant = scope["state"].get("tenant")
+        client = scope.get("client")
+        logs.info(
+            "request",
+            method=method,
+            path=scope.get("raw_path", b"").partition(b"?")[0][:256].decode("ascii", "backslashreplace"),
+            status=status,
+            complete=exchange.complete,
+            ms=round(seconds * 1e3, 1),
+            bytes_in=exchange.bytes_in,
+            bytes_out=exchange.bytes_out,
+            **({} if tenant is None else {"tenant": tenant.name}),
+            **({} if not client else {"client": client[0]}),
+        )
+
+
+class _Exchange:
+    """Counts the bytes of one request and its response as they pass through."""
+
+    def __init__(self, id: str, receive: Receive, send: Send, *, may_drain: bool) -> None:
+        self.status: int | None = None
+        self.complete = False
+        self.bytes_in = self.bytes_out = 0
+        self._id, self._receive, self._send, self._may_drain = id, receive, send, may_drain
+        self._more = True  # whether more of the request body may come
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self.bytes_in += len(message.get("body", b""))
+        self._more = message["type"] == "http.request" and message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            headers["X-Request-Id"] = self._id
+            headers["X-Content-Type-Options"] = "nosniff"
+        elif message["type"] == "http.response.body":
+            self.bytes_out += len(message.get("body", b""))
+            self.complete = not message.get("more_body", False)
+        await self._send(message)
+
+    async def send_error(self, error: ApiError) -> None:
+        """Send an error response. Keeps reading what the client still sends for a moment, so that it can read this."""
+        body = error_body(error)
+        unread = self._more
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **(error.headers or {})}
+        if unread:
+            headers["connection"] = "close"
+        encoded = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()]
+        await self.send({"type": "http.response.start", "status": error.status, "headers": encoded})
+        await self.send({"type": "http.response.body", "body": body, "more_body": True})
+        if unread and self._may_drain:
+            await self._drain()
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _drain(self) -> None:
+        """Read and discard what the client sends, within a time and a size."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while self._more and self.bytes_in < DRAIN_BYTES:
+                    await asyncio.wait_for(self.receive(), DRAIN_PAUSE)

@@ -1,0 +1,45 @@
+"""The key check: API keys, and how often the tenant of each may call."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headway.server.errors import ApiError
+from headway.server.keys import bearer_key
+from headway.server.serving import Serving
+
+POLLED_PATHS = frozenset({"/health", "/metrics", "/stats", "/lab/api/model", "/lab/api/pages", "/lab/api/steps"})
+"""Paths that monitors poll: neither rate-limited nor, while they succeed, logged."""
+
+
+class KeyCheck:
+    """Requires a key for every path, existing or not, except the open ones. Does nothing on a server without keys."""
+
+    def __init__(self, app: ASGIApp, serving: Serving) -> None:
+        self._app, self._keys, self._serving = app, serving.keys, serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._keys is not None and not _is_open(scope):
+            values = [value for name, value in scope["headers"] if name == b"authorization"]
+            key = bearer_key(values[0].decode("latin-1")) if len(values) == 1 else None
+            tenant = None if key is None else self._keys.find(key)
+            if tenant is None:
+                raise ApiError(
+                    401,
+                    "this server requires an API key; send it as Authorization: Bearer KEY"
+                    if key is None
+                    else "this API key is not valid",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+            scope.setdefault("state", {})["tenant"] = tenant
+            if scope["path"] not in POLLED_PATHS:
+                self._serving.check_rate(tenant)
+        await self._app(scope, receive, send)
+
+
+def _is_open(scope: Scope) -> bool:
+    """Whether a path needs no key: health, and the Lab's files, since a browser needs the page to ask for the key."""
+    path = scope["path"]
+    files = path == "/lab" or (path.startswith("/lab/") and "/" not in path.removeprefix("/lab/"))
+    return path == "/health" or (files and scope["method"] in ("GET", "HEAD"))
