@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from headway.base.samplers import TopKTopP as TopKTopP
     from headway.base.samplers import TopP as TopP
     from headway.base.samplers import Typical as Typical
-    from headway.pipelines.make import pipeline as pipeline
+    from headway.pipelines.factory import pipeline as pipeline
     from headway.pipelines.outputs import ModelOutput as ModelOutput
     from headway.pipelines.pipeline import Pipeline as Pipeline
     from headway.pipelines.registry import register_task as register_task
@@ -144,7 +144,7 @@ _HOMES = {
         "TopP",
         "Typical",
     ),
-    "pipelines.make": ("pipeline",),
+    "pipelines.factory": ("pipeline",),
     "pipelines.outputs": ("ModelOutput",),
     "pipelines.pipeline": ("Pipeline",),
     "pipelines.registry": ("register_task",),

@@ -46,7 +46,7 @@ def expected(model: str) -> list[dict[str, Any]]:
 # once its journal has grown.
 KILLER = """
 import json, os, signal, sys
-import headway.pipelines.opening
+import headway.pipelines.factory
 from headway.cli.main import dispatch
 from headway.pipelines.tasks import classification
 from headway.jobs.journal import Journal

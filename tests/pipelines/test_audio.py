@@ -18,7 +18,7 @@ import transformers
 
 import headway as hw
 from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel, WrongType
-from headway.pipelines.inputs.audio import load_sound, parse_wav, resample
+from headway.pipelines.inputs.audio import load_audio, parse_wav, resample
 from support import encoders, senses
 from support.senses import RATE, same, tone
 
@@ -208,7 +208,7 @@ def test_models_without_times_or_speech_are_named() -> None:
     mine, _ = pair("automatic-speech-recognition", model, extractor, words)
     with mine, pytest.raises(Unsupported, match="has no alignment_heads"):
         mine(SHORT[0], return_timestamps="word")
-    with pytest.raises(UnsupportedModel, match="does not recognise speech"):
+    with pytest.raises(UnsupportedModel, match="does not recognize speech"):
         hw.pipeline("asr", senses.classifier("vit"), feature_extractor=extractor, tokenizer=words, device="cpu")
 
 
@@ -363,9 +363,9 @@ def test_every_way_to_give_a_recording(tmp_path: Path) -> None:
 def test_whole_numbers_are_scaled() -> None:
     values = tone(0.1)
     for kind, most in ((np.int16, 2**15), (np.int32, 2**31)):
-        found = load_sound((values.astype(np.float64) * most).astype(kind), RATE)
+        found = load_audio((values.astype(np.float64) * most).astype(kind), RATE)
         np.testing.assert_allclose(found, values, atol=2 / 2**15)
-    assert load_sound(np.array([0, 128, 255], dtype=np.uint8), RATE).tolist() == [-1.0, 0.0, 127 / 128]
+    assert load_audio(np.array([0, 128, 255], dtype=np.uint8), RATE).tolist() == [-1.0, 0.0, 127 / 128]
 
 
 @pytest.mark.parametrize(
@@ -417,12 +417,12 @@ def test_damaged_wav_files_raise_nothing_else() -> None:
         for _ in range(int(draw.integers(4))):
             broken[int(draw.integers(min(len(broken), 60)))] = int(draw.integers(256))
         with contextlib.suppress(InvalidInput, WrongType):
-            assert load_sound(bytes(broken), RATE).ndim == 1
+            assert load_audio(bytes(broken), RATE).ndim == 1
 
 
 def test_long_recordings_are_refused_by_their_length() -> None:
     with pytest.raises(InvalidInput, match=r"lasts 2.0 s and the limit is 1.5 s; cut it, or pass max_seconds"):
-        load_sound(tone(2.0), RATE, max_seconds=1.5)
+        load_audio(tone(2.0), RATE, max_seconds=1.5)
 
 
 # -- resampling --------------------------------------------------------------------------------------------------------
@@ -471,7 +471,7 @@ def test_rates_do_not_change_what_is_heard() -> None:
     high = np.repeat(tone(0.5), 1)
     with mine:
         given = {"array": resample(high, RATE, 48000), "sampling_rate": 48000}
-        back = load_sound(given, RATE)
+        back = load_audio(given, RATE)
         assert len(back) == len(high)
         same(mine(given), mine(back))
         same(mine(wav(given["array"], rate=48000, kind="f32")), mine(back))

@@ -80,7 +80,7 @@ class TestGeneration:
             assert answer["generated_text"][:1] == chat
             assert answer["generated_text"][1]["role"] == "assistant"
             assert answer["generated_text"][1]["content"]
-        assert smollm2.stats().pages_held == 0 or smollm2.run(still_works) > 0  # the caller's engine stays open
+        assert smollm2.stats().pages_held == 0 or smollm2.backend(still_works) > 0  # the caller's engine stays open
 
     def test_draws_are_those_of_their_seed(self, smollm2: hw.Engine) -> None:
         with hw.pipeline("text-generation", smollm2, max_new_tokens=5) as p:

@@ -169,7 +169,7 @@ def test_models_that_do_not_fit_their_task() -> None:
         ({"device": "quantum"}, "'quantum' is not known"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"compile": "yes"}, "compile is 'yes'"),
-        ({"packed": "maybe"}, "packed is 'maybe'"),
+        ({"unpadded": "maybe"}, "unpadded is 'maybe'"),
         ({"backend": "jax"}, "backend is 'jax'"),
         ({"pooling": "sum"}, "pooling is 'sum'"),
     ],

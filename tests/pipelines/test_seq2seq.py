@@ -1,4 +1,4 @@
-"""Texts from texts: what `model.generate` gives on an item alone, whatever is in the batch, however it is decoded."""
+"""Encoder-decoders: the results of `model.generate` on an item alone, whatever is in its batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import headway as hw
-from headway.pipelines.generation.sampling import GenerationOptions
+from headway.pipelines.generation.options import GenerationOptions
 from headway.pipelines.generation.seq2seq import Seq2SeqPipeline
 from support import encoders, writers
 

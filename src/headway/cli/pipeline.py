@@ -129,7 +129,7 @@ def pipeline(
         try:
             _run(lambda: _open(task, model, arguments, options), plan, journal)
         except KeyboardInterrupt:
-            if journal.begun:
+            if journal.started:
                 note(f"stopped; the same command goes on from {journal.path}")
             raise
         journal.finish()

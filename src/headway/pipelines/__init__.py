@@ -36,11 +36,11 @@ Who owns what:
     outputs       ModelOutput: attribute, item and tuple access; JSON and safetensors
     loading       model folders → module, tokenizer, processor (safetensors only, never remote code)
     text          str → token ids: limits, truncation, strides
-    images        any picture → a PIL image; `recipes` do what an image processor does, bit by bit
+    images        any image → a PIL image; `recipes` do what an image processor does, bit by bit
     sounds        any recording → float32 samples; `pieces` divide long ones
-    shapes        tasks whose rows padding would change; `writing` what models write of pictures and recordings
-    packed, quantize, compiled, onnx    other ways to compute the same numbers; `products` are their linear layers
-    graphs        packed rows on a GPU: passes captured once and replayed; `collecting` holds the collector back there
+    shapes        tasks whose rows padding would change; `writing` what models write of images and recordings
+    unpadded, quantize, compiled, onnx    other ways to compute the same numbers; `products` are their linear layers
+    graphs        unpadded rows on a GPU: passes captured once and replayed; `collecting` holds the collector back there
     tasks/        one file a family of tasks: classification, zero_shot, tagging, filling, answering, embedding (text),
                   decoding (text on the engine); vision, zero_shot_image, multimodal, audio, speech, whisper, seq2seq
 """

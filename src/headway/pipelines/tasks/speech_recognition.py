@@ -1,8 +1,8 @@
-"""Speech to text: models that name a letter for every frame (CTC), Whisper, and others that read, then write."""
+"""Speech recognition: CTC models, speech encoder-decoders, and the choice between them and Whisper."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,34 +11,33 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel
-from headway.pipelines.backends.peek import config_of
-from headway.pipelines.generation.sampling import NAMES, GenerationOptions, Writer, without_rivals
-from headway.pipelines.generation.writing import cut, flattened, written
+from headway.pipelines.backends.loading import config_of
+from headway.pipelines.generation.generate import cut_at_eos, generate, merge_generate_kwargs
+from headway.pipelines.generation.options import NAMES, GenerationOptions, GenerationSettings, resolve_lengths
 from headway.pipelines.inputs.arrays import Ragged
-from headway.pipelines.inputs.audio import MAX_SECONDS, check_seconds
-from headway.pipelines.inputs.audio_pieces import Piece, Pieces, check_pieces
-from headway.pipelines.task import WRITES, Batch, PreparedItem, Row
-from headway.pipelines.tasks.audio import SoundOptions, SoundTask
+from headway.pipelines.inputs.audio_chunks import AudioChunk, AudioChunker
+from headway.pipelines.task import GENERATES, Batch, PreparedItem, Row
+from headway.pipelines.tasks.audio import AudioOptions, AudioTask, ChunkOptions
 
 if TYPE_CHECKING:
-    from headway.pipelines.backends.loading import Loaded
-    from headway.pipelines.opening import Request
+    from headway.pipelines.backends.loading import LoadedModel
+    from headway.pipelines.factory import PipelineSpec
     from headway.pipelines.task import Results
 
-BEAMS = 5  # where neither the call nor the model's files say; what Hugging Face takes
+BEAMS = 5  # if neither the call nor the model's files set it; the default of Hugging Face's pipeline
 
 
-class SpeechRecognition(SoundTask):
-    """The text of a recording; how depends on the model."""
+class SpeechRecognition(AudioTask):
+    """The text of a recording; the model decides which class computes it."""
 
     @classmethod
-    def open(cls, request: Request) -> Any:
-        way = way_of(config_of(request.model))
-        return way.open(replace(request, kind=way))
+    def open(cls, spec: PipelineSpec) -> Any:
+        kind = class_for(config_of(spec.model))
+        return kind.open(replace(spec, kind=kind))
 
 
-def way_of(config: Mapping[str, Any]) -> type[SoundTask]:
-    """The class that computes with a model of this config."""
+def class_for(config: Mapping[str, Any]) -> type[AudioTask]:
+    """The task class for a model with this config."""
     from headway.pipelines.tasks.whisper import WhisperRecognition
 
     names = [str(name) for name in config.get("architectures") or ()]
@@ -47,63 +46,57 @@ def way_of(config: Mapping[str, Any]) -> type[SoundTask]:
     if any(name.endswith("ForCTC") for name in names):
         return CtcRecognition
     if any(name.endswith(("ForConditionalGeneration", "ForSpeechToText", "EncoderDecoderModel")) for name in names):
-        return WrittenSpeech
+        return SpeechSeq2Seq
     raise UnsupportedModel(
-        f"a {config.get('model_type')} model ({', '.join(names) or 'of no known class'}) does not recognise speech; "
-        "Whisper, models for CTC such as wav2vec2 and speech encoder-decoders do"
+        f"a {config.get('model_type')} model ({', '.join(names) or 'unknown architecture'}) does not recognize speech; "
+        "use Whisper, a CTC model such as wav2vec2, or a speech encoder-decoder"
     )
 
 
-# -- a letter for every frame ------------------------------------------------------------------------------------------
+# -- CTC ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class CtcOptions(SoundOptions):
-    """Pieces of `chunk_length_s` seconds (None: all at once) that share `stride_length_s` with their neighbours.
+class CtcOptions(ChunkOptions):
+    """`chunk_length_s=None` computes a recording at once. `return_timestamps="char"` or "word" adds `chunks`."""
 
-    `return_timestamps="char"` or "word" adds `chunks` with the time of each.
-    """
-
-    chunk_length_s: float | None = None
-    stride_length_s: float | Sequence[float] | None = None
     return_timestamps: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "stride_length_s", check_pieces(self.chunk_length_s, self.stride_length_s))
         if self.return_timestamps not in (None, False, "char", "word"):
             raise InvalidInput(
-                f"return_timestamps is {self.return_timestamps!r}; models for CTC take 'char', 'word' or None"
+                f"return_timestamps is {self.return_timestamps!r}; CTC models take 'char', 'word' or None"
             )
 
 
-class CtcRecognition(SoundTask):
+class CtcRecognition(AudioTask):
     """`{"text": ...}`: wav2vec2, HuBERT, WavLM and their kin."""
 
     Options = CtcOptions
     auto_class: ClassVar[str] = "AutoModelForCTC"
     needs: ClassVar[tuple[str, ...]] = ("feature_extractor", "tokenizer")
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         self._align = int(getattr(self.config, "inputs_to_logits_ratio", 1))
-        self._pieces = Pieces(self.rate, self._align)
+        self._chunker = AudioChunker(self.rate, self._align)
 
     def preprocess(self, item: Any, options: CtcOptions) -> PreparedItem:
         wave = self.load(item, options)
         if not options.chunk_length_s:
             return PreparedItem((self.row(wave),))
-        found = self._pieces.divide(wave, options.chunk_length_s, options.stride_length_s)
-        # a last piece that is shorter than a frame says nothing
-        found = found[:1] + [piece for piece in found[1:] if len(piece.wave) >= self.least_samples()]
-        strides = [self._frames(piece) for piece in found]
-        return PreparedItem(tuple(self.row(piece.wave) for piece in found), strides)
+        chunks = self._chunker.split(wave, options.chunk_length_s, options.stride_length_s)
+        # drop a last chunk that is shorter than a frame
+        chunks = chunks[:1] + [chunk for chunk in chunks[1:] if len(chunk.wave) >= self.min_samples()]
+        strides = [self._frames(chunk) for chunk in chunks]
+        return PreparedItem(tuple(self.row(chunk.wave) for chunk in chunks), strides)
 
-    def _frames(self, piece: Piece) -> tuple[int, int]:
-        """Which frames of a piece are its own: from, to."""
-        samples = len(piece.wave)
+    def _frames(self, chunk: AudioChunk) -> tuple[int, int]:
+        """The range of frames of a chunk that no neighbor covers."""
+        samples = len(chunk.wave)
         frames = round(samples / self._align)
-        return round(piece.left / samples * frames), frames - round(piece.right / samples * frames)
+        return round(chunk.left / samples * frames), frames - round(chunk.right / samples * frames)
 
     def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
         ids = output.logits.argmax(-1)  # [R, frames]
@@ -122,46 +115,45 @@ class CtcRecognition(SoundTask):
         return found
 
     def _times(self, ids: np.ndarray, unit: str) -> list[dict[str, Any]]:
-        words = self.loaded.tokenizer
+        tokenizer = self.loaded.tokenizer
         try:
-            places = words.decode(ids, skip_special_tokens=False, output_char_offsets=True)["char_offsets"]
+            offsets = tokenizer.decode(ids, skip_special_tokens=False, output_char_offsets=True)["char_offsets"]
             if unit == "word":
-                places = words._get_word_offsets(places, words.replace_word_delimiter_char)
+                offsets = tokenizer._get_word_offsets(offsets, tokenizer.replace_word_delimiter_char)
         except (TypeError, AttributeError) as error:
-            raise Unsupported(f"{type(words).__name__} does not say where letters lie; leave timestamps out") from error
+            raise Unsupported(
+                f"{type(tokenizer).__name__} has no character offsets; leave return_timestamps out"
+            ) from error
         return [
-            {"text": place[unit], "timestamp": (self._time(place["start_offset"]), self._time(place["end_offset"]))}
-            for place in places
+            {"text": offset[unit], "timestamp": (self._time(offset["start_offset"]), self._time(offset["end_offset"]))}
+            for offset in offsets
         ]
 
     def _time(self, frame: Any) -> float:
         return int(frame) * self._align / self.rate
 
 
-# -- models that write -------------------------------------------------------------------------------------------------
+# -- encoder-decoders --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class SpeechOptions(GenerationOptions):
-    """How the text is generated."""
-
-    max_seconds: float = MAX_SECONDS
+class SpeechOptions(GenerationOptions, AudioOptions):
+    """Generation parameters of the text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_seconds("max_seconds", self.max_seconds)
         if self.num_return_sequences not in (None, 1):
             raise InvalidInput(f"num_return_sequences is {self.num_return_sequences}; a recording has one text")
 
 
-class WrittenSpeech(SoundTask):
+class SpeechSeq2Seq(AudioTask):
     """`{"text": ...}`: speech encoder-decoders."""
 
     Options: ClassVar[Any] = SpeechOptions
     auto_class: ClassVar[str] = "AutoModelForSpeechSeq2Seq"
     needs: ClassVar[tuple[str, ...]] = ("feature_extractor", "tokenizer")
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         own = dict(loaded.module.generation_config.to_diff_dict())
         extra: dict[str, Any] = {} if "num_beams" in own else {"num_beams": BEAMS}
@@ -169,17 +161,17 @@ class WrittenSpeech(SoundTask):
             extra["pad_token_id"] = loaded.tokenizer.pad_token_id
         positions = getattr(self.config, "max_target_positions", None)
         vocab = getattr(self.config, "vocab_size", None) or len(loaded.tokenizer)
-        self.writer = Writer(own, extra, positions, vocab)
+        self.generation = GenerationSettings(own, extra, positions, vocab)
 
     def options(self, base: Any, given: Mapping[str, Any]) -> Any:
-        found = super().options(base, without_rivals(base, flattened(given)))
-        self.settings(found)  # refuses what cannot be, before anything is read
+        found = super().options(base, resolve_lengths(base, merge_generate_kwargs(given)))
+        self.keywords(found)  # raises for meaningless combinations
         return found
 
-    def settings(self, options: Any) -> dict[str, Any]:
-        """The keywords of `model.generate`, those left out that the model's own settings have."""
-        found, own = self.writer.settings(options), self.writer.own
-        return {name: value for name, value in found.items() if value is not None and own.get(name) != value}
+    def keywords(self, options: Any) -> dict[str, Any]:
+        """The keywords of `model.generate` that differ from the model's own settings."""
+        keywords, own = self.generation.keywords(options), self.generation.own
+        return {name: value for name, value in keywords.items() if value is not None and own.get(name) != value}
 
     def batch_key(self, options: Any) -> Hashable:
         return tuple(getattr(options, name) for name in sorted(NAMES))
@@ -188,15 +180,17 @@ class WrittenSpeech(SoundTask):
         return PreparedItem((self.row(self.load(item, options), return_attention_mask=True),))
 
     def compute(self, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
-        sequences = written(self.loaded.run, self.writer, batch, options)
+        keywords = {name: value for name, value in self.generation.keywords(options).items() if value is not None}
+        sampled = self.generation.samples(options)
+        sequences = generate(self.loaded.backend, batch, keywords, options, sampled=sampled)
         return {"tokens": Ragged(sequences.flatten(), [sequences.shape[-1]] * len(sequences))}
 
     def postprocess(self, prepared: PreparedItem, results: Results, options: Any) -> dict[str, Any]:
-        ids = cut(results[0]["tokens"], self.writer.ends(options), 1)
-        return {"text": self.loaded.tokenizer.decode(ids, skip_special_tokens=True)}
+        ids = cut_at_eos(results[0]["tokens"], self.generation.eos_ids(options), 1)
+        return {"text": self.loaded.tokenizer.decode(ids.tolist(), skip_special_tokens=True)}
 
-    def several(self) -> str | None:
-        return WRITES
+    def multi_pass_reason(self) -> str | None:
+        return GENERATES
 
-    def samples(self) -> list[Row]:
+    def sample_rows(self) -> list[Row]:
         return []
