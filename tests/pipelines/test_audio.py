@@ -180,11 +180,11 @@ def test_speech_options_are_checked() -> None:
         for given, words in [
             ({"chunk_length_s": 3}, "chunk_length_s is 3 and the model's window is 2 s"),
             ({"chunk_length_s": -1}, "chunk_length_s is -1"),
-            ({"stride_length_s": 1}, "there are no pieces; pass chunk_length_s"),
+            ({"stride_length_s": 1}, "chunk_length_s is not set; pass it too"),
             ({"chunk_length_s": 1, "stride_length_s": 0.5}, "must be longer than both strides"),
-            ({"chunk_length_s": 1, "stride_length_s": (0.1, 0.1, 0.1)}, "two of them: left and right"),
+            ({"chunk_length_s": 1, "stride_length_s": (0.1, 0.1, 0.1)}, "or two: left and right"),
             ({"return_timestamps": "char"}, "Whisper takes True, False or 'word'"),
-            ({"language": "fr"}, "knows English only"),
+            ({"language": "fr"}, "is English-only"),
             ({"task": "sing"}, "task is 'sing'"),
             ({"num_return_sequences": 2, "num_beams": 2}, "a recording has one text"),
             ({"max_new_tokens": 64}, "decoder has 64 positions"),
@@ -371,33 +371,33 @@ def test_whole_numbers_are_scaled() -> None:
 @pytest.mark.parametrize(
     ("item", "words"),
     [
-        (None, "None of type NoneType was given where a recording"),
-        (7, "7 of type int was given"),
-        ("https://example.com/a.wav", "is an address, and pipelines never use the network; fetch the recording"),
+        (None, "expected a recording.*got None"),
+        (7, "got 7 .int."),
+        ("https://example.com/a.wav", "is a URL, and pipelines never use the network; download the recording"),
         ("no/such.wav", "the recording 'no/such.wav' cannot be read: No such file"),
-        (b"", "the 0 bytes is no WAV file; convert it first"),
-        (b"fLaC" + bytes(40), "is FLAC, which is not read here; convert it first"),
-        (b"ID3" + bytes(40), "is MP3, which is not read here"),
+        (b"", "the 0 bytes is not a WAV file; convert it first"),
+        (b"fLaC" + bytes(40), "is FLAC, which is not supported; convert it first"),
+        (b"ID3" + bytes(40), "is MP3, which is not supported"),
         (b"OggS" + bytes(40), "is Ogg"),
         (b"RIFF\x04\0\0\0WAVE", "is a WAV file without a format"),
-        (wav(tone(0.1))[:900], "is cut off: its b'data' has 3200 bytes and 8"),
+        (wav(tone(0.1))[:900], "is truncated: its b'data' has 3200 bytes, and 8"),
         (wav(tone(0.1)).replace(b"fmt \x10\0\0\0\x01\0", b"fmt \x10\0\0\0\x07\0"), "holds µ-law of 16 bits"),
         (wav(tone(0.1)).replace(b"fmt \x10\0\0\0\x01\0\x01", b"fmt \x10\0\0\0\x01\0\0"), "has no channels"),
-        (wav(tone(0.1), rate=7), "sampling_rate is 7; it takes 1000 to 768000"),
+        (wav(tone(0.1), rate=7), "sampling_rate is 7; it must be in .1000, 768000."),
         (np.zeros(0, dtype=np.float32), "has no samples"),
-        (np.zeros((3, 800), dtype=np.float32), "is read as 3 channels, and at most 2 are taken; transpose it"),
+        (np.zeros((3, 800), dtype=np.float32), "is read as 3 channels, but at most 2 are allowed; transpose it"),
         (np.zeros((800, 2), dtype=np.float32), "is read as 800 channels"),
-        (np.zeros((1, 2, 3), dtype=np.float32), r"an array of shape \[1, 2, 3\] is no recording"),
+        (np.zeros((1, 2, 3), dtype=np.float32), r"an array of shape \[1, 2, 3\] is not a recording"),
         (np.array([0.1, np.nan, 0.2]), "sample 1 of the recording is nan"),
         (np.array([0.1, 0.2, np.inf]), "sample 2 of the recording is inf"),
-        (np.zeros(900, dtype=np.int64), "an array of int64 is no recording"),
-        (np.array(["a"]), "an array of <U1 is no recording"),
-        (np.zeros(30, dtype=np.float32), r"has 30 samples at 16000 a second, and the model needs at least 122"),
-        ({"array": tone(0.1)}, 'a dict has "array" and "sampling_rate"'),
+        (np.zeros(900, dtype=np.int64), "an array of int64 is not a recording"),
+        (np.array(["a"]), "an array of <U1 is not a recording"),
+        (np.zeros(30, dtype=np.float32), r"has 30 samples at 16000 a second, but the model needs at least 122"),
+        ({"array": tone(0.1)}, 'a dict must have "array" and "sampling_rate"'),
         ({"array": tone(0.1), "sampling_rate": 0}, "sampling_rate is 0"),
         ({"array": tone(0.1), "sampling_rate": "fast"}, "sampling_rate is 'fast'"),
-        ({"array": "abc", "sampling_rate": RATE}, "'array' is a str; it takes an array of numbers"),
-        ({"array": tone(0.1), "sampling_rate": RATE, "stride": (1, 1)}, "were given"),
+        ({"array": "abc", "sampling_rate": RATE}, "'array' is a str; it must be an array of numbers"),
+        ({"array": tone(0.1), "sampling_rate": RATE, "stride": (1, 1)}, "not \\["),
     ],
 )
 def test_bad_recordings_are_refused_in_words(item: Any, words: str) -> None:
@@ -421,7 +421,7 @@ def test_damaged_wav_files_raise_nothing_else() -> None:
 
 
 def test_long_recordings_are_refused_by_their_length() -> None:
-    with pytest.raises(InvalidInput, match=r"lasts 2.0 s and the limit is 1.5 s; cut it, or pass max_seconds"):
+    with pytest.raises(InvalidInput, match=r"lasts 2.0 s and the limit is 1.5 s; cut it, or pass a larger max_seconds"):
         load_audio(tone(2.0), RATE, max_seconds=1.5)
 
 

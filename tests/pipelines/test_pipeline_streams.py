@@ -171,7 +171,7 @@ def test_an_iterator_that_raises_delivers_what_came_before(embed: hw.Pipeline) -
 def test_a_bad_item_in_a_stream_is_named_and_ends_it_or_takes_its_place(embed: hw.Pipeline) -> None:
     items = ["the film", "great", None, "dull"]
     got: list[Any] = []
-    with pytest.raises(hw.WrongType, match=r"item 2: None of type NoneType") as caught:
+    with pytest.raises(hw.WrongType, match=r"item 2: expected a string, got None") as caught:
         got.extend(embed(iter(items)))
     assert len(got) == 2
     assert caught.value.index == 2  # type: ignore[attr-defined]

@@ -118,7 +118,7 @@ def _one_channel(values: np.ndarray) -> np.ndarray:
     """[samples] in float32, integers scaled to [-1, 1]."""
     if values.ndim == 2 and values.shape[0] > 2:
         raise InvalidInput(
-            f"an array of shape {list(values.shape)} is read as {values.shape[0]} channels, and at most 2 are supported; "
+            f"an array of shape {list(values.shape)} is read as {values.shape[0]} channels, but at most 2 are allowed; "
             "transpose it if it is [samples, channels], or mix it to one channel first"
         )
     if values.ndim not in (1, 2):
