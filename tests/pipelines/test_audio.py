@@ -195,7 +195,7 @@ def test_speech_options_are_checked() -> None:
                 mine(SHORT[0], **given)
     ctc, _ = pair("automatic-speech-recognition", senses.wav2vec2("CTC"), senses.wave_extractor(), senses.letters())
     with ctc:
-        with pytest.raises(InvalidInput, match="models for CTC take 'char', 'word' or None"):
+        with pytest.raises(InvalidInput, match="CTC models take 'char', 'word' or None"):
             ctc(SHORT[0], return_timestamps=True)
         with pytest.raises(InvalidInput, match="too short for this model with strides"):
             ctc(SHORT[0], chunk_length_s=0.001)

@@ -171,7 +171,7 @@ class TestCaptions:
                 ({"temperature": 0.5}, "do_sample is not set"),
                 ({"generate_kwargs": {"top_p": 2}}, "top_p is 2"),
                 ({"num_beams": 2, "generate_kwargs": {"num_beams": 2}}, "num_beams is given both directly and in"),
-                ({"speed": 3}, "'speed' is no option"),
+                ({"speed": 3}, "'speed' is not an option"),
             ]:
                 with pytest.raises(InvalidInput, match=words):
                     mine(image, **given)

@@ -160,9 +160,7 @@ def item_of(value: Any, columns: tuple[str, ...]) -> Any:
         raise InvalidInput(f"--column {columns[0]} was given, but this is a {type(value).__name__}, not an object")
     for column in columns:
         if column not in value:
-            raise InvalidInput(
-                f"there is no column {column!r}; the columns are {', '.join(map(str, value)) or 'empty'}"
-            )
+            raise InvalidInput(f"there is no column {column!r}; the record has {', '.join(map(str, value)) or 'none'}")
     return value[columns[0]] if len(columns) == 1 else {column: value[column] for column in columns}
 
 

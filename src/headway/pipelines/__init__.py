@@ -35,7 +35,7 @@ Who owns what:
     task          Task and the types above
     outputs       ModelOutput: attribute, item and tuple access; JSON and safetensors
     inputs/       text, images, audio → rows;  arrays: rows ↔ tensors;  same_shape: tasks that padding would change
-    backends/     loading; torch (eager), compiled, onnx; unpadded (variable-length batches), cuda_graphs; quantize, linear
+    backends/     loading; torch, compiled, onnx; unpadded (variable-length batches), cuda_graphs; quantize, linear
     generation/   parameters and calls of transformers' `generate`; the encoder-decoder pipeline
     tasks/        one file per family of tasks
 """

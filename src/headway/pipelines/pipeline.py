@@ -137,8 +137,8 @@ class Pipeline:
         backend.check(parameters)
         if parameters.get("output_attentions"):
             use_eager_attention(backend.module)
-        found = self._batcher.call(lambda: to_host(backend(tensors, **parameters)))
-        output = ModelOutput(found if isinstance(found, Mapping) else {"output": found})
+        result = self._batcher.call(lambda: to_host(backend(tensors, **parameters)))
+        output = ModelOutput(result if isinstance(result, Mapping) else {"output": result})
         return output if as_dict else output.to_tuple()
 
     def postprocess(self, item: Any, output: Mapping[str, Any], **given: Any) -> Any:

@@ -169,17 +169,17 @@ def parse_wav(data: bytes, name: str = "the WAV") -> tuple[np.ndarray, int]:
 
 def _chunks(data: bytes, name: str) -> dict[bytes, memoryview]:
     """The chunks of a RIFF file up to its samples."""
-    found: dict[bytes, memoryview] = {}
+    chunks: dict[bytes, memoryview] = {}
     view, at = memoryview(data), 12
-    while at + 8 <= len(data) and b"data" not in found:
+    while at + 8 <= len(data) and b"data" not in chunks:
         tag, size = struct.unpack_from("<4sI", data, at)
         if tag == b"data" and size == 0xFFFFFFFF:  # written to a pipe: its length was unknown
             size = len(data) - at - 8
         if at + 8 + size > len(data):
             raise InvalidInput(f"{name} is truncated: its {tag!r} has {size} bytes, and {len(data) - at - 8} are there")
-        found[tag] = view[at + 8 : at + 8 + size]
+        chunks[tag] = view[at + 8 : at + 8 + size]
         at += 8 + size + size % 2
-    return found
+    return chunks
 
 
 def _format(chunk: memoryview, name: str) -> _Format:

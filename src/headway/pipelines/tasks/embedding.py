@@ -99,11 +99,11 @@ class SentenceEmbedding(TextTask):
         self._pooling, self._normalize = declared_pooling(loaded)
 
     def options(self, base: Any, given: Mapping[str, Any]) -> Any:
-        found: EmbeddingOptions = super().options(base, given)
+        merged: EmbeddingOptions = super().options(base, given)
         width = getattr(self.config, "hidden_size", getattr(self.config, "dim", None))
-        if found.dimensions is not None and width is not None and found.dimensions > width:
-            raise InvalidInput(f"dimensions is {found.dimensions} and the model's vectors have {width}")
-        return found
+        if merged.dimensions is not None and width is not None and merged.dimensions > width:
+            raise InvalidInput(f"dimensions is {merged.dimensions} and the model's vectors have {width}")
+        return merged
 
     def batch_key(self, options: EmbeddingOptions) -> Hashable:
         whole = options.stride is None
@@ -249,14 +249,14 @@ class Rerank(Task):
         best = np.array([logits[end - count : end].max() for count, end in zip(counts, ends)])
         scores = apply(best, options.function_to_apply or "sigmoid")
         order = np.argsort(-best, kind="stable")[: options.top_n].tolist()
-        found = [{"index": i, "score": float(scores[i])} for i in order]
-        return [one | {"text": documents[one["index"]]} for one in found] if options.return_documents else found
+        ranking = [{"index": i, "score": float(scores[i])} for i in order]
+        return [one | {"text": documents[one["index"]]} for one in ranking] if options.return_documents else ranking
 
 
-def pair_of(item: Any, one: str, many: str, wanted: str) -> tuple[str, list[str]]:
+def pair_of(item: Any, one: str, many: str, expected: str) -> tuple[str, list[str]]:
     """The text and the list of texts of an item."""
     if not isinstance(item, Mapping):
-        raise wrong_type(item, wanted)
+        raise wrong_type(item, expected)
     if set(item) != {one, many}:
         raise InvalidInput(f"an item has {one} and {many}; {sorted(map(str, item))} were given")
     texts = item[many]

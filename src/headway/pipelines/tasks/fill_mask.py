@@ -56,12 +56,12 @@ class FillMask(TextTask):
         return f"a string with {self.loaded.tokenizer.mask_token} in it"
 
     def options(self, base: Any, given: Mapping[str, Any]) -> Any:
-        found: FillMaskOptions = super().options(base, given)
-        self._target_ids(found)
-        most = len(found.targets) if found.targets is not None else int(self.config.vocab_size)
-        if "top_k" in given and found.top_k > most and found.targets is None:
-            raise InvalidInput(f"top_k is {found.top_k} and the vocabulary has {most} tokens")
-        return found
+        merged: FillMaskOptions = super().options(base, given)
+        self._target_ids(merged)
+        most = len(merged.targets) if merged.targets is not None else int(self.config.vocab_size)
+        if "top_k" in given and merged.top_k > most and merged.targets is None:
+            raise InvalidInput(f"top_k is {merged.top_k} and the vocabulary has {most} tokens")
+        return merged
 
     def _target_ids(self, options: FillMaskOptions) -> list[int] | None:
         if options.targets is None:
@@ -101,11 +101,11 @@ class FillMask(TextTask):
         return options.top_k, options.targets
 
     def postprocess(self, prepared: PreparedItem, results: Results, options: FillMaskOptions) -> list[Any]:
-        found, marks = results[0], prepared.rows[0].marks
+        result, marks = results[0], prepared.rows[0].marks
         single = len(marks) == 1
         lists = [
             [self._filled(prepared.facts, mark, int(token), float(score), single) for score, token in zip(scores, ids)]
-            for mark, scores, ids in zip(marks, found["scores"], found["ids"])
+            for mark, scores, ids in zip(marks, result["scores"], result["ids"])
         ]
         return lists[0] if single else lists
 

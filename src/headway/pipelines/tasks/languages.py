@@ -1,4 +1,4 @@
-"""The languages of a translation, and how each kind of model is told.
+"""The languages of a translation, and how each kind of model takes them.
 
 codes      mBART, NLLB, M2M100: the tokenizer marks the source; the first generated token is the target language
 prefix     T5: "translate English to German: " is prepended to the text

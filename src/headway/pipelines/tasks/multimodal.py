@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from headway.base.errors import InvalidInput, UnsupportedModel, WrongType
+from headway.base.errors import InvalidInput, UnsupportedModel
 from headway.pipelines.backends.loading import model_type
 from headway.pipelines.generation.generate import cut_at_eos, generate, merge_generate_kwargs
 from headway.pipelines.generation.options import NAMES, GenerationOptions, GenerationSettings, resolve_lengths
 from headway.pipelines.inputs.arrays import Ragged
 from headway.pipelines.inputs.images import is_image
 from headway.pipelines.inputs.text import TextOptions
-from headway.pipelines.task import GENERATES, MISSING, Batch, PreparedItem, Row, check_count, check_text
+from headway.pipelines.task import GENERATES, MISSING, Batch, PreparedItem, Row, check_count, check_text, wrong_type
 from headway.pipelines.tasks.text_classification import apply, labels_of
 from headway.pipelines.tasks.vision import ImageOptions, ImageTask
 
@@ -62,11 +62,11 @@ class GenerativeImageTask(ImageTask):
 
     def options(self, base: Any, given: Mapping[str, Any]) -> Any:
         given = merge_generate_kwargs(given)
-        found = super().options(base, resolve_lengths(base, given))
-        if self._family == "blip" and (found.eos_token_id is not None or found.pad_token_id is not None):
+        merged = super().options(base, resolve_lengths(base, given))
+        if self._family == "blip" and (merged.eos_token_id is not None or merged.pad_token_id is not None):
             raise InvalidInput("eos_token_id and pad_token_id are fixed by BLIP models; leave them out")
-        self._settings.keywords(found)  # raises for meaningless combinations
-        return found
+        self._settings.keywords(merged)  # raises for meaningless combinations
+        return merged
 
     def batch_key(self, options: Any) -> Hashable:
         return tuple(getattr(options, name) for name in sorted(NAMES))
@@ -172,9 +172,7 @@ class VqaTask(ImageTask):
 
     def preprocess(self, item: Any, options: Any) -> PreparedItem:
         if not isinstance(item, Mapping):
-            raise WrongType(
-                f"{item!r:.60} of type {type(item).__name__} was given where {self.expected_input()} is wanted"
-            )
+            raise wrong_type(item, self.expected_input())
         if set(item) != {"image", "question"}:
             raise InvalidInput(f'an item has "image" and "question"; {sorted(map(str, item))} were given')
         question = check_text(item["question"], "a question")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from headway.base.errors import InvalidInput, WrongType
+from headway.base.errors import InvalidInput
 from headway.pipelines.inputs.arrays import by_token
 from headway.pipelines.inputs.text import TextOptions
-from headway.pipelines.task import MISSING, Batch, PreparedItem, Task, capturable, check_count, check_text
+from headway.pipelines.task import MISSING, Batch, PreparedItem, Task, capturable, check_count, check_text, wrong_type
 
 if TYPE_CHECKING:
     from headway.pipelines.task import Results
@@ -87,9 +87,7 @@ class QuestionAnswering(Task):
 
     def _pair(self, item: Any) -> tuple[str, str]:
         if not isinstance(item, Mapping):
-            raise WrongType(
-                f"{item!r:.60} of type {type(item).__name__} was given where {self.expected_input()} is wanted"
-            )
+            raise wrong_type(item, self.expected_input())
         if set(item) != {"question", "context"}:
             raise InvalidInput(f"an item has a question and a context; {sorted(map(str, item))} were given")
         question, context = check_text(item["question"], "a question"), check_text(item["context"], "a context")
@@ -103,17 +101,17 @@ class QuestionAnswering(Task):
 
     def postprocess(self, prepared: PreparedItem, results: Results, options: QuestionAnsweringOptions) -> Any:
         context, parts = prepared.facts
-        found: dict[tuple[int, int], float] = {}
+        scores: dict[tuple[int, int], float] = {}
         nothing = 1.0
         for encoding, result in zip(parts, results):
             spans, empty = best_spans(encoding, result["start"], result["end"], options)
             nothing = min(nothing, empty)
             for first, last, score in spans:
-                place = self._characters(encoding, first, last, options.align_to_words)
-                found[place] = max(score, found.get(place, 0.0))
+                span = self._characters(encoding, first, last, options.align_to_words)
+                scores[span] = max(score, scores.get(span, 0.0))
         answers = [
             {"score": score, "start": start, "end": end, "answer": context[start:end]}
-            for (start, end), score in found.items()
+            for (start, end), score in scores.items()
         ]
         if options.handle_impossible_answer:
             answers.append({"score": nothing, "start": 0, "end": 0, "answer": ""})
@@ -146,8 +144,8 @@ def best_spans(
     pairs = np.tril(np.triu(np.outer(firsts, lasts)), options.max_answer_len - 1)
     flat = pairs.ravel()
     order = np.argsort(-flat, kind="stable")[: options.top_k] if options.top_k > 1 else [int(flat.argmax())]
-    found = [(*divmod(int(i), len(lasts)), float(flat[i])) for i in order]
-    return [span for span in found if inside[span[0]] and inside[span[1]]], empty
+    best = [(*divmod(int(i), len(lasts)), float(flat[i])) for i in order]
+    return [span for span in best if inside[span[0]] and inside[span[1]]], empty
 
 
 def _probabilities(logits: np.ndarray, allowed: np.ndarray) -> np.ndarray:

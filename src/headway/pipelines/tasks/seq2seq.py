@@ -96,9 +96,9 @@ class Text2TextGeneration(Task):
     # -- options -------------------------------------------------------------------------------------------------------
 
     def options(self, base: Any, given: Mapping[str, Any]) -> Any:
-        found: Seq2SeqOptions = super().options(base, resolve_lengths(base, given))
-        self.keywords(found)  # raises for meaningless combinations
-        return found
+        merged: Seq2SeqOptions = super().options(base, resolve_lengths(base, given))
+        self.keywords(merged)  # raises for meaningless combinations
+        return merged
 
     def keywords(self, options: Any) -> dict[str, Any]:
         """The keywords of `model.generate`."""
@@ -184,11 +184,11 @@ class Text2TextGeneration(Task):
         eos_ids = self.settings(options).eos_ids(options)
         chunks = [[cut_at_eos(ids, eos_ids, PROMPT) for ids in result["sequences"]] for result in results]
         if options.return_tensors:
-            found = [{f"{self.key}_token_ids": torch.from_numpy(ids.copy())} for ids in chunks[0]]
+            outputs = [{f"{self.key}_token_ids": torch.from_numpy(ids.copy())} for ids in chunks[0]]
         else:
             texts = [[self._text(ids, options) for ids in chunk] for chunk in chunks]
-            found = [{f"{self.key}_text": " ".join(parts)} for parts in zip(*texts)]
-        return found if len(found) > 1 else found[0]
+            outputs = [{f"{self.key}_text": " ".join(parts)} for parts in zip(*texts)]
+        return outputs if len(outputs) > 1 else outputs[0]
 
     def _text(self, ids: np.ndarray, options: Any) -> str:
         clean = options.clean_up_tokenization_spaces
@@ -221,10 +221,10 @@ class Translation(Text2TextGeneration):
         self._languages = ModelLanguages(loaded)
 
     def options(self, base: Any, given: Mapping[str, Any]) -> Any:
-        found: TranslationOptions = super().options(base, given)
-        explicit = found.src_lang is not None or found.tgt_lang is not None
-        self._languages.check(self._pair(found), explicit=explicit)
-        return found
+        merged: TranslationOptions = super().options(base, given)
+        explicit = merged.src_lang is not None or merged.tgt_lang is not None
+        self._languages.check(self._pair(merged), explicit=explicit)
+        return merged
 
     def keywords(self, options: Any) -> dict[str, Any]:
         first = self._languages.first_token(self._pair(options))

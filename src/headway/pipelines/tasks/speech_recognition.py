@@ -109,10 +109,10 @@ class CtcRecognition(AudioTask):
     def postprocess(self, prepared: PreparedItem, results: Results, options: CtcOptions) -> dict[str, Any]:
         strides = prepared.facts or [(0, None)]
         ids = np.concatenate([result["tokens"][start:end] for result, (start, end) in zip(results, strides)])
-        found: dict[str, Any] = {"text": self.loaded.tokenizer.decode(ids, skip_special_tokens=False)}
+        output: dict[str, Any] = {"text": self.loaded.tokenizer.decode(ids, skip_special_tokens=False)}
         if options.return_timestamps:
-            found["chunks"] = self._times(ids, options.return_timestamps)
-        return found
+            output["chunks"] = self._times(ids, options.return_timestamps)
+        return output
 
     def _times(self, ids: np.ndarray, unit: str) -> list[dict[str, Any]]:
         tokenizer = self.loaded.tokenizer
@@ -164,9 +164,9 @@ class SpeechSeq2Seq(AudioTask):
         self.generation = GenerationSettings(own, extra, positions, vocab)
 
     def options(self, base: Any, given: Mapping[str, Any]) -> Any:
-        found = super().options(base, resolve_lengths(base, merge_generate_kwargs(given)))
-        self.keywords(found)  # raises for meaningless combinations
-        return found
+        merged = super().options(base, resolve_lengths(base, merge_generate_kwargs(given)))
+        self.keywords(merged)  # raises for meaningless combinations
+        return merged
 
     def keywords(self, options: Any) -> dict[str, Any]:
         """The keywords of `model.generate` that differ from the model's own settings."""

@@ -74,14 +74,14 @@ class TextGeneration(Task):
     def open(cls, spec: PipelineSpec) -> TextGenerationPipeline:
         from headway.program.engine import Engine
 
-        refused = {
+        unsupported = {
             "batch_size": spec.batch_size != "auto",
             "compile": spec.compile,
             "backend": spec.backend != "torch",
             "unpadded": spec.unpadded != "auto",
             **dict.fromkeys(spec.parts, True),
         }
-        for name, given in refused.items():
+        for name, given in unsupported.items():
             if given:
                 raise Unsupported(f"{spec.name} runs on Headway's engine, which takes no {name}; leave it out")
         model = spec.model if spec.model is not None else cls.default_model

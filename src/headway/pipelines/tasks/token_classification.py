@@ -86,13 +86,13 @@ class TokenClassification(TextTask):
         self, prepared: PreparedItem, results: Results, options: TokenClassificationOptions
     ) -> list[dict[str, Any]]:
         text, parts = prepared.facts
-        found: list[dict[str, Any]] = []
+        entities: list[dict[str, Any]] = []
         for encoding, result in zip(parts, results):
             tokens = list(self._tokens(text, encoding, apply(result["logits"], "softmax")))
-            found += self._entities(tokens, options.aggregation_strategy)
+            entities += self._entities(tokens, options.aggregation_strategy)
         ignored = options.ignore_labels
-        found = [e for e in found if e.get("entity") not in ignored and e.get("entity_group") not in ignored]
-        return _joined(found) if len(parts) > 1 else found
+        entities = [e for e in entities if e.get("entity") not in ignored and e.get("entity_group") not in ignored]
+        return _joined(entities) if len(parts) > 1 else entities
 
     def _tokens(self, text: str, encoding: Any, scores: np.ndarray) -> Iterator[TaggedToken]:
         unknown = self.loaded.tokenizer.unk_token_id

@@ -154,17 +154,17 @@ class ImageFeatureExtraction(ImageTask):
         return [] if self._dual else super().sample_rows()
 
     def options(self, base: Any, given: Mapping[str, Any]) -> Any:
-        found: ImageFeatureOptions = super().options(base, given)
-        if found.pool is True and not self._pooler:
+        merged: ImageFeatureOptions = super().options(base, given)
+        if merged.pool is True and not self._pooler:
             raise UnsupportedModel(f"{self.loaded.name} has no trained pooler; use pool='cls' or pool='mean'")
-        return found
+        return merged
 
     def compute(self, batch: Batch, options: ImageFeatureOptions) -> Mapping[str, Tensor | Ragged]:
         if not self._dual:
             return self.reduce(self.loaded.backend(batch.inputs), batch, options)
         if options.pool is True:
-            found = self.loaded.backend(batch.inputs, method="get_image_features")
-            return {"features": _pooled(features_of(found), options)}
+            output = self.loaded.backend(batch.inputs, method="get_image_features")
+            return {"features": _pooled(features_of(output), options)}
         backend = self.loaded.backend
         inputs = to_device(batch.inputs, backend.device, backend.placement.dtype)
         return self.reduce(self.loaded.module.vision_model(**inputs), batch, options)
@@ -182,8 +182,8 @@ class ImageFeatureExtraction(ImageTask):
         return {"features": Ragged(last.flatten(0, 1), [last.shape[1]] * len(last))}
 
     def postprocess(self, prepared: PreparedItem, results: Results, options: ImageFeatureOptions) -> Any:
-        found = results[0]["features"][None]
-        return torch.from_numpy(found.copy()) if options.return_tensors else found.tolist()
+        features = results[0]["features"][None]
+        return torch.from_numpy(features.copy()) if options.return_tensors else features.tolist()
 
 
 def features_of(output: Any) -> Tensor:

@@ -61,20 +61,20 @@ class WhisperRecognition(SpeechSeq2Seq):
         self._second = loaded.feature_extractor.chunk_length / self.config.max_source_positions
 
     def options(self, base: Any, given: Mapping[str, Any]) -> Any:
-        found: WhisperOptions = super().options(base, given)
+        merged: WhisperOptions = super().options(base, given)
         window = self._window / self.rate
-        if found.chunk_length_s and found.chunk_length_s > window:
-            raise InvalidInput(f"chunk_length_s is {found.chunk_length_s} and the model's window is {window:g} s")
+        if merged.chunk_length_s and merged.chunk_length_s > window:
+            raise InvalidInput(f"chunk_length_s is {merged.chunk_length_s} and the model's window is {window:g} s")
         known = self.loaded.module.generation_config
-        if found.return_timestamps and getattr(known, "no_timestamps_token_id", None) is None:
+        if merged.return_timestamps and getattr(known, "no_timestamps_token_id", None) is None:
             raise Unsupported(f"{self.loaded.name} has no timestamps (no_timestamps_token_id in its generation config)")
-        if found.return_timestamps == "word" and getattr(known, "alignment_heads", None) is None:
+        if merged.return_timestamps == "word" and getattr(known, "alignment_heads", None) is None:
             raise Unsupported(
                 f"{self.loaded.name} has no alignment_heads and thus no word timestamps; use return_timestamps=True"
             )
-        if (found.language or found.task) and not getattr(known, "is_multilingual", True):
+        if (merged.language or merged.task) and not getattr(known, "is_multilingual", True):
             raise InvalidInput(f"{self.loaded.name} is English-only; leave language and task out")
-        return found
+        return merged
 
     def batch_key(self, options: WhisperOptions) -> Hashable:
         return tuple(getattr(options, name) for name in GENERATION_OPTIONS), super().batch_key(options)
