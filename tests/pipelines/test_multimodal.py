@@ -271,7 +271,7 @@ def test_ways_to_ask() -> None:
         ]:
             with pytest.raises((InvalidInput, WrongType), match=re.escape(words)):
                 mine(given)
-        with pytest.raises(InvalidInput, match="an image was given twice"):
+        with pytest.raises(InvalidInput, match="the image was given twice"):
             mine(images[0], image=images[1], question="the film")
         assert mine({"image": images[0], "question": "the " * 70}, truncation=True)
 
