@@ -1,18 +1,19 @@
-"""Pipelines, measured: Headway, Hugging Face's pipeline and sentence-transformers on the all-MiniLM shape, in turns.
+"""The speed of pipelines: Headway, Hugging Face's pipeline and sentence-transformers on the all-MiniLM shape.
 
     python benchmarks/pipelines.py                 # some minutes
     python benchmarks/pipelines.py --device cuda   # and how busy the GPU is
-    python benchmarks/pipelines.py --quick         # a tiny random model, seconds: does it run?
+    python benchmarks/pipelines.py --quick         # a tiny random model, seconds: a smoke test
 
 Three workloads: (a) short texts of 10 to 20 words; (b) a long-tailed mix, 6 to 10 words and every 64th text 50 times
 longer; (c) the texts of (a) arriving from 64 concurrent tasks, each with one text at a time. Hugging Face's pipeline is
 called with batches of 1, 8 and 64; on (c) each task calls it for its own text, as it has no batching across callers,
-and in a further row through a queue of our own that collects what waits. Every figure is the median of --rounds rounds,
-all engines in turns within each. The table and the JSON go to benchmarks/results/, with a description of the machine.
+and in a further row through a queue of our own that collects waiting texts. Every figure is the median of --rounds
+rounds, each of which runs all engines in turn. The table and the JSON go to benchmarks/results/, with a description
+of the machine.
 
-`--model random` makes a model of the all-MiniLM shape and its tokenizer on the spot, where nothing can be fetched. On a
-GPU the texts are many, and slower engines are given the first of them only; the profiler then says which share of the
-time of a long-tailed stream the GPU computes, for the all-MiniLM shape and for larger ones.
+`--model random` creates a model of the all-MiniLM shape and its tokenizer, for machines without a network. On a GPU
+there are more texts, and slower engines get only the first of them; the profiler then measures the share of time that
+the GPU is busy with a long-tailed stream, for the all-MiniLM shape and for larger ones.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Way = Callable[[list[str]], list[Any]]
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything."""
+    """Sizes of the benchmark."""
 
     texts: int = 512
     most: int = 512  # texts of a round for engines other than Headway
@@ -64,14 +65,14 @@ class Plan:
 
 GPU = Plan(texts=16384, most=2048, rounds=3)
 SHAPES = {"all-MiniLM": (6, 384, 12), "BERT-base": (12, 768, 12), "BERT-large": (24, 1024, 16)}  # layers, width, heads
-STREAM = 4  # times the texts in a stream whose utilisation is measured
-SECTIONS = ("classification", "embedding", "utilisation")
+STREAM = 4  # times the texts in a stream whose utilization is measured
+SECTIONS = ("classification", "embedding", "utilization")
 QUICK = Plan(texts=70, most=70, tasks=8, batches=(1, 8), rounds=1, layers=1, hidden=48)
 
 
 @dataclass
 class Report:
-    """Rows as they come."""
+    """Rows, printed as they are added."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -93,7 +94,7 @@ class Report:
 
 
 def workloads(tokenizer: Any, plan: Plan) -> dict[str, list[str]]:
-    """The texts of (a) and (b), of words that are one token each."""
+    """The texts of (a) and (b); each word is one token."""
     draw = random.Random(0)
     words = sorted(word for word in tokenizer.get_vocab() if word.isalpha() and word.isascii() and len(word) > 2)
 
@@ -109,7 +110,7 @@ def workloads(tokenizer: Any, plan: Plan) -> dict[str, list[str]]:
 
 
 def from_tasks(call: Callable[[str], Any], tasks: int) -> Way:
-    """The texts from that many concurrent tasks, each waiting for its answer before its next text."""
+    """The texts from n concurrent tasks, each of which waits for its result before its next text."""
 
     def way(texts: list[str]) -> list[Any]:
         results: list[Any] = [None] * len(texts)
@@ -128,7 +129,7 @@ def from_tasks(call: Callable[[str], Any], tasks: int) -> Way:
 
 
 def in_threads(call: Callable[[str], Any], stack: ExitStack) -> Callable[[str], Any]:
-    """A blocking call as tasks use it: in a thread, one at a time, as the model serves one caller at a time."""
+    """A blocking call for async tasks: in a thread, one at a time."""
     pool = stack.enter_context(ThreadPoolExecutor(1))
 
     async def answer(text: str) -> Any:
@@ -138,7 +139,7 @@ def in_threads(call: Callable[[str], Any], stack: ExitStack) -> Callable[[str], 
 
 
 class Queue:
-    """What people write around a pipeline to batch callers: one thread that takes whatever waits, up to a number."""
+    """The usual queue around a pipeline that batches callers: one thread takes what waits, up to a limit."""
 
     def __init__(self, call: Way, most: int) -> None:
         self._call, self._most = call, most
@@ -205,17 +206,17 @@ def headway_engines(
 
 
 def settle(pipe: Any, texts: dict[str, list[str]], report: Report, name: str) -> None:
-    """Warm up until the pipeline has found its budget."""
+    """Warm up until the pipeline has chosen its token budget."""
     for _ in range(8):
         for some in texts.values():
             pipe(some)
         if not pipe._batcher.budget.searching:
             break
-    report.notes.append(f"{name}: batches of {int(pipe.stats()['budget_tokens'])} tokens were found best")
+    report.notes.append(f"{name}: batches of {int(pipe.stats()['budget_tokens'])} tokens were fastest")
     if pipe.quantization is not None:
         report.notes.append(
             f"{name}: relative error {pipe.quantization.relative_error:.3g}, cosine {pipe.quantization.cosine:.5f} "
-            "of the least like sample"
+            "of the worst sample"
         )
 
 
@@ -240,7 +241,7 @@ def hugging_face(model: Any, tokenizer: Any, options: argparse.Namespace, plan: 
 
 
 def fewer(plan: Plan, share: float) -> int:
-    """Texts of a round for an engine of about that share of the best speed: 64 at least, where there are many."""
+    """Texts of a round for an engine of about that share of the best speed: at least 64 if there are many."""
     if plan.most == plan.texts:
         return plan.texts
     return max(int(plan.most * max(share, 1 / 16)) // 64 * 64, 64)
@@ -303,7 +304,7 @@ def add_rows(section: str, work: str, label: str, *, measured: dict[str, list[fl
 
 
 def judge(report: Report, device: str) -> None:
-    """Say beside each figure that has a target whether it was met."""
+    """Add to each figure with a target whether it was met."""
     targets = TARGETS.get(device, {})
     for row in report.rows:
         wanted = targets.get(row.pop("key", None))
@@ -313,7 +314,7 @@ def judge(report: Report, device: str) -> None:
 
 
 def memory(pipe: Any, texts: list[str], report: Report) -> None:
-    """What a stream costs in memory: the resident size after one length of it and after four."""
+    """The memory of a stream: the resident size after 2 and after 8 passes over the texts."""
 
     def resident() -> float:
         with open("/proc/self/statm") as file:
@@ -336,7 +337,7 @@ def memory(pipe: Any, texts: list[str], report: Report) -> None:
 # -- how busy a GPU is -------------------------------------------------------------------------------------------------
 
 
-def utilisation(options: argparse.Namespace, plan: Plan, report: Report, stack: ExitStack) -> None:
+def utilization(options: argparse.Namespace, plan: Plan, report: Report, stack: ExitStack) -> None:
     """The share of a long-tailed stream's time in which the GPU computes, from the profiler, for several shapes."""
     import torch
     import transformers
@@ -373,7 +374,7 @@ def utilisation(options: argparse.Namespace, plan: Plan, report: Report, stack: 
             rate = count / (time.perf_counter() - began)
             share, kernels = busy_share(pipe, texts)
             report.add(
-                task="utilisation",
+                task="utilization",
                 work="(b) long-tailed",
                 engine=f"headway, {name}",
                 **{"items/s": rate, "busy": f"{share:.1%} ({kernels} kernels)"},
@@ -425,10 +426,10 @@ def main() -> None:
     report, began = Report(), time.time()
     with tempfile.TemporaryDirectory() as scratch:
         if options.quick:
-            os.environ["HEADWAY_CACHE"] = scratch  # a tiny model's budget is of no use to anyone
+            os.environ["HEADWAY_CACHE"] = scratch  # a tiny model's budget must not be cached
         if options.model == "random":
             options.model = random_model(Path(scratch) / "random", plan)
-        for section, run in zip(SECTIONS, (classification, embedding, utilisation)):
+        for section, run in zip(SECTIONS, (classification, embedding, utilization)):
             if not options.only or section in options.only:
                 with ExitStack() as stack:
                     run(options, plan, report, stack)

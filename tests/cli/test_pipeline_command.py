@@ -46,7 +46,7 @@ def expected(model: str) -> list[dict[str, Any]]:
 # once its journal has grown.
 KILLER = """
 import json, os, signal, sys
-import headway.pipelines.opening
+import headway.pipelines.factory
 from headway.cli.main import dispatch
 from headway.pipelines.tasks import classification
 from headway.jobs.journal import Journal
@@ -181,7 +181,12 @@ class TestBadLines:
         said = capsys.readouterr().err
         assert [one["line"] for one in lines(tmp_path / "out.jsonl")] == [2, 3, 4, 8, 9, 10]
         assert [one["result"]["label"] for one in lines(tmp_path / "out.jsonl")] == [e["label"] for e in expected[:6]]
-        for number, why in ((1, "no JSON"), (6, "3 of type int"), (7, "no JSON"), (11, "the limit is 64")):
+        for number, why in (
+            (1, "not valid JSON"),
+            (6, "got 3"),
+            (7, "not valid JSON"),
+            (11, "the limit is 64"),
+        ):
             assert f"line {number}: " in said
             assert why in said.split(f"line {number}: ")[1].splitlines()[0]
         assert "4 of the lines could not be computed and were left out: 1, 6, 7, 11" in said
@@ -191,7 +196,7 @@ class TestBadLines:
     ) -> None:
         source = write_lines(tmp_path / "in.jsonl", [*TEXTS[:5], 7, *TEXTS[5:]])
         assert job(source) == 2
-        assert "line 6: 7 of type int" in capsys.readouterr().err
+        assert "line 6: expected a string" in capsys.readouterr().err
         assert not (tmp_path / "out.jsonl").exists()
         write_lines(source, [*TEXTS[:5], "mended", *TEXTS[5:]])
         assert job(source) == 0
@@ -204,23 +209,23 @@ class TestBadLines:
         assert job(source, "--on-error", "skip") == 0
         assert [one["line"] for one in lines(tmp_path / "out.jsonl")] == [2, 7]
         said = capsys.readouterr().err
-        assert "line 3: 3 fields, and the header has 2" in said
+        assert "line 3: 3 fields, but the header has 2" in said
         assert "line 4: 1 fields" in said
-        assert "line 5: no UTF-8" in said
+        assert "line 5: not valid UTF-8" in said
 
 
 MISTAKES = [
     (("--on-error", "ignore"), "--on-error is 'ignore'; it must be stop or skip"),
     (("--set", "top_k"), "--set is 'top_k'; it must be NAME=VALUE"),
     (("--set", "top_k=1", "--set", "top_k=2"), "--set top_k was given twice"),
-    (("--set", "frob=1"), "'frob' is no option of this task"),
+    (("--set", "frob=1"), "'frob' is not an option of this task"),
     (("--set", "device=cpu"), "--set device is not a task option; use the flag"),
     (("--batch-size", "many"), "batch_size is 'many'"),
     (("--quantize", "int3"), "quantize is 'int3'"),
     (("--device", "tpu"), "there is no TPU backend"),
-    (("--input", "/nowhere.jsonl"), "there is no such file"),
-    (("--input", "in.txt"), "--input is 'in.txt'; it takes a file that ends in .jsonl, .csv, .parquet, or -"),
-    (("--column", "frob"), "line 1: --column frob was given, and this is str"),
+    (("--input", "/nowhere.jsonl"), "does not exist"),
+    (("--input", "in.txt"), "--input is 'in.txt'; it must end in .jsonl, .csv, .parquet, or be -"),
+    (("--column", "frob"), "line 1: --column frob was given, but this is a str"),
 ]
 
 
@@ -300,13 +305,13 @@ class TestGoingOn:
         source = write_lines(tmp_path / "in.jsonl", [*TEXTS[:5], 7])
         assert job(source) == 2
         assert job(source, "--set", "top_k=2") == 2
-        assert "was begun with options {}, and this is {'top_k': 2}" in capsys.readouterr().err
+        assert "was started with options {}, and this is {'top_k': 2}" in capsys.readouterr().err
         write_lines(source, ["other", *TEXTS[1:6]])
         assert job(source) == 2
-        assert "line 1 of the input is not what it was" in capsys.readouterr().err
+        assert "line 1 of the input has changed" in capsys.readouterr().err
         write_lines(source, TEXTS[:3])
         assert job(source) == 2
-        assert "has line 4, which the input has no more" in capsys.readouterr().err
+        assert "has line 4, which the input no longer has" in capsys.readouterr().err
         assert job(source, "--restart") == 0
         assert len(lines(tmp_path / "out.jsonl")) == 3
 
@@ -337,7 +342,7 @@ class TestGoingOn:
         assert len(lines(tmp_path / "out.jsonl")) == 3
         (tmp_path / "out.jsonl.partial").write_text('{"of": "somebody else"}\n')
         assert job(source) == 2
-        assert "is no journal of a pipeline" in capsys.readouterr().err
+        assert "is not the journal of a pipeline" in capsys.readouterr().err
         assert (tmp_path / "out.jsonl.partial").exists()
 
     def test_two_at_once_are_refused(self, tmp_path: Path) -> None:

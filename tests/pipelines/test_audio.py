@@ -18,7 +18,7 @@ import transformers
 
 import headway as hw
 from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel, WrongType
-from headway.pipelines.inputs.audio import load_sound, parse_wav, resample
+from headway.pipelines.inputs.audio import load_audio, parse_wav, resample
 from support import encoders, senses
 from support.senses import RATE, same, tone
 
@@ -180,11 +180,11 @@ def test_speech_options_are_checked() -> None:
         for given, words in [
             ({"chunk_length_s": 3}, "chunk_length_s is 3 and the model's window is 2 s"),
             ({"chunk_length_s": -1}, "chunk_length_s is -1"),
-            ({"stride_length_s": 1}, "there are no pieces; pass chunk_length_s"),
+            ({"stride_length_s": 1}, "chunk_length_s is not set; pass it too"),
             ({"chunk_length_s": 1, "stride_length_s": 0.5}, "must be longer than both strides"),
-            ({"chunk_length_s": 1, "stride_length_s": (0.1, 0.1, 0.1)}, "two of them: left and right"),
+            ({"chunk_length_s": 1, "stride_length_s": (0.1, 0.1, 0.1)}, "or two: left and right"),
             ({"return_timestamps": "char"}, "Whisper takes True, False or 'word'"),
-            ({"language": "fr"}, "knows English only"),
+            ({"language": "fr"}, "is English-only"),
             ({"task": "sing"}, "task is 'sing'"),
             ({"num_return_sequences": 2, "num_beams": 2}, "a recording has one text"),
             ({"max_new_tokens": 64}, "decoder has 64 positions"),
@@ -195,7 +195,7 @@ def test_speech_options_are_checked() -> None:
                 mine(SHORT[0], **given)
     ctc, _ = pair("automatic-speech-recognition", senses.wav2vec2("CTC"), senses.wave_extractor(), senses.letters())
     with ctc:
-        with pytest.raises(InvalidInput, match="models for CTC take 'char', 'word' or None"):
+        with pytest.raises(InvalidInput, match="CTC models take 'char', 'word' or None"):
             ctc(SHORT[0], return_timestamps=True)
         with pytest.raises(InvalidInput, match="too short for this model with strides"):
             ctc(SHORT[0], chunk_length_s=0.001)
@@ -208,7 +208,7 @@ def test_models_without_times_or_speech_are_named() -> None:
     mine, _ = pair("automatic-speech-recognition", model, extractor, words)
     with mine, pytest.raises(Unsupported, match="has no alignment_heads"):
         mine(SHORT[0], return_timestamps="word")
-    with pytest.raises(UnsupportedModel, match="does not recognise speech"):
+    with pytest.raises(UnsupportedModel, match="does not recognize speech"):
         hw.pipeline("asr", senses.classifier("vit"), feature_extractor=extractor, tokenizer=words, device="cpu")
 
 
@@ -363,41 +363,41 @@ def test_every_way_to_give_a_recording(tmp_path: Path) -> None:
 def test_whole_numbers_are_scaled() -> None:
     values = tone(0.1)
     for kind, most in ((np.int16, 2**15), (np.int32, 2**31)):
-        found = load_sound((values.astype(np.float64) * most).astype(kind), RATE)
+        found = load_audio((values.astype(np.float64) * most).astype(kind), RATE)
         np.testing.assert_allclose(found, values, atol=2 / 2**15)
-    assert load_sound(np.array([0, 128, 255], dtype=np.uint8), RATE).tolist() == [-1.0, 0.0, 127 / 128]
+    assert load_audio(np.array([0, 128, 255], dtype=np.uint8), RATE).tolist() == [-1.0, 0.0, 127 / 128]
 
 
 @pytest.mark.parametrize(
     ("item", "words"),
     [
-        (None, "None of type NoneType was given where a recording"),
-        (7, "7 of type int was given"),
-        ("https://example.com/a.wav", "is an address, and pipelines never use the network; fetch the recording"),
+        (None, "expected a recording.*got None"),
+        (7, "got 7 .int."),
+        ("https://example.com/a.wav", "is a URL, and pipelines never use the network; download the recording"),
         ("no/such.wav", "the recording 'no/such.wav' cannot be read: No such file"),
-        (b"", "the 0 bytes is no WAV file; convert it first"),
-        (b"fLaC" + bytes(40), "is FLAC, which is not read here; convert it first"),
-        (b"ID3" + bytes(40), "is MP3, which is not read here"),
+        (b"", "the 0 bytes is not a WAV file; convert it first"),
+        (b"fLaC" + bytes(40), "is FLAC, which is not supported; convert it first"),
+        (b"ID3" + bytes(40), "is MP3, which is not supported"),
         (b"OggS" + bytes(40), "is Ogg"),
         (b"RIFF\x04\0\0\0WAVE", "is a WAV file without a format"),
-        (wav(tone(0.1))[:900], "is cut off: its b'data' has 3200 bytes and 8"),
+        (wav(tone(0.1))[:900], "is truncated: its b'data' has 3200 bytes, and 8"),
         (wav(tone(0.1)).replace(b"fmt \x10\0\0\0\x01\0", b"fmt \x10\0\0\0\x07\0"), "holds µ-law of 16 bits"),
         (wav(tone(0.1)).replace(b"fmt \x10\0\0\0\x01\0\x01", b"fmt \x10\0\0\0\x01\0\0"), "has no channels"),
-        (wav(tone(0.1), rate=7), r"sampling_rate is 7; it must be an integer in \[1000, 768000\]"),
+        (wav(tone(0.1), rate=7), "sampling_rate is 7; it must be in .1000, 768000."),
         (np.zeros(0, dtype=np.float32), "has no samples"),
-        (np.zeros((3, 800), dtype=np.float32), "is read as 3 channels, and at most 2 are taken; transpose it"),
+        (np.zeros((3, 800), dtype=np.float32), "is read as 3 channels, but at most 2 are allowed; transpose it"),
         (np.zeros((800, 2), dtype=np.float32), "is read as 800 channels"),
-        (np.zeros((1, 2, 3), dtype=np.float32), r"an array of shape \[1, 2, 3\] is no recording"),
+        (np.zeros((1, 2, 3), dtype=np.float32), r"an array of shape \[1, 2, 3\] is not a recording"),
         (np.array([0.1, np.nan, 0.2]), "sample 1 of the recording is nan"),
         (np.array([0.1, 0.2, np.inf]), "sample 2 of the recording is inf"),
-        (np.zeros(900, dtype=np.int64), "an array of int64 is no recording"),
-        (np.array(["a"]), "an array of <U1 is no recording"),
-        (np.zeros(30, dtype=np.float32), r"has 30 samples at 16000 a second, and the model needs at least 122"),
-        ({"array": tone(0.1)}, 'a dict has "array" and "sampling_rate"'),
+        (np.zeros(900, dtype=np.int64), "an array of int64 is not a recording"),
+        (np.array(["a"]), "an array of <U1 is not a recording"),
+        (np.zeros(30, dtype=np.float32), r"has 30 samples at 16000 a second, but the model needs at least 122"),
+        ({"array": tone(0.1)}, 'a dict must have "array" and "sampling_rate"'),
         ({"array": tone(0.1), "sampling_rate": 0}, "sampling_rate is 0"),
         ({"array": tone(0.1), "sampling_rate": "fast"}, "sampling_rate is 'fast'"),
-        ({"array": "abc", "sampling_rate": RATE}, "'array' is a str; it takes an array of numbers"),
-        ({"array": tone(0.1), "sampling_rate": RATE, "stride": (1, 1)}, "were given"),
+        ({"array": "abc", "sampling_rate": RATE}, "'array' is a str; it must be an array of numbers"),
+        ({"array": tone(0.1), "sampling_rate": RATE, "stride": (1, 1)}, "not \\["),
     ],
 )
 def test_bad_recordings_are_refused_in_words(item: Any, words: str) -> None:
@@ -417,12 +417,12 @@ def test_damaged_wav_files_raise_nothing_else() -> None:
         for _ in range(int(draw.integers(4))):
             broken[int(draw.integers(min(len(broken), 60)))] = int(draw.integers(256))
         with contextlib.suppress(InvalidInput, WrongType):
-            assert load_sound(bytes(broken), RATE).ndim == 1
+            assert load_audio(bytes(broken), RATE).ndim == 1
 
 
 def test_long_recordings_are_refused_by_their_length() -> None:
-    with pytest.raises(InvalidInput, match=r"lasts 2.0 s and the limit is 1.5 s; cut it, or pass max_seconds"):
-        load_sound(tone(2.0), RATE, max_seconds=1.5)
+    with pytest.raises(InvalidInput, match=r"lasts 2.0 s and the limit is 1.5 s; cut it, or pass a larger max_seconds"):
+        load_audio(tone(2.0), RATE, max_seconds=1.5)
 
 
 # -- resampling --------------------------------------------------------------------------------------------------------
@@ -471,7 +471,7 @@ def test_rates_do_not_change_what_is_heard() -> None:
     high = np.repeat(tone(0.5), 1)
     with mine:
         given = {"array": resample(high, RATE, 48000), "sampling_rate": 48000}
-        back = load_sound(given, RATE)
+        back = load_audio(given, RATE)
         assert len(back) == len(high)
         same(mine(given), mine(back))
         same(mine(wav(given["array"], rate=48000, kind="f32")), mine(back))

@@ -80,7 +80,7 @@ class TestGeneration:
             assert answer["generated_text"][:1] == chat
             assert answer["generated_text"][1]["role"] == "assistant"
             assert answer["generated_text"][1]["content"]
-        assert smollm2.stats().pages_held == 0 or smollm2.run(still_works) > 0  # the caller's engine stays open
+        assert smollm2.stats().pages_held == 0 or smollm2.backend(still_works) > 0  # the caller's engine stays open
 
     def test_draws_are_those_of_their_seed(self, smollm2: hw.Engine) -> None:
         with hw.pipeline("text-generation", smollm2, max_new_tokens=5) as p:
@@ -91,12 +91,12 @@ class TestGeneration:
 
     def test_bad_input(self, smollm2: hw.Engine) -> None:
         with hw.pipeline("text-generation", smollm2) as p:
-            for bad, words in ((None, "a text or a chat"), ("", "empty text"), ([{"role": "x"}], "no message")):
+            for bad, words in ((None, "a text or a chat"), ("", "empty text"), ([{"role": "x"}], "not a message")):
                 with pytest.raises(hw.HeadwayError, match=words):
                     p(bad, max_new_tokens=2)
             with pytest.raises(hw.WrongType, match="item 1:"):
                 p(["One", None], max_new_tokens=2)
-            with pytest.raises(hw.InvalidInput, match="'colour' is no option"):
+            with pytest.raises(hw.InvalidInput, match="'colour' is not an option"):
                 p("One", colour=1)
             kept = p(["One", None], max_new_tokens=2, on_error="return")
             assert isinstance(kept[1], hw.WrongType)

@@ -78,7 +78,7 @@ class TestTexts:
             ({"truncation": "yes"}, "truncation is 'yes'"),
             ({"stride": -1}, "stride is -1"),
             ({"stride": 4, "truncation": True}, "only one of them"),
-            ({"colour": "red"}, "'colour' is no option of this task; it takes"),
+            ({"colour": "red"}, "'colour' is not an option of this task; it takes"),
             ({"on_error": "ignore"}, "on_error is 'ignore'"),
         ],
     )
@@ -100,15 +100,15 @@ class TestTexts:
         ("text-classification", {"text": "a", "other": "b"}, {}, 'keys "text" and "text_pair"'),
         ("text-classification", "a", {"top_k": 0}, "top_k is 0"),
         ("text-classification", "a", {"function_to_apply": "relu"}, "function_to_apply is 'relu'"),
-        ("zero-shot-classification", "a", {}, "no candidate_labels"),
+        ("zero-shot-classification", "a", {}, "candidate_labels is missing"),
         ("zero-shot-classification", "a", {"candidate_labels": []}, "candidate_labels is empty"),
         ("zero-shot-classification", "", {"candidate_labels": "a"}, "empty text"),
         ("zero-shot-classification", "a", {"candidate_labels": "a", "hypothesis_template": "x"}, "needs one {}"),
         ("token-classification", "a", {"aggregation_strategy": "most"}, "aggregation_strategy is 'most'"),
-        ("token-classification", "a", {"ignore_labels": "O"}, "it takes a list"),
+        ("token-classification", "a", {"ignore_labels": "O"}, "it must be a list"),
         ("token-classification", "a", {"stride": 2}, "aggregation_strategy other than none"),
         ("fill-mask", "the film", {}, r"has no \[MASK\]"),
-        ("fill-mask", "the [MASK]", {"targets": ["zebra"]}, "'zebra' is no token"),
+        ("fill-mask", "the [MASK]", {"targets": ["zebra"]}, "'zebra' is not a token"),
         ("fill-mask", "the [MASK]", {"targets": []}, "targets is empty"),
         ("fill-mask", "the [MASK]", {"top_k": 10_000}, "top_k is 10000 and the vocabulary has"),
         ("fill-mask", "the [MASK]", {"stride": 3}, "takes no stride"),
@@ -117,14 +117,14 @@ class TestTexts:
         ("question-answering", {"question": " ", "context": "a"}, {}, "both need text"),
         ("question-answering", {"question": "a", "context": "b"}, {"max_answer_len": 0}, "max_answer_len is 0"),
         ("question-answering", {"question": "a", "context": "b"}, {"truncation": True}, "windows"),
-        ("question-answering", {"question": LONG, "context": "b"}, {}, "leaves too little of 64 tokens"),
-        ("question-answering", {"question": "the " * 40, "context": LONG}, {}, "leaves too little of 64 tokens"),
-        ("rerank", {"query": LONG, "documents": ["b"]}, {"truncation": True}, "leaves too little of 64 tokens"),
+        ("question-answering", {"question": LONG, "context": "b"}, {}, "leaves too few of 64 tokens"),
+        ("question-answering", {"question": "the " * 40, "context": LONG}, {}, "leaves too few of 64 tokens"),
+        ("rerank", {"query": LONG, "documents": ["b"]}, {"truncation": True}, "leaves too few of 64 tokens"),
         ("sentence-embedding", "a", {"pooling": "sum"}, "pooling is 'sum'"),
         ("sentence-embedding", "a", {"dimensions": 33}, "dimensions is 33 and the model's vectors have 32"),
         ("sentence-embedding", "a", {"normalize": "l2"}, "normalize is 'l2'"),
         ("sentence-similarity", {"source_sentence": "a", "sentences": []}, {}, "sentences is empty"),
-        ("sentence-similarity", {"source_sentence": "a", "sentences": "b"}, {}, "takes a list"),
+        ("sentence-similarity", {"source_sentence": "a", "sentences": "b"}, {}, "must be a list"),
         ("rerank", {"query": "a", "documents": ["b", None]}, {}, "None"),
         ("rerank", {"query": "a"}, {}, "query and documents"),
         ("rerank", {"query": "a", "documents": ["b"]}, {"top_n": 0}, "top_n is 0"),
@@ -143,13 +143,13 @@ def test_a_list_of_mixed_types_is_answered_where_it_can_be(tasks: dict[str, hw.P
     found = p(items, on_error="return")
     assert [type(one) for one in found] == [dict, hw.WrongType, hw.WrongType, dict, hw.WrongType, hw.WrongType]
     assert found[0]["score"] == pytest.approx(p("the film")["score"], rel=1e-4)
-    with pytest.raises(hw.WrongType, match="item 1: 3 of type int"):
+    with pytest.raises(hw.WrongType, match=r"item 1: expected a string .*, got 3"):
         p(items)
 
 
 def test_nothing_given(tasks: dict[str, hw.Pipeline]) -> None:
     for p in tasks.values():
-        with pytest.raises(hw.InvalidInput, match="nothing was given"):
+        with pytest.raises(hw.InvalidInput, match="no input"):
             p()
 
 
@@ -165,11 +165,11 @@ def test_models_that_do_not_fit_their_task() -> None:
     ("given", "words"),
     [
         ({"dtype": "int3"}, "dtype 'int3' is not known"),
-        ({"dtype": "autocast:int8"}, "autocast takes"),
+        ({"dtype": "autocast:int8"}, "autocast must be"),
         ({"device": "quantum"}, "'quantum' is not known"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"compile": "yes"}, "compile is 'yes'"),
-        ({"packed": "maybe"}, "packed is 'maybe'"),
+        ({"unpadded": "maybe"}, "unpadded is 'maybe'"),
         ({"backend": "jax"}, "backend is 'jax'"),
         ({"pooling": "sum"}, "pooling is 'sum'"),
     ],

@@ -14,8 +14,8 @@ import torch
 
 import headway as hw
 from headway.pipelines.backends import cuda_graphs as graphs
-from headway.pipelines.backends.unpadded import Ragged
-from headway.pipelines.tasks.classification import TextClassification
+from headway.pipelines.backends.unpadded import VarlenAttention
+from headway.pipelines.tasks.text_classification import TextClassification
 from support import encoders
 
 pytestmark = [
@@ -43,8 +43,8 @@ def test_packed_rows_in_half_precision(family: str, dtype: str) -> None:
     model = encoders.model(family, "classify", num_labels=3)
     words = encoders.tokenizer(family)
     with hw.pipeline("text-classification", model, tokenizer=words, device="cuda", dtype=dtype) as p:
-        assert p.task.loaded.packed is not None
-        assert isinstance(p.task.loaded.packed._attend, Ragged)
+        assert p.task.loaded.unpadded is not None
+        assert isinstance(p.task.loaded.unpadded._attend, VarlenAttention)
         got = p(TEXTS, top_k=None)
     with hw.pipeline("text-classification", model, tokenizer=words, device="cpu") as p:
         want = p(TEXTS, top_k=None)
@@ -79,7 +79,7 @@ def test_captured_passes_give_what_launched_ones_give(task: str, monkeypatch: py
     model, words = encoders.model("bert", head), encoders.tokenizer("bert")
     found: list[list[np.ndarray]] = []
     for most in (graphs.MOST, 0):
-        monkeypatch.setattr(graphs, "MOST", most)
+        monkeypatch.setattr(graphs, "MAX_GRAPHS", most)
         with hw.pipeline(task, model, tokenizer=words, device="cuda") as p:
             results = often_enough(p, **more)
             assert (p.stats()["replays"] > 0) == (most > 0)

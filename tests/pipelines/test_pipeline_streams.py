@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headway as hw
-from headway.pipelines.planning import WASTE, Limits, Slot, Waiting
+from headway.pipelines.row_queue import MAX_PADDING, BatchLimits, RowQueue, WaitingRow
 from headway.pipelines.task import Row
 from headway.pipelines.tasks.embedding import SentenceEmbedding
 from support import encoders
@@ -32,7 +32,7 @@ def embed() -> Iterator[hw.Pipeline]:
 
 @pytest.fixture(scope="module", params=["bert", "deberta"])
 def either(request: pytest.FixtureRequest) -> Iterator[hw.Pipeline]:
-    """One that packs rows and one that pads them."""
+    """One that unpads rows and one that pads them."""
     model = encoders.model(request.param, "base")
     with hw.pipeline("sentence-embedding", model, tokenizer=encoders.tokenizer(request.param), device="cpu") as p:
         yield p
@@ -171,7 +171,7 @@ def test_an_iterator_that_raises_delivers_what_came_before(embed: hw.Pipeline) -
 def test_a_bad_item_in_a_stream_is_named_and_ends_it_or_takes_its_place(embed: hw.Pipeline) -> None:
     items = ["the film", "great", None, "dull"]
     got: list[Any] = []
-    with pytest.raises(hw.WrongType, match=r"item 2: None of type NoneType") as caught:
+    with pytest.raises(hw.WrongType, match=r"item 2: expected a string, got None") as caught:
         got.extend(embed(iter(items)))
     assert len(got) == 2
     assert caught.value.index == 2  # type: ignore[attr-defined]
@@ -234,11 +234,11 @@ class TestPlanning:
     def test_every_row_is_taken_once_within_the_limits(
         self, lengths: list[int], tokens: int, rows: int, padded: bool
     ) -> None:
-        waiting, limits = Waiting(), Limits(tokens, rows, padded)
+        waiting, limits = RowQueue(), BatchLimits(tokens, rows, padded)
         half = len(lengths) // 2
-        slots = [Slot(Row({}, n), None, 0, i) for i, n in enumerate(lengths)]
+        slots = [WaitingRow(Row({}, n), None, 0, i) for i, n in enumerate(lengths)]
         waiting.add(slots[:half])
-        taken: list[Slot] = []
+        taken: list[WaitingRow] = []
         added = False
         while len(waiting) or not added:
             if not added:
@@ -252,15 +252,15 @@ class TestPlanning:
             if len(batch) > 1:
                 cost = longest * len(batch) if padded else total
                 assert cost <= tokens
-                assert not padded or cost - total <= WASTE * cost
+                assert not padded or cost - total <= MAX_PADDING * cost
             taken += batch
         assert sorted(s.serial for s in taken) == list(range(len(lengths)))
 
     def test_one_long_row_does_not_pad_short_ones(self) -> None:
-        waiting = Waiting()
-        waiting.add([Slot(Row({}, n), None, 0, i) for i, n in enumerate([400, *[20] * 63])])
-        assert [s.length for s in waiting.take(Limits(10_000, 64))] == [400]
-        assert [s.length for s in waiting.take(Limits(10_000, 64))] == [20] * 63
+        waiting = RowQueue()
+        waiting.add([WaitingRow(Row({}, n), None, 0, i) for i, n in enumerate([400, *[20] * 63])])
+        assert [s.length for s in waiting.take(BatchLimits(10_000, 64))] == [400]
+        assert [s.length for s in waiting.take(BatchLimits(10_000, 64))] == [20] * 63
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import headway as hw
-from headway.pipelines.backends.forward import Forward, accepted, bring_back, place, to_device
+from headway.pipelines.backends.torch import TorchBackend, accepted, place, to_device, to_host
 from headway.pipelines.inputs.arrays import collate, pad
 from headway.pipelines.registry import task_names
 from support import encoders
@@ -58,9 +58,9 @@ class TestTasks:
         for name in ("text-classification", "sentiment-analysis"):
             with pytest.raises(hw.InvalidInput, match="replace=True"):
                 hw.register_task(name, Lengths)
-        with pytest.raises(hw.WrongType, match=r"no class derived from headway\.Task"):
+        with pytest.raises(hw.WrongType, match=r"not a subclass of headway\.Task"):
             hw.register_task("x", dict)  # type: ignore[arg-type]
-        with pytest.raises(hw.InvalidInput, match="a task's name is ' '"):
+        with pytest.raises(hw.InvalidInput, match="the name of a task is ' '"):
             hw.register_task(" ", Lengths)
 
     def test_an_unknown_task_names_the_nearest(self) -> None:
@@ -143,21 +143,21 @@ class TestForward:
 
         assert {"pixels", "scale"} <= accepted(Odd)
         assert "input_ids" not in accepted(Odd)
-        run = Forward(Odd(), place("cpu", "float32"))
-        assert run.takes("pixels")
-        assert float(run({"pixels": torch.ones(1)}, scale=3.0)) == 3.0
+        backend = TorchBackend(Odd(), place("cpu", "float32"))
+        assert backend.takes("pixels")
+        assert float(backend({"pixels": torch.ones(1)}, scale=3.0)) == 3.0
         with pytest.raises(hw.InvalidInput, match=r"Odd\.forward takes no argument 'zoom'; it takes pixels, scale"):
-            run({"pixels": torch.ones(1)}, zoom=2)
+            backend({"pixels": torch.ones(1)}, zoom=2)
 
     def test_the_pass_is_in_eval_and_inference_mode(self) -> None:
         class Watch(nn.Module):
             def forward(self, x: Any) -> Any:
                 return torch.is_inference_mode_enabled(), self.training, x.dtype, torch.is_autocast_enabled("cpu")
 
-        plain = Forward(Watch(), place("cpu", "float32"))
+        plain = TorchBackend(Watch(), place("cpu", "float32"))
         assert plain({"x": torch.ones(1)}) == (True, False, torch.float32, False)
-        assert Forward(Watch(), place("cpu", "bfloat16"))({"x": torch.ones(1)})[2] == torch.bfloat16
-        assert Forward(Watch(), place("cpu", "autocast"))({"x": torch.ones(1)})[2:] == (torch.float32, True)
+        assert TorchBackend(Watch(), place("cpu", "bfloat16"))({"x": torch.ones(1)})[2] == torch.bfloat16
+        assert TorchBackend(Watch(), place("cpu", "autocast"))({"x": torch.ones(1)})[2:] == (torch.float32, True)
 
     def test_a_module_in_training_is_not_touched(self) -> None:
         model = encoders.model("bert", "classify", num_labels=2).train()
@@ -177,7 +177,7 @@ class TestMoving:
         assert isinstance(moved["c"], tuple)
         assert moved["c"][0]["d"].dtype == torch.bfloat16
         assert moved["c"][1] == 3
-        assert bring_back({"x": (torch.ones(1), [torch.zeros(1)])})["x"][1][0].tolist() == [0.0]
+        assert to_host({"x": (torch.ones(1), [torch.zeros(1)])})["x"][1][0].tolist() == [0.0]
 
     def test_rows_are_padded_on_the_tokenizers_side(self) -> None:
         assert pad([[1, 2], [3]], 9).tolist() == [[1, 2], [3, 9]]
@@ -225,7 +225,7 @@ class TestOutputs:
             out.loss  # noqa: B018
         with pytest.raises(KeyError):
             out["loss"]
-        with pytest.raises(AttributeError, match="does not change"):
+        with pytest.raises(AttributeError, match="immutable"):
             out.label = "bad"
         with pytest.raises(hw.WrongType, match="field 'f' holds a function"):
             hw.ModelOutput(f=lambda: 0)
@@ -241,7 +241,7 @@ class TestOutputs:
         assert hw.ModelOutput(logits=torch.zeros(1)) != out
 
     def test_what_is_no_output_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(hw.InvalidInput, match="no output's JSON"):
+        with pytest.raises(hw.InvalidInput, match="not the JSON of an output"):
             hw.ModelOutput.from_json("[1")
         (tmp_path / "x").write_bytes(b"garbage")
         with pytest.raises(hw.BadModelFile, match="cannot be read"):
@@ -270,7 +270,7 @@ class TestLoading:
         with pytest.raises(hw.BadModelFile, match=r"no weights for classifier\.bias, classifier\.weight.*not trained"):
             hw.pipeline("text-classification", tmp_path, device="cpu")
         (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-        with pytest.raises(hw.BadModelFile, match=r"pytorch_model\.bin, pickles that are never loaded"):
+        with pytest.raises(hw.BadModelFile, match=r"pytorch_model\.bin, pickles, which are never loaded"):
             hw.pipeline("feature-extraction", tmp_path, device="cpu")
 
     def test_a_module_needs_its_tokenizer(self) -> None:

@@ -43,15 +43,15 @@ def of_text(task: str) -> tuple[Any, Any, dict[str, Any]]:
 
 def opened(task: str) -> hw.Pipeline:
     """A small pipeline for a task."""
-    pictures = {
+    images = {
         "image-classification": lambda: (senses.classifier("vit"), senses.square("ViT")),
         "image-feature-extraction": lambda: (senses.classifier("vit").vit, senses.square("ViT")),
         "zero-shot-image-classification": senses.clip,
         "image-to-text": senses.git,
         "visual-question-answering": senses.vilt,
     }
-    if task in pictures:
-        model, processor, *words = pictures[task]()
+    if task in images:
+        model, processor, *words = images[task]()
         given = {"tokenizer": words[0]} if words else {}
         return hw.pipeline(task, model, image_processor=processor, device="cpu", **given)
     if task in ("automatic-speech-recognition", "audio-classification"):
@@ -79,13 +79,13 @@ def items(task: str) -> tuple[list[Any], dict[str, Any]]:
         case "zero-shot-classification":
             return TEXTS, LABELS
         case "zero-shot-image-classification":
-            return senses.pictures(2), LABELS
+            return senses.images(2), LABELS
         case "visual-question-answering":
-            return [{"image": one, "question": "the film"} for one in senses.pictures(2)], {}
+            return [{"image": one, "question": "the film"} for one in senses.images(2)], {}
         case "image-to-text":
-            return senses.pictures(2), {"max_new_tokens": 4}
+            return senses.images(2), {"max_new_tokens": 4}
         case "image-classification" | "image-feature-extraction":
-            return senses.pictures(2), {}
+            return senses.images(2), {}
         case "automatic-speech-recognition" | "audio-classification":
             return [senses.tone(0.7), senses.tone(1.1, seed=1)], {}
     return TEXTS, {}

@@ -1,4 +1,4 @@
-"""Texts from texts: what `model.generate` gives on an item alone, whatever is in the batch, however it is decoded."""
+"""Encoder-decoders: the results of `model.generate` on an item alone, whatever is in its batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import headway as hw
-from headway.pipelines.generation.sampling import GenerationOptions
+from headway.pipelines.generation.options import GenerationOptions
 from headway.pipelines.generation.seq2seq import Seq2SeqPipeline
 from support import encoders, writers
 
@@ -261,22 +261,22 @@ class TestTasks:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"max_new_tokens": 0}, "max_new_tokens is 0; it takes a whole number from 1"),
+    ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be an integer of at least 1"),
     ({"max_new_tokens": True}, "max_new_tokens is True"),
-    ({"max_new_tokens": 5, "max_length": 9}, "max_new_tokens is 5 and max_length is 9; give one"),
+    ({"max_new_tokens": 5, "max_length": 9}, "max_new_tokens is 5 and max_length is 9; pass one"),
     ({"max_new_tokens": 48}, "the model's decoder has 48 positions.*at most 47"),
     ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens is 4 and max_new_tokens is 3"),
-    ({"temperature": 0.5}, "temperature is 0.5 and nothing is drawn; pass do_sample=True"),
-    ({"temperature": 0, "do_sample": True}, "temperature is 0; it takes a number above 0"),
+    ({"temperature": 0.5}, "temperature is 0.5 and do_sample is not set; pass do_sample=True"),
+    ({"temperature": 0, "do_sample": True}, "temperature is 0; it must be a number above 0"),
     ({"top_p": 1.5, "do_sample": True}, "top_p is 1.5"),
-    ({"seed": 1}, "seed is 1 and nothing is drawn"),
-    ({"length_penalty": 2.0}, "length_penalty is 2.0 and there is one beam"),
+    ({"seed": 1}, "seed is 1 and do_sample is not set"),
+    ({"length_penalty": 2.0}, "length_penalty is 2.0 and num_beams is 1"),
     ({"num_return_sequences": 2}, "num_return_sequences is 2 and num_beams is 1; pass num_beams=2 or do_sample=True"),
     ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences is 3 and num_beams is 2"),
     ({"decoder_start_token_id": 1000}, "the token 1000; the model's ids are 0 to"),
     ({"bad_words_ids": [[]]}, "bad_words_ids is"),
     ({"early_stopping": "soon", "num_beams": 2}, "early_stopping is 'soon'"),
-    ({"num_beam": 2}, "'num_beam' is no option of this task; it takes"),
+    ({"num_beam": 2}, "'num_beam' is not an option of this task; it takes"),
     ({"return_dict_in_generate": True}, "call .generate"),
     ({"output_attentions": True}, "call .generate"),
     ({"truncation": True, "stride": 2}, "only one of them"),
@@ -298,21 +298,21 @@ class TestRefusals:
                 mine.forward("film", pixels=2)
             with pytest.raises(hw.InvalidInput, match="takes no argument 'head'"):
                 mine.encode("film", head=2)
-            with pytest.raises(hw.InvalidInput, match="output_scores is kept only with return_dict_in_generate"):
+            with pytest.raises(hw.InvalidInput, match="output_scores needs return_dict_in_generate"):
                 mine.generate("film", output_scores=True)
-            with pytest.raises(hw.InvalidInput, match="nothing was given"):
+            with pytest.raises(hw.InvalidInput, match="no input"):
                 mine.generate()
             with pytest.raises(TypeError, match="encoder_outputs is a str"):
                 mine.generate(encoder_outputs="film")
 
     def test_items_and_models(self) -> None:
         with ours(writers.model("t5"), max_new_tokens=3) as mine:
-            with pytest.raises(TypeError, match="None of type NoneType"):
+            with pytest.raises(TypeError, match="got None"):
                 mine(None)
             found = mine(["film", 3, "the bank"], on_error="return")
             assert [isinstance(one, TypeError) for one in found] == [False, True, False]
             assert mine("")["generated_text"] is not None
-        with pytest.raises(hw.UnsupportedModel, match="does not read before it writes"):
+        with pytest.raises(hw.UnsupportedModel, match="is not an encoder-decoder model"):
             ours(encoders.model("bert", "fill"))
         with pytest.raises(hw.Unsupported, match="compile=True"):
             ours(writers.model("t5"), compile=True)

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import headway as hw
-from headway.pipelines.tasks.answering import AnsweringOptions
+from headway.pipelines.tasks.question_answering import QuestionAnsweringOptions
 from support import encoders
 from support.senses import same
 
@@ -137,7 +137,7 @@ class TestAgainstTransformers:
 
 def spans_by_hand(model: Any, family: str, item: dict[str, str], **more: Any) -> Any:
     """All spans of all windows, scored one by one."""
-    options, words = AnsweringOptions(**more), encoders.tokenizer(family)
+    options, words = QuestionAnsweringOptions(**more), encoders.tokenizer(family)
     window = encoders.LIMIT
     encoded = words(
         item["question"],

@@ -1,4 +1,4 @@
-"""Tasks over pictures give what transformers gives, and every kind of picture is taken or refused in words."""
+"""Tasks over images give what transformers gives, and every kind of image is taken or refused in words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from PIL import Image, PngImagePlugin
 
 import headway as hw
 from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel, WrongType
-from headway.pipelines.inputs.image_recipes import Preparer, recipe_of
+from headway.pipelines.inputs.image_transforms import ImagePreprocessor, transform_of
 from headway.pipelines.inputs.images import MAX_PIXELS, load_image
 from support import senses
 from support.senses import SIDE, same
@@ -45,7 +45,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "convnext": ("ConvNext", {"size": {"shortest_edge": 32}}),
     "convnext at 384": ("ConvNext", {"size": {"shortest_edge": 384}}),
     "vilt": ("Vilt", {"size": {"shortest_edge": 32}, "size_divisor": 8}),
-    "no normalising": ("ViT", {"size": {"height": 16, "width": 16}, "do_normalize": False}),
+    "no normalizing": ("ViT", {"size": {"height": 16, "width": 16}, "do_normalize": False}),
     "no rescaling": ("ViT", {"size": {"height": 16, "width": 16}, "do_rescale": False}),
 }
 
@@ -54,11 +54,11 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_pixels_are_the_processors_to_the_last_bit(name: str) -> None:
     kind, more = PROCESSORS[name]
     processor = senses.processor(kind, **more)
-    preparer = Preparer(processor)
-    assert preparer.recipe is not None, "computed here, not by calling the processor"
-    for picture in senses.pictures(6):
-        want = processor(images=picture, return_tensors="np")
-        found = preparer.prepare(picture)
+    preparer = ImagePreprocessor(processor)
+    assert preparer.transform is not None, "computed here, not by calling the processor"
+    for image in senses.images(6):
+        want = processor(images=image, return_tensors="np")
+        found = preparer.prepare(image)
         assert set(found) == set(want)
         np.testing.assert_array_equal(found["pixel_values"], want["pixel_values"][0])
         assert found["pixel_values"].dtype == np.float32
@@ -67,9 +67,9 @@ def test_pixels_are_the_processors_to_the_last_bit(name: str) -> None:
 @pytest.mark.parametrize("kind", ["EfficientNet", "Beit", "Siglip2", "Levit"])
 def test_processors_that_do_more_are_called(kind: str) -> None:
     processor = senses.processor(kind)
-    assert recipe_of(processor) is None
-    picture = senses.pictures(1)[0]
-    found, want = Preparer(processor).prepare(picture), processor(images=picture, return_tensors="np")
+    assert transform_of(processor) is None
+    image = senses.images(1)[0]
+    found, want = ImagePreprocessor(processor).prepare(image), processor(images=image, return_tensors="np")
     for name in want:
         np.testing.assert_array_equal(found[name], want[name][0])
 
@@ -83,13 +83,13 @@ def test_image_classification(family: str) -> None:
     processor = senses.processor("ConvNext", size={"shortest_edge": SIDE})
     if family in ("vit", "deit", "dinov2"):
         processor = senses.square("ViT")
-    pictures = senses.pictures(9)
+    images = senses.images(9)
     with hw.pipeline("image-classification", model, image_processor=processor, device="cpu") as mine:
         peer = transformers.pipeline("image-classification", model=model, image_processor=processor, device="cpu")
-        same(mine(pictures), peer(pictures))
-        same(mine(pictures[0], top_k=2), peer(pictures[0], top_k=2))
-        same(mine(pictures[0], function_to_apply="sigmoid"), peer(pictures[0], function_to_apply="sigmoid"))
-        assert len(mine(pictures[0], top_k=None)) == 7
+        same(mine(images), peer(images))
+        same(mine(images[0], top_k=2), peer(images[0], top_k=2))
+        same(mine(images[0], function_to_apply="sigmoid"), peer(images[0], function_to_apply="sigmoid"))
+        assert len(mine(images[0], top_k=None)) == 7
 
 
 def test_heads_of_other_kinds() -> None:
@@ -97,37 +97,37 @@ def test_heads_of_other_kinds() -> None:
         model, processor = senses.classifier("vit", **more), senses.square("ViT")
         with hw.pipeline("image-classification", model, image_processor=processor, device="cpu") as mine:
             peer = transformers.pipeline("image-classification", model=model, image_processor=processor, device="cpu")
-            same(mine(senses.pictures(3)), peer(senses.pictures(3)))
+            same(mine(senses.images(3)), peer(senses.images(3)))
 
 
 @pytest.mark.parametrize("family", ["ViT", "Dinov2", "CLIPVision"])
 def test_image_feature_extraction(family: str) -> None:
     config = getattr(transformers, f"{family}Config")(**senses.VISION)
     model = senses.enliven(getattr(transformers, f"{family}Model")(config))
-    processor, pictures = senses.square("ViT"), senses.pictures(4)
+    processor, images = senses.square("ViT"), senses.images(4)
     with hw.pipeline("image-feature-extraction", model, image_processor=processor, device="cpu") as mine:
         peer = transformers.pipeline("image-feature-extraction", model=model, image_processor=processor, device="cpu")
-        np.testing.assert_allclose(mine(pictures), peer(pictures), rtol=2e-4, atol=2e-5)
-        pooled = mine(pictures[0], pool=True, return_tensors=True)
-        torch.testing.assert_close(pooled, torch.tensor(peer(pictures[0], pool=True)), rtol=2e-4, atol=2e-5)
-        states = torch.tensor(mine(pictures[0]))[0]
-        torch.testing.assert_close(torch.tensor(mine(pictures[0], pool="cls"))[0], states[0])
-        torch.testing.assert_close(torch.tensor(mine(pictures[0], pool="mean"))[0], states.mean(0))
-        length = torch.tensor(mine(pictures[0], pool="mean", normalize=True)).norm()
+        np.testing.assert_allclose(mine(images), peer(images), rtol=2e-4, atol=2e-5)
+        pooled = mine(images[0], pool=True, return_tensors=True)
+        torch.testing.assert_close(pooled, torch.tensor(peer(images[0], pool=True)), rtol=2e-4, atol=2e-5)
+        states = torch.tensor(mine(images[0]))[0]
+        torch.testing.assert_close(torch.tensor(mine(images[0], pool="cls"))[0], states[0])
+        torch.testing.assert_close(torch.tensor(mine(images[0], pool="mean"))[0], states.mean(0))
+        length = torch.tensor(mine(images[0], pool="mean", normalize=True)).norm()
         assert float(length) == pytest.approx(1, abs=1e-5)
 
 
 def test_image_embeds_of_two_towers() -> None:
     model, processor, _ = senses.clip()
-    picture = senses.pictures(1)[0]
+    image = senses.images(1)[0]
     with hw.pipeline("image-feature-extraction", model, image_processor=processor, device="cpu") as mine:
-        pixels = processor(images=picture, return_tensors="pt").pixel_values
+        pixels = processor(images=image, return_tensors="pt").pixel_values
         with torch.no_grad():
             want = model.get_image_features(pixels)
             states = model.vision_model(pixels).last_hidden_state
         want = want if isinstance(want, torch.Tensor) else want.pooler_output
-        np.testing.assert_allclose(mine(picture, pool=True), want.numpy(), rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(mine(picture), states.numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(mine(image, pool=True), want.numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(mine(image), states.numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_pooler_that_was_made_up_is_not_used(tmp_path: Path) -> None:
@@ -135,19 +135,19 @@ def test_a_pooler_that_was_made_up_is_not_used(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     senses.square("ViT").save_pretrained(tmp_path)
     with hw.pipeline("image-feature-extraction", str(tmp_path), device="cpu") as mine:
-        picture = senses.pictures(1)[0]
+        image = senses.images(1)[0]
         with pytest.raises(UnsupportedModel, match="no trained pooler"):
-            mine(picture, pool=True)
-        assert np.asarray(mine(picture, pool="cls")).shape == (1, 32)
+            mine(image, pool=True)
+        assert np.asarray(mine(image, pool="cls")).shape == (1, 32)
 
 
 def test_a_folder_is_enough(tmp_path: Path) -> None:
     model, processor = senses.classifier("vit"), senses.square("ViT")
     model.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
-    picture = senses.pictures(1)[0]
+    image = senses.images(1)[0]
     with vit() as one, hw.pipeline("image-classification", str(tmp_path), device="cpu") as other:
-        same(other(picture), one(picture))
+        same(other(image), one(image))
 
 
 # -- together ----------------------------------------------------------------------------------------------------------
@@ -155,59 +155,59 @@ def test_a_folder_is_enough(tmp_path: Path) -> None:
 
 def test_results_do_not_depend_on_batch_mates() -> None:
     model = senses.classifier("vit")
-    processor = senses.processor("ViT", do_resize=False)  # pictures keep their sizes: several shapes in one batch
+    processor = senses.processor("ViT", do_resize=False)  # images keep their sizes: several shapes in one batch
     model.config.image_size = SIDE
     draw = np.random.default_rng(1)
-    pictures = [draw.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8) for _ in range(40)]
+    images = [draw.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8) for _ in range(40)]
     with hw.pipeline("image-classification", model, image_processor=processor, device="cpu") as mine:
-        together = mine(pictures)
-        for picture, found in zip(pictures, together):
-            same(found, mine(picture))
+        together = mine(images)
+        for image, found in zip(images, together):
+            same(found, mine(image))
         assert mine.stats()["batches"] < 60
 
 
 def test_pictures_of_different_sizes_in_one_batch() -> None:
     model = senses.classifier("resnet")  # takes any size
     processor = senses.processor("ViT", do_resize=False)
-    pictures = senses.pictures(12) + senses.pictures(12)
+    images = senses.images(12) + senses.images(12)
     with hw.pipeline("image-classification", model, image_processor=processor, device="cpu") as mine:
-        for picture, found in zip(pictures, mine(pictures)):
+        for image, found in zip(images, mine(images)):
             with torch.no_grad():
-                logits = model(processor(images=picture, return_tensors="pt").pixel_values).logits[0]
+                logits = model(processor(images=image, return_tensors="pt").pixel_values).logits[0]
             want = logits.softmax(-1).sort(descending=True).values[:5].tolist()
             assert [one["score"] for one in found] == pytest.approx(want, rel=1e-4)
 
 
 def test_streams_and_many_tasks() -> None:
-    pictures = senses.pictures(70)
+    images = senses.images(70)
     with vit() as mine:
-        want = mine(pictures)
-        for found, one in zip(mine(picture for picture in pictures), want):
+        want = mine(images)
+        for found, one in zip(mine(image for image in images), want):
             same(found, one)
 
         async def ask() -> list[Any]:
-            return list(await asyncio.gather(*(mine.submit(picture) for picture in pictures)))
+            return list(await asyncio.gather(*(mine.submit(image) for image in images)))
 
         for found, one in zip(asyncio.run(ask()), want):
             same(found, one)
 
 
 def test_one_file_passed_many_times_is_read_by_one_thread(tmp_path: Path) -> None:
-    picture = senses.pictures(1)[0].resize((400, 300))
-    picture.save(tmp_path / "picture.png")
-    with vit() as mine, Image.open(tmp_path / "picture.png") as opened:
-        want = mine(picture)
+    image = senses.images(1)[0].resize((400, 300))
+    image.save(tmp_path / "image.png")
+    with vit() as mine, Image.open(tmp_path / "image.png") as opened:
+        want = mine(image)
         for found in mine([opened] * 64):
             same(found, want)
 
 
 def test_forward_by_hand() -> None:
     with vit() as mine:
-        picture = senses.pictures(1)[0]
-        output = mine.forward(picture, output_hidden_states=True, labels=[3])
+        image = senses.images(1)[0]
+        output = mine.forward(image, output_hidden_states=True, labels=[3])
         assert output.loss > 0
         assert len(output.hidden_states) == 3
-        same(mine.postprocess(picture, output), mine(picture))
+        same(mine.postprocess(image, output), mine(image))
 
 
 def test_int8_says_what_it_changed() -> None:
@@ -216,20 +216,20 @@ def test_int8_says_what_it_changed() -> None:
         "image-classification", model, image_processor=senses.square("ViT"), device="cpu", quantize="int8"
     ) as mine:
         assert mine.quantization.cosine > 0.9
-        assert mine(senses.pictures(1)[0])
+        assert mine(senses.images(1)[0])
 
 
 # -- what may be given -------------------------------------------------------------------------------------------------
 
 
 def test_every_way_to_give_a_picture(tmp_path: Path) -> None:
-    picture = senses.pictures(1)[0]
-    path = tmp_path / "picture.png"
-    path.write_bytes(senses.saved(picture))
-    array = np.asarray(picture)
+    image = senses.images(1)[0]
+    path = tmp_path / "image.png"
+    path.write_bytes(senses.saved(image))
+    array = np.asarray(image)
     text = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
     given = [
-        picture,
+        image,
         array,
         np.moveaxis(array, -1, 0),
         torch.from_numpy(array.copy()),
@@ -241,12 +241,12 @@ def test_every_way_to_give_a_picture(tmp_path: Path) -> None:
         path.read_bytes(),
         bytearray(path.read_bytes()),
         text,
-        {"image": picture},
+        {"image": image},
         {"bytes": path.read_bytes(), "path": None},
         {"bytes": None, "path": str(path)},
     ]
     with vit() as mine:
-        want = mine(picture)
+        want = mine(image)
         for one in mine(given):
             same(one, want)
         for one in given:
@@ -255,15 +255,15 @@ def test_every_way_to_give_a_picture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["RGBA", "L", "LA", "P", "1", "CMYK", "YCbCr", "HSV", "PA"])
 def test_modes_are_converted_as_transformers_does(mode: str) -> None:
-    picture = senses.pictures(1)[0]
-    other = picture.convert("P").convert("PA") if mode == "PA" else picture.convert(mode)
+    image = senses.images(1)[0]
+    other = image.convert("P").convert("PA") if mode == "PA" else image.convert(mode)
     found = load_image(other)
     assert found.mode == "RGB"
     np.testing.assert_array_equal(np.asarray(found), np.asarray(other.convert("RGB")))
 
 
 def test_transparent_palettes_do_not_warn(recwarn: pytest.WarningsRecorder) -> None:
-    file = senses.saved(senses.pictures(1)[0].convert("P"), transparency=bytes(range(256)))
+    file = senses.saved(senses.images(1)[0].convert("P"), transparency=bytes(range(256)))
     assert load_image(file).mode == "RGB"
     assert not recwarn.list
 
@@ -277,54 +277,54 @@ def test_sixteen_bits_are_scaled() -> None:
 
 
 def test_numbers_without_a_white_are_refused() -> None:
-    for picture in (Image.fromarray(np.full((4, 4), 70000, dtype=np.int32)), Image.new("F", (4, 4), 0.5)):
-        with pytest.raises(InvalidInput, match="only its maker knows what is white"):
-            load_image(picture)
+    for image in (Image.fromarray(np.full((4, 4), 70000, dtype=np.int32)), Image.new("F", (4, 4), 0.5)):
+        with pytest.raises(InvalidInput, match="its white level is unknown"):
+            load_image(image)
     assert load_image(Image.fromarray(np.full((4, 4), 200, dtype=np.int32))).getpixel((0, 0)) == (200, 200, 200)
 
 
 def test_pictures_are_turned_upright() -> None:
-    picture = senses.pictures(1)[0]
+    image = senses.images(1)[0]
     exif = Image.Exif()
     exif[0x0112] = 6
-    turned = load_image(senses.saved(picture, "PNG", exif=exif))
-    np.testing.assert_array_equal(np.asarray(turned), np.asarray(picture.transpose(Image.Transpose.ROTATE_270)))
+    turned = load_image(senses.saved(image, "PNG", exif=exif))
+    np.testing.assert_array_equal(np.asarray(turned), np.asarray(image.transpose(Image.Transpose.ROTATE_270)))
 
 
 def test_models_of_one_channel() -> None:
     model = senses.classifier("vit", num_channels=1)
     processor = senses.square("ViT", image_mean=[0.5], image_std=[0.5])
     with hw.pipeline("image-classification", model, image_processor=processor, device="cpu") as mine:
-        picture = senses.pictures(1)[0]
-        same(mine(picture), mine(picture.convert("L")))
+        image = senses.images(1)[0]
+        same(mine(image), mine(image.convert("L")))
 
 
 @pytest.mark.parametrize(
     ("item", "words"),
     [
-        (None, "None of type NoneType was given where a picture"),
-        (3.5, "3.5 of type float was given"),
-        ("https://example.com/cat.png", "is an address, and pipelines never use the network; fetch the image first"),
-        ("file:///tmp/cat.png", "is an address"),
+        (None, "expected an image.*got None"),
+        (3.5, "got 3.5 .float."),
+        ("https://example.com/cat.png", "is a URL, and pipelines never use the network; download the image first"),
+        ("file:///tmp/cat.png", "is a URL"),
         ("no/such/file.png", "the image 'no/such/file.png' cannot be read: No such file"),
-        ("data:image/png,abc", "is no data:image/...;base64, text"),
-        ("data:image/png;base64,####", "is no base64"),
-        ("/dev/zero", "the image '/dev/zero' is no file"),
-        ("/", "the image '/' is no file"),
-        (b"", "the 0 bytes has nothing in it"),
-        (b"not an image at all", "the 19 bytes is no image of a known kind"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no image of a known kind"),
-        (np.zeros((0, 4, 3), dtype=np.uint8), "is 4×0 pixels; it needs at least one"),
-        (np.zeros((2, 3, 4, 3), dtype=np.uint8), "pass several pictures as a list"),
-        (np.zeros((5, 5, 2), dtype=np.uint8), r"an array of shape \[5, 5, 2\] is no picture"),
-        (np.full((4, 4), np.nan), "holds nan to nan; a picture's values lie in 0 to 1.0"),
-        (np.full((4, 4), 7.0), "holds 7.0 to 7.0; a picture's values lie in 0 to 1.0"),
-        (np.full((4, 4), -1), "holds -1 to -1; a picture's values lie in 0 to 255"),
-        (np.full((4, 4), "x"), "an array of <U1 is no picture"),
+        ("data:image/png,abc", "is not a data:image/...;base64, URL"),
+        ("data:image/png;base64,####", "is not valid base64"),
+        ("/dev/zero", "the image '/dev/zero' is not a file"),
+        ("/", "the image '/' is not a file"),
+        (b"", "the 0 bytes is empty"),
+        (b"not an image at all", "the 19 bytes is not an image of a known format"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not an image of a known format"),
+        (np.zeros((0, 4, 3), dtype=np.uint8), "is 4×0 pixels; it must have at least"),
+        (np.zeros((2, 3, 4, 3), dtype=np.uint8), "pass several images as a list"),
+        (np.zeros((5, 5, 2), dtype=np.uint8), r"an array of shape \[5, 5, 2\] is not an image"),
+        (np.full((4, 4), np.nan), "holds nan to nan; an image's values must be in .0, 1.0"),
+        (np.full((4, 4), 7.0), "holds 7.0 to 7.0; an image's values must be in .0, 1.0"),
+        (np.full((4, 4), -1), "holds -1 to -1; an image's values must be in .0, 255"),
+        (np.full((4, 4), "x"), "an array of <U1 is not an image"),
         (Image.new("RGB", (0, 5)), "is 0×5 pixels"),
-        ({}, 'a dict has the key "image"'),
-        ({"picture": 1}, r'a dict has the key "image", or "bytes" and "path"; \[\'picture\'\] were given'),
-        ({"bytes": None, "path": None}, "None of type NoneType"),
+        ({}, 'a dict must have the key "image"'),
+        ({"photo": 1}, r"a dict must have the key .image., or .bytes. and .path., not \[.photo.\]"),
+        ({"bytes": None, "path": None}, "got None"),
     ],
 )
 def test_bad_pictures_are_refused_in_words(item: Any, words: str) -> None:
@@ -332,19 +332,19 @@ def test_bad_pictures_are_refused_in_words(item: Any, words: str) -> None:
         with pytest.raises((InvalidInput, WrongType), match=words):
             mine(item)
         with pytest.raises((InvalidInput, WrongType), match=f"item 1: .*{words}"):
-            mine([senses.pictures(1)[0], item])
+            mine([senses.images(1)[0], item])
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_damaged_files_are_refused(kind: str) -> None:
-    whole = senses.saved(senses.pictures(1)[0].resize((200, 200)), kind)
+    whole = senses.saved(senses.images(1)[0].resize((200, 200)), kind)
     assert load_image(whole).size == (200, 200)
     draw = np.random.default_rng(0)
     for _ in range(30):
         end = int(draw.integers(1, len(whole) * 3 // 4))
-        with pytest.raises(InvalidInput, match=r"bytes (is no image|cannot be)"):
+        with pytest.raises(InvalidInput, match=r"bytes (is not an image|cannot be)"):
             load_image(whole[:end])
-    for _ in range(100):  # a changed byte may still be a picture, but nothing else may happen
+    for _ in range(100):  # a changed byte may still be an image, but nothing else may happen
         broken = bytearray(whole)
         broken[int(draw.integers(len(whole)))] = int(draw.integers(256))
         with contextlib.suppress(InvalidInput):
@@ -365,10 +365,10 @@ def bomb(width: int, height: int) -> bytes:
 def test_huge_pictures_are_refused_before_they_are_decoded() -> None:
     with pytest.raises(InvalidInput, match=f"10000×10000 = 100000000 pixels and the limit is {MAX_PIXELS}"):
         load_image(bomb(10_000, 10_000))
-    with pytest.raises(InvalidInput, match="make the picture smaller first"):
+    with pytest.raises(InvalidInput, match="make the image smaller first"):
         load_image(bomb(100_000, 100_000))
     with vit() as mine:
-        with pytest.raises(InvalidInput, match=r"max_pixels=\.\.\. if it is meant"):
+        with pytest.raises(InvalidInput, match=r"pass a larger max_pixels"):
             mine(np.zeros((40, 50, 3), dtype=np.uint8), max_pixels=1999)
         assert mine(np.zeros((40, 50, 3), dtype=np.uint8), max_pixels=2000)
         with pytest.raises(InvalidInput, match="max_pixels is 0"):
@@ -376,7 +376,7 @@ def test_huge_pictures_are_refused_before_they_are_decoded() -> None:
 
 
 def test_a_thin_picture_does_not_grow_without_limit() -> None:
-    preparer = Preparer(senses.processor("CLIP"))
+    preparer = ImagePreprocessor(senses.processor("CLIP"))
     with pytest.raises(InvalidInput, match="of 1×1000000, resized for the model, has 224×224000000"):
         preparer.prepare(np.zeros((1_000_000, 1, 3), dtype=np.uint8))
 
@@ -385,7 +385,7 @@ def test_texts_in_a_file_cannot_fill_memory() -> None:
     note = PngImagePlugin.PngInfo()
     note.add_text("x", "a" * 80_000_000, zip=True)
     with pytest.raises(InvalidInput, match="cannot be opened as an image"):
-        load_image(senses.saved(senses.pictures(1)[0], pnginfo=note))
+        load_image(senses.saved(senses.images(1)[0], pnginfo=note))
 
 
 def test_options_are_checked() -> None:
@@ -394,21 +394,21 @@ def test_options_are_checked() -> None:
             ({"top_k": 0}, "top_k is 0"),
             ({"function_to_apply": "max"}, "function_to_apply is 'max'"),
             ({"max_pixels": True}, "max_pixels is True"),
-            ({"timeout": 3}, "'timeout' is no option of this task"),
+            ({"timeout": 3}, "'timeout' is not an option of this task"),
         ]:
             with pytest.raises((InvalidInput, hw.WrongType), match=words):
-                mine(senses.pictures(1)[0], **given)
+                mine(senses.images(1)[0], **given)
     model = senses.enliven(transformers.ViTModel(transformers.ViTConfig(**senses.VISION)))
     with hw.pipeline("image-feature-extraction", model, image_processor=senses.square("ViT"), device="cpu") as mine:
         for given, words in [({"pool": "max"}, "pool is 'max'"), ({"normalize": True}, "normalize=True is for pooled")]:
             with pytest.raises(InvalidInput, match=words):
-                mine(senses.pictures(1)[0], **given)
+                mine(senses.images(1)[0], **given)
 
 
 def test_what_a_processor_refuses_is_said() -> None:
-    preparer = Preparer(senses.processor("Levit", size={"height": 4, "width": 4}))
+    preparer = ImagePreprocessor(senses.processor("Levit", size={"height": 4, "width": 4}))
     preparer.processor.image_mean = "red"
-    with pytest.raises(InvalidInput, match="takes no picture of 5×4"):
+    with pytest.raises(InvalidInput, match="rejects an image of 5×4"):
         preparer.prepare(np.zeros((4, 5, 3), dtype=np.uint8))
 
 

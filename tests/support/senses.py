@@ -1,4 +1,4 @@
-"""Small random models that see and hear, with their processors, and pictures and recordings for them."""
+"""Small random models that see and hear, with their processors, and images and recordings for them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TEXT: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attentio
 VISION: dict[str, Any] = {**TEXT, "image_size": SIDE, "patch_size": 8}
 
 
-def pictures(count: int, *, seed: int = 0) -> list[Image.Image]:
-    """Smooth pictures of different sizes."""
+def images(count: int, *, seed: int = 0) -> list[Image.Image]:
+    """Smooth images of different sizes."""
     draw = np.random.default_rng(seed)
     found = []
     for _ in range(count):
@@ -78,7 +78,7 @@ def enliven(model: Any, *, scale: float = 0.3, seed: int = 0) -> Any:
 
 
 def processor(kind: str, **more: Any) -> Any:
-    """An image processor of transformers that needs no torchvision, for pictures of SIDE pixels."""
+    """An image processor of transformers that needs no torchvision, for images of SIDE pixels."""
     found = getattr(transformers, f"{kind}ImageProcessorPil", None) or getattr(transformers, f"{kind}ImageProcessor")
     return found(**more)
 
@@ -87,7 +87,7 @@ def square(kind: str, **more: Any) -> Any:
     return processor(kind, size={"height": SIDE, "width": SIDE}, **more)
 
 
-# -- pictures ----------------------------------------------------------------------------------------------------------
+# -- images ----------------------------------------------------------------------------------------------------------
 
 
 def classifier(family: str, **more: Any) -> Any:
@@ -163,7 +163,7 @@ def vision_encoder_decoder() -> tuple[Any, Any, Any]:
 
 @cache
 def git() -> tuple[Any, Any, Any]:
-    """GIT, a decoder that reads a picture ahead of its text."""
+    """GIT, a decoder that reads an image ahead of its text."""
     words = encoders.tokenizer("bert")
     shape = {**TEXT, "vocab_size": len(words), "max_position_embeddings": 64}
     config = transformers.GitConfig(vision_config=VISION, **shape, pad_token_id=0, bos_token_id=2, eos_token_id=3)

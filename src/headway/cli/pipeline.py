@@ -132,7 +132,7 @@ def pipeline(
         try:
             _run(lambda: _open(task, model, arguments, options), job, journal)
         except KeyboardInterrupt:
-            if journal.begun:
+            if journal.started:
                 note(f"stopped; the same command resumes from {journal.path}")
             raise
         journal.finish()

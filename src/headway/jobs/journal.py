@@ -1,10 +1,9 @@
-"""What a job has done so far, on disk, so that the same command goes on where it was stopped, however it was stopped.
+"""The progress of a job on disk, so that the same command resumes where it stopped, however it stopped.
 
-The journal stands beside the output as `NAME.partial`: a line that says which job it belongs to, then one JSON line
-for each record, in order. Lines are only added; one that was cut in the middle is cut off when the job goes on. The
-output itself appears whole, in one rename, when every record is done. A record that is in the journal is never computed
-again, and one that is not is computed: nothing is repeated and nothing is lost. A job that ends before its first record
-is done leaves no journal, and so binds nobody to its mistake.
+The journal is `NAME.partial` next to the output: a line that identifies the job, then one JSON line for each record, in
+order. Lines are only appended; an incomplete last line is removed on resume. The output itself appears complete, in one
+rename, when every record is done. A record in the journal is never computed again. A job that ends before its first
+record is done leaves no journal.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from typing import Any, BinaryIO, Self
 from headway.base.errors import InvalidInput
 from headway.jobs.records import Record, kind_of, pyarrow_parquet
 
-SYNC_SECONDS = 2.0  # between two times that the disk is waited for
+SYNC_SECONDS = 2.0  # between two fsyncs
 BATCH = 1024  # rows written to a parquet file together
 
 
 class Journal:
-    """The records of a job that are done. `with Journal(output, job) as journal:`"""
+    """The finished records of a job. `with Journal(output, job) as journal:`"""
 
     def __init__(self, output: Path, job: dict[str, Any], *, restart: bool = False) -> None:
         self.output, self._job, self._restart = output, json.loads(json.dumps(job)), restart
         self.path = output.with_name(output.name + ".partial")
         self._done: Iterator[dict[str, Any]] = iter(())
-        self.before = 0  # records that were done when it was opened
+        self.before = 0  # records that were done when the journal was opened
         self._synced = time.monotonic()
         self._added = False
         self.failed: list[int] = []
@@ -53,46 +52,46 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self.begun:
+        if not self.started:
             self.path.unlink(missing_ok=True)
-        self._file.close()  # what is buffered goes out, and the lock is given back
+        self._file.close()  # flushes the buffer and releases the lock
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """Whether any record is done."""
         return self.before > 0 or self._added
 
-    # -- going on ------------------------------------------------------------------------------------------------------
+    # -- records -------------------------------------------------------------------------------------------------------
 
     def has(self, record: Record) -> bool:
-        """Whether a record is done; records come in order. One that has changed since is refused."""
+        """Whether a record is done; records come in order. A record that has changed is an error."""
         known = next(self._done, None)
         if known is None:
             return False
         if (known["line"], known["crc"]) != (record.line, record.crc):
             raise InvalidInput(
-                f"line {record.line} of the input is not what it was when {self.path} was begun; put the input back, "
-                "or begin anew with --restart"
+                f"line {record.line} of the input has changed since {self.path} was started; restore it, "
+                "or start over with --restart"
             )
         return True
 
     def check_complete(self) -> None:
-        """Refuse an input that is shorter than what was done of it."""
+        """Raise InvalidInput if the input is shorter than the journal."""
         known = next(self._done, None)
         if known is not None:
             raise InvalidInput(
-                f"{self.path} has line {known['line']}, which the input has no more; put the input back, or begin anew "
+                f"{self.path} has line {known['line']}, which the input no longer has; restore it, or start over "
                 "with --restart"
             )
 
     def add(self, record: Record, result: Any, item: Any = None) -> None:
-        """One more record is done."""
+        """Append a finished record."""
         more = {} if item is None else {"input": item}
         self._write({"line": record.line, "crc": record.crc, **more, "result": result})
         self._added = True
 
     def add_failure(self, record: Record, error: str) -> None:
-        """One more record cannot be done."""
+        """Append a record that failed."""
         self.failed.append(record.line)
         self._write({"line": record.line, "crc": record.crc, "error": error})
         self._added = True
@@ -117,43 +116,45 @@ class Journal:
         return file
 
     def _read(self) -> int:
-        """Take up what is there; where the last whole line ends."""
+        """Read the existing journal; the end of its last complete line."""
         self._file.seek(0)
-        end, theirs = 0, dict[str, Any]()
+        end, previous = 0, dict[str, Any]()
         for raw in self._file:
-            found = _parsed(raw)
-            if found is None:
+            entry = _parsed(raw)
+            if entry is None:
                 break
             if end == 0:
-                theirs = self._job_of(found)
+                previous = self._job_of(entry)
             else:
                 self.before += 1
-                if "error" in found:
-                    self.failed.append(found["line"])
+                if "error" in entry:
+                    self.failed.append(entry["line"])
             end += len(raw)
         if self.before == 0:
-            return 0  # nothing was done yet: whatever that job was, this one begins
-        self._check_job(theirs)
+            return 0  # no record was done: start over, whatever that job was
+        self._check_job(previous)
         return end
 
     def _job_of(self, first: dict[str, Any]) -> dict[str, Any]:
         job = first.get("job")
         if not isinstance(job, dict):
-            raise InvalidInput(f"{self.path} is no journal of a pipeline; move it away, or begin anew with --restart")
+            raise InvalidInput(
+                f"{self.path} is not the journal of a pipeline; move it away, or start over with --restart"
+            )
         return job
 
-    def _check_job(self, theirs: dict[str, Any]) -> None:
-        for name, mine in self._job.items():
-            if theirs.get(name) != mine:
+    def _check_job(self, previous: dict[str, Any]) -> None:
+        for name, value in self._job.items():
+            if previous.get(name) != value:
                 raise InvalidInput(
-                    f"{self.path} was begun with {name} {theirs.get(name)!r}, and this is {mine!r}; ask for the same, "
-                    "choose another --output, or begin anew with --restart"
+                    f"{self.path} was started with {name} {previous.get(name)!r}, and this is {value!r}; use the same, "
+                    "choose another --output, or start over with --restart"
                 )
 
-    # -- the end -------------------------------------------------------------------------------------------------------
+    # -- output --------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Write the output, put it in its place at once, and remove the journal."""
+        """Write the output, rename it into place, and remove the journal."""
         self._file.flush()
         unfinished = self.output.with_name(f".{self.output.name}.{os.getpid()}")
         try:
@@ -165,13 +166,13 @@ class Journal:
         self.path.unlink()
 
     def _results(self) -> Iterator[dict[str, Any]]:
-        for found in self._entries():
-            if "error" not in found:
-                del found["crc"]
-                yield found
+        for entry in self._entries():
+            if "error" not in entry:
+                del entry["crc"]
+                yield entry
 
     def _entries(self, count: int | None = None) -> Iterator[dict[str, Any]]:
-        """What the journal has, the first `count` of it."""
+        """The first `count` entries of the journal, or all."""
         with self.path.open("rb") as file:
             next(file)  # the job
             for raw in islice(file, count):
@@ -179,19 +180,19 @@ class Journal:
 
 
 def dumped(value: Any) -> bytes:
-    """JSON on one line."""
+    """`value` as one line of JSON."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(", ", ": ")).encode()
 
 
 def _parsed(raw: bytes) -> dict[str, Any] | None:
-    """A line of the journal; None if it was cut."""
+    """A line of the journal; None if it is incomplete."""
     if not raw.endswith(b"\n"):
         return None
     try:
-        found = json.loads(raw)
+        entry = json.loads(raw)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return entry if isinstance(entry, dict) else None
 
 
 def _sync(path: Path) -> None:
@@ -199,11 +200,11 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-# -- kinds of output ---------------------------------------------------------------------------------------------------
+# -- output formats ----------------------------------------------------------------------------------------------------
 
 
 def write_output(path: Path, kind: str, rows: Any) -> None:
-    """Write the rows that `rows()` gives as a file of this kind."""
+    """Write the rows of `rows()` as a file of this format."""
     match kind:
         case ".jsonl":
             with path.open("wb") as file:
@@ -226,13 +227,13 @@ def _write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
             if list(flat) != header:
                 raise InvalidInput(
                     f"line {row['line']} has the columns {', '.join(flat)}, and the first had {', '.join(header)}; "
-                    "results that differ fit into .jsonl only"
+                    "only .jsonl can hold results that differ"
                 )
             writer.writerow(flat.values())
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """One level of columns: a result's own fields where it has names, JSON text where a value has parts."""
+    """One level of columns: the fields of a result that is a dict, and JSON for nested values."""
     result = row.pop("result")
     columns = {**row, **(result if isinstance(result, dict) else {"result": result})}
     return {

@@ -1,7 +1,7 @@
 """Files of items, read one record at a time: .jsonl, .csv, .parquet, or JSON lines from a pipe.
 
-A record knows its number in the file and how far it reaches; one that cannot be read carries the reason instead of a
-value, so that whoever reads decides whether that is the end. Nothing is read ahead of what is asked for.
+A record knows its line number and how much of the file is read; one that cannot be read carries the error instead of a
+value, so that the caller decides what to do. Nothing is read ahead.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from headway.base.errors import InvalidInput, Unsupported
 KINDS = (".jsonl", ".csv", ".parquet")
 PIPE = "-"
 PARQUET = "parquet files need pyarrow, which is not installed: pip install 'headway[parquet]'"
-FIELD_BYTES = 1 << 30  # of one field of a CSV file; the library's own limit is 128 kB
+FIELD_BYTES = 1 << 30  # limit of a CSV field; the default of the csv module is 128 kB
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line of a file: its number from 1, what it says or why that cannot be read, and a check of its bytes.
+    """One line of a file: its number from 1, its value or the error of reading it, and a checksum.
 
-    `reached` is the share of the file up to its end, or None where the end is not known.
+    `reached` is the share of the file that is read, or None if the size is unknown.
     """
 
     line: int
@@ -38,17 +38,17 @@ class Record:
 
 
 def kind_of(name: str, what: str) -> str:
-    """The kind of file a name stands for."""
+    """The format of a file, from its name."""
     kind = ".jsonl" if name == PIPE else Path(name).suffix.lower()
     if kind not in KINDS:
-        raise InvalidInput(f"{what} is {name!r}; it takes a file that ends in {', '.join(KINDS)}, or - for a pipe")
+        raise InvalidInput(f"{what} is {name!r}; it must end in {', '.join(KINDS)}, or be - for a pipe")
     return kind
 
 
 def check_input(name: str) -> None:
-    """Refuse a file that is not there."""
+    """Raise InvalidInput if the file does not exist."""
     if name != PIPE and not Path(name).is_file():
-        raise InvalidInput(f"--input is {name!r}, and there is no such file")
+        raise InvalidInput(f"--input is {name!r}, which does not exist")
 
 
 def records(name: str) -> Iterator[Record]:
@@ -72,19 +72,19 @@ def _json_lines(file: BinaryIO, size: int | None) -> Iterator[Record]:
     for line, raw in enumerate(file, start=1):
         read += len(raw)
         if not raw.strip():
-            continue  # an empty line is no item
+            continue  # an empty line is not an item
         reached = read / size if size else None
         value = error = None
         try:
             value = json.loads(raw)
         except (ValueError, RecursionError) as problem:
-            error = f"no JSON: {problem}"
+            error = f"not valid JSON: {problem}"
         yield Record(line, value, zlib.crc32(raw.strip()), reached, error)
 
 
 def _csv(path: Path) -> Iterator[Record]:
     csv.field_size_limit(FIELD_BYTES)
-    size, counted = path.stat().st_size, _Counted()
+    size, counted = path.stat().st_size, _CountedLines()
     with path.open("rb") as file:
         reader = csv.reader(counted.lines(file), strict=True)
         header = next(reader, None)
@@ -99,7 +99,7 @@ def _csv(path: Path) -> Iterator[Record]:
             except StopIteration:
                 return
             except csv.Error as problem:
-                yield Record(line, None, 0, counted.bytes / size, f"no CSV: {problem}")
+                yield Record(line, None, 0, counted.bytes / size, f"not valid CSV: {problem}")
                 continue
             if fields:
                 yield _row(line, header, fields, counted.bytes / size)
@@ -109,14 +109,14 @@ def _row(line: int, header: list[str], fields: list[str], reached: float) -> Rec
     crc = zlib.crc32("\x1f".join(fields).encode("utf-8", "surrogateescape"))
     error = None
     if len(fields) != len(header):
-        error = f"{len(fields)} fields, and the header has {len(header)}"
+        error = f"{len(fields)} fields, but the header has {len(header)}"
     elif any("\udc80" <= char <= "\udcff" for field in fields for char in field):
-        error = "no UTF-8 text"
+        error = "not valid UTF-8"
     return Record(line, None if error else dict(zip(header, fields)), crc, reached, error)
 
 
-class _Counted:
-    """Lines of text for the csv module, and how many bytes they took."""
+class _CountedLines:
+    """Lines of text for the csv module, and the number of bytes read."""
 
     bytes = 0
 
@@ -140,7 +140,7 @@ def _parquet(name: str) -> Iterator[Record]:
 
 
 def pyarrow_parquet() -> Any:
-    """pyarrow's parquet module, or an error that names the extra that brings it."""
+    """pyarrow.parquet, or an error that names the extra to install."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -152,15 +152,15 @@ def pyarrow_parquet() -> Any:
 
 
 def item_of(value: Any, columns: tuple[str, ...]) -> Any:
-    """What a task is given of a record: its one column, its text, or all of it."""
+    """The item of a record: the given columns, its only column, its text, or all of it."""
     if not columns:
         plain = isinstance(value, dict) and "text" in value and "text_pair" not in value
         return value["text"] if plain else next(iter(value.values())) if _single(value) else value
     if not isinstance(value, dict):
-        raise InvalidInput(f"--column {columns[0]} was given, and this is {type(value).__name__}, not an object")
+        raise InvalidInput(f"--column {columns[0]} was given, but this is a {type(value).__name__}, not an object")
     for column in columns:
         if column not in value:
-            raise InvalidInput(f"there is no column {column!r}; there are {', '.join(map(str, value)) or 'none'}")
+            raise InvalidInput(f"there is no column {column!r}; the record has {', '.join(map(str, value)) or 'none'}")
     return value[columns[0]] if len(columns) == 1 else {column: value[column] for column in columns}
 
 

@@ -1,7 +1,7 @@
-"""ModelOutput: what a model answered, by attribute, by name and by number, and on disk.
+"""ModelOutput: a model's output, by attribute, by name and by index, and on disk.
 
-Holds arrays, tensors, tuples of them and plain values in the order the model gave them; fields that are None are left
-out, as in the outputs people know. `to_json`/`from_json` and `save`/`load` (safetensors) give the same value back.
+Holds arrays, tensors, tuples of them and plain values in the order of the model's output; fields that are None are left
+out, as in transformers. `to_json`/`from_json` and `save`/`load` (safetensors) are lossless.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from headway.base.errors import BadModelFile, InvalidInput, WrongType
 
 
 class ModelOutput(Mapping[str, Any]):
-    """A model's answer: `out.logits`, `out["logits"]` and `out[0]` are the same; `a, b = out.to_tuple()`."""
+    """A model's output: `out.logits`, `out["logits"]` and `out[0]` are the same; `a, b = out.to_tuple()`."""
 
     __slots__ = ("_fields",)
     _fields: dict[str, Any]
 
     def __init__(self, fields: Mapping[str, Any] | None = None, /, **more: Any) -> None:
-        kept = {name: _checked(name, value) for name, value in {**(fields or {}), **more}.items() if value is not None}
-        object.__setattr__(self, "_fields", kept)
+        fields = {
+            name: _checked(name, value) for name, value in {**(fields or {}), **more}.items() if value is not None
+        }
+        object.__setattr__(self, "_fields", fields)
 
     @overload
     def __getitem__(self, key: str) -> Any: ...
@@ -45,7 +47,7 @@ class ModelOutput(Mapping[str, Any]):
             raise AttributeError(f"this output has no {name!r}; it has {has}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"an output does not change; {name!r} cannot be set")
+        raise AttributeError(f"outputs are immutable; {name!r} cannot be set")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)
@@ -71,20 +73,19 @@ class ModelOutput(Mapping[str, Any]):
         """The values in order."""
         return tuple(self._fields.values())
 
-    # -- on paper ------------------------------------------------------------------------------------------------------
+    # -- files ---------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """The whole output as JSON text; arrays keep their dtype and shape."""
+        """The output as JSON; arrays keep their dtype and shape."""
         return json.dumps({name: _plain(value) for name, value in self._fields.items()})
 
     @classmethod
     def from_json(cls, text: str) -> ModelOutput:
-        """The output that `to_json` wrote."""
+        """The output that `to_json` serialized."""
         try:
-            found = json.loads(text)
-            return cls({name: _restored(value) for name, value in found.items()})
+            return cls({name: _restored(value) for name, value in json.loads(text).items()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidInput(f"this is no output's JSON ({error}); to_json writes what from_json reads") from error
+            raise InvalidInput(f"not the JSON of an output ({error}); from_json reads what to_json wrote") from error
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the output as a safetensors file."""
@@ -106,7 +107,7 @@ class ModelOutput(Mapping[str, Any]):
         except (OSError, SafetensorError) as error:
             raise BadModelFile(f"{path} cannot be read as safetensors: {error}") from error
         if note is None:
-            raise BadModelFile(f"{path} holds tensors but no output; ModelOutput.save writes what load reads")
+            raise BadModelFile(f"{path} holds tensors but not an output; load reads what ModelOutput.save wrote")
         return cls({name: _unflatten(value, tensors) for name, value in json.loads(note).items()})
 
 
@@ -120,7 +121,7 @@ def _checked(name: str, value: Any) -> Any:
             return value
         case np.generic():
             return value.item()
-    raise WrongType(f"field {name!r} holds a {type(value).__name__}; tensors, arrays, numbers and texts can be kept")
+    raise WrongType(f"field {name!r} holds a {type(value).__name__}; it must be a tensor, array, number or string")
 
 
 def _plain(value: Any) -> Any:
@@ -160,7 +161,7 @@ def _restored(value: Any) -> Any:
 
 
 def _flatten(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """What `value` looks like with its tensors replaced by their names in `tensors`."""
+    """`value` with its tensors moved to `tensors` and replaced by their names there."""
     match value:
         case Tensor():
             tensors[name] = value.detach().cpu().contiguous().clone()

@@ -1,4 +1,4 @@
-"""Pipeline: what `hw.pipeline(...)` gives. Calls, streams and `submit` over one task, one model and one batcher."""
+"""Pipeline, the object that `hw.pipeline(...)` returns: calls, streams and `submit` over one task and one batcher."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ import torch
 
 from headway.base.errors import Closed, InvalidInput
 from headway.base.machine import read_machine
-from headway.pipelines.backends.forward import FORWARD_PARAMETERS, HostCopy, bring_back
-from headway.pipelines.batcher import Batcher, Ticket
-from headway.pipelines.budget import Budget
-from headway.pipelines.collecting import collecting_rarely
+from headway.pipelines.backends.torch import FORWARD_PARAMETERS, HostCopy, to_host
+from headway.pipelines.batcher import Batcher, ItemJob
+from headway.pipelines.budget import TokenBudget
 from headway.pipelines.outputs import ModelOutput
-from headway.pipelines.stream import Stream, item_failed
+from headway.pipelines.stream import Stream, gc_relaxed, item_failed
 from headway.pipelines.task import MISSING, Batch, PreparedItem, Task
 
 ON_ERROR = ("raise", "return")
-DEPTH = 2  # batches that follow the running one on a GPU
-DEVICE_WORKERS = 3
-DEVICE_AHEAD = 16  # times as many items are prepared ahead of a GPU, which wants large batches and some to follow
+DEPTH = 2  # batches queued behind the running one on a GPU
+GPU_WORKERS = 3
+GPU_LOOKAHEAD = 16  # factor on Task.lookahead: a GPU needs large batches, and more of them queued
 
 
 class Pipeline:
-    """A task that is ready: `p(item)`, `p(list)`, `for r in p(iterable)`, `await p.submit(item)`.
+    """A task ready to use: `p(item)`, `p(list)`, `for r in p(iterable)`, `await p.submit(item)`.
 
-    Safe to use from any number of threads and event loops; the work of all of them is batched together. The steps are
-    there by hand too: `p.preprocess(items)` → Batch, `p.forward(batch)` → ModelOutput.
+    Safe to use from any number of threads and event loops; the work of all of them is batched together. Each step can
+    also be called by hand: `p.preprocess(items)` → Batch, `p.forward(batch)` → ModelOutput.
     """
 
     def __init__(
@@ -41,28 +40,28 @@ class Pipeline:
     ) -> None:
         self.task, self.name = task, task.name or type(task).__name__
         self.defaults = task.Options() if defaults is None else defaults
-        device = task.loaded.run.device
+        device = task.loaded.backend.device
         self._batcher = Batcher(
             task,
-            Budget(batch_size, cpu=device.type == "cpu", key=key),
+            TokenBudget(batch_size, cpu=device.type == "cpu", key=key),
             padded=task.pads(),
             depth=DEPTH if device.type == "cuda" else 0,
         )
-        # a tokenizer has threads of its own; more of ours would keep the interpreter from the one that feeds a GPU
-        workers = DEVICE_WORKERS if device.type == "cuda" else max(2, min(8, read_machine().fair_threads))
+        # tokenizers have threads of their own; more of ours would compete for the GIL with the thread that feeds a GPU
+        workers = GPU_WORKERS if device.type == "cuda" else max(2, min(8, read_machine().fair_threads))
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="headway-pipeline")
         self._intake = _Intake(task, self._batcher, self._pool)
-        self._finalizer = weakref.finalize(self, _end, self._batcher, self._pool)
+        self._finalizer = weakref.finalize(self, _shut_down, self._batcher, self._pool)
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
     def __call__(self, inputs: Any = MISSING, /, *, on_error: str = "raise", **given: Any) -> Any:
         """The result of one item, a list of results for a list, or a lazy iterator of results for an iterable.
 
-        Options of the task go by keyword. `on_error="return"` puts the error of an item that fails in its place.
+        Task options are keywords. `on_error="return"` returns the error of an item that fails in place of its result.
         """
         if on_error not in ON_ERROR:
-            raise InvalidInput(f"on_error is {on_error!r}; it takes 'raise' or 'return'")
+            raise InvalidInput(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
         inputs, given = self.task.gather(inputs, given)
         options = self._options(given)
         if self.task.is_item(inputs) or inputs is None:
@@ -70,11 +69,11 @@ class Pipeline:
         if isinstance(inputs, (list, tuple)):
             return list(self._stream(inputs, options, on_error))
         if not (hasattr(inputs, "__iter__") or hasattr(inputs, "__getitem__")):
-            return self._one(inputs, options, on_error)  # preprocess says what is wrong with it
+            return self._one(inputs, options, on_error)  # preprocess raises the error
         return self._stream(inputs, options, on_error)
 
     async def submit(self, item: Any = MISSING, /, **given: Any) -> Any:
-        """The result of one item; the work of all who wait at the same time is batched together."""
+        """The result of one item; concurrent calls are batched together."""
         item, given = self.task.gather(item, given)
         return await self._intake.put(item, self._options(given))
 
@@ -86,27 +85,27 @@ class Pipeline:
 
     def _one(self, item: Any, options: Any, on_error: str) -> Any:
         try:
-            ticket = Ticket(item, options, _Waiter())
-            ticket.ready(self.task.preprocess(item, options))
-            self._batcher.add([ticket])
-            ticket.sink.event.wait()  # type: ignore[attr-defined]
-            if ticket.error is not None:
-                raise ticket.error
-            return _postprocess(self.task, ticket)
+            job = ItemJob(item, options, _Waiter())
+            job.ready(self.task.preprocess(item, options))
+            self._batcher.add([job])
+            job.sink.event.wait()  # type: ignore[attr-defined]
+            if job.error is not None:
+                raise job.error
+            return _postprocess(self.task, job)
         except Exception as error:
             if on_error == "raise":
                 raise
             return error
 
     def _stream(self, source: Iterable[Any], options: Any, on_error: str) -> Iterator[Any]:
-        quick = self.device.type == "cuda"
-        stream = Stream(source, self._intake.start, self.task.lookahead * (DEVICE_AHEAD if quick else 1), options)
-        with collecting_rarely() if quick else nullcontext():
-            for index, ticket in stream.tickets():
+        gpu = self.device.type == "cuda"
+        stream = Stream(source, self._intake.start, self.task.lookahead * (GPU_LOOKAHEAD if gpu else 1), options)
+        with gc_relaxed() if gpu else nullcontext():
+            for index, job in stream.jobs():
                 try:
-                    if ticket.error is not None:
-                        raise ticket.error
-                    result = _postprocess(self.task, ticket)
+                    if job.error is not None:
+                        raise job.error
+                    result = _postprocess(self.task, job)
                 except Exception as error:
                     if on_error == "return":
                         result = error
@@ -114,36 +113,36 @@ class Pipeline:
                         raise item_failed(error, index) from error
                 yield result
 
-    # -- by hand -------------------------------------------------------------------------------------------------------
+    # -- step by step --------------------------------------------------------------------------------------------------
 
     def preprocess(self, items: Any, **given: Any) -> Batch:
-        """The tensors the model would be called with for one item or a list of them."""
+        """The model inputs for one item or a list of items."""
         options = self._options(given)
-        listed = list(items) if isinstance(items, (list, tuple)) else [items]
-        prepared = self.task.preprocess_many(listed, options)
+        items = list(items) if isinstance(items, (list, tuple)) else [items]
+        prepared = self.task.preprocess_many(items, options)
         return self.task.collate([row for one in prepared for row in one.rows])
 
     def forward(self, inputs: Any, /, *, labels: Any = None, **parameters: Any) -> Any:
-        """The model's whole answer, on the CPU: a ModelOutput, or a tuple with `return_dict=False`.
+        """The model's full output on the CPU: a ModelOutput, or a tuple with `return_dict=False`.
 
-        `inputs` are items, a Batch of `preprocess`, or tensors by name. `labels` add a `loss`; `output_hidden_states`,
-        `output_attentions` and whatever else the model's forward takes go by keyword; anything else is refused.
+        `inputs` are items, a Batch from `preprocess`, or tensors by name. `labels` adds a `loss`; other keywords are
+        those of the model's own forward, such as `output_hidden_states` and `output_attentions`.
         """
         tensors = dict(self._tensors(inputs))
         if labels is not None:
             tensors["labels"] = torch.as_tensor(labels)
         as_dict = parameters.pop("return_dict", True)
-        run = self.task.loaded.run
-        run.check(tensors)
-        run.check(parameters)
+        backend = self.task.loaded.backend
+        backend.check(tensors)
+        backend.check(parameters)
         if parameters.get("output_attentions"):
-            _show_attention(run.module)
-        found = self._batcher.call(lambda: bring_back(run(tensors, **parameters)))
-        output = ModelOutput(found if isinstance(found, Mapping) else {"output": found})
+            use_eager_attention(backend.module)
+        result = self._batcher.call(lambda: to_host(backend(tensors, **parameters)))
+        output = ModelOutput(result if isinstance(result, Mapping) else {"output": result})
         return output if as_dict else output.to_tuple()
 
     def postprocess(self, item: Any, output: Mapping[str, Any], **given: Any) -> Any:
-        """The task's result for one item from its rows of a model's whole answer."""
+        """The task's result for one item from its rows of a model's full output."""
         options = self._options(given)
         prepared = self.task.preprocess(item, options)
         batch = self.task.collate(prepared.rows)
@@ -159,16 +158,16 @@ class Pipeline:
             return inputs
         return self.preprocess(inputs).inputs
 
-    # -- life ----------------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def model(self) -> Any:
-        """The module that computes."""
+        """The torch module."""
         return self.task.loaded.module
 
     @property
     def quantization(self) -> Any:
-        """What `quantize=` did to the model and to its answers, a QuantizationReport; None without it."""
+        """The effect of `quantize=` on the model and its outputs, a QuantizationReport; None without it."""
         return self.task.loaded.quantization
 
     @property
@@ -177,26 +176,26 @@ class Pipeline:
 
     @property
     def device(self) -> torch.device:
-        return self.task.loaded.run.device
+        return self.task.loaded.backend.device
 
     def stats(self) -> dict[str, float]:
-        """Batches and rows computed, tokens with and without padding, halvings for lack of memory, the budget.
+        """Batches and rows computed, tokens with and without padding, halvings for lack of memory, the token budget.
 
-        `replays` counts batches that were one captured graph, on a GPU.
+        `replays` counts batches that ran as one CUDA graph.
         """
-        b = self._batcher
+        batcher = self._batcher
         return {
-            "batches": b.batches,
-            "rows": b.rows,
-            "tokens": b.real_tokens,
-            "padded_tokens": b.tokens,
-            "halvings": b.halvings,
-            "budget_tokens": b.budget.tokens,
-            "replays": getattr(self.task.loaded.packed, "replays", 0),
+            "batches": batcher.batches,
+            "rows": batcher.rows,
+            "tokens": batcher.real_tokens,
+            "padded_tokens": batcher.tokens,
+            "halvings": batcher.halvings,
+            "budget_tokens": batcher.budget.tokens,
+            "replays": getattr(self.task.loaded.unpadded, "replays", 0),
         }
 
     def close(self) -> None:
-        """End the pipeline's threads; items that still wait fail with Closed."""
+        """End the pipeline's threads; waiting items fail with Closed."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -207,135 +206,135 @@ class Pipeline:
 
     def __repr__(self) -> str:
         loaded = self.task.loaded
-        return f"Pipeline({self.name!r}, {type(loaded.module).__name__} of {loaded.name}, {loaded.run.placement})"
+        return f"Pipeline({self.name!r}, {type(loaded.module).__name__} of {loaded.name}, {loaded.backend.placement})"
 
 
 class _Waiter:
-    """The sink of one item that its caller's thread waits for."""
+    """The sink of one item whose caller waits in its own thread."""
 
     __slots__ = ("event",)
 
     def __init__(self) -> None:
         self.event = threading.Event()
 
-    def finished(self, tickets: list[Ticket]) -> None:
+    def finished(self, jobs: list[ItemJob]) -> None:
         self.event.set()
 
 
 class _Intake:
-    """Items on their way to the batcher: preprocessed in the pool; those of event loops are collected and answered."""
+    """Preprocesses items in the pool and hands them to the batcher; resolves the futures of `submit`."""
 
     def __init__(self, task: Task, batcher: Batcher, pool: ThreadPoolExecutor) -> None:
         self._task, self._batcher, self._pool = task, batcher, pool
         self._lock = threading.Lock()
-        self._raw: deque[Ticket] = deque()
+        self._submitted: deque[ItemJob] = deque()
         self._busy = False
 
-    def start(self, tickets: list[Ticket]) -> None:
-        """Prepare tickets of a stream and hand them on, in the pool."""
-        self._begin(prepare, self._task, self._batcher, tickets)
+    def start(self, jobs: list[ItemJob]) -> None:
+        """Prepare the jobs of a stream in the pool and hand them to the batcher."""
+        self._in_pool(prepare, self._task, self._batcher, jobs)
 
-    def _begin(self, work: Callable[..., None], *args: Any) -> None:
+    def _in_pool(self, function: Callable[..., None], *args: Any) -> None:
         try:
-            self._pool.submit(work, *args)
-        except RuntimeError:  # the pool has ended with the pipeline
-            raise Closed("this pipeline is closed; make a new one") from None
+            self._pool.submit(function, *args)
+        except RuntimeError:  # the pipeline has closed its pool
+            raise Closed("this pipeline is closed; create a new one") from None
 
     def put(self, item: Any, options: Any) -> asyncio.Future[Any]:
-        """A future of the running loop."""
+        """A future of the running event loop."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        ticket = Ticket(item, options, self, (loop, future))
+        job = ItemJob(item, options, self, (loop, future))
         with self._lock:
-            self._raw.append(ticket)
+            self._submitted.append(job)
             start, self._busy = not self._busy, True
         if start:
-            self._begin(self._drain)
+            self._in_pool(self._drain)
         return future
 
     def _drain(self) -> None:
         while True:
             with self._lock:
-                tickets = [ticket for ticket in self._raw if not ticket.mark[1].cancelled()]
-                self._raw.clear()
-                self._busy = bool(tickets)
-            if not tickets:
+                jobs = [job for job in self._submitted if not job.tag[1].cancelled()]
+                self._submitted.clear()
+                self._busy = bool(jobs)
+            if not jobs:
                 return
-            prepare(self._task, self._batcher, tickets)
+            prepare(self._task, self._batcher, jobs)
 
-    def finished(self, tickets: list[Ticket]) -> None:
+    def finished(self, jobs: list[ItemJob]) -> None:
         try:
-            self._pool.submit(self._answer, tickets)
-        except RuntimeError:  # the pool has ended with the pipeline
-            self._answer(tickets)
+            self._pool.submit(self._resolve_futures, jobs)
+        except RuntimeError:  # the pipeline has closed its pool
+            self._resolve_futures(jobs)
 
-    def _answer(self, tickets: list[Ticket]) -> None:
-        answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any, BaseException | None]]] = {}
-        for ticket in tickets:
-            loop, future = ticket.mark
-            result, error = None, ticket.error
+    def _resolve_futures(self, jobs: list[ItemJob]) -> None:
+        outcomes: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any, BaseException | None]]] = {}
+        for job in jobs:
+            loop, future = job.tag
+            result, error = None, job.error
             if error is None and not future.cancelled():
                 try:
-                    result = _postprocess(self._task, ticket)
-                except Exception as failed:  # belongs to whoever waits for this item
-                    error = failed
-            answers.setdefault(loop, []).append((future, result, error))
-        for loop, some in answers.items():
+                    result = _postprocess(self._task, job)
+                except Exception as postprocess_error:  # raised where the caller waits for this item
+                    error = postprocess_error
+            outcomes.setdefault(loop, []).append((future, result, error))
+        for loop, finished in outcomes.items():
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_resolve, some)
+                loop.call_soon_threadsafe(_resolve, finished)
 
 
-def prepare(task: Task, batcher: Batcher, tickets: list[Ticket]) -> None:
-    """Preprocess tickets and hand them to the batcher; those that cannot be are failed by themselves."""
-    good: list[Ticket] = []
-    bad: list[Ticket] = []
-    for some in _by_options(tickets):
-        found = _prepared(task, [ticket.item for ticket in some], some[0].options)
-        for ticket, one in zip(some, found):
-            if isinstance(one, PreparedItem):
-                ticket.ready(one)
-                good.append(ticket)
+def prepare(task: Task, batcher: Batcher, jobs: list[ItemJob]) -> None:
+    """Preprocess jobs and hand them to the batcher; an item that cannot be preprocessed fails alone."""
+    good: list[ItemJob] = []
+    bad: list[ItemJob] = []
+    for same in _by_options(jobs):
+        outcomes = _preprocess(task, [job.item for job in same], same[0].options)
+        for job, outcome in zip(same, outcomes):
+            if isinstance(outcome, PreparedItem):
+                job.ready(outcome)
+                good.append(job)
             else:
-                ticket.fail(one)
-                bad.append(ticket)
+                job.fail(outcome)
+                bad.append(job)
     try:
         if good:
             batcher.add(good)
-    except Exception as error:  # closed meanwhile
-        for ticket in good:
-            ticket.fail(error)
+    except Exception as error:  # closed in the meantime
+        for job in good:
+            job.fail(error)
         bad += good
-    for ticket in bad:
-        ticket.sink.finished([ticket])
+    for job in bad:
+        job.sink.finished([job])
 
 
-def _by_options(tickets: list[Ticket]) -> Iterator[list[Ticket]]:
-    """Runs of tickets with the same options."""
+def _by_options(jobs: list[ItemJob]) -> Iterator[list[ItemJob]]:
+    """Consecutive jobs with equal options."""
     start = 0
-    for end in range(1, len(tickets) + 1):
-        if end < len(tickets) and tickets[end].options is tickets[start].options:
+    for end in range(1, len(jobs) + 1):
+        if end < len(jobs) and jobs[end].options is jobs[start].options:
             continue
-        if end == len(tickets) or tickets[end].options != tickets[start].options:
-            yield tickets[start:end]
+        if end == len(jobs) or jobs[end].options != jobs[start].options:
+            yield jobs[start:end]
             start = end
 
 
-def _prepared(task: Task, items: Sequence[Any], options: Any) -> Sequence[PreparedItem | Exception]:
+def _preprocess(task: Task, items: Sequence[Any], options: Any) -> Sequence[PreparedItem | Exception]:
     try:
         return task.preprocess_many(items, options)
-    except Exception as error:  # one of them is at fault: find out which
+    except Exception as error:  # one of the items is at fault: find out which
         if len(items) == 1:
             return [error]
-        return [one for item in items for one in _prepared(task, [item], options)]
+        return [one for item in items for one in _preprocess(task, [item], options)]
 
 
-def _postprocess(task: Task, ticket: Ticket) -> Any:
-    assert ticket.prepared is not None
-    return task.postprocess(ticket.prepared, ticket.results, ticket.options)
+def _postprocess(task: Task, job: ItemJob) -> Any:
+    assert job.prepared is not None
+    return task.postprocess(job.prepared, job.results, job.options)
 
 
-def _resolve(answers: list[tuple[asyncio.Future[Any], Any, BaseException | None]]) -> None:
-    for future, result, error in answers:
+def _resolve(outcomes: list[tuple[asyncio.Future[Any], Any, BaseException | None]]) -> None:
+    for future, result, error in outcomes:
         if future.done():
             continue
         if error is None:
@@ -344,13 +343,13 @@ def _resolve(answers: list[tuple[asyncio.Future[Any], Any, BaseException | None]
             future.set_exception(error)
 
 
-def _show_attention(module: Any) -> None:
-    """Fused attention keeps no weights; the plain form is slower and does."""
+def use_eager_attention(module: Any) -> None:
+    """Make the module keep attention weights, which fused attention does not; eager attention is slower."""
     config = getattr(module, "config", None)
     if config is not None and getattr(config, "_attn_implementation", "eager") != "eager":
         module.set_attn_implementation("eager")
 
 
-def _end(batcher: Batcher, pool: ThreadPoolExecutor) -> None:
+def _shut_down(batcher: Batcher, pool: ThreadPoolExecutor) -> None:
     batcher.close()
-    pool.shutdown(wait=False)  # what it still holds finds the batcher closed and fails its items
+    pool.shutdown(wait=False)  # jobs still in it find the batcher closed and fail

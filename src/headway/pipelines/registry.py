@@ -1,4 +1,4 @@
-"""The names of tasks, and which class computes each. Built-in tasks are imported when they are first asked for."""
+"""The names of tasks and their classes. Built-in tasks are imported on first use."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 # name → module under headway.pipelines.tasks and class
 BUILT_IN: dict[str, tuple[str, str]] = {
-    "text-classification": ("classification", "TextClassification"),
+    "text-classification": ("text_classification", "TextClassification"),
     "zero-shot-classification": ("zero_shot", "ZeroShotClassification"),
-    "token-classification": ("tagging", "TokenClassification"),
-    "fill-mask": ("filling", "FillMask"),
-    "question-answering": ("answering", "QuestionAnswering"),
+    "token-classification": ("token_classification", "TokenClassification"),
+    "fill-mask": ("fill_mask", "FillMask"),
+    "question-answering": ("question_answering", "QuestionAnswering"),
     "feature-extraction": ("embedding", "FeatureExtraction"),
     "sentence-embedding": ("embedding", "SentenceEmbedding"),
     "sentence-similarity": ("embedding", "SentenceSimilarity"),
     "rerank": ("embedding", "Rerank"),
-    "text-generation": ("decoding", "TextGeneration"),
+    "text-generation": ("text_generation", "TextGeneration"),
     "image-classification": ("vision", "ImageClassification"),
     "image-feature-extraction": ("vision", "ImageFeatureExtraction"),
     "zero-shot-image-classification": ("zero_shot_image", "ZeroShotImageClassification"),
     "image-to-text": ("multimodal", "ImageToText"),
     "visual-question-answering": ("multimodal", "VisualQuestionAnswering"),
-    "automatic-speech-recognition": ("speech", "SpeechRecognition"),
+    "automatic-speech-recognition": ("speech_recognition", "SpeechRecognition"),
     "audio-classification": ("audio", "AudioClassification"),
     "text2text-generation": ("seq2seq", "Text2TextGeneration"),
     "summarization": ("seq2seq", "Summarization"),
@@ -44,7 +44,7 @@ ALIASES = {
     "asr": "automatic-speech-recognition",
     "vqa": "visual-question-answering",
 }
-TRANSLATION = re.compile(r"translation_[A-Za-z0-9-]+_to_[A-Za-z0-9-]+")  # languages in the name
+TRANSLATION = re.compile(r"translation_[A-Za-z0-9-]+_to_[A-Za-z0-9-]+")  # the languages are in the name
 _added: dict[str, type[Task]] = {}
 _lock = threading.Lock()
 
@@ -54,34 +54,32 @@ def register_task(name: str, task: type[Task], *, replace: bool = False) -> type
     from headway.pipelines.task import Task
 
     if not isinstance(name, str) or not name.strip():
-        raise InvalidInput(f"a task's name is {name!r}; it takes a text that is not empty")
+        raise InvalidInput(f"the name of a task is {name!r}; it must be a string that is not empty")
     if not (isinstance(task, type) and issubclass(task, Task)):
-        raise WrongType(f"{task!r} is no class derived from headway.Task")
+        raise WrongType(f"{task!r} is not a subclass of headway.Task")
     with _lock:
         if not replace and (name in _added or name in BUILT_IN or name in ALIASES):
-            raise InvalidInput(
-                f"there is a task {name!r} already; pass replace=True to put {task.__name__} in its place"
-            )
+            raise InvalidInput(f"the task {name!r} exists already; pass replace=True to use {task.__name__} instead")
         _added[name] = task
     return task
 
 
 def task_named(name: str) -> tuple[str, type[Task]]:
-    """The task's own name and its class."""
+    """The canonical name of a task and its class."""
     if not isinstance(name, str):
-        raise WrongType(f"the task is {name!r}; it takes a name such as 'text-classification'")
-    own = name if name in _added else ALIASES.get(name, name)
-    if own in _added:
-        return own, _added[own]
-    built_in = "translation" if TRANSLATION.fullmatch(own) else own
+        raise WrongType(f"task is {name!r}; it must be a name such as 'text-classification'")
+    canonical = name if name in _added else ALIASES.get(name, name)
+    if canonical in _added:
+        return canonical, _added[canonical]
+    built_in = "translation" if TRANSLATION.fullmatch(canonical) else canonical
     if built_in not in BUILT_IN:
-        close = difflib.get_close_matches(own, task_names(), n=2)
+        close = difflib.get_close_matches(canonical, task_names(), n=2)
         hint = f"; did you mean {' or '.join(close)}?" if close else "."
         raise Unsupported(f"there is no task {name!r}{hint} Known tasks: {', '.join(task_names())}")
     module, kind = BUILT_IN[built_in]
-    return own, getattr(import_module(f"headway.pipelines.tasks.{module}"), kind)
+    return canonical, getattr(import_module(f"headway.pipelines.tasks.{module}"), kind)
 
 
 def task_names() -> list[str]:
-    """Every task that can be asked for."""
+    """All task names, sorted."""
     return sorted({*BUILT_IN, *_added})

@@ -1,4 +1,4 @@
-"""What a task is: the values that travel through a pipeline, and the four functions that move them on."""
+"""Task: what a pipeline computes, and the values that pass through it (Row, PreparedItem, Batch)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from headway.pipelines.backends.loading import Loaded
+    from headway.pipelines.backends.loading import LoadedModel
+    from headway.pipelines.factory import PipelineSpec
     from headway.pipelines.inputs.arrays import Ragged
-    from headway.pipelines.opening import Request
 
     Results = Sequence[Mapping[str, np.ndarray]]
 
@@ -32,9 +32,9 @@ SAMPLES = (
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Row:
-    """One row of a batch: a model's inputs without the batch dimension, what the row costs, tokens to be read.
+    """One row of a batch: model inputs without the batch dimension, and `length`, its cost in tokens.
 
-    `marks` are positions that the task's head must read, where it does not read all of them (`Task.reads = "marks"`).
+    `marks` are the positions whose outputs the task needs, where it does not need all (`Task.reads = "marks"`).
     """
 
     inputs: Mapping[str, Any]
@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedItem:
-    """An item that the model can compute: its rows, and what postprocess will want to know."""
+    """A preprocessed item: its rows, and in `facts` whatever postprocess needs to know."""
 
     rows: tuple[Row, ...]
     facts: Any = None
@@ -52,31 +52,33 @@ class PreparedItem:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Batch:
-    """Rows together: the tensors a model is called with.
+    """The tensors a model is called with, and the rows they came from.
 
-    Usually each is [R, …] with sequences padded. A `packed` batch has its tokens end to end, [T], without any padding.
-    In a pass that is being captured its `rows` are not known; `ends` of rows are then on the device, [R + 1] from 0.
+    Usually each is [R, …] with sequences padded. An `unpadded` (variable-length) batch has its tokens end to end, [T].
+    While a CUDA graph is captured `rows` is empty; `cu_seqlens` then has the row boundaries on the device, [R + 1].
     """
 
     inputs: dict[str, Any]
     rows: tuple[Row, ...]
-    packed: bool = False
-    room: Any = None  # the size that a captured pass must have for it
-    ends: Tensor | None = None
+    unpadded: bool = False
+    buffers: Any = None  # the host buffers of a CUDA graph's inputs
+    cu_seqlens: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """What a call of a task may set; a task adds fields. Values are checked in `__post_init__`."""
+    """The keyword options of a call; tasks add fields, and check them in `__post_init__`."""
+
+    def __post_init__(self) -> None: ...
 
 
 CAPTURABLE = "capturable"
-WRITES = "its model writes token by token, a pass for each"
+GENERATES = "its model generates token by token, with one pass for each"
 
 
 def capturable(reduce: Any) -> Any:
-    """Marks a `Task.reduce` that may be captured once and replayed: it computes on the device alone, and knows of its
-    batch only what `arrays.pooled` and `arrays.by_token` tell it. One that overrides it must be marked again.
+    """Marks a `Task.reduce` that a CUDA graph may capture: it computes on the device alone, and uses its batch only
+    through `arrays.pooled` and `arrays.by_token`. An override must be marked again.
     """
     setattr(reduce, CAPTURABLE, True)
     return reduce
@@ -85,112 +87,112 @@ def capturable(reduce: Any) -> Any:
 class Task:
     """One kind of work over one loaded model. Subclass it, then `hw.register_task("name", MyTask)`.
 
-    `preprocess` and `postprocess` must be written; `collate` and `forward` have useful defaults. All of them may be
-    called from several threads at once, except `forward`, which only the batcher calls.
+    `preprocess` and `postprocess` must be implemented; `collate` and `forward` have useful defaults. All of them may be
+    called from several threads at once, except `forward`, which only the batcher's thread calls.
     """
 
-    name: str = ""  # what it was asked for as
+    name: str = ""  # the name given to `hw.pipeline`
     Options: ClassVar[type[TaskOptions]] = TaskOptions
     auto_class: ClassVar[str] = "AutoModel"  # the transformers class that loads its model
     needs: ClassVar[tuple[str, ...]] = ("tokenizer",)  # tokenizer, image_processor, feature_extractor, processor
     default_model: ClassVar[str | None] = None
-    lookahead: ClassVar[int] = 1024  # rows that may be prepared ahead
-    reads: ClassVar[str | None] = None  # the states its head needs: all, first (of a row), marks; None: never packed
+    lookahead: ClassVar[int] = 1024  # items of a stream that may be in progress
+    reads: ClassVar[str | None] = None  # the states its head needs: all, first (of a row), marks; None: padded only
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self.config = loaded.config
 
     @classmethod
-    def open(cls, request: Request) -> Any:
-        """The pipeline that a request asks for; only a task whose model runs elsewhere makes its own."""
-        from headway.pipelines.opening import open_here
+    def open(cls, spec: PipelineSpec) -> Any:
+        """The pipeline for these arguments; overridden by tasks whose model does not run in transformers."""
+        from headway.pipelines.factory import open_pipeline
 
-        return open_here(request)
+        return open_pipeline(spec)
 
-    # -- what a task says ----------------------------------------------------------------------------------------------
+    # -- the steps, in order -------------------------------------------------------------------------------------------
 
     def preprocess(self, item: Any, options: Any) -> PreparedItem:
-        """What the model must compute for `item`."""
+        """The rows that the model must compute for `item`."""
         raise NotImplementedError
 
     def preprocess_many(self, items: Sequence[Any], options: Any) -> list[PreparedItem]:
-        """The same for several items, where doing them together is quicker."""
+        """The same for several items; override it where that is faster together."""
         return [self.preprocess(item, options) for item in items]
 
     def collate(self, rows: Sequence[Row]) -> Batch:
-        """Rows as the tensors of one call: sequences padded, arrays stacked."""
+        """The model inputs for these rows: sequences padded, arrays stacked."""
         from headway.pipelines.inputs.arrays import collate
 
         types = self.loaded.text is not None and self.loaded.text.types
-        return Batch(collate(rows, self.padding(), self.loaded.run.takes, types=types), tuple(rows))
+        return Batch(collate(rows, self.padding(), self.loaded.backend.takes, types=types), tuple(rows))
 
     def forward(self, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
-        """The model's answer on the device, reduced to what `postprocess` needs: name → [R, …], or Ragged by token."""
-        if batch.packed:
-            assert self.loaded.packed is not None
+        """The model's output on the device, reduced to what `postprocess` needs: name → [R, …], or Ragged."""
+        if batch.unpadded:
+            assert self.loaded.unpadded is not None
             assert self.reads is not None
             key = (self.batch_key(options),) if getattr(type(self).reduce, CAPTURABLE, False) else None
-            return self.loaded.packed.answered(batch, self.reads, partial(self._reduced, options), key)
-        return self.reduce(self.loaded.run(batch.inputs), batch, options)
+            return self.loaded.unpadded.compute(batch, self.reads, partial(self._reduce, options), key)
+        return self.reduce(self.loaded.backend(batch.inputs), batch, options)
 
-    def _reduced(self, options: Any, output: Any, batch: Batch) -> Mapping[str, Tensor | Ragged]:
+    def _reduce(self, options: Any, output: Any, batch: Batch) -> Mapping[str, Tensor | Ragged]:
         return self.reduce(output, batch, options)
 
     @capturable
     def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
-        """The part of the model's own output that must leave the device; by default its logits as float32.
+        """The part of the model's output that postprocess needs; by default its logits as float32.
 
-        What comes by token is padded, or packed, or at marks only; `arrays.by_token` and `arrays.at_marks` take all.
+        Outputs per token are padded, unpadded or at marks only; `arrays.by_token` and `arrays.at_marks` handle all.
         """
         return {"logits": output.logits.float()}
 
     def postprocess(self, prepared: PreparedItem, results: Results, options: Any) -> Any:
-        """What the user gets for an item, from its rows' results."""
+        """The result of an item from the results of its rows."""
         raise NotImplementedError
 
-    # -- what it may say too -------------------------------------------------------------------------------------------
+    # -- what a task may override --------------------------------------------------------------------------------------
 
     def batch_key(self, options: Any) -> Hashable:
-        """Rows share a batch when their keys are equal: whatever of the options `forward` looks at."""
+        """Rows share a batch when their keys are equal: the options that `forward` depends on."""
         return options
 
     def pads(self) -> bool:
-        """Whether rows of a batch are padded to one length, so that a batch costs its longest row times its rows."""
-        return self.reads is None or self.loaded.packed is None
+        """Whether rows are padded to one length, so that a batch costs its longest row times its number of rows."""
+        return self.reads is None or self.loaded.unpadded is None
 
     def assemble(self, rows: Sequence[Row]) -> Batch:
-        """The batch that `forward` is given: packed where the task and the model allow, else collated."""
-        packed = None if self.pads() else self.loaded.packed
-        return self.collate(rows) if packed is None else packed.batch(rows)
+        """The batch for `forward`: unpadded where the task and the model allow it, else padded."""
+        encoder = None if self.pads() else self.loaded.unpadded
+        return self.collate(rows) if encoder is None else encoder.batch(rows)
 
     def gather(self, item: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The item and the options of a call; a task that takes an item in keywords puts it together here."""
+        """The item and the options of a call; a task whose items may be keywords builds them here."""
         if item is MISSING:
-            raise InvalidInput(f"nothing was given; call it with {self.wanted()}, a list of them or an iterable")
+            raise InvalidInput(f"no input; call it with {self.expected_input()}, a list of them or an iterable")
         return item, given
 
     def is_item(self, value: Any) -> bool:
         """Whether `value` is one item rather than a list or an iterable of items."""
         return isinstance(value, (str, bytes, Mapping))
 
-    def wanted(self) -> str:
-        """What one item is, in words, for messages."""
+    def expected_input(self) -> str:
+        """A description of one item, for error messages."""
         return "a string"
 
-    def several(self) -> str | None:
-        """Why its model is not called once for each batch, in words; None where it is, and can be compiled whole."""
+    def multi_pass_reason(self) -> str | None:
+        """Why the model is not called exactly once per batch, for error messages; None if it is."""
         return None
 
-    def samples(self) -> list[Row]:
-        """Rows on which the effect of quantisation is measured; a task over something else than text has its own."""
+    def sample_rows(self) -> list[Row]:
+        """Rows on which the effect of quantization is measured; tasks over other inputs than text override it."""
         from headway.pipelines.inputs.text import TextOptions
 
         text = self.loaded.text if self.needs == ("tokenizer",) else None
         return [row for rows in text.rows(SAMPLES, TextOptions(truncation=True)) for row in rows] if text else []
 
     def padding(self) -> Mapping[str, int]:
-        """What sequences are padded with, by input name; the special name `side` says where (1: at the end)."""
+        """Padding values by input name; `side` is 1 to pad at the end, 0 at the beginning."""
         tokenizer = self.loaded.tokenizer
         if tokenizer is None:
             return {}
@@ -200,27 +202,40 @@ class Task:
         return {"input_ids": pad, "token_type_ids": types, "side": 0 if left else 1}
 
     def options(self, base: Any, given: Mapping[str, Any]) -> Any:
-        """`base` with what a call gave; names that the task does not know are refused."""
+        """`base` with the options of a call; unknown names are an error."""
         if not given:
             return base
         known = {field.name for field in dataclasses.fields(base)}
         for name in given:
             if name not in known:
                 listed = ", ".join(sorted(known)) or "nothing"
-                raise InvalidInput(f"{name!r} is no option of this task; it takes {listed}")
+                raise InvalidInput(f"{name!r} is not an option of this task; it takes {listed}")
         return dataclasses.replace(base, **given)
 
 
 class _Missing:
     def __repr__(self) -> str:
-        return "nothing"
+        return "MISSING"
 
 
 MISSING: Any = _Missing()
 
 
 def check_text(value: Any, what: str = "a string") -> str:
-    """`value` if it is a string that has something in it."""
+    """`value` if it is a string."""
     if not isinstance(value, str):
-        raise WrongType(f"{short_repr(value)} of type {type(value).__name__} was given where {what} is wanted")
+        raise wrong_type(value, what)
     return value
+
+
+def check_count(name: str, value: Any, least: int = 1, *, optional: bool = True) -> None:
+    """Raise InvalidInput unless `value` is an integer of at least `least`, or None if `optional`."""
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidInput(f"{name} is {value!r}; it must be an integer of at least {least}{', or None' * optional}")
+
+
+def wrong_type(value: Any, expected: str) -> WrongType:
+    """The error for an item that is not what its task expects."""
+    return WrongType(f"expected {expected}, got {short_repr(value)} ({type(value).__name__})")

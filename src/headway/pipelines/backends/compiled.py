@@ -1,7 +1,7 @@
-"""torch.compile over a few sizes: rows are padded up to a bucket, so that each bucket is compiled once.
+"""torch.compile for a few sizes: the number of rows is padded up to a bucket, so that each bucket compiles once.
 
-Token ids with a mask are padded in length too. Pictures and recordings are not, as padding would change them: they are
-compiled for their own shapes, and for changing ones from the second on.
+Token ids with a mask are padded in length too. Images and audio are not, as padding would change them: they are
+compiled for their own shape, and with dynamic shapes from the second shape on.
 """
 
 from __future__ import annotations
@@ -12,55 +12,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.pipelines.backends.forward import Forward, to_device
+from headway.pipelines.backends.torch import TorchBackend, to_device
 
 SEQUENCES = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "decoder_attention_mask")
 ROW_BUCKETS = (1, 8, 32, 64, 128, 256)
 
 
-class CompiledForward(Forward):
-    """A Forward whose model is compiled; inputs are padded to a bucket of rows and of tokens, answers cut back.
+class CompiledBackend(TorchBackend):
+    """Runs the compiled model; inputs are padded to a bucket of rows and tokens, and outputs cut back.
 
-    Padding has attention 0, so the rows that are read are those of the plain model, to float rounding. A pass by hand
-    with parameters of its own is the plain model's.
+    Padding has attention 0, so results equal the eager model's to float rounding. Calls with extra parameters run the
+    eager model.
     """
 
-    def __init__(self, run: Forward, limit: int | None) -> None:
-        self.module, self.placement = run.module, run.placement
-        self._compiled: Any = torch.compile(run.module, dynamic=False)
-        self._shaped: Any = torch.compile(run.module)
+    def __init__(self, backend: TorchBackend, limit: int | None) -> None:
+        self.module, self.placement = backend.module, backend.placement
+        self._compiled: Any = torch.compile(backend.module, dynamic=False)
+        self._dynamic: Any = torch.compile(backend.module)
         self._limit = limit
 
     def call_on_device(self, inputs: Mapping[str, Any], method: str, parameters: Mapping[str, Any]) -> Any:
         if method != "forward" or parameters:
             return super().call_on_device(inputs, method, parameters)
-        if not _padded_by_mask(inputs):
-            return self._by_shape(inputs)
+        if not _is_masked_tokens(inputs):
+            return self._call_dynamic(inputs)
         rows, tokens = inputs["input_ids"].shape
         width, height = token_bucket(tokens, self._limit), row_bucket(rows)
-        wide = {name: _stretched(value, height, width) for name, value in inputs.items()}
-        found = self._compiled(**self._moved(wide))
-        return type(found)(**{name: _cut(value, rows, tokens, width) for name, value in found.items()})
+        padded = {name: _pad(value, height, width) for name, value in inputs.items()}
+        output = self._compiled(**self._to_device(padded))
+        return type(output)(**{name: _cut(value, rows, tokens, width) for name, value in output.items()})
 
-    def _by_shape(self, inputs: Mapping[str, Any]) -> Any:
+    def _call_dynamic(self, inputs: Mapping[str, Any]) -> Any:
         rows = len(next(iter(inputs.values())))
-        tall = {name: _heightened(value, row_bucket(rows)) for name, value in inputs.items()}
-        found = self._shaped(**self._moved(tall))
-        return type(found)(**{name: _cut(value, rows) for name, value in found.items()})
+        padded = {name: _pad_rows(value, row_bucket(rows)) for name, value in inputs.items()}
+        output = self._dynamic(**self._to_device(padded))
+        return type(output)(**{name: _cut(value, rows) for name, value in output.items()})
 
-    def _moved(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def _to_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return to_device(dict(inputs), self.device, self.placement.dtype)
 
 
-def _padded_by_mask(inputs: Mapping[str, Any]) -> bool:
-    """Whether the inputs are token ids with a mask that starts each row with its tokens."""
+def _is_masked_tokens(inputs: Mapping[str, Any]) -> bool:
+    """Whether the inputs are token ids with an attention mask, padded on the right."""
     if set(inputs) - set(SEQUENCES[:3]) or "attention_mask" not in inputs or "input_ids" not in inputs:
         return False
     return bool(inputs["attention_mask"][:, 0].all())
 
 
 def token_bucket(tokens: int, limit: int | None) -> int:
-    """The length that rows of `tokens` are padded to: 16, 32, 48, 64, then in steps of a quarter, at most `limit`."""
+    """The length that rows of `tokens` are padded to: 16, 32, 48, 64, then coarser, at most `limit`."""
     step = 16
     while tokens > 4 * step:
         step *= 2
@@ -73,12 +73,12 @@ def row_bucket(rows: int) -> int:
     return next((size for size in ROW_BUCKETS if size >= rows), -(-rows // ROW_BUCKETS[-1]) * ROW_BUCKETS[-1])
 
 
-def _stretched(value: Tensor, rows: int, tokens: int) -> Tensor:
-    """`value` [R, L] with zeros up to [rows, tokens]; added rows repeat the first, whose mask is not empty."""
-    return _heightened(torch.nn.functional.pad(value, (0, tokens - value.shape[1])), rows)
+def _pad(value: Tensor, rows: int, tokens: int) -> Tensor:
+    """`value` [R, L] zero-padded to [rows, tokens]; added rows repeat the first, so that their mask is not empty."""
+    return _pad_rows(torch.nn.functional.pad(value, (0, tokens - value.shape[1])), rows)
 
 
-def _heightened(value: Tensor, rows: int) -> Tensor:
+def _pad_rows(value: Tensor, rows: int) -> Tensor:
     """`value` [R, …] with its first row repeated up to [rows, …]."""
     missing = rows - len(value)
     return torch.cat([value, value[:1].expand(missing, *value.shape[1:])]) if missing > 0 else value

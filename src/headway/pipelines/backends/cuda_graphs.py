@@ -1,8 +1,8 @@
-"""Encoders over packed rows as captured CUDA graphs: one call launches a whole pass, whatever its rows are.
+"""Encoders on unpadded batches as CUDA graphs: one call launches a whole pass, whatever its rows are.
 
 A pass of a small encoder is a hundred kernels of a few microseconds; launching them from Python takes longer than
-computing them. A graph is captured for each size (tokens, rows and longest row, rounded up) the second time that the
-size comes, and replayed ever after. What is copied to the device is one array: ids, positions, types, ends of rows.
+computing them. A graph is captured for each size (tokens, rows and longest row, rounded up) the second time that size
+occurs, and replayed from then on. One array is copied to the device: ids, positions, types and cu_seqlens.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.pipelines.backends.forward import Forward
-from headway.pipelines.backends.unpadded import FixedLayout, PackedEncoder, Reduce
+from headway.pipelines.backends.torch import TorchBackend
+from headway.pipelines.backends.unpadded import DeviceLayout, Reduce, UnpaddedEncoder
 from headway.pipelines.inputs.arrays import TYPES, Ragged, flat_types
 from headway.pipelines.task import Batch, Row
 
-LEAST_TOKENS, LEAST_ROWS, LEAST_LONGEST = 128, 8, 128
-MOST = 128  # graphs of one pipeline; sizes beyond are launched kernel by kernel
-READS = ("first", "all")  # what a graph can be captured for
+MIN_TOKENS, MIN_ROWS, MIN_LONGEST = 128, 8, 128
+MAX_GRAPHS = 128  # of one pipeline; further sizes are launched kernel by kernel
+READS = ("first", "all")  # values of Task.reads that can be captured
 
 
 @dataclass(frozen=True)
-class Size:
-    """What a graph has room for."""
+class GraphSize:
+    """The capacity of a graph."""
 
     tokens: int
     rows: int
     longest: int
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> Size:
-        """The smallest size with room for rows of these lengths."""
-        tokens, rows = in_quarters(sum(lengths), LEAST_TOKENS), in_quarters(len(lengths), LEAST_ROWS)
-        return cls(tokens, rows, max(LEAST_LONGEST, 1 << (max(lengths) - 1).bit_length()))
+    def of(cls, lengths: Sequence[int]) -> GraphSize:
+        """The smallest size that fits rows of these lengths."""
+        tokens, rows = round_up_quarters(sum(lengths), MIN_TOKENS), round_up_quarters(len(lengths), MIN_ROWS)
+        return cls(tokens, rows, max(MIN_LONGEST, 1 << (max(lengths) - 1).bit_length()))
 
     @property
-    def numbers(self) -> int:
-        """How many numbers a batch of this size is: three a token, and the ends of rows from 0."""
+    def input_length(self) -> int:
+        """The length of the input array: three numbers per token, and cu_seqlens."""
         return 3 * self.tokens + self.rows + 1
 
     def views(self, flat: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """The inputs of the model by name, [T] each, and the ends of rows, [R + 1]."""
+        """The model's inputs by name, [T] each, and cu_seqlens, [R + 1], as views of an input array."""
         ids, positions, types = flat[: 3 * self.tokens].view(3, self.tokens)
         return {"input_ids": ids, "position_ids": positions, "token_type_ids": types}, flat[3 * self.tokens :]
 
 
-def in_quarters(count: int, least: int) -> int:
+def round_up_quarters(count: int, least: int) -> int:
     """`count` rounded up to a power of two or a quarter of the way to the next, at least `least`."""
     if count <= least:
         return least
@@ -60,167 +60,168 @@ def in_quarters(count: int, least: int) -> int:
     return -(-count // step) * step
 
 
-class Room:
-    """Memory of the host for one batch of a size: its numbers, and what comes back of it. Taken again when it is free.
+class HostBuffers:
+    """Pinned host buffers for the inputs and results of one batch; reused when the batch is finished.
 
-    torch is called as seldom as can be: each call lets other threads take the interpreter, and waits to have it back.
+    torch is called as rarely as possible: each call releases the GIL and waits to get it back.
     """
 
-    def __init__(self, size: Size, *, pinned: bool = True) -> None:
+    def __init__(self, size: GraphSize, *, pinned: bool = True) -> None:
         self.size = size
-        self.flat = torch.empty(size.numbers, dtype=torch.int32, pin_memory=pinned)
+        self.flat = torch.empty(size.input_length, dtype=torch.int32, pin_memory=pinned)
         self.array = self.flat.numpy()
         self.event = torch.cuda.Event() if pinned else None
-        self.back: dict[str, tuple[Tensor, np.ndarray]] = {}
+        self.results: dict[str, tuple[Tensor, np.ndarray]] = {}
 
 
-def stage(rows: Sequence[Row], room: Room, first_position: int) -> None:
-    """Rows as one array of `size.numbers`; places behind the rows hold valid ids that nobody reads."""
-    array, size = room.array, room.size
+def stage(rows: Sequence[Row], buffers: HostBuffers, first_position: int) -> None:
+    """Write rows into the input array; the padding after them holds valid ids whose outputs are ignored."""
+    array, size = buffers.array, buffers.size
     lengths = [row.length for row in rows]
-    total, most = sum(lengths), size.tokens
-    ids, positions, types = array[: 3 * most].reshape(3, most)
+    total, capacity = sum(lengths), size.tokens
+    ids, positions, types = array[: 3 * capacity].reshape(3, capacity)
     ids[:total] = np.fromiter(chain.from_iterable(row.inputs["input_ids"] for row in rows), np.int32, total)
-    ends = list(accumulate(lengths, initial=0))
-    positions[:total] = np.arange(first_position, first_position + total) - np.repeat(ends[:-1], lengths)
+    cu_seqlens = list(accumulate(lengths, initial=0))
+    positions[:total] = np.arange(first_position, first_position + total) - np.repeat(cu_seqlens[:-1], lengths)
     types[:total] = flat_types(rows, total) if any(TYPES in row.inputs for row in rows) else 0
     for part in (ids, types):
         part[total:] = 0
     positions[total:] = first_position
-    array[3 * most : 3 * most + len(ends)] = ends
-    array[3 * most + len(ends) :] = total
+    array[3 * capacity : 3 * capacity + len(cu_seqlens)] = cu_seqlens
+    array[3 * capacity + len(cu_seqlens) :] = total
 
 
 @dataclass(frozen=True, eq=False)
-class Captured:
-    """A graph, where its inputs lie and where its answer will."""
+class CapturedGraph:
+    """A graph with its input and output tensors."""
 
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
-    answer: Mapping[str, Tensor | Ragged]
+    output: Mapping[str, Tensor | Ragged]
 
 
-class GraphedEncoder(PackedEncoder):
-    """A PackedEncoder whose passes are captured and replayed; sizes that cannot be captured are launched as ever."""
+class CudaGraphEncoder(UnpaddedEncoder):
+    """An UnpaddedEncoder that captures and replays its passes; sizes that cannot be captured are launched normally."""
 
-    def __init__(self, run: Forward) -> None:
-        super().__init__(run)
-        self._found: dict[Hashable, Captured | None] = {}
-        self._rooms: dict[Size, list[Room]] = {}
-        self._stream = torch.cuda.Stream(run.device)
+    def __init__(self, backend: TorchBackend) -> None:
+        super().__init__(backend)
+        self._graphs: dict[Hashable, CapturedGraph | None] = {}  # None: seen once
+        self._free: dict[GraphSize, list[HostBuffers]] = {}
+        self._stream = torch.cuda.Stream(backend.device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self.captures = self.replays = 0
 
     def batch(self, rows: Sequence[Row]) -> Batch:
-        size = Size.of([row.length for row in rows])
-        free = self._rooms.setdefault(size, [])
-        room = free.pop() if free else Room(size)
-        stage(rows, room, self.first_position)
-        return Batch({"flat": room.flat}, tuple(rows), True, room)
+        size = GraphSize.of([row.length for row in rows])
+        free = self._free.setdefault(size, [])
+        buffers = free.pop() if free else HostBuffers(size)
+        stage(rows, buffers, self.first_position)
+        return Batch({"flat": buffers.flat}, tuple(rows), True, buffers)
 
-    def answered(self, batch: Batch, reads: str, reduce: Reduce, key: Hashable) -> Mapping[str, Tensor | Ragged]:
-        room: Room = batch.room
-        size, flat = room.size, room.flat
+    def compute(self, batch: Batch, reads: str, reduce: Reduce, key: Hashable) -> Mapping[str, Tensor | Ragged]:
+        buffers: HostBuffers = batch.buffers
+        size, flat = buffers.size, buffers.flat
         name = (key, reads, size)
-        captured = self._found.get(name)
+        captured = self._graphs.get(name)
         if captured is None:
-            able = key is not None and reads in READS and name in self._found and self.captures < MOST
-            captured = self._captured(name, flat, size, reads, reduce) if able else None
+            capture = key is not None and reads in READS and name in self._graphs and self.captures < MAX_GRAPHS
+            captured = self._captured(name, flat, size, reads, reduce) if capture else None
         if captured is None:
-            self._found.setdefault(name, None)
-            inputs = flat.to(self._run.device, non_blocking=True)
-            return self._plainly(inputs, batch, reads, reduce)
+            self._graphs.setdefault(name, None)
+            inputs = flat.to(self._backend.device, non_blocking=True)
+            return self._launch(inputs, batch, reads, reduce)
         captured.inputs.copy_(flat, non_blocking=True)
         captured.graph.replay()
         self.replays += 1
-        if all(isinstance(value, Tensor) and value.ndim == 1 for value in captured.answer.values()):
-            return Replayed(captured.answer, len(batch.rows), room, self._rooms[size])
-        return _cut(captured.answer, batch.rows)
+        if all(isinstance(value, Tensor) and value.ndim == 1 for value in captured.output.values()):
+            return ReplayedResults(captured.output, len(batch.rows), buffers, self._free[size])
+        return _cut(captured.output, batch.rows)
 
-    def _plainly(self, flat: Tensor, batch: Batch, reads: str, reduce: Reduce) -> Mapping[str, Tensor | Ragged]:
-        """The pass launched kernel by kernel, on the rows alone."""
-        size: Size = batch.room.size
-        inputs, ends = size.views(flat)
+    def _launch(self, flat: Tensor, batch: Batch, reads: str, reduce: Reduce) -> Mapping[str, Tensor | Ragged]:
+        """The pass launched kernel by kernel, without padding."""
+        size: GraphSize = batch.buffers.size
+        inputs, cu_seqlens = size.views(flat)
         total, count = sum(row.length for row in batch.rows), len(batch.rows)
-        layout = FixedLayout(ends[: count + 1], size.longest)
-        some = {name: value[:total] for name, value in inputs.items()}
-        known = Batch(some, batch.rows, True)
-        return reduce(self.read(some, layout, self.places(known, reads), reads), known)
+        layout = DeviceLayout(cu_seqlens[: count + 1], size.longest)
+        unpadded = Batch({name: value[:total] for name, value in inputs.items()}, batch.rows, True)
+        return reduce(self.read(unpadded.inputs, layout, self.read_indices(unpadded, reads), reads), unpadded)
 
-    def _captured(self, name: Hashable, flat: Tensor, size: Size, reads: str, reduce: Reduce) -> Captured | None:
-        held = torch.empty(size.numbers, dtype=torch.int32, device=self._run.device)
+    def _captured(
+        self, name: Hashable, flat: Tensor, size: GraphSize, reads: str, reduce: Reduce
+    ) -> CapturedGraph | None:
+        static = torch.empty(size.input_length, dtype=torch.int32, device=self._backend.device)
 
         def work() -> Mapping[str, Tensor | Ragged]:
-            inputs, ends = size.views(held)
-            layout = FixedLayout(ends, size.longest)
-            at = ends[:-1].clamp(max=size.tokens - 1).long() if reads == "first" else None
-            return reduce(self.read(inputs, layout, at, reads), Batch(inputs, (), True, size, ends))
+            inputs, cu_seqlens = size.views(static)
+            layout = DeviceLayout(cu_seqlens, size.longest)
+            at = cu_seqlens[:-1].clamp(max=size.tokens - 1).long() if reads == "first" else None
+            return reduce(self.read(inputs, layout, at, reads), Batch(inputs, (), True, size, cu_seqlens))
 
         try:
-            found = self._capture(work, held, flat)
+            graph, output = self._capture(work, static, flat)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # a model that waits for the device in its midst cannot be captured
-            warnings.warn(f"passes of this model are not captured as graphs: {str(error)[:200]}", stacklevel=2)
-            self.captures = MOST
+        except RuntimeError as error:  # a model that synchronizes with the device cannot be captured
+            warnings.warn(f"passes of this model cannot be captured as CUDA graphs: {str(error)[:200]}", stacklevel=2)
+            self.captures = MAX_GRAPHS
             return None
         self.captures += 1
-        self._found[name] = captured = Captured(found[0], held, found[1])
+        self._graphs[name] = captured = CapturedGraph(graph, static, output)
         return captured
 
-    def _capture(self, work: Callable[[], Any], held: Tensor, flat: Tensor) -> tuple[torch.cuda.CUDAGraph, Any]:
+    def _capture(self, work: Callable[[], Any], static: Tensor, flat: Tensor) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph = torch.cuda.CUDAGraph()
-        held.copy_(flat)
-        self._stream.wait_stream(torch.cuda.current_stream(self._run.device))
+        static.copy_(flat)
+        self._stream.wait_stream(torch.cuda.current_stream(self._backend.device))
         with torch.cuda.stream(self._stream):
-            work()  # once as it stands: libraries make ready what may not be made during a capture
+            work()  # warm up: libraries initialize what they may not during a capture
             self._stream.synchronize()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                answer = work()
+                output = work()
             finally:
                 graph.capture_end()
-        torch.cuda.current_stream(self._run.device).wait_stream(self._stream)
-        return graph, answer
+        torch.cuda.current_stream(self._backend.device).wait_stream(self._stream)
+        return graph, output
 
 
-class Replayed(Mapping[str, Tensor]):
-    """Single numbers of rows: on the device by name, and on their way to the host, into memory that is used again."""
+class ReplayedResults(Mapping[str, Tensor]):
+    """Scalar results per row: on the device by name, and being copied into reused host buffers."""
 
-    def __init__(self, answer: Mapping[str, Any], rows: int, room: Room, free: list[Room]) -> None:
-        self._answer, self._rows, self._room, self._free = answer, rows, room, free
-        for name, value in answer.items():
-            if name not in room.back:
+    def __init__(self, output: Mapping[str, Any], rows: int, buffers: HostBuffers, free: list[HostBuffers]) -> None:
+        self._output, self._rows, self._buffers, self._free = output, rows, buffers, free
+        for name, value in output.items():
+            if name not in buffers.results:
                 host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-                room.back[name] = host, host.numpy()
-            room.back[name][0].copy_(value, non_blocking=True)
-        assert room.event is not None
-        room.event.record(torch.cuda.current_stream(next(iter(answer.values())).device))
+                buffers.results[name] = host, host.numpy()
+            buffers.results[name][0].copy_(value, non_blocking=True)
+        assert buffers.event is not None
+        buffers.event.record(torch.cuda.current_stream(next(iter(output.values())).device))
 
     def wait(self) -> dict[str, np.ndarray]:
-        """name → an array of the rows' numbers, once they have arrived."""
-        room = self._room
-        assert room.event is not None
-        room.event.synchronize()
-        found = {name: room.back[name][1][: self._rows].copy() for name in self._answer}
-        self._free.append(room)
-        return found
+        """name → an array with one number per row, once they have arrived."""
+        buffers = self._buffers
+        assert buffers.event is not None
+        buffers.event.synchronize()
+        results = {name: buffers.results[name][1][: self._rows].copy() for name in self._output}
+        self._free.append(buffers)
+        return results
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._answer[name][: self._rows]
+        return self._output[name][: self._rows]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._answer)
+        return iter(self._output)
 
     def __len__(self) -> int:
-        return len(self._answer)
+        return len(self._output)
 
 
-def _cut(answer: Mapping[str, Tensor | Ragged], rows: Sequence[Row]) -> dict[str, Tensor | Ragged]:
-    """A graph's answer for its real rows."""
+def _cut(output: Mapping[str, Tensor | Ragged], rows: Sequence[Row]) -> dict[str, Tensor | Ragged]:
+    """A graph's output without padding rows."""
     lengths = [row.length for row in rows]
     total = sum(lengths)
     return {
         name: Ragged(value.values[:total], lengths) if isinstance(value, Ragged) else value[: len(rows)]
-        for name, value in answer.items()
+        for name, value in output.items()
     }

@@ -1,29 +1,29 @@
-"""Model folders into modules: weights from safetensors only, code from the installed transformers only.
+"""Loads model folders: weights from safetensors only, code from the installed transformers only.
 
-`load` gives a Loaded: the module placed and in eval mode behind a Forward, and whatever turns inputs into arrays
-(tokenizer, image processor, feature extractor, processor) as the task needs them.
+`load` returns a LoadedModel: the module in its backend, and what turns inputs into arrays (tokenizer, image processor,
+feature extractor, processor), as the task needs them.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from headway.base.errors import BadModelFile, ModelError, Unsupported, UnsupportedModel, WrongType
+from headway.base.errors import BadModelFile, InvalidInput, ModelError, Unsupported, UnsupportedModel, WrongType
 from headway.base.files import read_json
 from headway.models.hub.store import resolve
-from headway.pipelines.backends.forward import Forward, Placement
+from headway.pipelines.backends.torch import Placement, TorchBackend
 from headway.pipelines.inputs.text import TextEncoder, length_limit
 
 if TYPE_CHECKING:
     from headway.pipelines.backends.quantize import QuantizationReport
-    from headway.pipelines.backends.unpadded import PackedEncoder
+    from headway.pipelines.backends.unpadded import UnpaddedEncoder
 
 EXTRA = "pip install 'headway[pipelines]'"
 PARTS = {
@@ -35,32 +35,28 @@ PARTS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Loaded:
-    """A model in memory and what prepares its inputs."""
+class LoadedModel:
+    """A model in memory and the preprocessors of its inputs."""
 
     name: str
     path: Path | None
-    run: Forward
+    backend: TorchBackend
     config: Any
     tokenizer: Any = None
     image_processor: Any = None
     feature_extractor: Any = None
     processor: Any = None
-    text: TextEncoder | None = None  # the tokenizer made safe for threads, where there is one
-    packed: PackedEncoder | None = None  # the same model over rows without padding, where that is known to be right
-    quantization: QuantizationReport | None = None  # what quantize= did
+    text: TextEncoder | None = None  # the tokenizer, safe for threads
+    unpadded: UnpaddedEncoder | None = None  # the same model for unpadded batches, if it is supported
+    quantization: QuantizationReport | None = None  # the effect of quantize=
 
     @property
     def module(self) -> Any:
-        return self.run.module
-
-    def but(self, **changes: Any) -> Loaded:
-        """The same model with another way to compute it."""
-        return replace(self, **changes)
+        return self.backend.module
 
 
 def transformers() -> ModuleType:
-    """The library, or an error that names the extra that brings it."""
+    """The transformers module, or an error that names the extra to install."""
     try:
         import transformers
     except ImportError:
@@ -76,17 +72,17 @@ def load(
     parts: dict[str, Any] | None = None,
     *,
     changes: bool = False,
-) -> Loaded:
-    """Load what `model` names (a known name, a folder, a hub id) or take a module that is in memory already.
+) -> LoadedModel:
+    """Load a model by name, folder or hub id, or use a module in memory.
 
-    `parts` are a tokenizer and the like that the caller has; the rest of `needs` is read from the model's folder. If
-    the weights are going to be changed (`changes`, or another dtype), a module of the caller's is copied first.
+    `parts` are the caller's own tokenizer and the like; the rest of `needs` is read from the model's folder. A module
+    in memory is copied first if its weights will change (`changes`, or another dtype).
     """
     library, given = transformers(), dict(parts or {})
     import torch
 
     if isinstance(model, torch.nn.Module):
-        name, path, module = type(model).__name__, None, _own(model, placement, changes)
+        name, path, module = type(model).__name__, None, _private(model, placement, changes)
     elif isinstance(model, (str, Path)):
         name, path = str(model), _folder(model)
         module = _module(library, path, auto_class)
@@ -95,27 +91,44 @@ def load(
     for part in needs:
         if given.get(part) is None:
             given[part] = _part(library, path, part, name)
-    run = Forward(module, placement)
+    backend = TorchBackend(module, placement)
     config = getattr(module, "config", None)
     tokenizer = given.get("tokenizer") or getattr(given.get("processor"), "tokenizer", None)
-    text = text_encoder(tokenizer, config, path, run) if tokenizer is not None else None
-    return Loaded(name, path, run, config, **{**given, "tokenizer": tokenizer}, text=text)
+    text = text_encoder(tokenizer, config, path, backend) if tokenizer is not None else None
+    return LoadedModel(name, path, backend, config, **{**given, "tokenizer": tokenizer}, text=text)
 
 
-def _own(module: Any, placement: Placement, changes: bool) -> Any:
-    """A module that may be changed: the caller's own only if it stays as it is."""
+def _private(module: Any, placement: Placement, changes: bool) -> Any:
+    """The caller's module if it stays unchanged, else a copy."""
     cast = any(p.is_floating_point() and p.dtype != placement.dtype for p in module.parameters())
     return copy.deepcopy(module) if changes or cast or module.training else module
 
 
-def text_encoder(tokenizer: Any, config: Any, path: Path | None, run: Forward) -> TextEncoder:
-    """The tokenizer as tasks use it, with the model's length limit."""
+def text_encoder(tokenizer: Any, config: Any, path: Path | None, backend: TorchBackend) -> TextEncoder:
+    """The tokenizer with the model's length limit."""
     limit = length_limit(tokenizer, getattr(config, "text_config", config))
     declared = read_json(path / "sentence_bert_config.json").get("max_seq_length") if path else None
     if isinstance(declared, int) and declared > 0:
         limit = min(declared, limit) if limit is not None else declared
-    types = "token_type_ids" in getattr(tokenizer, "model_input_names", ()) and run.takes("token_type_ids")
+    types = "token_type_ids" in getattr(tokenizer, "model_input_names", ()) and backend.takes("token_type_ids")
     return TextEncoder(tokenizer, limit, types=types)
+
+
+def model_type(model: Any) -> str:
+    """The family of a model that is not loaded yet, or is in memory."""
+    return str(config_of(model).get("model_type", "unknown"))
+
+
+def config_of(model: Any) -> Mapping[str, Any]:
+    """The config of a module in memory, or the config.json of a name or folder."""
+    import torch
+
+    if isinstance(model, torch.nn.Module):
+        config = getattr(model, "config", None)
+        return {"architectures": [type(model).__name__], "model_type": getattr(config, "model_type", "unknown")}
+    if model is None:
+        raise InvalidInput("this task has no default model; pass model=... (a folder, a name or a hub id)")
+    return read_json(resolve(model) / "config.json")
 
 
 def _folder(model: str | Path) -> Path:
@@ -127,7 +140,7 @@ def _folder(model: str | Path) -> Path:
         )
     if not any(path.glob("*.safetensors")):
         kinds = sorted(file.name for file in path.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-        has = f"it has {', '.join(kinds)}, pickles that are never loaded" if kinds else "it has no weights at all"
+        has = f"it has {', '.join(kinds)}, pickles, which are never loaded" if kinds else "it has no weights at all"
         raise BadModelFile(f"{path} has no *.safetensors: {has}; save the model again with save_pretrained")
     return path
 
@@ -150,7 +163,7 @@ def _module(library: ModuleType, path: Path, auto_class: str) -> Any:
             raise UnsupportedModel(f"{path} cannot be loaded as {auto_class}: {reason}") from error
         except (OSError, RuntimeError) as error:
             raise BadModelFile(f"{path} cannot be loaded: {' '.join(str(error).split())[:200]}") from error
-    # transformers would fill a missing head with random numbers; a pooler that nobody reads may be missing
+    # transformers would initialize a missing head at random; an unused pooler may be missing
     missing = sorted(key for key in info["missing_keys"] if not ("pooler." in key and auto_class == "AutoModel"))
     if missing:
         raise BadModelFile(
@@ -176,7 +189,7 @@ def _part(library: ModuleType, path: Path | None, part: str, name: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the library's load reports to itself; what matters is raised."""
+    """Silence load reports of transformers; errors are still raised."""
     from transformers.utils import logging as library_logging
 
     log = logging.getLogger("transformers")

@@ -1,7 +1,7 @@
-"""onnxruntime as a backend: the model is exported once, kept in the cache, and gives the same numbers.
+"""The onnxruntime backend: the model is exported once, kept in the cache, and computes the same numbers.
 
-The export has dynamic rows and tokens. It is named after the model's weights and the versions that made it; a file in
-the cache is never trusted to be a pickle, and onnxruntime runs no code from it.
+The export has dynamic rows and tokens. Its name is a hash of the model's weights and the exporter's version; cached
+files are never unpickled, and onnxruntime runs no code from them.
 """
 
 from __future__ import annotations
@@ -20,55 +20,59 @@ from torch import Tensor, nn
 
 from headway.base.config import settings
 from headway.base.errors import InvalidInput, Unsupported
-from headway.pipelines.backends.forward import Forward
+from headway.pipelines.backends.torch import TorchBackend
 from headway.pipelines.outputs import ModelOutput
 
 EXTRA = "pip install 'headway[onnx]'"
-ANSWERS = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
+OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
 OPSET = 18
 
 
-class OnnxForward(Forward):
-    """A Forward whose model runs in onnxruntime on the CPU. It answers what tasks read: logits or final states."""
+class OnnxBackend(TorchBackend):
+    """Runs the model in onnxruntime on the CPU. Outputs are those that tasks use: logits or final hidden states."""
 
-    def __init__(self, run: Forward, inputs: Mapping[str, Tensor]) -> None:
-        """Export `run`'s model, or find its export; `inputs` are an example of what it is called with."""
+    def __init__(self, backend: TorchBackend, inputs: Mapping[str, Tensor]) -> None:
+        """Export the model of `backend`, unless it is in the cache; `inputs` is an example call."""
         runtime = _runtime()
-        if run.device.type != "cpu" or run.placement.dtype != torch.float32 or run.placement.autocast is not None:
-            raise Unsupported(f'backend="onnxruntime" computes float32 on a CPU, not {run.placement}')
-        self.module, self.placement = run.module, run.placement
-        self.path = exported(run.module, inputs)
-        asked = runtime.SessionOptions()
-        asked.intra_op_num_threads = torch.get_num_threads()
-        self._session = runtime.InferenceSession(str(self.path), asked, providers=["CPUExecutionProvider"])
+        if (
+            backend.device.type != "cpu"
+            or backend.placement.dtype != torch.float32
+            or backend.placement.autocast is not None
+        ):
+            raise Unsupported(f'backend="onnxruntime" computes float32 on a CPU, not {backend.placement}')
+        self.module, self.placement = backend.module, backend.placement
+        self.path = cached_export(backend.module, inputs)
+        session_options = runtime.SessionOptions()
+        session_options.intra_op_num_threads = torch.get_num_threads()
+        self._session = runtime.InferenceSession(str(self.path), session_options, providers=["CPUExecutionProvider"])
         self._shapes = {one.name: one.shape for one in self._session.get_inputs()}
         self._inputs = list(self._shapes)
         self._outputs = [one.name for one in self._session.get_outputs()]
 
     def call_on_device(self, inputs: Mapping[str, Any], method: str, parameters: Mapping[str, Any]) -> Any:
         if method != "forward" or parameters or set(inputs) != set(self._inputs):
-            asked = ", ".join(sorted({*inputs, *parameters}))
+            names = ", ".join(sorted({*inputs, *parameters}))
             raise InvalidInput(
-                f"the exported model takes {', '.join(self._inputs)} and nothing else, not {asked}; "
+                f"the exported model takes {', '.join(self._inputs)} and nothing else, not {names}; "
                 'use backend="torch" for other arguments'
             )
         for name in self._inputs:
             self._check_shape(name, tuple(inputs[name].shape))
-        found = self._session.run(None, {name: inputs[name].numpy() for name in self._inputs})
-        return ModelOutput(dict(zip(self._outputs, map(torch.from_numpy, found))))
+        values = self._session.run(None, {name: inputs[name].numpy() for name in self._inputs})
+        return ModelOutput(dict(zip(self._outputs, map(torch.from_numpy, values))))
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        wanted = self._shapes[name]
-        if len(wanted) != len(shape) or any(isinstance(a, int) and a != b for a, b in zip(wanted, shape)):
+        expected = self._shapes[name]
+        if len(expected) != len(shape) or any(isinstance(a, int) and a != b for a, b in zip(expected, shape)):
             raise InvalidInput(
-                f"{name} is {list(shape)} and the model was exported for {list(wanted)}; "
+                f"{name} is {list(shape)} and the model was exported for {list(expected)}; "
                 'use backend="torch" for inputs of other shapes'
             )
 
 
-def exported(module: nn.Module, inputs: Mapping[str, Tensor]) -> Path:
-    """The folder's model.onnx for this module, made if it is not there."""
-    folder = settings().cache / "pipelines" / "onnx" / _name(module, inputs)
+def cached_export(module: nn.Module, inputs: Mapping[str, Tensor]) -> Path:
+    """The cached model.onnx of this module, exported first if there is none."""
+    folder = settings().cache / "pipelines" / "onnx" / _cache_name(module, inputs)
     target = folder / "model.onnx"
     if target.is_file():
         return target
@@ -78,7 +82,7 @@ def exported(module: nn.Module, inputs: Mapping[str, Tensor]) -> Path:
         _export(module, inputs, scratch / "model.onnx")
         try:
             os.replace(scratch, folder)
-        except OSError:  # another process was quicker
+        except OSError:  # another process was faster
             if not target.is_file():
                 raise
     finally:
@@ -88,42 +92,42 @@ def exported(module: nn.Module, inputs: Mapping[str, Tensor]) -> Path:
 
 def _export(module: nn.Module, inputs: Mapping[str, Tensor], path: Path) -> None:
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter's remarks on tracing; the numbers are compared in the tests
-        whole = module(**inputs)
-        found = [name for name in ANSWERS if whole.get(name) is not None]
-        if not found:
-            raise Unsupported(f"{type(module).__name__} answers none of {', '.join(ANSWERS)}, which can be exported")
-        # sequences of tokens or samples differ in length; pictures and tables of features are all of one shape
+        warnings.simplefilter("ignore")  # tracing warnings; tests compare the numbers
+        example = module(**inputs)
+        names = [name for name in OUTPUTS if example.get(name) is not None]
+        if not names:
+            raise Unsupported(f"{type(module).__name__} has no output to export: none of {', '.join(OUTPUTS)}")
+        # tokens and audio samples differ in length; images and feature matrices have one shape
         axes = {name: {0: "rows", 1: "tokens"} if value.ndim == 2 else {0: "rows"} for name, value in inputs.items()}
-        for name in found:
-            by_token = whole[name].ndim == 3 or name.endswith(("start_logits", "end_logits"))
+        for name in names:
+            by_token = example[name].ndim == 3 or name.endswith(("start_logits", "end_logits"))
             axes[name] = {0: "rows", 1: f"{name} of a row"} if by_token else {0: "rows"}
         torch.onnx.export(
-            _Answers(module, list(inputs), found).eval(),  # or the export would leave the model in training mode
+            _TupleOutputs(module, list(inputs), names).eval(),  # or the export would leave the model in training mode
             tuple(value.clone() for value in inputs.values()),
             str(path),
             input_names=list(inputs),
-            output_names=found,
+            output_names=names,
             dynamic_axes=axes,
             opset_version=OPSET,
             dynamo=False,
         )
 
 
-class _Answers(nn.Module):
-    """The model with inputs by position and its answers as a tuple, as the exporter wants them."""
+class _TupleOutputs(nn.Module):
+    """The model with positional inputs and a tuple of outputs, as the exporter requires."""
 
-    def __init__(self, module: nn.Module, names: list[str], answers: list[str]) -> None:
+    def __init__(self, module: nn.Module, inputs: list[str], outputs: list[str]) -> None:
         super().__init__()
-        self.module, self.names, self.answers = module, names, answers
+        self.module, self.inputs, self.outputs = module, inputs, outputs
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        found = self.module(**dict(zip(self.names, values)))
-        return tuple(found[name] for name in self.answers)
+        output = self.module(**dict(zip(self.inputs, values)))
+        return tuple(output[name] for name in self.outputs)
 
 
-def _name(module: nn.Module, inputs: Mapping[str, Tensor]) -> str:
-    """A name that changes with the weights, the shape of the model and what exports it."""
+def _cache_name(module: nn.Module, inputs: Mapping[str, Tensor]) -> str:
+    """A hash of the weights, the config and the exporter's version."""
     digest = hashlib.sha256()
     config = getattr(module, "config", None)
     facts = (type(module).__qualname__, config.to_json_string() if config is not None else "", torch.__version__, OPSET)

@@ -1,4 +1,4 @@
-"""Rows into tensors and back: sequences padded or laid end to end, arrays stacked; states read by token or mark."""
+"""Rows into tensors and back: sequences padded or concatenated, arrays stacked; outputs by token, mark or pooled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TYPES = "token_type_ids"
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Values of rows that differ in how many they have: [N, …] end to end, and how many belong to each row."""
+    """A ragged array: the values of all rows end to end, [N, …], and how many each row has."""
 
     values: Tensor
     counts: Sequence[int]
@@ -35,28 +35,28 @@ def collate(
 ) -> dict[str, Any]:
     """The inputs of `rows` as tensors [R, …], with an attention mask over `input_ids` where the model takes one.
 
-    Sequences are padded with `padding[name]` (0 if it has none) to the longest of them, or to `width`. With `types`,
-    rows that name no types have type 0.
+    Sequences are padded with `padding[name]` (default 0) to the longest, or to `width`. With `types`, rows without
+    token types get type 0.
     """
-    inputs = [_typed(row.inputs) if types else row.inputs for row in rows]
+    inputs = [_with_types(row.inputs) if types else row.inputs for row in rows]
     first = inputs[0]
     for other in inputs[1:]:
         if other.keys() != first.keys():
             raise InvalidInput(f"rows with inputs {sorted(first)} and {sorted(other)} cannot share a batch")
     batch = {name: join([one[name] for one in inputs], name, padding, width) for name in first}
     if "input_ids" in first and "attention_mask" not in first and takes("attention_mask"):
-        batch["attention_mask"] = mask_of([len(row.inputs["input_ids"]) for row in rows], padding, width)
+        batch["attention_mask"] = attention_mask([len(row.inputs["input_ids"]) for row in rows], padding, width)
     return batch
 
 
-def _typed(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_types(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     if TYPES in inputs or "input_ids" not in inputs:
         return inputs
     return {**inputs, TYPES: [0] * len(inputs["input_ids"])}
 
 
 def join(values: list[Any], name: str, padding: Mapping[str, int], width: int | None = None) -> Any:
-    """One tensor (or dict of tensors) of the values that `name` has in each row."""
+    """One tensor (or dict of tensors) of the rows' values of `name`."""
     first = values[0]
     if isinstance(first, Mapping):
         return {key: join([value[key] for value in values], key, padding, width) for key in first}
@@ -67,12 +67,12 @@ def join(values: list[Any], name: str, padding: Mapping[str, int], width: int | 
     if len(shapes) > 1:
         if all(tensor.ndim == 1 and not tensor.is_floating_point() for tensor in tensors):
             return pad([tensor.tolist() for tensor in tensors], padding.get(name, 0), padding.get("side", 1), width)
-        raise InvalidInput(f"{name} of shapes {sorted(shapes)} cannot share a batch; a task must bring them to one")
+        raise InvalidInput(f"{name} of shapes {sorted(shapes)} cannot share a batch; a task must make them equal")
     return torch.stack(tensors)
 
 
 def pad(sequences: Sequence[Sequence[int]], value: int, side: int = 1, width: int | None = None) -> Tensor:
-    """Whole numbers as one tensor [R, L]; `side` 1 pads at the end, 0 at the beginning."""
+    """Integer sequences as one tensor [R, L]; `side` 1 pads at the end, 0 at the beginning."""
     longest = width or max(map(len, sequences))
     table = np.full((len(sequences), longest), value, dtype=np.int64)
     for i, sequence in enumerate(sequences):
@@ -84,18 +84,18 @@ def pad(sequences: Sequence[Sequence[int]], value: int, side: int = 1, width: in
     return torch.from_numpy(table)
 
 
-def mask_of(lengths: Sequence[int], padding: Mapping[str, int], width: int | None = None) -> Tensor:
+def attention_mask(lengths: Sequence[int], padding: Mapping[str, int], width: int | None = None) -> Tensor:
     """1 where a row has a token, [R, L]."""
     places, counts = np.arange(width or max(lengths)), np.array(lengths)[:, None]
     mask = places < counts if padding.get("side", 1) else places >= len(places) - counts
     return torch.from_numpy(mask.astype(np.int64))
 
 
-# -- packed ------------------------------------------------------------------------------------------------------------
+# -- unpadded ----------------------------------------------------------------------------------------------------------
 
 
-def pack(rows: Sequence[Row], takes_types: bool, first_position: int = 0) -> Batch:
-    """Rows of token ids end to end, [T] each, with the position of every token in its own row."""
+def concatenate(rows: Sequence[Row], takes_types: bool, first_position: int = 0) -> Batch:
+    """An unpadded batch: token ids end to end, [T], with the position of every token in its row."""
     lengths = [row.length for row in rows]
     total = sum(lengths)
 
@@ -109,18 +109,18 @@ def pack(rows: Sequence[Row], takes_types: bool, first_position: int = 0) -> Bat
     if takes_types:
         typed = any(TYPES in row.inputs for row in rows)
         inputs[TYPES] = torch.from_numpy(flat_types(rows, total)) if typed else torch.zeros(total, dtype=torch.int64)
-    return Batch(inputs, tuple(rows), packed=True)
+    return Batch(inputs, tuple(rows), unpadded=True)
 
 
 def flat_types(rows: Sequence[Row], total: int) -> np.ndarray:
-    """The types of rows end to end, [T]; 0 for those that name none."""
+    """The token types of rows end to end, [T]; 0 for rows without."""
     parts = (row.inputs[TYPES] if TYPES in row.inputs else repeat(0, row.length) for row in rows)
     return np.fromiter(chain.from_iterable(parts), dtype=np.int64, count=total)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Neighbouring rows of one length: tokens [start, start + rows × length)."""
+class LengthGroup:
+    """Consecutive rows of one length: tokens [start, start + rows × length)."""
 
     start: int
     rows: int
@@ -131,23 +131,23 @@ class Group:
         return self.start + self.rows * self.length
 
 
-def groups_of(rows: Sequence[Row]) -> list[Group]:
-    """Runs of rows that have the same length."""
-    found, start = [], 0
+def length_groups(rows: Sequence[Row]) -> list[LengthGroup]:
+    """Runs of consecutive rows with the same length."""
+    groups, start = [], 0
     for length, same in groupby(row.length for row in rows):
         count = sum(1 for _ in same)
-        found.append(Group(start, count, length))
+        groups.append(LengthGroup(start, count, length))
         start += count * length
-    return found
+    return groups
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
+# -- outputs -----------------------------------------------------------------------------------------------------------
 
 
 def by_token(values: Tensor, batch: Batch) -> Ragged:
-    """What belongs to each row's tokens, padding left out. `values` are [R, L, …], or [1, T, …] of a packed batch."""
+    """The values of each row's tokens, without padding. `values` are [R, L, …], or [1, T, …] of an unpadded batch."""
     lengths = [row.length for row in batch.rows]
-    if batch.packed:
+    if batch.unpadded:
         return Ragged(values[0].float(), lengths)
     if len(set(lengths)) == 1 and lengths[0] == values.shape[1]:
         return Ragged(values.float().flatten(0, 1), lengths)
@@ -155,17 +155,17 @@ def by_token(values: Tensor, batch: Batch) -> Ragged:
 
 
 def token_mask(values: Tensor, batch: Batch) -> Tensor:
-    """Where a padded batch has tokens, [R, L], on the device of `values`."""
+    """Where a padded batch has tokens, bool [R, L], on the device of `values`."""
     mask = batch.inputs.get("attention_mask")
     if mask is None:
-        mask = mask_of([row.length for row in batch.rows], {}, values.shape[1])
+        mask = attention_mask([row.length for row in batch.rows], {}, values.shape[1])
     return mask.to(values.device).bool()
 
 
 def at_marks(values: Tensor, batch: Batch) -> Ragged:
-    """What belongs to each row's marks; a packed batch was computed at its marks only, [1, M, …]."""
+    """The values at each row's marks; an unpadded batch was computed at its marks only, [1, M, …]."""
     counts = [len(row.marks) for row in batch.rows]
-    if batch.packed:
+    if batch.unpadded:
         return Ragged(values[0].float(), counts)
     where = [(i, mark) for i, row in enumerate(batch.rows) for mark in row.marks]
     rows, places = torch.tensor(where, device=values.device).reshape(-1, 2).unbind(1)
@@ -173,31 +173,32 @@ def at_marks(values: Tensor, batch: Batch) -> Ragged:
 
 
 def pooled(values: Tensor, batch: Batch, how: str) -> Tensor:
-    """One vector a row, [R, H] in float32, of final states [R, L, H] or packed [1, T, H]: mean, cls, last or max."""
-    if batch.ends is not None:
-        return _pooled_between(values[0].float(), batch.ends, how)
-    if batch.packed:
-        parts = [values[0, g.start : g.end].view(g.rows, g.length, -1).float() for g in groups_of(batch.rows)]
+    """One float32 vector per row, [R, H], from final states [R, L, H] or unpadded [1, T, H]: mean, cls, last or max."""
+    if batch.cu_seqlens is not None:
+        return _pooled_segments(values[0].float(), batch.cu_seqlens, how)
+    if batch.unpadded:
+        parts = [values[0, g.start : g.end].view(g.rows, g.length, -1).float() for g in length_groups(batch.rows)]
         return torch.cat([_pooled(part, None, how) for part in parts])
     return _pooled(values.float(), token_mask(values, batch), how)
 
 
-def _pooled_between(values: Tensor, ends: Tensor, how: str) -> Tensor:
-    """`values` [T, H] over the rows between `ends` [R + 1]: boundaries stay on the device. Empty rows hold anything."""
+def _pooled_segments(values: Tensor, cu_seqlens: Tensor, how: str) -> Tensor:
+    """`values` [T, H] pooled by row, without a synchronization. Empty rows have undefined values."""
     match how:
         case "cls":
-            return values[ends[:-1].long().clamp(max=len(values) - 1)]
+            return values[cu_seqlens[:-1].long().clamp(max=len(values) - 1)]
         case "last":
-            return values[(ends[1:].long() - 1).clamp(min=0)]
+            return values[(cu_seqlens[1:].long() - 1).clamp(min=0)]
     if how == "mean":
-        return torch.segment_reduce(values, "mean", offsets=ends.long(), unsafe=True)
-    row = torch.searchsorted(ends, torch.arange(len(values), device=ends.device, dtype=ends.dtype), right=True) - 1
-    found = values.new_full((len(ends), values.shape[1]), float("-inf"))  # the last is of tokens behind the rows
-    return found.scatter_reduce_(0, row[:, None].expand_as(values), values, "amax")[:-1]
+        return torch.segment_reduce(values, "mean", offsets=cu_seqlens.long(), unsafe=True)
+    tokens = torch.arange(len(values), device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    row = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+    pooled = values.new_full((len(cu_seqlens), values.shape[1]), float("-inf"))  # the last one is for padding
+    return pooled.scatter_reduce_(0, row[:, None].expand_as(values), values, "amax")[:-1]
 
 
 def _pooled(values: Tensor, mask: Tensor | None, how: str) -> Tensor:
-    """`values` [R, L, H] over L; without a mask every place is a token."""
+    """`values` [R, L, H] pooled over L; without a mask every position is a token."""
     if mask is None:
         match how:
             case "cls":

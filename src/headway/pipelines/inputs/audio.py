@@ -1,7 +1,7 @@
-"""Recordings of any kind that users have, as one channel of float32 at the rate a model wants: numpy alone.
+"""Recordings in any form, as mono float32 samples at a model's sampling rate: numpy alone.
 
-WAV files are read here (whole numbers of 8 to 32 bits, floats of 32 and 64, any number of channels); other formats are
-refused by name. Resampling is a windowed sinc, the same filter as torchaudio's default. No network, no programs.
+WAV files are read here (integers of 8 to 32 bits, floats of 32 and 64, any number of channels); other formats are an
+error that names them. Resampling is a windowed sinc, the same filter as torchaudio's default. Never uses the network.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, WrongType
-from headway.pipelines.inputs.images import read_file
-from headway.pipelines.inputs.tensors import is_tensor
+from headway.pipelines.inputs.images import is_cpu_tensor, read_file
+from headway.pipelines.task import wrong_type
 
 MAX_SECONDS = 4 * 3600.0
 RATES = (1_000, 768_000)
-WANTED = 'a recording: an array, {"array": ..., "sampling_rate": ...}, bytes or the path of a WAV file'
-ZERO_CROSSINGS, ROLLOFF = 6, 0.99  # of the sinc on each side; the share of the band that is kept
-OTHER_KINDS = {
+EXPECTED = 'a recording: an array, {"array": ..., "sampling_rate": ...}, bytes or the path of a WAV file'
+ZERO_CROSSINGS, ROLLOFF = 6, 0.99  # of the sinc on each side; the share of the band that passes
+OTHER_FORMATS = {
     b"fLaC": "FLAC",
     b"OggS": "Ogg",
     b"ID3": "MP3",
@@ -41,24 +40,24 @@ CODECS = {2: "ADPCM", 6: "A-law", 7: "µ-law", 17: "IMA ADPCM", 49: "GSM", 80: "
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
 
 
-def is_sound(value: Any) -> bool:
-    """Whether `value` is meant as one recording rather than as several."""
+def is_audio(value: Any) -> bool:
+    """Whether `value` is one recording rather than several."""
     kinds = (str, bytes, bytearray, memoryview, os.PathLike, Mapping, np.ndarray)
-    return isinstance(value, kinds) or is_tensor(value)
+    return isinstance(value, kinds) or is_cpu_tensor(value)
 
 
-def load_sound(item: Any, rate: int, *, max_seconds: float = MAX_SECONDS) -> np.ndarray:
-    """[samples] of float32 at `rate`; several channels are averaged.
+def load_audio(item: Any, rate: int, *, max_seconds: float = MAX_SECONDS) -> np.ndarray:
+    """[samples] in float32 at `rate`; several channels are averaged.
 
-    An array by itself is taken to be at `rate` already: [samples], or [channels, samples] with at most two channels.
+    A bare array is assumed to be at `rate` already: [samples], or [channels, samples] with at most two channels.
     """
     values, at = _waveform(item, rate)
     if not len(values):
-        raise InvalidInput("the recording has no samples; pass one that has a sound in it")
+        raise InvalidInput("the recording has no samples; pass one that is not empty")
     if len(values) > max_seconds * at:
         raise InvalidInput(
             f"the recording lasts {len(values) / at:.1f} s and the limit is {max_seconds:g} s; "
-            "cut it, or pass max_seconds=... if it is meant to be that long"
+            "cut it, or pass a larger max_seconds=..."
         )
     if not np.isfinite(values).all():
         bad = int(np.flatnonzero(~np.isfinite(values))[0])
@@ -67,16 +66,16 @@ def load_sound(item: Any, rate: int, *, max_seconds: float = MAX_SECONDS) -> np.
 
 
 def _waveform(item: Any, rate: int) -> tuple[np.ndarray, int]:
-    """[samples] of float32 and their rate."""
+    """[samples] in float32 and their rate."""
     if isinstance(item, Mapping):
         return _of_dict(item, rate)
     if isinstance(item, (str, os.PathLike)):
         return parse_wav(*read_file(item, "recording"))
     if isinstance(item, (bytes, bytearray, memoryview)):
         return parse_wav(bytes(item), f"the {len(bytes(item))} bytes")
-    if isinstance(item, np.ndarray) or is_tensor(item):
+    if isinstance(item, np.ndarray) or is_cpu_tensor(item):
         return _one_channel(np.asarray(item)), rate
-    raise WrongType(f"{item!r:.60} of type {type(item).__name__} was given where {WANTED} is wanted")
+    raise wrong_type(item, EXPECTED)
 
 
 def _of_dict(item: Mapping[str, Any], rate: int) -> tuple[np.ndarray, int]:
@@ -84,40 +83,46 @@ def _of_dict(item: Mapping[str, Any], rate: int) -> tuple[np.ndarray, int]:
     name = "raw" if "raw" in item else "array"
     if name in item and "sampling_rate" in item and set(item) <= {name, "sampling_rate", "path"}:
         values = item[name]
-        if not (isinstance(values, np.ndarray) or is_tensor(values)):
+        if not (isinstance(values, np.ndarray) or is_cpu_tensor(values)):
             try:
                 values = np.asarray(values, dtype=np.float32)
             except (TypeError, ValueError) as error:
-                raise WrongType(f"{name!r} is a {type(values).__name__}; it takes an array of numbers") from error
+                raise WrongType(f"{name!r} is a {type(values).__name__}; it must be an array of numbers") from error
         return _one_channel(np.asarray(values)), check_rate(item["sampling_rate"])
     if item and set(item) <= {"bytes", "path"}:
         return _waveform(item["bytes"] if item.get("bytes") is not None else item.get("path"), rate)
     raise InvalidInput(
-        f'a dict has "array" and "sampling_rate", or "bytes" and "path"; {sorted(map(str, item))} were given'
+        f'a dict must have "array" and "sampling_rate", or "bytes" and "path", not {sorted(map(str, item))}'
     )
 
 
 def check_seconds(name: str, value: Any, *, zero: bool = False) -> None:
-    """Refuse what is no length of time."""
+    """Raise InvalidInput unless `value` is a positive number of seconds, or 0 if `zero`."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and value < float("inf")
     if not number or value < 0 or (value == 0 and not zero):
-        raise InvalidInput(f"{name} is {value!r}; it takes a number of seconds {'from' if zero else 'above'} 0")
+        raise InvalidInput(
+            f"{name} is {value!r}; it must be a number of seconds {'of at least' if zero else 'above'} 0"
+        )
 
 
 def check_rate(rate: Any) -> int:
-    """`rate` if it is a number of samples a second."""
-    return check_integer(rate, "sampling_rate", *RATES)
+    """`rate` if it is a valid sampling rate."""
+    if isinstance(rate, bool) or not isinstance(rate, (int, np.integer)):
+        raise WrongType(f"sampling_rate is {rate!r}; it must be an integer, in Hz")
+    if not RATES[0] <= rate <= RATES[1]:
+        raise InvalidInput(f"sampling_rate is {rate}; it must be in [{RATES[0]}, {RATES[1]}] Hz")
+    return int(rate)
 
 
 def _one_channel(values: np.ndarray) -> np.ndarray:
-    """[samples] of float32, whole numbers brought to -1 to 1."""
+    """[samples] in float32, integers scaled to [-1, 1]."""
     if values.ndim == 2 and values.shape[0] > 2:
         raise InvalidInput(
-            f"an array of shape {list(values.shape)} is read as {values.shape[0]} channels, and at most 2 are taken; "
+            f"an array of shape {list(values.shape)} is read as {values.shape[0]} channels, but at most 2 are allowed; "
             "transpose it if it is [samples, channels], or mix it to one channel first"
         )
     if values.ndim not in (1, 2):
-        raise InvalidInput(f"an array of shape {list(values.shape)} is no recording; [samples] is wanted")
+        raise InvalidInput(f"an array of shape {list(values.shape)} is not a recording; it must be [samples]")
     scaled = _scaled(values)
     return scaled if values.ndim == 1 else scaled.mean(axis=0, dtype=np.float32)
 
@@ -130,7 +135,7 @@ def _scaled(values: np.ndarray) -> np.ndarray:
         return (values.astype(np.float32) - 128) / 128
     if kind in (np.int16, np.int32):
         return (values / -float(np.iinfo(kind).min)).astype(np.float32)
-    raise WrongType(f"an array of {kind} is no recording; floats of -1 to 1, int16, int32 or uint8 are")
+    raise WrongType(f"an array of {kind} is not a recording; use float, int16, int32 or uint8")
 
 
 # -- WAV ---------------------------------------------------------------------------------------------------------------
@@ -138,7 +143,7 @@ def _scaled(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Format:
-    """What the "fmt " chunk says."""
+    """The contents of the "fmt " chunk."""
 
     codec: int
     channels: int
@@ -147,12 +152,12 @@ class _Format:
 
 
 def parse_wav(data: bytes, name: str = "the WAV") -> tuple[np.ndarray, int]:
-    """[samples] of float32, channels averaged, and their rate."""
+    """[samples] in float32, channels averaged, and their rate."""
     if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
-        kind = next((kind for magic, kind in OTHER_KINDS.items() if data.startswith(magic)), None)
-        said = f"is {kind}, which is not read here" if kind else "is no WAV file"
+        kind = next((kind for magic, kind in OTHER_FORMATS.items() if data.startswith(magic)), None)
+        problem = f"is {kind}, which is not supported" if kind else "is not a WAV file"
         raise InvalidInput(
-            f"{name} {said}; convert it first (ffmpeg -i FILE -ac 1 out.wav), "
+            f"{name} {problem}; convert it first (ffmpeg -i FILE -ac 1 out.wav), "
             'or pass {"array": ..., "sampling_rate": ...}'
         )
     chunks = _chunks(data, name)
@@ -164,29 +169,29 @@ def parse_wav(data: bytes, name: str = "the WAV") -> tuple[np.ndarray, int]:
 
 def _chunks(data: bytes, name: str) -> dict[bytes, memoryview]:
     """The chunks of a RIFF file up to its samples."""
-    found: dict[bytes, memoryview] = {}
+    chunks: dict[bytes, memoryview] = {}
     view, at = memoryview(data), 12
-    while at + 8 <= len(data) and b"data" not in found:
+    while at + 8 <= len(data) and b"data" not in chunks:
         tag, size = struct.unpack_from("<4sI", data, at)
-        if tag == b"data" and size == 0xFFFFFFFF:  # written to a pipe: its length was not known
+        if tag == b"data" and size == 0xFFFFFFFF:  # written to a pipe: its length was unknown
             size = len(data) - at - 8
         if at + 8 + size > len(data):
-            raise InvalidInput(f"{name} is cut off: its {tag!r} has {size} bytes and {len(data) - at - 8} are there")
-        found[tag] = view[at + 8 : at + 8 + size]
+            raise InvalidInput(f"{name} is truncated: its {tag!r} has {size} bytes, and {len(data) - at - 8} are there")
+        chunks[tag] = view[at + 8 : at + 8 + size]
         at += 8 + size + size % 2
-    return found
+    return chunks
 
 
 def _format(chunk: memoryview, name: str) -> _Format:
     if len(chunk) < 16:
-        raise InvalidInput(f"{name} has a format of {len(chunk)} bytes where 16 are wanted: damaged")
+        raise InvalidInput(f"{name} has a format of {len(chunk)} bytes instead of 16: damaged")
     codec, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", chunk)
     if codec == EXTENSIBLE and len(chunk) >= 26:
         codec = struct.unpack_from("<H", chunk, 24)[0]
     if (codec, bits) not in {(PCM, 8), (PCM, 16), (PCM, 24), (PCM, 32), (FLOAT, 32), (FLOAT, 64)}:
-        said = {PCM: "whole numbers", FLOAT: "floats"}.get(codec, CODECS.get(codec, f"codec {codec}"))
+        codec_name = {PCM: "integers", FLOAT: "floats"}.get(codec, CODECS.get(codec, f"codec {codec}"))
         raise InvalidInput(
-            f"{name} holds {said} of {bits} bits; whole numbers of 8, 16, 24, 32 and floats of 32, 64 bits are read"
+            f"{name} holds {codec_name} of {bits} bits; integers of 8 to 32 and floats of 32 or 64 bits are supported"
         )
     if not channels:
         raise InvalidInput(f"{name} has no channels: damaged")
@@ -196,14 +201,14 @@ def _format(chunk: memoryview, name: str) -> _Format:
 def _samples(chunk: memoryview, form: _Format, name: str) -> np.ndarray:
     width = form.channels * form.bits // 8
     if len(chunk) % width:
-        raise InvalidInput(f"{name} has {len(chunk)} bytes of samples, no multiple of {width}: damaged or cut off")
+        raise InvalidInput(f"{name} has {len(chunk)} bytes of samples, not a multiple of {width}: damaged or truncated")
     if form.codec == FLOAT:
         values = np.frombuffer(chunk, dtype=f"<f{form.bits // 8}").astype(np.float32)
     elif form.bits == 24:
         parts = np.frombuffer(chunk, dtype=np.uint8).reshape(-1, 3)
-        whole = np.zeros((len(parts), 4), dtype=np.uint8)
-        whole[:, 1:] = parts  # the upper three bytes of a whole number of 32 bits
-        values = _scaled(whole.reshape(-1).view("<i4").astype(np.int32, copy=False))
+        wide = np.zeros((len(parts), 4), dtype=np.uint8)
+        wide[:, 1:] = parts  # the upper three bytes of a 32-bit integer
+        values = _scaled(wide.reshape(-1).view("<i4").astype(np.int32, copy=False))
     else:
         values = _scaled(np.frombuffer(chunk, dtype={8: "u1", 16: "<i2", 32: "<i4"}[form.bits]))
     values = values.reshape(-1, form.channels)
@@ -212,31 +217,31 @@ def _samples(chunk: memoryview, form: _Format, name: str) -> np.ndarray:
 
 # -- resampling --------------------------------------------------------------------------------------------------------
 
-BLOCK = 1 << 16  # results computed at a time, so that memory stays small
+BLOCK = 1 << 16  # samples computed at a time, to bound memory
 
 
 def resample(values: np.ndarray, rate: int, to: int) -> np.ndarray:
-    """`values` of one rate at another, band-limited: ceil(samples × to ÷ rate) of them."""
+    """`values` resampled from `rate` to `to`, band-limited: ceil(samples × to ÷ rate) of them."""
     if rate == to:
         return np.ascontiguousarray(values, dtype=np.float32)
     common = math.gcd(rate, to)
-    step, phases = rate // common, to // common  # result j lies at j × step ÷ phases of the input
+    step, phases = rate // common, to // common  # output j is at j × step ÷ phases of the input
     weights, reach = _filter(step, phases)
     padded = np.pad(values.astype(np.float32, copy=False), reach)
     windows = np.lib.stride_tricks.sliding_window_view(padded, weights.shape[1])
-    found = np.empty(-(-len(values) * phases // step), dtype=np.float32)
-    for start in range(0, len(found), BLOCK):
-        places = np.arange(start, min(start + BLOCK, len(found))) * step
+    output = np.empty(-(-len(values) * phases // step), dtype=np.float32)
+    for start in range(0, len(output), BLOCK):
+        places = np.arange(start, min(start + BLOCK, len(output))) * step
         near = windows[places // phases]
-        found[start : start + len(places)] = np.einsum("ij,ij->i", near, weights[places % phases])
-    return found
+        output[start : start + len(places)] = np.einsum("ij,ij->i", near, weights[places % phases])
+    return output
 
 
 @lru_cache(maxsize=8)
 def _filter(step: int, phases: int) -> tuple[np.ndarray, int]:
-    """For each phase the weights of the samples around it, [phases, 2 × reach + 1], and how far they reach.
+    """The filter of each phase, [phases, 2 × reach + 1], and its reach in samples.
 
-    A sinc under a Hann window, ZERO_CROSSINGS wide, that passes ROLLOFF of the narrower band.
+    A Hann-windowed sinc, ZERO_CROSSINGS wide, that passes ROLLOFF of the narrower band.
     """
     cutoff = min(1.0, phases / step) * ROLLOFF  # in cycles of half the input's rate
     reach = math.ceil(ZERO_CROSSINGS / cutoff)

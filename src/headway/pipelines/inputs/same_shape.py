@@ -1,7 +1,7 @@
-"""Rows that are computed together only with rows of the same shape: for models that padding would change.
+"""Tasks whose rows share a model call only with rows of the same shape, because padding would change their results.
 
-Pictures that keep their proportions, recordings for models that take no mask, questions that a decoder reads without
-one: whoever shares a batch with them must look exactly like them. The batcher does not need to know.
+Images that keep their aspect ratio, audio for models without a mask, questions that a decoder reads without one. The
+batcher does not need to know.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from headway.pipelines.inputs.arrays import Ragged
 from headway.pipelines.task import Batch, Row, Task
 
 
-class ShapedTask(Task):
-    """A task whose `compute` is called with rows of one shape at a time."""
+class SameShapeTask(Task):
+    """A task whose `compute` gets rows of one shape at a time."""
 
     def pads(self) -> bool:
         return False
 
     def assemble(self, rows: Sequence[Row]) -> Batch:
-        return Batch({}, tuple(rows))  # `forward` makes the tensors of each shape
+        return Batch({}, tuple(rows))  # `forward` collates each shape by itself
 
     def forward(self, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
-        places = alike(batch.rows)
-        found = [self.compute(self.collate([batch.rows[i] for i in some]), options) for some in places]
-        return found[0] if len(found) == 1 else merged(found, places)
+        groups = group_by_shape(batch.rows)
+        outputs = [self.compute(self.collate([batch.rows[i] for i in group]), options) for group in groups]
+        return outputs[0] if len(outputs) == 1 else merge(outputs, groups)
 
     def compute(self, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
-        """What `Task.forward` would give for these rows."""
-        return self.reduce(self.loaded.run(batch.inputs), batch, options)
+        """`Task.forward` for rows of one shape."""
+        return self.reduce(self.loaded.backend(batch.inputs), batch, options)
 
 
-def alike(rows: Sequence[Row]) -> list[list[int]]:
-    """The places of rows whose inputs have the same names and shapes, a list for each kind."""
-    found: dict[Any, list[int]] = {}
+def group_by_shape(rows: Sequence[Row]) -> list[list[int]]:
+    """Indices of rows whose inputs have the same names and shapes, one list per shape."""
+    groups: dict[Any, list[int]] = {}
     for i, row in enumerate(rows):
-        found.setdefault(tuple((name, _shape(value)) for name, value in row.inputs.items()), []).append(i)
-    return list(found.values())
+        groups.setdefault(tuple((name, _shape(value)) for name, value in row.inputs.items()), []).append(i)
+    return list(groups.values())
 
 
 def _shape(value: Any) -> Any:
@@ -48,15 +48,15 @@ def _shape(value: Any) -> Any:
     return tuple(shape) if shape is not None else len(value)
 
 
-def merged(
-    found: Sequence[Mapping[str, Tensor | Ragged]], places: Sequence[Sequence[int]]
+def merge(
+    outputs: Sequence[Mapping[str, Tensor | Ragged]], groups: Sequence[Sequence[int]]
 ) -> dict[str, Tensor | Ragged]:
-    """The answers for several lists of places as one, in the order of places."""
-    order = [i for some in places for i in some]
-    back = sorted(range(len(order)), key=order.__getitem__)  # where in `order` place 0, 1, … is
+    """The outputs of several groups of rows as one, in the order of the rows."""
+    order = [i for group in groups for i in group]
+    back = sorted(range(len(order)), key=order.__getitem__)  # where row 0, 1, … is in `order`
     joined: dict[str, Tensor | Ragged] = {}
-    for name in found[0]:
-        values = [answer[name] for answer in found]
+    for name in outputs[0]:
+        values = [output[name] for output in outputs]
         rows = [row for value in values for row in _rows(value)]
         rows = [rows[i] for i in back]
         if isinstance(values[0], Ragged):

@@ -1,4 +1,4 @@
-"""Recordings: their labels. What every task over recordings shares is here too."""
+"""Audio classification, and what every task over recordings shares."""
 
 from __future__ import annotations
 
@@ -12,48 +12,62 @@ from torch import Tensor
 
 from headway.base.errors import InvalidInput
 from headway.pipelines.inputs.arrays import Ragged
-from headway.pipelines.inputs.audio import MAX_SECONDS, WANTED, check_seconds, is_sound, load_sound
-from headway.pipelines.inputs.same_shape import ShapedTask
+from headway.pipelines.inputs.audio import EXPECTED, MAX_SECONDS, check_seconds, is_audio, load_audio
+from headway.pipelines.inputs.audio_chunks import check_chunking
+from headway.pipelines.inputs.same_shape import SameShapeTask
 from headway.pipelines.task import Batch, PreparedItem, Row, TaskOptions
-from headway.pipelines.tasks.classification import apply, check_function, check_top_k, labels_of, top_labels
+from headway.pipelines.tasks.text_classification import LabelOptions, apply, labels_of, top_labels
 
 if TYPE_CHECKING:
-    from headway.pipelines.backends.loading import Loaded
+    from headway.pipelines.backends.loading import LoadedModel
     from headway.pipelines.task import Results
 
-# families whose models, if they normalise by layers, are not changed by padding that is masked
+# families whose results masked padding does not change, if they use layer norm
 MASKED = ("wav2vec2", "hubert", "wavlm", "unispeech", "unispeech-sat")
-SAMPLES_A_FRAME = 320  # what a recording costs where the model does not say
+SAMPLES_PER_FRAME = 320  # for the cost of a recording, if the model does not define it
 
 
 @dataclass(frozen=True)
-class SoundOptions(TaskOptions):
-    """What every task over recordings takes: those longer than `max_seconds` are refused."""
+class AudioOptions(TaskOptions):
+    """The options of every audio task: recordings longer than `max_seconds` are an error."""
 
     max_seconds: float = MAX_SECONDS
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_seconds("max_seconds", self.max_seconds)
 
 
-class SoundTask(ShapedTask):
-    """A task whose items are recordings. Rows of different lengths share a batch only where that changes nothing."""
+@dataclass(frozen=True)
+class ChunkOptions(AudioOptions):
+    """Long recordings in chunks of `chunk_length_s` seconds that share `stride_length_s` with their neighbors."""
 
-    Options: ClassVar[Any] = SoundOptions
+    chunk_length_s: float | None = None
+    stride_length_s: float | Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "stride_length_s", check_chunking(self.chunk_length_s, self.stride_length_s))
+
+
+class AudioTask(SameShapeTask):
+    """A task whose items are recordings. Different lengths share a batch only if that does not change results."""
+
+    Options: ClassVar[Any] = AudioOptions
     needs: ClassVar[tuple[str, ...]] = ("feature_extractor",)
     lookahead: ClassVar[int] = 32
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         self.rate = int(loaded.feature_extractor.sampling_rate)
         layered = getattr(self.config, "feat_extract_norm", None) == "layer"
         self.masked = layered and getattr(self.config, "model_type", None) in MASKED
 
-    def wanted(self) -> str:
-        return WANTED
+    def expected_input(self) -> str:
+        return EXPECTED
 
     def is_item(self, value: Any) -> bool:
-        return is_sound(value)
+        return is_audio(value)
 
     def batch_key(self, options: Any) -> Hashable:
         return None
@@ -62,35 +76,35 @@ class SoundTask(ShapedTask):
         return self.masked
 
     def load(self, item: Any, options: Any) -> np.ndarray:
-        """[samples] at the model's rate."""
-        return load_sound(item, self.rate, max_seconds=options.max_seconds)
+        """[samples] at the model's sampling rate."""
+        return load_audio(item, self.rate, max_seconds=options.max_seconds)
 
     def row(self, wave: np.ndarray, **more: Any) -> Row:
-        """What the model is given of [samples]."""
+        """The row of a waveform [samples]."""
         self.check_length(wave)
-        made = self.loaded.feature_extractor(wave, sampling_rate=self.rate, return_tensors="np", **more)
-        takes = self.loaded.run.takes
-        inputs = {name: np.asarray(value)[0] for name, value in made.items() if takes(name)}
-        return Row(inputs, max(len(wave) // SAMPLES_A_FRAME, 1))
+        features = self.loaded.feature_extractor(wave, sampling_rate=self.rate, return_tensors="np", **more)
+        takes = self.loaded.backend.takes
+        inputs = {name: np.asarray(value)[0] for name, value in features.items() if takes(name)}
+        return Row(inputs, max(len(wave) // SAMPLES_PER_FRAME, 1))
 
     def check_length(self, wave: np.ndarray) -> None:
-        """Refuse a recording that is too short for one frame."""
-        least = self.least_samples()
+        """Raise InvalidInput for a recording too short for one frame."""
+        least = self.min_samples()
         if len(wave) < least:
             raise InvalidInput(
-                f"the recording has {len(wave)} samples at {self.rate} a second, and the model needs at least {least} "
+                f"the recording has {len(wave)} samples at {self.rate} a second, but the model needs at least {least} "
                 f"({least / self.rate:.3f} s); pass a longer one"
             )
 
-    def least_samples(self) -> int:
-        """How many samples the model's convolutions see at once."""
+    def min_samples(self) -> int:
+        """The receptive field of the model's convolutions, in samples."""
         kernels, strides = getattr(self.config, "conv_kernel", None), getattr(self.config, "conv_stride", None)
         if not kernels or not strides:
             return 1
-        seen = 1
+        field = 1
         for kernel, stride in zip(reversed(kernels), reversed(strides)):
-            seen = (seen - 1) * stride + kernel
-        return seen
+            field = (field - 1) * stride + kernel
+        return field
 
     def assemble(self, rows: Sequence[Row]) -> Batch:
         return self.collate(rows) if self.masked else super().assemble(rows)
@@ -109,32 +123,24 @@ class SoundTask(ShapedTask):
             mask[i, : lengths[i]] = 1
         return Batch({"input_values": values, "attention_mask": mask}, tuple(rows))
 
-    def samples(self) -> list[Row]:
+    def sample_rows(self) -> list[Row]:
         t = np.arange(self.rate) / self.rate
         waves = [0.1 * np.sin(2 * np.pi * hertz * t) for hertz in (220.0, 1760.0)]
         return [self.row(wave.astype(np.float32)) for wave in waves]
 
 
 @dataclass(frozen=True)
-class AudioClassificationOptions(SoundOptions):
-    """The best `top_k` labels (None: all of them). `function_to_apply` to logits: softmax, sigmoid or none."""
-
-    top_k: int | None = 5
-    function_to_apply: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_top_k(self.top_k)
-        check_function(self.function_to_apply)
+class AudioClassificationOptions(LabelOptions, AudioOptions):
+    """The options of audio classification."""
 
 
-class AudioClassification(SoundTask):
+class AudioClassification(AudioTask):
     """Labels and scores of a recording, best first."""
 
     Options = AudioClassificationOptions
     auto_class: ClassVar[str] = "AutoModelForAudioClassification"
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         self._labels = labels_of(self.config)
 

@@ -1,4 +1,4 @@
-"""Vectors of texts: all tokens' states, one vector a sentence, similarities and rankings."""
+"""Text vectors: the states of all tokens, sentence embeddings, similarities and reranking."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel, WrongType
 from headway.base.files import read_json
 from headway.pipelines.inputs.arrays import by_token, pooled
-from headway.pipelines.inputs.text import TextOptions
-from headway.pipelines.task import MISSING, Batch, PreparedItem, Row, Task, capturable, check_text
-from headway.pipelines.tasks.classification import apply, check_function
-from headway.pipelines.tasks.texts import TextTask
+from headway.pipelines.inputs.text import TextOptions, TextTask
+from headway.pipelines.task import (
+    MISSING,
+    Batch,
+    PreparedItem,
+    Row,
+    Task,
+    capturable,
+    check_count,
+    check_text,
+    wrong_type,
+)
+from headway.pipelines.tasks.text_classification import apply, check_function
 
 if TYPE_CHECKING:
-    from headway.pipelines.backends.loading import Loaded
+    from headway.pipelines.backends.loading import LoadedModel
     from headway.pipelines.task import Results
 
 POOLING = ("auto", "mean", "cls", "last", "max")
@@ -61,9 +69,9 @@ class FeatureExtraction(TextTask):
 
 @dataclass(frozen=True)
 class EmbeddingOptions(TextOptions):
-    """`pooling` is auto (as the model's own files say, else mean), mean, cls, last or max.
+    """`pooling` is auto (the model's own, else mean), mean, cls, last or max.
 
-    `normalize` to length 1 (None: as the model's files say, else yes); `dimensions` keeps only the first of them.
+    `normalize` scales to unit length (None: the model's own, else True); `dimensions` keeps only the first ones.
     """
 
     pooling: str = "auto"
@@ -73,30 +81,29 @@ class EmbeddingOptions(TextOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pooling not in POOLING:
-            raise InvalidInput(f"pooling is {self.pooling!r}; it takes {', '.join(POOLING)}")
+            raise InvalidInput(f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLING)}")
         if self.normalize not in (None, True, False):
-            raise InvalidInput(f"normalize is {self.normalize!r}; it takes True, False or None")
-        if self.dimensions is not None:
-            check_integer(self.dimensions, "dimensions", 1)
+            raise InvalidInput(f"normalize is {self.normalize!r}; it must be True, False or None")
+        check_count("dimensions", self.dimensions)
 
 
 class SentenceEmbedding(TextTask):
-    """One float32 vector a text. Pieces of a text divided by `stride` count by their lengths."""
+    """One float32 vector per text. The chunks of a text split by `stride` are weighted by length."""
 
     Options = EmbeddingOptions
     reads: ClassVar[str | None] = "all"
     default_model: ClassVar[str | None] = "minilm"
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         self._pooling, self._normalize = declared_pooling(loaded)
 
     def options(self, base: Any, given: Mapping[str, Any]) -> Any:
-        found: EmbeddingOptions = super().options(base, given)
+        merged: EmbeddingOptions = super().options(base, given)
         width = getattr(self.config, "hidden_size", getattr(self.config, "dim", None))
-        if found.dimensions is not None and width is not None and found.dimensions > width:
-            raise InvalidInput(f"dimensions is {found.dimensions} and the model's vectors have {width}")
-        return found
+        if merged.dimensions is not None and width is not None and merged.dimensions > width:
+            raise InvalidInput(f"dimensions is {merged.dimensions} and the model's vectors have {width}")
+        return merged
 
     def batch_key(self, options: EmbeddingOptions) -> Hashable:
         whole = options.stride is None
@@ -111,7 +118,7 @@ class SentenceEmbedding(TextTask):
         return {"vector": self._cut(vectors, options) if options.stride is None else vectors}
 
     def _cut(self, vectors: Tensor, options: EmbeddingOptions) -> Tensor:
-        """Vectors [R, H] in the length and the size that was asked for."""
+        """Vectors [R, H] cut to `dimensions` and normalized as the options say."""
         vectors = vectors[:, : options.dimensions]
         return F.normalize(vectors, dim=-1) if self._normal(options) else vectors
 
@@ -119,55 +126,55 @@ class SentenceEmbedding(TextTask):
         return self._normalize if options.normalize is None else options.normalize
 
     def postprocess(self, prepared: PreparedItem, results: Results, options: EmbeddingOptions) -> Any:
-        return self.finished([result["vector"] for result in results], prepared.rows, options)
+        return self.combine([result["vector"] for result in results], prepared.rows, options)
 
-    def finished(self, vectors: Sequence[np.ndarray], rows: Sequence[Row], options: EmbeddingOptions) -> np.ndarray:
-        """The vector of one text from those of its pieces."""
+    def combine(self, vectors: Sequence[np.ndarray], rows: Sequence[Row], options: EmbeddingOptions) -> np.ndarray:
+        """The vector of one text from those of its chunks."""
         if options.stride is None:
             return vectors[0].copy()  # not a view, which would keep the whole batch alive
         mean = np.average(np.stack(vectors), axis=0, weights=[row.length for row in rows]).astype(np.float32)
         return self._cut(torch.from_numpy(mean)[None], options)[0].numpy()
 
 
-def declared_pooling(loaded: Loaded) -> tuple[str, bool]:
-    """Pooling and whether to normalise, as a sentence-transformers folder says; mean and yes where nothing is said."""
-    modules = [] if loaded.path is None else read_json(loaded.path / "modules.json", kind=list)
+def declared_pooling(loaded: LoadedModel) -> tuple[str, bool]:
+    """Pooling and normalization of a sentence-transformers folder; ("mean", True) for other models."""
+    modules = read_json(loaded.path / "modules.json", kind=list) if loaded.path is not None else []
     if not modules:
         return "mean", True
     kinds = [str(module.get("type", "")).rsplit(".", 1)[-1] for module in modules]
     if unknown := [kind for kind in kinds if kind not in KNOWN_MODULES]:
         raise Unsupported(
-            f"{loaded.name} ends in modules that are not supported: {', '.join(unknown)}; "
-            f"{', '.join(KNOWN_MODULES)} are"
+            f"{loaded.name} has modules that are not supported: {', '.join(unknown)}; "
+            f"only {', '.join(KNOWN_MODULES)} are"
         )
     how = "mean"
     for module, kind in zip(modules, kinds):
         if kind == "Pooling" and loaded.path is not None:
-            said = read_json(loaded.path / str(module.get("path", "")) / "config.json")
-            how = _pooling_named(said, loaded.name)
+            config = read_json(loaded.path / str(module.get("path", "")) / "config.json")
+            how = _pooling_named(config, loaded.name)
     return how, "Normalize" in kinds
 
 
-def _pooling_named(said: Mapping[str, Any], name: str) -> str:
-    if said.get("pooling_mode") in POOLING_KEYS.values():
-        return str(said["pooling_mode"])
-    asked = [key for key, on in said.items() if key.startswith("pooling_mode_") and on]
-    if len(asked) == 1 and asked[0] in POOLING_KEYS:
-        return POOLING_KEYS[asked[0]]
-    raise Unsupported(f"{name} asks for the pooling {asked or said}; {', '.join(POOLING_KEYS.values())} are supported")
+def _pooling_named(config: Mapping[str, Any], name: str) -> str:
+    if config.get("pooling_mode") in POOLING_KEYS.values():
+        return str(config["pooling_mode"])
+    enabled = [key for key, on in config.items() if key.startswith("pooling_mode_") and on]
+    if len(enabled) == 1 and enabled[0] in POOLING_KEYS:
+        return POOLING_KEYS[enabled[0]]
+    raise Unsupported(f"{name} uses the pooling {enabled or config}; {', '.join(POOLING_KEYS.values())} are supported")
 
 
 class SentenceSimilarity(SentenceEmbedding):
     """Cosines between a sentence and others: a list of floats for `{"source_sentence": ..., "sentences": [...]}`."""
 
-    def wanted(self) -> str:
+    def expected_input(self) -> str:
         return '{"source_sentence": ..., "sentences": [...]}, or source_sentence=... and sentences=...'
 
     def gather(self, item: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return gathered(self, item, given, ("source_sentence", "sentences"), super().gather)
 
     def preprocess(self, item: Any, options: EmbeddingOptions) -> PreparedItem:
-        source, others = pair_of(item, "source_sentence", "sentences", self.wanted())
+        source, others = pair_of(item, "source_sentence", "sentences", self.expected_input())
         assert self.loaded.text is not None
         parts = self.loaded.text.rows([source, *others], options)
         return PreparedItem(tuple(row for some in parts for row in some), [len(some) for some in parts])
@@ -179,7 +186,7 @@ class SentenceSimilarity(SentenceEmbedding):
         vectors, start = [], 0
         for count in prepared.facts:
             part = slice(start, start + count)
-            vectors.append(self.finished([r["vector"] for r in results[part]], prepared.rows[part], options))
+            vectors.append(self.combine([r["vector"] for r in results[part]], prepared.rows[part], options))
             start += count
         table = F.normalize(torch.from_numpy(np.stack(vectors)), dim=-1).numpy()
         return [float(cosine) for cosine in table[1:] @ table[0]]
@@ -197,27 +204,28 @@ class RerankOptions(TextOptions):
         super().__post_init__()
         check_function(self.function_to_apply)
         if self.function_to_apply == "softmax":
-            raise InvalidInput("function_to_apply is 'softmax', which is 1 for a single score; take sigmoid or none")
-        if self.top_n is not None:
-            check_integer(self.top_n, "top_n", 1)
+            raise InvalidInput(
+                "function_to_apply is 'softmax', which is always 1 for a single score; use sigmoid or none"
+            )
+        check_count("top_n", self.top_n)
 
 
 class Rerank(Task):
     """Documents by how well they answer a query: a list of `index`, `score`, `text`, best first.
 
-    A document divided by `stride` counts as its best piece.
+    A document split by `stride` gets the score of its best chunk.
     """
 
     Options = RerankOptions
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     reads: ClassVar[str | None] = "first"
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         if self.config.num_labels != 1:
             raise UnsupportedModel(f"{loaded.name} has {self.config.num_labels} outputs; a reranker has one score")
 
-    def wanted(self) -> str:
+    def expected_input(self) -> str:
         return '{"query": ..., "documents": [...]}, or query=... and documents=...'
 
     def gather(self, item: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -227,7 +235,7 @@ class Rerank(Task):
         return None
 
     def preprocess(self, item: Any, options: RerankOptions) -> PreparedItem:
-        query, documents = pair_of(item, "query", "documents", self.wanted())
+        query, documents = pair_of(item, "query", "documents", self.expected_input())
         text = self.loaded.text
         assert text is not None
         parts = text.encode([(query, document) for document in documents], options, cut="only_second")
@@ -241,26 +249,26 @@ class Rerank(Task):
         best = np.array([logits[end - count : end].max() for count, end in zip(counts, ends)])
         scores = apply(best, options.function_to_apply or "sigmoid")
         order = np.argsort(-best, kind="stable")[: options.top_n].tolist()
-        found = [{"index": i, "score": float(scores[i])} for i in order]
-        return [one | {"text": documents[one["index"]]} for one in found] if options.return_documents else found
+        ranking = [{"index": i, "score": float(scores[i])} for i in order]
+        return [one | {"text": documents[one["index"]]} for one in ranking] if options.return_documents else ranking
 
 
-def pair_of(item: Any, one: str, many: str, wanted: str) -> tuple[str, list[str]]:
+def pair_of(item: Any, one: str, many: str, expected: str) -> tuple[str, list[str]]:
     """The text and the list of texts of an item."""
     if not isinstance(item, Mapping):
-        raise WrongType(f"{item!r:.60} of type {type(item).__name__} was given where {wanted} is wanted")
+        raise wrong_type(item, expected)
     if set(item) != {one, many}:
         raise InvalidInput(f"an item has {one} and {many}; {sorted(map(str, item))} were given")
     texts = item[many]
     if isinstance(texts, str) or not isinstance(texts, Sequence):
-        raise WrongType(f"{many} is a {type(texts).__name__}; it takes a list of strings")
+        raise WrongType(f"{many} is a {type(texts).__name__}; it must be a list of strings")
     if not texts:
         raise InvalidInput(f"{many} is empty; at least one is needed")
     return check_text(item[one]), [check_text(text) for text in texts]
 
 
 def gathered(task: Task, item: Any, given: dict[str, Any], names: tuple[str, str], otherwise: Any) -> Any:
-    """An item put together from keywords, where that is how it was given."""
+    """An item built from keywords, if it was given that way."""
     if item is MISSING and set(names) <= set(given):
         rest = {name: value for name, value in given.items() if name not in names}
         return {name: given[name] for name in names}, rest

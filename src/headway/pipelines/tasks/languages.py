@@ -1,8 +1,8 @@
-"""Which languages a translation is from and to, and how each kind of model is told.
+"""The languages of a translation, and how each kind of model takes them.
 
-codes      mBART, NLLB, M2M100: the tokenizer marks the source, the first token written names the target
-prefix     T5: "translate English to German: " goes ahead of the text
-targets    Marian with several targets: ">>fra<<" goes ahead of the text
+codes      mBART, NLLB, M2M100: the tokenizer marks the source; the first generated token is the target language
+prefix     T5: "translate English to German: " is prepended to the text
+targets    Marian with several targets: ">>fra<<" is prepended to the text
 fixed      Marian with one pair, and any other model: it translates as it was trained, and takes no languages
 """
 
@@ -20,93 +20,93 @@ from headway.base.errors import InvalidInput
 from headway.pipelines.inputs.text import TextEncoder
 
 if TYPE_CHECKING:
-    from headway.pipelines.backends.loading import Loaded
+    from headway.pipelines.backends.loading import LoadedModel
 
-NAMED = re.compile(r"translation_([A-Za-z0-9-]+)_to_([A-Za-z0-9-]+)")
+IN_NAME = re.compile(r"translation_([A-Za-z0-9-]+)_to_([A-Za-z0-9-]+)")
 PREFIXED = {"en": "English", "de": "German", "fr": "French", "ro": "Romanian"}  # what T5 was trained on
 T5 = ("t5", "mt5", "umt5", "longt5")
 MARK = re.compile(r">>(.+)<<")
 
 
 @dataclass(frozen=True)
-class Pair:
-    """From one language to another; None is what the model does by itself."""
+class LanguagePair:
+    """Source and target language; None means the model's default."""
 
     source: str | None = None
     target: str | None = None
 
     @property
     def task(self) -> str | None:
-        """The name under which a model's files may have settings for it."""
+        """The task's name in the model's `task_specific_params`."""
         return f"translation_{self.source}_to_{self.target}" if self.source and self.target else None
 
 
-def pair_named(task: str) -> Pair:
-    """The languages in a task's name: translation_en_to_fr."""
-    found = NAMED.fullmatch(task)
-    return Pair(*found.groups()) if found else Pair()
+def languages_in_name(task: str) -> LanguagePair:
+    """The languages in a task's name, such as translation_en_to_fr."""
+    match = IN_NAME.fullmatch(task)
+    return LanguagePair(*match.groups()) if match else LanguagePair()
 
 
-class Languages:
+class ModelLanguages:
     """The languages of one model."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         self._loaded, self._lock = loaded, threading.Lock()
-        self._readers: dict[str, TextEncoder] = {}
+        self._encoders: dict[str, TextEncoder] = {}
         self.codes = _codes(loaded.tokenizer)
         self.targets = _targets(loaded.tokenizer)
         self._family = getattr(loaded.config, "model_type", "")
 
-    def check(self, pair: Pair, *, asked: bool) -> None:
-        """Refuse languages that the model cannot be told; `asked` by keyword rather than in the task's name."""
+    def check(self, pair: LanguagePair, *, explicit: bool) -> None:
+        """Raise InvalidInput for unknown languages; `explicit`: given by keyword, not in the task's name."""
         for name, language in (("src_lang", pair.source), ("tgt_lang", pair.target)):
             if language is not None and not (isinstance(language, str) and language):
-                raise InvalidInput(f"{name} is {language!r}; it takes the code of a language")
+                raise InvalidInput(f"{name} is {language!r}; it must be a language code")
         if self.codes:
             for language in filter(None, (pair.source, pair.target)):
                 self.code(language)
         elif self._family in T5:
-            self._check_prefixed(pair, asked=asked)
+            self._check_prefixed(pair, explicit=explicit)
         elif self.targets:
             if pair.target is not None:
                 self._mark(pair.target)
-        elif asked:
+        elif explicit:
             name = "src_lang" if pair.source is not None else "tgt_lang"
             raise InvalidInput(
-                f"{name} was given, and {self._loaded.name} translates as it was trained, between two languages only; "
-                "leave it out, or take a model that knows several"
+                f"{name} was given, but {self._loaded.name} translates between two fixed languages; "
+                "leave it out, or use a multilingual model"
             )
 
-    def reader(self, pair: Pair) -> TextEncoder | None:
-        """The tokenizer set to the source language; None where the model's own will do."""
+    def encoder(self, pair: LanguagePair) -> TextEncoder | None:
+        """A tokenizer set to the source language; None for the model's own."""
         if not self.codes or pair.source is None:
             return None
         code, text = self.code(pair.source), self._loaded.text
         assert text is not None
         with self._lock:
-            if code not in self._readers:
+            if code not in self._encoders:
                 tokenizer = copy.deepcopy(self._loaded.tokenizer)
                 tokenizer.src_lang = code
-                self._readers[code] = TextEncoder(tokenizer, text.limit, types=text.types)
-            return self._readers[code]
+                self._encoders[code] = TextEncoder(tokenizer, text.limit, types=text.types)
+            return self._encoders[code]
 
-    def prefix(self, pair: Pair) -> str | None:
-        """What goes ahead of a text for this pair; None where nothing does."""
+    def prefix(self, pair: LanguagePair) -> str | None:
+        """The text to prepend for this pair, if any."""
         if self._family in T5 and pair.source in PREFIXED and pair.target in PREFIXED:
             return f"translate {PREFIXED[pair.source]} to {PREFIXED[pair.target]}: "
         return f"{self._mark(pair.target)} " if self.targets and pair.target is not None else None
 
-    def first_token(self, pair: Pair) -> int | None:
-        """The token that names the target language, where the model writes it first."""
+    def first_token(self, pair: LanguagePair) -> int | None:
+        """The token of the target language, for models that generate it first."""
         return self.codes[self.code(pair.target)] if self.codes and pair.target is not None else None
 
     def code(self, language: str) -> str:
-        """The model's own code of a language: as given, or the only one that begins so (en for en_XX)."""
+        """The model's own code for a language: as given, or the only one with that prefix (en for en_XX)."""
         if language in self.codes:
             return language
-        begins = [code for code in self.codes if code.split("_")[0] == language]
-        if len(begins) == 1:
-            return begins[0]
+        matching = [code for code in self.codes if code.split("_")[0] == language]
+        if len(matching) == 1:
+            return matching[0]
         raise _unknown(language, self.codes)
 
     def _mark(self, language: str) -> str:
@@ -114,17 +114,17 @@ class Languages:
             return self.targets[language]
         raise _unknown(language, self.targets)
 
-    def _check_prefixed(self, pair: Pair, *, asked: bool) -> None:
+    def _check_prefixed(self, pair: LanguagePair, *, explicit: bool) -> None:
         if (pair.source is None) != (pair.target is None):
-            raise InvalidInput(f"{pair} is half a pair; this model needs both src_lang and tgt_lang")
-        said = getattr(self._loaded.config, "task_specific_params", None) or {}
+            raise InvalidInput(f"{pair} is incomplete; this model needs both src_lang and tgt_lang")
+        known = getattr(self._loaded.config, "task_specific_params", None) or {}
         for language in filter(None, (pair.source, pair.target)):
-            if pair.task not in said and language not in PREFIXED and asked:
+            if pair.task not in known and language not in PREFIXED and explicit:
                 raise _unknown(language, PREFIXED)
 
 
 def _codes(tokenizer: Any) -> dict[str, int]:
-    """Codes of languages and their tokens, for tokenizers that mark the source."""
+    """Language codes and their token ids, for tokenizers that mark the source."""
     if not hasattr(tokenizer, "src_lang"):
         return {}
     known = getattr(tokenizer, "lang_code_to_id", None) or getattr(tokenizer, "lang_token_to_id", None)
@@ -136,10 +136,9 @@ def _codes(tokenizer: Any) -> dict[str, int]:
 
 
 def _targets(tokenizer: Any) -> dict[str, str]:
-    """Targets of a Marian model that has several: code → the mark that goes ahead of a text."""
+    """Targets of a multilingual Marian model: code → the mark to prepend."""
     marks = getattr(tokenizer, "supported_language_codes", None) or ()
-    found = {code[1]: code[0] for mark in marks if (code := MARK.fullmatch(str(mark)))}
-    return found
+    return {code[1]: code[0] for mark in marks if (code := MARK.fullmatch(str(mark)))}
 
 
 def _unknown(language: str, known: Iterable[str]) -> InvalidInput:

@@ -1,9 +1,8 @@
-"""Texts from texts, by models that read the whole before they write: summaries, translations, anything else."""
+"""Text to text with encoder-decoder models: summarization, translation and general text2text generation."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,35 +11,35 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput, UnsupportedModel
-from headway.pipelines.generation.sampling import (
+from headway.pipelines.generation.generate import cut_at_eos, generate
+from headway.pipelines.generation.options import (
     NAMES,
     PROMPT,
-    Draws,
     GenerationOptions,
-    Writer,
-    without_rivals,
-    writer_of,
+    GenerationSettings,
+    generation_settings,
+    resolve_lengths,
 )
 from headway.pipelines.inputs.text import TextEncoder, TextOptions
-from headway.pipelines.task import WRITES, Batch, PreparedItem, Row, Task, check_text
-from headway.pipelines.tasks.languages import Languages, Pair, pair_named
+from headway.pipelines.task import GENERATES, Batch, PreparedItem, Row, Task, check_text
+from headway.pipelines.tasks.languages import LanguagePair, ModelLanguages, languages_in_name
 
 if TYPE_CHECKING:
-    from headway.pipelines.backends.loading import Loaded
+    from headway.pipelines.backends.loading import LoadedModel
+    from headway.pipelines.factory import PipelineSpec
     from headway.pipelines.generation.seq2seq import Seq2SeqPipeline
-    from headway.pipelines.opening import Request
     from headway.pipelines.task import Results
 
-SHARE = 64  # new tokens that count towards the size of a row: how many will be written is not known before
+COUNTED_NEW_TOKENS = 64  # new tokens that count towards a row's cost: the real number is not known beforehand
 
 
 @dataclass(frozen=True)
 class Seq2SeqOptions(GenerationOptions):
-    """How a text is read and another written. `prefix` goes ahead of each text (None: as the model's files say).
+    """Options of text-to-text tasks. `prefix` is prepended to each text (None: the model's own).
 
     A text longer than the model's limit (or `max_input_length`) is an error, unless `truncation=True` cuts it or
-    `stride=n` divides it into pieces that share n tokens; what is written of pieces is joined by blanks.
-    `return_tensors=True` gives token ids instead of text.
+    `stride=n` splits it into chunks that share n tokens; the outputs of chunks are joined with spaces.
+    `return_tensors=True` returns token ids instead of text.
     """
 
     prefix: str | None = None
@@ -53,18 +52,18 @@ class Seq2SeqOptions(GenerationOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prefix is not None and not isinstance(self.prefix, str):
-            raise InvalidInput(f"prefix is {self.prefix!r}; it takes a text, or None for the model's own")
+            raise InvalidInput(f"prefix is {self.prefix!r}; it must be a string, or None for the model's own")
         if not isinstance(self.return_tensors, bool):
-            raise InvalidInput(f"return_tensors is {self.return_tensors!r}; it takes True or False")
+            raise InvalidInput(f"return_tensors is {self.return_tensors!r}; it must be True or False")
         if self.clean_up_tokenization_spaces not in (None, True, False):
             shown = f"{self.clean_up_tokenization_spaces!r}"
-            raise InvalidInput(f"clean_up_tokenization_spaces is {shown}; it takes True, False or None")
+            raise InvalidInput(f"clean_up_tokenization_spaces is {shown}; it must be True, False or None")
         if self.return_tensors and self.stride is not None:
-            raise InvalidInput("return_tensors=True and stride: the ids of pieces are no sequence; leave one out")
-        self.reading()
+            raise InvalidInput("return_tensors=True with stride: chunks have several sequences of ids; leave one out")
+        self.text_options()
 
-    def reading(self) -> TextOptions:
-        """How a text becomes token ids."""
+    def text_options(self) -> TextOptions:
+        """The options for tokenizing the source."""
         try:
             return TextOptions(self.truncation, self.max_input_length, self.stride)
         except InvalidInput as error:
@@ -78,120 +77,118 @@ class Text2TextGeneration(Task):
     auto_class: ClassVar[str] = "AutoModelForSeq2SeqLM"
     key: ClassVar[str] = "generated"
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         if not getattr(self.config, "is_encoder_decoder", False) or not hasattr(loaded.module, "generate"):
             raise UnsupportedModel(
-                f"{type(loaded.module).__name__} of {loaded.name} does not read before it writes; this task needs an "
-                'encoder and a decoder (decoders run as pipeline("text-generation", ...))'
+                f"{type(loaded.module).__name__} of {loaded.name} is not an encoder-decoder model, which this task "
+                'needs (decoders run as pipeline("text-generation", ...))'
             )
-        self._writers: dict[str, Writer] = {}
+        self._settings: dict[str, GenerationSettings] = {}
 
     @classmethod
-    def open(cls, request: Request) -> Seq2SeqPipeline:
+    def open(cls, spec: PipelineSpec) -> Seq2SeqPipeline:
+        from headway.pipelines.factory import open_pipeline
         from headway.pipelines.generation.seq2seq import Seq2SeqPipeline
-        from headway.pipelines.opening import open_here
 
-        return open_here(request, Seq2SeqPipeline)  # type: ignore[return-value]
+        return open_pipeline(spec, Seq2SeqPipeline)  # type: ignore[return-value]
 
     # -- options -------------------------------------------------------------------------------------------------------
 
     def options(self, base: Any, given: Mapping[str, Any]) -> Any:
-        found: Seq2SeqOptions = super().options(base, without_rivals(base, given))
-        self.settings(found)  # which says what cannot be, before anything is read
-        return found
+        merged: Seq2SeqOptions = super().options(base, resolve_lengths(base, given))
+        self.keywords(merged)  # raises for meaningless combinations
+        return merged
 
-    def settings(self, options: Any) -> dict[str, Any]:
+    def keywords(self, options: Any) -> dict[str, Any]:
         """The keywords of `model.generate`."""
-        return self.writer(options).settings(options)
+        return self.settings(options).keywords(options)
 
-    def writer(self, options: Any) -> Writer:
-        """What the model's files say about this task."""
+    def settings(self, options: Any) -> GenerationSettings:
+        """The model's generation settings for this task."""
         key = self.task_key(options)
-        if key not in self._writers:
-            self._writers[key] = writer_of(self.loaded.module, key)
-        return self._writers[key]
+        if key not in self._settings:
+            self._settings[key] = generation_settings(self.loaded.module, key)
+        return self._settings[key]
 
     def task_key(self, options: Any) -> str:
-        """The name under which a model's files may have settings."""
+        """The task's name in the model's `task_specific_params`."""
         return self.name
 
     @property
     def start_token(self) -> int:
-        """What the decoder starts from."""
+        """The decoder's start token."""
         known = self.loaded.module.generation_config
         start = known.decoder_start_token_id if known.decoder_start_token_id is not None else known.bos_token_id
         if not isinstance(start, int):
-            raise InvalidInput("the model names no token to start from; pass decoder_input_ids=...")
+            raise InvalidInput("the model has no decoder start token; pass decoder_input_ids=...")
         return start
 
     def batch_key(self, options: Any) -> Hashable:
         return self.task_key(options), tuple(getattr(options, name) for name in sorted(NAMES))
 
-    # -- the way of an item --------------------------------------------------------------------------------------------
+    # -- the steps -----------------------------------------------------------------------------------------------------
 
     def encoder(self, options: Any) -> TextEncoder:
-        """The tokenizer that reads the source."""
+        """The tokenizer of the source."""
         assert self.loaded.text is not None
         return self.loaded.text
 
     def prefix(self, options: Any) -> str:
-        """What goes ahead of every text."""
+        """The text prepended to every source."""
         if options.prefix is not None:
             return options.prefix
-        said = (getattr(self.config, "task_specific_params", None) or {}).get(self.task_key(options)) or {}
-        return str(said.get("prefix") or getattr(self.config, "prefix", None) or "")
+        specific = (getattr(self.config, "task_specific_params", None) or {}).get(self.task_key(options)) or {}
+        return str(specific.get("prefix") or getattr(self.config, "prefix", None) or "")
 
     def preprocess(self, item: Any, options: Any) -> PreparedItem:
         return self.preprocess_many([item], options)[0]
 
     def preprocess_many(self, items: Sequence[Any], options: Any) -> list[PreparedItem]:
-        prefix, share = self.prefix(options), min(SHARE, self.writer(options).new_tokens(options))
+        prefix = self.prefix(options)
+        new_tokens = min(COUNTED_NEW_TOKENS, self.settings(options).new_tokens(options))
         texts = [prefix + check_text(item) for item in items]
-        parts = self.encoder(options).encode(texts, options.reading())
-        return [PreparedItem(tuple(_row(part.ids, share) for part in some)) for some in parts]
+        parts = self.encoder(options).encode(texts, options.text_options())
+        return [PreparedItem(tuple(_row(part.ids, new_tokens) for part in some)) for some in parts]
 
     def padding(self) -> Mapping[str, int]:
-        # encoders count positions from the first token: padding is behind, whatever side the tokenizer prefers
+        # encoders count positions from the first token: pad on the right, whatever the tokenizer's side
         return {**super().padding(), "side": 1}
 
-    def several(self) -> str | None:
-        return WRITES
+    def multi_pass_reason(self) -> str | None:
+        return GENERATES
 
-    def samples(self) -> list[Row]:
-        rows = super().samples()
+    def sample_rows(self) -> list[Row]:
+        rows = super().sample_rows()
         start = {"decoder_input_ids": [self.start_token]}
         return [Row({"input_ids": row.inputs["input_ids"], **start}, row.length) for row in rows]
 
     def forward(self, batch: Batch, options: Any) -> Mapping[str, Tensor]:
         settings = self.settings(options)
-        if not self.writer(options).looks_at_source(options):
-            return {"sequences": self._written(batch, settings, options)}
-        # padding counts as source there: only rows of one length share a call
+        if not settings.depends_on_source_tokens(options):
+            return {"sequences": self._generate(batch, options)}
+        # padding counts as source: only rows of one length may share a call
         alike: dict[int, list[int]] = {}
         for i, row in enumerate(batch.rows):
             alike.setdefault(len(row.inputs["input_ids"]), []).append(i)
         batches = [self.collate([batch.rows[i] for i in some]) for some in alike.values()]
-        parts = [self._written(one, settings, options) for one in batches]
-        return {"sequences": _together(parts, list(alike.values()), self.writer(options).ends(options))}
+        parts = [self._generate(one, options) for one in batches]
+        return {"sequences": _merge(parts, list(alike.values()), settings.eos_ids(options))}
 
-    def _written(self, batch: Batch, settings: Mapping[str, Any], options: Any) -> Tensor:
+    def _generate(self, batch: Batch, options: Any) -> Tensor:
         """Sequences of each row, [R, N, L]."""
-        run, count = self.loaded.run, len(batch.rows)
-        draws = Draws(count, options.seed, run.device) if self.writer(options).draws(options) else nullcontext()
-        with draws:
-            found = run(batch.inputs, method="generate", **settings)
-        return found.view(count, -1, found.shape[-1])
+        sampled = self.settings(options).samples(options)
+        return generate(self.loaded.backend, batch, self.keywords(options), options, sampled=sampled)
 
     def postprocess(self, prepared: PreparedItem, results: Results, options: Any) -> Any:
-        ends = self.writer(options).ends(options)
-        pieces = [[_cut(ids, ends) for ids in result["sequences"]] for result in results]
+        eos_ids = self.settings(options).eos_ids(options)
+        chunks = [[cut_at_eos(ids, eos_ids, PROMPT) for ids in result["sequences"]] for result in results]
         if options.return_tensors:
-            found = [{f"{self.key}_token_ids": torch.from_numpy(ids)} for ids in pieces[0]]
+            outputs = [{f"{self.key}_token_ids": torch.from_numpy(ids.copy())} for ids in chunks[0]]
         else:
-            texts = [[self._text(ids, options) for ids in some] for some in pieces]
-            found = [{f"{self.key}_text": " ".join(parts)} for parts in zip(*texts)]
-        return found if len(found) > 1 else found[0]
+            texts = [[self._text(ids, options) for ids in chunk] for chunk in chunks]
+            outputs = [{f"{self.key}_text": " ".join(parts)} for parts in zip(*texts)]
+        return outputs if len(outputs) > 1 else outputs[0]
 
     def _text(self, ids: np.ndarray, options: Any) -> str:
         clean = options.clean_up_tokenization_spaces
@@ -207,38 +204,38 @@ class Summarization(Text2TextGeneration):
 
 @dataclass(frozen=True)
 class TranslationOptions(Seq2SeqOptions):
-    """`src_lang` and `tgt_lang` for models that know several languages; the task's name may have them too."""
+    """`src_lang` and `tgt_lang` for multilingual models; the task's name may contain them instead."""
 
     src_lang: str | None = None
     tgt_lang: str | None = None
 
 
 class Translation(Text2TextGeneration):
-    """`{"translation_text": ...}` for a text. `translation_en_to_fr` names the languages in the task."""
+    """`{"translation_text": ...}` for a text. The task's name may contain the languages: `translation_en_to_fr`."""
 
     Options = TranslationOptions
     key: ClassVar[str] = "translation"
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
-        self._languages = Languages(loaded)
+        self._languages = ModelLanguages(loaded)
 
     def options(self, base: Any, given: Mapping[str, Any]) -> Any:
-        found: TranslationOptions = super().options(base, given)
-        asked = found.src_lang is not None or found.tgt_lang is not None
-        self._languages.check(self._pair(found), asked=asked)
-        return found
+        merged: TranslationOptions = super().options(base, given)
+        explicit = merged.src_lang is not None or merged.tgt_lang is not None
+        self._languages.check(self._pair(merged), explicit=explicit)
+        return merged
 
-    def settings(self, options: Any) -> dict[str, Any]:
+    def keywords(self, options: Any) -> dict[str, Any]:
         first = self._languages.first_token(self._pair(options))
-        settings = super().settings(options)
-        return settings if first is None else {"forced_bos_token_id": first, **settings}
+        keywords = super().keywords(options)
+        return keywords if first is None else {"forced_bos_token_id": first, **keywords}
 
     def batch_key(self, options: Any) -> Hashable:
         return self._pair(options).target, super().batch_key(options)
 
     def encoder(self, options: Any) -> TextEncoder:
-        return self._languages.reader(self._pair(options)) or super().encoder(options)
+        return self._languages.encoder(self._pair(options)) or super().encoder(options)
 
     def prefix(self, options: Any) -> str:
         if options.prefix is not None:
@@ -248,28 +245,22 @@ class Translation(Text2TextGeneration):
     def task_key(self, options: Any) -> str:
         return self._pair(options).task or self.name
 
-    def _pair(self, options: Any) -> Pair:
-        named = pair_named(self.name)
-        return Pair(options.src_lang or named.source, options.tgt_lang or named.target)
+    def _pair(self, options: Any) -> LanguagePair:
+        named = languages_in_name(self.name)
+        return LanguagePair(options.src_lang or named.source, options.tgt_lang or named.target)
 
 
 # -- ids ---------------------------------------------------------------------------------------------------------------
 
 
-def _row(ids: list[int], share: int) -> Row:
-    return Row({"input_ids": ids}, len(ids) + share)
+def _row(ids: list[int], new_tokens: int) -> Row:
+    return Row({"input_ids": ids}, len(ids) + new_tokens)
 
 
-def _cut(ids: np.ndarray, ends: tuple[int, ...]) -> np.ndarray:
-    """A sequence as it would be alone: what is behind its end is there because others went on."""
-    found = np.flatnonzero(np.isin(ids[PROMPT:], ends))
-    return ids[: PROMPT + found[0] + 1].copy() if len(found) else ids.copy()
-
-
-def _together(parts: Sequence[Tensor], places: Sequence[Sequence[int]], ends: tuple[int, ...]) -> Tensor:
+def _merge(parts: Sequence[Tensor], places: Sequence[Sequence[int]], eos_ids: tuple[int, ...]) -> Tensor:
     """Sequences [R, N, L] of parts of a batch, in the order of its rows."""
     longest = max(part.shape[-1] for part in parts)
-    fill = ends[0] if ends else 0
+    fill = eos_ids[0] if eos_ids else 0
     padded = [torch.nn.functional.pad(part, (0, longest - part.shape[-1]), value=fill) for part in parts]
     order = torch.tensor([i for some in places for i in some], device=parts[0].device)
     return torch.cat(padded)[order.argsort()]

@@ -1,4 +1,4 @@
-"""Pictures alone: their labels, and their features."""
+"""Images alone: classification and feature extraction, and what every task over images shares."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, UnsupportedModel
-from headway.pipelines.backends.forward import to_device
+from headway.pipelines.backends.torch import to_device
 from headway.pipelines.inputs.arrays import Ragged
-from headway.pipelines.inputs.image_recipes import Preparer
-from headway.pipelines.inputs.images import MAX_PIXELS, WANTED, is_image
-from headway.pipelines.inputs.same_shape import ShapedTask
-from headway.pipelines.task import Batch, PreparedItem, Row, TaskOptions
-from headway.pipelines.tasks.classification import apply, check_function, check_top_k, labels_of, top_labels
+from headway.pipelines.inputs.image_transforms import ImagePreprocessor
+from headway.pipelines.inputs.images import EXPECTED, MAX_PIXELS, is_image
+from headway.pipelines.inputs.same_shape import SameShapeTask
+from headway.pipelines.task import Batch, PreparedItem, Row, TaskOptions, check_count
+from headway.pipelines.tasks.text_classification import LabelOptions, apply, labels_of, top_labels
 
 if TYPE_CHECKING:
-    from headway.pipelines.backends.loading import Loaded
+    from headway.pipelines.backends.loading import LoadedModel
     from headway.pipelines.task import Results
 
 POOLS = (True, False, "cls", "mean")
@@ -29,32 +28,28 @@ POOLS = (True, False, "cls", "mean")
 
 @dataclass(frozen=True)
 class ImageOptions(TaskOptions):
-    """What every task over pictures takes: a picture of more than `max_pixels` is refused before it is decoded."""
+    """The options of every image task: an image of more than `max_pixels` is an error, before it is decoded."""
 
     max_pixels: int = MAX_PIXELS
 
     def __post_init__(self) -> None:
-        check_max_pixels(self.max_pixels)
+        super().__post_init__()
+        check_count("max_pixels", self.max_pixels, optional=False)
 
 
-def check_max_pixels(most: Any) -> None:
-    """Refuse what is no number of pixels."""
-    check_integer(most, "max_pixels", 1)
-
-
-class ImageTask(ShapedTask):
-    """A task whose items are pictures."""
+class ImageTask(SameShapeTask):
+    """A task whose items are images."""
 
     Options = ImageOptions
     needs: ClassVar[tuple[str, ...]] = ("image_processor",)
     lookahead: ClassVar[int] = 64
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
-        self.preparer = Preparer(loaded.image_processor, _from_vision(self.config, "num_channels", 3))
+        self.preparer = ImagePreprocessor(loaded.image_processor, _from_vision(self.config, "num_channels", 3))
 
-    def wanted(self) -> str:
-        return WANTED
+    def expected_input(self) -> str:
+        return EXPECTED
 
     def is_item(self, value: Any) -> bool:
         return is_image(value)
@@ -66,26 +61,26 @@ class ImageTask(ShapedTask):
         return PreparedItem((self.image_row(item, options),))
 
     def image_row(self, item: Any, options: Any, **more: Any) -> Row:
-        """The row of one picture, and what else the model is to be given with it."""
+        """The row of one image, with `more` inputs of the model."""
         inputs = self.preparer.prepare(item, options.max_pixels)
-        takes = self.loaded.run.takes
+        takes = self.loaded.backend.takes
         kept = {name: value for name, value in inputs.items() if name == "pixel_values" or takes(name)}
         return Row(kept | more, self.cost(inputs["pixel_values"]))
 
     def cost(self, pixels: np.ndarray) -> int:
-        """How many patches a picture has; 16×16 pixels count as one where a model has no patches."""
+        """The number of patches of an image; 16×16 pixels count as one if the model has no patches."""
         patch = _from_vision(self.config, "patch_size", 16)
         patch = patch if isinstance(patch, int) and patch > 0 else 16
         return max(int(pixels.shape[-1]) * int(pixels.shape[-2]) // (patch * patch), 1)
 
-    def samples(self) -> list[Row]:
+    def sample_rows(self) -> list[Row]:
         draw = np.random.default_rng(0)
-        pictures = [draw.integers(0, 256, (8 * n, 8 * n, 3), dtype=np.uint8) for n in (2, 5, 9)]
-        return [row for one in pictures for row in self.preprocess(one, self.Options()).rows]
+        images = [draw.integers(0, 256, (8 * n, 8 * n, 3), dtype=np.uint8) for n in (2, 5, 9)]
+        return [row for one in images for row in self.preprocess(one, self.Options()).rows]
 
 
 def _from_vision(config: Any, name: str, otherwise: Any) -> Any:
-    """A value of the model's vision part."""
+    """A value of the config of the model's vision part."""
     for part in (config, getattr(config, "vision_config", None), getattr(config, "encoder", None)):
         value = getattr(part, name, None)
         if value is not None:
@@ -94,25 +89,17 @@ def _from_vision(config: Any, name: str, otherwise: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class ImageClassificationOptions(ImageOptions):
-    """The best `top_k` labels (None: all of them). `function_to_apply` to logits: softmax, sigmoid or none."""
-
-    top_k: int | None = 5
-    function_to_apply: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_top_k(self.top_k)
-        check_function(self.function_to_apply)
+class ImageClassificationOptions(LabelOptions, ImageOptions):
+    """The options of image classification."""
 
 
 class ImageClassification(ImageTask):
-    """Labels and scores of a picture, best first."""
+    """Labels and scores of an image, best first."""
 
     Options = ImageClassificationOptions
     auto_class: ClassVar[str] = "AutoModelForImageClassification"
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         self._labels = labels_of(self.config)
 
@@ -129,10 +116,10 @@ class ImageClassification(ImageTask):
 
 @dataclass(frozen=True)
 class ImageFeatureOptions(ImageOptions):
-    """All final states, nested lists [1, places, width]; with `pool` one vector, [1, width].
+    """All final states as nested lists [1, positions, width]; with `pool` one vector, [1, width].
 
-    `pool=True` is the model's own vector (of CLIP and its kin `image_embeds`), "cls" the first state, "mean" the mean.
-    `normalize` makes pooled vectors 1 long; `return_tensors` gives a torch tensor.
+    `pool=True` is the model's own vector (CLIP-like models: `image_embeds`), "cls" the first state, "mean" the mean.
+    `normalize` scales pooled vectors to unit length; `return_tensors` returns a torch tensor.
     """
 
     pool: bool | str = False
@@ -142,17 +129,17 @@ class ImageFeatureOptions(ImageOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pool not in POOLS:
-            raise InvalidInput(f"pool is {self.pool!r}; it takes True, False, 'cls' or 'mean'")
+            raise InvalidInput(f"pool is {self.pool!r}; it must be True, False, 'cls' or 'mean'")
         if self.normalize and not self.pool:
             raise InvalidInput("normalize=True is for pooled vectors; pass pool=True, 'cls' or 'mean' too")
 
 
 class ImageFeatureExtraction(ImageTask):
-    """The final states of a picture's patches, or one vector a picture."""
+    """The final states of an image's patches, or one vector per image."""
 
     Options = ImageFeatureOptions
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         self._dual = hasattr(loaded.module, "get_image_features")
         self._pooler = self._dual or has_pooler(loaded)
@@ -160,26 +147,26 @@ class ImageFeatureExtraction(ImageTask):
     def batch_key(self, options: ImageFeatureOptions) -> Hashable:
         return options.pool, options.normalize
 
-    def several(self) -> str | None:
-        return "pictures go through a part of its model alone" if self._dual else None
+    def multi_pass_reason(self) -> str | None:
+        return "images use only a part of its model" if self._dual else None
 
-    def samples(self) -> list[Row]:
-        return [] if self._dual else super().samples()
+    def sample_rows(self) -> list[Row]:
+        return [] if self._dual else super().sample_rows()
 
     def options(self, base: Any, given: Mapping[str, Any]) -> Any:
-        found: ImageFeatureOptions = super().options(base, given)
-        if found.pool is True and not self._pooler:
-            raise UnsupportedModel(f"{self.loaded.name} has no trained pooler; take pool='cls' or pool='mean'")
-        return found
+        merged: ImageFeatureOptions = super().options(base, given)
+        if merged.pool is True and not self._pooler:
+            raise UnsupportedModel(f"{self.loaded.name} has no trained pooler; use pool='cls' or pool='mean'")
+        return merged
 
     def compute(self, batch: Batch, options: ImageFeatureOptions) -> Mapping[str, Tensor | Ragged]:
         if not self._dual:
-            return self.reduce(self.loaded.run(batch.inputs), batch, options)
+            return self.reduce(self.loaded.backend(batch.inputs), batch, options)
         if options.pool is True:
-            found = self.loaded.run(batch.inputs, method="get_image_features")
-            return {"features": _pooled(features_of(found), options)}
-        run = self.loaded.run
-        inputs = to_device(batch.inputs, run.device, run.placement.dtype)
+            output = self.loaded.backend(batch.inputs, method="get_image_features")
+            return {"features": _pooled(features_of(output), options)}
+        backend = self.loaded.backend
+        inputs = to_device(batch.inputs, backend.device, backend.placement.dtype)
         return self.reduce(self.loaded.module.vision_model(**inputs), batch, options)
 
     def reduce(self, output: Any, batch: Batch, options: ImageFeatureOptions) -> Mapping[str, Tensor | Ragged]:
@@ -187,7 +174,7 @@ class ImageFeatureExtraction(ImageTask):
         if options.pool is True:
             vector = output["image_embeds"] if "image_embeds" in output else states.get("pooler_output")
             if vector is None:
-                raise UnsupportedModel(f"{self.loaded.name} gives no pooled output; take pool='cls' or pool='mean'")
+                raise UnsupportedModel(f"{self.loaded.name} has no pooled output; use pool='cls' or pool='mean'")
             return {"features": _pooled(vector.flatten(1), options)}
         last = states["last_hidden_state"].float()
         if options.pool:
@@ -195,13 +182,13 @@ class ImageFeatureExtraction(ImageTask):
         return {"features": Ragged(last.flatten(0, 1), [last.shape[1]] * len(last))}
 
     def postprocess(self, prepared: PreparedItem, results: Results, options: ImageFeatureOptions) -> Any:
-        found = results[0]["features"][None]
-        return torch.from_numpy(found.copy()) if options.return_tensors else found.tolist()
+        features = results[0]["features"][None]
+        return torch.from_numpy(features.copy()) if options.return_tensors else features.tolist()
 
 
-def features_of(found: Any) -> Tensor:
-    """The vectors that get_image_features or get_text_features gave, in whichever form the library has them."""
-    return found if isinstance(found, Tensor) else found.pooler_output
+def features_of(output: Any) -> Tensor:
+    """The vectors of get_image_features or get_text_features, whose type depends on the transformers version."""
+    return output if isinstance(output, Tensor) else output.pooler_output
 
 
 def _pooled(vectors: Tensor, options: ImageFeatureOptions) -> Tensor:
@@ -209,8 +196,8 @@ def _pooled(vectors: Tensor, options: ImageFeatureOptions) -> Tensor:
     return torch.nn.functional.normalize(vectors, dim=-1) if options.normalize else vectors
 
 
-def has_pooler(loaded: Loaded) -> bool:
-    """Whether the model's pooler, if it has weights at all, was in its files rather than made up when it was loaded."""
+def has_pooler(loaded: LoadedModel) -> bool:
+    """Whether the weights of the model's pooler, if any, came from its files, not from random initialization."""
     if loaded.path is None or not any("pooler" in name for name, _ in loaded.module.named_parameters()):
         return True
     from safetensors import safe_open

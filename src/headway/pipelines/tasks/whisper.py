@@ -1,9 +1,8 @@
-"""Speech to text with Whisper: windows, pieces of long recordings, times and languages."""
+"""Speech recognition with Whisper: windows, chunks of long recordings, timestamps and languages."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,30 +11,29 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput, Unsupported
-from headway.pipelines.generation.sampling import Draws
+from headway.pipelines.generation.generate import per_item_sampling
 from headway.pipelines.inputs.arrays import Ragged
-from headway.pipelines.inputs.audio_pieces import Pieces, check_pieces
+from headway.pipelines.inputs.audio_chunks import AudioChunker
 from headway.pipelines.task import Batch, PreparedItem, Row
-from headway.pipelines.tasks.speech import SpeechOptions, WrittenSpeech
+from headway.pipelines.tasks.audio import ChunkOptions
+from headway.pipelines.tasks.speech_recognition import SpeechOptions, SpeechSeq2Seq
 
 if TYPE_CHECKING:
-    from headway.pipelines.backends.loading import Loaded
+    from headway.pipelines.backends.loading import LoadedModel
     from headway.pipelines.task import Results
 
-READ = ("language", "task", "return_timestamps")  # options that the model's loop looks at
+GENERATION_OPTIONS = ("language", "task", "return_timestamps")  # that the generation loop depends on
 
 
 @dataclass(frozen=True)
-class WhisperOptions(SpeechOptions):
-    """A recording longer than the model's window is computed in pieces of `chunk_length_s` seconds (None: the window).
+class WhisperOptions(SpeechOptions, ChunkOptions):
+    """A recording longer than the model's window is split into chunks of `chunk_length_s` seconds (None: the window).
 
-    Pieces share `stride_length_s` (None: a sixth) with their neighbours and are computed together. With
-    `return_timestamps=True` and no `chunk_length_s` the model walks through it by itself, one window after the other.
+    Chunks share `stride_length_s` (None: a sixth) with their neighbors and are computed together. With
+    `return_timestamps=True` and no `chunk_length_s` the model itself moves through the windows one after the other.
     `return_timestamps` True or "word" adds `chunks`; `language` and `task` (transcribe, translate) go to the model.
     """
 
-    chunk_length_s: float | None = None
-    stride_length_s: float | Sequence[float] | None = None
     return_timestamps: bool | str | None = None
     return_language: bool = False
     language: str | None = None
@@ -43,50 +41,51 @@ class WhisperOptions(SpeechOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "stride_length_s", check_pieces(self.chunk_length_s, self.stride_length_s))
         if self.return_timestamps not in (None, True, False, "word"):
             raise InvalidInput(f"return_timestamps is {self.return_timestamps!r}; Whisper takes True, False or 'word'")
         if self.task not in (None, "transcribe", "translate"):
-            raise InvalidInput(f"task is {self.task!r}; it takes 'transcribe' or 'translate'")
+            raise InvalidInput(f"task is {self.task!r}; it must be 'transcribe' or 'translate'")
         if self.return_language not in (True, False):
-            raise InvalidInput(f"return_language is {self.return_language!r}; it takes True or False")
+            raise InvalidInput(f"return_language is {self.return_language!r}; it must be True or False")
 
 
-class WhisperRecognition(WrittenSpeech):
-    """`{"text": ...}`, with `chunks` of text and time where they are asked for."""
+class WhisperRecognition(SpeechSeq2Seq):
+    """`{"text": ...}`, with `chunks` of text and time on request."""
 
     Options = WhisperOptions
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         self._window = int(loaded.feature_extractor.n_samples)
-        self._pieces = Pieces(self.rate, 1)
+        self._chunker = AudioChunker(self.rate, 1)
         self._second = loaded.feature_extractor.chunk_length / self.config.max_source_positions
 
     def options(self, base: Any, given: Mapping[str, Any]) -> Any:
-        found: WhisperOptions = super().options(base, given)
+        merged: WhisperOptions = super().options(base, given)
         window = self._window / self.rate
-        if found.chunk_length_s and found.chunk_length_s > window:
-            raise InvalidInput(f"chunk_length_s is {found.chunk_length_s} and the model's window is {window:g} s")
+        if merged.chunk_length_s and merged.chunk_length_s > window:
+            raise InvalidInput(f"chunk_length_s is {merged.chunk_length_s} and the model's window is {window:g} s")
         known = self.loaded.module.generation_config
-        if found.return_timestamps and getattr(known, "no_timestamps_token_id", None) is None:
+        if merged.return_timestamps and getattr(known, "no_timestamps_token_id", None) is None:
             raise Unsupported(f"{self.loaded.name} has no timestamps (no_timestamps_token_id in its generation config)")
-        if found.return_timestamps == "word" and getattr(known, "alignment_heads", None) is None:
-            raise Unsupported(f"{self.loaded.name} has no alignment_heads, so no times of words; take True")
-        if (found.language or found.task) and not getattr(known, "is_multilingual", True):
-            raise InvalidInput(f"{self.loaded.name} knows English only; leave language and task out")
-        return found
+        if merged.return_timestamps == "word" and getattr(known, "alignment_heads", None) is None:
+            raise Unsupported(
+                f"{self.loaded.name} has no alignment_heads and thus no word timestamps; use return_timestamps=True"
+            )
+        if (merged.language or merged.task) and not getattr(known, "is_multilingual", True):
+            raise InvalidInput(f"{self.loaded.name} is English-only; leave language and task out")
+        return merged
 
     def batch_key(self, options: WhisperOptions) -> Hashable:
-        return tuple(getattr(options, name) for name in READ), super().batch_key(options)
+        return tuple(getattr(options, name) for name in GENERATION_OPTIONS), super().batch_key(options)
 
     def preprocess(self, item: Any, options: WhisperOptions) -> PreparedItem:
         wave = self.load(item, options)
         chunk, long = options.chunk_length_s, len(wave) > self._window
         if chunk or (long and chunk is None and not options.return_timestamps):
-            found = self._pieces.divide(wave, chunk or self._window / self.rate, options.stride_length_s)
-            strides = [(len(p.wave) / self.rate, p.left / self.rate, p.right / self.rate) for p in found]
-            return PreparedItem(tuple(self._row(piece.wave) for piece in found), strides)
+            chunks = self._chunker.split(wave, chunk or self._window / self.rate, options.stride_length_s)
+            strides = [(len(p.wave) / self.rate, p.left / self.rate, p.right / self.rate) for p in chunks]
+            return PreparedItem(tuple(self._row(chunk.wave) for chunk in chunks), strides)
         if not long:
             return PreparedItem((self._row(wave),))
         if not options.return_timestamps:
@@ -101,48 +100,48 @@ class WhisperRecognition(WrittenSpeech):
         return Row(row.inputs, int(row.inputs["input_features"].shape[-1]))
 
     def compute(self, batch: Batch, options: WhisperOptions) -> Mapping[str, Tensor | Ragged]:
-        draws = self.writer.draws(options)
-        if not draws and options.return_timestamps != "word":
-            return self._heard(self._generated(batch, options))
-        # one by one: the loop takes rows out of a batch while they draw, and times of words are scaled by the tokens of
-        # the longest text in it
-        found: list[Any] = []
+        sampled = self.generation.samples(options)
+        if not sampled and options.return_timestamps != "word":
+            return self._tokens(self._generate(batch, options))
+        # one by one: the loop removes rows from a batch while it samples, and word timestamps are scaled by the longest
+        # text of a batch
+        segments: list[Any] = []
         for i, row in enumerate(batch.rows):
             one = Batch({name: value[i : i + 1] for name, value in batch.inputs.items()}, (row,))
-            with Draws(1, options.seed, self.loaded.run.device) if draws else nullcontext():
-                found += self._generated(one, options)
-        return self._heard(found)
+            with per_item_sampling(1, options, self.loaded.backend.device, enabled=sampled):
+                segments += self._generate(one, options)
+        return self._tokens(segments)
 
-    def _generated(self, batch: Batch, options: WhisperOptions) -> list[Any]:
+    def _generate(self, batch: Batch, options: WhisperOptions) -> list[Any]:
         """The segments of each row."""
-        settings = self.settings(options) | {"return_segments": True}
+        keywords = self.keywords(options) | {"return_segments": True}
         more = {name: getattr(options, name) for name in ("language", "task")}
-        settings |= {name: value for name, value in more.items() if value is not None}
+        keywords |= {name: value for name, value in more.items() if value is not None}
         if options.return_timestamps:
-            settings["return_timestamps"] = True
+            keywords["return_timestamps"] = True
         if options.return_timestamps == "word":
-            settings["return_token_timestamps"] = True
-        return self.loaded.run(batch.inputs, method="generate", **settings)["segments"]
+            keywords["return_token_timestamps"] = True
+        return self.loaded.backend(batch.inputs, method="generate", **keywords)["segments"]
 
-    def _heard(self, rows: list[Any]) -> dict[str, Ragged]:
-        """Tokens, their times and the language of each row."""
-        device, known = self.loaded.run.device, self.loaded.module.generation_config
-        found = {"tokens": [_joined(segments, "tokens", torch.int64, device) for segments in rows]}
+    def _tokens(self, rows: list[Any]) -> dict[str, Ragged]:
+        """The tokens, their timestamps and the language of each row."""
+        device, known = self.loaded.backend.device, self.loaded.module.generation_config
+        columns = {"tokens": [_joined(segments, "tokens", torch.int64, device) for segments in rows]}
         if any("token_timestamps" in segment for segments in rows for segment in segments):
-            found["times"] = [_joined(segments, "token_timestamps", torch.float32, device) for segments in rows]
+            columns["times"] = [_joined(segments, "token_timestamps", torch.float32, device) for segments in rows]
         languages = torch.tensor(sorted((getattr(known, "lang_to_id", None) or {}).values()), device=device)
         if len(languages):
-            found["language"] = [_language(segments, languages) for segments in rows]
-        return {name: Ragged(torch.cat(parts), [len(part) for part in parts]) for name, parts in found.items()}
+            columns["language"] = [_language(segments, languages) for segments in rows]
+        return {name: Ragged(torch.cat(parts), [len(part) for part in parts]) for name, parts in columns.items()}
 
     def postprocess(self, prepared: PreparedItem, results: Results, options: WhisperOptions) -> dict[str, Any]:
         outputs: list[dict[str, Any]] = []
         for i, result in enumerate(results):
-            spoken = result["language"] if options.return_language else result["tokens"][:0]
-            ids = np.concatenate([spoken, result["tokens"]])
+            language = result["language"] if options.return_language else result["tokens"][:0]
+            ids = np.concatenate([language, result["tokens"]])
             output: dict[str, Any] = {"tokens": torch.from_numpy(ids[None])}
             if "times" in result:
-                times = np.concatenate([np.zeros(len(spoken), dtype=np.float32), result["times"]])
+                times = np.concatenate([np.zeros(len(language), dtype=np.float32), result["times"]])
                 output["token_timestamps"] = torch.from_numpy(times[None])
             if prepared.facts is not None:
                 output["stride"] = prepared.facts[i]
@@ -162,10 +161,9 @@ def _joined(segments: Sequence[Mapping[str, Any]], name: str, dtype: torch.dtype
 
 
 def _language(segments: Sequence[Mapping[str, Any]], languages: Tensor) -> Tensor:
-    """The token of the language that the first segment was read in, [1], or nothing."""
+    """The language token of the first segment, [1], or empty."""
     if not segments:
         return languages[:0]
     result = segments[0]["result"]
     ids = result["sequences"] if isinstance(result, Mapping) else result
-    found = ids.flatten()[torch.isin(ids.flatten(), languages)]
-    return found[:1]
+    return ids.flatten()[torch.isin(ids.flatten(), languages)][:1]

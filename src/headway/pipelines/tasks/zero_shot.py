@@ -1,4 +1,4 @@
-"""Zero-shot classification: any labels, by asking an inference model whether each follows from the text."""
+"""Zero-shot classification: an NLI model scores whether each label follows from the text."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ import numpy as np
 
 from headway.base.errors import InvalidInput, UnsupportedModel
 from headway.pipelines.inputs.text import TextOptions
-from headway.pipelines.task import PreparedItem, Row, Task, check_text
-from headway.pipelines.tasks.classification import apply, weighted_mean
+from headway.pipelines.task import PreparedItem, Row, Task, TaskOptions, check_text
+from headway.pipelines.tasks.text_classification import apply, weighted_mean
 
 if TYPE_CHECKING:
-    from headway.pipelines.backends.loading import Loaded
+    from headway.pipelines.backends.loading import LoadedModel
     from headway.pipelines.task import Results
 
 
 @dataclass(frozen=True)
-class ZeroShotOptions(TextOptions):
-    """`candidate_labels` as a list or one text with commas; `hypothesis_template` has {} where a label goes."""
+class CandidateOptions(TaskOptions):
+    """`candidate_labels` as a list or a comma-separated string; `hypothesis_template` has {} where a label goes."""
 
     candidate_labels: str | Sequence[str] | None = None
     hypothesis_template: str = "This example is {}."
-    multi_label: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,20 +31,27 @@ class ZeroShotOptions(TextOptions):
         check_template(self.hypothesis_template)
 
 
+@dataclass(frozen=True)
+class ZeroShotOptions(CandidateOptions, TextOptions):
+    """With `multi_label` each label is scored independently."""
+
+    multi_label: bool = False
+
+
 def checked_labels(labels: Any) -> tuple[str, ...] | None:
-    """Labels as a tuple of texts."""
+    """Labels as a tuple of strings."""
     if labels is None:
         return None
     if isinstance(labels, str):
         labels = [label.strip() for label in labels.split(",") if label.strip()]
-    found = tuple(check_text(label, "a label") for label in labels)
-    if not found:
+    checked = tuple(check_text(label, "a label") for label in labels)
+    if not checked:
         raise InvalidInput("candidate_labels is empty; at least one label is needed")
-    return found
+    return checked
 
 
 def check_template(template: Any) -> None:
-    """Refuse a template that labels cannot be put into."""
+    """Raise InvalidInput for a template without a place for the label."""
     try:
         if check_text(template, "a template").format("label") != template:
             return
@@ -61,7 +67,7 @@ class ZeroShotClassification(Task):
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     reads: ClassVar[str | None] = "first"
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         names = {str(name).lower(): int(i) for name, i in (self.config.label2id or {}).items()}
         entails = [i for name, i in names.items() if name.startswith("entail")]
@@ -78,7 +84,7 @@ class ZeroShotClassification(Task):
     def preprocess(self, item: Any, options: ZeroShotOptions) -> PreparedItem:
         text, labels = check_text(item), options.candidate_labels
         if labels is None:
-            raise InvalidInput("no candidate_labels were given; pass candidate_labels=[...]")
+            raise InvalidInput("candidate_labels is missing; pass candidate_labels=[...]")
         if not text:
             raise InvalidInput("an empty text cannot be classified; pass a text with something in it")
         assert self.loaded.text is not None

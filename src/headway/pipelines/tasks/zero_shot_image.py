@@ -1,4 +1,4 @@
-"""Labels for pictures without training: models such as CLIP say how well a text fits a picture."""
+"""Zero-shot image classification: models such as CLIP score how well a text fits an image."""
 
 from __future__ import annotations
 
@@ -16,52 +16,48 @@ from headway.base.errors import InvalidInput
 from headway.pipelines.inputs.arrays import Ragged, collate
 from headway.pipelines.inputs.text import TextOptions
 from headway.pipelines.task import Batch, PreparedItem, Row
-from headway.pipelines.tasks.classification import apply
+from headway.pipelines.tasks.text_classification import apply
 from headway.pipelines.tasks.vision import ImageOptions, ImageTask, features_of
-from headway.pipelines.tasks.zero_shot import check_template, checked_labels
+from headway.pipelines.tasks.zero_shot import CandidateOptions
 
 if TYPE_CHECKING:
-    from headway.pipelines.backends.loading import Loaded
+    from headway.pipelines.backends.loading import LoadedModel
     from headway.pipelines.task import Results
 
-KEPT = 64  # sets of labels whose vectors are remembered
-TWO_TOWERS = ("clip", "siglip", "siglip2", "metaclip_2")  # pictures and texts meet only in a product of their vectors
+CACHED = 64  # sets of labels whose vectors are cached
+TWO_TOWERS = (
+    "clip",
+    "siglip",
+    "siglip2",
+    "metaclip_2",
+)  # images and texts interact only in the dot product of their vectors
 
 
 @dataclass(frozen=True)
-class ZeroShotImageOptions(ImageOptions):
-    """`candidate_labels` as a list or one text with commas; `hypothesis_template` has {} where a label goes.
+class ZeroShotImageOptions(CandidateOptions, ImageOptions):
+    """A label that makes a text longer than the model's limit is an error unless `truncation=True`."""
 
-    A label that makes a text longer than the model's limit is an error unless `truncation=True`.
-    """
-
-    candidate_labels: str | Sequence[str] | None = None
     hypothesis_template: str = "This is a photo of {}."
     truncation: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "candidate_labels", checked_labels(self.candidate_labels))
-        check_template(self.hypothesis_template)
-
 
 @dataclass(frozen=True, eq=False)
-class Texts:
-    """Labels as the model reads them, the same for every picture of a call."""
+class LabelInputs:
+    """Tokenized labels, the same for every image of a call."""
 
     inputs: Mapping[str, Tensor]
     shape: tuple[int, ...] = ()
 
 
-class Remembered:
-    """The last few values that were made, by key; safe to use from several threads."""
+class LruCache:
+    """The most recently used values by key; safe to use from several threads."""
 
     def __init__(self) -> None:
         self._values: OrderedDict[Hashable, Any] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, make: Any) -> Any:
-        """The value of `key`, made now if it is not there."""
+        """The value of `key`, from `make()` if it is not cached."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
@@ -69,58 +65,58 @@ class Remembered:
         value = make()
         with self._lock:
             self._values[key] = value
-            while len(self._values) > KEPT:
+            while len(self._values) > CACHED:
                 self._values.popitem(last=False)
         return value
 
 
 class ZeroShotImageClassification(ImageTask):
-    """Any labels for a picture, best first. The labels' vectors are computed once for all pictures."""
+    """Candidate labels of an image, best first. The labels' vectors are computed once for all images."""
 
     Options = ZeroShotImageOptions
     auto_class: ClassVar[str] = "AutoModelForZeroShotImageClassification"
     needs: ClassVar[tuple[str, ...]] = ("image_processor", "tokenizer")
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         self._family = str(getattr(self.config, "model_type", ""))
-        self._texts, self._vectors = Remembered(), Remembered()
+        self._texts, self._vectors = LruCache(), LruCache()
 
     def batch_key(self, options: ZeroShotImageOptions) -> Hashable:
         return options.candidate_labels, options.hypothesis_template, options.truncation
 
     def preprocess(self, item: Any, options: ZeroShotImageOptions) -> PreparedItem:
         if options.candidate_labels is None:
-            raise InvalidInput("no candidate_labels were given; pass candidate_labels=[...]")
-        texts = self._texts.get(self.batch_key(options), lambda: self._read(options))
+            raise InvalidInput("candidate_labels is missing; pass candidate_labels=[...]")
+        texts = self._texts.get(self.batch_key(options), lambda: self._tokenize(options))
         return PreparedItem((self.image_row(item, options, texts=texts),))
 
-    def _read(self, options: ZeroShotImageOptions) -> Texts:
+    def _tokenize(self, options: ZeroShotImageOptions) -> LabelInputs:
         text, names = self.loaded.text, getattr(self.loaded.tokenizer, "model_input_names", ("input_ids",))
         assert text is not None
         assert options.candidate_labels is not None
         sentences = [options.hypothesis_template.format(label) for label in options.candidate_labels]
-        rows = [row for some in text.rows(sentences, _reading(options, text.limit)) for row in some]
-        width = text.limit if "siglip" in self._family else None  # trained on texts of full length
-        takes = lambda name: name in names and self.loaded.run.takes(name)  # noqa: E731
-        return Texts(collate(rows, self.padding(), takes, width))
+        rows = [row for some in text.rows(sentences, _text_options(options, text.limit)) for row in some]
+        width = text.limit if "siglip" in self._family else None  # trained on texts padded to full length
+        takes = lambda name: name in names and self.loaded.backend.takes(name)  # noqa: E731
+        return LabelInputs(collate(rows, self.padding(), takes, width))
 
     def collate(self, rows: Sequence[Row]) -> Batch:
-        pictures = [
+        images = [
             Row({name: value for name, value in row.inputs.items() if name != "texts"}, row.length) for row in rows
         ]
-        texts: Texts = rows[0].inputs["texts"]
-        return Batch({**super().collate(pictures).inputs, **texts.inputs}, tuple(rows))
+        texts: LabelInputs = rows[0].inputs["texts"]
+        return Batch({**super().collate(images).inputs, **texts.inputs}, tuple(rows))
 
     def compute(self, batch: Batch, options: ZeroShotImageOptions) -> Mapping[str, Tensor | Ragged]:
         if self._family not in TWO_TOWERS:
-            return self.reduce(self.loaded.run(batch.inputs), batch, options)
-        run, texts = self.loaded.run, batch.rows[0].inputs["texts"].inputs
-        words = self._vectors.get(self.batch_key(options), lambda: _unit(run(texts, method="get_text_features")))
-        pictures = {name: value for name, value in batch.inputs.items() if name not in texts}
-        module: Any = run.module
+            return self.reduce(self.loaded.backend(batch.inputs), batch, options)
+        backend, texts = self.loaded.backend, batch.rows[0].inputs["texts"].inputs
+        words = self._vectors.get(self.batch_key(options), lambda: _unit(backend(texts, method="get_text_features")))
+        images = {name: value for name, value in batch.inputs.items() if name not in texts}
+        module: Any = backend.module
         scale = module.logit_scale.float().exp()
-        logits = _unit(run(pictures, method="get_image_features")) @ words.T * scale
+        logits = _unit(backend(images, method="get_image_features")) @ words.T * scale
         bias = getattr(module, "logit_bias", None)
         return {"logits": logits if bias is None else logits + bias.float()}
 
@@ -135,16 +131,16 @@ class ZeroShotImageClassification(ImageTask):
         order = np.argsort(-scores, kind="stable").tolist()
         return [{"score": float(scores[i]), "label": options.candidate_labels[i]} for i in order]
 
-    def several(self) -> str | None:
-        return "pictures and labels go through parts of its model by themselves"
+    def multi_pass_reason(self) -> str | None:
+        return "images and labels use separate parts of its model"
 
-    def samples(self) -> list[Row]:
+    def sample_rows(self) -> list[Row]:
         return []
 
 
-def _reading(options: ZeroShotImageOptions, limit: int | None) -> TextOptions:
+def _text_options(options: ZeroShotImageOptions, limit: int | None) -> TextOptions:
     return TextOptions(truncation=options.truncation and limit is not None)
 
 
-def _unit(found: Any) -> Tensor:
-    return torch.nn.functional.normalize(features_of(found).float(), dim=-1, eps=0)
+def _unit(output: Any) -> Tensor:
+    return torch.nn.functional.normalize(features_of(output).float(), dim=-1, eps=0)

@@ -65,11 +65,11 @@ class PoolingModels:
             pool.pipeline.close()
 
     def _open_pipeline(self, role: str, source: str) -> Pipeline:
-        from headway.pipelines.opening import Request, open_here
+        from headway.pipelines.factory import PipelineSpec, open_pipeline
         from headway.server.pooling.tasks import ServedClassifier, ServedEmbedding
 
         kind = ServedEmbedding if role == "embed" else ServedClassifier
-        pipeline = open_here(Request(name=role, kind=kind, model=self._find(source), device=self._device))
+        pipeline = open_pipeline(PipelineSpec(name=role, kind=kind, model=self._find(source), device=self._device))
         if role == "rerank" and pipeline.task.config.num_labels != 1:
             pipeline.close()
             raise UnsupportedModel(f"{source} has {pipeline.task.config.num_labels} outputs; a reranker must have one")

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from headway.pipelines.inputs.arrays import by_token, pooled
-from headway.pipelines.inputs.text import Plain, TextOptions
+from headway.pipelines.inputs.text import PlainEncoding, TextOptions
 from headway.pipelines.task import Batch, PreparedItem, Row, Task, TaskOptions
-from headway.pipelines.tasks.classification import apply, default_function, labels_of
 from headway.pipelines.tasks.embedding import declared_pooling
+from headway.pipelines.tasks.text_classification import apply, default_function, labels_of
 
 if TYPE_CHECKING:
-    from headway.pipelines.backends.loading import Loaded
+    from headway.pipelines.backends.loading import LoadedModel
 
 
 class ServedTask(Task):
@@ -33,7 +33,7 @@ class ServedTask(Task):
             cut = "only_second" if isinstance(inputs[0], tuple) else "longest_first"
             options = TextOptions(truncation=truncate)
             return [text.row(one[0]) for one in text.encode(inputs, options, cut=cut, special=special)]
-        return [text.row(Plain(list(ids), [0] * len(ids))) for ids in inputs]
+        return [text.row(PlainEncoding(list(ids), [0] * len(ids))) for ids in inputs]
 
     def preprocess(self, item: Row, options: Any) -> PreparedItem:
         return PreparedItem((item,))
@@ -62,7 +62,7 @@ class ServedEmbedding(ServedTask):
     Options = ServedEmbeddingOptions
     reads: ClassVar[str | None] = "all"
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         self._pooling, self._normalize = declared_pooling(loaded)
 
@@ -101,7 +101,7 @@ class ServedClassifier(ServedTask):
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     reads: ClassVar[str | None] = "first"
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         self.labels = labels_of(self.config)
 

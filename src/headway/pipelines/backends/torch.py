@@ -1,7 +1,7 @@
-"""The controlled forward pass: eval mode, inference mode, dtype, device, and only arguments the model takes.
+"""The torch backend: a module in eval and inference mode, on its device and in its dtype, with checked arguments.
 
-Owns the module once it is placed. `Forward(...)` calls the model and leaves the answer on the device; `bring_back`
-copies what was asked for to the host, all of it in one wait. It does not batch and knows nothing of tasks.
+Owns the module. Calling it leaves the output on the device; `to_host` copies nested tensors to the host with a single
+synchronization. It does not batch and knows nothing of tasks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model computes and in which numbers: `dtype` of the weights, `autocast` of the products if not None."""
+    """Where a model runs: device, `dtype` of the weights, and the dtype of `autocast` if not None."""
 
     device: torch.device
     dtype: torch.dtype
@@ -47,21 +47,21 @@ class Placement:
 
 
 def place(device: str, dtype: str) -> Placement:
-    """The placement that a user's words mean. `autocast` and `autocast:float16` keep float32 weights."""
+    """The placement for the arguments `device` and `dtype`. `autocast` and `autocast:float16` keep float32 weights."""
     name = device.lower().partition(":")[0] if isinstance(device, str) else ""
     if name in REFUSED:
-        raise Unsupported(f"device {device!r} is refused: {REFUSED[name]}")
+        raise Unsupported(f"device {device!r} is not supported: {REFUSED[name]}")
     where = pick_device(device)
     if isinstance(dtype, str) and dtype.partition(":")[0] == AUTOCAST:
         half = dtype.partition(":")[2] or "bfloat16"
         if half not in ("bfloat16", "bf16", "float16", "f16"):
-            raise InvalidInput(f"dtype {dtype!r} is not known; autocast takes autocast:bfloat16 or autocast:float16")
+            raise InvalidInput(f"dtype is {dtype!r}; autocast must be autocast:bfloat16 or autocast:float16")
         return Placement(where, torch.float32, DTYPES[half])
     return Placement(where, pick_dtype(dtype, where))
 
 
-class Forward:
-    """A module that is ready to be called: `run(inputs)`, `run(inputs, method="generate", max_new_tokens=5)`."""
+class TorchBackend:
+    """A module ready to be called: `backend(inputs)`, `backend(inputs, method="generate", max_new_tokens=5)`."""
 
     def __init__(self, module: nn.Module, placement: Placement) -> None:
         self.module = module.eval().to(device=placement.device, dtype=placement.dtype)
@@ -76,17 +76,17 @@ class Forward:
         return name in accepted(type(self.module), method)
 
     def check(self, names: Mapping[str, Any], method: str = "forward") -> None:
-        """Refuse arguments that the model does not take."""
+        """Raise InvalidInput for arguments that the model does not take."""
         known = accepted(type(self.module), method)
         for name in names:
             if name not in known:
-                shown = ", ".join(sorted(known & _explicit(type(self.module), method))) or "nothing by name"
+                listed = ", ".join(sorted(known & _explicit(type(self.module), method))) or "nothing by name"
                 raise InvalidInput(
-                    f"{type(self.module).__name__}.{method} takes no argument {name!r}; it takes {shown}"
+                    f"{type(self.module).__name__}.{method} takes no argument {name!r}; it takes {listed}"
                 )
 
     def __call__(self, inputs: Mapping[str, Any], /, *, method: str = "forward", **parameters: Any) -> Any:
-        """The model's own answer, on the device."""
+        """The model's own output, on the device."""
         self.check(inputs, method)
         self.check(parameters, method)
         with self.context():
@@ -99,7 +99,7 @@ class Forward:
         return call(**moved, **parameters)
 
     def context(self) -> AbstractContextManager[Any]:
-        """Inference mode, and autocast where it was asked for."""
+        """Inference mode, with autocast if the placement has one."""
         return _Both(torch.inference_mode(), self._cast())
 
     def _cast(self) -> AbstractContextManager[Any]:
@@ -123,11 +123,11 @@ class _Both(AbstractContextManager[None]):
         self._outer.__exit__(*error)
 
 
-# -- moving ------------------------------------------------------------------------------------------------------------
+# -- copies between host and device ------------------------------------------------------------------------------------
 
 
 def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """`tree` with its tensors on `device`, however they are nested; floats in `dtype`. Types of containers stay."""
+    """`tree` with its nested tensors on `device`, floats in `dtype`; container types are kept."""
     match tree:
         case Tensor():
             cast = dtype if dtype is not None and tree.is_floating_point() else tree.dtype
@@ -146,35 +146,35 @@ def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None)
 
 def _rebuilt(like: Mapping[str, Any], fields: dict[str, Any]) -> Any:
     try:
-        return type(like)(**fields)  # type: ignore[call-arg]  # outputs of transformers are made by keywords
+        return type(like)(**fields)  # type: ignore[call-arg]  # outputs of transformers take keywords
     except TypeError:
         return fields
 
 
 @typing.runtime_checkable
-class OnItsWay(typing.Protocol):
-    """An answer that is being copied to the host."""
+class PendingResults(typing.Protocol):
+    """Results that are being copied to the host."""
 
     def wait(self) -> Mapping[str, Sequence[Any]]:
-        """name → one array a row, once they have arrived."""
+        """name → one array per row, once they have arrived."""
         ...
 
 
 class HostCopy:
-    """Tensors on their way to the host; `wait` gives them row by row once they have arrived."""
+    """Tensors that are being copied to the host; `wait` returns them by row."""
 
-    def __init__(self, answer: Mapping[str, Tensor | Ragged]) -> None:
-        found = {name: value.values if isinstance(value, Ragged) else value for name, value in answer.items()}
-        self._counts = {name: value.counts for name, value in answer.items() if isinstance(value, Ragged)}
-        self._tensors = {name: _start_copy(tensor) for name, tensor in found.items()}
+    def __init__(self, output: Mapping[str, Tensor | Ragged]) -> None:
+        tensors = {name: value.values if isinstance(value, Ragged) else value for name, value in output.items()}
+        self._counts = {name: value.counts for name, value in output.items() if isinstance(value, Ragged)}
+        self._tensors = {name: _start_copy(tensor) for name, tensor in tensors.items()}
         self._event = None
-        device = next((tensor.device for tensor in found.values() if tensor.device.type == "cuda"), None)
+        device = next((tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"), None)
         if device is not None:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> dict[str, Sequence[Any]]:
-        """name → one array a row."""
+        """name → one array per row."""
         if self._event is not None:
             self._event.synchronize()
         return {name: self._rows(name, tensor.numpy()) for name, tensor in self._tensors.items()}
@@ -195,8 +195,8 @@ def _start_copy(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def bring_back(tree: Any) -> Any:
-    """`tree` with its tensors on the CPU, after one wait for the device."""
+def to_host(tree: Any) -> Any:
+    """`tree` with its tensors on the CPU, after a single synchronization."""
     copies: list[tuple[Tensor, Tensor]] = []
 
     def start(value: Any) -> Any:
@@ -221,12 +221,12 @@ def bring_back(tree: Any) -> Any:
     return result
 
 
-# -- what a model takes ------------------------------------------------------------------------------------------------
+# -- arguments of a model ----------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=512)
 def accepted(kind: type, method: str = "forward") -> frozenset[str]:
-    """Names of the arguments that `kind`'s method takes, those that its typed **kwargs list among them."""
+    """Names of the arguments of a class's method, including those of its typed **kwargs."""
     names = set(_explicit(kind, method))
     for parameter in inspect.signature(getattr(kind, method)).parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -246,7 +246,7 @@ def _explicit(kind: type, method: str) -> frozenset[str]:
 
 
 def _typed_names(annotation: Any) -> set[str]:
-    """The keys of `**kwargs: Unpack[SomeTypedDict]`; nothing where kwargs are untyped."""
+    """The keys of `**kwargs: Unpack[SomeTypedDict]`; empty if kwargs are untyped."""
     if isinstance(annotation, str) or annotation is inspect.Parameter.empty:
         return set()
     for part in typing.get_args(annotation):

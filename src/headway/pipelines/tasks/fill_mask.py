@@ -1,4 +1,4 @@
-"""Fill-mask: the likeliest tokens for each masked place of a text."""
+"""Fill-mask: the most likely tokens for each mask of a text."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ import torch
 
 from headway.base.errors import InvalidInput, UnsupportedModel
 from headway.pipelines.inputs.arrays import Ragged, at_marks
-from headway.pipelines.inputs.text import TextOptions
-from headway.pipelines.task import Batch, PreparedItem, Row, check_text
-from headway.pipelines.tasks.classification import check_top_k
-from headway.pipelines.tasks.texts import TextTask
+from headway.pipelines.inputs.text import TextOptions, TextTask
+from headway.pipelines.task import Batch, PreparedItem, Row, check_count, check_text
 
 if TYPE_CHECKING:
-    from headway.pipelines.backends.loading import Loaded
+    from headway.pipelines.backends.loading import LoadedModel
     from headway.pipelines.task import Results
 
 
 @dataclass(frozen=True)
-class FillingOptions(TextOptions):
+class FillMaskOptions(TextOptions):
     """`top_k` tokens for each mask; with `targets`, only of those words, each one token of the vocabulary."""
 
     top_k: int = 5
@@ -30,9 +28,9 @@ class FillingOptions(TextOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_top_k(self.top_k if self.top_k is not None else 0)
+        check_count("top_k", self.top_k, optional=False)
         if self.stride is not None:
-            raise InvalidInput("fill-mask takes no stride: a mask belongs to one piece; use truncation=True")
+            raise InvalidInput("fill-mask takes no stride: a mask belongs to one chunk; use truncation=True")
         if self.targets is not None:
             words = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
             if not words:
@@ -41,39 +39,39 @@ class FillingOptions(TextOptions):
 
 
 class FillMask(TextTask):
-    """A list of `score`, `token`, `token_str`, `sequence`, best first; one such list a mask if there are several."""
+    """A list of `score`, `token`, `token_str`, `sequence`, best first; one such list per mask if there are several."""
 
-    Options = FillingOptions
+    Options = FillMaskOptions
     auto_class: ClassVar[str] = "AutoModelForMaskedLM"
     reads: ClassVar[str | None] = "marks"
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         if getattr(loaded.tokenizer, "mask_token_id", None) is None:
             raise UnsupportedModel(f"the tokenizer of {loaded.name} has no mask token, which fill-mask needs")
         self._mask: int = loaded.tokenizer.mask_token_id
         self._vocabulary: dict[str, int] = loaded.tokenizer.get_vocab()
 
-    def wanted(self) -> str:
+    def expected_input(self) -> str:
         return f"a string with {self.loaded.tokenizer.mask_token} in it"
 
     def options(self, base: Any, given: Mapping[str, Any]) -> Any:
-        found: FillingOptions = super().options(base, given)
-        self._target_ids(found)
-        most = len(found.targets) if found.targets is not None else int(self.config.vocab_size)
-        if "top_k" in given and found.top_k > most and found.targets is None:
-            raise InvalidInput(f"top_k is {found.top_k} and the vocabulary has {most} tokens")
-        return found
+        merged: FillMaskOptions = super().options(base, given)
+        self._target_ids(merged)
+        most = len(merged.targets) if merged.targets is not None else int(self.config.vocab_size)
+        if "top_k" in given and merged.top_k > most and merged.targets is None:
+            raise InvalidInput(f"top_k is {merged.top_k} and the vocabulary has {most} tokens")
+        return merged
 
-    def _target_ids(self, options: FillingOptions) -> list[int] | None:
+    def _target_ids(self, options: FillMaskOptions) -> list[int] | None:
         if options.targets is None:
             return None
         for word in options.targets:
             if word not in self._vocabulary:
-                raise InvalidInput(f"target {word!r} is no token of the vocabulary; targets must be single tokens")
+                raise InvalidInput(f"target {word!r} is not a token of the vocabulary; targets must be single tokens")
         return sorted({self._vocabulary[word] for word in options.targets})
 
-    def preprocess_many(self, items: Sequence[Any], options: FillingOptions) -> list[PreparedItem]:
+    def preprocess_many(self, items: Sequence[Any], options: FillMaskOptions) -> list[PreparedItem]:
         text = self.loaded.text
         assert text is not None
         encoded = text.encode([self.text_of(item) for item in items], options)
@@ -88,7 +86,7 @@ class FillMask(TextTask):
             )
         return PreparedItem((Row(row.inputs, row.length, marks),), ids)
 
-    def reduce(self, output: Any, batch: Batch, options: FillingOptions) -> Mapping[str, Any]:
+    def reduce(self, output: Any, batch: Batch, options: FillMaskOptions) -> Mapping[str, Any]:
         at = at_marks(output.logits, batch)
         scores, targets = at.values.softmax(-1), self._target_ids(options)
         if targets is not None:
@@ -99,15 +97,15 @@ class FillMask(TextTask):
             best, ids = scores.topk(options.top_k)
         return {"scores": Ragged(best, at.counts), "ids": Ragged(ids, at.counts)}
 
-    def batch_key(self, options: FillingOptions) -> Hashable:
+    def batch_key(self, options: FillMaskOptions) -> Hashable:
         return options.top_k, options.targets
 
-    def postprocess(self, prepared: PreparedItem, results: Results, options: FillingOptions) -> list[Any]:
-        found, marks = results[0], prepared.rows[0].marks
+    def postprocess(self, prepared: PreparedItem, results: Results, options: FillMaskOptions) -> list[Any]:
+        result, marks = results[0], prepared.rows[0].marks
         single = len(marks) == 1
         lists = [
             [self._filled(prepared.facts, mark, int(token), float(score), single) for score, token in zip(scores, ids)]
-            for mark, scores, ids in zip(marks, found["scores"], found["ids"])
+            for mark, scores, ids in zip(marks, result["scores"], result["ids"])
         ]
         return lists[0] if single else lists
 

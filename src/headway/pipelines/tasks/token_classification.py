@@ -1,4 +1,4 @@
-"""Token classification: a label for each token, or entities put together from them in five ways."""
+"""Token classification: a label for each token, or entities aggregated from them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import numpy as np
 
 from headway.base.errors import InvalidInput
 from headway.pipelines.inputs.arrays import by_token
-from headway.pipelines.inputs.text import TextOptions
+from headway.pipelines.inputs.text import TextOptions, TextTask
 from headway.pipelines.task import Batch, PreparedItem, capturable
-from headway.pipelines.tasks.classification import apply, labels_of
-from headway.pipelines.tasks.texts import TextTask
+from headway.pipelines.tasks.text_classification import apply, labels_of
 
 if TYPE_CHECKING:
-    from headway.pipelines.backends.loading import Loaded
+    from headway.pipelines.backends.loading import LoadedModel
     from headway.pipelines.task import Results
 
 STRATEGIES = ("none", "simple", "first", "average", "max")
 
 
 @dataclass(frozen=True)
-class TaggingOptions(TextOptions):
+class TokenClassificationOptions(TextOptions):
     """`aggregation_strategy` is none, simple, first, average or max; entities with `ignore_labels` are left out."""
 
     aggregation_strategy: str = "none"
@@ -33,17 +32,19 @@ class TaggingOptions(TextOptions):
         super().__post_init__()
         if self.aggregation_strategy not in STRATEGIES:
             known = ", ".join(STRATEGIES)
-            raise InvalidInput(f"aggregation_strategy is {self.aggregation_strategy!r}; it takes {known}")
+            raise InvalidInput(f"aggregation_strategy is {self.aggregation_strategy!r}; it must be one of {known}")
         if isinstance(self.ignore_labels, str):
-            raise InvalidInput(f"ignore_labels is the text {self.ignore_labels!r}; it takes a list of labels")
+            raise InvalidInput(f"ignore_labels is {self.ignore_labels!r}; it must be a list of labels")
         if self.stride is not None and self.aggregation_strategy == "none":
-            raise InvalidInput("stride needs an aggregation_strategy other than none, to join what pieces share")
+            raise InvalidInput(
+                "stride needs an aggregation_strategy other than none, to merge the entities of overlapping chunks"
+            )
         object.__setattr__(self, "ignore_labels", tuple(self.ignore_labels))
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
-    """One token of a text: what it says, where, whether it goes on with a word, and its score for each label."""
+class TaggedToken:
+    """One token of a text: its characters and position, whether it continues a word, and its score for each label."""
 
     word: str
     start: int
@@ -56,20 +57,20 @@ class Token:
 class TokenClassification(TextTask):
     """A list of entities for a text: `entity` or `entity_group`, `score`, `word`, `start`, `end`."""
 
-    Options = TaggingOptions
+    Options = TokenClassificationOptions
     reads: ClassVar[str | None] = "all"
     auto_class: ClassVar[str] = "AutoModelForTokenClassification"
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         self._labels = labels_of(self.config)
         backend = getattr(loaded.tokenizer, "backend_tokenizer", None)
         self._marks_words = bool(getattr(getattr(backend, "model", None), "continuing_subword_prefix", None))
 
-    def batch_key(self, options: TaggingOptions) -> Hashable:
+    def batch_key(self, options: TokenClassificationOptions) -> Hashable:
         return None
 
-    def preprocess_many(self, items: Sequence[Any], options: TaggingOptions) -> list[PreparedItem]:
+    def preprocess_many(self, items: Sequence[Any], options: TokenClassificationOptions) -> list[PreparedItem]:
         text = self.loaded.text
         assert text is not None
         encoded = text.encode([self.text_of(item) for item in items], options, offsets=True)
@@ -81,17 +82,19 @@ class TokenClassification(TextTask):
     def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Any]:
         return {"logits": by_token(output.logits, batch)}
 
-    def postprocess(self, prepared: PreparedItem, results: Results, options: TaggingOptions) -> list[dict[str, Any]]:
+    def postprocess(
+        self, prepared: PreparedItem, results: Results, options: TokenClassificationOptions
+    ) -> list[dict[str, Any]]:
         text, parts = prepared.facts
-        found: list[dict[str, Any]] = []
+        entities: list[dict[str, Any]] = []
         for encoding, result in zip(parts, results):
             tokens = list(self._tokens(text, encoding, apply(result["logits"], "softmax")))
-            found += self._entities(tokens, options.aggregation_strategy)
+            entities += self._entities(tokens, options.aggregation_strategy)
         ignored = options.ignore_labels
-        found = [e for e in found if e.get("entity") not in ignored and e.get("entity_group") not in ignored]
-        return _joined(found) if len(parts) > 1 else found
+        entities = [e for e in entities if e.get("entity") not in ignored and e.get("entity_group") not in ignored]
+        return _joined(entities) if len(parts) > 1 else entities
 
-    def _tokens(self, text: str, encoding: Any, scores: np.ndarray) -> Iterator[Token]:
+    def _tokens(self, text: str, encoding: Any, scores: np.ndarray) -> Iterator[TaggedToken]:
         unknown = self.loaded.tokenizer.unk_token_id
         columns = zip(encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask)
         for index, (token_id, word, (start, end), special) in enumerate(columns):
@@ -99,20 +102,20 @@ class TokenClassification(TextTask):
                 continue
             if self._marks_words:
                 continues = len(word) != end - start
-            else:  # such tokenizers do not know words; a space before the token has to do
+            else:  # this tokenizer does not mark words; look for a space before the token
                 continues = start > 0 and " " not in text[start - 1 : start + 1]
             if token_id == unknown:
                 word, continues = text[start:end], False  # noqa: PLW2901
-            yield Token(word, start, end, index, continues, scores[index])
+            yield TaggedToken(word, start, end, index, continues, scores[index])
 
-    def _entities(self, tokens: Sequence[Token], strategy: str) -> list[dict[str, Any]]:
+    def _entities(self, tokens: Sequence[TaggedToken], strategy: str) -> list[dict[str, Any]]:
         if strategy in ("none", "simple"):
             entities = [self._entity(token) for token in tokens]
         else:
             entities = [self._word(word, strategy) for word in _words(tokens)]
         return entities if strategy == "none" else self._grouped(entities)
 
-    def _entity(self, token: Token) -> dict[str, Any]:
+    def _entity(self, token: TaggedToken) -> dict[str, Any]:
         best = int(token.scores.argmax())
         return {
             "entity": self._labels[best],
@@ -123,7 +126,7 @@ class TokenClassification(TextTask):
             "end": token.end,
         }
 
-    def _word(self, tokens: Sequence[Token], strategy: str) -> dict[str, Any]:
+    def _word(self, tokens: Sequence[TaggedToken], strategy: str) -> dict[str, Any]:
         """The tokens of one word as one entity."""
         match strategy:
             case "first":
@@ -142,7 +145,7 @@ class TokenClassification(TextTask):
         }
 
     def _grouped(self, entities: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Neighbours of one kind as one; B- begins a new one."""
+        """Merges neighbors of one kind; B- begins a new entity."""
         groups: list[list[dict[str, Any]]] = []
         for entity in entities:
             begins, kind = _kind(entity["entity"])
@@ -165,8 +168,8 @@ class TokenClassification(TextTask):
         return self.loaded.tokenizer.convert_tokens_to_string(words)
 
 
-def _words(tokens: Sequence[Token]) -> list[list[Token]]:
-    words: list[list[Token]] = []
+def _words(tokens: Sequence[TaggedToken]) -> list[list[TaggedToken]]:
+    words: list[list[TaggedToken]] = []
     for token in tokens:
         if words and token.continues:
             words[-1].append(token)
@@ -181,7 +184,7 @@ def _kind(label: str) -> tuple[bool, str]:
 
 
 def _joined(entities: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Entities of overlapping pieces: of two that overlap the longer stays, of two as long the likelier."""
+    """Entities of overlapping chunks: of two that overlap the longer stays, or the more likely."""
     kept: list[dict[str, Any]] = []
     for entity in sorted(entities, key=lambda e: e["start"]):
         if kept and kept[-1]["start"] <= entity["start"] < kept[-1]["end"]:

@@ -1,6 +1,6 @@
-"""Text generation: decoders on Headway's engine, with the face of a pipeline.
+"""Text generation: decoders on Headway's engine, with the interface of a pipeline.
 
-The engine batches by itself: items of a list, of a stream and of many `submit` calls run as so many programs at once.
+The engine does the batching: each item of a list, a stream or a `submit` call is a program of its own.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from headway.base.errors import Closed, InvalidInput, Unsupported, WrongType
+from headway.base.errors import Closed, InvalidInput, Unsupported
 from headway.pipelines.stream import item_failed
-from headway.pipelines.task import MISSING, Task, TaskOptions, check_text
+from headway.pipelines.task import MISSING, Task, TaskOptions, check_text, wrong_type
 
 if TYPE_CHECKING:
-    from headway.pipelines.opening import Request
+    from headway.pipelines.factory import PipelineSpec
     from headway.program.engine import Engine
 
 AHEAD = 64  # items of a stream that run at once
@@ -28,8 +28,8 @@ Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class DecodingOptions(TaskOptions):
-    """How to generate; what is None is as the model's generation_config.json says. `return_full_text` adds the prompt.
+class TextGenerationOptions(TaskOptions):
+    """Generation parameters; None means the model's generation_config.json. `return_full_text` includes the prompt.
 
     `max_length` and `min_length` count the prompt, `max_new_tokens` and `min_new_tokens` do not.
     """
@@ -54,73 +54,73 @@ class DecodingOptions(TaskOptions):
     seed: int | None = None
     return_full_text: bool = True
 
-    def asked(self) -> dict[str, Any]:
-        """What `ctx.generate` is called with."""
+    def keywords(self) -> dict[str, Any]:
+        """The keywords of `ctx.generate`."""
         names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
         skipped = ("seed", "return_full_text", "stop")
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in skipped}
-        found = {names.get(name, name): value for name, value in given.items() if value is not None}
-        return found | {"stop": self.stop}
+        renamed = {names.get(name, name): value for name, value in given.items() if value is not None}
+        return renamed | {"stop": self.stop}
 
 
 class TextGeneration(Task):
     """Continues a text, or answers the messages of a chat: `[{"generated_text": ...}]`."""
 
-    Options = DecodingOptions
+    Options = TextGenerationOptions
     default_model: ClassVar[str | None] = "smollm2"
     needs: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def open(cls, request: Request) -> DecoderPipeline:
+    def open(cls, spec: PipelineSpec) -> TextGenerationPipeline:
         from headway.program.engine import Engine
 
-        refused = {
-            "batch_size": request.batch_size != "auto",
-            "compile": request.compile,
-            "backend": request.backend != "torch",
-            "packed": request.packed != "auto",
-            **dict.fromkeys(request.parts, True),
+        unsupported = {
+            "batch_size": spec.batch_size != "auto",
+            "compile": spec.compile,
+            "backend": spec.backend != "torch",
+            "unpadded": spec.unpadded != "auto",
+            **dict.fromkeys(spec.parts, True),
         }
-        for name, asked in refused.items():
-            if asked:
-                raise Unsupported(f"{request.name} runs on Headway's engine, which takes no {name}; leave it out")
-        model = request.model if request.model is not None else cls.default_model
-        task = object.__new__(cls)  # it has no transformers model; only its options are used
-        defaults = task.options(DecodingOptions(), request.options)
+        for name, given in unsupported.items():
+            if given:
+                raise Unsupported(f"{spec.name} runs on Headway's engine, which takes no {name}; leave it out")
+        model = spec.model if spec.model is not None else cls.default_model
+        task = object.__new__(cls)  # it has no transformers model; only its options are needed
+        defaults = task.options(TextGenerationOptions(), spec.options)
         if isinstance(model, Engine):
-            return DecoderPipeline(model, task, defaults, owns=False)
+            return TextGenerationPipeline(model, task, defaults, owns=False)
         assert model is not None
-        engine = Engine(model, dtype=request.dtype, device=request.device, quantize=request.quantize)
-        return DecoderPipeline(engine, task, defaults, owns=True)
+        engine = Engine(model, dtype=spec.dtype, device=spec.device, quantize=spec.quantize)
+        return TextGenerationPipeline(engine, task, defaults, owns=True)
 
 
-class DecoderPipeline:
-    """What `hw.pipeline("text-generation", ...)` gives; `engine` is the engine behind it."""
+class TextGenerationPipeline:
+    """The pipeline of `hw.pipeline("text-generation", ...)`; `engine` runs it."""
 
     name = "text-generation"
 
-    def __init__(self, engine: Engine, task: Task, defaults: DecodingOptions, *, owns: bool) -> None:
+    def __init__(self, engine: Engine, task: Task, defaults: TextGenerationOptions, *, owns: bool) -> None:
         self.engine, self.task, self.defaults = engine, task, defaults
         self._loop = _Loop()
         self._finalizer = weakref.finalize(self, _end, self._loop, engine if owns else None)
 
     def __call__(self, inputs: Any = MISSING, /, *, on_error: str = "raise", **given: Any) -> Any:
-        """A list of `{"generated_text": ...}` for a text or a chat; for a list, a list of those; else lazily."""
+        """A list of `{"generated_text": ...}` for a text or a chat; a list of those for a list, else an iterator."""
         if on_error not in ("raise", "return"):
-            raise InvalidInput(f"on_error is {on_error!r}; it takes 'raise' or 'return'")
+            raise InvalidInput(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
         if inputs is MISSING:
-            raise InvalidInput("nothing was given; call it with a text, a chat, a list or an iterable of them")
+            raise InvalidInput("no input; call it with a text, a chat, a list or an iterable of them")
         options = self.task.options(self.defaults, given)
         if is_prompt(inputs) or not hasattr(inputs, "__iter__"):
             return self._one(inputs, options, on_error)
-        found = self._stream(inputs, options, on_error)
-        return list(found) if isinstance(inputs, (list, tuple)) else found
+        results = self._stream(inputs, options, on_error)
+        return list(results) if isinstance(inputs, (list, tuple)) else results
 
     async def submit(self, item: Any, /, **given: Any) -> list[dict[str, Any]]:
         """The same for one item, from any event loop."""
         return await self._generate(item, self.task.options(self.defaults, given))
 
-    def _one(self, item: Any, options: DecodingOptions, on_error: str) -> Any:
+    def _one(self, item: Any, options: TextGenerationOptions, on_error: str) -> Any:
         try:
             return self._loop.start(self._generate(item, options)).result()
         except Exception as error:
@@ -128,26 +128,26 @@ class DecoderPipeline:
                 raise
             return error
 
-    def _stream(self, source: Iterable[Any], options: DecodingOptions, on_error: str) -> Iterator[Any]:
-        line: deque[Future[Any]] = deque()
-        items, broken, index, read = iter(source), None, 0, 0
-        over = False
+    def _stream(self, source: Iterable[Any], options: TextGenerationOptions, on_error: str) -> Iterator[Any]:
+        pending: deque[Future[Any]] = deque()
+        items, source_error, index, read = iter(source), None, 0, 0
+        exhausted = False
         try:
             while True:
-                while not over and len(line) < AHEAD:
+                while not exhausted and len(pending) < AHEAD:
                     try:
                         item = next(items)
                     except StopIteration:
-                        over = True
-                    except Exception as error:  # the source's own: told after the results before it
-                        over, broken = True, error
+                        exhausted = True
+                    except Exception as error:  # raised after the results that come before it
+                        exhausted, source_error = True, error
                     else:
                         read += 1
-                        line.append(self._loop.start(self._generate(item, options)))
-                if not line:
+                        pending.append(self._loop.start(self._generate(item, options)))
+                if not pending:
                     break
                 try:
-                    result = line.popleft().result()
+                    result = pending.popleft().result()
                 except Exception as error:
                     if on_error == "raise":
                         raise item_failed(error, index) from error
@@ -155,12 +155,12 @@ class DecoderPipeline:
                 yield result
                 index += 1
         finally:
-            for waiting in line:
-                waiting.cancel()
-        if broken is not None:
-            raise item_failed(broken, read) from broken
+            for future in pending:
+                future.cancel()
+        if source_error is not None:
+            raise item_failed(source_error, read) from source_error
 
-    async def _generate(self, item: Any, options: DecodingOptions) -> list[dict[str, Any]]:
+    async def _generate(self, item: Any, options: TextGenerationOptions) -> list[dict[str, Any]]:
         async with self.engine.context(seed=options.seed) as ctx:
             if isinstance(item, str):
                 if not item:
@@ -171,23 +171,23 @@ class DecoderPipeline:
                     {"system": ctx.system, "user": ctx.user, "assistant": ctx.assistant}[message["role"]](
                         message["content"]
                     )
-            asked = options.asked()
-            several = {"num_return_sequences", "num_beams"} & set(asked)
-            made = ctx.generate(**asked)
-            texts = await made.texts() if several else [await made.text()]  # type: ignore[attr-defined]
+            keywords = options.keywords()
+            several = {"num_return_sequences", "num_beams"} & set(keywords)
+            generation = ctx.generate(**keywords)
+            texts = await generation.texts() if several else [await generation.text()]  # type: ignore[attr-defined]
         return [{"generated_text": self._joined(item, text, options)} for text in texts]
 
-    def _joined(self, item: Any, text: str, options: DecodingOptions) -> Any:
+    def _joined(self, item: Any, text: str, options: TextGenerationOptions) -> Any:
         if not options.return_full_text:
             return text
         return item + text if isinstance(item, str) else [*item, {"role": "assistant", "content": text}]
 
     def stats(self) -> dict[str, float]:
-        """What the engine has done."""
+        """The engine's statistics."""
         return {name: float(value) for name, value in vars(self.engine.stats()).items()}
 
     def close(self) -> None:
-        """End the pipeline, and its engine unless that was the caller's."""
+        """End the pipeline, and its engine unless it is the caller's."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -197,7 +197,7 @@ class DecoderPipeline:
         self.close()
 
     def __repr__(self) -> str:
-        return f"DecoderPipeline({self.engine.info.name})"
+        return f"TextGenerationPipeline({self.engine.info.name})"
 
 
 def is_prompt(value: Any) -> bool:
@@ -210,18 +210,18 @@ def is_prompt(value: Any) -> bool:
 def checked_chat(item: Any) -> Sequence[Message]:
     """The messages of a chat: dicts with `role` and `content`."""
     if not is_prompt(item):
-        raise WrongType(f"{item!r:.60} of type {type(item).__name__} was given where a text or a chat is wanted")
+        raise wrong_type(item, "a text or a chat")
     for message in item:
         if set(message) != {"role", "content"} or message["role"] not in ("system", "user", "assistant"):
             raise InvalidInput(
-                f"{dict(message)!r:.80} is no message: it takes a role (system, user or assistant) and content"
+                f"{dict(message)!r:.80} is not a message: it must have a role (system, user or assistant) and content"
             )
         check_text(message["content"], "a message's content")
     return item
 
 
 class _Loop:
-    """An event loop in a thread of its own, started when it is first needed."""
+    """An event loop in its own thread, started on first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -233,7 +233,7 @@ class _Loop:
         with self._lock:
             if self._closed:
                 work.close()
-                raise Closed("this pipeline is closed; make a new one")
+                raise Closed("this pipeline is closed; create a new one")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=self._loop.run_forever, name="headway-generation", daemon=True)

@@ -1,4 +1,4 @@
-"""Text classification and regression: one label a text, or all of them with their scores."""
+"""Text classification and regression: the best label of a text, or several with their scores."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from headway.base.checks import check_integer
-from headway.base.errors import InvalidInput, WrongType
-from headway.pipelines.inputs.text import TextOptions
-from headway.pipelines.task import Batch, PreparedItem, capturable, check_text
-from headway.pipelines.tasks.texts import TextTask
+from headway.base.errors import InvalidInput
+from headway.pipelines.inputs.text import TextOptions, TextTask
+from headway.pipelines.task import Batch, PreparedItem, TaskOptions, capturable, check_count, check_text, wrong_type
 
 if TYPE_CHECKING:
-    from headway.pipelines.backends.loading import Loaded
+    from headway.pipelines.backends.loading import LoadedModel
     from headway.pipelines.task import Results
 
 FUNCTIONS = ("softmax", "sigmoid", "none")
@@ -24,27 +22,34 @@ UNSET = "unset"
 
 @dataclass(frozen=True)
 class ClassificationOptions(TextOptions):
-    """`top_k` labels as a list (None: all of them); left out, the best one as a dict. `function_to_apply` to logits."""
+    """`top_k` labels as a list (None: all); by default the best one as a dict. `function_to_apply` to logits."""
 
     top_k: int | str | None = UNSET
     function_to_apply: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_top_k(self.top_k if self.top_k != UNSET else 1)
+        check_count("top_k", self.top_k if self.top_k != UNSET else 1)
         check_function(self.function_to_apply)
 
 
-def check_top_k(top_k: Any) -> None:
-    """Refuse what is no number of results."""
-    if top_k is not None:
-        check_integer(top_k, "top_k", 1)
+@dataclass(frozen=True)
+class LabelOptions(TaskOptions):
+    """The best `top_k` labels (None: all). `function_to_apply` to logits: softmax, sigmoid or none."""
+
+    top_k: int | None = 5
+    function_to_apply: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("top_k", self.top_k)
+        check_function(self.function_to_apply)
 
 
 def check_function(name: Any) -> None:
-    """Refuse what is no function over logits."""
+    """Raise InvalidInput unless `name` is a function over logits, or None."""
     if name is not None and name not in FUNCTIONS:
-        raise InvalidInput(f"function_to_apply is {name!r}; it takes {', '.join(FUNCTIONS)} or None")
+        raise InvalidInput(f"function_to_apply is {name!r}; it must be {', '.join(FUNCTIONS)} or None")
 
 
 class TextClassification(TextTask):
@@ -54,18 +59,18 @@ class TextClassification(TextTask):
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     reads: ClassVar[str | None] = "first"
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         self._labels, self._function = labels_of(self.config), default_function(self.config)
 
-    def wanted(self) -> str:
+    def expected_input(self) -> str:
         return 'a string or {"text": ..., "text_pair": ...}'
 
     def batch_key(self, options: ClassificationOptions) -> Hashable:
         return (options.function_to_apply or self._function) if self._wants_best(options) else None
 
     def _wants_best(self, options: ClassificationOptions) -> bool:
-        """Whether one label of one piece is asked for, which is then found on the device."""
+        """Whether only the best label of a single row is needed; the device computes that."""
         return options.top_k == UNSET and options.stride is None
 
     def text_of(self, item: Any) -> str | tuple[str, str]:
@@ -96,7 +101,7 @@ class TextClassification(TextTask):
 
 
 def text_or_pair(item: Any) -> str | tuple[str, str]:
-    """A text, or the two of a dict; anything else is refused."""
+    """A text, or the two texts of a dict."""
     if isinstance(item, str):
         return item
     if isinstance(item, Mapping):
@@ -105,21 +110,18 @@ def text_or_pair(item: Any) -> str | tuple[str, str]:
             raise InvalidInput(f'a pair has the keys "text" and "text_pair"; {sorted(map(str, item))} were given')
         text = check_text(item["text"])
         return (text, check_text(item["text_pair"])) if item.get("text_pair") is not None else text
-    raise WrongType(
-        f"{item!r:.60} of type {type(item).__name__} was given where a string "
-        'or {"text": ..., "text_pair": ...} is wanted'
-    )
+    raise wrong_type(item, 'a string or {"text": ..., "text_pair": ...}')
 
 
 def labels_of(config: Any) -> list[str]:
-    """The names of a classifier's outputs in order."""
+    """The names of a classifier's labels in order."""
     names = getattr(config, "id2label", None) or {}
     count = max((int(key) for key in names), default=-1) + 1
     return [str(names.get(i, names.get(str(i), f"LABEL_{i}"))) for i in range(count)]
 
 
 def default_function(config: Any) -> str:
-    """What makes scores of a model's logits."""
+    """The function from a model's logits to scores."""
     kind, labels = getattr(config, "problem_type", None), getattr(config, "num_labels", 2)
     if kind == "regression":
         return "none"
@@ -129,18 +131,18 @@ def default_function(config: Any) -> str:
 
 
 def apply(logits: np.ndarray, function: str) -> np.ndarray:
-    """Scores of one row of logits."""
+    """The scores of a row of logits."""
     match function:
         case "sigmoid":
             return 1.0 / (1.0 + np.exp(-logits))
         case "softmax":
-            raised = np.exp(logits - logits.max(-1, keepdims=True))
-            return raised / raised.sum(-1, keepdims=True)
+            exponentials = np.exp(logits - logits.max(-1, keepdims=True))
+            return exponentials / exponentials.sum(-1, keepdims=True)
     return logits
 
 
 def weighted_mean(rows: Sequence[np.ndarray], weights: Sequence[int]) -> np.ndarray:
-    """The mean of a text's pieces by their lengths; a text in one piece is as it is."""
+    """The mean of a text's chunks weighted by length; a single chunk is returned as is."""
     return rows[0] if len(rows) == 1 else np.average(np.stack(rows), axis=0, weights=weights).astype(np.float32)
 
 

@@ -1,7 +1,7 @@
-"""What a model wants of a picture: the work of its image processor, with PIL and numpy alone.
+"""The inputs of a model from an image: what its image processor computes, with PIL and numpy alone.
 
-A Preparer gives the same numbers as the processor, to the last bit, where that is a plain one (resize, crop, rescale,
-normalise) that a Recipe can say; any other processor is called itself.
+An ImagePreprocessor computes bit for bit what the processor does, if that is a plain one (resize, crop, rescale,
+normalize) that an ImageTransform describes; any other processor is called itself.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 from headway.base.errors import InvalidInput
 from headway.pipelines.inputs.images import MAX_PIXELS, check_size, load_image
 
-# processors that do nothing but resize, crop, rescale and normalise
+# processors that do nothing but resize, crop, rescale and normalize
 PLAIN = ("ViT", "DeiT", "CLIP", "ChineseCLIP", "Siglip", "Blip", "Bit", "Pvt", "MobileNetV1", "ConvNext", "Vilt")
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What a plain image processor does to a picture, in this order."""
+class ImageTransform:
+    """The steps of a plain image processor, in this order."""
 
     kind: str  # one of PLAIN
     size: tuple[int, int] | None  # resize to [height, width]
-    shortest: int | None  # or so that the short side is this
+    shortest: int | None  # or resize the short side to this
     resample: int
-    crop: tuple[int, int] | None  # the middle [height, width]
+    crop: tuple[int, int] | None  # the center [height, width]
     scale: float | None
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
@@ -58,47 +58,47 @@ class Recipe:
         return int(h + 0.5) // self.divisor * self.divisor, int(w + 0.5) // self.divisor * self.divisor
 
     def cropped(self) -> tuple[int, int] | None:
-        """[height, width] of the middle that is kept."""
+        """[height, width] of the center that is kept."""
         if self.kind == "ConvNext" and self.shortest is not None and self.shortest < 384:
             return self.shortest, self.shortest
         return self.crop
 
 
-class Preparer:
-    """Pictures into a model's inputs: `prepare(item)` → name → array without a batch dimension."""
+class ImagePreprocessor:
+    """Images into a model's inputs: `prepare(item)` → name → array without a batch dimension."""
 
     def __init__(self, processor: Any, channels: int = 3) -> None:
         self.processor, self.mode = processor, "L" if channels == 1 else "RGB"
-        self.recipe = recipe_of(processor)
-        self._tables = None if self.recipe is None else _tables(self.recipe, channels)
+        self.transform = transform_of(processor)
+        self._tables = None if self.transform is None else _tables(self.transform, channels)
 
     def prepare(self, item: Any, max_pixels: int = MAX_PIXELS) -> dict[str, np.ndarray]:
-        """The inputs of one picture."""
+        """The model inputs of one image."""
         image = load_image(item, max_pixels=max_pixels, mode=self.mode)
-        if self.recipe is None:
-            made = self._processed(image)
-            return {name: np.asarray(value)[0] for name, value in made.items() if isinstance(value, np.ndarray)}
-        pixels = self._pixels(image, self.recipe, max_pixels)
-        if self.recipe.kind == "Vilt":
+        if self.transform is None:
+            inputs = self._processed(image)
+            return {name: np.asarray(value)[0] for name, value in inputs.items() if isinstance(value, np.ndarray)}
+        pixels = self._pixels(image, self.transform, max_pixels)
+        if self.transform.kind == "Vilt":
             return {"pixel_values": pixels, "pixel_mask": np.ones(pixels.shape[1:], dtype=np.int64)}
         return {"pixel_values": pixels}
 
     def _processed(self, image: Any) -> Any:
         try:
             return self.processor(images=image, return_tensors="np")
-        except Exception as error:  # the model's own, with reasons of its own
+        except Exception as error:  # the model's own processor may raise anything
             kind, reason = type(self.processor).__name__, " ".join(str(error).split())[:160]
-            raise InvalidInput(f"{kind} takes no picture of {image.size[0]}×{image.size[1]}: {reason}") from error
+            raise InvalidInput(f"{kind} rejects an image of {image.size[0]}×{image.size[1]}: {reason}") from error
 
-    def _pixels(self, image: Any, recipe: Recipe, max_pixels: int) -> np.ndarray:
+    def _pixels(self, image: Any, transform: ImageTransform, max_pixels: int) -> np.ndarray:
         """[C, H, W] in float32."""
-        height, width = recipe.target(*image.size)
+        height, width = transform.target(*image.size)
         if (width, height) != image.size:
             check_size((width, height), max_pixels, f"of {image.size[0]}×{image.size[1]}, resized for the model, has")
-            image = image.resize((width, height), resample=recipe.resample)
+            image = image.resize((width, height), resample=transform.resample)
         values = np.asarray(image)
-        if (crop := recipe.cropped()) is not None:
-            values = _middle(values, *crop)
+        if (crop := transform.cropped()) is not None:
+            values = _center_crop(values, *crop)
         if values.ndim == 2:
             values = values[..., None]
         assert self._tables is not None
@@ -108,8 +108,8 @@ class Preparer:
         return pixels
 
 
-def recipe_of(processor: Any) -> Recipe | None:
-    """What `processor` does, if it is a plain one; None if it must be called itself."""
+def transform_of(processor: Any) -> ImageTransform | None:
+    """The steps of `processor`, if it is a plain one; None if it must be called itself."""
     kind = type(processor).__name__.removesuffix("Pil").removesuffix("Fast").removesuffix("FeatureExtractor")
     kind = kind.removesuffix("ImageProcessor")
     size = _sides(getattr(processor, "size", None)) if getattr(processor, "do_resize", False) else {}
@@ -120,7 +120,7 @@ def recipe_of(processor: Any) -> Recipe | None:
     if not known or set(crop) not in (set(), {"height", "width"}) or not isinstance(resample, (int, type(None))):
         return None
     normal = getattr(processor, "do_normalize", False)
-    return Recipe(
+    return ImageTransform(
         kind=kind,
         size=(size["height"], size["width"]) if "height" in size else None,
         shortest=size.get("shortest_edge"),
@@ -136,7 +136,7 @@ def recipe_of(processor: Any) -> Recipe | None:
 
 def _sides(size: Any) -> dict[str, int]:
     if isinstance(size, int):
-        return {"side": size}  # a form that only old processors understand
+        return {"side": size}  # a form of old processors
     return {name: value for name, value in dict(size or {}).items() if value is not None}
 
 
@@ -144,14 +144,14 @@ def _numbers(values: Any) -> tuple[float, ...]:
     return tuple(map(float, values)) if hasattr(values, "__iter__") else (float(values),)
 
 
-def _tables(recipe: Recipe, channels: int) -> list[np.ndarray]:
-    """For each channel what each of the 256 values becomes, rounded where the processor rounds."""
+def _tables(transform: ImageTransform, channels: int) -> list[np.ndarray]:
+    """A lookup table of the 256 values for each channel, rounded where the processor rounds."""
     values = np.arange(256, dtype=np.float64)
-    found = (values * recipe.scale if recipe.scale is not None else values).astype(np.float32)
-    if recipe.mean is None or recipe.std is None:
-        return [found] * channels
-    means, stds = _spread(recipe.mean, channels), _spread(recipe.std, channels)
-    return [(found - np.float32(mean)) / np.float32(std) for mean, std in zip(means, stds)]
+    scaled = (values * transform.scale if transform.scale is not None else values).astype(np.float32)
+    if transform.mean is None or transform.std is None:
+        return [scaled] * channels
+    means, stds = _spread(transform.mean, channels), _spread(transform.std, channels)
+    return [(scaled - np.float32(mean)) / np.float32(std) for mean, std in zip(means, stds)]
 
 
 def _spread(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
@@ -160,8 +160,8 @@ def _spread(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
     return values * channels if len(values) == 1 else values
 
 
-def _middle(values: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The middle [height, width] of an array [H, W, …]; what it lacks is black."""
+def _center_crop(values: np.ndarray, height: int, width: int) -> np.ndarray:
+    """The center [height, width] of an array [H, W, …], padded with black."""
     h, w = values.shape[:2]
     if h < height or w < width:
         full = np.zeros((max(h, height), max(w, width), *values.shape[2:]), dtype=values.dtype)

@@ -1,4 +1,4 @@
-"""Other ways to compute the same: packed, int8, compiled, onnxruntime. Each is held against the plain model."""
+"""Other ways to compute the same: unpadded, int8, compiled, onnxruntime. Each is held against the plain model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ from torch import nn
 
 import headway as hw
 from headway.pipelines.backends.compiled import row_bucket, token_bucket
-from headway.pipelines.backends.linear import Blocked, Int8Torch, Plain, QuantizedLinear, can_block, int8_maker
-from headway.pipelines.backends.unpadded import FAMILIES, ByLength, Layout, can_pack
-from headway.pipelines.inputs.arrays import groups_of
+from headway.pipelines.backends.linear import (
+    OneDnnLinear,
+    QuantizedLinear,
+    TorchInt8Linear,
+    TorchLinear,
+    has_onednn,
+    int8_factory,
+)
+from headway.pipelines.backends.unpadded import FAMILIES, GroupedLayout, PerLengthAttention, can_unpad
+from headway.pipelines.inputs.arrays import length_groups
 from headway.pipelines.task import Row
 from support import encoders, senses, writers
 
@@ -46,11 +53,11 @@ class TestPacked:
         named = {"activation": act} if family == "distilbert" else {"hidden_act": act}
         model = encoders.model(family, "base", **named)
         texts = encoders.texts(40)
-        packed = pipe("sentence-embedding", model, family, packed=True)
-        assert packed.task.loaded.packed is not None
-        padded = pipe("sentence-embedding", model, family, packed=False)
-        assert padded.task.loaded.packed is None
-        np.testing.assert_allclose(vectors(packed, texts), vectors(padded, texts), rtol=1e-4, atol=2e-6)
+        unpadded = pipe("sentence-embedding", model, family, unpadded=True)
+        assert unpadded.task.loaded.unpadded is not None
+        padded = pipe("sentence-embedding", model, family, unpadded=False)
+        assert padded.task.loaded.unpadded is None
+        np.testing.assert_allclose(vectors(unpadded, texts), vectors(padded, texts), rtol=1e-4, atol=2e-6)
 
     def test_no_padding_is_computed(self) -> None:
         model = encoders.model("bert", "base")
@@ -65,35 +72,35 @@ class TestPacked:
         mask = torch.block_diag(*(torch.ones(n, n) for n in LENGTHS)).bool()
         q, k, v = qkv.view(-1, 3, 4, 8).permute(1, 2, 0, 3)
         want = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1).reshape(-1, 32)
-        layout = Layout(groups_of(rows), qkv.device)
-        torch.testing.assert_close(ByLength().all(qkv, layout, 4), want, rtol=1e-5, atol=1e-6)
-        firsts = layout.ends[:-1].long()
-        one = ByLength().one(qkv[firsts, :32].contiguous(), qkv[:, 32:].contiguous(), layout, 4)
+        layout = GroupedLayout(length_groups(rows), qkv.device)
+        torch.testing.assert_close(PerLengthAttention().all(qkv, layout, 4), want, rtol=1e-5, atol=1e-6)
+        firsts = layout.cu_seqlens[:-1].long()
+        one = PerLengthAttention().one(qkv[firsts, :32].contiguous(), qkv[:, 32:].contiguous(), layout, 4)
         torch.testing.assert_close(one, want[firsts], rtol=1e-5, atol=1e-6)
-        assert layout.ends.diff().tolist() == list(LENGTHS)
+        assert layout.cu_seqlens.diff().tolist() == list(LENGTHS)
 
     def test_other_architectures_are_padded_unless_packed_was_demanded(self) -> None:
         model = encoders.model("deberta", "base")
-        assert not can_pack(model)
+        assert not can_unpad(model)
         with pipe("sentence-embedding", model, "deberta") as p:
-            assert p.task.loaded.packed is None
-        with pytest.raises(hw.Unsupported, match=r"deberta-v2 models are computed on padded rows only"):
-            pipe("sentence-embedding", model, "deberta", packed=True)
+            assert p.task.loaded.unpadded is None
+        with pytest.raises(hw.Unsupported, match=r"deberta-v2 models support padded rows only"):
+            pipe("sentence-embedding", model, "deberta", unpadded=True)
 
     def test_every_family_that_is_named_can_be_packed(self) -> None:
         for family in ("bert", "roberta", "distilbert", "electra"):
-            assert can_pack(encoders.model(family, "base"))
+            assert can_unpad(encoders.model(family, "base"))
         assert set(FAMILIES) >= {"bert", "roberta", "distilbert", "electra"}
-        assert not can_pack(encoders.model("bert", "base", is_decoder=True))
+        assert not can_unpad(encoders.model("bert", "base", is_decoder=True))
 
 
 class TestProducts:
     def test_blocked_products_are_plain_ones(self) -> None:
         torch.manual_seed(0)
         weight, bias, x, r = torch.randn(24, 16), torch.randn(24), torch.randn(9, 16), torch.randn(9, 24)
-        assert can_block(weight)
+        assert has_onednn(weight)
         for b in (bias, None):
-            plain, blocked = Plain(weight, b), Blocked(weight, b)
+            plain, blocked = TorchLinear(weight, b), OneDnnLinear(weight, b)
             torch.testing.assert_close(blocked(x), plain(x), rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(blocked.gelu(x), plain.gelu(x), rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(blocked.plus(x, r), plain.plus(x, r), rtol=1e-5, atol=1e-5)
@@ -101,13 +108,13 @@ class TestProducts:
     def test_native_and_torch_int8_are_the_same_numbers(self) -> None:
         torch.manual_seed(0)
         weight, bias, x = torch.randn(48, 64), torch.randn(48), torch.randn(17, 64)
-        native, reference = int8_maker(1)(weight, bias), Int8Torch(weight, bias)
+        native, reference = int8_factory(1)(weight, bias), TorchInt8Linear(weight, bias)
         torch.testing.assert_close(native(x), reference(x), rtol=1e-4, atol=2e-4)
-        assert float((reference(x) - Plain(weight, bias)(x)).abs().max()) > 1e-3  # it really is 8 bits
+        assert float((reference(x) - TorchLinear(weight, bias)(x)).abs().max()) > 1e-3  # it really is 8 bits
 
     def test_a_row_does_not_depend_on_its_neighbours(self) -> None:
         torch.manual_seed(0)
-        product = int8_maker(1)(torch.randn(48, 64), None)
+        product = int8_factory(1)(torch.randn(48, 64), None)
         x = torch.randn(5, 64)
         loud = torch.cat([x, 1000 * torch.randn(3, 64)])
         torch.testing.assert_close(product(loud)[:5], product(x), rtol=1e-6, atol=1e-6)
@@ -149,14 +156,15 @@ class TestInt8:
     def test_packed_and_padded_give_the_same(self) -> None:
         model, texts = encoders.model("bert", "base"), encoders.texts(20)
         found = [
-            vectors(pipe("sentence-embedding", model, "bert", quantize="int8", packed=p), texts) for p in (True, False)
+            vectors(pipe("sentence-embedding", model, "bert", quantize="int8", unpadded=p), texts)
+            for p in (True, False)
         ]
         np.testing.assert_allclose(found[0], found[1], rtol=1e-3, atol=2e-3)
 
     def test_only_float32_on_a_cpu(self) -> None:
         with pytest.raises(hw.Unsupported, match=r"float32 on a CPU, not cpu bfloat16"):
             pipe("sentence-embedding", encoders.model("bert", "base"), "bert", quantize="int8", dtype="bfloat16")
-        with pytest.raises(hw.InvalidInput, match=r"quantize is 'int4'; it takes None or 'int8'"):
+        with pytest.raises(hw.InvalidInput, match=r"quantize is 'int4'; it must be None or 'int8'"):
             pipe("sentence-embedding", encoders.model("bert", "base"), "bert", quantize="int4")
 
 
@@ -173,7 +181,7 @@ class TestOnnx:
             for mine, other in zip(got, want):
                 assert [one["label"] for one in mine] == [one["label"] for one in other]
                 assert [o["score"] for o in mine] == pytest.approx([o["score"] for o in other], rel=1e-4)
-        assert len(list((cache / "pipelines/backends/onnx").glob("*/model.onnx"))) == 1
+        assert len(list((cache / "pipelines/onnx").glob("*/model.onnx"))) == 1
 
     def test_states_by_token_and_other_weights_are_another_export(self, cache: Path) -> None:
         texts = encoders.texts(12)
@@ -182,21 +190,21 @@ class TestOnnx:
             got = vectors(pipe("sentence-embedding", model, "distilbert", backend="onnxruntime"), texts)
             want = vectors(pipe("sentence-embedding", model, "distilbert"), texts)
             np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5)
-        assert len(list((cache / "pipelines/backends/onnx").glob("*/model.onnx"))) == 2
+        assert len(list((cache / "pipelines/onnx").glob("*/model.onnx"))) == 2
 
     def test_pictures_are_exported_too_and_other_shapes_are_refused(self, cache: Path) -> None:
-        model, pictures = senses.classifier("vit"), senses.pictures(5)
+        model, images = senses.classifier("vit"), senses.images(5)
         given = {"image_processor": senses.square("ViT"), "device": "cpu"}
         with hw.pipeline("image-classification", model, **given) as p:
-            want = p(pictures)
+            want = p(images)
         with hw.pipeline("image-classification", model, **given, backend="onnxruntime") as p:
-            senses.same(p(pictures), want)
+            senses.same(p(images), want)
             with pytest.raises(hw.InvalidInput, match=r"pixel_values is \[1, 3, 8, 8\] and the model was exported for"):
                 p.forward({"pixel_values": torch.zeros(1, 3, 8, 8)})
         with hw.pipeline("image-feature-extraction", model.vit, **given) as p:
-            want = p(pictures[0])
+            want = p(images[0])
         with hw.pipeline("image-feature-extraction", model.vit, **given, backend="onnxruntime") as p:
-            senses.same(p(pictures[0]), want, abs=1e-5)
+            senses.same(p(images[0]), want, abs=1e-5)
 
     @pytest.mark.parametrize("norm", ["group", "layer"])
     def test_speech_is_exported_for_any_length(self, cache: Path, norm: str) -> None:
@@ -239,13 +247,13 @@ class TestCompiled:
 
     @pytest.mark.slow
     def test_pictures_and_recordings_are_compiled_for_their_shapes(self) -> None:
-        pictures = senses.pictures(5)
+        images = senses.images(5)
         given: dict[str, Any] = {"image_processor": senses.square("ViT"), "device": "cpu"}
         with hw.pipeline("image-classification", senses.classifier("vit"), **given) as plain:
-            want = plain(pictures)
+            want = plain(images)
         with hw.pipeline("image-classification", senses.classifier("vit"), **given, compile=True) as p:
-            senses.same(p(pictures), want)
-            senses.same(p(pictures[0]), want[0])
+            senses.same(p(images), want)
+            senses.same(p(images[0]), want[0])
         waves = [senses.tone(0.4 + 0.3 * i, seed=i) for i in range(4)]
         given = {"feature_extractor": senses.wave_extractor(), "device": "cpu"}
         model = senses.wav2vec2("SequenceClassification", num_labels=4)
@@ -258,9 +266,9 @@ class TestCompiled:
 SEVERAL: dict[str, tuple[Any, str]] = {
     "summarization": (lambda: {"model": writers.model("t5"), "tokenizer": writers.tokenizer()}, "token by token"),
     "image-to-text": (lambda: _seeing(senses.git()), "token by token"),
-    "visual-question-answering": (lambda: _seeing(senses.vilt()), "draws which parts"),
-    "zero-shot-image-classification": (lambda: _seeing(senses.clip()), "by themselves"),
-    "image-feature-extraction": (lambda: _seeing(senses.clip()), "a part of its model alone"),
+    "visual-question-answering": (lambda: _seeing(senses.vilt()), "samples which patches"),
+    "zero-shot-image-classification": (lambda: _seeing(senses.clip()), "separate parts"),
+    "image-feature-extraction": (lambda: _seeing(senses.clip()), "only a part of its model"),
     "automatic-speech-recognition": (lambda: _hearing(senses.whisper()), "token by token"),
 }
 
@@ -278,7 +286,7 @@ def _hearing(made: tuple[Any, Any, Any]) -> dict[str, Any]:
 def test_models_of_several_passes_refuse_to_be_compiled_or_exported(task: str, asked: dict[str, Any]) -> None:
     make, reason = SEVERAL[task]
     words = "compile=True" if "compile" in asked else "backend='onnxruntime'"
-    with pytest.raises(hw.Unsupported, match=f"{words} is for tasks of a single pass, and {task} is none: .*{reason}"):
+    with pytest.raises(hw.Unsupported, match=f"{words} is for single-pass tasks, and {task} is not one: .*{reason}"):
         hw.pipeline(task, **make(), device="cpu", **asked)
 
 
@@ -287,9 +295,9 @@ def test_models_of_several_passes_refuse_to_be_compiled_or_exported(task: str, a
     [
         ({"quantize": "int8", "backend": "onnxruntime"}, "choose one"),
         ({"compile": True, "backend": "onnxruntime"}, "choose compile"),
-        ({"packed": True, "compile": True}, "padded rows only"),
-        ({"device": "tpu"}, r"'tpu' is refused: there is no TPU backend"),
-        ({"device": "tensorrt"}, r"'tensorrt' is refused: there is no TensorRT"),
+        ({"unpadded": True, "compile": True}, "padded rows only"),
+        ({"device": "tpu"}, r"'tpu' is not supported: there is no TPU backend"),
+        ({"device": "tensorrt"}, r"'tensorrt' is not supported: there is no TensorRT"),
     ],
 )
 def test_what_cannot_go_together_is_refused(more: dict[str, Any], words: str) -> None:
@@ -303,7 +311,7 @@ def test_what_cannot_go_together_is_refused(more: dict[str, Any], words: str) ->
 
 
 def test_the_backend_tensorrt_is_refused_by_name() -> None:
-    with pytest.raises(hw.InvalidInput, match="TensorRT is refused"):
+    with pytest.raises(hw.InvalidInput, match="there is no TensorRT backend"):
         hw.pipeline("sentence-embedding", backend="tensorrt")
 
 

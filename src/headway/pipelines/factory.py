@@ -1,0 +1,224 @@
+"""`hw.pipeline(...)`: checks the arguments, loads the model, chooses the backend, binds the task's options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from headway.base.errors import InvalidInput, Unsupported
+from headway.base.machine import read_machine
+from headway.pipelines.backends.compiled import CompiledBackend
+from headway.pipelines.backends.cuda_graphs import CudaGraphEncoder
+from headway.pipelines.backends.linear import int8_factory
+from headway.pipelines.backends.loading import LoadedModel, load
+from headway.pipelines.backends.onnx import OnnxBackend
+from headway.pipelines.backends.quantize import compare_outputs, quantize_linears
+from headway.pipelines.backends.torch import TorchBackend, place
+from headway.pipelines.backends.unpadded import UnpaddedEncoder, VarlenAttention, attention_for, can_unpad
+from headway.pipelines.budget import budget_key
+from headway.pipelines.inputs.same_shape import SameShapeTask
+from headway.pipelines.pipeline import Pipeline
+from headway.pipelines.registry import task_named
+from headway.pipelines.task import Task
+
+BACKENDS = ("torch", "onnxruntime")
+
+
+def pipeline(
+    task: str,
+    model: Any = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    batch_size: int | str = "auto",
+    quantize: str | None = None,
+    compile: bool = False,
+    backend: str = "torch",
+    unpadded: bool | str = "auto",
+    tokenizer: Any = None,
+    image_processor: Any = None,
+    feature_extractor: Any = None,
+    processor: Any = None,
+    **options: Any,
+) -> Pipeline:
+    """A model ready for a task: `hw.pipeline("text-classification", model="path-or-name")`.
+
+    `model` is a known name, a folder, a hub id or a torch module in memory (then pass its tokenizer). `dtype` is auto
+    (float32 on a CPU, bfloat16 elsewhere), float32, bfloat16, float16, or autocast[:bfloat16|:float16] for float32
+    weights. `batch_size` is a number of rows, or auto: a token budget chosen by measurement. `quantize="int8"` computes
+    linear layers in 8 bits on a CPU; `compile=True` compiles for a few lengths; `backend="onnxruntime"` exports once
+    and runs there. `unpadded=False` never uses variable-length batches. Further keywords become defaults of the task's
+    options.
+    """
+    name, kind = task_named(task)
+    _check_arguments(quantize, compile, backend, unpadded)
+    parts = {
+        "tokenizer": tokenizer,
+        "image_processor": image_processor,
+        "feature_extractor": feature_extractor,
+        "processor": processor,
+    }
+    spec = PipelineSpec(
+        name=name,
+        kind=kind,
+        model=model,
+        device=device,
+        dtype=dtype,
+        batch_size=batch_size,
+        quantize=quantize,
+        compile=compile,
+        backend=backend,
+        unpadded=unpadded,
+        parts={part: value for part, value in parts.items() if value is not None},
+        options=options,
+    )
+    return kind.open(spec)
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineSpec:
+    """The arguments of `hw.pipeline`, checked as far as is possible without a model."""
+
+    name: str
+    kind: type[Task]
+    model: Any
+    device: str = "auto"
+    dtype: str = "auto"
+    batch_size: int | str = "auto"
+    quantize: str | None = None
+    compile: bool = False
+    backend: str = "torch"
+    unpadded: bool | str = "auto"
+    parts: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def open_pipeline(spec: PipelineSpec, pipeline_class: type[Pipeline] = Pipeline) -> Pipeline:
+    """A pipeline over a transformers model in this process."""
+    model = spec.model if spec.model is not None else spec.kind.default_model
+    if model is None:
+        raise InvalidInput(f"{spec.name} has no default model; pass model=... (a folder, a name or a hub id)")
+    placement = place(spec.device, spec.dtype)
+    loaded = load(
+        model, spec.kind.auto_class, spec.kind.needs, placement, spec.parts, changes=spec.quantize is not None
+    )
+    task = spec.kind(choose_backend(spec, loaded))
+    task.name = spec.name
+    defaults = task.options(task.Options(), spec.options)
+    return pipeline_class(task, batch_size=spec.batch_size, key=_budget_key(spec, loaded), defaults=defaults)
+
+
+def _check_arguments(quantize: Any, compile: Any, backend: Any, unpadded: Any) -> None:
+    if quantize not in (None, "int8"):
+        raise InvalidInput(f"quantize is {quantize!r}; it must be None or 'int8'")
+    if not isinstance(compile, bool):
+        raise InvalidInput(f"compile is {compile!r}; it must be True or False")
+    if unpadded not in (True, False, "auto"):
+        raise InvalidInput(f"unpadded is {unpadded!r}; it must be 'auto', True or False")
+    if backend not in BACKENDS:
+        hint = "; there is no TensorRT backend" if str(backend).lower() in ("tensorrt", "trt") else ""
+        raise InvalidInput(f"backend is {backend!r}; it must be {' or '.join(BACKENDS)}{hint}")
+
+
+# -- backends ----------------------------------------------------------------------------------------------------------
+
+
+def choose_backend(spec: PipelineSpec, loaded: LoadedModel) -> LoadedModel:
+    """The model with the backend that the arguments ask for."""
+    unpadded = _use_unpadded(spec, loaded)
+    if spec.quantize is not None and (spec.compile or spec.backend != "torch"):
+        raise Unsupported("quantize is for the torch backend without compile; choose one of them")
+    if spec.compile and spec.backend != "torch":
+        raise Unsupported("compile is for the torch backend; choose compile=True or backend='onnxruntime'")
+    if spec.compile or spec.backend != "torch":
+        _check_single_pass(spec, loaded)
+    if spec.backend == "onnxruntime":
+        return replace(loaded, backend=OnnxBackend(loaded.backend, _example_inputs(spec, loaded)))
+    if spec.compile:
+        return replace(loaded, backend=CompiledBackend(loaded.backend, loaded.text.limit if loaded.text else None))
+    if spec.quantize == "int8":
+        return _quantize(spec, loaded, unpadded)
+    return replace(loaded, unpadded=_unpadded_encoder(loaded.backend)) if unpadded else loaded
+
+
+def _unpadded_encoder(backend: TorchBackend) -> UnpaddedEncoder:
+    """With CUDA graphs where the device can replay them, without elsewhere."""
+    varlen = isinstance(attention_for(backend), VarlenAttention)
+    return CudaGraphEncoder(backend) if varlen else UnpaddedEncoder(backend)
+
+
+def _check_single_pass(spec: PipelineSpec, loaded: LoadedModel) -> None:
+    """Only a model that is called once per batch can be compiled or exported whole."""
+    if (reason := spec.kind(loaded).multi_pass_reason()) is not None:
+        argument = "compile=True" if spec.compile else f"backend={spec.backend!r}"
+        raise Unsupported(f"{argument} is for single-pass tasks, and {spec.name} is not one: {reason}; leave it out")
+
+
+def _example_inputs(spec: PipelineSpec, loaded: LoadedModel) -> dict[str, Any]:
+    """Two rows of model inputs."""
+    task = spec.kind(loaded)
+    rows = task.sample_rows()[:2]
+    if not rows:
+        raise Unsupported(f"{spec.name} has no example inputs to export its model with; use backend='torch'")
+    if isinstance(task, SameShapeTask) and not task.pads():
+        rows = [rows[0], rows[0]]  # the second may have another shape
+    return task.collate(rows).inputs
+
+
+def _quantize(spec: PipelineSpec, loaded: LoadedModel, unpadded: bool) -> LoadedModel:
+    """The model with int8 linear layers, and a report of the effect on sample rows."""
+    backend = loaded.backend
+    placement = backend.placement
+    if backend.device.type != "cpu" or placement.dtype != torch.float32 or placement.autocast is not None:
+        raise Unsupported(f'quantize="int8" is for float32 on a CPU, not {placement}; use device="cpu"')
+    make = int8_factory(torch.get_num_threads())
+    task = spec.kind(loaded)
+    batches = [task.collate([row]).inputs for row in task.sample_rows()]
+    floats = [backend(inputs) for inputs in batches]
+    encoder = UnpaddedEncoder(backend, make) if unpadded else None  # before the float weights are replaced
+    report = quantize_linears(loaded.module, make)
+    if batches:
+        worst, cosine = compare_outputs(floats, [backend(inputs) for inputs in batches])
+        report = replace(report, relative_error=worst, cosine=cosine)
+    return replace(loaded, unpadded=encoder, quantization=report)
+
+
+def _use_unpadded(spec: PipelineSpec, loaded: LoadedModel) -> bool:
+    if spec.unpadded is False or spec.kind.reads is None or spec.compile or spec.backend != "torch":
+        if spec.unpadded is True:
+            raise Unsupported(f"unpadded=True: {spec.name} with these options supports padded rows only")
+        return False
+    if not can_unpad(loaded.module):
+        if spec.unpadded is True:
+            family = getattr(loaded.config, "model_type", type(loaded.module).__name__)
+            raise Unsupported(f"unpadded=True: {family} models support padded rows only; leave unpadded out")
+        return False
+    return spec.unpadded is True or _unpadded_pays(loaded.backend)
+
+
+def _unpadded_pays(backend: TorchBackend) -> bool:
+    """On a CPU always; on a GPU where variable-length attention is one call."""
+    if backend.placement.autocast is not None:
+        return False
+    return backend.device.type == "cpu" or isinstance(attention_for(backend), VarlenAttention)
+
+
+def _budget_key(spec: PipelineSpec, loaded: LoadedModel) -> str:
+    """Identifies a measured token budget: this model with this backend on this machine."""
+    config = loaded.config.to_json_string() if hasattr(loaded.config, "to_json_string") else repr(loaded.module)
+    device = loaded.backend.device
+    return budget_key(
+        task=spec.name,
+        model=config,
+        kind=type(loaded.module).__name__,
+        placement=str(loaded.backend.placement),
+        quantize=spec.quantize,
+        compile=spec.compile,
+        backend=spec.backend,
+        unpadded=spec.unpadded,
+        where=torch.cuda.get_device_name(device) if device.type == "cuda" else read_machine().cpu,
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+    )
