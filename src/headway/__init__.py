@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from headway.program.engine import Engine as Engine
     from headway.program.forward import Execution as Execution
     from headway.program.forward import Forward as Forward
-    from headway.program.generation.beam_choices import Continuation as Continuation
+    from headway.program.generation.beams import Continuation as Continuation
     from headway.program.generation.defaults import GenerationDefaults as GenerationDefaults
     from headway.program.generation.generator import Generation as Generation
     from headway.program.generation.sequences import Generations as Generations
@@ -149,7 +149,7 @@ _HOMES = {
     "pipelines.pipeline": ("Pipeline",),
     "pipelines.registry": ("register_task",),
     "pipelines.task": ("Batch", "PreparedItem", "Row", "Task", "TaskOptions"),
-    "program.generation.beam_choices": ("Continuation",),
+    "program.generation.beams": ("Continuation",),
     "program.constraints.constraint": ("Constraint",),
     "program.context": ("Context",),
     "program.generation.defaults": ("GenerationDefaults",),

@@ -204,7 +204,7 @@ def test_one_row_may_be_given_flat_and_tensors_are_arrays():
         (lambda: Mask.sink(1, 0), InvalidInput, ["window", "0"]),
         (lambda: Mask.blocks(5), WrongType, ["lengths", "5"]),
         (lambda: Mask.blocks([2, -1]), InvalidInput, ["lengths[1]", "-1"]),
-        (lambda: Mask.blocks([2], sees=[(0, 2)]), InvalidInput, ["2", "0 … 1"]),
+        (lambda: Mask.blocks([2], sees=[(0, 2)]), InvalidInput, ["2", "[0, 1]"]),
         (lambda: Mask.blocks([2], sees=[1]), WrongType, ["pairs"]),
         (lambda: Mask.from_runs([3, 2]), WrongType, ["row 0", "one list of runs per row"]),
         (lambda: Mask.from_runs([[3], [2, -1]]), InvalidMask, ["row 1", "run 1", "-1", "0 = attend"]),

@@ -52,9 +52,9 @@ def test_every_sampler_resolves_to_the_one_form(sampler, expected):
 def test_the_defaults_leave_everything_off():
     assert resolve(Multinomial()) == Sampling()
     assert Sampling().bias == ()
-    assert not Sampling().penalises
-    assert Sampling(presence_penalty=-0.1).penalises
-    assert Sampling(repetition_penalty=1.1).penalises
+    assert not Sampling().penalizes
+    assert Sampling(presence_penalty=-0.1).penalizes
+    assert Sampling(repetition_penalty=1.1).penalizes
 
 
 def test_numbers_of_every_kind_are_kept_as_pythons_own():
@@ -103,7 +103,7 @@ NAN, INF = float("nan"), float("inf")
         (lambda: TopP(1.01), InvalidInput, ["1.01", "at most 1"]),
         (lambda: TopP(-0.5), InvalidInput, ["-0.5"]),
         (lambda: TopP(NAN), InvalidInput, ["nan"]),
-        (lambda: MinP(-0.01), InvalidInput, ["-0.01", "0 … 1"]),
+        (lambda: MinP(-0.01), InvalidInput, ["-0.01", "[0, 1]"]),
         (lambda: MinP(1.5), InvalidInput, ["1.5"]),
         (lambda: TopKTopP(0, 0.5), InvalidInput, ["k is 0"]),
         (lambda: TopKTopP(3, 0), InvalidInput, ["p is 0"]),

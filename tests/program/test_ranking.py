@@ -24,10 +24,10 @@ def log_softmax(logits):
     return scores - scores.max() - math.log(np.exp(scores - scores.max()).sum())
 
 
-async def generated(engine, sampler, probe, penalise_prompt=True):
+async def generated(engine, sampler, probe, penalize_prompt=True):
     async with engine.context() as ctx:
         ctx.fill(PROMPT)
-        generation = ctx.generate(sampler, max_tokens=4, probe=probe, penalise_prompt=penalise_prompt)
+        generation = ctx.generate(sampler, max_tokens=4, probe=probe, penalize_prompt=penalize_prompt)
         return [step async for step in generation]
 
 

@@ -37,7 +37,7 @@ class Rowed(Sticking):
         self._before: list[int] = []  # what the rows before drew
 
     def draws(self, how: Sampling) -> bool:
-        return not how.penalises
+        return not how.penalizes
 
     def begin_rows(self, rows: Rows) -> RowsOnTheirWay:
         mood = self.moods.pop(0) if self.moods else "well"

@@ -16,7 +16,8 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from headway.base.errors import InvalidInput, InvalidMask, WrongType
+from headway.base.checks import integer, short, whole
+from headway.base.errors import InvalidMask, WrongType
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,29 +148,6 @@ class Brle:
             start, index = last, index + 1
 
 
-def whole(value: Any, name: str, *, low: int = 0, below: int | None = None) -> int:
-    """`value` as a Python integer of at least `low` and below `below`."""
-    if type(value) is not int:
-        value = integer(value, name)
-    if value < low or (below is not None and value >= below):
-        limit = f"at least {low}" if below is None else f"in {low} … {below - 1}"
-        raise InvalidInput(f"{name} is {value}; it must be {limit}")
-    return value
-
-
-def integer(value: Any, name: str) -> int:
-    """`value` as a Python integer: numpy and tensor scalars are, booleans and fractions are refused."""
-    if type(value) is int:
-        return value
-    boolean = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
-    try:
-        if not boolean and getattr(value, "ndim", 0) == 0:  # a tensor of one element is no number
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise WrongType(f"{name} is {_short(value)} of type {type(value).__name__}; expected an integer")
-
-
 def bool_array(values: Any, name: str) -> np.ndarray:
     """`values` (a list, an array, a tensor) as a numpy array of booleans; numbers are refused, an empty list is not."""
     try:
@@ -183,15 +161,10 @@ def bool_array(values: Any, name: str) -> np.ndarray:
     return array
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _parse(runs: Any, where: str) -> list[int]:
     """The run lengths as Python integers, or an error that names the first bad one."""
     if isinstance(runs, (str, bytes, bytearray, set, frozenset, dict)) or not hasattr(runs, "__iter__"):
-        raise WrongType(f"{where}: expected a list of run lengths, not {_short(runs)} of type {type(runs).__name__}")
+        raise WrongType(f"{where}: expected a list of run lengths, not {short(runs)} of type {type(runs).__name__}")
     out = []
     for index, run in enumerate(runs.tolist() if isinstance(runs, np.ndarray) else runs):
         number = run if type(run) is int else integer(run, f"{where}: run {index}")
@@ -250,7 +223,7 @@ def _from_array(bits: np.ndarray) -> Brle:
 
 def _merge(left: Brle, right: Brle, combine: Callable[[int, int], int]) -> Brle:
     if not isinstance(right, Brle):
-        raise WrongType(f"a Brle combines with another Brle, not with {_short(right)}")
+        raise WrongType(f"a Brle combines with another Brle, not with {short(right)}")
     if len(left) != len(right):
         raise InvalidMask(f"bits of lengths {len(left)} and {len(right)} cannot be combined; they must be equally long")
     out, at, length = _Runs(), 0, len(left)

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from headway.base.brle import Brle, bool_array, integer, whole
+from headway.base.brle import Brle, bool_array
+from headway.base.checks import integer, whole
 from headway.base.errors import InvalidInput, InvalidMask, InvalidToken, WrongType
 from headway.base.rules import (
     READ_BOOL,

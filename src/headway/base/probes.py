@@ -12,9 +12,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from headway.base.brle import whole
+from headway.base.checks import real, token_id, whole
 from headway.base.errors import InvalidInput, WrongType
-from headway.base.samplers import real, token_id
 
 REDUCTIONS = (None, "mean", "max")
 

@@ -11,7 +11,7 @@ import secrets
 import numpy as np
 from numpy.typing import ArrayLike
 
-from headway.base.brle import whole
+from headway.base.checks import whole
 
 WORD = 0xFFFFFFFF
 LIMIT = 1 << 64  # seeds, positions and ordinals are below it

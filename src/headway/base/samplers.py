@@ -1,21 +1,18 @@
-"""What people say about choosing a token: sampler values, checked when they are made.
+"""Samplers: how a token is chosen from the logits, as values that are checked when they are created.
 
 `Argmax`, `Multinomial`, `TopK`, `TopP`, `MinP`, `TopKTopP` and `Typical` are short names for common cases; `Sampling`
-has every knob, and `resolve` turns any of them into it. Nothing here draws: that is `kernels/reference/sampling`.
+has every parameter, and `resolve` turns any of them into it. Nothing here draws: `kernels/reference/sampling` does.
 """
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
-from headway.base.brle import integer, whole
-from headway.base.errors import InvalidInput, InvalidToken, WrongType
-
-SEEDS = 1 << 64
+from headway.base.checks import integer, real, token_id
+from headway.base.errors import InvalidInput, WrongType
+from headway.base.generation import PARAMETERS
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class TopP:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(self, p=_share(self.p, "p"))
+        _settle(self, p=_share(self.p))
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class MinP:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(self, p=_ratio(self.p, "p"))
+        _settle(self, p=PARAMETERS["min_p"].check(self.p, "p"))
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class TopKTopP:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(self, k=_count(self.k), p=_share(self.p, "p"))
+        _settle(self, k=_count(self.k), p=_share(self.p))
 
 
 @dataclass(frozen=True)
@@ -92,15 +89,15 @@ class Typical:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(self, p=_share(self.p, "p"))
+        _settle(self, p=_share(self.p))
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Every knob at once. The defaults leave each one off; `temperature=0` is argmax.
+    """All sampling parameters at once. The defaults leave each one off; `temperature=0` is argmax.
 
     They apply in the order: logit mask, `logit_bias`, penalties (repetition, then presence and frequency), temperature,
-    `top_k`, `top_p`, `min_p`, `typical_p`; each filter works on the renormalised rest.
+    `top_k`, `top_p`, `min_p`, `typical_p`; each filter works on the renormalized rest.
     """
 
     temperature: float = 1.0
@@ -115,17 +112,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(
-            self,
-            top_k=_off_or_count(self.top_k),
-            top_p=_share(self.top_p, "top_p"),
-            min_p=_ratio(self.min_p, "min_p"),
-            typical_p=_share(self.typical_p, "typical_p"),
-            repetition_penalty=_positive(self.repetition_penalty, "repetition_penalty"),
-            presence_penalty=real(self.presence_penalty, "presence_penalty"),
-            frequency_penalty=real(self.frequency_penalty, "frequency_penalty"),
-            logit_bias=_bias(self.logit_bias),
-        )
+        _settle(self, logit_bias=_bias(self.logit_bias))
 
     @property
     def bias(self) -> tuple[tuple[int, float], ...]:
@@ -134,7 +121,7 @@ class Sampling:
         return self.logit_bias
 
     @property
-    def penalises(self) -> bool:
+    def penalizes(self) -> bool:
         """Whether any penalty is on, so that the tokens seen so far matter."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
@@ -143,7 +130,7 @@ Sampler: TypeAlias = Argmax | Multinomial | TopK | TopP | MinP | TopKTopP | Typi
 
 
 def resolve(sampler: Sampler) -> Sampling:
-    """The same choice in the one form that has every knob."""
+    """The same choice as a `Sampling`."""
     match sampler:
         case Sampling():
             return sampler
@@ -166,70 +153,23 @@ def resolve(sampler: Sampler) -> Sampling:
     raise WrongType(f"{sampler!r} is not a sampler; expected {hint}")
 
 
-def real(value: Any, name: str) -> float:
-    """`value` as a finite Python float; booleans, text and NaN are refused."""
-    if type(value) is float and math.isfinite(value):
-        return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise WrongType(f"{name} is {value!r} of type {type(value).__name__}; expected a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise InvalidInput(f"{name} is {value}; it must be a finite number")
-    return number
-
-
-def token_id(value: Any, name: str) -> int:
-    """`value` as a token id that some vocabulary may have."""
-    if (number := integer(value, name)) < 0:
-        raise InvalidToken(f"{name} is {number}; token ids are at least 0")
-    return number
-
-
-def _settle(sampler: Any, **fields: Any) -> None:
-    """Writes the checked values, and temperature and seed, into a frozen sampler."""
-    fields["temperature"] = _temperature(sampler.temperature)
-    fields["seed"] = None if sampler.seed is None else whole(sampler.seed, "seed", below=SEEDS)
-    for name, value in fields.items():
+def _settle(sampler: Any, **checked: Any) -> None:
+    """Write checked values into a frozen sampler; the table checks those that have its names."""
+    for field in fields(sampler):
+        parameter, value = PARAMETERS.get(field.name), getattr(sampler, field.name)
+        if field.name not in checked and parameter is not None and not (field.name == "seed" and value is None):
+            checked[field.name] = parameter.check(value)
+    for name, value in checked.items():
         object.__setattr__(sampler, name, value)
 
 
-def _temperature(value: Any) -> float:
-    number = real(value, "temperature")
-    if number < 0:
-        raise InvalidInput(f"temperature is {number}; it must be at least 0 (0 is argmax, 1 leaves the model as it is)")
-    return number
+def _share(value: Any) -> float:
+    return PARAMETERS["top_p"].check(value, "p")
 
 
 def _count(value: Any) -> int:
     if (number := integer(value, "k")) < 1:
         raise InvalidInput(f"k is {number}; it must be at least 1 (Multinomial() keeps every token)")
-    return number
-
-
-def _off_or_count(value: Any) -> int:
-    if (number := integer(value, "top_k")) < 0:
-        raise InvalidInput(f"top_k is {number}; it must be at least 0 (0 turns it off)")
-    return number
-
-
-def _share(value: Any, name: str) -> float:
-    if not 0 < (number := real(value, name)) <= 1:
-        raise InvalidInput(f"{name} is {number}; it must be above 0 and at most 1 (1 keeps every token)")
-    return number
-
-
-def _ratio(value: Any, name: str) -> float:
-    if not 0 <= (number := real(value, name)) <= 1:
-        raise InvalidInput(f"{name} is {number}; it must be in 0 … 1 (0 keeps every token)")
-    return number
-
-
-def _positive(value: Any, name: str) -> float:
-    if (number := real(value, name)) <= 0:
-        raise InvalidInput(f"{name} is {number}; it must be above 0 (1 turns it off, more discourages repeats)")
     return number
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headway.base.brle import Brle, whole
+from headway.base.brle import Brle
+from headway.base.checks import whole
 from headway.base.errors import InvalidInput, InvalidMask, OutOfRange, Unsupported, WrongType
 from headway.base.masks import check_rows, logit_mask, row_name
 from headway.base.probes import AttentionScores, Distribution, Hidden, LogitLens, Logprob, Logprobs, Probe, Ranking

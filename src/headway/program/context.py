@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import numpy as np
 
-from headway.base.brle import whole
 from headway.base.errors import (
     Closed,
     ContextBusy,
     InvalidInput,
     PassFailed,
 )
+from headway.base.generation import PARAMETERS
 from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampler
@@ -30,9 +30,8 @@ from headway.program.constraints.grammar import Grammar
 from headway.program.forward import Execution, Forward
 from headway.program.generation.defaults import GenerationDefaults
 from headway.program.generation.generator import Generation
-from headway.program.generation.parameters import Options, settle
-from headway.program.generation.sequences import Generations, Request, started
-from headway.program.generation.stops import listed_stops
+from headway.program.generation.parameters import Options, refuse, settle
+from headway.program.generation.sequences import Generations, start
 from headway.program.ids import integers, token_ids
 from headway.program.pages import RawPages
 from headway.program.view import View
@@ -245,30 +244,31 @@ class Context:
         constrain: Grammar | Constraint | None = None,
         probe: Probe | None = None,
         attention_mask: Mask | None = None,
+        penalize_prompt: bool = True,
         adapter: object = None,
         speculate: object = None,
-        penalise_prompt: bool = True,
-    ) -> Generation:
+    ) -> Generation | Generations:
         """Many passes: an async iterator of steps; `await gen.text()` collects. Adds the cue after a chat verb.
 
             text = await ctx.generate(hw.TopP(0.9), max_tokens=64, stop=["\\n"]).text()
             best, second = await ctx.generate(num_beams=4, num_return_sequences=2, max_tokens=20).texts()
 
-        Without a sampler the model's generation_config.json says how to choose and how long; a sampler puts that file
-        aside, and an argument goes before both; how to draw (`temperature`, `top_k`, …) is said in one of these places.
-        Where nobody says, the likeliest token is taken, at most 256 times.
+        Without a sampler the model's generation_config.json says how to choose tokens and how many. A sampler replaces
+        that file; an argument overrides both. How to draw (`temperature`, `top_k`, …) is given in one of these places.
+        The default is the likeliest token, 256 times at most.
         `max_length` and `min_length` count the prompt, `max_tokens` and `min_tokens` do not.
 
         Stops add to the model's own end tokens, unless `stop_only`; end tokens and stop ids cannot come before the
         minimum. `constrain` is a `Grammar` or an object with `mask`, `accept` and `rollback`. The repetition penalty
-        counts the prompt too, unless `penalise_prompt=False`.
+        counts the prompt too, unless `penalize_prompt=False`.
 
-        With `num_beams` or `num_return_sequences` the result is `Generations`: several sequences on shared pages, of
-        which the first, the best of the beams, continues in this context. Draws without beams have seeds made of this
-        generation's.
+        With `num_beams` or `num_return_sequences` the result is `Generations`: several sequences on shared pages. The
+        first, which is the best of the beams, continues in this context. Without beams, the seeds of the draws are
+        derived from this generation's seed.
         """
         self._check_open()
-        said = GenerationDefaults(
+        refuse(adapter=adapter, speculate=speculate)
+        given = GenerationDefaults(
             do_sample=do_sample,
             temperature=temperature,
             top_k=top_k,
@@ -283,20 +283,27 @@ class Context:
             num_return_sequences=num_return_sequences,
             max_length=max_length,
             min_length=min_length,
-            max_new_tokens=None if max_tokens is None else whole(max_tokens, "max_tokens", low=1),
-            min_new_tokens=None if min_tokens is None else whole(min_tokens, "min_tokens"),
+            max_new_tokens=None if max_tokens is None else PARAMETERS["max_tokens"].check(max_tokens),
+            min_new_tokens=None if min_tokens is None else PARAMETERS["min_tokens"].check(min_tokens),
         )
-        request = Request(
-            listed_stops(stop), stop_only, constrain, probe, attention_mask, adapter, speculate, penalise_prompt
-        )
-        several = num_beams is not None or num_return_sequences is not None
         with self._all_or_nothing():
             if self._talk.messages and not self._talk.cued and self._total() <= self._written:
                 self.cue()
             parameters = settle(
-                said, sampler, lambda: self.engine.generation_defaults, len(self.tokens), room=self.room()
+                given,
+                sampler,
+                lambda: self.engine.generation_defaults,
+                prompt=len(self.tokens),
+                room=self.room(),
+                eos_ids=self.engine.eos_ids,
+                stop=stop,
+                stop_only=stop_only,
+                constrain=constrain,
+                probe=probe,
+                attention_mask=attention_mask,
+                penalize_prompt=penalize_prompt,
             )
-            return started(self, parameters, request, several=several)
+            return start(self, parameters, several=num_beams is not None or num_return_sequences is not None)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from headway.base.brle import Brle
+from headway.base.checks import real
 from headway.base.errors import (
     Closed,
     DeadlineExceeded,
@@ -25,7 +26,7 @@ from headway.base.errors import (
 from headway.base.masks import Mask, check_rows, logit_mask
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
-from headway.base.samplers import Sampler, Sampling, real, resolve
+from headway.base.samplers import Sampler, Sampling, resolve
 from headway.program.checks import check_readout, check_reread, check_windows
 from headway.program.ids import check_position, integers, position_ids, token_ids
 from headway.program.output import Output, ProbeHandle, SampleHandle
@@ -303,7 +304,7 @@ class Forward:
             if own is None:
                 own = seed = seed if seed is not None else fresh_seed()
             seen, counts = self._history(ask, view, tokens, row)
-            by_rows = ask.what.penalises and ask.history is None
+            by_rows = ask.what.penalizes and ask.history is None
             own_count = by_rows and ask.generated is None
             readout = Readout(row, ask.what, allowed, own, draws[row], seen, counts, by_rows, own_count, self._later)
             found.append(readout)
@@ -329,7 +330,7 @@ class Forward:
     def _history(self, ask: _Ask, view: View, tokens: list[int], row: int) -> tuple[tuple[int, ...], dict[int, int]]:
         """The ids a penalty counts: what was given, or the context's tokens up to the row."""
         assert isinstance(ask.what, Sampling)
-        if not ask.what.penalises:
+        if not ask.what.penalizes:
             return (), {}
         past = ask.history
         if past is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.base.checks import short
 from headway.base.errors import ContextLengthExceeded, InvalidInput, InvalidToken, WrongType
 
 SHOWN = 40  # characters of a bad value in a message
@@ -50,7 +51,7 @@ def integers(values: Any, what: str) -> list[int]:
     if isinstance(values, np.ndarray):
         return _from_array(values, what)
     if isinstance(values, bool) or not isinstance(values, Iterable):
-        raise WrongType(f"{what} is {_shown(values)}; a list of whole numbers is needed")
+        raise WrongType(f"{what} is {short(values)}; a list of whole numbers is needed")
     if isinstance(values, list | tuple) and set(map(type, values)) <= {int}:  # most: nothing to say of each
         return list(values)
     return [_integer(v, f"{what}[{i}]") for i, v in enumerate(values)]
@@ -70,12 +71,7 @@ def _integer(value: Any, what: str) -> int:
     try:
         return operator.index(value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value)
     except TypeError:
-        raise WrongType(f"{what} is {_shown(value)}; a whole number is needed") from None
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + "…"
+        raise WrongType(f"{what} is {short(value)}; a whole number is needed") from None
 
 
 def common(first: Sequence[object], second: Sequence[object]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headway.base.brle import whole
+from headway.base.checks import whole
 
 if TYPE_CHECKING:
     from headway.program.context import Context

@@ -190,7 +190,7 @@ class Reader:
         position = _position(batch, ask)
         greedy = what.what.temperature == 0
         seen = generated = None
-        if what.what.penalises:
+        if what.what.penalizes:
             seen = torch.tensor(sorted(what.seen), dtype=torch.int64, device=device)
             ids = torch.tensor(list(what.generated), dtype=torch.int64, device=device)
             generated = (ids, torch.tensor(list(what.generated.values()), dtype=torch.int64, device=device))
@@ -280,7 +280,7 @@ def plainly_greedy(readout: Readout) -> bool:
         what.temperature == 0
         and readout.allowed is None
         and readout.later is None
-        and not (what.penalises or what.logit_bias)
+        and not (what.penalizes or what.logit_bias)
     )
 
 

@@ -68,7 +68,7 @@ def test_several_choices_are_the_draws_of_one_seed(served):
 def test_penalties_count_what_was_generated(served):
     """As `SamplingParams` says: the prompt is not penalised."""
     params = hw.SamplingParams(repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.3)
-    expected, _ = in_process(served.engine, PROMPT, params.sampling(), max_tokens=16, penalise_prompt=False)
+    expected, _ = in_process(served.engine, PROMPT, params.sampling(), max_tokens=16, penalize_prompt=False)
     knobs = {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3, "temperature": 0}
     answer = served.complete(PROMPT, max_tokens=16, **knobs)
     assert text(answer) == expected

@@ -49,7 +49,7 @@ def _job(row: Tensor, draw: Draw, alive: list[Tensor]) -> library.Draw:
         allowed = draw.allowed.contiguous()
         alive.append(allowed)
         job.allowed = allowed.data_ptr()
-    if how.bias or how.penalises:
+    if how.bias or how.penalizes:
         ids, scores = sampling.changed(row, draw)
         ids = ids.to(torch.int32)
         alive += (ids, scores)

@@ -43,7 +43,7 @@ class Draw:
     def is_plain_argmax(self) -> bool:
         """Whether the row's largest logit is the answer as it stands."""
         how = self.sampling
-        return how.temperature == 0 and self.allowed is None and not how.bias and not how.penalises
+        return how.temperature == 0 and self.allowed is None and not how.bias and not how.penalizes
 
 
 def choose(logits: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -15,6 +15,7 @@ from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
+from headway.base.checks import short
 from headway.base.errors import InvalidInput, WrongType
 from headway.program.constraints.patterns import ecma_pattern, real_times
 from headway.program.ids import SHOWN
@@ -75,11 +76,11 @@ class _Walk:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
-            raise WrongType(f"the JSON schema has {_short(schema)} at {_place(at)}; a schema is an object or a bool")
+            raise WrongType(f"the JSON schema has {short(schema)} at {_place(at)}; a schema is an object or a bool")
         out = {}
         for keyword, value in schema.items():
             if not isinstance(keyword, str):
-                raise WrongType(f"the JSON schema has the key {_short(keyword)} at {_place(at)}; keys are strings")
+                raise WrongType(f"the JSON schema has the key {short(keyword)} at {_place(at)}; keys are strings")
             if keyword in ENFORCED:
                 out[keyword] = self.keyword(keyword, value, f"{at}/{_escaped(keyword)}", depth + 1)
             else:
@@ -121,13 +122,13 @@ class _Walk:
             case str():
                 _check_text(value, at)
             case int() if not -(1 << 63) <= value < 1 << 64:
-                raise InvalidInput(f"{_place(at)} in the JSON schema is {_short(value)}; it has to fit into 64 bits")
+                raise InvalidInput(f"{_place(at)} in the JSON schema is {short(value)}; it has to fit into 64 bits")
             case float() if not math.isfinite(value):
                 raise InvalidInput(f"{_place(at)} in the JSON schema is {value}, which is no JSON number")
             case None | bool() | int() | float():
                 pass
             case _:
-                raise WrongType(f"{_place(at)} in the JSON schema is {_short(value)}, which is no JSON value")
+                raise WrongType(f"{_place(at)} in the JSON schema is {short(value)}, which is no JSON value")
 
     def step(self, at: str, depth: int) -> None:
         self.count += 1
@@ -240,7 +241,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidInput(f"the JSON schema has the key {_short(twice)} twice in one object")
+        raise InvalidInput(f"the JSON schema has the key {short(twice)} twice in one object")
     return dict(pairs)
 
 
@@ -252,12 +253,12 @@ def _check_annotation(keyword: str, value: Any, at: str) -> None:
     if keyword == "$schema":
         known = any(draft in _typed(value, str, at) for draft in DRAFTS)
         if not known:
-            raise InvalidInput(f"$schema is {_short(value)}; the drafts known are {', '.join(DRAFTS)}")
+            raise InvalidInput(f"$schema is {short(value)}; the drafts known are {', '.join(DRAFTS)}")
     elif keyword == "$id" and at:
         raise InvalidInput(f"the JSON schema has $id at {_place(at)}; it may only stand at the top")
     elif keyword not in ANNOTATIONS and (not keyword.startswith("x-") or keyword == "x-guidance"):
         raise InvalidInput(
-            f"the JSON schema has {_short(keyword)} at {_place(at)}, which cannot be enforced while generating; "
+            f"the JSON schema has {short(keyword)} at {_place(at)}, which cannot be enforced while generating; "
             f"take it out and check it afterwards (enforced: {', '.join(sorted(ENFORCED))})"
         )
 
@@ -281,7 +282,7 @@ def _check_value(keyword: str, value: Any, at: str) -> None:
     else:
         good, wanted = isinstance(value, str), "a string"
     if not good:
-        raise InvalidInput(f"{_place(at)} in the JSON schema is {_short(value)}; it takes {wanted}")
+        raise InvalidInput(f"{_place(at)} in the JSON schema is {short(value)}; it takes {wanted}")
 
 
 def _check_properties(schema: dict[str, Any], at: str) -> None:
@@ -345,7 +346,7 @@ def _target(reference: str, at: str) -> str:
     """The pointer inside this schema that a $ref names."""
     if reference != "#" and not reference.startswith("#/"):
         raise InvalidInput(
-            f"$ref at {_place(at)} is {_short(reference)}; only places inside the schema, as in #/$defs/name, are read"
+            f"$ref at {_place(at)} is {short(reference)}; only places inside the schema, as in #/$defs/name, are read"
         )
     return "".join(f"/{_escaped(part)}" for part in map(_unescaped, unquote(reference[1:]).split("/")[1:]))
 
@@ -353,7 +354,7 @@ def _target(reference: str, at: str) -> str:
 def _typed(value: Any, kind: type, at: str) -> Any:
     if not isinstance(value, kind):
         names = {list: "a list", dict: "an object", str: "a string"}
-        raise WrongType(f"{_place(at)} in the JSON schema is {_short(value)}; it takes {names[kind]}")
+        raise WrongType(f"{_place(at)} in the JSON schema is {short(value)}; it takes {names[kind]}")
     return value
 
 
@@ -368,8 +369,3 @@ def _unescaped(part: str) -> str:
 def _place(at: str) -> str:
     shown = at if len(at) <= 200 else at[:199] + "…"
     return f"#{shown}" if at else "the top"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + "…"

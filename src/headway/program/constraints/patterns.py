@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
+from headway.base.checks import short
 from headway.base.errors import InvalidInput
-from headway.program.ids import SHOWN
 
 PATTERN = 4096  # characters of a pattern
 
@@ -54,9 +54,9 @@ def _ecma_part(part: str, pattern: str, at: int, inside: bool) -> str:
     """One character or escape of a pattern, rewritten."""
     following = pattern[at + 1 : at + 3]
     if part == "(" and following[:1] == "?" and not inside and following[1:] not in (":", "=", "!", "<"):
-        raise InvalidInput(f"the pattern {_short(pattern)} sets flags with (?; they are no part of ECMAScript")
+        raise InvalidInput(f"the pattern {short(pattern)} sets flags with (?; they are no part of ECMAScript")
     if inside and pattern[at : at + 2] == "--":
-        raise InvalidInput(f"the pattern {_short(pattern)} has -- inside brackets; write \\- for a hyphen")
+        raise InvalidInput(f"the pattern {short(pattern)} has -- inside brackets; write \\- for a hyphen")
     if part[:2] in ("\\p", "\\P"):
         return part if inside else f"[{part}{WITHOUT_NULL}"
     if part.startswith("\\"):
@@ -70,7 +70,3 @@ def real_times(format: object) -> list[str]:
     """Patterns that a date or time has to match beside the compiler's own, which lets some through that never are."""
     days, seconds = [REAL_DAY, REAL_YEAR], [REAL_SECOND]
     return {"date": days, "date-time": days + seconds, "time": seconds}.get(str(format), [])
-
-
-def _short(pattern: str) -> str:
-    return repr(pattern) if len(pattern) <= SHOWN else repr(pattern[:SHOWN]) + "…"

@@ -30,7 +30,7 @@ class Drawing:
     least: int  # how many must come before one of those may
     probe: Probe | None
     attention: Mask | None  # what any row sees
-    penalise_prompt: bool
+    penalize_prompt: bool
 
     @staticmethod
     def of(
@@ -41,7 +41,7 @@ class Drawing:
         least: int,
         probe: Probe | None,
         attention_mask: Mask | None,
-        penalise_prompt: bool,
+        penalize_prompt: bool,
     ) -> Drawing:
         """As the arguments of `generate` say it; the context's seed is taken where the sampler has none."""
         what = resolve(sampler)
@@ -49,7 +49,7 @@ class Drawing:
         seed = fresh_seed() if chosen is None else chosen
         if what.seed != seed:
             what = replace(what, seed=seed)
-        return Drawing(what, seed, chosen is not None, ends, least, probe, _symbolic(attention_mask), penalise_prompt)
+        return Drawing(what, seed, chosen is not None, ends, least, probe, _symbolic(attention_mask), penalize_prompt)
 
     def reseeded(self, seed: int | None) -> Drawing:
         """With another seed, or with fresh entropy."""
@@ -74,8 +74,8 @@ class Drawing:
             forward.mask(bits)
         if len(said.generated) + (fed is not None) < self.least and self.ends:
             forward.mask(forbid=sorted(self.ends))
-        counted = said.generated if self.sampler.penalises else None
-        history = None if self.penalise_prompt else counted
+        counted = said.generated if self.sampler.penalizes else None
+        history = None if self.penalize_prompt else counted
         handle = forward.sample([-1], self.sampler, history=history, generated=counted)
         return Prepared(forward, handle, None if self.probe is None else forward.probe(-1, self.probe))
 

@@ -71,7 +71,7 @@ class Generation:
         attention_mask: Mask | None = None,
         adapter: object = None,
         speculate: object = None,
-        penalise_prompt: bool = True,
+        penalize_prompt: bool = True,
     ) -> None:
         _refuse(adapter=adapter, speculate=speculate)
         self._most = _count(max_tokens)
@@ -88,7 +88,7 @@ class Generation:
             least=least,
             probe=probe,
             attention_mask=attention_mask,
-            penalise_prompt=penalise_prompt,
+            penalize_prompt=penalize_prompt,
         )
         self._context = context
         self._grammar = constrain if isinstance(constrain, Grammar) else None  # compiled before the first pass
@@ -333,7 +333,7 @@ class Generation:
 
     def _can_run_ahead(self) -> bool:
         """Whether the next pass can be built before this one's token is known."""
-        return self._ahead.can_follow() and not self._how.sampler.penalises and self._context.room() > 1
+        return self._ahead.can_follow() and not self._how.sampler.penalizes and self._context.room() > 1
 
     def _run_ahead(self, turn: Turn) -> None:
         """Queue the next pass with the token that this one draws, so that the device never waits for the program.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headway.base.brle import whole
+from headway.base.checks import whole
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.samplers import Sampler
 from headway.program.constraints.constraint import Constraint, compiled
@@ -166,7 +166,7 @@ class Unrepeating(Generation):
     """A generation in which no run of n tokens comes twice, whatever else constrains it."""
 
     def __init__(
-        self, context: Context, sampler: Sampler, n: int, constrain: Grammar | Constraint | None, **options: Any
+        self, context: Context, sampler: Sampler, n: int, *, constrain: Grammar | Constraint | None, **options: Any
     ) -> None:
         self._rule = NoRepeat(n, context, constrain)
         super().__init__(context, sampler, constrain=self._rule, **options)

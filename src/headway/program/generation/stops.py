@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import InvalidInput, Unsupported, WrongType
 from headway.program.ids import common, token_ids
@@ -132,3 +133,12 @@ class StopText:
 def _overlap(text: str, stop: str) -> int:
     """The longest end of text that begins a stop string."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def parse_json(text: str, finish: str | None) -> Any:
+    """A generation's text as JSON; the error says how to get valid JSON."""
+    try:
+        return json.loads(text)
+    except ValueError as e:
+        cut = " (it was cut off: raise max_tokens)" if finish == "length" else ""
+        raise InvalidInput(f"the text is not valid JSON: {e}{cut}; constrain it with json(schema)") from None

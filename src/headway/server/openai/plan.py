@@ -93,7 +93,7 @@ class Plan:
             constrain=self._constraint(grammar),
             probe=None if self.top is None else Ranking(self.top, processed=self.processed),
             no_repeat_ngram_size=self.no_repeat_ngram_size,
-            penalise_prompt=False,
+            penalize_prompt=False,
         )
 
     def _constraint(self, grammar: Grammar | None) -> Grammar | Constraint | None:

@@ -168,7 +168,7 @@ class NativeRunner:
 
     def draws(self, how: Sampling) -> bool:
         """Whether rows that go on by themselves can draw so: in every way that takes no history."""
-        return not how.penalises
+        return not how.penalizes
 
     @torch.inference_mode()
     def begin_rows(self, rows: Rows) -> NativeRows:

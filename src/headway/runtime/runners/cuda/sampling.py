@@ -115,7 +115,7 @@ class CudaDraws:
             numbers=(what.temperature, what.top_p, what.min_p),
             top_k=min(what.top_k, self.model.config.vocab_size),
             quick=what.typical_p == 1 and (what.temperature == 0 or COLDEST <= what.temperature <= HOTTEST),
-            adjusts=bool(what.penalises or what.bias),
+            adjusts=bool(what.penalizes or what.bias),
         )
         self.ways[id(what)] = what, way
         return way
@@ -158,7 +158,7 @@ class CudaDraws:
         for at, ask in asked:
             how = ask.what.what
             assert isinstance(how, Sampling)
-            if not (how.bias or how.penalises):
+            if not (how.bias or how.penalizes):
                 continue
             bias, seen, counts = dict(how.bias), set(ask.what.seen), ask.what.generated
             entries = sorted({*bias, *seen, *counts})
