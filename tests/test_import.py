@@ -97,32 +97,32 @@ def test_the_collector_is_on_again_after_much_was_made() -> None:
     program = """
 import gc, threading
 import headway as hw
-from headway.base.gc_paused import uncollected
+from headway.base.gc_paused import gc_paused
 
 hw.Engine
 assert gc.isenabled()
-with uncollected():
+with gc_paused():
     assert not gc.isenabled()
-    with uncollected():
+    with gc_paused():
         pass
     assert not gc.isenabled()
 assert gc.isenabled()
 first, second = threading.Event(), threading.Event()
 
 def other():
-    with uncollected():
+    with gc_paused():
         first.set()
         second.wait()
 
 thread = threading.Thread(target=other)
-with uncollected():
+with gc_paused():
     thread.start()
     first.wait()
 second.set()
 thread.join()
 assert gc.isenabled()
 gc.disable()
-with uncollected():
+with gc_paused():
     pass
 assert not gc.isenabled()  # somebody else's choice
 print("fine")

@@ -45,7 +45,7 @@ from headway.base.errors import (
     ValidationFailed,
     WrongType,
 )
-from headway.base.gc_paused import uncollected
+from headway.base.gc_paused import gc_paused
 from headway.base.version import VERSION
 
 if TYPE_CHECKING:
@@ -103,15 +103,15 @@ if TYPE_CHECKING:
     from headway.program.sync import InferenceEngine as InferenceEngine
     from headway.program.sync import SamplingParams as SamplingParams
     from headway.program.sync import generate as generate
-    from headway.text.parse_parts import BadToolCall as BadToolCall
-    from headway.text.parse_parts import Content as Content
-    from headway.text.parse_parts import Part as Part
-    from headway.text.parse_parts import Reasoning as Reasoning
-    from headway.text.parse_parts import Reply as Reply
-    from headway.text.parse_parts import ToolCall as ToolCall
-    from headway.text.parse_parts import ToolCallArguments as ToolCallArguments
-    from headway.text.parse_parts import ToolCallEnd as ToolCallEnd
-    from headway.text.parse_parts import ToolCallStart as ToolCallStart
+    from headway.text.replies.parts import BadToolCall as BadToolCall
+    from headway.text.replies.parts import Content as Content
+    from headway.text.replies.parts import Part as Part
+    from headway.text.replies.parts import Reasoning as Reasoning
+    from headway.text.replies.parts import Reply as Reply
+    from headway.text.replies.parts import ToolCall as ToolCall
+    from headway.text.replies.parts import ToolCallArguments as ToolCallArguments
+    from headway.text.replies.parts import ToolCallEnd as ToolCallEnd
+    from headway.text.replies.parts import ToolCallStart as ToolCallStart
 
 __version__ = VERSION
 
@@ -162,7 +162,7 @@ _HOMES = {
     "program.generation.sequences": ("Generations",),
     "program.generation.steps": ("Prepared", "Step"),
     "program.sync": ("DecodeState", "InferenceEngine", "SamplingParams", "generate"),
-    "text.parse_parts": (
+    "text.replies.parts": (
         "BadToolCall",
         "Content",
         "Part",
@@ -271,7 +271,7 @@ def __getattr__(name: str) -> object:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'headway' has no attribute {name!r}")
-    with nullcontext() if f"headway.{home}" in sys.modules else uncollected():
+    with nullcontext() if f"headway.{home}" in sys.modules else gc_paused():
         module = import_module(f"headway.{home}")
     return getattr(module, name)
 

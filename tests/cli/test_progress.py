@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from headway.base import log as notes
-from headway.base.log import note
+from headway.base.log import log_event
 from headway.cli.render import Listening, loading
 from headway.server import access_log as logs
 
@@ -70,8 +70,8 @@ def test_a_command_shows_what_an_engine_says(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("headway"), "handlers", [])  # of servers that other tests ran
     with Listening():
-        note("capturing a graph of 64 rows (step)", graphs=3)
-    note("nobody hears this")
+        log_event("capturing a graph of 64 rows (step)", graphs=3)
+    log_event("nobody hears this")
     assert capsys.readouterr().err == "capturing a graph of 64 rows (step) · graphs 3\n"
     assert not logging.getLogger(notes.LOGGER).isEnabledFor(logging.INFO)
 
@@ -83,7 +83,7 @@ def test_a_server_logs_it_with_its_values() -> None:
         before[logger] = (logger.handlers, logger.propagate, logger.level)
     try:
         logs.set_up(as_json=True, stream=stream)
-        note("capturing a graph of 64 rows (step)", graphs=3)
+        log_event("capturing a graph of 64 rows (step)", graphs=3)
     finally:
         for logger, (handlers, propagate, level) in before.items():
             logger.handlers, logger.propagate = handlers, propagate

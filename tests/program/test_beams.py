@@ -458,7 +458,7 @@ def test_ngrams_of_size_0_ban_nothing_and_negative_ones_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"num_beams": 0}, "num_beams is 0; it must be in \\[1, 1024\\]"),
+        ({"num_beams": 0}, "num_beams is 0; it must be an integer in \\[1, 1024\\]"),
         ({"num_beams": 1}, "num_beams is 1; beam search takes 2 or more"),
         ({"num_beams": 4000}, "num_beams is 4000"),
         ({"num_return_sequences": 3}, "num_return_sequences is 3; with num_beams=2 it is at most 2"),

@@ -242,7 +242,7 @@ class Anything:
         (hw.Sampling(presence_penalty=1), {"num_beams": 2}, "presence_penalty=1.0 is not supported with num_beams=2"),
         (hw.Sampling(logit_bias={1: 1.0}), {"num_beams": 2}, "logit_bias=.* is not supported with num_beams=2"),
         (None, {"num_beams": 0}, "num_beams is 0"),
-        (None, {"num_beams": 2000}, "num_beams is 2000; it must be in \\[1, 1024\\]"),
+        (None, {"num_beams": 2000}, "num_beams is 2000; it must be an integer in \\[1, 1024\\]"),
         (None, {"repetition_penalty": 0}, "repetition_penalty is 0.0"),
         (None, {"no_repeat_ngram_size": -1}, "no_repeat_ngram_size is -1"),
         (None, {"max_tokens": 0}, "max_tokens is 0"),

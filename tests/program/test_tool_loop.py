@@ -18,7 +18,7 @@ import pytest
 
 import headway as hw
 from headway.program.chat.reply import ToolResult
-from headway.text.parse import Content, Reasoning, ToolCall, ToolCallArguments, ToolCallEnd, ToolCallStart
+from headway.text.replies import Content, Reasoning, ToolCall, ToolCallArguments, ToolCallEnd, ToolCallStart
 from support.speaker import TEMPLATES, Stage, speaking_folder
 
 

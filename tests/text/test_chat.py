@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from headway.base.errors import BadModelFile, TemplateError, WrongType
 from headway.models.hub.store import resolve
 from headway.text import ChatTemplate, Tokenizer
-from headway.text.chat import TemplateLimits
+from headway.text.templates.chat_template import TemplateLimits
 
 LLAMA3 = """{{- bos_token }}
 {%- if not date_string is defined %}

@@ -16,8 +16,9 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from headway.base.checks import integer, short, whole
+from headway.base.checks import as_integer, check_integer
 from headway.base.errors import InvalidMask, WrongType
+from headway.base.text import short_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Brle:
     @classmethod
     def from_intervals(cls, length: int, intervals: Iterable[tuple[int, int]]) -> Brle:
         """`length` bits, ones in the half-open intervals, which may overlap and come in any order."""
-        length = whole(length, "length")
+        length = check_integer(length, "length")
         out, reached = _Runs(), 0
         for start, stop in sorted(intervals):
             if not 0 <= start <= stop <= length:
@@ -72,13 +73,13 @@ class Brle:
     @classmethod
     def ones(cls, length: int) -> Brle:
         """`length` ones."""
-        length = whole(length, "length")
+        length = check_integer(length, "length")
         return _trusted((0, length) if length else ())
 
     @classmethod
     def zeros(cls, length: int) -> Brle:
         """`length` zeros."""
-        length = whole(length, "length")
+        length = check_integer(length, "length")
         return _trusted((length,) if length else ())
 
     def __len__(self) -> int:
@@ -164,10 +165,10 @@ def bool_array(values: Any, name: str) -> np.ndarray:
 def _parse(runs: Any, where: str) -> list[int]:
     """The run lengths as Python integers, or an error that names the first bad one."""
     if isinstance(runs, (str, bytes, bytearray, set, frozenset, dict)) or not hasattr(runs, "__iter__"):
-        raise WrongType(f"{where}: expected a list of run lengths, not {short(runs)} of type {type(runs).__name__}")
+        raise WrongType(f"{where} must be a list of run lengths, not {short_repr(runs)} of type {type(runs).__name__}")
     out = []
     for index, run in enumerate(runs.tolist() if isinstance(runs, np.ndarray) else runs):
-        number = run if type(run) is int else integer(run, f"{where}: run {index}")
+        number = run if type(run) is int else as_integer(run, f"{where}: run {index}")
         if number < 0:
             raise InvalidMask(f"{where}: run {index} is {number}; a run length must be at least 0")
         out.append(number)
@@ -223,7 +224,7 @@ def _from_array(bits: np.ndarray) -> Brle:
 
 def _merge(left: Brle, right: Brle, combine: Callable[[int, int], int]) -> Brle:
     if not isinstance(right, Brle):
-        raise WrongType(f"a Brle combines with another Brle, not with {short(right)}")
+        raise WrongType(f"a Brle combines with another Brle, not with {short_repr(right)}")
     if len(left) != len(right):
         raise InvalidMask(f"bits of lengths {len(left)} and {len(right)} cannot be combined; they must be equally long")
     out, at, length = _Runs(), 0, len(left)

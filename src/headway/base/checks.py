@@ -1,4 +1,7 @@
-"""Checks of single values: integers, finite numbers, token ids. Errors name the value and the limit."""
+"""Checks of values that come from outside: each returns the value as a plain Python one, or raises.
+
+A wrong type raises `WrongType`, a value out of range `InvalidInput`; both name the value and what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -8,54 +11,65 @@ import operator
 from typing import Any
 
 from headway.base.errors import InvalidInput, InvalidToken, WrongType
+from headway.base.text import short_repr
 
 
-def whole(value: Any, name: str, *, low: int = 0, below: int | None = None) -> int:
-    """`value` as a Python integer of at least `low` and below `below`."""
+def check_integer(value: Any, name: str, low: int = 0, high: int | None = None) -> int:
+    """`value` as an integer in [low, high]; numpy and tensor scalars are accepted, booleans and fractions are not."""
     if type(value) is not int:
-        value = integer(value, name)
-    if value < low or (below is not None and value >= below):
-        limit = f"at least {low}" if below is None else f"in [{low}, {below - 1}]"
-        raise InvalidInput(f"{name} is {value}; it must be {limit}")
+        value = as_integer(value, name)
+    if value < low or (high is not None and value > high):
+        allowed = f"of at least {low}" if high is None else f"in [{low}, {high}]"
+        raise InvalidInput(f"{name} is {short_repr(value)}; it must be an integer {allowed}")
     return value
 
 
-def integer(value: Any, name: str) -> int:
-    """`value` as a Python integer: numpy and tensor scalars are, booleans and fractions are refused."""
+def as_integer(value: Any, name: str) -> int:
+    """`value` as an integer, whatever its range."""
     if type(value) is int:
         return value
     boolean = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
     try:
-        if not boolean and getattr(value, "ndim", 0) == 0:  # a tensor of one element is not a number
+        if not boolean and getattr(value, "ndim", 0) == 0:  # a tensor with one element is not a scalar
             return operator.index(value)
     except TypeError:
         pass
-    raise WrongType(f"{name} is {short(value)} of type {type(value).__name__}; expected an integer")
+    raise WrongType(f"{name} is {short_repr(value)} of type {type(value).__name__}; it must be an integer")
 
 
-def real(value: Any, name: str) -> float:
-    """`value` as a finite Python float; booleans, text and NaN are refused."""
+def check_token_id(value: Any, name: str) -> int:
+    """`value` as a token id of some vocabulary."""
+    if (number := as_integer(value, name)) < 0:
+        raise InvalidToken(f"{name} is {number}; token ids are at least 0")
+    return number
+
+
+def check_number(value: Any, name: str) -> float:
+    """`value` as a finite float; booleans, text and NaN are refused."""
     if type(value) is float and math.isfinite(value):
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise WrongType(f"{name} is {value!r} of type {type(value).__name__}; expected a number")
+        raise WrongType(f"{name} is {short_repr(value)} of type {type(value).__name__}; it must be a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise InvalidInput(f"{name} is {value}; it must be a finite number")
+        raise InvalidInput(f"{name} is {short_repr(value)}; it must be a finite number")
     return number
 
 
-def token_id(value: Any, name: str) -> int:
-    """`value` as a token id that some vocabulary may have."""
-    if (number := integer(value, name)) < 0:
-        raise InvalidToken(f"{name} is {number}; token ids are at least 0")
-    return number
+def check_fraction(value: Any, name: str = "memory_fraction") -> float | None:
+    """`value` as a float in (0, 1]; None stays None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise InvalidInput(f"{name} is {short_repr(value)}; it must be a number above 0 and at most 1")
+    return float(value)
 
 
-def short(value: Any, limit: int = 60) -> str:
-    """`repr(value)`, cut to `limit` characters, for error messages."""
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+def check_list(values: Any, name: str, of: str = "a list") -> list[Any]:
+    """The elements of a list, array or other iterable; text and scalars are refused."""
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
+        raise WrongType(f"{name} is {short_repr(values)} of type {type(values).__name__}; it must be {of}")
+    return list(values)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from headway.base.checks import integer, real
+from headway.base.checks import as_integer, check_number
 from headway.base.errors import InvalidInput, WrongType
 
 FACES: Mapping[str, str] = {
@@ -52,7 +52,7 @@ class Parameter:
         name = name or self.name
         if self.type is bool:
             return self._flag(value, name)
-        number = integer(value, name) if self.type is int else real(value, name)
+        number = as_integer(value, name) if self.type is int else check_number(value, name)
         low, above, high = self.low, self.above, self.high
         fits = (low is None or number >= low) and (above is None or number > above) and (high is None or number <= high)
         if not fits:
@@ -67,9 +67,10 @@ class Parameter:
     @property
     def range(self) -> str:
         """The bounds in words."""
+        kind = "an integer " if self.type is int else ""
         if self.low is not None and self.high is not None:
-            return f"in [{self.low}, {self.high}]"
-        low = "" if self.low is None else f"at least {self.low}"
+            return f"{kind}in [{self.low}, {self.high}]"
+        low = "" if self.low is None else f"{kind and kind + 'of '}at least {self.low}"
         above = "" if self.above is None else f"above {self.above}"
         high = "" if self.high is None else f"at most {self.high}"
         return " and ".join(filter(None, (low, above, high))) or "a number"

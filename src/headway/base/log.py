@@ -12,6 +12,6 @@ from typing import Any
 LOGGER = "headway.engine"
 
 
-def note(message: str, **values: Any) -> None:
+def log_event(message: str, **values: Any) -> None:
     """One line. Values are plain data; never a prompt or an answer."""
     logging.getLogger(LOGGER).info(message, extra={"values": values})

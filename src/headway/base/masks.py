@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from headway.base.brle import Brle, bool_array
-from headway.base.checks import integer, whole
+from headway.base.checks import as_integer, check_integer, check_list
 from headway.base.errors import InvalidInput, InvalidMask, InvalidToken, WrongType
-from headway.base.rules import (
+from headway.base.mask_rules import (
     READ_BOOL,
     READ_RUNS,
     All,
@@ -39,6 +39,7 @@ from headway.base.rules import (
     raw_rules,
     text_of,
 )
+from headway.base.text import shorten
 
 PICTURE_ROWS = 64
 PICTURE_SLOTS = 128
@@ -58,12 +59,12 @@ class Mask:
     @classmethod
     def window(cls, n: int) -> Mask:
         """The last `n` slots, the row's own included."""
-        return cls(Window(whole(n, "window", low=1)))
+        return cls(Window(check_integer(n, "window", low=1)))
 
     @classmethod
     def sink(cls, sink: int, window: int) -> Mask:
         """The first `sink` slots and the last `window`, the row's own included."""
-        return cls(Sink(whole(sink, "sink"), whole(window, "window", low=1)))
+        return cls(Sink(check_integer(sink, "sink"), check_integer(window, "window", low=1)))
 
     @classmethod
     def blocks(cls, lengths: Iterable[int], sees: Iterable[tuple[int, int]] = ()) -> Mask:
@@ -72,8 +73,9 @@ class Mask:
         A pair is `(viewer, seen)`, by block number. Slots past the last block form an open block, numbered
         `len(lengths)`, that sees every block.
         """
-        sizes = tuple(whole(length, f"lengths[{index}]") for index, length in enumerate(_listed(lengths, "lengths")))
-        pairs = {_pair(pair, len(sizes) + 1) for pair in _listed(sees, "sees")}
+        listed = check_list(lengths, "lengths")
+        sizes = tuple(check_integer(length, f"lengths[{index}]") for index, length in enumerate(listed))
+        pairs = {_pair(pair, len(sizes) + 1) for pair in check_list(sees, "sees")}
         return cls(Blocks(sizes, tuple(sorted(pairs))))
 
     @classmethod
@@ -98,7 +100,7 @@ class Mask:
 
         A row covers the slots before its token, or those and itself; left out, the token sees itself, also after `~`.
         """
-        masked = [_raw_row(row, index) for index, row in enumerate(_listed(rows, "rows"))]
+        masked = [_raw_row(row, index) for index, row in enumerate(check_list(rows, "rows"))]
         return cls(Raw(tuple(~row for row in masked), READ_RUNS, rectangular=False))
 
     def __and__(self, other: Mask) -> Mask:
@@ -136,12 +138,12 @@ class Mask:
         Each is as long as the slots up to and with its own, or, with `causal=False`, `total` slots (by default all up
         to the last row). A row may come out empty: `check_rows` refuses that.
         """
-        first_slot, rows = whole(first_slot, "first_slot"), whole(rows, "rows")
+        first_slot, rows = check_integer(first_slot, "first_slot"), check_integer(rows, "rows")
         if causal and total is not None:
             raise InvalidInput(
                 f"total is {total}, but a causal row ends at its own slot; leave it out or pass causal=False"
             )
-        end = whole(first_slot + rows if total is None else total, "total", low=first_slot + rows)
+        end = check_integer(first_slot + rows if total is None else total, "total", low=first_slot + rows)
         if self.rows not in (None, rows):
             raise InvalidMask(
                 f"the attention mask has {self.rows} rows for {rows} input rows; give one row per input row"
@@ -187,7 +189,7 @@ class Mask:
 
     def _repr_html_(self) -> str:
         """The picture for a notebook."""
-        title = f"<code>{escape(_clipped(repr(self)))}</code>"
+        title = f"<code>{escape(shorten(repr(self), 200))}</code>"
         try:
             first, bound, left_out = self._view(None, None, True)
         except InvalidInput as error:
@@ -224,7 +226,7 @@ def logit_mask(vocab: int, runs: Any = None, allow: Any = None, forbid: Any = No
     `runs` is a list of runs that sum to `vocab`, zeros first, 1 = allowed; or an array of `vocab` booleans; or a packed
     uint32 bitmask (token i is bit i % 32 of word i // 32). `allow` and `forbid` are token ids.
     """
-    vocab = whole(vocab, "vocab", low=1)
+    vocab = check_integer(vocab, "vocab", low=1)
     if runs is None and allow is None and forbid is None:
         raise InvalidInput("a logit mask needs runs, allow=ids or forbid=ids")
     allowed = np.ones(vocab, dtype=np.bool_) if runs is None else _logit_bits(runs, vocab)
@@ -259,16 +261,10 @@ def _raw_row(row: Any, index: int) -> Brle:
     return Brle.from_runs(row, where=f"row {index} of the attention mask ({READ_RUNS})")
 
 
-def _listed(values: Any, name: str) -> list[Any]:
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
-        raise WrongType(f"{name} is {values!r} of type {type(values).__name__}; expected a list")
-    return list(values)
-
-
 def _pair(pair: Any, blocks: int) -> tuple[int, int]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise WrongType(f"sees has {pair!r}; expected pairs of block numbers (viewer, seen)")
-    viewer, seen = (whole(block, f"block number in {tuple(pair)}", below=blocks) for block in pair)
+    viewer, seen = (check_integer(block, f"block number in {tuple(pair)}", high=blocks - 1) for block in pair)
     return viewer, seen
 
 
@@ -278,10 +274,6 @@ def _guess_first(raw: Raw) -> int:
     if raw.rectangular and lengths and lengths[0] >= len(lengths):
         return lengths[0] - len(lengths)
     return max([1, *(length - index for index, length in enumerate(lengths))]) - 1
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) <= 200 else text[:199] + "…"
 
 
 def _svg(rows: tuple[Brle, ...]) -> str:
@@ -315,7 +307,7 @@ def _logit_bits(runs: Any, vocab: int) -> np.ndarray:
 def _logit_values(runs: Any) -> np.ndarray | list[Any]:
     """An array stays one; a list becomes one only if it holds booleans, for a list of integers is always runs."""
     if not hasattr(runs, "dtype"):
-        values = _listed(runs, "the logit mask")
+        values = check_list(runs, "the logit mask")
         return bool_array(values, "the logit mask") if values and isinstance(values[0], (bool, np.bool_)) else values
     try:
         array = np.asarray(runs)
@@ -345,8 +337,8 @@ def _unpacked(words: np.ndarray, vocab: int) -> np.ndarray:
 
 def _token_ids(ids: Any, vocab: int, name: str) -> list[int]:
     out = []
-    for value in _listed(ids, name):
-        token = value if type(value) is int else integer(value, f"a token id in {name}")
+    for value in check_list(ids, name):
+        token = value if type(value) is int else as_integer(value, f"a token id in {name}")
         if not 0 <= token < vocab:
             raise InvalidToken(f"token id {token} in {name} is outside the vocabulary; ids are 0 … {vocab - 1}")
         out.append(token)

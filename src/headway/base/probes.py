@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from headway.base.checks import real, token_id, whole
+from headway.base.checks import check_integer, check_list, check_number, check_token_id
 from headway.base.errors import InvalidInput, WrongType
 
 REDUCTIONS = (None, "mean", "max")
@@ -58,11 +58,11 @@ class Distribution:
     masked: bool = False
 
     def __post_init__(self) -> None:
-        if (temperature := real(self.temperature, "temperature")) <= 0:
+        if (temperature := check_number(self.temperature, "temperature")) <= 0:
             raise InvalidInput(
                 f"temperature is {temperature}; a distribution needs one above 0 (Argmax() reads the top token)"
             )
-        _settle(self, temperature=temperature, k=whole(self.k, "k"), masked=_flag(self.masked))
+        _settle(self, temperature=temperature, k=check_integer(self.k, "k"), masked=_flag(self.masked))
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Logprob:
     masked: bool = False
 
     def __post_init__(self) -> None:
-        _settle(self, id=token_id(self.id, "id"), masked=_flag(self.masked))
+        _settle(self, id=check_token_id(self.id, "id"), masked=_flag(self.masked))
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Logprobs:
     masked: bool = False
 
     def __post_init__(self) -> None:
-        _settle(self, ids=_listed(self.ids, "ids", token_id), masked=_flag(self.masked))
+        _settle(self, ids=_listed(self.ids, "ids", check_token_id), masked=_flag(self.masked))
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Hidden:
     layer: int
 
     def __post_init__(self) -> None:
-        _settle(self, layer=whole(self.layer, "layer"))
+        _settle(self, layer=check_integer(self.layer, "layer"))
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class AttentionScores:
             raise WrongType(f"reduce is {self.reduce!r}; expected None, 'mean' or 'max'")
         if self.reduce not in REDUCTIONS:
             raise InvalidInput(f"reduce is {self.reduce!r}; it must be None, 'mean' or 'max'")
-        _settle(self, layer=whole(self.layer, "layer"))
+        _settle(self, layer=check_integer(self.layer, "layer"))
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Ranking:
 
     def __post_init__(self) -> None:
         flag = _flag(self.processed, "processed")
-        _settle(self, k=whole(self.k, "k"), ids=_listed(self.ids, "ids", token_id), processed=flag)
+        _settle(self, k=check_integer(self.k, "k"), ids=_listed(self.ids, "ids", check_token_id), processed=flag)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class LogitLens:
     k: int
 
     def __post_init__(self) -> None:
-        _settle(self, layers=_listed(self.layers, "layers", whole), k=whole(self.k, "k"))
+        _settle(self, layers=_listed(self.layers, "layers", check_integer), k=check_integer(self.k, "k"))
 
 
 Probe: TypeAlias = Logits | Distribution | Logprob | Logprobs | Entropy | Ranking | Hidden | AttentionScores | LogitLens
@@ -165,6 +165,5 @@ def _flag(value: Any, name: str = "masked") -> bool:
 
 
 def _listed(values: Any, name: str, check: Callable[[Any, str], int]) -> tuple[int, ...]:
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
-        raise WrongType(f"{name} is {values!r}; expected a list of integers")
-    return tuple(check(value, f"{name}[{index}]") for index, value in enumerate(values))
+    listed = check_list(values, name, "a list of integers")
+    return tuple(check(value, f"{name}[{index}]") for index, value in enumerate(listed))

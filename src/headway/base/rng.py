@@ -11,7 +11,7 @@ import secrets
 import numpy as np
 from numpy.typing import ArrayLike
 
-from headway.base.checks import whole
+from headway.base.checks import check_integer
 
 WORD = 0xFFFFFFFF
 LIMIT = 1 << 64  # seeds, positions and ordinals are below it
@@ -22,9 +22,9 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 
 def uniform(seed: int, position: int, ordinal: int = 0) -> float:
     """A number in [0, 1) with 53 random bits, always the same for the same three integers."""
-    seed = whole(seed, "seed", below=LIMIT)
-    position = whole(position, "position", below=LIMIT)
-    ordinal = whole(ordinal, "ordinal", below=LIMIT)
+    seed = check_integer(seed, "seed", high=LIMIT - 1)
+    position = check_integer(position, "position", high=LIMIT - 1)
+    ordinal = check_integer(ordinal, "ordinal", high=LIMIT - 1)
     counter = (position & WORD, position >> 32, ordinal & WORD, ordinal >> 32)
     high, low, _, _ = philox(counter, (seed & WORD, seed >> 32))
     return ((high >> 5) * (1 << 26) + (low >> 6)) / (1 << 53)
@@ -70,6 +70,5 @@ def _words(values: ArrayLike, name: str) -> np.ndarray:
     array = np.asarray(values)
     if array.dtype == np.uint64:
         return array
-    return np.array([whole(value, name, below=LIMIT) for value in array.ravel().tolist()], np.uint64).reshape(
-        array.shape
-    )
+    checked = [check_integer(value, name, high=LIMIT - 1) for value in array.ravel().tolist()]
+    return np.array(checked, np.uint64).reshape(array.shape)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
-from headway.base.checks import integer, real, token_id
+from headway.base.checks import as_integer, check_number, check_token_id
 from headway.base.errors import InvalidInput, WrongType
 from headway.base.generation import PARAMETERS
 
@@ -168,7 +168,7 @@ def _share(value: Any) -> float:
 
 
 def _count(value: Any) -> int:
-    if (number := integer(value, "k")) < 1:
+    if (number := as_integer(value, "k")) < 1:
         raise InvalidInput(f"k is {number}; it must be at least 1 (Multinomial() keeps every token)")
     return number
 
@@ -185,8 +185,8 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
             raise WrongType(
                 f"logit_bias has {pair!r}; expected a mapping from token id to a number, or (id, number) pairs"
             )
-        token = token_id(pair[0], "a token id in logit_bias")
+        token = check_token_id(pair[0], "a token id in logit_bias")
         if token in pairs:
             raise InvalidInput(f"logit_bias names token {token} twice; give each token one number")
-        pairs[token] = real(pair[1], f"logit_bias of token {token}")
+        pairs[token] = check_number(pair[1], f"logit_bias of token {token}")
     return tuple(sorted(pairs.items()))

@@ -187,7 +187,7 @@ class Voice:
                 self._part(part)
 
     def _part(self, part: object) -> None:
-        from headway.text.parse import BadToolCall, Content, Reasoning, ToolCallArguments, ToolCallStart
+        from headway.text.replies import BadToolCall, Content, Reasoning, ToolCallArguments, ToolCallStart
 
         match part:
             case Reasoning(text):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.base.amounts import check_fraction
+from headway.base.checks import check_fraction
 from headway.base.config import settings
 from headway.base.errors import InvalidInput
 from headway.base.machine import Machine, read_machine

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from headway.base import log as notes
-from headway.base.amounts import amount
+from headway.base.log import LOGGER
+from headway.base.text import format_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,7 +101,7 @@ def counted(count: int, noun: str) -> str:
 
 def size(count: float) -> str:
     """Bytes as disks and wires count them: 98.4 MB, 1.6 GB."""
-    return amount(count, 1000)
+    return format_bytes(count, 1000)
 
 
 def fetched(model: str) -> Path:
@@ -182,14 +182,14 @@ class Listening(logging.Handler):
         note(" · ".join([record.getMessage(), *(f"{name} {value}" for name, value in values.items())]))
 
     def __enter__(self) -> Listening:
-        logger = logging.getLogger(notes.LOGGER)
+        logger = logging.getLogger(LOGGER)
         self._before = logger.level
         logger.addHandler(self)
         logger.setLevel(logging.INFO)
         return self
 
     def __exit__(self, *_: object) -> None:
-        logger = logging.getLogger(notes.LOGGER)
+        logger = logging.getLogger(LOGGER)
         logger.removeHandler(self)
         logger.setLevel(self._before)
 

@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeGuard
 import numpy as np
 
 from headway.base.brle import Brle
+from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, OutOfPages, OutOfRange
 from headway.kv.allocator import Allocator, Clear, Copy, Export, HostPages, Import
 from headway.kv.prefix import page_key, root
@@ -285,8 +286,7 @@ class PageTable:
         """Free n full pages from page number `start`; their slots stay counted and can never be attended again."""
         assert not self.is_aside  # other slots may need these to be computed again
         _count("discard_pages", n)
-        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-            raise InvalidInput(f"discard_pages: start is {start!r}; a page number from 0 is needed")
+        check_integer(start, "discard_pages: the first page")
         full = self.length // self.page_size
         limit = min(full, max(self.length - 1, 0) // self.page_size)  # the page of the last token stays
         if start + n > limit:
@@ -446,5 +446,4 @@ def _is_there(page: int | None) -> TypeGuard[int]:
 
 
 def _count(what: str, n: int) -> None:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-        raise InvalidInput(f"{what}: the number of pages or tokens is {n!r}; a whole number from 0 is needed")
+    check_integer(n, f"{what}: the number of pages or tokens")

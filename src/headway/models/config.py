@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.base.errors import BadModelFile, Unsupported
+from headway.base.files import read_json
 from headway.kernels.reference.rope import Rope
 from headway.models.families import by_architecture, by_gguf
 from headway.models.families.family import Family
@@ -27,7 +27,6 @@ SIZES = (
     "intermediate_size",
     "max_positions",
 )
-JSON_LIMIT = 64 << 20  # bytes of a config file
 # GGUF keys that would change the rotation in ways this decoder does not have, and the values that change nothing.
 GGUF_ROPE_EXTRAS = {
     "rope.scaling.attn_factor": 1.0,
@@ -96,26 +95,11 @@ class ModelConfig:
 def read_config(path: Path) -> ModelConfig:
     """The config of a Hugging Face folder or a GGUF file."""
     if path.is_dir():
-        return from_hf(read_json(path / "config.json"))
+        return from_hf(read_json(path / "config.json", required=True))
     from headway.models.files.gguf import GgufFile
 
     with GgufFile.open(path) as file:
         return from_gguf(file.metadata, set(file.tensors))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or an error that names the file."""
-    try:
-        if path.stat().st_size > JSON_LIMIT:
-            raise BadModelFile(f"{path} is larger than {JSON_LIMIT >> 20} MB; that is no config file")
-        data = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise BadModelFile(f"{path.parent} has no {path.name}; a model folder needs one") from None
-    except (OSError, ValueError, RecursionError) as e:
-        raise BadModelFile(f"{path} cannot be read as JSON: {e}") from None
-    if not isinstance(data, dict):
-        raise BadModelFile(f"{path} holds a {type(data).__name__}; a JSON object is needed")
-    return data
 
 
 class _Keys:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headway.base.errors import InvalidInput, WrongType
+from headway.base.text import short_repr
 
 if TYPE_CHECKING:
     import numpy as np
@@ -221,10 +222,5 @@ MISSING: Any = _Missing()
 def check_text(value: Any, what: str = "a string") -> str:
     """`value` if it is a string that has something in it."""
     if not isinstance(value, str):
-        raise WrongType(f"{_short(value)} of type {type(value).__name__} was given where {what} is wanted")
+        raise WrongType(f"{short_repr(value)} of type {type(value).__name__} was given where {what} is wanted")
     return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:59] + "…"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headway.base.brle import Brle
-from headway.base.checks import whole
+from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, InvalidMask, OutOfRange, Unsupported, WrongType
 from headway.base.masks import check_rows, logit_mask, row_name
 from headway.base.probes import AttentionScores, Distribution, Hidden, LogitLens, Logprob, Logprobs, Probe, Ranking
@@ -118,8 +118,8 @@ def _check_readouts(config: ModelConfig, table: PageTable, work: Pass) -> None:
             raise OutOfRange(f"a readout names row {readout.row}; this pass has rows 0 to {len(work.tokens) - 1}")
         if not isinstance(readout.what, Sampling | Probe):
             raise WrongType(f"a readout has {readout.what!r}; a probe or a Sampling is needed (samplers.resolve)")
-        whole(readout.seed, "seed", below=LIMIT)
-        whole(readout.ordinal, "ordinal", below=LIMIT)
+        check_integer(readout.seed, "seed", high=LIMIT - 1)
+        check_integer(readout.ordinal, "ordinal", high=LIMIT - 1)
         check_readout(config, readout.what)
         if readout.row == BEFORE:
             check_reread(table, readout.what)

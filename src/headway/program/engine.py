@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 import torch
 
-from headway.base.amounts import check_fraction
+from headway.base.checks import check_fraction, check_integer
 from headway.base.config import settings
 from headway.base.errors import Closed, InvalidInput, Unsupported, WrongType
-from headway.base.gc_paused import uncollected
+from headway.base.gc_paused import gc_paused
 from headway.base.rng import LIMIT
 from headway.kv.allocator import Allocator
 from headway.kv.pool import Pool
@@ -48,8 +48,8 @@ from headway.runtime.runners.base import Runner
 from headway.runtime.runners.select import Backend, open_backend
 
 if TYPE_CHECKING:
-    from headway.text.chat import ChatTemplate
     from headway.text.stream import TextStream
+    from headway.text.templates.chat_template import ChatTemplate
     from headway.text.tokenizer import Tokenizer
 
 Args = ParamSpec("Args")
@@ -124,8 +124,10 @@ class Engine:
         _check_flags(deterministic=deterministic, trim=trim)
         where = pick_device(device)
         count = pick_threads(threads)
-        page_size = _positive("page_size", page_size, 1024)
-        budget = STEP_TOKENS if max_batch_tokens is None else _positive("max_batch_tokens", max_batch_tokens, 1 << 20)
+        page_size = check_integer(page_size, "page_size", 1, 1024)
+        budget = STEP_TOKENS
+        if max_batch_tokens is not None:
+            budget = check_integer(max_batch_tokens, "max_batch_tokens", 1, 1 << 20)
         fraction = check_fraction(memory_fraction)
         in_memory = isinstance(model, Decoder | PackedDecoder)
         self._path = None if in_memory else resolve(model)
@@ -138,7 +140,7 @@ class Engine:
         if runner is not None and isinstance(given, Decoder):
             self._backend = Backend(given, None, "another runner was given")
         else:
-            with running_out(at, "loading the weights"), uncollected():
+            with running_out(at, "loading the weights"), gc_paused():
                 self._backend = open_backend(
                     given,
                     dtype=dtype,
@@ -230,8 +232,8 @@ class Engine:
         `seed` is for samplers that have none of their own; `priority` is its bid for the queue; contexts of different
         `salt` never share cached pages; `token_budget` bounds the tokens it may compute, `deadline` its life (seconds).
         """
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < LIMIT):
-            raise InvalidInput(f"seed is {seed!r}; it takes a whole number from 0 to {LIMIT - 1}")
+        if seed is not None:
+            seed = check_integer(seed, "seed", high=LIMIT - 1)
         if not isinstance(salt, str):
             raise WrongType(f"salt is {salt!r}; it takes text")
         if deadline is not None and not (isinstance(deadline, int | float) and 0 < deadline < math.inf):
@@ -241,7 +243,7 @@ class Engine:
             table = PageTable(self._allocator, self._page_size, salt)
             table.bid = checked_bid(priority)
             if token_budget is not None:
-                table.token_budget = _positive("token_budget", token_budget, 1 << 40)
+                table.token_budget = check_integer(token_budget, "token_budget", 1, 1 << 40)
             if deadline is not None:
                 table.deadline = time.monotonic() + deadline
             return Context(self, table, seed)
@@ -430,12 +432,6 @@ def _as_asked(decoder: Decoder | PackedDecoder, dtype: str, device: str) -> Deco
         has = str(decoder.dtype).removeprefix("torch.")
         raise InvalidInput(f"dtype {dtype!r} was asked for and this decoder is in {has}; convert it first")
     return decoder
-
-
-def _positive(name: str, value: int, limit: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-        raise InvalidInput(f"{name} is {value!r}; it takes a whole number from 1 to {limit}")
-    return value
 
 
 def _check_flags(**flags: bool) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Self
 
-from headway.base.errors import InvalidInput
+from headway.base.checks import check_integer
 from headway.base.events import StepEvent
 from headway.runtime.loop import Loop
 
@@ -19,8 +19,7 @@ class EventStream:
     """Step events as they happen; a reader that lags behind `limit` events loses the oldest (`lost` counts them)."""
 
     def __init__(self, loop: Loop, limit: int) -> None:
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise InvalidInput(f"limit is {limit!r}; it takes a whole number from 1")
+        limit = check_integer(limit, "limit", 1)
         self._events: queue.Queue[StepEvent] = queue.Queue(limit)
         self._loop, self._closed = loop, False
         self.lost = 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from headway.base.brle import Brle
-from headway.base.checks import real
+from headway.base.checks import check_number
 from headway.base.errors import (
     Closed,
     DeadlineExceeded,
@@ -378,7 +378,7 @@ class Execution(Generic[Result]):
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait in this thread; a pass that does not end in time (seconds) is undone."""
-        if timeout is not None and real(timeout, "timeout") < 0:
+        if timeout is not None and check_number(timeout, "timeout") < 0:
             raise InvalidInput(
                 f"timeout is {timeout}; it takes a number of seconds from 0, or None to wait for the end"
             )

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from headway.base.checks import short
 from headway.base.errors import ContextLengthExceeded, InvalidInput, InvalidToken, WrongType
-
-SHOWN = 40  # characters of a bad value in a message
+from headway.base.text import short_repr
 
 
 def token_ids(values: Any, vocab: int, what: str = "tokens") -> list[int]:
@@ -51,7 +49,7 @@ def integers(values: Any, what: str) -> list[int]:
     if isinstance(values, np.ndarray):
         return _from_array(values, what)
     if isinstance(values, bool) or not isinstance(values, Iterable):
-        raise WrongType(f"{what} is {short(values)}; a list of whole numbers is needed")
+        raise WrongType(f"{what} is {short_repr(values)}; a list of whole numbers is needed")
     if isinstance(values, list | tuple) and set(map(type, values)) <= {int}:  # most: nothing to say of each
         return list(values)
     return [_integer(v, f"{what}[{i}]") for i, v in enumerate(values)]
@@ -71,7 +69,7 @@ def _integer(value: Any, what: str) -> int:
     try:
         return operator.index(value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value)
     except TypeError:
-        raise WrongType(f"{what} is {short(value)}; a whole number is needed") from None
+        raise WrongType(f"{what} is {short_repr(value)}; a whole number is needed") from None
 
 
 def common(first: Sequence[object], second: Sequence[object]) -> int:

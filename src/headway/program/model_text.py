@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.base.gc_paused import uncollected
+from headway.base.gc_paused import gc_paused
 from headway.models.files.gguf import GgufFile, read_header
 
 if TYPE_CHECKING:
-    from headway.text.chat import ChatTemplate
+    from headway.text.templates.chat_template import ChatTemplate
     from headway.text.tokenizer import Tokenizer
 
 
@@ -35,7 +35,7 @@ class ModelText:
 
     @cached_property
     def _found(self) -> tuple[Tokenizer | None, ChatTemplate | None]:
-        with uncollected():
+        with gc_paused():
             found = _read(self._path)
         self._header = None
         return found
@@ -44,7 +44,7 @@ class ModelText:
 def _read(path: Path | None) -> tuple[Tokenizer | None, ChatTemplate | None]:
     if path is None:
         return None, None
-    from headway.text.chat import ChatTemplate
+    from headway.text.templates.chat_template import ChatTemplate
     from headway.text.tokenizer import Tokenizer
 
     if path.is_dir():

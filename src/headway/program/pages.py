@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headway.base.checks import whole
+from headway.base.checks import check_integer
 
 if TYPE_CHECKING:
     from headway.program.context import Context
@@ -36,31 +36,31 @@ class RawPages:
 
     def reserve_working_pages(self, n: int) -> None:
         """Add n empty working pages, or raise when the pool cannot supply them now."""
-        n = whole(n, "the number of pages")
+        n = check_integer(n, "the number of pages")
         with self._context.changing():
             self._context.table.reserve(n)
 
     def commit_working_pages(self, k: int) -> None:
         """Make the first k working pages immutable and shared by forks; each must be full."""
-        k = whole(k, "the number of pages")
+        k = check_integer(k, "the number of pages")
         with self._context.changing():
             self._context.table.commit(k)
 
     def release_working_pages(self, n: int) -> None:
         """Free the last n working pages, and drop the tokens in them."""
-        n = whole(n, "the number of pages")
+        n = check_integer(n, "the number of pages")
         with self._context.changing():
             self._context.table.release(n)
 
     def truncate_working_page_tokens(self, n: int) -> None:
         """Drop the last n computed tokens, which must lie in working pages."""
-        n = whole(n, "the number of tokens")
+        n = check_integer(n, "the number of tokens")
         with self._context.changing():
             self._context.table.truncate_working(n)
 
     def discard_pages(self, start: int, n: int) -> None:
         """Free n full pages from page number `start` on, leading or middle; no later row can attend to them."""
-        start, n = whole(start, "the first page"), whole(n, "the number of pages")
+        start, n = check_integer(start, "the first page"), check_integer(n, "the number of pages")
         while True:
             self._context.settle()  # a context that was set aside comes back first
             with self._context.changing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.machine import read_machine
 
@@ -51,6 +52,4 @@ def pick_threads(threads: int | None) -> int:
     """The number of threads: as asked, or what the CPU limit of this process allows."""
     if threads is None:
         return read_machine().fair_threads
-    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 1024:
-        raise InvalidInput(f"threads is {threads!r}; it takes a whole number from 1 to 1024")
-    return threads
+    return check_integer(threads, "threads", 1, 1024)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from headway.base.log import note
+from headway.base.log import log_event
 from headway.kv.allocator import Edit
 from headway.runtime.edits import carry_out
 from headway.runtime.runners.base import RowRunner, RowStep
@@ -111,7 +111,9 @@ class Flights:
 
     def _ground(self, flight: Flight, error: Exception) -> None:
         """A flight failed: its rows take an ordinary turn, where it shows whose fault it is."""
-        note("a step of streaks failed and is taken again in an ordinary turn", rows=len(flight.rows), why=str(error))
+        log_event(
+            "a step of streaks failed and is taken again in an ordinary turn", rows=len(flight.rows), why=f"{error}"
+        )
         with self._lock:
             self._fleet.ground(flight)
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from headway.base.amounts import amount
-from headway.base.errors import HeadwayError, InvalidInput, OutOfMemory, OutOfPages, PassFailed
+from headway.base.checks import check_integer
+from headway.base.errors import HeadwayError, OutOfMemory, OutOfPages, PassFailed
 from headway.base.machine import read_machine
+from headway.base.text import format_bytes
 
 SEQUENCES = 32  # how many sequences of full length the automatic pool has room for
 SHARE = 0.4  # of the free memory of a CPU's machine that the automatic pool may take
@@ -79,12 +80,12 @@ class Room:
 
     def tell(self) -> str:
         """The sum in words."""
-        parts = [f"weights and libraries take {amount(self.taken)}"]
-        parts += [f"a step {amount(self.work)}"] if self.work else []
-        parts += [f"graphs {amount(self.graphs)}"] if self.graphs else []
-        share = "" if self.fraction is None else f" ({self.fraction:g} of {amount(self.total)})"
+        parts = [f"weights and libraries take {format_bytes(self.taken)}"]
+        parts += [f"a step {format_bytes(self.work)}"] if self.work else []
+        parts += [f"graphs {format_bytes(self.graphs)}"] if self.graphs else []
+        share = "" if self.fraction is None else f" ({self.fraction:g} of {format_bytes(self.total)})"
         return (
-            f"of {amount(self.allowed)}{share} on {self.device}, of which {amount(self.free)} are free, "
+            f"of {format_bytes(self.allowed)}{share} on {self.device}, of which {format_bytes(self.free)} are free, "
             f"{', '.join(parts)}"
         )
 
@@ -110,16 +111,15 @@ def pick_pages(pages: int | None, wish: Wish, room: Room) -> int:
     fitting = room.left // wish.page
     if fitting < wish.least:
         raise OutOfMemory(
-            f"there is no room for keys and values: {room.tell()}; {amount(room.left)} are left, which is {fitting} "
-            f"pages of {amount(wish.page)}, and a step needs {wish.least} ({amount(wish.least * wish.page)}); "
-            f"try {WAYS_OUT}"
+            f"there is no room for keys and values: {room.tell()}; {format_bytes(room.left)} are left, which is "
+            f"{fitting} pages of {format_bytes(wish.page)}, and a step needs "
+            f"{wish.least} ({format_bytes(wish.least * wish.page)}); try {WAYS_OUT}"
         )
     return min(wish.most, fitting)
 
 
 def _as_asked(pages: int, page: int, room: Room) -> int:
-    if isinstance(pages, bool) or not isinstance(pages, int) or pages < 1:
-        raise InvalidInput(f"pages is {pages!r}; it takes a whole number from 1")
+    check_integer(pages, "pages", 1)
     if pages * page > room.free:
         raise OutOfPages(
             f"{pages} pages of {page} bytes need {pages * page >> 20} MiB and {room.free >> 20} MiB are free; "
@@ -127,8 +127,8 @@ def _as_asked(pages: int, page: int, room: Room) -> int:
         )
     if room.fraction is not None and pages * page > room.left:
         raise OutOfPages(
-            f"{pages} pages of {page} bytes need {pages * page >> 20} MiB: {room.tell()}, and {amount(room.left)} are "
-            f"left; at most {room.left // page} fit, or give a higher memory_fraction"
+            f"{pages} pages of {page} bytes need {pages * page >> 20} MiB: {room.tell()}, and "
+            f"{format_bytes(room.left)} are left; at most {room.left // page} fit, or give a higher memory_fraction"
         )
     return pages
 
@@ -184,8 +184,10 @@ def _numbers(error: BaseException, device: torch.device) -> str:
     memory = read_memory(device)
     asked = re.search(r"allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)", str(error))
     wanted = f"{asked[1]} were asked for and " if asked else ""
-    kept = f", {amount(torch.cuda.memory_allocated(device))} of it by this process" if device.type == "cuda" else ""
+    own = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+    kept = "" if own is None else f", {format_bytes(own)} of it by this process"
     used = memory.total - memory.free
     return (
-        f"{wanted}{amount(memory.free)} are free on {device}; {amount(used)} of {amount(memory.total)} are used{kept}"
+        f"{wanted}{format_bytes(memory.free)} are free on {device}; "
+        f"{format_bytes(used)} of {format_bytes(memory.total)} are used{kept}"
     )

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput
 
 PREFIX = "hw-"
@@ -40,8 +41,8 @@ class TenantLimits:
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_tokens", "requests_per_minute"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise InvalidInput(f"the limit {name} is {value!r}; it takes a whole number from 1")
+            if value is not None:
+                check_integer(value, f"the limit {name}", 1)
         priority = self.max_priority
         if priority is None:
             return

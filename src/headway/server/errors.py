@@ -31,10 +31,10 @@ from headway.base.errors import (
     Unsupported,
     WrongType,
 )
+from headway.base.text import short_repr, shorten
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 FAILED = "the server failed to answer; its log says why, under this request's id"
-SHOWN = 60  # characters of a bad value
 HINTS = {  # fields that other servers or older clients have
     "functions": "give tools instead",
     "function_call": "give tool_choice instead",
@@ -146,12 +146,12 @@ def _invalid(found: Sequence[Any]) -> ApiError:
         what = f"the field {where!r:.80} is missing" if where else "the body is missing; send JSON"
         return bad_request(what, where or None, "missing_field")
     message = str(first["msg"]).removeprefix("Value error, ")
-    value = "" if isinstance(first.get("input"), dict | list) else f" and not {_short(first.get('input'))}"
+    value = "" if isinstance(first.get("input"), dict | list) else f" and not {short_repr(first.get('input'))}"
     return bad_request(f"{where or 'the body'}: {message}{value}", where or None, "invalid_value")
 
 
 def _unknown(where: str) -> ApiError:
-    short = where if len(where) <= SHOWN else where[:SHOWN] + "…"
+    short = shorten(where)
     hint = f"; {HINTS[where]}" if where in HINTS else "; leave it out"
     return bad_request(f"the field {short!r} is not known or not supported here{hint}", short, "unknown_field")
 
@@ -161,8 +161,3 @@ def _place(parts: Sequence[Any]) -> str:
     kept = [part for part in parts[1:] if isinstance(part, int) or re.fullmatch(r"[a-z][a-z0-9_]*", str(part))]
     kept = [part for part in kept if part not in ("str", "int", "float", "bool", "dict")]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in kept).removeprefix(".")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + "…"

@@ -1,7 +1,7 @@
 """Text: str ↔ ids (`Tokenizer`), ids → text as it arrives (`TextStream`), messages → text (`ChatTemplate`)."""
 
-from headway.text.chat import ChatTemplate
 from headway.text.stream import TextStream
+from headway.text.templates.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
 
 __all__ = ["ChatTemplate", "TextStream", "Tokenizer"]

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import BadModelFile, InvalidInput, InvalidToken, Unsupported, WrongType
-from headway.text.chat import gguf_template_sources, read_json, template_sources
+from headway.base.files import read_json
 from headway.text.gguf_vocab import SPACE, read_vocab
+from headway.text.templates.chat_template import gguf_template_sources, template_sources
 
 if TYPE_CHECKING:
     import tokenizers

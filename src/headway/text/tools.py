@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union
 
 from headway.base.errors import InvalidInput, WrongType
-from headway.text.tool_check import check_arguments, wrong_value
+from headway.text.tool_arguments import check_arguments, wrong_value
 
 __all__ = ["bind_arguments", "check_arguments", "tool_schema"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import headway as hw
-from headway.text.chat import ChatTemplate
+from headway.text.templates.chat_template import ChatTemplate
 from support.live import live
 from support.small import small_folder
 from support.speaker import TEMPLATES

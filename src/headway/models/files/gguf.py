@@ -25,8 +25,9 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from headway.base.errors import BadModelFile, Closed
-from headway.base.gc_paused import uncollected
-from headway.models.files.mapped import Span, identified_map, short, unmap
+from headway.base.gc_paused import gc_paused
+from headway.base.text import short_repr
+from headway.models.files.mapped import Span, identified_map, unmap
 
 MetaValue = str | int | float | bool | list[str] | list[int] | list[float] | list[bool]
 
@@ -160,7 +161,7 @@ class GgufFile:
 
 def read_header(path: Path) -> Header:
     """The header of a file. Whoever keeps it spares others who open the file from reading it again."""
-    with uncollected(), GgufFile.open(path) as file:
+    with gc_paused(), GgufFile.open(path) as file:
         return file.header
 
 
@@ -260,8 +261,8 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, MetaValue]:
     for index in range(count):
         key = cursor.name(f"metadata key {index}")
         if key in metadata:
-            cursor.fail(f"metadata key {short(key)} appears twice")
-        metadata[key] = _read_value(cursor, f"metadata {short(key)}")
+            cursor.fail(f"metadata key {short_repr(key)} appears twice")
+        metadata[key] = _read_value(cursor, f"metadata {short_repr(key)}")
     return metadata
 
 
@@ -325,7 +326,7 @@ def _alignment(cursor: _Cursor, metadata: Mapping[str, MetaValue]) -> int:
     value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     low, high = ALIGNMENTS
     if type(value) is not int or not low <= value <= high or value & (value - 1):
-        cursor.fail(f"general.alignment is {short(value)}; it must be a power of two from {low} to {high}")
+        cursor.fail(f"general.alignment is {short_repr(value)}; it must be a power of two from {low} to {high}")
     return value
 
 
@@ -334,13 +335,13 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Gguf
     for index in range(count):
         name = cursor.name(f"the name of tensor {index}")
         if name in tensors:
-            cursor.fail(f"tensor {short(name)} appears twice")
+            cursor.fail(f"tensor {short_repr(name)} appears twice")
         tensors[name] = _read_tensor(cursor, name, alignment)
     return tensors
 
 
 def _read_tensor(cursor: _Cursor, name: str, alignment: int) -> GgufTensor:
-    what = f"tensor {short(name)}"
+    what = f"tensor {short_repr(name)}"
     dims = cursor.u32(f"the dimension count of {what}")
     if not 1 <= dims <= MAX_DIMS:
         cursor.fail(f"{what} has {dims} dimensions; the format has 1 to {MAX_DIMS}")
@@ -382,12 +383,12 @@ def _place(cursor: _Cursor, tensors: dict[str, GgufTensor], alignment: int) -> d
         stop = start + tensor.nbytes
         if stop > size:
             cursor.fail(
-                f"tensor {short(tensor.name)} ends at byte {stop}, but the file has {size} bytes; "
+                f"tensor {short_repr(tensor.name)} ends at byte {stop}, but the file has {size} bytes; "
                 "it is truncated or damaged: download it again"
             )
         if last is not None and start < last.offset + last.nbytes:
             cursor.fail(
-                f"tensor {short(tensor.name)} starts at byte {start}, inside tensor {short(last.name)}, "
+                f"tensor {short_repr(tensor.name)} starts at byte {start}, inside tensor {short_repr(last.name)}, "
                 f"which ends at byte {last.offset + last.nbytes}"
             )
         last = tensors[tensor.name] = GgufTensor(tensor.name, tensor.shape, tensor.kind, start, tensor.nbytes)

@@ -10,7 +10,6 @@ import contextlib
 import mmap
 import os
 import platform
-import reprlib
 import stat
 import sys
 from dataclasses import dataclass
@@ -19,11 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from headway.base.errors import BadModelFile, HeadwayError, ModelNotFound
+from headway.base.text import short_repr
 
 _NORESERVE = 0x4000  # Linux's MAP_NORESERVE on these machines; Python 3.11 has no name for it
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 100
-_REPR.maxlist = _REPR.maxdict = 8
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -68,18 +65,14 @@ def identified_map(path: Path) -> tuple[mmap.mmap, tuple[int, ...]]:
     except HeadwayError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a path that no file system could have
-        raise BadModelFile(f"{short(str(path))} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise BadModelFile(f"{short_repr(str(path))} cannot be read: {reason}") from None
 
 
 def unmap(data: mmap.mmap) -> None:
     """Close a map now, or leave it to its last view: arrays and tensors made from it hold it open."""
     with contextlib.suppress(BufferError):
         data.close()
-
-
-def short(value: object) -> str:
-    """`repr` for an error message, cut short: what a damaged header holds may be megabytes long."""
-    return _REPR.repr(value)
 
 
 def _map(fd: int) -> mmap.mmap:

@@ -19,7 +19,8 @@ from types import MappingProxyType
 from typing import Any
 
 from headway.base.errors import BadModelFile
-from headway.models.files.mapped import map_file, short
+from headway.base.text import short_repr
+from headway.models.files.mapped import map_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -68,7 +69,8 @@ def _check_shard_name(path: Path, name: str, shard: object) -> None:
     plain = isinstance(shard, str) and not any(c in shard for c in "/\\\0") and shard.endswith(".safetensors")
     if not plain:
         raise BadModelFile(
-            f"{path} puts tensor {short(name)} in {short(shard)}; it must be a .safetensors file of the same folder"
+            f"{path} puts tensor {short_repr(name)} in {short_repr(shard)}; "
+            "it must be a .safetensors file of the same folder"
         )
 
 
@@ -93,7 +95,7 @@ def _read_json(text: bytes, what: str) -> dict[str, Any]:
         items: dict[str, Any] = {}
         for key, value in pairs:
             if key in items:
-                raise BadModelFile(f"{what} has the key {short(key)} twice")
+                raise BadModelFile(f"{what} has the key {short_repr(key)} twice")
             items[key] = value
         return items
 
@@ -112,22 +114,22 @@ def _check_metadata(path: Path, metadata: object) -> None:
     if metadata is None:
         return
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise BadModelFile(f"{path}: __metadata__ is {short(metadata)}; it must map names to strings")
+        raise BadModelFile(f"{path}: __metadata__ is {short_repr(metadata)}; it must map names to strings")
 
 
 def _entry(path: Path, name: str, value: object, data_start: int, size: int) -> Entry:
-    what = f"{path}: tensor {short(name)}"
+    what = f"{path}: tensor {short_repr(name)}"
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise BadModelFile(f"{what} is {short(value)}; it must have exactly dtype, shape and data_offsets")
+        raise BadModelFile(f"{what} is {short_repr(value)}; it must have exactly dtype, shape and data_offsets")
     dtype, shape = value["dtype"], value["shape"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise BadModelFile(f"{what} has the dtype {short(dtype)}; the format has {', '.join(_BITS)}")
+        raise BadModelFile(f"{what} has the dtype {short_repr(dtype)}; the format has {', '.join(_BITS)}")
     _check_shape(what, shape)
     start, stop = _offsets(what, value["data_offsets"], size - data_start)
     bits = prod(shape) * _BITS[dtype]
     if bits != (stop - start) * 8:
         raise BadModelFile(
-            f"{what} with shape {short(shape)} as {dtype} takes {-(-bits // 8)} bytes, "
+            f"{what} with shape {short_repr(shape)} as {dtype} takes {-(-bits // 8)} bytes, "
             f"but its data_offsets span {stop - start}"
         )
     return Entry(path, tuple(shape), dtype, data_start + start, stop - start)
@@ -135,21 +137,21 @@ def _entry(path: Path, name: str, value: object, data_start: int, size: int) -> 
 
 def _check_shape(what: str, shape: object) -> None:
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise BadModelFile(f"{what} has the shape {short(shape)}; it must be a list of whole numbers")
+        raise BadModelFile(f"{what} has the shape {short_repr(shape)}; it must be a list of whole numbers")
     if len(shape) > MAX_DIMS:
         raise BadModelFile(f"{what} has {len(shape)} dimensions; the limit is {MAX_DIMS}")
     # An empty tensor takes no bytes whatever its other dimensions, but torch multiplies them.
     if prod(max(n, 1) for n in shape) >= 1 << 60:
-        raise BadModelFile(f"{what} has the shape {short(shape)}, of more than 2^60 values")
+        raise BadModelFile(f"{what} has the shape {short_repr(shape)}, of more than 2^60 values")
 
 
 def _offsets(what: str, offsets: object, limit: int) -> tuple[int, int]:
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
-        raise BadModelFile(f"{what} has data_offsets {short(offsets)}; they must be two whole numbers")
+        raise BadModelFile(f"{what} has data_offsets {short_repr(offsets)}; they must be two whole numbers")
     start, stop = offsets
     if not 0 <= start <= stop <= limit:
         raise BadModelFile(
-            f"{what} lies at {short(offsets)} of {limit} bytes of data; the file is truncated or its header wrong"
+            f"{what} lies at {short_repr(offsets)} of {limit} bytes of data; the file is truncated or its header wrong"
         )
     return start, stop
 
@@ -159,8 +161,8 @@ def _refuse_overlaps(path: Path, entries: Mapping[str, Entry]) -> None:
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if entry.nbytes and entry.offset < end:
             raise BadModelFile(
-                f"{path}: tensor {short(name)} starts at byte {entry.offset}, "
-                f"inside tensor {short(before)}, which ends at byte {end}"
+                f"{path}: tensor {short_repr(name)} starts at byte {entry.offset}, "
+                f"inside tensor {short_repr(before)}, which ends at byte {end}"
             )
         if entry.nbytes:
             end, before = entry.offset + entry.nbytes, name

@@ -17,9 +17,10 @@ from typing import NoReturn, Protocol, TypeVar
 import torch
 
 from headway.base.errors import BadModelFile, Closed, InvalidInput, ModelNotFound, Unsupported
+from headway.base.text import short_repr
 from headway.models.files.dequant import FLOATS, as_floats, convert_floats, dequantize
 from headway.models.files.gguf import GgufFile
-from headway.models.files.mapped import Span, map_file, short, unmap
+from headway.models.files.mapped import Span, map_file, unmap
 from headway.models.files.safetensors import INDEX, SINGLE, Entry, read_entries, read_index
 
 
@@ -199,18 +200,18 @@ class SafetensorsWeights:
                 self._add(self.folder / shard)
             except ModelNotFound:
                 raise BadModelFile(
-                    f"{index} lists the file {short(shard)}, which is not in the folder; download it again"
+                    f"{index} lists the file {short_repr(shard)}, which is not in the folder; download it again"
                 ) from None
         for name, shard in places.items():
             entry = self._entries.get(name)
             if entry is None or entry.file.name != shard:
-                raise BadModelFile(f"{index} puts tensor {short(name)} in {short(shard)}, which does not hold it")
+                raise BadModelFile(f"{index} puts tensor {short_repr(name)} in {short_repr(shard)}, which lacks it")
 
     def _add(self, file: Path) -> None:
         self._maps[file] = map_file(file)
         for name, entry in read_entries(file, self._maps[file]).items():
             if name in self._entries:
-                raise BadModelFile(f"tensor {short(name)} is in both {self._entries[name].file} and {file.name}")
+                raise BadModelFile(f"tensor {short_repr(name)} is in both {self._entries[name].file} and {file.name}")
             self._entries[name] = entry
 
 
@@ -256,6 +257,6 @@ _Item = TypeVar("_Item")
 def _find(items: Mapping[str, _Item], name: str, where: Path) -> _Item:
     item = items.get(name)
     if item is None:
-        some = ", ".join(short(other) for other in list(items)[:3])
+        some = ", ".join(short_repr(other) for other in list(items)[:3])
         raise BadModelFile(f"{where} has no tensor {name!r}; it has {len(items)}: {some} …")
     return item

@@ -26,6 +26,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from headway.base.errors import ModelNotFound
+from headway.base.text import shorten
 from headway.models.hub.registry import HubFile, KnownModel, PinnedFile, Source, Wheel
 
 if TYPE_CHECKING:
@@ -369,5 +370,4 @@ def _reason(error: BaseException) -> str:
 
 
 def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 160 else line[:159] + "…"
+    return shorten(" ".join(text.split()), 160)

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import BadModelFile, ModelError, Unsupported, UnsupportedModel, WrongType
+from headway.base.files import read_json
 from headway.models.hub.store import resolve
 from headway.pipelines.backends.forward import Forward, Placement
 from headway.pipelines.inputs.text import TextEncoder, length_limit
@@ -111,22 +111,11 @@ def _own(module: Any, placement: Placement, changes: bool) -> Any:
 def text_encoder(tokenizer: Any, config: Any, path: Path | None, run: Forward) -> TextEncoder:
     """The tokenizer as tasks use it, with the model's length limit."""
     limit = length_limit(tokenizer, getattr(config, "text_config", config))
-    declared = read_json(path, "sentence_bert_config.json").get("max_seq_length") if path else None
+    declared = read_json(path / "sentence_bert_config.json").get("max_seq_length") if path else None
     if isinstance(declared, int) and declared > 0:
         limit = min(declared, limit) if limit is not None else declared
     types = "token_type_ids" in getattr(tokenizer, "model_input_names", ()) and run.takes("token_type_ids")
     return TextEncoder(tokenizer, limit, types=types)
-
-
-def read_json(folder: Path | None, name: str) -> dict[str, Any]:
-    """A JSON file of a model's folder; empty if it is not there."""
-    if folder is None or not (folder / name).is_file():
-        return {}
-    try:
-        found = json.loads((folder / name).read_text())
-    except ValueError as error:
-        raise BadModelFile(f"{folder / name} is no JSON: {error}") from error
-    return found if isinstance(found, dict) else {"": found}
 
 
 def _folder(model: str | Path) -> Path:

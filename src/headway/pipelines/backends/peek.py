@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from headway.base.errors import InvalidInput
+from headway.base.files import read_json
 from headway.models.hub.store import resolve
-from headway.pipelines.backends.loading import read_json
 
 
 def model_type(model: Any) -> str:
@@ -25,4 +25,4 @@ def config_of(model: Any) -> Mapping[str, Any]:
     if model is None:
         raise InvalidInput("this task has no default model; pass model=... (a folder, a name or a hub id)")
     path = resolve(model)
-    return read_json(path, "config.json") if path.is_dir() else {}
+    return read_json(path / "config.json") if path.is_dir() else {}

@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, WrongType
 from headway.pipelines.inputs.images import read_file
+from headway.pipelines.inputs.tensors import is_tensor
 
 MAX_SECONDS = 4 * 3600.0
 RATES = (1_000, 768_000)
@@ -42,7 +44,7 @@ PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
 def is_sound(value: Any) -> bool:
     """Whether `value` is meant as one recording rather than as several."""
     kinds = (str, bytes, bytearray, memoryview, os.PathLike, Mapping, np.ndarray)
-    return isinstance(value, kinds) or _is_tensor(value)
+    return isinstance(value, kinds) or is_tensor(value)
 
 
 def load_sound(item: Any, rate: int, *, max_seconds: float = MAX_SECONDS) -> np.ndarray:
@@ -72,7 +74,7 @@ def _waveform(item: Any, rate: int) -> tuple[np.ndarray, int]:
         return parse_wav(*read_file(item, "recording"))
     if isinstance(item, (bytes, bytearray, memoryview)):
         return parse_wav(bytes(item), f"the {len(bytes(item))} bytes")
-    if isinstance(item, np.ndarray) or _is_tensor(item):
+    if isinstance(item, np.ndarray) or is_tensor(item):
         return _one_channel(np.asarray(item)), rate
     raise WrongType(f"{item!r:.60} of type {type(item).__name__} was given where {WANTED} is wanted")
 
@@ -82,7 +84,7 @@ def _of_dict(item: Mapping[str, Any], rate: int) -> tuple[np.ndarray, int]:
     name = "raw" if "raw" in item else "array"
     if name in item and "sampling_rate" in item and set(item) <= {name, "sampling_rate", "path"}:
         values = item[name]
-        if not (isinstance(values, np.ndarray) or _is_tensor(values)):
+        if not (isinstance(values, np.ndarray) or is_tensor(values)):
             try:
                 values = np.asarray(values, dtype=np.float32)
             except (TypeError, ValueError) as error:
@@ -104,11 +106,7 @@ def check_seconds(name: str, value: Any, *, zero: bool = False) -> None:
 
 def check_rate(rate: Any) -> int:
     """`rate` if it is a number of samples a second."""
-    if isinstance(rate, bool) or not isinstance(rate, (int, np.integer)):
-        raise WrongType(f"sampling_rate is {rate!r}; it takes a whole number of samples a second")
-    if not RATES[0] <= rate <= RATES[1]:
-        raise InvalidInput(f"sampling_rate is {rate}; it takes {RATES[0]} to {RATES[1]} samples a second")
-    return int(rate)
+    return check_integer(rate, "sampling_rate", *RATES)
 
 
 def _one_channel(values: np.ndarray) -> np.ndarray:
@@ -133,12 +131,6 @@ def _scaled(values: np.ndarray) -> np.ndarray:
     if kind in (np.int16, np.int32):
         return (values / -float(np.iinfo(kind).min)).astype(np.float32)
     raise WrongType(f"an array of {kind} is no recording; floats of -1 to 1, int16, int32 or uint8 are")
-
-
-def _is_tensor(value: Any) -> bool:
-    from torch import Tensor
-
-    return isinstance(value, Tensor) and value.device.type == "cpu"
 
 
 # -- WAV ---------------------------------------------------------------------------------------------------------------

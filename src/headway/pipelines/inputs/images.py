@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from headway.base.errors import InvalidInput, Unsupported, WrongType
+from headway.pipelines.inputs.tensors import is_tensor
 
 MAX_PIXELS = 89_478_485  # a quarter of a gigabyte in RGB, where PIL begins to warn too
 MAX_BYTES = 1 << 32  # of a file
@@ -42,7 +43,7 @@ def is_image(value: Any) -> bool:
     """Whether `value` is meant as one picture rather than as several."""
     if isinstance(value, (str, bytes, bytearray, memoryview, os.PathLike, Mapping, np.ndarray)):
         return True
-    return isinstance(value, pil().Image) or _is_tensor(value)
+    return isinstance(value, pil().Image) or is_tensor(value)
 
 
 def load_image(item: Any, *, max_pixels: int = MAX_PIXELS, mode: str = "RGB") -> Any:
@@ -57,7 +58,7 @@ def load_image(item: Any, *, max_pixels: int = MAX_PIXELS, mode: str = "RGB") ->
         with _loading:
             _decoded(item, "the picture")
         return _converted(item, mode)
-    if isinstance(item, np.ndarray) or _is_tensor(item):
+    if isinstance(item, np.ndarray) or is_tensor(item):
         return _converted(_of_array(np.asarray(item), max_pixels), mode)
     if isinstance(item, (bytes, bytearray, memoryview)):
         return _opened(bytes(item), f"the {len(bytes(item))} bytes", max_pixels, mode)
@@ -226,9 +227,3 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
     if not (low >= 0 and high <= most):  # false for NaN too
         raise InvalidInput(f"an array of {array.dtype} holds {low} to {high}; a picture's values lie in 0 to {most}")
     return np.rint(array * 255.0).astype(np.uint8) if floats else array.astype(np.uint8)
-
-
-def _is_tensor(value: Any) -> bool:
-    from torch import Tensor
-
-    return isinstance(value, Tensor) and value.device.type == "cpu"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, Unsupported
 from headway.pipelines.task import PreparedItem, Row, TaskOptions
 
@@ -43,16 +44,12 @@ class TextOptions(TaskOptions):
     def __post_init__(self) -> None:
         if not isinstance(self.truncation, bool):
             raise InvalidInput(f"truncation is {self.truncation!r}; it takes True or False")
-        if self.max_length is not None and not _whole(self.max_length, 1):
-            raise InvalidInput(f"max_length is {self.max_length!r}; it takes a whole number from 1, or None")
-        if self.stride is not None and not _whole(self.stride, 0):
-            raise InvalidInput(f"stride is {self.stride!r}; it takes a whole number from 0, or None")
+        if self.max_length is not None:
+            check_integer(self.max_length, "max_length", 1)
+        if self.stride is not None:
+            check_integer(self.stride, "stride")
         if self.truncation and self.stride is not None:
             raise InvalidInput("truncation=True cuts a text and stride=n divides it; only one of them can be asked for")
-
-
-def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 class TextEncoder:

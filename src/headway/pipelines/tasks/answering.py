@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, WrongType
 from headway.pipelines.inputs.arrays import by_token
 from headway.pipelines.inputs.text import TextOptions
@@ -43,8 +44,8 @@ class AnsweringOptions(TextOptions):
             raise InvalidInput("contexts are divided into windows always; set max_seq_len and doc_stride instead")
         for name in ("doc_stride", "max_answer_len", "max_seq_len"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise InvalidInput(f"{name} is {value!r}; it takes a whole number from 1")
+            if value is not None:
+                check_integer(value, name, 1)
 
 
 class QuestionAnswering(Task):

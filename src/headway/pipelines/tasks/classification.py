@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, WrongType
 from headway.pipelines.inputs.text import TextOptions
 from headway.pipelines.task import Batch, PreparedItem, capturable, check_text
@@ -36,8 +37,8 @@ class ClassificationOptions(TextOptions):
 
 def check_top_k(top_k: Any) -> None:
     """Refuse what is no number of results."""
-    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
-        raise InvalidInput(f"top_k is {top_k!r}; it takes a whole number from 1, or None for all labels")
+    if top_k is not None:
+        check_integer(top_k, "top_k", 1)
 
 
 def check_function(name: Any) -> None:

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel, WrongType
-from headway.pipelines.backends.loading import read_json
+from headway.base.files import read_json
 from headway.pipelines.inputs.arrays import by_token, pooled
 from headway.pipelines.inputs.text import TextOptions
 from headway.pipelines.task import MISSING, Batch, PreparedItem, Row, Task, capturable, check_text
@@ -75,9 +76,8 @@ class EmbeddingOptions(TextOptions):
             raise InvalidInput(f"pooling is {self.pooling!r}; it takes {', '.join(POOLING)}")
         if self.normalize not in (None, True, False):
             raise InvalidInput(f"normalize is {self.normalize!r}; it takes True, False or None")
-        d = self.dimensions
-        if d is not None and (isinstance(d, bool) or not isinstance(d, int) or d < 1):
-            raise InvalidInput(f"dimensions is {d!r}; it takes a whole number from 1, or None for all")
+        if self.dimensions is not None:
+            check_integer(self.dimensions, "dimensions", 1)
 
 
 class SentenceEmbedding(TextTask):
@@ -131,7 +131,7 @@ class SentenceEmbedding(TextTask):
 
 def declared_pooling(loaded: Loaded) -> tuple[str, bool]:
     """Pooling and whether to normalise, as a sentence-transformers folder says; mean and yes where nothing is said."""
-    modules = read_json(loaded.path, "modules.json").get("", [])
+    modules = [] if loaded.path is None else read_json(loaded.path / "modules.json", kind=list)
     if not modules:
         return "mean", True
     kinds = [str(module.get("type", "")).rsplit(".", 1)[-1] for module in modules]
@@ -143,7 +143,7 @@ def declared_pooling(loaded: Loaded) -> tuple[str, bool]:
     how = "mean"
     for module, kind in zip(modules, kinds):
         if kind == "Pooling" and loaded.path is not None:
-            said = read_json(loaded.path / str(module.get("path", "")), "config.json")
+            said = read_json(loaded.path / str(module.get("path", "")) / "config.json")
             how = _pooling_named(said, loaded.name)
     return how, "Normalize" in kinds
 
@@ -198,9 +198,8 @@ class RerankOptions(TextOptions):
         check_function(self.function_to_apply)
         if self.function_to_apply == "softmax":
             raise InvalidInput("function_to_apply is 'softmax', which is 1 for a single score; take sigmoid or none")
-        n = self.top_n
-        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-            raise InvalidInput(f"top_n is {n!r}; it takes a whole number from 1, or None for all")
+        if self.top_n is not None:
+            check_integer(self.top_n, "top_n", 1)
 
 
 class Rerank(Task):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, UnsupportedModel
 from headway.pipelines.backends.forward import to_device
 from headway.pipelines.inputs.arrays import Ragged
@@ -38,8 +39,7 @@ class ImageOptions(TaskOptions):
 
 def check_max_pixels(most: Any) -> None:
     """Refuse what is no number of pixels."""
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise InvalidInput(f"max_pixels is {most!r}; it takes a whole number from 1")
+    check_integer(most, "max_pixels", 1)
 
 
 class ImageTask(ShapedTask):

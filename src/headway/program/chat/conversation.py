@@ -9,8 +9,8 @@ from typing import Any
 
 from headway.base.errors import TemplateError, Unsupported
 from headway.program.ids import common
-from headway.text.chat import ChatTemplate
-from headway.text.forms import described
+from headway.text.templates.chat_template import ChatTemplate
+from headway.text.templates.messages import described
 from headway.text.tokenizer import Tokenizer
 
 STAND_IN = "headway"  # an assistant text, for finding what the template puts behind one

@@ -13,7 +13,7 @@ from collections.abc import Generator
 
 from headway.program.chat.toolbox import Toolbox
 from headway.program.constraints.grammar import Grammar
-from headway.text.forms import CallForm
+from headway.text.templates.messages import CallSyntax
 
 Item = str | Grammar | None  # a text to fill in, what to generate by, or None for whatever the model says
 Script = Generator[Item, str, None]  # it is sent the message's text so far
@@ -24,7 +24,7 @@ def free() -> Script:
     yield None
 
 
-def forced_call(tools: Toolbox, form: CallForm, name: str, lead: str = "") -> Script:
+def forced_call(tools: Toolbox, form: CallSyntax, name: str, lead: str = "") -> Script:
     """A message that is a call of the tool with this name, or of any when it is ""; `lead` stands before it."""
     names = (name,) if name else tools.names
     text = yield lead + form.opening

@@ -11,12 +11,12 @@ from headway.base.errors import Closed, ContextBusy, InvalidInput, Unsupported, 
 from headway.program.chat.conversation import Conversation
 from headway.program.chat.reader import Reader
 from headway.program.ids import common
-from headway.text.forms import assistant_message
-from headway.text.parse import FORMATS, detect
+from headway.text.replies import FORMATS, detect
+from headway.text.templates.messages import assistant_message
 
 if TYPE_CHECKING:
     from headway.program.context import Context
-    from headway.text.chat import ChatTemplate
+    from headway.text.templates.chat_template import ChatTemplate
 
 Messages = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.program.generation.generator import Step
-from headway.text.parse import Content, Part, Reply, collect, parser
+from headway.text.replies import Content, Part, Reply, collect, parser
 from headway.text.stream import TextStream
 from headway.text.tokenizer import Tokenizer
 

@@ -21,8 +21,8 @@ from headway.program.chat.reader import Reader
 from headway.program.chat.toolbox import Function, Toolbox
 from headway.program.generation.generator import Generation, Step
 from headway.program.ids import integers
-from headway.text.forms import CallForm, call_form, end_of_reasoning, tool_message
-from headway.text.parse import BadToolCall, Part, ToolCall
+from headway.text.replies import BadToolCall, Part, ToolCall
+from headway.text.templates.messages import CallSyntax, call_syntax, end_of_reasoning, tool_message
 
 if TYPE_CHECKING:
     from headway.program.context import Context
@@ -236,11 +236,11 @@ class ChatReply:
             self._script = forced_call(self._tools, self._form(), choice, end_of_reasoning(self._format, prompt))
         self._item = next(self._script)
 
-    def _form(self) -> CallForm:
+    def _form(self) -> CallSyntax:
         template = self._context.engine.chat_template
         assert self._format is not None
         assert template is not None
-        return call_form(self._format, template.tool_source or template.source)
+        return call_syntax(self._format, template.tool_source or template.source)
 
     def _end_message(self, finish: str) -> None:
         """The model has ended a message: what it has in it decides what comes next."""

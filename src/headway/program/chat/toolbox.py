@@ -22,7 +22,7 @@ from typing import Any
 
 from headway.base.errors import InvalidInput, WrongType
 from headway.program.constraints.grammar import Grammar
-from headway.text.parse_parts import ToolCall
+from headway.text.replies.parts import ToolCall
 from headway.text.tools import bind_arguments, tool_schema
 
 TOOLS = 128  # at most

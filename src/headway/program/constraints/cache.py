@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import InvalidInput, InvalidToken, Unsupported
+from headway.base.text import shorten
 from headway.program.constraints.bitmask import padded
 from headway.program.constraints.grammar import WHITESPACE, Grammar
 
@@ -181,8 +182,7 @@ def brief(message: str) -> str:
     text = message.partition("<backtrace>")[0].partition(" Enable '")[0]
     lines = [line.strip() for line in text.splitlines() if line.strip() and not re.match(r"\s*(\d+ \||<|\^)", line)]
     reasons = [line for line in lines if line.startswith("error: ")]
-    text = "; ".join(reasons or lines)
-    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+    return shorten("; ".join(reasons or lines), SHOWN)
 
 
 # --- the tokenizer as the compiler sees it

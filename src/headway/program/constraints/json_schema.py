@@ -15,10 +15,9 @@ from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
-from headway.base.checks import short
 from headway.base.errors import InvalidInput, WrongType
+from headway.base.text import short_repr, shorten
 from headway.program.constraints.patterns import ecma_pattern, real_times
-from headway.program.ids import SHOWN
 
 BYTES = 256 * 1024  # of a schema as JSON text
 NODES = 2048  # subschemas, and lists and objects inside const and enum
@@ -76,11 +75,11 @@ class _Walk:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
-            raise WrongType(f"the JSON schema has {short(schema)} at {_place(at)}; a schema is an object or a bool")
+            raise WrongType(f"the JSON schema has {short_repr(schema)} at {_place(at)}; a schema is an object or bool")
         out = {}
         for keyword, value in schema.items():
             if not isinstance(keyword, str):
-                raise WrongType(f"the JSON schema has the key {short(keyword)} at {_place(at)}; keys are strings")
+                raise WrongType(f"the JSON schema has the key {short_repr(keyword)} at {_place(at)}; keys are strings")
             if keyword in ENFORCED:
                 out[keyword] = self.keyword(keyword, value, f"{at}/{_escaped(keyword)}", depth + 1)
             else:
@@ -122,20 +121,20 @@ class _Walk:
             case str():
                 _check_text(value, at)
             case int() if not -(1 << 63) <= value < 1 << 64:
-                raise InvalidInput(f"{_place(at)} in the JSON schema is {short(value)}; it has to fit into 64 bits")
+                raise InvalidInput(f"{_place(at)} in the JSON schema is {short_repr(value)}; it must fit in 64 bits")
             case float() if not math.isfinite(value):
                 raise InvalidInput(f"{_place(at)} in the JSON schema is {value}, which is no JSON number")
             case None | bool() | int() | float():
                 pass
             case _:
-                raise WrongType(f"{_place(at)} in the JSON schema is {short(value)}, which is no JSON value")
+                raise WrongType(f"{_place(at)} in the JSON schema is {short_repr(value)}, which is no JSON value")
 
     def step(self, at: str, depth: int) -> None:
         self.count += 1
         if self.count > NODES:
             raise InvalidInput(f"the JSON schema has more than {NODES} subschemas; simplify it")
         if depth > DEPTH:
-            raise InvalidInput(f"the JSON schema is nested deeper than {DEPTH} levels, at {_place(at)[:SHOWN]}…")
+            raise InvalidInput(f"the JSON schema is nested deeper than {DEPTH} levels, at {shorten(_place(at), 40)}")
 
     def check_references(self) -> None:
         for at, target in self.references.items():
@@ -241,7 +240,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidInput(f"the JSON schema has the key {short(twice)} twice in one object")
+        raise InvalidInput(f"the JSON schema has the key {short_repr(twice)} twice in one object")
     return dict(pairs)
 
 
@@ -253,12 +252,12 @@ def _check_annotation(keyword: str, value: Any, at: str) -> None:
     if keyword == "$schema":
         known = any(draft in _typed(value, str, at) for draft in DRAFTS)
         if not known:
-            raise InvalidInput(f"$schema is {short(value)}; the drafts known are {', '.join(DRAFTS)}")
+            raise InvalidInput(f"$schema is {short_repr(value)}; the drafts known are {', '.join(DRAFTS)}")
     elif keyword == "$id" and at:
         raise InvalidInput(f"the JSON schema has $id at {_place(at)}; it may only stand at the top")
     elif keyword not in ANNOTATIONS and (not keyword.startswith("x-") or keyword == "x-guidance"):
         raise InvalidInput(
-            f"the JSON schema has {short(keyword)} at {_place(at)}, which cannot be enforced while generating; "
+            f"the JSON schema has {short_repr(keyword)} at {_place(at)}, which cannot be enforced while generating; "
             f"take it out and check it afterwards (enforced: {', '.join(sorted(ENFORCED))})"
         )
 
@@ -282,7 +281,7 @@ def _check_value(keyword: str, value: Any, at: str) -> None:
     else:
         good, wanted = isinstance(value, str), "a string"
     if not good:
-        raise InvalidInput(f"{_place(at)} in the JSON schema is {short(value)}; it takes {wanted}")
+        raise InvalidInput(f"{_place(at)} in the JSON schema is {short_repr(value)}; it takes {wanted}")
 
 
 def _check_properties(schema: dict[str, Any], at: str) -> None:
@@ -346,7 +345,7 @@ def _target(reference: str, at: str) -> str:
     """The pointer inside this schema that a $ref names."""
     if reference != "#" and not reference.startswith("#/"):
         raise InvalidInput(
-            f"$ref at {_place(at)} is {short(reference)}; only places inside the schema, as in #/$defs/name, are read"
+            f"$ref at {_place(at)} is {short_repr(reference)}; only places inside the schema are read, as #/$defs/a"
         )
     return "".join(f"/{_escaped(part)}" for part in map(_unescaped, unquote(reference[1:]).split("/")[1:]))
 
@@ -354,7 +353,7 @@ def _target(reference: str, at: str) -> str:
 def _typed(value: Any, kind: type, at: str) -> Any:
     if not isinstance(value, kind):
         names = {list: "a list", dict: "an object", str: "a string"}
-        raise WrongType(f"{_place(at)} in the JSON schema is {short(value)}; it takes {names[kind]}")
+        raise WrongType(f"{_place(at)} in the JSON schema is {short_repr(value)}; it takes {names[kind]}")
     return value
 
 

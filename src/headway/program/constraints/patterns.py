@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from headway.base.checks import short
 from headway.base.errors import InvalidInput
+from headway.base.text import short_repr
 
 PATTERN = 4096  # characters of a pattern
 
@@ -54,9 +54,9 @@ def _ecma_part(part: str, pattern: str, at: int, inside: bool) -> str:
     """One character or escape of a pattern, rewritten."""
     following = pattern[at + 1 : at + 3]
     if part == "(" and following[:1] == "?" and not inside and following[1:] not in (":", "=", "!", "<"):
-        raise InvalidInput(f"the pattern {short(pattern)} sets flags with (?; they are no part of ECMAScript")
+        raise InvalidInput(f"the pattern {short_repr(pattern)} sets flags with (?; they are no part of ECMAScript")
     if inside and pattern[at : at + 2] == "--":
-        raise InvalidInput(f"the pattern {short(pattern)} has -- inside brackets; write \\- for a hyphen")
+        raise InvalidInput(f"the pattern {short_repr(pattern)} has -- inside brackets; write \\- for a hyphen")
     if part[:2] in ("\\p", "\\P"):
         return part if inside else f"[{part}{WITHOUT_NULL}"
     if part.startswith("\\"):

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
-from headway.base.checks import token_id
+from headway.base.checks import check_token_id
 from headway.base.errors import BadModelFile, InvalidInput, Unsupported, WrongType
+from headway.base.files import read_json
 from headway.base.generation import PARAMETERS, parameters_of
 from headway.base.samplers import Sampling
-from headway.text.chat import read_json
 
 FILE = "generation_config.json"
 TOKENS = {"eos_token_id": "eos_ids", "bos_token_id": "bos_id", "pad_token_id": "pad_id"}  # names in the file, and ours
@@ -181,11 +181,11 @@ class GenerationDefaults:
 
 
 def _ids(value: Any, name: str) -> tuple[int, ...]:
-    return tuple(token_id(v, name) for v in (value if isinstance(value, list | tuple) else [value]))
+    return tuple(check_token_id(v, name) for v in (value if isinstance(value, list | tuple) else [value]))
 
 
 CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     **{parameter.name_on("file"): parameter.check for parameter in parameters_of("file")},
-    **{"eos_ids": _ids, "bos_id": token_id, "pad_id": token_id},
+    **{"eos_ids": _ids, "bos_id": check_token_id, "pad_id": check_token_id},
 }
 NAMES = frozenset(CHECKS)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headway.base.checks import whole
+from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.samplers import Sampler
 from headway.program.constraints.constraint import Constraint, compiled
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def banned_by_ngrams(tokens: Sequence[int], n: int) -> set[int]:
     """The tokens that would complete a run of n tokens which `tokens` has already; none with n = 0."""
-    n = whole(n, "n")
+    n = check_integer(n, "n")
     if n == 0 or len(tokens) < n:
         return set()
     last = tuple(tokens[len(tokens) - n + 1 :])
@@ -52,7 +52,7 @@ class NoRepeat:
     """
 
     def __init__(self, n: int, context: Context, other: Grammar | Constraint | None = None) -> None:
-        self._n, self.context, self.other = whole(n, "no_repeat_ngram_size", low=1), context, other
+        self._n, self.context, self.other = check_integer(n, "no_repeat_ngram_size", low=1), context, other
         self._tokens: list[int] = []
         self._behind: dict[tuple[int, ...], Counter[int]] = {}  # n - 1 tokens → those that came behind them
         self.stale = True  # the context may have other tokens than these

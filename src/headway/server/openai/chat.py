@@ -26,7 +26,7 @@ from headway.server.openai.streaming import Put, copies, together
 from headway.server.openai.tokens import Token, chat_logprobs, prompt_logprobs
 from headway.server.serving import Serving, Ticket
 from headway.server.settings import Settings
-from headway.text.parse_parts import Content, Part, Reasoning, ToolCallArguments, ToolCallStart
+from headway.text.replies.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallStart
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -20,8 +20,8 @@ from headway.server.openai.messages import Talk
 from headway.server.openai.plan import Plan
 from headway.server.openai.respond import REASONS
 from headway.server.openai.tokens import Spelling, Token
-from headway.text.forms import CallForm, end_of_reasoning
-from headway.text.parse_parts import BadToolCall, Content, Part, ToolCallArguments, ToolCallEnd, ToolCallStart
+from headway.text.replies.parts import BadToolCall, Content, Part, ToolCallArguments, ToolCallEnd, ToolCallStart
+from headway.text.templates.messages import CallSyntax, end_of_reasoning
 
 FINAL = "<|channel|>final<|message|>"  # where a reply in harmony's format has its content
 ENOUGH = "enough"  # it ended because there may be one call only
@@ -158,7 +158,7 @@ class Speech:
         self._taken = self._rest_of_call(started.name, self._talk.form, whole[size:end].decode("utf-8", "replace"))
         return cut
 
-    def _rest_of_call(self, name: str, form: CallForm, lead: str) -> Script:
+    def _rest_of_call(self, name: str, form: CallSyntax, lead: str) -> Script:
         """The arguments by their schema, the end of the call, and what the model likes to say behind it."""
         yield lead + form.between
         yield self._talk.tools.get(name).arguments

@@ -18,7 +18,7 @@ from headway.program.engine import Engine
 from headway.program.ids import token_ids
 from headway.server.errors import bad_request
 from headway.server.openai.request_schema import Call, Message, Part, Tool
-from headway.text.forms import CallForm, as_text, call_form
+from headway.text.templates.messages import CallSyntax, as_text, call_syntax
 
 PARTS = tuple(name for name in Part.model_fields if name != "type")
 REASONS = ("reasoning", "think")  # words of a template that has, or takes away, what a model wrote for itself
@@ -32,7 +32,7 @@ class Talk:
     rendered: str  # ends with the generation prompt
     format: str | None  # how the model writes what is no content
     tools: Toolbox
-    form: CallForm | None  # how it writes calls, when it has tools
+    form: CallSyntax | None  # how it writes calls, when it has tools
 
 
 def read_talk(messages: Sequence[Message], tools: Sequence[Tool], engine: Engine, *, cue: bool = True) -> Talk:
@@ -54,7 +54,7 @@ def read_talk(messages: Sequence[Message], tools: Sequence[Tool], engine: Engine
     new = Conversation(messages=listed, tools=box.schemas or None, described=described)
     talk, _, ids = engine.chat.follow(Conversation(), new, (), cue=cue)
     _check_names(messages, new, talk.rendered, engine, cue=cue)
-    form = None if format is None or not box else call_form(format, source)
+    form = None if format is None or not box else call_syntax(format, source)
     return Talk(tuple(token_ids(ids, engine.vocab_size)), talk.rendered, format, box, form)
 
 

@@ -16,7 +16,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.datastructures import MutableHeaders
 
-from headway.base.gc_paused import uncollected
+from headway.base.gc_paused import gc_paused
 from headway.server.errors import ApiError, bad_request
 from headway.server.settings import Settings
 
@@ -31,7 +31,7 @@ class JsonRequest(Request):
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
             body = await self.body()
-            with uncollected():
+            with gc_paused():
                 self._json = json.loads(body.decode())
         return self._json
 

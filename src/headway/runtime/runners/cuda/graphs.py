@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from headway.base.log import note
+from headway.base.log import log_event
 from headway.runtime.memory import is_out_of_memory
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -62,7 +62,7 @@ class Graphs:
     def _captured(self, key: Hashable, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """What the work launches, not yet run; None when there is no memory for it."""
         start = time.perf_counter()
-        note(f"capturing a graph of {told(key)}", graphs=self.captured)
+        log_event(f"capturing a graph of {told(key)}", graphs=self.captured)
         try:
             if self._capture is None:
                 self._capture = _Capture()
@@ -71,9 +71,10 @@ class Graphs:
             if not is_out_of_memory(error):
                 raise
             self._refused.add(key)
-            note(f"no memory is left for a graph of {told(key)}; it is launched kernel by kernel")
+            log_event(f"no memory is left for a graph of {told(key)}; it is launched kernel by kernel")
             return None
-        note(f"captured a graph of {told(key)}", seconds=round(time.perf_counter() - start, 3), graphs=self.captured)
+        seconds = round(time.perf_counter() - start, 3)
+        log_event(f"captured a graph of {told(key)}", seconds=seconds, graphs=self.captured)
         return graph
 
     @property

@@ -12,9 +12,9 @@ A message with another channel or role than these is a `BadToolCall`.
 
 from __future__ import annotations
 
-from headway.text.parse_json import wrong_name
-from headway.text.parse_machine import Markers, State, StreamParser
-from headway.text.parse_parts import ToolCallArguments, ToolCallStart
+from headway.text.replies.json_stream import wrong_name
+from headway.text.replies.machine import Markers, State, StreamParser
+from headway.text.replies.parts import ToolCallArguments, ToolCallStart
 
 CHANNELS = ("analysis", "commentary", "final")
 MAX_HEADER = 1024

@@ -1,6 +1,6 @@
 """Chat messages in a model's own forms: calls as a format spells them, replies as messages, tools as plain text.
 
-`CallForm` is what a constrained call is written with; `assistant_message` and `tool_message` are what templates read;
+`CallSyntax` is what a constrained call is written with; `assistant_message` and `tool_message` are what templates read;
 `described` puts tools into messages for a template that has no place for them, in the words of the Hermes format.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headway.text.parse_parts import Reply
+from headway.text.replies.parts import Reply
 
 Message = Mapping[str, Any]
 
@@ -27,7 +27,7 @@ For each call write a JSON object with the function's name and arguments inside 
 
 
 @dataclass(frozen=True)
-class CallForm:
+class CallSyntax:
     """The text around a call: before its name, between name and arguments, and behind them.
 
     `border` is the text that ends a name, where it is no special token: two names of which one begins the other can
@@ -40,18 +40,18 @@ class CallForm:
     border: str = ""
 
 
-_TAGGED = CallForm('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", '"')
+_TAGGED = CallSyntax('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", '"')
 _FORMS = {
     "qwen": _TAGGED,
     "hermes": _TAGGED,
-    "llama": CallForm('{"name": "', '", "parameters": ', "}", '"'),
-    "mistral": CallForm('[TOOL_CALLS] [{"name": "', '", "arguments": ', "}]", '"'),
-    "harmony": CallForm("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", " "),
+    "llama": CallSyntax('{"name": "', '", "parameters": ', "}", '"'),
+    "mistral": CallSyntax('[TOOL_CALLS] [{"name": "', '", "arguments": ', "}]", '"'),
+    "harmony": CallSyntax("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", " "),
 }
-_MISTRAL_ARGS = CallForm("[TOOL_CALLS]", "[ARGS]", "")
+_MISTRAL_ARGS = CallSyntax("[TOOL_CALLS]", "[ARGS]", "")
 
 
-def call_form(format: str, template_source: str) -> CallForm:
+def call_syntax(format: str, template_source: str) -> CallSyntax:
     """How replies in `format` spell a call; Mistral has two ways, and the template knows which."""
     return _MISTRAL_ARGS if format == "mistral" and "[ARGS]" in template_source else _FORMS[format]
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Self
 
 from headway.base.errors import Closed, WrongType
-from headway.text.parse_json import SPACE, CallScanner
-from headway.text.parse_parts import (
+from headway.text.replies.json_stream import SPACE, CallScanner
+from headway.text.replies.parts import (
     BadToolCall,
     Content,
     ParseLimits,

@@ -15,9 +15,9 @@ from __future__ import annotations
 import json
 import re
 
-from headway.text.parse_json import SPACE
-from headway.text.parse_machine import Markers, State, StreamParser
-from headway.text.parse_parts import ToolCallEnd
+from headway.text.replies.json_stream import SPACE
+from headway.text.replies.machine import Markers, State, StreamParser
+from headway.text.replies.parts import ToolCallEnd
 
 CODE_TOOL = "code_interpreter"
 MAX_METHOD = 256

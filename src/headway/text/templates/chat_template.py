@@ -1,20 +1,20 @@
 """Chat templates: messages → the text the model was trained on.
 
-A template is Jinja source from a model file. It is not trusted: it runs in `text/sandbox.py`, bounded in time, memory
-and output (see there how, and `TemplateLimits` for how much), and sees only plain values. Nothing is compiled before
-the first rendering, so a model with a broken template can still be used without one.
+A template is Jinja source from a model file and is not trusted: it runs in `sandbox.py`, bounded in time, memory and
+output by `TemplateLimits`, and sees only plain values. It is compiled by the first rendering, so a model with a broken
+template can still be used without one.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import BadModelFile, TemplateError, WrongType
-from headway.base.gc_paused import uncollected
+from headway.base.files import read_json
+from headway.base.gc_paused import gc_paused
 
 if TYPE_CHECKING:
     import jinja2
@@ -105,13 +105,13 @@ class ChatTemplate:
     def _run(self, source: str, values: dict[str, Any]) -> str:
         import jinja2
 
-        from headway.text import sandbox
+        from headway.text.templates import sandbox
 
         limits = self.limits
         try:
             template = self._compile(source)
             meter = sandbox.Meter(seconds=limits.seconds, work=limits.work, size=limits.output_chars)
-            with uncollected():  # whose garbage it is cannot be known; the time would be the template's
+            with gc_paused():  # whose garbage it is cannot be known; the time would be the template's
                 return sandbox.render(template, values, meter, limits.output_chars)
         except sandbox.RaisedByTemplate as error:
             raise TemplateError(f"the chat template refuses these messages: {error}") from error
@@ -127,7 +127,7 @@ class ChatTemplate:
             raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error
 
     def _compile(self, source: str) -> jinja2.Template:
-        from headway.text import sandbox
+        from headway.text.templates import sandbox
 
         if len(source) > self.limits.source_chars:
             raise TemplateError(
@@ -220,19 +220,6 @@ def gguf_template_sources(metadata: Mapping[str, object]) -> dict[str, str]:
         if not isinstance(source, str):
             raise BadModelFile(f"the {name} chat template in {key} is a {type(source).__name__}; it should be text")
     return {name: str(source) for name, source in found.items()}
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise BadModelFile(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise BadModelFile(f"{file} holds a {type(value).__name__}; it should hold an object")
-    return value
 
 
 def _named(found: object, where: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from headway.base.errors import Closed, InvalidInput, WrongType
 from headway.text import ChatTemplate
-from headway.text.parse import (
+from headway.text.replies import (
     FORMATS,
     BadToolCall,
     Content,

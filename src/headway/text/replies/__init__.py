@@ -1,7 +1,7 @@
 """Replies as they arrive: content, reasoning and tool calls, out of a model's text.
 
 A chat template decides how a model writes these. `detect` names the format from the template's source, `parser` makes
-the `StreamParser` for it, and its parts are values of `text/parse_parts.py`:
+the `StreamParser` for it, and its parts are values of `text/replies/parts.py`:
 
     parse = parser(detect(template.source) or "hermes", prompt=prompt)
     for delta in deltas:              # text that shows special tokens: TextStream(tokenizer, skip_special=False)
@@ -15,11 +15,11 @@ The text may be split anywhere between two characters: the parts add up to the s
 from __future__ import annotations
 
 from headway.base.errors import InvalidInput, WrongType
-from headway.text.parse_harmony import Harmony
-from headway.text.parse_llama import Llama
-from headway.text.parse_machine import StreamParser
-from headway.text.parse_mistral import Mistral
-from headway.text.parse_parts import (
+from headway.text.replies.harmony import Harmony
+from headway.text.replies.llama import Llama
+from headway.text.replies.machine import StreamParser
+from headway.text.replies.mistral import Mistral
+from headway.text.replies.parts import (
     BadToolCall,
     Content,
     ParseLimits,
@@ -32,7 +32,7 @@ from headway.text.parse_parts import (
     ToolCallStart,
     collect,
 )
-from headway.text.parse_tagged import Tagged
+from headway.text.replies.tagged import Tagged
 
 __all__ = [
     "FORMATS",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headway.base.errors import InvalidInput, WrongType
+from headway.base.text import shorten
 
 MAX_DEPTH = 64
 MAX_STEPS = 100_000  # values compared with parts of a schema, which may refer to itself
@@ -175,5 +176,4 @@ def _article(kinds: list[str]) -> str:
 
 
 def _show(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= 60 else text[:57] + "…"
+    return shorten(json.dumps(value, ensure_ascii=False, default=repr), 60)

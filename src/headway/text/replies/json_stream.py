@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any
 
-from headway.text.parse_parts import ParseLimits
+from headway.text.replies.parts import ParseLimits
 
 SPACE = " \t\n\r"
 MAX_DIGITS = 1000

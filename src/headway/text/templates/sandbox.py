@@ -33,7 +33,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from headway.text.meter import Exceeded, Meter, check_braces, check_operator, checked_filter, checked_method
+from headway.text.templates.meter import Exceeded, Meter, check_braces, check_operator, checked_filter, checked_method
 
 _REFUSED_METHODS = {
     str: {"translate", "maketrans", "expandtabs", "encode", "format_map"},

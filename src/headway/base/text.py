@@ -1,0 +1,29 @@
+"""Text for people: byte counts, and values cut to a length that an error message can hold."""
+
+from __future__ import annotations
+
+from reprlib import Repr
+from typing import Any
+
+UNITS = {1000: ("B", "kB", "MB", "GB", "TB"), 1024: ("B", "KiB", "MiB", "GiB", "TiB")}
+SHOWN = 80  # characters of a value in a message
+
+_REPR = Repr()
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = SHOWN
+_REPR.fillvalue = "…"
+
+
+def format_bytes(count: float, base: int = 1024) -> str:
+    """98.4 MiB, 1.6 GiB; with base 1000, as disks and networks count, 98.4 MB, 1.6 GB."""
+    power = sum(count >= base**n for n in range(1, len(UNITS[base])))
+    return f"{count / base**power:.{min(power, 1)}f} {UNITS[base][power]}"
+
+
+def shorten(text: str, limit: int = SHOWN) -> str:
+    """`text`, cut to `limit` characters with an ellipsis."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def short_repr(value: Any, limit: int = SHOWN) -> str:
+    """`repr(value)` cut to `limit` characters; a large container or string is never spelled out whole."""
+    return shorten(_REPR.repr(value), limit)
