@@ -154,11 +154,11 @@ class Session:
 
 async def reply(engine: hw.Engine, session: Session, text: str) -> tuple[Answer, str]:
     """The program of one turn: the message, the cue, the answer; the answer's reasoning, where the model has any."""
-    from headway.program.chat.messages import close_turn, open_turn, reply_format
+    from headway.program.chat.messages import append_messages, close_message, reply_format
     from headway.program.chat.reader import Reader
 
     ctx, format = session.ctx, reply_format(engine.chat_template)
-    open_turn(ctx, text)
+    append_messages(ctx, text)
     write = (lambda piece: None) if session.as_json else write_text
     if format is None:
         return await stream(engine, ctx, session.name, session.decoding, write), ""
@@ -166,7 +166,7 @@ async def reply(engine: hw.Engine, session: Session, text: str) -> tuple[Answer,
     voice = Voice(reader, silent=session.as_json)
     answer = await stream(engine, ctx, session.name, session.decoding, write, each=voice.show)
     if answer.finish_reason != "length":
-        close_turn(ctx, reader)
+        close_message(ctx, reader)
     return replace(answer, text=reader.reply.content), reader.reply.reasoning
 
 

@@ -136,13 +136,13 @@ class Forward:
         self._logit_masks.append(_LogitMask(allowed, chosen))
         return self
 
-    def mask_later(self, mask: Later) -> Forward:
+    def mask_async(self, mask: Later) -> Forward:
         """A logit mask for every row that depends on tokens fed by a handle: computed beside the device, once those
         are known. The step waits for it, so it must be quick; the generator gives masks of compiled grammars."""
         self._check_open()
         if not self._feeds:
             raise InvalidInput(
-                "mask_later is for a pass that is fed by a handle; this one's tokens are known, use mask"
+                "mask_async is for a pass that is fed by a handle; this one's tokens are known, use mask"
             )
         self._later = mask
         return self

@@ -55,7 +55,7 @@ class Followed(Later, Protocol):
         ...
 
     @property
-    def narrow(self) -> bool:
+    def sparse(self) -> bool:
         """Little can: the program goes on by other means behind the next token."""
         ...
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from headway.program.chat.toolbox import Toolbox
+from headway.program.chat.tools import ToolSet
 from headway.program.constraints.grammar import Grammar
 from headway.text.templates.messages import CallSyntax
 
@@ -24,7 +24,7 @@ def free() -> Script:
     yield None
 
 
-def forced_call(tools: Toolbox, form: CallSyntax, name: str, lead: str = "") -> Script:
+def forced_call(tools: ToolSet, form: CallSyntax, name: str, lead: str = "") -> Script:
     """A message that is a call of the tool with this name, or of any when it is ""; `lead` stands before it."""
     names = (name,) if name else tools.names
     text = yield lead + form.opening

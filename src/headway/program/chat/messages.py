@@ -42,7 +42,7 @@ class Before:
             _rewrite(context, keep, self.tokens[keep:], self.talk, self.written)
 
 
-def open_turn(
+def append_messages(
     context: Context,
     said: Messages,
     *,
@@ -71,7 +71,7 @@ def open_turn(
         _rewrite(context, keep, ids, new)
 
 
-def close_turn(context: Context, reader: Reader) -> list[str]:
+def close_message(context: Context, reader: Reader) -> list[str]:
     """Make what was read a message of the conversation, and append what the template puts behind it.
 
     The ids of its calls; those that the model wrote none for have nine letters and digits, as some templates want.

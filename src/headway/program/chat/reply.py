@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from headway.base.errors import DeadlineExceeded, InvalidInput, ToolFailed
 from headway.base.samplers import Sampler
 from headway.program.chat.forced_calls import Item, Script, forced_call, free
-from headway.program.chat.messages import Before, Messages, close_turn, open_turn, reply_format, tool_format
+from headway.program.chat.messages import Before, Messages, append_messages, close_message, reply_format, tool_format
 from headway.program.chat.reader import Reader
-from headway.program.chat.toolbox import Function, Toolbox
+from headway.program.chat.tools import Function, ToolSet
 from headway.program.generation.generator import Generation, Step
 from headway.program.ids import integers
 from headway.text.replies import BadToolCall, Part, ToolCall
@@ -92,7 +92,7 @@ class ChatReply:
         self._context, self._sampler = context, sampler
         self._stop = stop if isinstance(stop, str) else list(stop)
         self._raises, self._runs = on_error == "raise", tool_choice != "none"
-        self._tools = Toolbox((context.talk.tools or ()) if tools is None else tools)
+        self._tools = ToolSet((context.talk.tools or ()) if tools is None else tools)
         chosen = _chosen_tool(tool_choice, self._tools)
         self._before = Before.of(context)
         self._parts: deque[Part | ToolResult] = deque()
@@ -215,12 +215,12 @@ class ChatReply:
         """Write the messages; the format of what will come."""
         template = self._context.engine.chat_template
         if not self._tools:
-            open_turn(self._context, said, tools=() if new_tools else None)
+            append_messages(self._context, said, tools=() if new_tools else None)
             return reply_format(template, asked)
         if not new_tools and self._context.talk.described:
             asked = "hermes"
         format, described = tool_format(template, asked)
-        open_turn(self._context, said, tools=self._tools.schemas if new_tools else None, described=described)
+        append_messages(self._context, said, tools=self._tools.schemas if new_tools else None, described=described)
         return format
 
     def _begin_message(self, choice: str | None) -> None:
@@ -251,7 +251,7 @@ class ChatReply:
         if finish == "length":
             self.finish = finish
             return
-        ids = close_turn(self._context, self._reader)
+        ids = close_message(self._context, self._reader)
         if reply.bad:
             self.finish = "bad_call"
         elif not reply.calls:
@@ -289,11 +289,11 @@ class ChatReply:
         answers, self._answers = self._answers, []
         if thought := self._reader.reply.reasoning:
             self._reasoning.append(thought)
-        open_turn(self._context, answers)
+        append_messages(self._context, answers)
         self._begin_message(None)
 
 
-def _chosen_tool(choice: Choice, tools: Toolbox) -> str | None:
+def _chosen_tool(choice: Choice, tools: ToolSet) -> str | None:
     """The tool that must be called, "" for any of them; None when none must."""
     match choice:
         case "auto" | "none":

@@ -15,7 +15,7 @@ import numpy as np
 from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.samplers import Sampler
-from headway.program.constraints.constraint import Constraint, compiled
+from headway.program.constraints.constraint import Constraint, compile_async
 from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.generator import Generation
@@ -62,7 +62,7 @@ class NoRepeat:
         """Compile the other constraint, if it is a grammar, beside the event loop."""
         if isinstance(grammar := self.other, Grammar):
             engine = self.context.engine
-            made = await compiled(grammar, engine.tokenizer, engine.vocab_size)
+            made = await compile_async(grammar, engine.tokenizer, engine.vocab_size)
             if self.other is grammar:  # else somebody needed it sooner
                 self.other = made
 

@@ -95,7 +95,7 @@ class Streak:
         self.token = token
         self.left -= 1
         self.drawn.append(token)
-        if self.left == 0 or token in self.ends or (self.later is not None and self.later.narrow):
+        if self.left == 0 or token in self.ends or (self.later is not None and self.later.sparse):
             self.over = True
         elif self.follower is not None:
             self.later = self.follower.follow(token)

@@ -59,7 +59,7 @@ class Tool:
         return Grammar.json_schema(self.parameters)
 
 
-class Toolbox:
+class ToolSet:
     """The tools of one reply, by name."""
 
     def __init__(self, tools: Iterable[Function | Mapping[str, Any]]) -> None:
