@@ -16,7 +16,7 @@ from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     import headway as hw
-    from headway.program.chat.reader import Reader
+    from headway.program.chat.reader import ReplyReader
 
 PROMPT = "> "
 HELP = """/help            this list
@@ -155,14 +155,14 @@ class Session:
 async def reply(engine: hw.Engine, session: Session, text: str) -> tuple[Answer, str]:
     """The program of one turn: the message, the cue, the answer; the answer's reasoning, where the model has any."""
     from headway.program.chat.messages import append_messages, close_message, reply_format
-    from headway.program.chat.reader import Reader
+    from headway.program.chat.reader import ReplyReader
 
     ctx, format = session.ctx, reply_format(engine.chat_template)
     append_messages(ctx, text)
     write = (lambda piece: None) if session.as_json else write_text
     if format is None:
         return await stream(engine, ctx, session.name, session.decoding, write), ""
-    reader = Reader(engine.tokenizer, format, ctx.talk.rendered)
+    reader = ReplyReader(engine.tokenizer, format, ctx.conversation.rendered)
     voice = Voice(reader, silent=session.as_json)
     answer = await stream(engine, ctx, session.name, session.decoding, write, each=voice.show)
     if answer.finish_reason != "length":
@@ -174,7 +174,7 @@ async def reply(engine: hw.Engine, session: Session, text: str) -> tuple[Answer,
 class Voice:
     """Shows a reply as it is read: its content, and its reasoning dimmed, each on lines of its own."""
 
-    reader: Reader
+    reader: ReplyReader
     silent: bool
     _thinking: bool = False
 

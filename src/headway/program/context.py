@@ -48,11 +48,18 @@ class Context:
     def __init__(self, engine: Engine, table: PageTable, seed: int | None = None) -> None:
         self.engine, self.table, self.seed = engine, engine.loop.adopt(table), seed
         self._pending: list[int] = []
-        self._talk = Conversation()
+        self._conversation = Conversation()
         self.retract: Callable[[], None] | None = None  # takes back a pass that a generator runs ahead
         self._written = 0  # tokens in the context when the last chat verb ended, to tell what was written behind it
         self.cached_tokens = 0  # those that passes found in the prefix cache and did not compute
         self._finalizer = weakref.finalize(self, engine.loop.release_later, table)
+
+    def __repr__(self) -> str:
+        with self.engine.lock:  # and not through seq_len and pending, which take back a pass that runs ahead
+            computed, pending = self.table.length, len(self._pending)
+            busy = self.engine.loop.last_job(self.table) is not None
+            state = "released" if self.table.closed else "lost" if self.table.lost else "busy" if busy else "idle"
+        return f"<Context: {computed} tokens computed, {pending} pending, {state}>"
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -88,7 +95,7 @@ class Context:
     @property
     def messages(self) -> tuple[Mapping[str, Any], ...]:
         """The chat so far."""
-        return self._talk.messages
+        return self._conversation.messages
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -127,7 +134,7 @@ class Context:
     def cue(self) -> Self:
         """Append the generation prompt; twice in a row adds one."""
         with self.changing():
-            self._talk, ids = self.engine.chat.cue(self._talk)
+            self._conversation, ids = self.engine.chat.cue(self._conversation)
             if ids:
                 self._pending += ids
             self._written = self._total()
@@ -136,18 +143,18 @@ class Context:
     def seal(self) -> Self:
         """Append what the template puts after an assistant text: the text behind the cue becomes a message."""
         with self.changing():
-            said = [*self.table.tokens, *self._pending][self._written :]
-            text = self.engine.tokenizer.decode(said, skip_special=True)
-            self._talk, ids = self.engine.chat.seal(self._talk, text)
+            written = [*self.table.tokens, *self._pending][self._written :]
+            text = self.engine.tokenizer.decode(written, skip_special=True)
+            self._conversation, ids = self.engine.chat.seal(self._conversation, text)
             self._pending += ids
             self._written = self._total()
         return self
 
     def _say(self, message: Mapping[str, Any]) -> Self:
         with self.changing(), self._all_or_nothing():
-            if self._talk.cued and self._total() > self._written:
+            if self._conversation.cued and self._total() > self._written:
                 self.seal()
-            self._talk, ids = self.engine.chat.add(self._talk, message)
+            self._conversation, ids = self.engine.chat.add(self._conversation, message)
             self._pending += ids
             self._written = self._total()
         return self
@@ -287,7 +294,7 @@ class Context:
             min_new_tokens=None if min_tokens is None else PARAMETERS["min_tokens"].check(min_tokens),
         )
         with self._all_or_nothing():
-            if self._talk.messages and not self._talk.cued and self._total() <= self._written:
+            if self._conversation.messages and not self._conversation.cued and self._total() <= self._written:
                 self.cue()
             parameters = settle(
                 given,
@@ -308,17 +315,17 @@ class Context:
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """What is appended here is taken back when any of it is refused."""
-        before, talk, written = len(self.pending), self._talk, self._written
+        before, conversation, written = len(self.pending), self._conversation, self._written
         try:
             yield
         except BaseException:
             del self._pending[before:]
-            self._talk, self._written = talk, written
+            self._conversation, self._written = conversation, written
             raise
 
     def chat(
         self,
-        said: Messages = None,
+        messages: Messages = None,
         sampler: Sampler | None = None,
         *,
         tools: Iterable[Callable[..., Any] | Mapping[str, Any]] | None = None,
@@ -331,14 +338,14 @@ class Context:
         tool_timeout: float | None = 30.0,
         timeout: float | None = None,
     ) -> ChatReply:
-        """Say something and get the reply: an async iterator of parts; `await reply.text()` collects the answer.
+        """Append messages and get the reply: an async iterator of parts; `await reply.text()` collects the answer.
 
         `tools` are typed functions, which are run when the model calls them, or schemas. `max_tokens` bounds each
         message, `max_rounds` how often calls are run, `tool_timeout` one call and `timeout` all, in seconds.
         """
         limits = ChatLimits(max_tokens, max_rounds, tool_timeout, timeout)
         options: dict[str, Any] = {"tools": tools, "tool_choice": tool_choice, "tool_format": tool_format}
-        return ChatReply(self, said, sampler, **options, on_error=on_error, stop=stop, limits=limits)
+        return ChatReply(self, messages, sampler, **options, on_error=on_error, stop=stop, limits=limits)
 
     # -- changing --------------------------------------------------------------------------------------------------
 
@@ -347,7 +354,7 @@ class Context:
         with self.changing():
             twin = Context(self.engine, self.table.fork(), self.seed)
             twin._pending = list(self._pending)
-            twin._talk, twin._written = self._talk, self._written
+            twin._conversation, twin._written = self._conversation, self._written
             return twin
 
     def truncate(self, n: int) -> Self:
@@ -453,16 +460,16 @@ class Context:
             coming.result()
 
     @property
-    def talk(self) -> Conversation:
-        return self._talk
+    def conversation(self) -> Conversation:
+        return self._conversation
 
     @property
     def written(self) -> int:
         return self._written
 
-    def resume(self, pending: list[int], talk: Conversation, written: int) -> None:
+    def resume(self, pending: list[int], conversation: Conversation, written: int) -> None:
         """Take over what a snapshot kept beside the pages."""
-        self._pending, self._talk, self._written = pending, talk, written
+        self._pending, self._conversation, self._written = pending, conversation, written
 
     def last_residual(self) -> np.ndarray:
         """The last layer's output at the last token, before the final norm [E]."""

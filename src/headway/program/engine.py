@@ -31,7 +31,7 @@ from headway.models.fingerprint import fingerprint
 from headway.models.hub.store import resolve
 from headway.models.load import Progress
 from headway.models.quantized.cpu import PackedDecoder
-from headway.program.chat.conversation import Chat
+from headway.program.chat.conversation import ChatWriter
 from headway.program.context import Context, checked_bid
 from headway.program.events import EventStream
 from headway.program.generation.defaults import GenerationDefaults
@@ -194,6 +194,12 @@ class Engine:
         with _engines_lock:
             _engines.add(self)
 
+    def __repr__(self) -> str:
+        decoder, allocator = self._backend.decoder, self._allocator
+        dtype, state = str(decoder.dtype).removeprefix("torch."), "open" if self.alive else "closed"
+        pages = f"{allocator.free} of {allocator.total} pages free"
+        return f"<Engine {self._name!r}: {dtype} on {decoder.device}, {pages}, {state}>"
+
     # -- programs --------------------------------------------------------------------------------------------------
 
     def run(
@@ -298,8 +304,8 @@ class Engine:
         return self._text.template
 
     @cached_property
-    def chat(self) -> Chat:
-        return Chat(self.chat_template, self.tokenizer)
+    def chat(self) -> ChatWriter:
+        return ChatWriter(self.chat_template, self.tokenizer)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

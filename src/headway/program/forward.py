@@ -75,6 +75,12 @@ class Forward:
         self._job: Job | None = None
         self._raw_pending = 0  # pending tokens that raw mask rows bind, in a flush
 
+    def __repr__(self) -> str:
+        samples = sum(isinstance(ask.what, Sampling) for ask in self._asks)
+        state = "executed" if self._executed else "not executed"
+        probes = len(self._asks) - samples
+        return f"<Forward: {len(self._tokens)} input tokens, {samples} samples, {probes} probes, {state}>"
+
     # -- input -----------------------------------------------------------------------------------------------------
 
     def input(self, tokens: Iterable[int] | SampleHandle) -> Forward:
@@ -356,6 +362,10 @@ class Execution(Generic[Result]):
     def __init__(self, job: Job, context: Context, finish: Callable[[PassResult], Result]) -> None:
         self._job, self._context, self._finish = job, context, finish
         self._delivered_before = False
+
+    def __repr__(self) -> str:
+        outcome = self._job.outcome
+        return f"<Execution: {'cancelled' if outcome.cancelled() else 'done' if outcome.done() else 'running'}>"
 
     def __await__(self) -> Generator[Any, None, Result]:
         job, loop = self._job, asyncio.get_running_loop()

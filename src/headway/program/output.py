@@ -50,6 +50,10 @@ class Output:
     def __init__(self, owner: object, result: PassResult) -> None:
         self._owner, self._result = owner, result
 
+    def __repr__(self) -> str:
+        stats = self.stats
+        return f"<Output: {len(self._result.values)} values of {stats.rows} rows, {1e3 * stats.seconds:.1f} ms>"
+
     @property
     def stats(self) -> PassStats:
         """Rows, pages, pages trimmed, cache hits, batch size, time, seeds used."""

@@ -230,15 +230,15 @@ def _bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _program_data(context: Context) -> dict[str, Any]:
-    talk = context.talk
+    conversation = context.conversation
     return {
         "pending": list(context.pending),
-        "messages": [dict(m) for m in talk.messages],
-        "rendered": talk.rendered,
-        "cued": talk.cued,
-        "tools": None if talk.tools is None else [dict(t) for t in talk.tools],
-        "described": talk.described,
-        "said": talk.said,
+        "messages": [dict(m) for m in conversation.messages],
+        "rendered": conversation.rendered,
+        "cued": conversation.cued,
+        "tools": None if conversation.tools is None else [dict(t) for t in conversation.tools],
+        "described": conversation.described,
+        "transcript": conversation.transcript,
         "written": context.written,
         "seed": context.seed,
         "salt": context.table.salt,
@@ -248,12 +248,12 @@ def _program_data(context: Context) -> dict[str, Any]:
 def _restore_program(context: Context, data: dict[str, Any] | Any, vocab: int) -> None:
     pending = token_ids(data["pending"], vocab, "saved pending tokens")
     tools = None if data.get("tools") is None else tuple(data["tools"])
-    talk = Conversation(
+    conversation = Conversation(
         tuple(data["messages"]),
         str(data["rendered"]),
         bool(data["cued"]),
         tools,
         bool(data.get("described")),
-        str(data.get("said", "")),
+        str(data.get("transcript", "")),
     )
-    context.resume(pending, talk, int(data["written"]))
+    context.resume(pending, conversation, int(data["written"]))

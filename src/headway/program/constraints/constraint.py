@@ -190,10 +190,10 @@ class GrammarMatcher:
     def consumer(self, token: int) -> LLMatcher | None:
         """The matcher to give a token to unchecked, followed by `record` if it accepts; None: `accept` must check.
 
-        A token is drawn under the mask of the grammar that then takes it, so it is nearly always allowed. After an
-        error a matcher stays failed, but `accept` compiles the grammar again once, as it does when the table of states is
-        full, and can then tell a token that is not allowed from a text that cannot be followed. With a table of its own
-        it cannot do that any more.
+        A token is drawn under the mask of the grammar that then takes it, so it is nearly always allowed. A matcher
+        that fails stays failed. `accept` compiles the grammar again once, as it does when the table of states is full,
+        and can then tell a token that is not allowed from a text that cannot be followed. It does not if it has a table
+        of its own already.
         """
         checks = self._ended or not self._shares or not 0 <= token < self._known or token in self._ends
         return None if checks else self._matcher
