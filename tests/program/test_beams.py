@@ -448,7 +448,7 @@ def test_ngrams_ban_what_transformers_bans(n: int) -> None:
 def test_ngrams_of_size_0_ban_nothing_and_negative_ones_are_refused() -> None:
     assert banned_by_ngrams([1, 1, 1], 0) == set()
     assert banned_by_ngrams([], 1) == set()
-    with pytest.raises(hw.InvalidInput, match="n is -1; it must be at least 0"):
+    with pytest.raises(hw.InvalidInput, match="n is -1; it must be an integer of at least 0"):
         banned_by_ngrams([1], -1)
 
 

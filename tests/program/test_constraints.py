@@ -659,7 +659,7 @@ CROSS = {"allOf": [{"anyOf": [obj({f"p{i}": {"const": j}}) for j in range(6)]} f
         (obj({f"p{i}": {} for i in range(OPTIONAL + 1)}, []), f"at most {OPTIONAL}"),
         (CROSS, "too large"),
         ({"const": "x" * 300_000}, "bytes"),
-        ("{", "not JSON"),
+        ("{", "not valid JSON"),
         ("[" * 100_000, "levels"),
         ('{"type": "string", "type": "null"}', "twice"),
         ('{"minimum": NaN}', "NaN"),

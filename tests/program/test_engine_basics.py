@@ -220,19 +220,19 @@ def test_narrow_dtypes_compute_about_the_same(
         ({"device": ""}, hw.InvalidInput, "''.*cpu"),
         ({"device": None}, hw.InvalidInput, "None.*cpu"),
         ({"device": 7}, hw.InvalidInput, "7.*cpu"),
-        ({"threads": 0}, hw.InvalidInput, "threads is 0.*1 to 1024"),
+        ({"threads": 0}, hw.InvalidInput, r"threads is 0.*\[1, 1024\]"),
         ({"threads": -1}, hw.InvalidInput, "threads is -1"),
         ({"threads": 1025}, hw.InvalidInput, "1025"),
-        ({"threads": 2.0}, hw.InvalidInput, r"2\.0"),
-        ({"threads": True}, hw.InvalidInput, "True"),
-        ({"pages": 0}, hw.InvalidInput, "pages is 0.*from 1"),
+        ({"threads": 2.0}, hw.WrongType, r"2\.0"),
+        ({"threads": True}, hw.WrongType, "True"),
+        ({"pages": 0}, hw.InvalidInput, "pages is 0.*at least 1"),
         ({"pages": -3}, hw.InvalidInput, "-3"),
-        ({"pages": 1.5}, hw.InvalidInput, r"1\.5"),
+        ({"pages": 1.5}, hw.WrongType, r"1\.5"),
         ({"pages": 1 << 40}, hw.OutOfPages, "MiB are free; at most"),
-        ({"page_size": 0}, hw.InvalidInput, "page_size is 0.*1 to 1024"),
+        ({"page_size": 0}, hw.InvalidInput, r"page_size is 0.*\[1, 1024\]"),
         ({"page_size": -16}, hw.InvalidInput, "-16"),
         ({"page_size": 4096}, hw.InvalidInput, "4096"),
-        ({"page_size": "16"}, hw.InvalidInput, "'16'"),
+        ({"page_size": "16"}, hw.WrongType, "'16'"),
         ({"max_batch_tokens": 0}, hw.InvalidInput, "max_batch_tokens is 0"),
         ({"max_batch_tokens": -1}, hw.InvalidInput, "-1"),
         ({"max_batch_tokens": 1 << 30}, hw.InvalidInput, "1048576"),
@@ -257,7 +257,7 @@ def test_what_is_no_model_is_refused(model: Any) -> None:
 def test_what_is_no_program_is_refused(engine: hw.Engine) -> None:
     with pytest.raises(hw.WrongType, match=r"the program is None.*async function"):
         engine.run(None)  # type: ignore[arg-type]
-    with pytest.raises(hw.WrongType, match=r"the program gave 97, which cannot be awaited.*async def"):
+    with pytest.raises(hw.WrongType, match=r"the program returned 97, which cannot be awaited.*async def"):
         engine.run(lambda engine: engine.vocab_size)  # type: ignore[arg-type, return-value]
 
 
@@ -289,8 +289,8 @@ def test_a_token_id_outside_the_vocabulary_is_refused(engine: hw.Engine, token: 
 @pytest.mark.parametrize(
     "tokens", ["text", b"ids", [1.0], [True], [[1]], [None], np.array([1.0]), np.zeros((1, 1), int), 5]
 )
-def test_what_is_no_list_of_whole_numbers_is_refused(engine: hw.Engine, tokens: Any) -> None:
-    with pytest.raises(hw.WrongType, match="whole number"):
+def test_what_is_no_list_of_integers_is_refused(engine: hw.Engine, tokens: Any) -> None:
+    with pytest.raises(hw.WrongType, match="integer"):
         engine.context().forward().input(tokens)
 
 

@@ -34,7 +34,7 @@ from headway.program.generation.parameters import Options, refuse, settle
 from headway.program.generation.sequences import Generations, start
 from headway.program.ids import integers, token_ids
 from headway.program.pages import RawPages
-from headway.program.view import View
+from headway.program.view import ContextView
 from headway.runtime.passes import Pass, PassResult
 from headway.runtime.scheduler.order import BID_LIMIT, Job
 
@@ -49,9 +49,9 @@ class Context:
         self.engine, self.table, self.seed = engine, engine.loop.adopt(table), seed
         self._pending: list[int] = []
         self._conversation = Conversation()
-        self.retract: Callable[[], None] | None = None  # takes back a pass that a generator runs ahead
-        self._written = 0  # tokens in the context when the last chat verb ended, to tell what was written behind it
-        self.cached_tokens = 0  # those that passes found in the prefix cache and did not compute
+        self.retract: Callable[[], None] | None = None  # takes back a pass that a generation runs ahead
+        self._written = 0  # tokens in the context after the last chat verb, to tell what was written since
+        self.cached_tokens = 0  # taken from the prefix cache instead of computed
         self._finalizer = weakref.finalize(self, engine.loop.release_later, table)
 
     def __repr__(self) -> str:
@@ -65,13 +65,13 @@ class Context:
 
     @property
     def seq_len(self) -> int:
-        """How many slots are computed, discarded ones included."""
+        """The number of computed slots, discarded ones included."""
         self._come_back()
         return self.table.length
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Tokens that are not computed yet."""
+        """The tokens that are not computed yet."""
         self._come_back()
         return tuple(self._pending)
 
@@ -102,7 +102,7 @@ class Context:
     def fill(self, text_or_ids: str | Iterable[int], *, special: bool = False) -> Self:
         """Append text or token ids to the pending buffer; nothing is computed yet.
 
-        Text that opens an empty context gets the tokenizer's begin token if the model wants one. Names of special
+        Text that opens an empty context gets the tokenizer's begin token if the model expects one. Names of special
         tokens inside text are plain text unless `special=True`.
         """
         with self.changing():
@@ -115,7 +115,7 @@ class Context:
                 ids = token_ids(ids, self.engine.vocab_size, "encoded text")
             else:
                 ids = token_ids(text_or_ids, self.engine.vocab_size)
-            self._written = min(self._written, self._total())  # a verb's tokens may have been cut
+            self._written = min(self._written, self._total())  # tokens of a verb may have been truncated
             self._pending += ids
         return self
 
@@ -141,7 +141,7 @@ class Context:
         return self
 
     def seal(self) -> Self:
-        """Append what the template puts after an assistant text: the text behind the cue becomes a message."""
+        """Append what the template puts after an assistant text: the text after the cue becomes a message."""
         with self.changing():
             written = [*self.table.tokens, *self._pending][self._written :]
             text = self.engine.tokenizer.decode(written, skip_special=True)
@@ -163,7 +163,7 @@ class Context:
         return self.table.length + len(self._pending)
 
     def set_bid(self, bid: float) -> Self:
-        """The priority of this context's passes, from -1000 to 1000; waiting one step counts as much as 1."""
+        """The priority of this context's passes, from -1000 to 1000; each step of waiting adds 1."""
         with self.engine.lock:
             self._check_open()
             self.table.bid = checked_bid(bid)
@@ -177,12 +177,14 @@ class Context:
         return Forward(self)
 
     async def flush(self, attention_mask: Mask | Sequence[Sequence[int]] | None = None, adapter: object = None) -> None:
-        """Compute the pending tokens. Raw mask rows bind the pending tokens, one row each."""
+        """Compute the pending tokens. Raw mask rows apply to the pending tokens, one row each."""
         if adapter is not None:
             self.forward().adapter(adapter)
         if not self.pending:
             if attention_mask is not None:
-                raise InvalidInput("flush was given an attention mask and there are no pending tokens for it to bind")
+                raise InvalidInput(
+                    "flush was given an attention mask and there are no pending tokens for it to apply to"
+                )
             return
         await self._flush(attention_mask)
 
@@ -314,7 +316,7 @@ class Context:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """What is appended here is taken back when any of it is refused."""
+        """Take back what is appended in this block when any of it is refused."""
         before, conversation, written = len(self.pending), self._conversation, self._written
         try:
             yield
@@ -382,7 +384,7 @@ class Context:
         return RawPages(self)
 
     def release(self) -> None:
-        """Give the pages back; the context is over."""
+        """Release the pages; the context cannot be used after."""
         with self.engine.lock:
             self._finalizer.detach()
             self.engine.loop.release_later(self.table)
@@ -423,15 +425,15 @@ class Context:
             yield self, running
 
     def _come_back(self) -> None:
-        """Take back a pass that a generator runs ahead: whoever looks at a context finds it between two steps."""
+        """Take back a pass that a generation runs ahead, so that the context is seen as it is between two steps."""
         with self.engine.lock:
             retract, self.retract = self.retract, None
             if retract is not None:
                 retract()
 
-    def view(self, ahead: Job | None) -> View:
+    def view(self, ahead: Job | None) -> ContextView:
         """The context as it is, or as it will be when the pass in flight has succeeded. The caller holds the lock."""
-        return View.of(self.table, self._pending, ahead)
+        return ContextView.of(self.table, self._pending, ahead)
 
     def submit(self, work: Pass, after: Job | None = None) -> Job:
         """Queue a pass over this context. The pending tokens it starts with leave the buffer when it succeeds."""
@@ -453,7 +455,7 @@ class Context:
             return Execution(self.submit(work), self, lambda result: result)
 
     def settle(self) -> None:
-        """Have the pages here, if the context was set aside: waits for them in this thread."""
+        """Resume the context if it was preempted; waits in this thread until its pages are back."""
         with self.changing():
             coming = self.execute(Pass((), (), commit=False)) if self.table.is_aside else None
         if coming is not None:
@@ -468,7 +470,7 @@ class Context:
         return self._written
 
     def resume(self, pending: list[int], conversation: Conversation, written: int) -> None:
-        """Take over what a snapshot kept beside the pages."""
+        """Restore what a snapshot has besides the pages."""
         self._pending, self._conversation, self._written = pending, conversation, written
 
     def last_residual(self) -> np.ndarray:
@@ -486,7 +488,7 @@ class Context:
 
 
 def checked_bid(bid: float) -> float:
-    """A bid inside its limits."""
+    """The bid, if it is inside its limits."""
     if isinstance(bid, bool) or not isinstance(bid, int | float) or not -BID_LIMIT <= bid <= BID_LIMIT:
-        raise InvalidInput(f"the bid is {bid!r}; it takes a number from {-BID_LIMIT:g} to {BID_LIMIT:g}")
+        raise InvalidInput(f"the bid is {bid!r}; it must be a number in [{-BID_LIMIT:g}, {BID_LIMIT:g}]")
     return float(bid)

@@ -105,19 +105,19 @@ def as_messages(messages: Messages) -> tuple[Mapping[str, Any], ...]:
     )
 
 
-def reply_format(template: ChatTemplate | None, asked: str | None = None) -> str | None:
+def reply_format(template: ChatTemplate | None, requested: str | None = None) -> str | None:
     """The format of a model's replies without tools; None when they are content alone, or in an unknown format."""
-    return _checked(asked) or detect(_source(template, with_tools=False))
+    return _checked(requested) or detect(_source(template, with_tools=False))
 
 
-def tool_format(template: ChatTemplate | None, asked: str | None = None) -> tuple[str, bool]:
+def tool_format(template: ChatTemplate | None, requested: str | None = None) -> tuple[str, bool]:
     """The format of tool calls, and whether tools must be described in the system message."""
     source = _source(template, with_tools=True)
-    found = _checked(asked) or detect(source)
-    if "tools" in source and found is not None:
-        return found, False
-    if asked == "hermes":
-        return asked, True
+    format = _checked(requested) or detect(source)
+    if "tools" in source and format is not None:
+        return format, False
+    if requested == "hermes":
+        return requested, True
     raise Unsupported(
         "the chat template of this model has no place for tools, or writes calls in an unknown format; "
         "tool_format='hermes' describes them in the system message, which a model that was not trained for it "
@@ -125,10 +125,10 @@ def tool_format(template: ChatTemplate | None, asked: str | None = None) -> tupl
     )
 
 
-def _checked(asked: str | None) -> str | None:
-    if asked is not None and asked not in FORMATS:
-        raise InvalidInput(f"tool_format is {asked!r:.80}; it must be one of {', '.join(FORMATS)}")
-    return asked
+def _checked(requested: str | None) -> str | None:
+    if requested is not None and requested not in FORMATS:
+        raise InvalidInput(f"tool_format is {requested!r:.80}; it must be one of {', '.join(FORMATS)}")
+    return requested
 
 
 def _source(template: ChatTemplate | None, *, with_tools: bool) -> str:

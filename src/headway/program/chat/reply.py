@@ -225,15 +225,15 @@ class ChatReply:
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    def _open(self, messages: Messages, new_tools: bool, asked: str | None) -> str | None:
+    def _open(self, messages: Messages, new_tools: bool, requested: str | None) -> str | None:
         """Append the messages; returns the format of the reply."""
         template = self._context.engine.chat_template
         if not self._tools:
             append_messages(self._context, messages, tools=() if new_tools else None)
-            return reply_format(template, asked)
+            return reply_format(template, requested)
         if not new_tools and self._context.conversation.described:
-            asked = "hermes"
-        format, described = tool_format(template, asked)
+            requested = "hermes"
+        format, described = tool_format(template, requested)
         append_messages(self._context, messages, tools=self._tools.schemas if new_tools else None, described=described)
         return format
 

@@ -23,18 +23,18 @@ class MaskLayout:
         """Where the library writes masks, [R, its words]; it overwrites all of it."""
         return np.empty((rows, padded(self.known + 1) // 32), np.uint32)
 
-    def without_ends(self, found: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    def without_ends(self, written: np.ndarray) -> tuple[np.ndarray, list[int]]:
         """The masks that the library wrote, without any end token, [R, V / 32], and how many tokens each allows."""
-        found[:, self.known // 32] &= np.uint32((1 << self.known % 32) - 1)  # the library's own end token, and
-        found[:, self.known // 32 + 1 :] = 0  # its padding
+        written[:, self.known // 32] &= np.uint32((1 << self.known % 32) - 1)  # the library's own end token, and
+        written[:, self.known // 32 + 1 :] = 0  # its padding
         for id in self.ends:
             if id < self.known:
-                found[:, id // 32] &= ~np.uint32(1 << id % 32)
-        counts = np.bitwise_count(found.view(np.uint64)).sum(axis=1, dtype=np.uint32).tolist()
-        if (width := _words(self.vocab)) <= found.shape[1]:
-            return found[:, :width], counts
-        rows = np.zeros((len(found), width), np.uint32)
-        rows[:, : found.shape[1]] = found
+                written[:, id // 32] &= ~np.uint32(1 << id % 32)
+        counts = np.bitwise_count(written.view(np.uint64)).sum(axis=1, dtype=np.uint32).tolist()
+        if (width := _words(self.vocab)) <= written.shape[1]:
+            return written[:, :width], counts
+        rows = np.zeros((len(written), width), np.uint32)
+        rows[:, : written.shape[1]] = written
         return rows, counts
 
     def allow_ends(self, masks: np.ndarray, rows: list[int]) -> None:

@@ -75,7 +75,7 @@ def compile(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> GrammarM
     It may take about a second for the largest grammars that are allowed, without holding Python's global lock.
     """
     if not isinstance(grammar, Grammar):
-        raise WrongType(f"a Grammar is needed, not {type(grammar).__name__}; see Grammar.json_schema, .regex, .choices")
+        raise WrongType(f"{grammar!r:.60} is not a Grammar; see Grammar.json_schema, .regex, .choices")
     cache = grammar_cache(tokenizer, min(vocab_size, tokenizer.vocab_size))
     matcher = cache.get(grammar.key)
     if matcher is None:

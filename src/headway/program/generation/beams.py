@@ -5,8 +5,8 @@
                               └─▶ beam 2 ──▶ …     only the page that is being written is copied
 
 Each step is one `Forward` for each beam, submitted together, so that all share one batch; `Logits` reads the scores.
-`Search` chooses from them as `transformers` does, in float32 and operation by operation, so that both choose the same
-tokens. That includes exact ties, which fall as `torch.topk` on the CPU lets them fall.
+`BeamSearch` chooses from them as `transformers` does, in float32 and operation by operation, so that both choose the
+same tokens. That includes exact ties, which fall as `torch.topk` on the CPU lets them fall.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from headway.program.forward import Forward
 
 
-NEVER = -1.0e9  # the score of what must not be chosen; transformers' number, which its ties depend on
+NEVER = -1.0e9  # the score of what must not be chosen; transformers' value, which its ties depend on
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ async def beam_search(
     """
     own = context.engine.eos_ids if eos_ids is None else token_ids(eos_ids, context.engine.vocab_size, "eos_ids")
     stops = frozenset(token_ids(stop_ids, context.engine.vocab_size, "stop_ids"))
-    rules = Rules(
+    rules = BeamRules(
         beams=_beams(num_beams),
         max_tokens=_checked("max_tokens", max_tokens),
         length_penalty=_checked("length_penalty", length_penalty),
@@ -101,16 +101,16 @@ async def beam_search(
         draws=_draws(context, do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
     )
     _check_lengths(context, rules)
-    search = Search(rules, context.tokens, context.engine.config.max_positions - context.room() - 1)
+    search = BeamSearch(rules, context.tokens, context.engine.config.max_positions - context.room() - 1)
     with _BeamContexts(context.fork(), attention_mask) as beams:
         following = search.step(await beams.read())
         while following is not None:
             beams.follow([parent for parent, _ in following])
             following = search.step(await beams.read([token for _, token in following]))
-        found = search.results()
-        if adopt and found[0].tokens:
-            await _masked(context, attention_mask).input(found[0].tokens).execute()
-    return [replace(one, text=decoded(context.engine, one.tokens)) for one in found]
+        best = search.results()
+        if adopt and best[0].tokens:
+            await _masked(context, attention_mask).input(best[0].tokens).execute()
+    return [replace(one, text=decoded(context.engine, one.tokens)) for one in best]
 
 
 def decoded(engine: Engine, tokens: Iterable[int]) -> str:
@@ -180,7 +180,7 @@ class _BeamContexts:
 
 
 @dataclass(frozen=True)
-class Draws:
+class BeamSampling:
     """How the candidates of a sampled search are drawn."""
 
     temperature: float
@@ -190,7 +190,7 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Rules:
+class BeamRules:
     """The parameters of a search, checked."""
 
     beams: int
@@ -203,7 +203,7 @@ class Rules:
     ngram: int
     eos: tuple[int, ...]  # every token that ends a beam
     stops: frozenset[int]  # those of them that the caller named
-    draws: Draws | None
+    draws: BeamSampling | None
 
     @property
     def candidates(self) -> int:
@@ -212,7 +212,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class _End:
+class _EndedBeam:
     """A sequence that has ended; one without probability takes a place and is not a result."""
 
     tokens: tuple[int, ...]
@@ -220,16 +220,16 @@ class _End:
     possible: bool
 
 
-class Search:
+class BeamSearch:
     """Chooses the beams that go on and those that end. Knows no contexts. B beams, V tokens, K candidates."""
 
-    def __init__(self, rules: Rules, prompt: tuple[int, ...], position: int) -> None:
+    def __init__(self, rules: BeamRules, prompt: tuple[int, ...], position: int) -> None:
         self.rules, self.prompt, self.position = rules, prompt, position
         self.length = 0  # of every running beam
         self.paths: list[tuple[int, ...]] = [()] * rules.beams
         self.scores = torch.full((rules.beams,), NEVER)  # [B]
         self.scores[0] = 0.0  # the beams are all the same one at first
-        self.ends: list[_End | None] = [None] * rules.beams
+        self.ends: list[_EndedBeam | None] = [None] * rules.beams
         self.end_scores = torch.full((rules.beams,), NEVER)  # [B]
 
     def step(self, logits: np.ndarray) -> list[tuple[int, int]] | None:
@@ -299,10 +299,10 @@ class Search:
         kept = torch.topk(merged, self.rules.beams).indices
         self.ends, self.end_scores = [every[i] for i in kept.tolist()], merged[kept]
 
-    def _end(self, path: tuple[int, ...], possible: bool) -> _End:
+    def _end(self, path: tuple[int, ...], possible: bool) -> _EndedBeam:
         if path[-1] not in self.rules.eos:
-            return _End(path, "length", possible)
-        return _End(path[:-1], "stop" if path[-1] in self.rules.stops else "eos", possible)
+            return _EndedBeam(path, "length", possible)
+        return _EndedBeam(path[:-1], "stop" if path[-1] in self.rules.stops else "eos", possible)
 
     def _settled(self) -> bool:
         """Whether the beams that run cannot, or need not, beat those that ended."""
@@ -315,7 +315,7 @@ class Search:
         return best <= worst or (full and rules.early_stopping is True)
 
 
-def _filtered(rows: Tensor, draws: Draws, keep: int) -> Tensor:
+def _filtered(rows: Tensor, draws: BeamSampling, keep: int) -> Tensor:
     """Rows [R, V] with everything outside top-k and top-p at -inf; `keep` tokens stay at least."""
     if 0 < draws.top_k < rows.shape[1]:
         edge = torch.topk(rows, min(max(draws.top_k, keep), rows.shape[1])).values[:, -1:]
@@ -377,7 +377,7 @@ def _ends(vocab: int, ids: Iterable[int]) -> tuple[int, ...]:
     return ends
 
 
-def _draws(context: Context, do_sample: bool, **given: Any) -> Draws | None:
+def _draws(context: Context, do_sample: bool, **given: Any) -> BeamSampling | None:
     values = {name: _checked(name, value) for name, value in given.items() if value is not None}
     if not _checked("do_sample", do_sample):
         if unused := [f"{name}={value!r}" for name, value in values.items()]:
@@ -387,10 +387,10 @@ def _draws(context: Context, do_sample: bool, **given: Any) -> Draws | None:
         raise InvalidInput("temperature is 0.0; it must be above 0 to draw (do_sample=False takes the likeliest)")
     defaults = {name: PARAMETERS[name].default for name in ("temperature", "top_k", "top_p")}
     seed = context.seed if context.seed is not None else fresh_seed()
-    return Draws(**{"seed": seed, **defaults, **values})
+    return BeamSampling(**{"seed": seed, **defaults, **values})
 
 
-def _check_lengths(context: Context, rules: Rules) -> None:
+def _check_lengths(context: Context, rules: BeamRules) -> None:
     if not context.tokens:
         raise InvalidInput("the context is empty, so there is nothing to continue; fill it first")
     if rules.min_tokens > rules.max_tokens:

@@ -172,8 +172,8 @@ class GenerationDefaults:
 
     def check(self) -> None:
         """Raise if the file asks for something unsupported."""
-        if found := self.unsupported():
-            named = ", ".join(f"{key}={value!r:.60}" for key, value in found.items())
+        if unsupported := self.unsupported():
+            named = ", ".join(f"{key}={value!r:.60}" for key, value in unsupported.items())
             raise Unsupported(
                 f"{FILE} asks for {named}, which is not supported; generate with a sampler of your own, "
                 "or take it out of the file"
