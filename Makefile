@@ -42,12 +42,12 @@ test: $(TEST_STAMP) browser ## run the tests (ARGS="tests/kv -x" narrows them)
 	@$(PY) -m pytest $(ARGS)
 
 # All of it where nothing may fall back to torch unnoticed, then the program API once more on the torch reference.
-test-all: $(TEST_STAMP) browser ## run the slow tests too, and keep the log in benchmarks/results
-	@mkdir -p benchmarks/results
+test-all: $(TEST_STAMP) browser ## run the slow tests too, and write build/test-all.log
+	@mkdir -p build
 	@{ failed=0; $(PY) tests/native/check.py || failed=1; \
 	HEADWAY_NATIVE=$${HEADWAY_NATIVE:-require} $(PY) -m pytest -m "not gpu" --color=no $(ARGS) || failed=1; \
 	$(if $(strip $(ARGS)),,HEADWAY_NATIVE=off $(PY) -m pytest -m "not gpu" --color=no tests/program tests/oracle || failed=1;) \
-	exit $$failed; } 2>&1 | tee benchmarks/results/test-all.log
+	exit $$failed; } 2>&1 | tee build/test-all.log
 
 # Best effort: what is missing afterwards is said by the tests that need it.
 browser: $(TEST_STAMP) ## install chromium and axe-core for the tests of the Lab, where apt and npm are

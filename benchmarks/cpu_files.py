@@ -19,7 +19,7 @@ import gguf
 import numpy as np
 import torch
 
-from headway.bench.models import FORMATS, Shape, sizes, tensors, write_folder
+from headway.bench.models import FORMATS, ModelShape, sizes, tensors, write_folder
 from headway.models.files.gguf import GgufFile
 from headway.models.hub import store
 from headway.models.load import GGUF_NAMES, HF_NAMES
@@ -46,7 +46,7 @@ class Files:
     pythons: dict[str, str]
     threads: int
 
-    def get(self, shape: Shape, form: str) -> Path:
+    def get(self, shape: ModelShape, form: str) -> Path:
         """The model of this shape in this format, written if it is not there."""
         suffix = "" if form in FORMATS or form.startswith("ov-") else ".gguf"
         path = self.folder / f"{shape.name}-{form}{suffix}"
@@ -58,18 +58,18 @@ class Files:
         self._writer(form)(shape, form, partial)
         return partial.rename(path)
 
-    def _writer(self, form: str) -> Callable[[Shape, str, Path], Any]:
+    def _writer(self, form: str) -> Callable[[ModelShape, str, Path], Any]:
         if form in FORMATS:
             return lambda shape, form, path: write_folder(shape, path, form)
         if form in TYPES:
             return write_gguf
         return self._by_openvino if form.startswith("ov-") else self._by_llama
 
-    def _by_llama(self, shape: Shape, form: str, path: Path) -> None:
+    def _by_llama(self, shape: ModelShape, form: str, path: Path) -> None:
         source = self.get(shape, "gguf-f16")
         self._tool("llama", "quantize", source=str(source), target=str(path), form=form, threads=self.threads)
 
-    def _by_openvino(self, shape: Shape, form: str, path: Path) -> None:
+    def _by_openvino(self, shape: ModelShape, form: str, path: Path) -> None:
         source = self.get(shape, "f16")
         self._tool("openvino", "export", folder=str(source), target=str(path), form=form.removeprefix("ov-"))
 
@@ -94,7 +94,7 @@ def weight_bytes(path: Path) -> int:
         return sum(tensor.nbytes for tensor in file.tensors.values())
 
 
-def write_gguf(shape: Shape, form: str, path: Path) -> None:
+def write_gguf(shape: ModelShape, form: str, path: Path) -> None:
     """A GGUF file of this shape, tensor by tensor."""
     writer = gguf.GGUFWriter(path, "llama")
     _describe(writer, shape)
@@ -111,7 +111,7 @@ def write_gguf(shape: Shape, form: str, path: Path) -> None:
     writer.close()
 
 
-def _stored(shape: Shape, form: str) -> Iterator[np.ndarray]:
+def _stored(shape: ModelShape, form: str) -> Iterator[np.ndarray]:
     """Every tensor as it is stored: norms in float32, matrices in the form's type."""
     for name, tensor in tensors(shape):
         if tensor.ndim == 1:
@@ -137,7 +137,7 @@ def _gguf_name(name: str) -> str:
     return f"{GGUF_NAMES['layer'].format(parts[2])}{GGUF_NAMES[role].removesuffix('.weight')}.weight"
 
 
-def _describe(writer: gguf.GGUFWriter, shape: Shape) -> None:
+def _describe(writer: gguf.GGUFWriter, shape: ModelShape) -> None:
     writer.add_name(f"random {shape.name}")
     writer.add_block_count(shape.layers)
     writer.add_context_length(shape.positions)

@@ -56,7 +56,7 @@ class Outcome:
         if work.kind == "decode" and work.sequences == 1 and one.bytes:
             return one.median * one.bytes / limits["read_memory"]["best"]
         if work.kind == "prefill":
-            products, attention = SHAPES[self.entry.shape].prompt_operations(work.prompt)
+            products, attention = SHAPES[self.entry.shape].prefill_flops(work.prompt)
             kind = "int8_product" if one.form in INTEGER else "float32_product"
             least = products / limits[kind]["best"] + attention / limits["float32_product"]["best"]
             return one.median / work.prompt * least

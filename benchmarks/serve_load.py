@@ -35,11 +35,10 @@ from typing import Any
 import h11
 
 from headway.base.machine import read_machine
-from headway.bench.http_client import Address, Answer, Client
-from headway.bench.traffic import Outcome
-from headway.bench.traffic_report import Spread
-from headway.cli.options import EngineOptions
-from headway.cli.server_process import Served
+from headway.bench.http_client import Address, HttpClient, HttpResponse
+from headway.bench.load import RequestResult
+from headway.bench.load_report import LatencyStats
+from headway.bench.server_process import ServerProcess
 
 RESULTS = Path(__file__).parent / "results"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -72,7 +71,7 @@ class Tally:
 
     ends: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)  # what must not happen
-    outcomes: list[Outcome] = field(default_factory=list)  # of streams that were read to their end
+    outcomes: list[RequestResult] = field(default_factory=list)  # of streams that were read to their end
     known: int = 0  # answers that were held against those given alone
 
     def fault(self, what: str) -> None:
@@ -105,7 +104,7 @@ class Crowd:
         await asyncio.gather(*(self._client(number) for number in range(self._options.clients)))
 
     async def _client(self, number: int) -> None:
-        dice, client = random.Random(self._options.seed * 100_003 + number), Client(self._address)
+        dice, client = random.Random(self._options.seed * 100_003 + number), HttpClient(self._address)
         await asyncio.sleep(dice.random())
         while time.perf_counter() < self.end:
             try:
@@ -114,25 +113,25 @@ class Crowd:
                 self._tally.fault(f"{type(error).__name__}: {error}")
         client.close()
 
-    async def _request(self, client: Client, dice: random.Random) -> None:
+    async def _request(self, client: HttpClient, dice: random.Random) -> None:
         known = dice.choice(KNOWN) if dice.random() < 0.2 else None
         path, body = _body(dice, known)
         leaves, began = dice.random() < self._options.leave, time.perf_counter()
         if leaves and dice.random() < 0.4:  # at any moment, also before anything came
             try:
-                async with asyncio.timeout(dice.expovariate(2.0)), client.ask("POST", path, body) as answer:
+                async with asyncio.timeout(dice.expovariate(2.0)), client.request("POST", path, body) as answer:
                     await self._whole(answer, body, known, began)
             except TimeoutError:
                 self._tally.ends["left at some moment"] += 1
             return
-        async with client.ask("POST", path, body) as answer:
+        async with client.request("POST", path, body) as answer:
             if leaves and body.get("stream") and answer.status == 200:
                 await _some(answer, dice.randrange(12))
                 self._tally.ends["left after some events"] += 1
                 return
             await self._whole(answer, body, known, began)
 
-    async def _whole(self, answer: Answer, body: dict[str, Any], known: str | None, began: float) -> None:
+    async def _whole(self, answer: HttpResponse, body: dict[str, Any], known: str | None, began: float) -> None:
         """Read an answer to its end, and look at it."""
         if answer.status != 200:
             await self._refused(answer)
@@ -141,7 +140,7 @@ class Crowd:
         if done:
             text = _text(json.loads(await answer.body()), "text", "message")
         else:
-            outcome = Outcome(began)
+            outcome = RequestResult(began)
             async for data in answer.events():
                 if data == "[DONE]":
                     done = True
@@ -160,7 +159,7 @@ class Crowd:
             if text != self._right[known]:
                 self._tally.fault(f"{known!r} was answered {text!r} and alone {self._right[known]!r}")
 
-    async def _refused(self, answer: Answer) -> None:
+    async def _refused(self, answer: HttpResponse) -> None:
         error = json.loads(await answer.body())["error"]
         if answer.status not in REFUSALS:
             return self._tally.fault(f"HTTP {answer.status}: {error}")
@@ -168,7 +167,7 @@ class Crowd:
         await asyncio.sleep(float(answer.headers.get("retry-after", 1)))
 
 
-async def _some(answer: Answer, count: int) -> None:
+async def _some(answer: HttpResponse, count: int) -> None:
     if count == 0:
         return
     async for _ in answer.events():
@@ -207,7 +206,7 @@ def resident(pid: int) -> int:
     raise ProcessLookupError(f"there is no process {pid}")
 
 
-async def look(client: Client, pid: int, began: float) -> Sample:
+async def look(client: HttpClient, pid: int, began: float) -> Sample:
     asked = time.perf_counter()
     status, _ = await client.json("/health")
     took = 1e3 * (time.perf_counter() - asked)
@@ -222,7 +221,7 @@ async def look(client: Client, pid: int, began: float) -> Sample:
 
 async def watch(url: str, pid: int, samples: list[Sample], tally: Tally) -> None:
     """Look once a second until cancelled."""
-    client, began = Client(Address.of(url)), time.perf_counter()
+    client, began = HttpClient(Address.of(url)), time.perf_counter()
     while True:
         try:
             samples.append(await look(client, pid, began))
@@ -245,10 +244,10 @@ def growth(samples: Sequence[Sample], pages: int) -> tuple[float, float]:
 
 async def alone(url: str) -> dict[str, str]:
     """What the known prompts are answered with when nobody else is there."""
-    client, right = Client(Address.of(url)), {}
+    client, right = HttpClient(Address.of(url)), {}
     for prompt in KNOWN:
         body = {"prompt": prompt, "max_tokens": KNOWN_TOKENS, "temperature": 0}
-        async with client.ask("POST", COMPLETIONS, body) as answer:
+        async with client.request("POST", COMPLETIONS, body) as answer:
             right[prompt] = _text(json.loads(await answer.body()), "text", "message")
     client.close()
     return right
@@ -256,7 +255,7 @@ async def alone(url: str) -> dict[str, str]:
 
 async def rest(url: str, pid: int) -> Sample:
     """The first look at which nothing is held or queued; the last one if that never came."""
-    client, end = Client(Address.of(url)), time.perf_counter() + REST_SECONDS
+    client, end = HttpClient(Address.of(url)), time.perf_counter() + REST_SECONDS
     while True:
         seen = await look(client, pid, time.perf_counter())
         if (seen.pages_held == 0 and seen.queued == 0) or time.perf_counter() > end:
@@ -280,8 +279,9 @@ async def attack(url: str, pid: int, options: Options) -> tuple[Tally, list[Samp
 def main() -> int:
     options = _options()
     load_before, began = os.getloadavg(), time.time()
-    engine = EngineOptions(options.model, threads=options.threads)
-    with Served(engine, options.clients, 1 << 20, "--pages", str(options.pages)) as server:
+    flags = {"threads": options.threads, "pages": options.pages}
+    flags = {name: value for name, value in flags.items() if value is not None}
+    with ServerProcess(options.model, flags, requests=options.clients, tokens=1 << 20) as server:
         tally, samples, last = asyncio.run(attack(server.url, server.process.pid, options))
         tally.wrong += [f"the log says {entry}" for entry in server.failures]
     found = results(options, tally, samples, last) | {"exit_code": server.process.returncode}
@@ -312,7 +312,7 @@ def results(options: Options, tally: Tally, samples: list[Sample], last: Sample)
         tally.wrong.append(f"in the end {last.pages_held} pages were held and {last.queued} passes queued")
     firsts = [one.first for one in tally.outcomes if one.first is not None]
     gaps = [gap for one in tally.outcomes for gap in one.gaps]
-    spreads = {"first event": Spread.of(firsts), "between events": Spread.of(gaps)}
+    spreads = {"first event": LatencyStats.of(firsts), "between events": LatencyStats.of(gaps)}
     return {
         "options": asdict(options) | {"out": None},
         "ends": dict(tally.ends),

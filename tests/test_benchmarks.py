@@ -239,7 +239,7 @@ def test_rates_and_times_are_both_held_against_the_aim() -> None:
 
 def test_a_prompts_limit_is_its_products_and_its_attention() -> None:
     work = Work("prefill", 512)
-    products, attention = SHAPES["smol"].prompt_operations(512)
+    products, attention = SHAPES["smol"].prefill_flops(512)
     fastest = 512 / (products / 4e12 + attention / 1e12)
     found = _outcome(work, [fastest / 4], [1.0], 1.0).to_json(LIMITS, "native")
     assert found["engines"][0]["share_of_limit"] == pytest.approx(0.25)

@@ -9,7 +9,7 @@ from typing import Any
 import wire
 
 import headway as hw
-from headway.bench.speed import Stopwatch, Timing, pages_for, path_of, step_bytes
+from headway.bench.speed import SpeedTest, Timing, pages_for, path_of, step_bytes
 
 WARM = 4  # steps that are not counted, where each is timed
 NEAR = 16  # slots that a step sees whose attention costs next to nothing
@@ -23,7 +23,7 @@ class Worker:
         self._options: dict[str, Any] = {"threads": threads, **quantize}
         self._path = path
         self.engine = hw.Engine(path, pages=pages_for(sequences, -(-total // sequences)), **self._options)
-        self.watch = Stopwatch(self.engine)
+        self.watch = SpeedTest(self.engine)
         return {
             "version": hw.__version__,
             "path": path_of(self.engine),

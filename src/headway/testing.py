@@ -1,4 +1,4 @@
-"""For users' tests: small random models, and a runner that needs no weights at all.
+"""For your tests: small random models, and a runner that needs no weights.
 
     engine = hw.Engine(random_model("qwen3", layers=3))   # a real decoder
     engine = scripted_engine(pages=64)                     # a stand-in that still checks every page and mask
@@ -33,25 +33,25 @@ from headway.runtime.passes import BEFORE, Readout
 from headway.runtime.runners.attention_groups import dense_mask, segment_slots
 from headway.runtime.runners.base import SegmentResult
 
-WINDOW = 8  # what a family with sliding windows gets, unless `windows` says otherwise
+WINDOW = 8  # default sliding window, for families that have one
 
 
 def random_model(
     family: str = "llama", *, seed: int = 0, dtype: str = "float32", device: str = "cpu", **overrides: Any
 ) -> Decoder:
-    """A small decoder of a family, ready for `Engine(...)`. `overrides` are fields of `ModelConfig`.
+    """A small random decoder for `Engine(...)`. `overrides` are fields of `ModelConfig`.
 
     The same seed and config give the same weights on every device, up to the rounding of the dtype.
     """
     where = pick_device(device)
-    return _build(random_config(family, **overrides), _Draw(seed, pick_dtype(dtype, where), where))
+    return _build(random_config(family, **overrides), _RandomTensors(seed, pick_dtype(dtype, where), where))
 
 
 def random_config(family: str = "llama", **overrides: Any) -> ModelConfig:
-    """The small config that `random_model` builds."""
+    """The small config that `random_model` uses."""
     found = next((f for f in FAMILIES if f.name == family), None)
     if found is None:
-        raise InvalidInput(f"family {family!r} is not known; it takes one of {', '.join(f.name for f in FAMILIES)}")
+        raise InvalidInput(f"family {family!r} is not known; it must be one of {', '.join(f.name for f in FAMILIES)}")
     known = {f.name for f in fields(ModelConfig)}
     unknown = sorted(set(overrides) - known)
     if unknown:
@@ -82,8 +82,8 @@ def random_config(family: str = "llama", **overrides: Any) -> ModelConfig:
     return config
 
 
-class _Draw:
-    """Tensors from one seed, drawn in float32 on the CPU and then moved."""
+class _RandomTensors:
+    """Random tensors from one seed, drawn in float32 on the CPU and then moved to the device."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -96,14 +96,14 @@ class _Draw:
         return self.normal(size, scale=0.3, mean=1.0)
 
     def matrix(self, rows: int, width: int) -> Tensor:
-        """Large enough that attention is peaked and logits differ."""
+        """A matrix with weights large enough for peaked attention and distinct logits."""
         return self.normal(rows, width, scale=1.5 / math.sqrt(width))
 
     def linear(self, rows: int, width: int, bias: bool) -> Linear:
         return Linear(self.matrix(rows, width), self.normal(rows, scale=0.3) if bias else None)
 
 
-def _build(c: ModelConfig, draw: _Draw) -> Decoder:
+def _build(c: ModelConfig, draw: _RandomTensors) -> Decoder:
     embedding = draw.matrix(c.vocab_size, c.hidden_size)
     return Decoder(
         config=c,
@@ -115,7 +115,7 @@ def _build(c: ModelConfig, draw: _Draw) -> Decoder:
     )
 
 
-def _layer(c: ModelConfig, draw: _Draw) -> Layer:
+def _layer(c: ModelConfig, draw: _RandomTensors) -> Layer:
     e, f, d = c.hidden_size, c.intermediate_size, c.head_dim
     return Layer(
         input_norm=draw.norm(e),
@@ -134,7 +134,7 @@ def _layer(c: ModelConfig, draw: _Draw) -> Layer:
 
 
 def scripted_engine(*, vocab_size: int = 97, max_positions: int = 1 << 20, **options: Any) -> Engine:
-    """An engine whose passes cost next to nothing; options are those of `Engine`."""
+    """An engine with a `ScriptedRunner`, whose passes cost almost nothing; options are those of `Engine`."""
     config: dict[str, Any] = {"layers": 1, "hidden_size": 2, "heads": 1, "kv_heads": 1, "head_dim": 2}
     model = random_model(vocab_size=vocab_size, max_positions=max_positions, intermediate_size=1, **config)
     options.setdefault("threads", 1)
@@ -143,11 +143,11 @@ def scripted_engine(*, vocab_size: int = 97, max_positions: int = 1 << 20, **opt
 
 
 class ScriptedRunner:
-    """A model in two lines of arithmetic, over real pages.
+    """A runner with a hash for a model, over real pages.
 
-    A slot holds two numbers: one made of its token and position, one made of that and of the first numbers of all
-    slots it attends to. A row's result is made of the second numbers it sees. So a wrong page, slot, position or mask
-    anywhere gives another token, as with a real model, and `scripted_result` says what is right.
+    A slot holds two numbers: a hash of its token and position, and a hash of that and of the first numbers of all slots
+    it attends to. A row's result is a hash of the second numbers it attends to. So a wrong page, slot, position or mask
+    anywhere changes the token, as with a real model; `scripted_result` computes the expected one.
     """
 
     def __init__(self, vocab_size: int, page_size: int) -> None:
@@ -155,7 +155,7 @@ class ScriptedRunner:
         self._pages: dict[int, np.ndarray] = {}  # page → [2, page_size]
 
     def execute(self, batch: Batch) -> list[SegmentResult]:
-        """As a runner must."""
+        """One step of the runner protocol."""
         for edit in batch.edits:
             self._edit(edit)
         written = dict(zip(batch.write_rows.tolist(), batch.write_slots.tolist(), strict=True))
@@ -166,13 +166,13 @@ class ScriptedRunner:
         if len(rows) == 0:
             return SegmentResult(self._values(segment, batch, {}), None)
         mask, slots = dense_mask(segment, self.page_size), segment_slots(segment, self.page_size)
-        first = [_mix(int(batch.tokens[r]) * 3 + 1, int(batch.positions[r])) for r in rows]
+        first = [_hash(int(batch.tokens[r]) * 3 + 1, int(batch.positions[r])) for r in rows]
         self._write(0, rows, first, written)
         seen = self._read(0, segment)
-        second = [_mix(a, _sum(seen, slots, m)) for a, m in zip(first, mask, strict=True)]
+        second = [_hash(a, _sum(seen, slots, m)) for a, m in zip(first, mask, strict=True)]
         self._write(1, rows, second, written)
         seen = self._read(1, segment)
-        results = {r: _mix(b, _sum(seen, slots, m)) for r, b, m in zip(rows, second, mask, strict=True)}
+        results = {r: _hash(b, _sum(seen, slots, m)) for r, b, m in zip(rows, second, mask, strict=True)}
         return SegmentResult(self._values(segment, batch, results), results[rows[-1]] if segment.keep_last else None)
 
     def _values(self, segment: Segment, batch: Batch, results: dict[int, int]) -> dict[int, object]:
@@ -189,7 +189,7 @@ class ScriptedRunner:
         match readout.what:
             case Sampling(temperature=temperature):
                 if temperature > 0:
-                    result = _mix(result, int(uniform(readout.seed, position, readout.ordinal) * (1 << 53)))
+                    result = _hash(result, int(uniform(readout.seed, position, readout.ordinal) * (1 << 53)))
                 try:
                     mask = readout.permitted()
                 except HeadwayError as error:
@@ -198,7 +198,7 @@ class ScriptedRunner:
                 return int(allowed[result % len(allowed)])
             case Logits():
                 return np.random.default_rng(result).standard_normal(self.vocab_size).astype(np.float32)
-        raise Unsupported(f"the scripted runner has no {type(readout.what).__name__}; it knows samplers and Logits")
+        raise Unsupported(f"the scripted runner does not support {type(readout.what).__name__}; use samplers or Logits")
 
     def _page(self, page: int) -> np.ndarray:
         return self._pages.setdefault(page, np.zeros((2, self.page_size), np.uint64))
@@ -227,11 +227,11 @@ class ScriptedRunner:
 
 
 def scripted_result(tokens: Any, positions: Any, attend: np.ndarray, row: int) -> int:
-    """What the scripted model makes of a row of a whole sequence: attend [n, n] says who sees whom."""
+    """The expected result of a row of a whole sequence; attend [n, n] is its attention mask."""
     slots = np.arange(len(tokens))
-    first = np.array([_mix(int(t) * 3 + 1, int(p)) for t, p in zip(tokens, positions, strict=True)], np.uint64)
-    second = np.array([_mix(int(a), _sum(first, slots, m)) for a, m in zip(first, attend, strict=True)], np.uint64)
-    return _mix(int(second[row]), _sum(second, slots, attend[row]))
+    first = np.array([_hash(int(t) * 3 + 1, int(p)) for t, p in zip(tokens, positions, strict=True)], np.uint64)
+    second = np.array([_hash(int(a), _sum(first, slots, m)) for a, m in zip(first, attend, strict=True)], np.uint64)
+    return _hash(int(second[row]), _sum(second, slots, attend[row]))
 
 
 def _sum(numbers: np.ndarray, slots: np.ndarray, seen: np.ndarray) -> int:
@@ -239,8 +239,8 @@ def _sum(numbers: np.ndarray, slots: np.ndarray, seen: np.ndarray) -> int:
     return int((numbers[seen] * weights).sum(dtype=np.uint64))
 
 
-def _mix(a: int, b: int) -> int:
-    """Two numbers well stirred into one below 2**63."""
+def _hash(a: int, b: int) -> int:
+    """A hash of two numbers, below 2**63."""
     x = (a * 0x9E3779B97F4A7C15 + b * 0xC2B2AE3D27D4EB4F + 0x165667B19E3779F9) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 31)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     return (x ^ (x >> 29)) >> 1

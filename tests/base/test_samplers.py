@@ -124,7 +124,7 @@ NAN, INF = float("nan"), float("inf")
         (lambda: Sampling(logit_bias=[(3, 1.0), (3, 2.0)]), InvalidInput, ["3 twice"]),
         (lambda: Sampling(logit_bias=[3]), WrongType, ["3"]),
         (lambda: Sampling(logit_bias=7), WrongType, ["7"]),
-        (lambda: resolve(Argmax), WrongType, ["Argmax()"]),
+        (lambda: resolve(Argmax), WrongType, ["Argmax(...)"]),
         (lambda: resolve("argmax"), WrongType, ["'argmax'", "not a sampler"]),
         (lambda: Distribution(temperature=0), InvalidInput, ["temperature is 0", "above 0"]),
         (lambda: Distribution(temperature=NAN), InvalidInput, ["nan"]),

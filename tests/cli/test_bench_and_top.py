@@ -13,8 +13,8 @@ from subprocess import CompletedProcess
 import numpy as np
 import pytest
 
-from headway.cli import bench, top
-from headway.cli.bench import Overhead, StopWatch
+from headway.bench.overhead import STEPS, GapTimer, Overhead
+from headway.cli import top
 from headway.program.engine import engines
 from headway.runtime.batch import pack
 from headway.testing import ScriptedRunner, scripted_engine
@@ -55,7 +55,7 @@ def test_overhead_prints_a_line_for_every_number_of_rows(headway: Run) -> None:
     assert done.returncode == 0, done.stderr
     title, headers, *rows = [line.split("\t") for line in done.stdout.splitlines()]
     assert "120 steps" in title[0]
-    assert headers == ["rows", "median µs", "p95 µs", "µs a row", "allowed µs", "within"]
+    assert headers == ["rows", "median µs", "p95 µs", "µs per row", "allowed µs", "within"]
     assert [(row[0], row[4]) for row in rows] == [("1", "530"), ("3", "590")]
     assert [row[5] == "yes" for row in rows] == [float(row[1]) <= float(row[4]) for row in rows]
     assert done.stderr.splitlines() == ["1 rows, 1 of 2", "3 rows, 2 of 2"]
@@ -65,7 +65,7 @@ def test_overhead_as_json_says_on_which_machine(headway: Run) -> None:
     found = json.loads(headway("bench", "overhead", "--rows", "2", "--json").stdout)
     (result,) = found["results"]
     assert found["machine"]["cpu"]
-    assert (result["rows"], result["steps"], result["allowance_us"]) == (2, bench.STEPS, 560)
+    assert (result["rows"], result["steps"], result["allowance_us"]) == (2, STEPS, 560)
     assert result["us_per_row"] == pytest.approx(result["median_us"] / 2, abs=0.1)
     assert 0 < result["median_us"] <= result["p95_us"]
 
@@ -93,7 +93,7 @@ def test_the_stop_watch_counts_what_lies_between_steps_and_not_the_edits() -> No
 
     empty = pack([], ())
     step = type(empty)(np.zeros(1), np.zeros(1), np.zeros(0), np.zeros(0), (object(),), ())  # type: ignore[arg-type]
-    watch = StopWatch(Slow(97, 16), 1, 0.0, lambda step: None)
+    watch = GapTimer(Slow(97, 16), 1, 0.0, lambda step: None)
     watch.execute(step)
     time.sleep(0.02)
     watch.execute(empty)
@@ -155,8 +155,8 @@ def test_a_script_that_is_not_there_is_named(headway: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "give a Python file that makes an engine, or --url"),
-        (("--url", "127.0.0.1:8000"), "it takes an address such as http://127.0.0.1:8000"),
+        ((), "give either a Python file that creates an engine, or --url"),
+        (("--url", "127.0.0.1:8000"), "it must be an address like http://127.0.0.1:8000"),
         (("--url", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1"),
     ],
 )
@@ -170,10 +170,10 @@ def test_nothing_to_watch_is_one_sentence(headway: Run, arguments: tuple[str, ..
 def test_a_watched_engine_is_not_kept_alive() -> None:
     gc.collect()
     before = len(engines())
-    view = top.View()
+    view = top.TopView()
     engine = scripted_engine(pages=8)
     view.look()
-    watch = next(w for w in view.watches if isinstance(w, top.Watch) and w.engine() is engine)
+    watch = next(w for w in view.watches if isinstance(w, top.EngineWatch) and w.engine() is engine)
     del engine
     gc.collect()
     view.look()

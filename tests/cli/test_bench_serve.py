@@ -11,10 +11,10 @@ from subprocess import CompletedProcess
 import pytest
 
 from headway.base.errors import InvalidInput
-from headway.bench.http_client import Address, Client
-from headway.bench.traffic import Ask, Outcome, Pace, Traffic, drive, send
-from headway.bench.traffic_report import Report, Spread, busiest_second
-from headway.cli.bench_serve import Amounts
+from headway.bench.http_client import Address, HttpClient
+from headway.bench.load import ArrivalPattern, CompletionRequest, LoadResult, RequestResult, run_load, send
+from headway.bench.load_report import LatencyStats, LoadReport, busiest_second
+from headway.bench.serve import Workload
 from headway.server.auth import add_key
 from support.live import Live, live
 from support.speaker import Stage, speaking_folder
@@ -123,7 +123,7 @@ def test_a_key_comes_from_the_environment(headway: Run, folder: Path, tmp_path: 
         (("--rate", "0"), "--rate is 0"),
         (("--range", "1"), "--range is 1"),
         (("--url", "http://127.0.0.1:1", "--threads", "2"), "--threads was given with --url"),
-        (("--model", "/nowhere/at/all"), "the server did not come up: "),
+        (("--model", "/nowhere/at/all"), "the server did not start: "),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_sentence(headway: Run, arguments: tuple[str, ...], why: str) -> None:
@@ -142,9 +142,9 @@ def test_what_the_model_cannot_hold_is_refused(headway: Run, served: Live) -> No
 
 
 def test_figures_of_known_times() -> None:
-    one = Outcome(began=10.0, ended=11.0, prompt_tokens=5, tokens=4, events=[10.4, 10.6, 10.7, 11.0])
-    bad = Outcome(began=10.0, ended=10.1, error="HTTP 429: full", status=429)
-    found = Report(Traffic([one, bad], 2.0, 2), Pace(2), stream=True, model="m").to_json()
+    one = RequestResult(began=10.0, ended=11.0, prompt_tokens=5, tokens=4, events=[10.4, 10.6, 10.7, 11.0])
+    bad = RequestResult(began=10.0, ended=10.1, error="HTTP 429: full", status=429)
+    found = LoadReport(LoadResult([one, bad], 2.0, 2), ArrivalPattern(2), stream=True, model="m").to_json()
     assert found["mean_ttft_ms"] == pytest.approx(400)
     assert found["mean_tpot_ms"] == pytest.approx(200)  # 0.6 s over three tokens
     assert found["mean_itl_ms"] == pytest.approx(200)
@@ -156,25 +156,25 @@ def test_figures_of_known_times() -> None:
 
 
 def test_percentiles_and_peaks() -> None:
-    spread = Spread.of([n / 1000 for n in range(1, 102)])
+    spread = LatencyStats.of([n / 1000 for n in range(1, 102)])
     assert spread is not None
     assert (spread.mean, spread.median, spread.p99) == pytest.approx((51, 51, 100))
-    assert Spread.of([]) is None
-    slow = Outcome(0.0, tokens=4, events=[0.0, 2.0, 4.0, 6.0])
-    fast = Outcome(0.0, tokens=6, events=[4.5, 4.6, 4.7])
+    assert LatencyStats.of([]) is None
+    slow = RequestResult(0.0, tokens=4, events=[0.0, 2.0, 4.0, 6.0])
+    fast = RequestResult(0.0, tokens=6, events=[4.5, 4.6, 4.7])
     assert busiest_second([slow]) == 1
     assert busiest_second([slow, fast]) == 7  # at 4.0 one, then three events of two tokens each
     assert busiest_second([]) is None
 
 
 def test_lengths_vary_within_their_range_and_repeat_with_a_seed() -> None:
-    amounts = Amounts(requests=200, prompt=20, tokens=10, range=0.5, warmup=1, seed=3)
-    asks = amounts.asks(97, stream=True, model=None)
-    assert asks == amounts.asks(97, stream=True, model=None)
-    assert len(asks) == 201
-    assert {len(ask.prompt) for ask in asks} == set(range(10, 31))
-    assert {ask.tokens for ask in asks} == set(range(5, 16))
-    assert all(len(ask.prompt) + ask.tokens <= amounts.most for ask in asks)
+    workload = Workload(requests=200, prompt=20, tokens=10, range=0.5, warmup=1, seed=3)
+    requests = workload.draw(97, stream=True, model=None)
+    assert requests == workload.draw(97, stream=True, model=None)
+    assert len(requests) == 201
+    assert {len(request.prompt) for request in requests} == set(range(10, 31))
+    assert {request.tokens for request in requests} == set(range(5, 16))
+    assert all(len(request.prompt) + request.tokens <= workload.max_request_tokens for request in requests)
 
 
 @pytest.mark.parametrize("url", ["", "ftp://a", "http://", "http://a:b", "http://a/?q=1", "http://[::1"])
@@ -193,11 +193,11 @@ def test_connections_are_kept_and_given_up(served: Live) -> None:
     """Requests one after the other share a connection; one that is left takes its connection along."""
 
     async def talk() -> list[int]:
-        client, idle = Client(Address.of(served.url)), []
+        client, idle = HttpClient(Address.of(served.url)), []
         for _ in range(3):
-            await send(client, Ask((1, 2, 3), 2))
+            await send(client, CompletionRequest((1, 2, 3), 2))
             idle.append(len(client._idle))
-        async with client.ask("POST", "/v1/completions", Ask((1, 2, 3), 500).body()) as answer:
+        async with client.request("POST", "/v1/completions", CompletionRequest((1, 2, 3), 500).body()) as answer:
             async for _ in answer.events():
                 break
         idle.append(len(client._idle))
@@ -209,12 +209,14 @@ def test_connections_are_kept_and_given_up(served: Live) -> None:
 
 
 def test_a_concurrency_is_never_passed(served: Live) -> None:
-    async def talk() -> Traffic:
-        client = Client(Address.of(served.url))
-        traffic = await drive(client, [Ask((i, 5, 6), 3) for i in range(12)], Pace(concurrency=2))
+    async def talk() -> LoadResult:
+        client = HttpClient(Address.of(served.url))
+        load = await run_load(
+            client, [CompletionRequest((i, 5, 6), 3) for i in range(12)], ArrivalPattern(concurrency=2)
+        )
         client.close()
-        return traffic
+        return load
 
-    traffic = asyncio.run(talk())
-    assert traffic.peak == 2
-    assert all(one.error is None and one.tokens == 3 for one in traffic.outcomes)
+    load = asyncio.run(talk())
+    assert load.peak == 2
+    assert all(one.error is None and one.tokens == 3 for one in load.results)

@@ -13,8 +13,8 @@ import transformers
 
 import headway as hw
 from headway.base.errors import InvalidInput
-from headway.bench.models import SHAPES, Shape, tensors, write_folder
-from headway.bench.speed import Stopwatch, Summary, Timing, pages_for
+from headway.bench.models import SHAPES, ModelShape, tensors, write_folder
+from headway.bench.speed import SpeedTest, Summary, Timing, pages_for
 from headway.testing import random_model, scripted_engine
 
 Run = Callable[..., CompletedProcess[str]]
@@ -31,7 +31,7 @@ def test_decode_counts_tokens_after_the_first_and_holds_them_against_the_memory(
     assert limit["bytes_per_token"] == weights
     assert limit["tokens_per_second"] == pytest.approx(limit["bytes_per_second"] / weights)
     rate = found["tokens_per_second"]
-    assert rate["least"] <= rate["median"] <= rate["most"]
+    assert rate["min"] <= rate["median"] <= rate["max"]
     assert found["share_of_limit"] == pytest.approx(rate["median"] / limit["tokens_per_second"])
 
 
@@ -49,7 +49,7 @@ def test_a_pipe_gets_plain_lines(headway: Run) -> None:
     title, headers, rate, first, memory = done.stdout.splitlines()
     assert title.startswith("prefill · random tiny in bf16 · ")
     assert " · 1 thread · prompt 40, 2 runs" in title
-    assert headers.split("\t") == ["what", "median", "least", "most", "spread", "of limit"]
+    assert headers.split("\t") == ["what", "median", "min", "max", "spread", "of limit"]
     assert rate.startswith("tokens/s\t")
     assert first.startswith("ms to the first token\t")
     assert memory.startswith("memory: ")
@@ -74,7 +74,7 @@ def test_any_folder_can_be_measured(headway: Run, tmp_path: Path) -> None:
     [
         (("decode", "--shape", "huge"), "'huge'"),
         (("decode", "--shape", "tiny", "--format", "q9"), "--format is 'q9'"),
-        (("decode", "--format", "f16"), "it is for --shape"),
+        (("decode", "--format", "f16"), "it needs --shape"),
         (("decode", "--shape", "tiny", "--tokens", "1"), "--tokens is 1"),
         (("batch", "--shape", "tiny", "--sequences", "0"), "--sequences is 0"),
         (("prefill", "--shape", "tiny", "--prompt", "9000"), "this model has 8192"),
@@ -122,17 +122,17 @@ def test_float16_and_float32_folders_hold_the_same_numbers(tmp_path: Path) -> No
 
 
 def test_the_operations_of_a_prompt_are_those_of_its_products_and_its_attention() -> None:
-    shape = Shape("one", 1, 2, 1, 1, 2, 3, 5, 64, 1e4)
+    shape = ModelShape("one", 1, 2, 1, 1, 2, 3, 5, 64, 1e4)
     weights = 4 * 2 * 2 + 3 * 2 * 3
     assert shape.layer_weights == weights
-    products, attention = shape.prompt_operations(3)
+    products, attention = shape.prefill_flops(3)
     assert products == 2 * (3 * weights + 10)
     assert attention == 2 * 2 * 2 * (1 + 2 + 3)  # two products of two wide vectors for each slot a row sees
 
 
 def test_forks_compute_the_prompt_once() -> None:
     with scripted_engine(pages=200) as engine:
-        watch = Stopwatch(engine)
+        watch = SpeedTest(engine)
         before = engine.stats().tokens
         timing = watch.fork(watch.prompt(64), 4, 6)
         computed = engine.stats().tokens - before
@@ -143,7 +143,7 @@ def test_forks_compute_the_prompt_once() -> None:
 
 def test_no_run_meets_the_cache() -> None:
     with hw.Engine(random_model(), threads=1, pages=pages_for(1, 64)) as engine:
-        watch = Stopwatch(engine)
+        watch = SpeedTest(engine)
         for _ in range(3):
             watch.prefill(watch.prompt(60))
         assert engine.stats().cache_hits == 0

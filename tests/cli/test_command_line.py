@@ -62,8 +62,8 @@ MISTAKES = [
     (("frobnicate",), "No such command 'frobnicate'"),
     (("run", "--frobnicate", "hi"), "No such option: --frobnicate"),
     (("run", "hi", "--max-tokens"), "Option '--max-tokens' requires an argument"),
-    (("run", "hi", "--max-tokens", "many"), "'many' is not a whole number"),
-    (("run", "hi", "--max-tokens", "0"), "--max-tokens is 0; it must be at least 1"),
+    (("run", "hi", "--max-tokens", "many"), "'many' is not an integer"),
+    (("run", "hi", "--max-tokens", "0"), "--max-tokens is 0; it must be an integer of at least 1"),
     (("run", "hi", "--temperature", "nan"), "'nan' is not a number"),
     (("run", "hi", "--logprobs", "-1"), "--logprobs is -1"),
     (("run", "hi", "--stop", ""), "--stop is empty"),
@@ -83,22 +83,22 @@ MISTAKES = [
             "models",
             "rm",
         ),
-        "no model was named",
+        "no model was given",
     ),
     (("models", "rm", "smollm2"), "smollm2 is not installed"),
-    (("models", "pull", "one", "--model", "two"), "two models were named, 'one' and 'two'"),
+    (("models", "pull", "one", "--model", "two"), "two models were given, 'one' and 'two'"),
     (("doctor", "--check", "nothing"), "there is no model 'nothing'"),
     (("doctor", "--device", "tpu"), "device 'tpu'"),
     (("doctor", "--threads", "0"), "threads is 0"),
-    (("doctor", "--context", "5"), "--context is for --check"),
-    (("doctor", "--memory-fraction", "0.5"), "--memory-fraction is for --check"),
+    (("doctor", "--context", "5"), "--context needs --check"),
+    (("doctor", "--memory-fraction", "0.5"), "--memory-fraction needs --check"),
     *(
         ((*command, "--memory-fraction", given), words)
         for command in (("run", "hi"), ("chat",), ("serve",), ("lab",), ("bench", "decode"), ("bench", "serve"))
         for given, words in (
-            ("0", "--memory-fraction is 0.0; it takes a number above 0 and up to 1"),
-            ("1.5", "--memory-fraction is 1.5; it takes"),
-            ("-0.1", "--memory-fraction is -0.1; it takes"),
+            ("0", "--memory-fraction is 0.0; it must be a number above 0 and at most 1"),
+            ("1.5", "--memory-fraction is 1.5; it must be"),
+            ("-0.1", "--memory-fraction is -0.1; it must be"),
             ("most", "'most' is not a number"),
         )
     ),
@@ -193,7 +193,7 @@ class TestModels:
         assert str(file) in done.stderr
         assert "Traceback" not in done.stderr
 
-    def test_a_table_on_a_terminal_is_drawn_and_plain_without_colour(
+    def test_a_table_on_a_terminal_is_drawn_and_plain_without_color(
         self, on_terminal: Callable[..., tuple[int, str]], empty_cache: dict[str, str]
     ) -> None:
         code, shown = on_terminal("models", "list", env=empty_cache)

@@ -12,7 +12,7 @@ import pytest
 
 import headway as hw
 from headway.base.machine import Machine, read_machine
-from headway.cli.doctor import Fit, Gpu, Kept, hints
+from headway.cli.doctor import Gpu, MemoryFit, StoredWeights, hints
 from headway.cli.facts import ModelFacts
 from headway.kernels.native.library import Team, open_library
 from headway.models.files.gguf import KINDS, GgufFile
@@ -115,15 +115,15 @@ def tiny_model() -> ModelFacts:
 
 
 def test_the_sum_of_a_fit() -> None:
-    fit = Fit(tiny_model(), "float32", 4, 10, 10**6)
+    fit = MemoryFit(tiny_model(), "float32", 4, 10, 10**6)
     assert (fit.weights, fit.kv_per_token) == (4000, 2 * 2 * 1 * 4 * 4)
-    assert fit.needed == 4000 + 64 * 10 + fit.work
+    assert fit.needed == 4000 + 64 * 10 + fit.workspace
     assert fit.fits
 
 
 def test_what_does_not_fit_says_how_much_context_would() -> None:
-    whole = Fit(tiny_model(), "float32", 4, 100, 0)
-    tight = replace(whole, available=whole.weights + whole.work + 64 * 7 + 63)
+    whole = MemoryFit(tiny_model(), "float32", 4, 100, 0)
+    tight = replace(whole, available=whole.weights + whole.workspace + 64 * 7 + 63)
     assert not tight.fits
     assert tight.longest_context == 7
     assert replace(tight, context=7).fits
@@ -142,10 +142,10 @@ def test_weights_are_counted_as_the_native_step_keeps_them(tmp_path: Path, kind:
 
 
 def test_what_a_file_keeps_small_fits_where_its_floats_would_not() -> None:
-    floats = Fit(tiny_model(), "float32", 4, 10, 0)
-    kept = replace(floats, kept=Kept("int4 in groups of 32", 600))
+    floats = MemoryFit(tiny_model(), "float32", 4, 10, 0)
+    kept = replace(floats, stored=StoredWeights("int4 in groups of 32", 600))
     assert (floats.weights, kept.weights) == (4000, 600)
-    room = 600 + floats.work + 64 * 10
+    room = 600 + floats.workspace + 64 * 10
     assert not replace(floats, available=room).fits
     assert replace(kept, available=room).fits
     assert not replace(kept, available=room - 1).fits
@@ -162,7 +162,7 @@ def test_check_counts_a_file_as_the_engine_loads_it(
     with hw.Engine(smollm2_path, pages=1, threads=1) as engine:
         assert fit["weights_bytes"] == engine.info.weight_bytes
         assert fit["format"] == f"{engine.info.format}, f32"  # the norms
-    assert "as the file has them (int4 in groups of 32" in headway(*options).stdout
+    assert "as stored (int4 in groups of 32" in headway(*options).stdout
     assert json.loads(headway(*options, "--json", env={"HEADWAY_NATIVE": "off"}).stdout)["format"] == "float32"
 
 
@@ -180,7 +180,7 @@ def test_the_report(headway: Run, empty_cache: dict[str, str]) -> None:
 
 def test_the_report_for_people(headway: Run, empty_cache: dict[str, str]) -> None:
     text = headway("doctor", env=empty_cache).stdout
-    for words in ("Versions", "instruction sets", "container limit", "memory bandwidth", "What would make it faster"):
+    for words in ("Versions", "instruction sets", "container limit", "memory bandwidth", "Hints"):
         assert words in text
 
 
@@ -188,7 +188,7 @@ def test_check_shows_the_arithmetic(headway: Run) -> None:
     store.resolve("smollm2")
     text = headway("doctor", "--check", "smollm2", "--device", "cpu", "--dtype", "float32", "--context", "1000").stdout
     assert "134,515,008 × 4 bytes (float32) = 538.1 MB" in text
-    assert "46,080 bytes a token × 1,000 = 46.1 MB" in text
+    assert "46,080 bytes per token × 1,000 = 46.1 MB" in text
     fit = json.loads(headway("doctor", "--check", "smollm2", "--device", "cpu", "--dtype", "bfloat16", "--json").stdout)
     assert (fit["weights_bytes"], fit["kv_bytes_per_token"], fit["context"]) == (269_030_016, 23_040, 8192)
     assert fit["fits"] is (fit["needed_bytes"] <= fit["available_bytes"])

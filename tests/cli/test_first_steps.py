@@ -35,11 +35,11 @@ def model() -> Path:
         (("run", "hi", "--top-k", "3"), "--top-k is 3 and has no effect at temperature 0"),
         (("run", "hi", "--top-p", "0.9"), "draw with --temperature 1, or leave --top-p out"),
         (("chat", "--min-p", "0.1"), "--min-p is 0.1 and has no effect at temperature 0"),
-        (("serve", "--limit", "max_n"), "--limit 'max_n' has ''; it takes NAME=N, where N is a whole number"),
-        (("serve", "--limit", "max_n=x"), "--limit 'max_n=x' has 'x'; it takes NAME=N, where N is a whole number"),
-        (("serve", "--limit", "body_timeout=x"), "--limit 'body_timeout=x' has 'x'; it takes NAME=N, where N is a num"),
-        (("bench", "overhead", "--rows", "x"), "--rows has 'x'; it takes whole numbers from 1 to 512"),
-        (("bench", "overhead", "--rows", "1,0"), "--rows has '0'; it takes whole numbers from 1 to 512"),
+        (("serve", "--limit", "max_n"), "--limit 'max_n' has ''; it must be NAME=N, where N is an integer"),
+        (("serve", "--limit", "max_n=x"), "--limit 'max_n=x' has 'x'; it must be NAME=N, where N is an integer"),
+        (("serve", "--limit", "body_timeout=x"), "--limit 'body_timeout=x' has 'x'; it must be NAME=N"),
+        (("bench", "overhead", "--rows", "x"), "--rows has 'x'; it must be integers in [1, 512]"),
+        (("bench", "overhead", "--rows", "1,0"), "--rows has '0'; it must be integers in [1, 512]"),
         (("top", "--url", "http://127.0.0.1:1"), "Connection refused; start one with `headway serve`"),
         (("pipeline", "fill-mask", "-i", "/no.jsonl", "-o", "-"), "--input is '/no.jsonl', and there is no such file"),
     ],
@@ -53,7 +53,7 @@ def test_a_mistake_says_what_to_do(
     assert done.stderr.count("\n") == 1
 
 
-def test_drawing_knobs_work_with_a_temperature(headway: Run, model: Path) -> None:
+def test_sampling_flags_work_with_a_temperature(headway: Run, model: Path) -> None:
     done = headway("run", "hi", "--temperature", "1", "--top-k", "1", "--max-tokens", "2", "--threads", "1")
     assert done.returncode == 0
 

@@ -195,7 +195,7 @@ class TestBadLines:
         assert not (tmp_path / "out.jsonl").exists()
         write_lines(source, [*TEXTS[:5], "mended", *TEXTS[5:]])
         assert job(source) == 0
-        assert "going on after 5 lines" in capsys.readouterr().err
+        assert "resuming after the 5 lines" in capsys.readouterr().err
         assert len(lines(tmp_path / "out.jsonl")) == 41
 
     def test_of_a_csv_file(self, job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,11 +210,11 @@ class TestBadLines:
 
 
 MISTAKES = [
-    (("--on-error", "ignore"), "--on-error is 'ignore'; it takes stop or skip"),
-    (("--set", "top_k"), "--set is 'top_k'; it takes NAME=VALUE"),
+    (("--on-error", "ignore"), "--on-error is 'ignore'; it must be stop or skip"),
+    (("--set", "top_k"), "--set is 'top_k'; it must be NAME=VALUE"),
     (("--set", "top_k=1", "--set", "top_k=2"), "--set top_k was given twice"),
     (("--set", "frob=1"), "'frob' is no option of this task"),
-    (("--set", "device=cpu"), "--set device is no option of a task; there is a flag for it"),
+    (("--set", "device=cpu"), "--set device is not a task option; use the flag"),
     (("--batch-size", "many"), "batch_size is 'many'"),
     (("--quantize", "int3"), "quantize is 'int3'"),
     (("--device", "tpu"), "there is no TPU backend"),
@@ -317,7 +317,7 @@ class TestGoingOn:
         assert job(source) == 0
         before = (tmp_path / "out.jsonl").read_bytes()
         assert job(source) == 2
-        assert "is there already; choose another, or give --overwrite" in capsys.readouterr().err
+        assert "exists; choose another, or give --overwrite" in capsys.readouterr().err
         write_lines(source, [*TEXTS[:3], 7])
         assert job(source, "--overwrite") == 2  # fails on its last line
         assert (tmp_path / "out.jsonl").read_bytes() == before
@@ -362,4 +362,4 @@ class TestGoingOn:
         process.send_signal(signal.SIGINT)
         said = process.communicate()[1].decode()
         assert process.returncode == 130
-        assert "the same command goes on" in said
+        assert "the same command resumes" in said

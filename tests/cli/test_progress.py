@@ -14,7 +14,7 @@ import pytest
 
 from headway.base import log as notes
 from headway.base.log import log_event
-from headway.cli.render import Listening, loading
+from headway.cli.render import EngineLog, loading
 from headway.server import access_log as logs
 
 ON_A_TERMINAL = """
@@ -69,7 +69,7 @@ def test_a_command_shows_what_an_engine_says(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("headway"), "handlers", [])  # of servers that other tests ran
-    with Listening():
+    with EngineLog():
         log_event("capturing a graph of 64 rows (step)", graphs=3)
     log_event("nobody hears this")
     assert capsys.readouterr().err == "capturing a graph of 64 rows (step) · graphs 3\n"

@@ -152,14 +152,14 @@ def test_discarded_pages_are_free_and_everything_keeps_its_number() -> None:
     ("act", "error", "says"),
     [
         (lambda t: t.reserve(-1), hw.InvalidInput, "-1"),
-        (lambda t: t.reserve(True), hw.InvalidInput, "True"),
+        (lambda t: t.reserve(True), hw.WrongType, "True"),
         (lambda t: t.reserve(6), hw.OutOfPages, "6 pages are needed and 5 of 8"),
         (lambda t: t.commit(1), hw.InvalidInput, "0 of 1 working pages are full"),
         (lambda t: t.release(2), hw.InvalidInput, "there are 1 working pages"),
         (lambda t: t.truncate_working(3), hw.InvalidInput, "hold 2 tokens"),
         (lambda t: t.discard(0, 3), hw.OutOfRange, "pages 0 to 1 are full and not the last"),
-        (lambda t: t.discard(-1, 1), hw.InvalidInput, "start is -1"),
-        (lambda t: t.discard(1.0, 1), hw.InvalidInput, r"start is 1\.0"),
+        (lambda t: t.discard(-1, 1), hw.InvalidInput, "the first page is -1"),
+        (lambda t: t.discard(1.0, 1), hw.WrongType, r"the first page is 1\.0"),
     ],
 )
 def test_misuse_raises_and_changes_nothing(act: Callable[[PageTable], None], error: type[Exception], says: str) -> None:

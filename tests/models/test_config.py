@@ -271,11 +271,11 @@ def test_any_json_gives_a_config_or_one_of_our_errors(architecture: str, changes
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "cannot be read as JSON"),
-        ("{", "cannot be read"),
+        ("", "is not valid JSON"),
+        ("{", "is not valid JSON"),
         ("[]", "holds a list"),
-        ("[" * 100_000, "cannot be read"),
-        ("\xff", "cannot be read"),
+        ("[" * 100_000, "is not valid JSON"),
+        ("\xff", "is not valid JSON"),
     ],
 )
 def test_a_config_file_that_is_no_json_object_is_refused_with_its_path(tmp_path: Path, text: str, message: str) -> None:

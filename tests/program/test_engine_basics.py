@@ -175,7 +175,6 @@ def test_info_says_what_was_loaded(engine: hw.Engine) -> None:
     assert (info.dtype, info.device, info.threads, info.path) == ("float32", "cpu", 2, None)
     assert info.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
     assert engine.vocab_size == V
-    assert "masks" in engine.capabilities
 
 
 def test_a_model_without_a_tokenizer_takes_ids_and_refuses_text(engine: hw.Engine) -> None:
@@ -335,7 +334,7 @@ def test_a_prompt_that_can_never_fit_the_pages_is_refused_with_numbers(engine: h
 
 def test_a_bad_seed_is_refused(engine: hw.Engine) -> None:
     for seed in (-1, 1 << 64, 1.0, True):
-        with pytest.raises(hw.InvalidInput, match="seed"):
+        with pytest.raises((hw.InvalidInput, hw.WrongType), match="seed"):
             engine.context(seed=seed)  # type: ignore[arg-type]
 
 

@@ -280,12 +280,12 @@ def test_a_fork_and_a_snapshot_keep_the_tools(staged: Make) -> None:
 
 
 def test_the_command_line_shows_reasoning_apart(staged: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    from headway.cli.chat import Session
+    from headway.cli.chat import ChatSession
     from headway.cli.options import Decoding
 
     stage = staged("qwen.jinja")
     decoding = Decoding(64, 0.0, None, None, None, None, None, (), 0)
-    session = Session(stage.engine, "speaker", decoding, "Be brief.", as_json=False)
+    session = ChatSession(stage.engine, "speaker", decoding, "Be brief.", as_json=False)
     for _ in range(2):  # the second turn has to drop the first one's reasoning
         stage.say("<think>\nhm…\n</think>\n\nYes. ☀️", end="<|im_end|>")
         session.turn("Well?")
@@ -545,7 +545,7 @@ def test_a_call_that_cannot_be_read_ends_the_reply(staged: Make) -> None:
         reply = ctx.chat("Go.", tools=[add])
         await reply.text()
         assert (reply.finish, reply.calls) == ("bad_call", [])
-        assert "stands where a value" in reply.bad[0].why
+        assert "is where a value" in reply.bad[0].why
 
     run(stage, program)
 
@@ -560,7 +560,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"tools": [{"name": "f"}]}, hw.InvalidInput, "is not a schema"),
     ({"tools": [{"function": {"name": "a b"}}]}, hw.InvalidInput, "the name 'a b'"),
     ({"tools": "add"}, hw.WrongType, "list of functions"),
-    ({"tools": [3]}, hw.WrongType, "a function with a name, not 3"),
+    ({"tools": [3]}, hw.WrongType, "a tool must be a named function, not 3"),
     (
         {"tools": [add], "tool_choice": {"name": "sub"}},
         hw.InvalidInput,

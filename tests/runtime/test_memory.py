@@ -99,7 +99,7 @@ def test_an_engine_on_a_cpu_keeps_to_its_share() -> None:
 
 @pytest.mark.parametrize("fraction", [0, 0.0, -0.1, 1.01, 2, float("nan"), True, "0.5", [0.5]])
 def test_a_fraction_that_makes_no_sense_is_refused(fraction: Any) -> None:
-    with pytest.raises(hw.InvalidInput, match=r"memory_fraction is .*; it takes a number above 0 and up to 1"):
+    with pytest.raises(hw.InvalidInput, match=r"memory_fraction is .*; it must be a number above 0 and at most 1"):
         hw.Engine(random_model(), device="cpu", memory_fraction=fraction)
 
 

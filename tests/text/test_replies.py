@@ -27,8 +27,8 @@ from headway.text.replies import (
     ToolCallEnd,
     ToolCallStart,
     collect,
-    detect,
-    parser,
+    detect_format,
+    reply_parser,
 )
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -126,7 +126,7 @@ EVERY = [(family, reply) for family in FAMILIES for reply in REPLIES]
 
 
 def parse(format, pieces, prompt="", limits=None):
-    stream = parser(format, prompt=prompt, limits=limits)
+    stream = reply_parser(format, prompt=prompt, limits=limits)
     parts = [part for piece in pieces for part in stream.feed(piece)]
     return parts + stream.finish()
 
@@ -214,7 +214,7 @@ def test_the_parts_are_the_same_in_one_piece_by_characters_and_in_three_random_p
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_format_is_found_from_the_template(family):
-    assert detect(FAMILIES[family].template().source) == FAMILIES[family].format
+    assert detect_format(FAMILIES[family].template().source) == FAMILIES[family].format
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -224,7 +224,7 @@ def test_content_and_arguments_come_as_they_are_written(family):
     long = "word " * 40
     reply = family.fit(Reply(long, "", (call("f", a=long, b={"c": long}),)))
     prompt, text = family.write(reply)
-    stream, parts = parser(family.format, prompt=prompt), []
+    stream, parts = reply_parser(family.format, prompt=prompt), []
     for at, char in enumerate(text):
         parts += stream.feed(char)
         said = "".join(p.text for p in parts if isinstance(p, Content))
@@ -309,7 +309,7 @@ def test_a_damaged_reply_does_not_raise_and_no_split_changes_its_parts(which, at
 @given(st.sampled_from(sorted(FORMATS)), SOUPS, st.floats(0, 1))
 def test_a_copy_goes_its_own_way(format, text, at):
     at = int(at * len(text))
-    stream = parser(format)
+    stream = reply_parser(format)
     first = stream.feed(text[:at])
     twin = stream.copy()
     twin_parts = twin.feed("<other>{") + twin.finish()
@@ -336,7 +336,7 @@ def test_the_beginning_of_a_marker_is_text_when_it_does_not_go_on(format):
 
 
 def test_a_look_alike_is_held_back_only_until_it_shows():
-    stream = parser("qwen")
+    stream = reply_parser("qwen")
     assert stream.feed("a <tool") == [Content("a ")]
     assert stream.feed("_ca") == []
     assert stream.feed("b") == [Content("<tool_cab")]
@@ -358,7 +358,7 @@ def bad(format, text, **options):
 
 
 def test_qwen_reads_a_call_in_pieces():
-    stream = parser("qwen")
+    stream = reply_parser("qwen")
     assert stream.feed('Hm.\n<tool_call>\n{"name": "f", "argu') == [Content("Hm."), ToolCallStart(0, "f")]
     assert stream.feed('ments": {"a": ') == [ToolCallArguments(0, '{"a": ')]
     assert stream.feed("1}}\n</tool") == [ToolCallArguments(0, "1}")]
@@ -413,22 +413,22 @@ def test_a_complete_call_needs_no_end_marker_at_the_end(end):
 @pytest.mark.parametrize(
     ("inside", "why"),
     [
-        ("", "'<' stands where a {"),
-        ("hello", "'h' stands where a {"),
-        ("[]", "'[' stands where a {"),
+        ("", "'<' is where a {"),
+        ("hello", "'h' is where a {"),
+        ("[]", "'[' is where a {"),
         ("{}", "has no name"),
         ('{"name": "f"}', "'f' has no arguments"),
         ('{"arguments": {}}', "has no name"),
-        ('{"name": "f", "arguments": {"a": 1}', "'<' stands where a comma"),
+        ('{"name": "f", "arguments": {"a": 1}', "'<' is where a comma"),
         ('{"name": "f", "arguments": {"a": 1}}}', "between the end of the call"),
         ('{"name": "f", "arguments": {"a": 1}} and', "between the end of the call"),
-        ('{"name": "f", "arguments": {"a" 1}}', "'1' stands where a colon"),
-        ('{"name": "f", "arguments": {"a": 1,}}', "'}' stands where a key"),
-        ('{"name": "f", "arguments": {"a": [1,]}}', "']' stands where a value"),
-        ('{"name": "f", "arguments": {"a": [1}}', "'}' stands where a comma"),
-        ('{"name": "f", "arguments": {\'a\': 1}}', "stands where a key"),
-        ('{"name": "f", "arguments": {"a": 01}}', "'01' is no JSON value"),
-        ('{"name": "f", "arguments": {"a": NaN}}', "'NaN' is no JSON value"),
+        ('{"name": "f", "arguments": {"a" 1}}', "'1' is where a colon"),
+        ('{"name": "f", "arguments": {"a": 1,}}', "'}' is where a key"),
+        ('{"name": "f", "arguments": {"a": [1,]}}', "']' is where a value"),
+        ('{"name": "f", "arguments": {"a": [1}}', "'}' is where a comma"),
+        ('{"name": "f", "arguments": {\'a\': 1}}', "is where a key"),
+        ('{"name": "f", "arguments": {"a": 01}}', "'01' is not a JSON value"),
+        ('{"name": "f", "arguments": {"a": NaN}}', "'NaN' is not a JSON value"),
         ('{"name": "f", "arguments": {"a": 1e999}}', "1e999 is too large"),
         ('{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", "5,000 digits"),
         ('{"name": "f", "arguments": {"a": "x\ny"}}', "control character '\\n'"),
@@ -436,7 +436,7 @@ def test_a_complete_call_needs_no_end_marker_at_the_end(end):
         ('{"name": "f", "arguments": {"a": "\\ud83d"}}', "surrogate"),
         ('{"name": "f", "arguments": {"a": 1, "a": 2}}', "'a' appears twice"),
         ('{"name": "f", "arguments": []}', "begins with '['"),
-        ('{"name": "f", "arguments": "[]"}', "should be an object"),
+        ('{"name": "f", "arguments": "[]"}', "must be an object"),
         ('{"name": "f", "arguments": "{} {}"}', "not one JSON object"),
         ('{"name": "f", "arguments": "' + "[" * 100 + '"}', "deeper than 64"),
         ('{"name": 3, "arguments": {}}', "name begins with '3'"),
@@ -667,7 +667,7 @@ def test_the_number_of_calls_is_bounded():
 def test_long_text_takes_time_in_proportion():
     start = time.thread_time()
     for format in FORMATS:
-        stream = parser(format)
+        stream = reply_parser(format)
         for _ in range(20_000):
             stream.feed("\n <tool [TOOL <|")
         stream.finish()
@@ -677,7 +677,7 @@ def test_long_text_takes_time_in_proportion():
 
 
 def test_a_finished_parser_takes_no_more():
-    stream = parser("qwen")
+    stream = reply_parser("qwen")
     assert stream.finish() == []
     assert stream.finish() == []
     with pytest.raises(Closed, match="make a new one"):
@@ -686,12 +686,12 @@ def test_a_finished_parser_takes_no_more():
 
 def test_only_text_can_be_fed():
     with pytest.raises(WrongType, match="a bytes"):
-        parser("qwen").feed(b"a")  # pyright: ignore[reportArgumentType]
+        reply_parser("qwen").feed(b"a")  # pyright: ignore[reportArgumentType]
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones():
     with pytest.raises(InvalidInput, match="'pig latin'; the known ones are qwen, hermes, llama, mistral, harmony"):
-        parser("pig latin")
+        reply_parser("pig latin")
 
 
 @pytest.mark.parametrize(
@@ -713,9 +713,9 @@ def test_an_unknown_format_is_refused_with_the_known_ones():
     ],
 )
 def test_detect_knows_formats_by_their_markers(source, format):
-    assert detect(source) == format
+    assert detect_format(source) == format
 
 
 def test_detect_takes_source():
     with pytest.raises(WrongType, match="NoneType"):
-        detect(None)  # pyright: ignore[reportArgumentType]
+        detect_format(None)  # pyright: ignore[reportArgumentType]

@@ -17,7 +17,7 @@ from transformers.models.cohere.tokenization_cohere import CohereTokenizer
 from headway.base.errors import BadModelFile, HeadwayError, InvalidInput, InvalidToken, Unsupported, WrongType
 from headway.models.hub.store import resolve
 from headway.text import Tokenizer
-from headway.text.gguf_vocab import PRES, merges_from_scores
+from headway.text.gguf_vocab import PRE_TOKENIZERS, merges_from_scores
 from headway.text.tokenizer import byte_of_character
 
 TEXT = (
@@ -179,7 +179,7 @@ def test_ids_of_another_type_are_refused(smollm2, ids):
 # --- byte-level vocabularies from GGUF metadata
 
 
-@pytest.mark.parametrize("pre", sorted(set(PRES) & set(GGUF_PRE_TOKENIZER_SPLITS)))
+@pytest.mark.parametrize("pre", sorted(set(PRE_TOKENIZERS) & set(GGUF_PRE_TOKENIZER_SPLITS)))
 def test_splits_equal_transformers_where_it_knows_them(pre):
     split = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), "isolated")
     theirs = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -216,7 +216,7 @@ def test_words_of_each_pre_tokenizer(pre, text, words):
     assert [word for word, _ in splitter.pre_tokenize_str(text)] == words
 
 
-@pytest.mark.parametrize("pre", sorted(PRES))
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
 def test_every_pre_tokenizer_keeps_the_text(pre):
     tokenizer = built(byte_metadata(pre=pre))
     text = TEXT.replace("e\u0301", "é")  # some families normalise to NFC

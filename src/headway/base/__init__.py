@@ -1,1 +1,1 @@
-"""Values that every layer shares: errors, settings, runs and masks, sampler and probe specs. Imports no torch."""
+"""What every layer shares: errors, settings, value checks, masks, sampler and probe specs. Never imports torch."""

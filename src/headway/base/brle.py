@@ -1,8 +1,8 @@
-"""Bits as run lengths: the form in which masks travel.
+"""Binary run-length encoding: the form of masks everywhere in the engine.
 
-`Brle` is an immutable vector of bits kept as alternating runs, zeros first: `(3, 2, 4, 1)` is `000 11 0000 1`. It owns
-the arithmetic on runs and knows nothing of polarity: whether a one means "attend" or "masked" is its user's to say.
-Work is proportional to the number of runs; only `to_bool` spreads the bits out.
+`Brle` is an immutable bit vector stored as alternating run lengths, zeros first: `(3, 2, 4, 1)` is `000 11 0000 1`. It
+owns the arithmetic on runs and knows nothing of polarity: its user decides whether a one means "attend" or "masked".
+Work is proportional to the number of runs; only `to_bool` expands the bits.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from headway.base.text import short_repr
 
 @dataclass(frozen=True, slots=True)
 class Brle:
-    """Bits as alternating run lengths, zeros first; equal bits have equal runs, whatever they were made from."""
+    """Bits as alternating run lengths, zeros first, in canonical form: equal bits have equal runs."""
 
     runs: tuple[int, ...] = ()
-    ends: tuple[int, ...] = field(init=False, compare=False, repr=False)  # where each run stops
+    ends: tuple[int, ...] = field(init=False, compare=False, repr=False)  # where each run ends
 
     def __post_init__(self) -> None:
-        _settle(self, _canonical(_parse(self.runs, "runs")))
+        _set(self, _canonical(_parse(self.runs, "runs")))
 
     @classmethod
     def from_runs(cls, runs: Iterable[SupportsIndex] | Brle, *, where: str = "runs") -> Brle:
         """The bits of alternating run lengths, zeros first. `where` names them in an error."""
-        return runs if isinstance(runs, Brle) else _trusted(_canonical(_parse(runs, where)))
+        return runs if isinstance(runs, Brle) else _canonical_brle(_canonical(_parse(runs, where)))
 
     @classmethod
     def from_bool(cls, bits: Any) -> Brle:
         """The bits of a one-dimensional array or list of booleans."""
         bits = bool_array(bits, "bits")
         if bits.ndim != 1:
-            raise InvalidMask(f"bits have shape {bits.shape}; expected one dimension")
+            raise InvalidMask(f"bits have shape {bits.shape}; it must have one dimension")
         return _from_array(bits)
 
     @classmethod
     def from_intervals(cls, length: int, intervals: Iterable[tuple[int, int]]) -> Brle:
-        """`length` bits, ones in the half-open intervals, which may overlap and come in any order."""
+        """`length` bits with ones in the half-open intervals, which may overlap and be unordered."""
         length = check_integer(length, "length")
-        out, reached = _Runs(), 0
+        out, reached = _RunBuilder(), 0
         for start, stop in sorted(intervals):
             if not 0 <= start <= stop <= length:
-                raise InvalidMask(f"interval ({start}, {stop}) does not lie in 0 … {length}")
+                raise InvalidMask(f"interval ({start}, {stop}) must lie in [0, {length}]")
             if stop > reached:
                 out.add(0, max(0, start - reached))
                 out.add(1, stop - max(start, reached))
@@ -61,26 +61,26 @@ class Brle:
 
     @classmethod
     def span(cls, length: int, start: int, stop: int) -> Brle:
-        """`length` bits, ones in `start … stop-1`, where 0 ≤ start < stop ≤ length."""
+        """`length` bits with ones in [start, stop), where 0 ≤ start < stop ≤ length."""
         assert 0 <= start < stop <= length
-        return _trusted((start, stop - start, length - stop) if stop < length else (start, stop - start))
+        return _canonical_brle((start, stop - start, length - stop) if stop < length else (start, stop - start))
 
     @classmethod
-    def settled(cls, runs: tuple[int, ...]) -> Brle:
-        """The bits of run lengths that are known to be as they should: none but the first is 0, and not all are."""
-        return _trusted(runs)
+    def from_canonical(cls, runs: tuple[int, ...]) -> Brle:
+        """The bits of canonical runs, unchecked: only the first may be 0, and not all are."""
+        return _canonical_brle(runs)
 
     @classmethod
     def ones(cls, length: int) -> Brle:
         """`length` ones."""
         length = check_integer(length, "length")
-        return _trusted((0, length) if length else ())
+        return _canonical_brle((0, length) if length else ())
 
     @classmethod
     def zeros(cls, length: int) -> Brle:
         """`length` zeros."""
         length = check_integer(length, "length")
-        return _trusted((length,) if length else ())
+        return _canonical_brle((length,) if length else ())
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
@@ -91,7 +91,7 @@ class Brle:
     def __invert__(self) -> Brle:
         if not self.runs:
             return self
-        return _trusted(self.runs[1:] if self.runs[0] == 0 else (0, *self.runs))
+        return _canonical_brle(self.runs[1:] if self.runs[0] == 0 else (0, *self.runs))
 
     def __and__(self, other: Brle) -> Brle:
         return _merge(self, other, operator.and_)
@@ -100,18 +100,18 @@ class Brle:
         return _merge(self, other, operator.or_)
 
     def __getitem__(self, part: slice) -> Brle:
-        """The bits `[start:stop]`, with Python's meaning of negative and missing ends."""
+        """The bits `[start:stop]`, with Python's slice semantics."""
         if not isinstance(part, slice) or part.step not in (None, 1):
-            raise WrongType(f"a Brle is read by slices of step 1, not by {part!r}; use to_bool() for single bits")
+            raise WrongType(f"a Brle is indexed by slices of step 1, not by {part!r}; use to_bool() for single bits")
         start, stop, _ = part.indices(len(self))
-        out = _Runs()
+        out = _RunBuilder()
         for value, first, last in self._pieces(start, stop):
             out.add(value, last - first)
         return out.done()
 
     def concat(self, *others: Brle) -> Brle:
-        """These bits followed by the others'."""
-        out = _Runs()
+        """These bits followed by those of the others."""
+        out = _RunBuilder()
         for part in (self, *others):
             for index, run in enumerate(part.runs):
                 out.add(index & 1, run)
@@ -127,12 +127,12 @@ class Brle:
         return any(value for value, _, _ in self._pieces(first, last))
 
     def all(self, start: int | None = None, stop: int | None = None) -> bool:
-        """Whether every bit of `[start:stop]` is one; true where there are none."""
+        """Whether every bit of `[start:stop]` is one; true for an empty range."""
         first, last, _ = slice(start, stop).indices(len(self))
         return all(value for value, _, _ in self._pieces(first, last))
 
     def intervals(self) -> Iterator[tuple[int, int]]:
-        """The half-open intervals of ones, in order, none touching the next."""
+        """The maximal half-open intervals of ones, in order."""
         return zip(self.ends[0::2], self.ends[1::2])
 
     def to_bool(self) -> np.ndarray:
@@ -141,7 +141,7 @@ class Brle:
         return np.repeat(values, np.asarray(self.runs, dtype=np.int64))
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(bit, first, stop) of each run's part in `start … stop`, empty parts left out."""
+        """(bit, first, stop) of each run within [start, stop)."""
         index = bisect_right(self.ends, start)
         while start < stop:
             last = min(self.ends[index], stop)
@@ -150,7 +150,7 @@ class Brle:
 
 
 def bool_array(values: Any, name: str) -> np.ndarray:
-    """`values` (a list, an array, a tensor) as a numpy array of booleans; numbers are refused, an empty list is not."""
+    """`values` (a list, array or tensor) as a numpy array of booleans; numbers are refused, except an empty list."""
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -158,12 +158,14 @@ def bool_array(values: Any, name: str) -> np.ndarray:
     if array.size == 0 and array.dtype != np.bool_:
         return np.zeros(array.shape, dtype=np.bool_)
     if array.dtype != np.bool_:
-        raise WrongType(f"{name} has elements of type {array.dtype}; expected booleans (convert with .astype(bool))")
+        raise WrongType(
+            f"{name} has elements of type {array.dtype}; they must be booleans (convert with .astype(bool))"
+        )
     return array
 
 
 def _parse(runs: Any, where: str) -> list[int]:
-    """The run lengths as Python integers, or an error that names the first bad one."""
+    """The run lengths as Python integers; an error names the first bad one."""
     if isinstance(runs, (str, bytes, bytearray, set, frozenset, dict)) or not hasattr(runs, "__iter__"):
         raise WrongType(f"{where} must be a list of run lengths, not {short_repr(runs)} of type {type(runs).__name__}")
     out = []
@@ -175,7 +177,7 @@ def _parse(runs: Any, where: str) -> list[int]:
     return out
 
 
-class _Runs:
+class _RunBuilder:
     """Collects runs in order and merges neighbours of the same value."""
 
     __slots__ = ("runs",)
@@ -192,42 +194,42 @@ class _Runs:
             self.runs.append(length)
 
     def done(self) -> Brle:
-        return _trusted(() if self.runs == [0] else tuple(self.runs))
+        return _canonical_brle(() if self.runs == [0] else tuple(self.runs))
 
 
 def _canonical(runs: list[int]) -> tuple[int, ...]:
-    out = _Runs()
+    out = _RunBuilder()
     for index, run in enumerate(runs):
         out.add(index & 1, run)
     return () if out.runs == [0] else tuple(out.runs)
 
 
-def _settle(brle: Brle, runs: tuple[int, ...]) -> None:
+def _set(brle: Brle, runs: tuple[int, ...]) -> None:
     object.__setattr__(brle, "runs", runs)
     object.__setattr__(brle, "ends", tuple(accumulate(runs)))
 
 
-def _trusted(runs: tuple[int, ...]) -> Brle:
-    """A Brle of runs that are canonical already."""
+def _canonical_brle(runs: tuple[int, ...]) -> Brle:
+    """A Brle of runs that are already canonical."""
     brle = object.__new__(Brle)
-    _settle(brle, runs)
+    _set(brle, runs)
     return brle
 
 
 def _from_array(bits: np.ndarray) -> Brle:
     if bits.size == 0:
-        return _trusted(())
+        return _canonical_brle(())
     changes = np.flatnonzero(bits[1:] != bits[:-1]) + 1
     runs = np.diff(changes, prepend=0, append=bits.size).tolist()
-    return _trusted((0, *runs) if bits[0] else tuple(runs))
+    return _canonical_brle((0, *runs) if bits[0] else tuple(runs))
 
 
 def _merge(left: Brle, right: Brle, combine: Callable[[int, int], int]) -> Brle:
     if not isinstance(right, Brle):
-        raise WrongType(f"a Brle combines with another Brle, not with {short_repr(right)}")
+        raise WrongType(f"a Brle can be combined only with another Brle, not with {short_repr(right)}")
     if len(left) != len(right):
-        raise InvalidMask(f"bits of lengths {len(left)} and {len(right)} cannot be combined; they must be equally long")
-    out, at, length = _Runs(), 0, len(left)
+        raise InvalidMask(f"bits of lengths {len(left)} and {len(right)} cannot be combined; the lengths must be equal")
+    out, at, length = _RunBuilder(), 0, len(left)
     i, j = bisect_right(left.ends, 0), bisect_right(right.ends, 0)
     while at < length:
         stop = min(left.ends[i], right.ends[j])

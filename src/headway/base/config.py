@@ -1,4 +1,4 @@
-"""Settings from the environment. The only file that reads it; everything else takes values as arguments."""
+"""Settings from environment variables. The only module that reads them; everything else takes arguments."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NATIVE_MODES = ("auto", "off", "require", "triton")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says.
+    """The values of the environment variables.
 
-    `HEADWAY_CACHE`, `HF_HUB_OFFLINE`, `HEADWAY_BATCHED_PREFILL`, `HEADWAY_NATIVE` (auto, off, require, which makes
-    a missing native library an error, or triton: its kernels on any device, on a CPU in Triton's interpreter),
-    `HEADWAY_ISA` (the instruction set its kernels keep to) and `HEADWAY_API_KEY` (what commands show a server).
+    `HEADWAY_CACHE`, `HF_HUB_OFFLINE`, `HEADWAY_BATCHED_PREFILL`, `HEADWAY_NATIVE` (auto; off; require, which makes a
+    missing native library an error; triton, which uses its kernels on any device, on a CPU in Triton's interpreter),
+    `HEADWAY_ISA` (the instruction set of the native kernels) and `HEADWAY_API_KEY` (what commands send to a server).
     """
 
     cache: Path
@@ -48,12 +48,14 @@ def settings() -> Settings:
 def _prefill_mode(text: str) -> str:
     mode = {"0": "off", "1": "on", "": "on"}.get(text.strip().lower(), text.strip().lower())
     if mode not in PREFILL_MODES:
-        raise InvalidInput(f"HEADWAY_BATCHED_PREFILL is {text!r}; it takes one of {', '.join(PREFILL_MODES)} (or 0, 1)")
+        raise InvalidInput(
+            f"HEADWAY_BATCHED_PREFILL is {text!r}; it must be one of {', '.join(PREFILL_MODES)} (or 0, 1)"
+        )
     return mode
 
 
 def _native_mode(text: str) -> str:
     mode = {"0": "off", "1": "require", "": "auto"}.get(text.strip().lower(), text.strip().lower())
     if mode not in NATIVE_MODES:
-        raise InvalidInput(f"HEADWAY_NATIVE is {text!r}; it takes one of {', '.join(NATIVE_MODES)} (or 0, 1)")
+        raise InvalidInput(f"HEADWAY_NATIVE is {text!r}; it must be one of {', '.join(NATIVE_MODES)} (or 0, 1)")
     return mode

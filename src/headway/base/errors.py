@@ -1,31 +1,31 @@
 """Headway's exceptions: one tree, drawn here.
 
     HeadwayError
-    ├── InvalidInput (ValueError)        a value that cannot be used: the message names it, the limit and the way out
+    ├── InvalidInput (ValueError)        an invalid value: the message names it, the limit and the way out
     │   ├── InvalidToken                 a token id outside the vocabulary
     │   ├── ContextLengthExceeded        a position id past the model's context limit
     │   ├── InvalidMask                  an attention or logit mask that does not fit
     │   └── TemplateError                a chat template that fails or does not fit the messages
     ├── OutOfRange (IndexError)          a row, layer or page that does not exist
-    ├── WrongType (TypeError)            a value of a type that has no obvious meaning here
+    ├── WrongType (TypeError)            a value of an unexpected type
     ├── Unsupported                      something Headway or this model cannot do
-    │   └── UnsupportedModel             an architecture that is not in the list
+    │   └── UnsupportedModel             an architecture that is not supported
     ├── ModelError                       a model that cannot be used
     │   ├── ModelNotFound                no such model, and what was tried
-    │   └── BadModelFile (ValueError)    a file that is truncated, lies about itself or does not fit its config
+    │   └── BadModelFile (ValueError)    a file that is truncated, inconsistent or does not match its config
     ├── ContextBusy                      the context has a pass in flight
-    ├── Closed                           the context, state, engine or pass is over
-    ├── OutOfPages                       the page pool cannot supply what was asked
-    ├── OutOfMemory (MemoryError)        a device has not the memory that a model and its pages need
-    ├── TokenBudgetExceeded              a context has computed as many tokens as it may
-    ├── DeadlineExceeded (TimeoutError)  a context's time is over
+    ├── Closed                           the context, state, engine or pass is closed
+    ├── OutOfPages                       the page pool cannot provide the pages
+    ├── OutOfMemory (MemoryError)        a device lacks the memory for a model and its KV cache
+    ├── TokenBudgetExceeded              a context has used up its token budget
+    ├── DeadlineExceeded (TimeoutError)  a context's deadline has passed
     ├── SnapshotError                    a saved context that cannot be opened
     ├── ItemFailed                       an item of a stream that could not be read; `index` says which
     ├── ToolFailed                       a tool that raised, took too long or was called too often
     ├── ValidationFailed                 two ways of computing the same thing disagree
     └── PassFailed                       the device failed while computing a pass
 
-A caller can catch `HeadwayError` for everything, or the plain Python class in brackets.
+Catch `HeadwayError` for all of them, or the built-in class in parentheses.
 On the command line each is one sentence and exit code 2.
 """
 
@@ -37,7 +37,7 @@ class HeadwayError(Exception):
 
 
 class InvalidInput(HeadwayError, ValueError):
-    """A value that cannot be used."""
+    """An invalid value."""
 
 
 class InvalidToken(InvalidInput):
@@ -69,7 +69,7 @@ class Unsupported(HeadwayError):
 
 
 class UnsupportedModel(Unsupported):
-    """An architecture that is not in the list of supported ones."""
+    """An architecture that is not supported."""
 
 
 class ModelError(HeadwayError):
@@ -81,7 +81,7 @@ class ModelNotFound(ModelError):
 
 
 class BadModelFile(ModelError, ValueError):
-    """A model file that is truncated, lies about itself or does not fit its config."""
+    """A model file that is truncated, inconsistent or does not match its config."""
 
 
 class ContextBusy(HeadwayError):
@@ -97,7 +97,7 @@ class OutOfPages(HeadwayError):
 
 
 class OutOfMemory(HeadwayError, MemoryError):
-    """A device has not the memory that a model, a step or its pages need; the message has the numbers."""
+    """A device lacks the memory for a model, a step or the KV cache; the message has the numbers."""
 
 
 class TokenBudgetExceeded(HeadwayError):
@@ -105,7 +105,7 @@ class TokenBudgetExceeded(HeadwayError):
 
 
 class DeadlineExceeded(HeadwayError, TimeoutError):
-    """A context's time is over; the pass was not computed, or its result came too late."""
+    """A context's deadline has passed; the pass was not computed, or its result came too late."""
 
 
 class SnapshotError(HeadwayError):

@@ -1,4 +1,4 @@
-"""What happened, as data: one event a step."""
+"""Events of the engine, as data: one per step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepEvent:
-    """One step of the loop, and where the engine stood after it. Hits, trims, set-asides and tokens are totals."""
+    """One step of the loop, and the engine's state after it; the last five counts are totals."""
 
     step: int
     seconds: float

@@ -1,4 +1,4 @@
-"""No garbage collection while much is made that stays."""
+"""Pause the garbage collector while many long-lived objects are created."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Hold the collector back for a moment: what is imported or loaded is no garbage, and after torch is imported
-    every full look at what there is takes some 50 ms. In whatever order threads do this, it is on again at the end."""
+    """Disable garbage collection for a `with`: imports and loading create no garbage, and once torch is imported every
+    full collection takes some 50 ms. Safe when threads overlap: it is enabled again at the end."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -140,7 +140,7 @@ _TABLE = (
     ),
     Parameter(
         "repetition_penalty", float, 1.0, "Above 1, tokens that occurred before are less likely.", above=0,
-        hint="1 turns it off, more discourages repeats", faces=_DRAWING | _on("sync cli"),
+        hint="1 turns it off, higher values discourage repeats", faces=_DRAWING | _on("sync cli"),
     ),
     Parameter(
         "presence_penalty", float, 0.0, "Subtracted from the logit of every token generated before.",

@@ -1,7 +1,7 @@
-"""What an engine says about itself while it works, a line at a time, through Python's logging.
+"""Log events of an engine, through Python's logging.
 
-Nobody hears it unless they listen: `headway serve` writes it to its log, commands show it on standard error, a program
-adds a handler to the logger `headway.engine`. A line has a sentence and named values (`record.values`).
+`headway serve` writes them to its log, commands print them on standard error, and a program can add a handler to the
+logger `headway.engine`. An event is a sentence with named values (`record.values`).
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ LOGGER = "headway.engine"
 
 
 def log_event(message: str, **values: Any) -> None:
-    """One line. Values are plain data; never a prompt or an answer."""
+    """Log one event. Values are plain data, never a prompt or an answer."""
     logging.getLogger(LOGGER).info(message, extra={"values": values})

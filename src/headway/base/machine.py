@@ -1,4 +1,4 @@
-"""What this machine is and what its container allows. Reads /proc and the control groups, never changes anything."""
+"""This machine's CPU and memory and its container's limits, read from /proc and the control groups."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ INSTRUCTIONS = {  # flag in /proc/cpuinfo → name people use
     "bf16": "NEON BF16",
     "sve": "SVE",
 }
-UNLIMITED = 1 << 60  # a v1 cgroup without a limit reports a number of this order
+UNLIMITED = 1 << 60  # a v1 cgroup without a limit reports about this
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the hardware and the container allow. Limits are None where there is none."""
+    """The hardware and the container's limits, None where there is none."""
 
     cpu: str
     instructions: tuple[str, ...]
@@ -43,20 +43,20 @@ class Machine:
 
     @property
     def memory_free(self) -> int:
-        """Bytes this process can still take: what the machine has free, within the container's limit."""
+        """Bytes this process can still allocate: what is free, within the container's limit."""
         if self.memory_limit_left is None:
             return self.memory_available
         return min(self.memory_available, self.memory_limit_left)
 
     @property
     def fair_threads(self) -> int:
-        """Threads that can really run at once."""
+        """Threads that can run concurrently."""
         quota = self.cpu_quota if self.cpu_quota is not None else self.usable_cores
         return max(1, min(self.usable_cores, int(quota)))
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
-    """The facts of the machine whose file system is at `root`."""
+    """The machine whose file system is at `root`."""
     cpu, flags = _cpu(root)
     memory = _meminfo(root)
     limit, used = _memory_limit(root)
@@ -97,7 +97,7 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _cpu_quota(root: Path) -> float | None:
-    """CPUs the container may use at a time: the tightest limit on the way up the tree."""
+    """CPUs the container may use: the tightest limit up the cgroup tree."""
     quotas = []
     for folder in _groups(root, "cpu"):
         words = _read(folder / "cpu.max").split()
@@ -109,7 +109,7 @@ def _cpu_quota(root: Path) -> float | None:
 
 
 def _memory_limit(root: Path) -> tuple[int | None, int]:
-    """The tightest memory limit on the way up the tree, and what its group uses beyond reclaimable file pages."""
+    """The tightest memory limit up the cgroup tree, and what its group uses beyond reclaimable file pages."""
     best: tuple[int, int] | None = None
     for folder in _groups(root, "memory"):
         limit = _read(folder / "memory.max").strip() or _read(folder / "memory.limit_in_bytes").strip()
@@ -128,7 +128,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of this process's control group, from its own up to the root: version 2, then version 1."""
+    """Folders of this process's control groups, from its own up to the root, of version 2 and version 1."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers == "" or controller in controllers.split(","):

@@ -1,7 +1,7 @@
-"""The rules that attention masks are made of: what a row sees, as data with one `match` for each question.
+"""The rules that attention masks are made of: which slots a row attends to, as data with one `match` per operation.
 
-Symbolic ones know any row, raw ones have a row of bits for each row of a pass; the rest combine them. Slots are counted
-from the start of the sequence. `Mask` (masks.py) is how people write them.
+Symbolic rules apply to any row, raw rules hold bits for each row of a pass, the rest combine rules. Slots are counted
+from the start of the sequence. Users write them with `Mask` (masks.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Sink:
+class SinkWindow:
     """The first `sink` slots and the last `window` up to the row's own."""
 
     sink: int
@@ -41,7 +41,7 @@ class Sink:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Consecutive blocks, an open one at the end; a row sees its own block and those its block is paired with."""
+    """Consecutive blocks, the last one open; a row sees its own block and those paired with it."""
 
     lengths: tuple[int, ...]
     sees: tuple[tuple[int, int], ...]
@@ -60,29 +60,29 @@ class Raw:
 class Not:
     """The complement of a symbolic rule."""
 
-    rule: Causal | Window | Sink | Blocks
+    rule: Causal | Window | SinkWindow | Blocks
 
 
 @dataclass(frozen=True)
 class All:
-    """What every part sees."""
+    """The intersection of its parts."""
 
     parts: tuple[Rule, ...]
 
 
 @dataclass(frozen=True)
 class Either:
-    """What any part sees."""
+    """The union of its parts."""
 
     parts: tuple[Rule, ...]
 
 
-Rule: TypeAlias = Causal | Window | Sink | Blocks | Raw | Not | All | Either
+Rule: TypeAlias = Causal | Window | SinkWindow | Blocks | Raw | Not | All | Either
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a row stands: the `row`-th of `rows` from slot `first`, over `length` slots."""
+class RowPlace:
+    """The position of a row: the `row`-th of `rows` from slot `first`, over `length` slots."""
 
     row: int
     rows: int
@@ -95,14 +95,14 @@ class Place:
         return self.first + self.row
 
 
-def attended(rule: Rule, place: Place) -> Brle:
-    """The slots that `rule` lets the row at `place` see."""
+def attended(rule: Rule, place: RowPlace) -> Brle:
+    """The slots that the row at `place` attends to under `rule`."""
     match rule:
         case Causal():
             return _span(place, 0)
         case Window(size):
             return _span(place, place.slot + 1 - size)
-        case Sink(sink, window):
+        case SinkWindow(sink, window):
             return Brle.from_intervals(place.length, [(0, min(sink, place.length))]) | _span(
                 place, place.slot + 1 - window
             )
@@ -124,12 +124,12 @@ def attended(rule: Rule, place: Place) -> Brle:
             return first
 
 
-def _span(place: Place, start: int) -> Brle:
-    """Ones from `start` up to and with the row's own slot."""
+def _span(place: RowPlace, start: int) -> Brle:
+    """Ones from `start` up to and including the row's own slot."""
     return Brle.span(place.length, max(0, start), place.slot + 1)
 
 
-def _seen_blocks(rule: Blocks, place: Place) -> list[tuple[int, int]]:
+def _seen_blocks(rule: Blocks, place: RowPlace) -> list[tuple[int, int]]:
     ends = list(accumulate(rule.lengths))
     own = bisect_right(ends, place.slot)
     if own == len(ends):
@@ -139,8 +139,8 @@ def _seen_blocks(rule: Blocks, place: Place) -> list[tuple[int, int]]:
     return [(starts[b], min(stops[b], place.length)) for b in seen if starts[b] < place.length]
 
 
-def _fit(raw: Raw, place: Place) -> Brle:
-    """A raw row over the slots of its place, or an error that says how long it should be."""
+def _fit(raw: Raw, place: RowPlace) -> Brle:
+    """A raw row over the slots of its place; a row of another length is an error."""
     row, slot = raw.rows[place.row], place.slot
     if len(row) == place.length:
         return row
@@ -148,16 +148,14 @@ def _fit(raw: Raw, place: Place) -> Brle:
         return row.concat(Brle.ones(1))
     if place.causal and raw.rectangular and len(row) == place.first + place.rows:
         return row[: slot + 1]
-    expected = (
-        f"{slot} (those before its token) or {slot + 1} (those and itself)" if place.causal else f"{place.length}"
-    )
+    expected = f"{slot} (those before its token) or {slot + 1} (with its own)" if place.causal else f"{place.length}"
     raise InvalidMask(
         f"row {place.row} of the attention mask covers {len(row)} slots; expected {expected}. It was read as {raw.read}"
     )
 
 
 def complement(rule: Rule) -> Rule:
-    """De Morgan down to the leaves, so that a raw row that leaves its own slot out never hides it."""
+    """The complement, by De Morgan down to the leaves, so that a raw row without its own slot never masks it."""
     match rule:
         case Raw(rows, read, rectangular):
             return Raw(tuple(~row for row in rows), read, rectangular)
@@ -186,7 +184,7 @@ def text_of(rule: Rule) -> str:
             return "Mask.causal()"
         case Window(size):
             return f"Mask.window({size})"
-        case Sink(sink, window):
+        case SinkWindow(sink, window):
             return f"Mask.sink({sink}, {window})"
         case Blocks(lengths, sees):
             return f"Mask.blocks({list(lengths)}" + (f", sees={list(sees)})" if sees else ")")

@@ -1,8 +1,8 @@
-"""Masks as people write them: `Mask` for attention, `logit_mask` for tokens.
+"""The masks users write: `Mask` for attention, `logit_mask` for tokens.
 
 A `Mask` is an immutable description: symbolic (causal, window, sink, blocks), raw rows, or a combination by `&`, `|`,
-`~`. `bind` meets it with the rows of a pass and gives one `Brle` per row, 1 = ATTEND, cut by causality. Both outer
-polarities end here: raw attention runs say 0 = attend, logit runs say 1 = allowed. It never looks at pages or tokens.
+`~`. `bind` applies it to the rows of a pass: one `Brle` per row, 1 = ATTEND, restricted to causal slots. Both external
+polarities end here: raw attention runs use 0 = attend, logit runs use 1 = allowed. It knows nothing of pages or tokens.
 
         slots   0 1 2 3 4 5 6 7
     row at 5    · · · █ █ █         Mask.window(3)
@@ -29,10 +29,10 @@ from headway.base.mask_rules import (
     Blocks,
     Causal,
     Either,
-    Place,
     Raw,
+    RowPlace,
     Rule,
-    Sink,
+    SinkWindow,
     Window,
     attended,
     complement,
@@ -64,13 +64,13 @@ class Mask:
     @classmethod
     def sink(cls, sink: int, window: int) -> Mask:
         """The first `sink` slots and the last `window`, the row's own included."""
-        return cls(Sink(check_integer(sink, "sink"), check_integer(window, "window", low=1)))
+        return cls(SinkWindow(check_integer(sink, "sink"), check_integer(window, "window", low=1)))
 
     @classmethod
     def blocks(cls, lengths: Iterable[int], sees: Iterable[tuple[int, int]] = ()) -> Mask:
         """Consecutive blocks of these lengths: a row sees its own block, and those that `sees` pairs it with.
 
-        A pair is `(viewer, seen)`, by block number. Slots past the last block form an open block, numbered
+        A pair is `(viewer, seen)`, by block number. Slots after the last block form an open block, numbered
         `len(lengths)`, that sees every block.
         """
         listed = check_list(lengths, "lengths")
@@ -82,7 +82,7 @@ class Mask:
     def from_bool(cls, attend: Any) -> Mask:
         """Rows of booleans, True = attend: an array `[rows, slots]`, one row `[slots]`, or a list of unequal rows.
 
-        Rows are as long as `from_runs` says; a rectangle may also cover every slot up to the end of the pass.
+        Rows have the lengths that `from_runs` describes; an array may also cover every slot up to the end of the pass.
         """
         rows = list(attend) if isinstance(attend, (list, tuple)) else attend
         if isinstance(rows, list) and rows and not np.isscalar(rows[0]):
@@ -98,7 +98,7 @@ class Mask:
     def from_runs(cls, rows: Iterable[Iterable[int] | Brle]) -> Mask:
         """Raw runs, one list per input row: alternating, zeros first, 0 = attend, 1 = masked.
 
-        A row covers the slots before its token, or those and itself; left out, the token sees itself, also after `~`.
+        A row covers the slots before its token, with or without its own, which it sees if left out, even after `~`.
         """
         masked = [_raw_row(row, index) for index, row in enumerate(check_list(rows, "rows"))]
         return cls(Raw(tuple(~row for row in masked), READ_RUNS, rectangular=False))
@@ -117,26 +117,26 @@ class Mask:
 
     @property
     def rows(self) -> int | None:
-        """How many input rows it has rows for; None for a symbolic mask, which has one for any row."""
+        """The number of input rows it describes; None for a symbolic mask, which fits any number."""
         raw = next(raw_rules(self.rule), None)
         return None if raw is None else len(raw.rows)
 
     @property
     def covers_pending(self) -> bool:
-        """Whether it binds the pending tokens of a pass too: symbolic masks do, raw rows do not."""
+        """Whether it applies to the pending tokens of a pass too: symbolic masks do, raw rows do not."""
         return self.rows is None
 
     @property
     def polarity(self) -> str:
-        """How its raw rows were read, for messages."""
+        """How its raw rows were read, for error messages."""
         read = dict.fromkeys(raw.read for raw in raw_rules(self.rule))
         return " and ".join(read) or "symbolic"
 
     def bind(self, first_slot: int, rows: int, *, causal: bool = True, total: int | None = None) -> tuple[Brle, ...]:
         """The effective rows, 1 = ATTEND, of `rows` consecutive tokens from slot `first_slot`.
 
-        Each is as long as the slots up to and with its own, or, with `causal=False`, `total` slots (by default all up
-        to the last row). A row may come out empty: `check_rows` refuses that.
+        Each covers the slots up to and including its own or, with `causal=False`, `total` slots (by default all up to
+        the last row). A row may attend to nothing: `check_rows` refuses that.
         """
         first_slot, rows = check_integer(first_slot, "first_slot"), check_integer(rows, "rows")
         if causal and total is not None:
@@ -148,16 +148,16 @@ class Mask:
             raise InvalidMask(
                 f"the attention mask has {self.rows} rows for {rows} input rows; give one row per input row"
             )
-        places = (Place(i, rows, first_slot, first_slot + i + 1 if causal else end, causal) for i in range(rows))
+        places = (RowPlace(i, rows, first_slot, first_slot + i + 1 if causal else end, causal) for i in range(rows))
         return tuple(attended(self.rule, place) for place in places)
 
     def at(self, slot: int) -> Brle:
-        """`bind(slot, 1)[0]`: what the token at a slot attends to. Quick for the masks that follow every token."""
+        """`bind(slot, 1)[0]`: what the token at a slot attends to. Fast for sliding masks, bound every step."""
         match self.rule:
             case Window(size) if size <= slot:
-                return Brle.settled((slot + 1 - size, size))
-            case Sink(sink, window) if 0 < sink < slot + 1 - window:
-                return Brle.settled((0, sink, slot + 1 - window - sink, window))
+                return Brle.from_canonical((slot + 1 - size, size))
+            case SinkWindow(sink, window) if 0 < sink < slot + 1 - window:
+                return Brle.from_canonical((0, sink, slot + 1 - window - sink, window))
         return self.bind(slot, 1)[0]
 
     def to_bool(self, first_slot: int, rows: int, *, causal: bool = True) -> np.ndarray:
@@ -169,11 +169,11 @@ class Mask:
         return attend
 
     def to_runs(self, first_slot: int, rows: int, *, causal: bool = True) -> list[list[int]]:
-        """The rows as raw runs, zeros first, 0 = attend, 1 = masked, each with its own slot."""
+        """The rows as raw runs, zeros first, 0 = attend, 1 = masked, each including its own slot."""
         return [list((~row).runs) for row in self.bind(first_slot, rows, causal=causal)]
 
     def picture(self, first_slot: int | None = None, rows: int | None = None, *, causal: bool = True) -> str:
-        """A drawing, one line per row: █ attends, · does not; cut to the first rows and last slots if large."""
+        """A text drawing, one line per row: █ attends, · does not; cut to the first rows and last slots if large."""
         first, bound, left_out = self._view(first_slot, rows, causal)
         skip = max(0, max((len(row) for row in bound), default=0) - PICTURE_SLOTS)
         lines = []
@@ -198,7 +198,7 @@ class Mask:
         return f"<div>{title}<br>{_svg(bound)}<br><small>{note}</small></div>"
 
     def _view(self, first_slot: int | None, rows: int | None, causal: bool) -> tuple[int, tuple[Brle, ...], int]:
-        """(first slot, bound rows, how many rows are left out) of a picture."""
+        """(first slot, bound rows, number of rows left out) of a picture."""
         raw = next(raw_rules(self.rule), None)
         rows = (16 if raw is None else len(raw.rows)) if rows is None else rows
         first = (0 if raw is None else _guess_first(raw)) if first_slot is None else first_slot
@@ -207,8 +207,10 @@ class Mask:
 
 
 def check_rows(rows: Sequence[Brle | None], *, where: str = "attention mask", read: str = "", pending: int = 0) -> None:
-    """Raises if a bound row attends to nothing; None is a row without a mask. `read` says how the rows were read
-    (`Mask.polarity`), and the first `pending` are those of pending tokens."""
+    """Raise if a bound row attends to nothing; None is a row without a mask.
+
+    `read` says how the rows were read (`Mask.polarity`); the first `pending` rows are those of pending tokens.
+    """
     for index, row in enumerate(rows):
         if row is not None and not row.any():
             name, how = row_name(index, pending), f"; the mask was read as {read}" if read else ""
@@ -216,12 +218,12 @@ def check_rows(rows: Sequence[Brle | None], *, where: str = "attention mask", re
 
 
 def row_name(index: int, pending: int) -> str:
-    """What messages call a token of a pass: rows are counted behind the pending tokens."""
+    """The name of a token of a pass in messages: rows are counted after the pending tokens."""
     return f"row {index - pending}" if index >= pending else f"pending token {index}"
 
 
 def logit_mask(vocab: int, runs: Any = None, allow: Any = None, forbid: Any = None) -> np.ndarray:
-    """Which of `vocab` tokens may be chosen, as an array of booleans; several forms AND.
+    """Which of `vocab` tokens may be sampled, as an array of booleans; several forms are combined by AND.
 
     `runs` is a list of runs that sum to `vocab`, zeros first, 1 = allowed; or an array of `vocab` booleans; or a packed
     uint32 bitmask (token i is bit i % 32 of word i // 32). `allow` and `forbid` are token ids.
@@ -244,10 +246,12 @@ def logit_mask(vocab: int, runs: Any = None, allow: Any = None, forbid: Any = No
 
 def _joined(kind: type[All] | type[Either], left: Mask, right: Mask) -> All | Either:
     if not isinstance(right, Mask):
-        raise WrongType(f"a Mask combines with another Mask, not with {type(right).__name__}; see Mask.from_bool")
+        raise WrongType(
+            f"a Mask can be combined only with another Mask, not with {type(right).__name__}; see Mask.from_bool"
+        )
     if left.rows is not None and right.rows is not None and left.rows != right.rows:
         raise InvalidMask(
-            f"raw masks of {left.rows} and {right.rows} rows cannot be combined; they must have equally many"
+            f"raw masks of {left.rows} and {right.rows} rows cannot be combined; the numbers of rows must be equal"
         )
     sides = (side.rule for side in (left, right))
     return kind(tuple(part for rule in sides for part in (rule.parts if isinstance(rule, kind) else (rule,))))
@@ -256,20 +260,20 @@ def _joined(kind: type[All] | type[Either], left: Mask, right: Mask) -> All | Ei
 def _raw_row(row: Any, index: int) -> Brle:
     if not hasattr(row, "__iter__") and not isinstance(row, Brle):
         raise WrongType(
-            f"row {index} of the attention mask is {row!r}; expected one list of runs per row, as in [[3, 2]]"
+            f"row {index} of the attention mask is {row!r}; it must be a list of runs per row, e.g. [[3, 2]]"
         )
     return Brle.from_runs(row, where=f"row {index} of the attention mask ({READ_RUNS})")
 
 
 def _pair(pair: Any, blocks: int) -> tuple[int, int]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise WrongType(f"sees has {pair!r}; expected pairs of block numbers (viewer, seen)")
+        raise WrongType(f"sees has {pair!r}; it must be pairs of block numbers (viewer, seen)")
     viewer, seen = (check_integer(block, f"block number in {tuple(pair)}", high=blocks - 1) for block in pair)
     return viewer, seen
 
 
 def _guess_first(raw: Raw) -> int:
-    """The slot of the first row, for a picture: the last column is the last row's own slot."""
+    """The slot of the first row, for a picture: the last column is the slot of the last row."""
     lengths = [len(row) for row in raw.rows]
     if raw.rectangular and lengths and lengths[0] >= len(lengths):
         return lengths[0] - len(lengths)
@@ -289,7 +293,7 @@ def _svg(rows: tuple[Brle, ...]) -> str:
 
 
 def _logit_bits(runs: Any, vocab: int) -> np.ndarray:
-    """The allowed tokens of any form that needs no name: runs, booleans or a packed bitmask."""
+    """The allowed tokens from runs, booleans or a packed bitmask."""
     if isinstance(runs, Brle):
         return _logit_runs(runs, vocab)
     values = _logit_values(runs)
@@ -305,7 +309,7 @@ def _logit_bits(runs: Any, vocab: int) -> np.ndarray:
 
 
 def _logit_values(runs: Any) -> np.ndarray | list[Any]:
-    """An array stays one; a list becomes one only if it holds booleans, for a list of integers is always runs."""
+    """Arrays stay arrays; a list becomes one only if it holds booleans, since integers are always runs."""
     if not hasattr(runs, "dtype"):
         values = check_list(runs, "the logit mask")
         return bool_array(values, "the logit mask") if values and isinstance(values[0], (bool, np.bool_)) else values
@@ -340,6 +344,6 @@ def _token_ids(ids: Any, vocab: int, name: str) -> list[int]:
     for value in check_list(ids, name):
         token = value if type(value) is int else as_integer(value, f"a token id in {name}")
         if not 0 <= token < vocab:
-            raise InvalidToken(f"token id {token} in {name} is outside the vocabulary; ids are 0 … {vocab - 1}")
+            raise InvalidToken(f"token id {token} in {name} is outside the vocabulary; ids are in [0, {vocab - 1}]")
         out.append(token)
     return out

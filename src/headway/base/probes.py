@@ -1,7 +1,7 @@
-"""What people ask about a row without choosing a token: probe values, checked when they are made.
+"""Probe specs: what to read at a row without choosing a token. They are checked when created.
 
-Token ids and layers are checked against the model where the probe meets it; here only what is wrong for any model is
-refused. A probe sees the model's own logits unless it says `masked=True`.
+Only what is wrong for any model is refused here; token ids and layers are checked when a pass is built. A probe sees
+the model's raw logits unless it has `masked=True`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REDUCTIONS = (None, "mean", "max")
 
 @dataclass(frozen=True)
 class Rank:
-    """Where one token stands: its log-probability (nats, -inf when it cannot come); the likeliest has the rank 1."""
+    """One token's log-probability (nats, -inf if impossible) and its rank; the likeliest has rank 1."""
 
     id: int
     logprob: float
@@ -29,9 +29,9 @@ class Rank:
 
 @dataclass(frozen=True)
 class Ranked:
-    """What a `Ranking` found: the drawn tokens in the order of their samplers, those of `ids`, and the likeliest.
+    """The result of a `Ranking`: the sampled tokens in the order of their samplers, those of `ids`, and the likeliest.
 
-    Of the likeliest, those that cannot come are left out.
+    Impossible tokens are left out of the likeliest.
     """
 
     drawn: tuple[Rank, ...]
@@ -46,7 +46,7 @@ class Logits:
     masked: bool = False
 
     def __post_init__(self) -> None:
-        _settle(self, masked=_flag(self.masked))
+        _set(self, masked=_flag(self.masked))
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Distribution:
     def __post_init__(self) -> None:
         if (temperature := check_number(self.temperature, "temperature")) <= 0:
             raise InvalidInput(
-                f"temperature is {temperature}; a distribution needs one above 0 (Argmax() reads the top token)"
+                f"temperature is {temperature}; it must be above 0 for a distribution (Argmax() reads the top token)"
             )
-        _settle(self, temperature=temperature, k=check_integer(self.k, "k"), masked=_flag(self.masked))
+        _set(self, temperature=temperature, k=check_integer(self.k, "k"), masked=_flag(self.masked))
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Logprob:
     masked: bool = False
 
     def __post_init__(self) -> None:
-        _settle(self, id=check_token_id(self.id, "id"), masked=_flag(self.masked))
+        _set(self, id=check_token_id(self.id, "id"), masked=_flag(self.masked))
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Logprobs:
     masked: bool = False
 
     def __post_init__(self) -> None:
-        _settle(self, ids=_listed(self.ids, "ids", check_token_id), masked=_flag(self.masked))
+        _set(self, ids=_listed(self.ids, "ids", check_token_id), masked=_flag(self.masked))
 
 
 @dataclass(frozen=True)
@@ -94,40 +94,40 @@ class Entropy:
     masked: bool = False
 
     def __post_init__(self) -> None:
-        _settle(self, masked=_flag(self.masked))
+        _set(self, masked=_flag(self.masked))
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """The hidden state that enters layer `layer`: 0 is the embedding, the last is after the final norm."""
+    """The hidden state that enters layer `layer`; 0 is the embedding, the number of layers is after the final norm."""
 
     layer: int
 
     def __post_init__(self) -> None:
-        _settle(self, layer=check_integer(self.layer, "layer"))
+        _set(self, layer=check_integer(self.layer, "layer"))
 
 
 @dataclass(frozen=True)
 class AttentionScores:
-    """How much the row attends to each slot in a layer: one line per head, or their `reduce`d one."""
+    """The row's attention to each slot in a layer, per head or reduced over heads."""
 
     layer: int
     reduce: Literal["mean", "max"] | None = None
 
     def __post_init__(self) -> None:
         if not (self.reduce is None or isinstance(self.reduce, str)):
-            raise WrongType(f"reduce is {self.reduce!r}; expected None, 'mean' or 'max'")
+            raise WrongType(f"reduce is {self.reduce!r}; it must be None, 'mean' or 'max'")
         if self.reduce not in REDUCTIONS:
             raise InvalidInput(f"reduce is {self.reduce!r}; it must be None, 'mean' or 'max'")
-        _settle(self, layer=check_integer(self.layer, "layer"))
+        _set(self, layer=check_integer(self.layer, "layer"))
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Where tokens stand at the row: those that its samplers draw, `ids`, and the `k` likeliest (0 for none of these).
+    """Ranks of tokens at the row: those its samplers draw, `ids`, and the `k` likeliest (0 for none).
 
-    `processed` ranks them as the row's first sampler does, behind its mask, bias, penalties, temperature and filters
-    (at temperature 0, where one token takes all, in front of the last two); without it by the model's own logits.
+    `processed` ranks them as the row's first sampler sees them: after mask, bias, penalties, temperature and filters
+    (at temperature 0, before the last two); without it, by the model's raw logits.
     """
 
     k: int = 0
@@ -136,7 +136,7 @@ class Ranking:
 
     def __post_init__(self) -> None:
         flag = _flag(self.processed, "processed")
-        _settle(self, k=check_integer(self.k, "k"), ids=_listed(self.ids, "ids", check_token_id), processed=flag)
+        _set(self, k=check_integer(self.k, "k"), ids=_listed(self.ids, "ids", check_token_id), processed=flag)
 
 
 @dataclass(frozen=True)
@@ -147,20 +147,20 @@ class LogitLens:
     k: int
 
     def __post_init__(self) -> None:
-        _settle(self, layers=_listed(self.layers, "layers", check_integer), k=check_integer(self.k, "k"))
+        _set(self, layers=_listed(self.layers, "layers", check_integer), k=check_integer(self.k, "k"))
 
 
 Probe: TypeAlias = Logits | Distribution | Logprob | Logprobs | Entropy | Ranking | Hidden | AttentionScores | LogitLens
 
 
-def _settle(probe: Any, **fields: Any) -> None:
+def _set(probe: Any, **fields: Any) -> None:
     for name, value in fields.items():
         object.__setattr__(probe, name, value)
 
 
 def _flag(value: Any, name: str = "masked") -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise WrongType(f"{name} is {value!r}; expected True or False")
+        raise WrongType(f"{name} is {value!r}; it must be True or False")
     return bool(value)
 
 

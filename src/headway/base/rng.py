@@ -1,7 +1,7 @@
-"""Random numbers as a function of where they are used: (seed, position id, ordinal of the draw) → uniform in [0, 1).
+"""Counter-based random numbers: (seed, position id, ordinal of the draw) → uniform in [0, 1).
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"): the seed is the key, position and ordinal
-are the counter. There is no state, so a draw does not depend on which draws came before it or on what shares its batch.
+are the counter. There is no state, so a draw does not depend on earlier draws or on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def uniform(seed: int, position: int, ordinal: int = 0) -> float:
-    """A number in [0, 1) with 53 random bits, always the same for the same three integers."""
+    """A number in [0, 1) with 53 random bits, a function of the three integers."""
     seed = check_integer(seed, "seed", high=LIMIT - 1)
     position = check_integer(position, "position", high=LIMIT - 1)
     ordinal = check_integer(ordinal, "ordinal", high=LIMIT - 1)
@@ -31,7 +31,7 @@ def uniform(seed: int, position: int, ordinal: int = 0) -> float:
 
 
 def uniforms(seed: ArrayLike, position: ArrayLike, ordinal: ArrayLike = 0) -> np.ndarray:
-    """`uniform` for arrays that broadcast; the same numbers, bit for bit, as float64."""
+    """`uniform` over broadcast arrays: bit-identical, as float64."""
     parts = [_words(values, name) for values, name in ((seed, "seed"), (position, "position"), (ordinal, "ordinal"))]
     key, at, nth = np.broadcast_arrays(*parts)
     mask, half = np.uint64(WORD), np.uint64(32)

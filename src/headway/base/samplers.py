@@ -1,7 +1,7 @@
-"""Samplers: how a token is chosen from the logits, as values that are checked when they are created.
+"""Sampler specs: how to choose a token. They are checked when created.
 
-`Argmax`, `Multinomial`, `TopK`, `TopP`, `MinP`, `TopKTopP` and `Typical` are short names for common cases; `Sampling`
-has every parameter, and `resolve` turns any of them into it. Nothing here draws: `kernels/reference/sampling` does.
+`Argmax`, `Multinomial`, `TopK`, `TopP`, `MinP`, `TopKTopP` and `Typical` are short forms of `Sampling`, which has every
+parameter; `resolve` converts them to it. Nothing here draws: that is `kernels/reference/sampling`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from typing import Any, TypeAlias
 from headway.base.checks import as_integer, check_number, check_token_id
 from headway.base.errors import InvalidInput, WrongType
 from headway.base.generation import PARAMETERS
+from headway.base.text import short_repr
 
 
 @dataclass(frozen=True)
 class Argmax:
-    """The likeliest token; the lowest id among equals."""
+    """The likeliest token; ties go to the lowest id."""
 
 
 @dataclass(frozen=True)
 class Multinomial:
-    """Any token, with its probability at this temperature."""
+    """Any token, by its probability at this temperature."""
 
     temperature: float = 1.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(self)
+        _set_checked(self)
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,19 @@ class TopK:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(self, k=_count(self.k))
+        _set_checked(self, k=_count(self.k))
 
 
 @dataclass(frozen=True)
 class TopP:
-    """One of the fewest tokens whose probabilities reach `p`."""
+    """One of the smallest set of tokens whose probabilities reach `p`."""
 
     p: float
     temperature: float = 1.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(self, p=_share(self.p))
+        _set_checked(self, p=_share(self.p))
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,12 @@ class MinP:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(self, p=PARAMETERS["min_p"].check(self.p, "p"))
+        _set_checked(self, p=PARAMETERS["min_p"].check(self.p, "p"))
 
 
 @dataclass(frozen=True)
 class TopKTopP:
-    """Of the `k` likeliest tokens, one of the fewest that reach `p` of their probability."""
+    """Of the `k` likeliest tokens, one of the smallest set that reaches `p` of their probability."""
 
     k: int
     p: float
@@ -77,27 +78,27 @@ class TopKTopP:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(self, k=_count(self.k), p=_share(self.p))
+        _set_checked(self, k=_count(self.k), p=_share(self.p))
 
 
 @dataclass(frozen=True)
 class Typical:
-    """One of the tokens whose surprise is nearest the entropy, the fewest that reach `p`."""
+    """One of the tokens whose surprise is nearest the entropy, the smallest set that reaches `p`."""
 
     p: float
     temperature: float = 1.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(self, p=_share(self.p))
+        _set_checked(self, p=_share(self.p))
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """All sampling parameters at once. The defaults leave each one off; `temperature=0` is argmax.
+    """Every sampling parameter. The defaults turn each one off; `temperature=0` is argmax.
 
-    They apply in the order: logit mask, `logit_bias`, penalties (repetition, then presence and frequency), temperature,
-    `top_k`, `top_p`, `min_p`, `typical_p`; each filter works on the renormalized rest.
+    Order: logit mask, `logit_bias`, penalties (repetition, then presence and frequency), temperature, `top_k`,
+    `top_p`, `min_p`, `typical_p`; each filter works on the renormalized rest.
     """
 
     temperature: float = 1.0
@@ -112,11 +113,11 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _settle(self, logit_bias=_bias(self.logit_bias))
+        _set_checked(self, logit_bias=_bias(self.logit_bias))
 
     @property
     def bias(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as it is kept: (id, bias) pairs in id order."""
+        """`logit_bias` as (id, bias) pairs in id order."""
         assert isinstance(self.logit_bias, tuple)
         return self.logit_bias
 
@@ -130,7 +131,7 @@ Sampler: TypeAlias = Argmax | Multinomial | TopK | TopP | MinP | TopKTopP | Typi
 
 
 def resolve(sampler: Sampler) -> Sampling:
-    """The same choice as a `Sampling`."""
+    """Any sampler as a `Sampling`."""
     match sampler:
         case Sampling():
             return sampler
@@ -149,11 +150,11 @@ def resolve(sampler: Sampler) -> Sampling:
         case Typical(p, temperature, seed):
             return Sampling(temperature, typical_p=p, seed=seed)
     name = sampler.__name__ if isinstance(sampler, type) else None
-    hint = f"{name}() with its values in the brackets" if name else "one of Argmax(), TopP(0.9), Sampling(...)"
-    raise WrongType(f"{sampler!r} is not a sampler; expected {hint}")
+    hint = f"an instance, {name}(...)" if name else "one of Argmax(), TopP(0.9), Sampling(...)"
+    raise WrongType(f"{short_repr(sampler)} is not a sampler; use {hint}")
 
 
-def _settle(sampler: Any, **checked: Any) -> None:
+def _set_checked(sampler: Any, **checked: Any) -> None:
     """Write checked values into a frozen sampler; the table checks those that have its names."""
     for field in fields(sampler):
         parameter, value = PARAMETERS.get(field.name), getattr(sampler, field.name)
@@ -169,7 +170,7 @@ def _share(value: Any) -> float:
 
 def _count(value: Any) -> int:
     if (number := as_integer(value, "k")) < 1:
-        raise InvalidInput(f"k is {number}; it must be at least 1 (Multinomial() keeps every token)")
+        raise InvalidInput(f"k is {number}; it must be an integer of at least 1 (Multinomial() keeps every token)")
     return number
 
 
@@ -178,15 +179,15 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
     if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
-        raise WrongType(f"logit_bias is {value!r}; expected a mapping from token id to a number")
+        raise WrongType(f"logit_bias is {value!r}; it must be a mapping from token id to number")
     pairs = {}
     for pair in value.items() if isinstance(value, Mapping) else value:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise WrongType(
-                f"logit_bias has {pair!r}; expected a mapping from token id to a number, or (id, number) pairs"
+                f"logit_bias has {pair!r}; it must be a mapping from token id to number, or (id, number) pairs"
             )
         token = check_token_id(pair[0], "a token id in logit_bias")
         if token in pairs:
-            raise InvalidInput(f"logit_bias names token {token} twice; give each token one number")
+            raise InvalidInput(f"logit_bias has token {token} twice; give each token one number")
         pairs[token] = check_number(pair[1], f"logit_bias of token {token}")
     return tuple(sorted(pairs.items()))

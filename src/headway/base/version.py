@@ -1,3 +1,3 @@
-"""The version of Headway, as in the package's metadata; it is known where Headway is not installed too."""
+"""The version of Headway, as in the package metadata, also available when it is not installed."""
 
 VERSION = "0.1.0"

@@ -1,7 +1,7 @@
-"""A small HTTP client for measuring servers: asyncio's streams, and h11, which every server here has anyway.
+"""A small HTTP client for measuring servers, on asyncio's streams and h11, which uvicorn brings along.
 
-Connections are kept for the next request. An answer that is left before its end takes its connection along, which is
-how a client goes away.
+Connections are kept alive for the next request. Leaving a response before its end closes its connection, as a client
+that disconnects does.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import h11
 
 from headway.base.errors import InvalidInput
 
-PIECE = 1 << 16
+READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is, and the key that opens it."""
+    """A server's host and port, and the API key to send."""
 
     host: str
     port: int
@@ -35,7 +35,7 @@ class Address:
     @staticmethod
     def of(url: str, key: str | None = None) -> Address:
         """The address in a URL such as http://127.0.0.1:8000."""
-        wrong = InvalidInput(f"--url is {url!r}; it takes an address such as http://127.0.0.1:8000")
+        wrong = InvalidInput(f"--url is {url!r}; it must be an address like http://127.0.0.1:8000")
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -53,76 +53,76 @@ class Address:
         return given if self.key is None else [*given, ("Authorization", f"Bearer {self.key}")]
 
 
-class Answer:
-    """An answer whose head has come; its body is read by one of these."""
+class HttpResponse:
+    """A response whose headers have arrived; its body is read by `body` or `events`."""
 
     def __init__(self, status: int, headers: Mapping[str, str], pieces: AsyncIterator[bytes]) -> None:
         self.status, self.headers = status, headers
         self._pieces = pieces
 
     async def body(self) -> bytes:
-        """All of it."""
+        """The whole body."""
         return b"".join([piece async for piece in self._pieces])
 
     async def events(self) -> AsyncIterator[str]:
-        """The data of server-sent events, as they come."""
+        """The data of server-sent events, as they arrive."""
         rest = b""
         async for piece in self._pieces:
-            *whole, rest = (rest + piece).split(b"\n")
-            for line in whole:
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
                 if line.startswith(b"data:"):
                     yield line[5:].strip().decode()
 
 
-class Client:
-    """Asks one server, over as many connections as are needed at a time."""
+class HttpClient:
+    """Requests to one server, over as many connections as are in use at a time."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
-        self._idle: list[_Connection] = []
+        self._idle: list[_ClientConnection] = []
 
     @asynccontextmanager
-    async def ask(self, method: str, path: str, body: Any = None) -> AsyncIterator[Answer]:
-        """One request; leaving it before the answer's end closes the connection."""
+    async def request(self, method: str, path: str, body: Any = None) -> AsyncIterator[HttpResponse]:
+        """One request; leaving it before the response's end closes the connection."""
         connection = await self._connection()
         try:
-            yield await connection.exchange(method, self.address.prefix + path, self.address.headers, _packed(body))
+            yield await connection.exchange(method, self.address.prefix + path, self.address.headers, _encode(body))
         finally:
-            if connection.again():
+            if connection.reset():
                 self._idle.append(connection)
             else:
                 connection.close()
 
     async def json(self, path: str) -> tuple[int, Any]:
-        """The status and the JSON of a GET; None where it is no JSON."""
-        async with self.ask("GET", path) as answer:
-            body = await answer.body()
+        """The status and the JSON of a GET; None where the body is not valid JSON."""
+        async with self.request("GET", path) as response:
+            body = await response.body()
         try:
-            return answer.status, json.loads(body)
+            return response.status, json.loads(body)
         except ValueError:
-            return answer.status, None
+            return response.status, None
 
-    async def _connection(self) -> _Connection:
+    async def _connection(self) -> _ClientConnection:
         while self._idle:
             if not (kept := self._idle.pop()).reader.at_eof():
                 return kept
             kept.close()
         where = self.address
         context = ssl.create_default_context() if where.tls else None
-        return _Connection(*await asyncio.open_connection(where.host, where.port, ssl=context, limit=PIECE))
+        return _ClientConnection(*await asyncio.open_connection(where.host, where.port, ssl=context, limit=READ_BYTES))
 
     def close(self) -> None:
-        """Close the connections that were kept."""
+        """Close the idle connections."""
         while self._idle:
             self._idle.pop().close()
 
 
-class _Connection:
+class _ClientConnection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self._writer = reader, writer
         self._http = h11.Connection(h11.CLIENT)
 
-    async def exchange(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> Answer:
+    async def exchange(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> HttpResponse:
         length = ("Content-Length", str(len(body)))
         request = h11.Request(method=method, target=path, headers=[*headers, length])
         for part in (request, h11.Data(body), h11.EndOfMessage()):
@@ -130,23 +130,23 @@ class _Connection:
         await self._writer.drain()
         while not isinstance(event := await self._next(), h11.Response):
             if not isinstance(event, h11.InformationalResponse):
-                raise ConnectionResetError("the server closed the connection without an answer")
-        found = {name.decode(): value.decode("latin-1") for name, value in event.headers}
-        return Answer(event.status_code, found, self._pieces())
+                raise ConnectionResetError("the server closed the connection without a response")
+        headers_in = {name.decode(): value.decode("latin-1") for name, value in event.headers}
+        return HttpResponse(event.status_code, headers_in, self._pieces())
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         while isinstance(event := await self._next(), h11.Data):
             yield bytes(event.data)
         if not isinstance(event, h11.EndOfMessage):
-            raise ConnectionResetError("the server closed the connection in the middle of an answer")
+            raise ConnectionResetError("the server closed the connection in the middle of a response")
 
     async def _next(self) -> Any:
         while (event := self._http.next_event()) is h11.NEED_DATA:
-            self._http.receive_data(await self.reader.read(PIECE))
+            self._http.receive_data(await self.reader.read(READ_BYTES))
         return event
 
-    def again(self) -> bool:
-        """Whether it can be used once more; then it is ready for it."""
+    def reset(self) -> bool:
+        """Make it ready for another request; whether that is possible."""
         if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
             return False
         self._http.start_next_cycle()
@@ -156,5 +156,5 @@ class _Connection:
         self._writer.transport.abort()
 
 
-def _packed(body: Any) -> bytes:
+def _encode(body: Any) -> bytes:
     return b"" if body is None else json.dumps(body).encode()

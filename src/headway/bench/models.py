@@ -1,7 +1,7 @@
-"""Random models of known shapes, to measure with: the same numbers every time, in any floating type.
+"""Random models of known shapes to benchmark: the same weights every time, in any floating-point format.
 
-Every tensor is drawn by itself, from its own seed, and rounded to float16: the float16 and float32 models hold the same
-numbers, and a file in another format can be written tensor by tensor without a second copy of the model in memory.
+Every tensor has its own seed and is rounded to float16: the float16 and float32 models hold the same weights, and a
+file in another format can be written tensor by tensor without a second copy of the model in memory.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SPREAD = 0.2  # of norm weights around 1
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The sizes of a Llama decoder whose head is its embedding."""
+class ModelShape:
+    """The sizes of a Llama decoder with tied embeddings."""
 
     name: str
     layers: int
@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
-        """Numbers in the matrices of all layers."""
+        """Parameters in the matrices of all layers."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.inner)
 
@@ -47,8 +47,8 @@ class Shape:
     def head_weights(self) -> int:
         return self.vocab * self.hidden
 
-    def prompt_operations(self, tokens: int) -> tuple[int, int]:
-        """Multiplications and additions that a prompt costs: in products with weights, and in causal attention."""
+    def prefill_flops(self, tokens: int) -> tuple[int, int]:
+        """FLOPs of a prefill: in the matmuls, and in causal attention."""
         attention = 2 * tokens * (tokens + 1) * self.heads * self.head_dim * self.layers
         return 2 * (tokens * self.layer_weights + self.head_weights), attention
 
@@ -56,21 +56,21 @@ class Shape:
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("tiny", 2, 64, 2, 1, 32, 96, 49_152, 8192, 10_000.0),
-        Shape("smol", 30, 576, 9, 3, 64, 1536, 49_152, 8192, 100_000.0),
-        Shape("1b", 16, 2048, 32, 8, 64, 8192, 128_256, 8192, 500_000.0),
+        ModelShape("tiny", 2, 64, 2, 1, 32, 96, 49_152, 8192, 10_000.0),
+        ModelShape("smol", 30, 576, 9, 3, 64, 1536, 49_152, 8192, 100_000.0),
+        ModelShape("1b", 16, 2048, 32, 8, 64, 8192, 128_256, 8192, 500_000.0),
     )
 }
 
 
-def find_shape(name: str) -> Shape:
+def find_shape(name: str) -> ModelShape:
     """The shape of this name."""
     if name not in SHAPES:
-        raise InvalidInput(f"the shape {name!r} is not known; it takes {', '.join(SHAPES)}")
+        raise InvalidInput(f"the shape {name!r} is not known; it must be one of {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
-def tensors(shape: Shape, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+def tensors(shape: ModelShape, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
     """Every weight under its Hugging Face name, in float16."""
     import torch
 
@@ -81,13 +81,13 @@ def tensors(shape: Shape, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
         yield name, scaled.to(torch.float16)
 
 
-def write_folder(shape: Shape, folder: Path, form: str, seed: int = 0) -> Path:
-    """A Hugging Face folder with such a model in `form` (f32, bf16, f16). It has no tokenizer."""
+def write_folder(shape: ModelShape, folder: Path, form: str, seed: int = 0) -> Path:
+    """Write a Hugging Face folder with a model of this shape in `form` (f32, bf16, f16), without a tokenizer."""
     import torch
     from safetensors.torch import save_file
 
     if form not in FORMATS:
-        raise InvalidInput(f"the format {form!r} is not known; it takes {', '.join(FORMATS)}")
+        raise InvalidInput(f"the format {form!r} is not known; it must be one of {', '.join(FORMATS)}")
     dtype = getattr(torch, FORMATS[form])
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.to(dtype) for name, tensor in tensors(shape, seed)}
@@ -96,7 +96,7 @@ def write_folder(shape: Shape, folder: Path, form: str, seed: int = 0) -> Path:
     return folder
 
 
-def sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def sizes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every weight's Hugging Face name and size, in the order they are drawn."""
     e, f, q, kv = shape.hidden, shape.inner, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     parts: dict[str, tuple[int, ...]] = {
@@ -116,7 +116,7 @@ def sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.norm.weight", (e,)
 
 
-def _config(shape: Shape, dtype: str) -> dict[str, object]:
+def _config(shape: ModelShape, dtype: str) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

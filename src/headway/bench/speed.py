@@ -1,7 +1,7 @@
-"""How fast an engine is, measured through its public API: decoding, prompts, forks, the first token, a fresh process.
+"""An engine's speed, measured through its public API: prefill, decode, forks, time to first token, process startup.
 
-Greedy, to the full length (end-of-text tokens are ordinary ones here), over prompts nobody has seen before, so that the
-prefix cache helps nowhere. The time to a sequence's first token belongs to its prompt, the rest is decoding.
+Greedy, to the full length (end-of-text tokens do not end a sequence), over random prompts, so that the prefix cache
+never hits. The time to a sequence's first token counts as prefill, the rest as decode.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import headway as hw
 
 
-Stamped = list[tuple[int, float]]  # tokens, and when each came
+Stamped = list[tuple[int, float]]  # tokens, and when each arrived
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,21 @@ class Timing:
     prompt_seconds: float
     seconds: float
     tokens: int
-    chosen: tuple[int, ...] = ()  # what the first sequence became
+    chosen: tuple[int, ...] = ()  # the tokens of the first sequence
 
     @property
     def rate(self) -> float:
-        """Tokens a second after the first ones."""
+        """Decoded tokens per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A median, and the least and most there was."""
+    """Median, minimum and maximum."""
 
     median: float
-    least: float
-    most: float
+    min: float
+    max: float
 
     @staticmethod
     def of(values: Sequence[float]) -> Summary:
@@ -57,12 +57,12 @@ class Summary:
 
     @property
     def spread(self) -> float:
-        """The distance between least and most, as a share of the median."""
-        return (self.most - self.least) / self.median if self.median else 0.0
+        """max - min, as a fraction of the median."""
+        return (self.max - self.min) / self.median if self.median else 0.0
 
 
-class Stopwatch:
-    """Times an engine's work, on random prompts."""
+class SpeedTest:
+    """Times an engine on random prompts."""
 
     def __init__(self, engine: hw.Engine, seed: int = 0) -> None:
         self.engine, self._random = engine, random.Random(seed)
@@ -123,21 +123,21 @@ def _timing(began: float, found: list[Stamped]) -> Timing:
 
 
 def pages_for(sequences: int, slots: int, page_size: int = 16) -> int:
-    """Pages that so many sequences of so many slots need, twice over: what was cached before need not be dropped."""
+    """Pages that `sequences` of `slots` tokens need, twice over, so that cached pages need not be evicted."""
     return 2 * sequences * (2 + -(-slots // page_size)) + 16
 
 
 def step_bytes(engine: hw.Engine) -> int:
-    """Bytes of weights that a step reads."""
+    """Bytes of weights that one step reads."""
     return sum(engine.decoder.nbytes().values())
 
 
 def path_of(engine: hw.Engine) -> str:
-    """What computes this engine's steps, and how it keeps the weights."""
+    """This engine's runner and weight format."""
     return f"{engine.info.runner}; {engine.info.format}"
 
 
-# -- a fresh process ---------------------------------------------------------------------------------------------------
+# -- process startup ---------------------------------------------------------------------------------------------------
 
 CHILD = """
 import json, sys
@@ -158,9 +158,9 @@ MARKS = ("imported", "loaded", "answered")
 
 @dataclass(frozen=True)
 class Startup:
-    """Seconds from the start of a process: until everything is imported, the model loaded, the first token there.
+    """Seconds from process start until everything is imported, the model loaded and the first token generated.
 
-    `torch` is what a process that only imports torch takes to do so, measured just before.
+    `torch` is the time of `import torch` in another process, measured just before.
     """
 
     torch: float
@@ -170,11 +170,11 @@ class Startup:
 
     @property
     def beyond_torch(self) -> float:
-        """What comes on top of `import torch`."""
+        """Time to the first token beyond `import torch`."""
         return self.answered - self.torch
 
 
-def startup(options: dict[str, Any]) -> Startup:
+def measure_startup(options: dict[str, Any]) -> Startup:
     """Start Python twice: once to import torch, once to load `options["model"]` and generate a token."""
     compile_package()
     (torch_ready,) = _marks(["-c", "import torch; print('imported', flush=True)"], ("imported",))
@@ -182,19 +182,19 @@ def startup(options: dict[str, Any]) -> Startup:
 
 
 def compile_package() -> None:
-    """Have Headway's bytecode there, as installing a package leaves it; an editable one may lack it for good."""
+    """Compile Headway's bytecode, as installing a wheel does; an editable install may not have it."""
     compileall.compile_dir(Path(__file__).parents[1], quiet=2)
 
 
 def _marks(arguments: list[str], expected: Sequence[str]) -> list[float]:
     """Seconds after its start at which a Python process wrote each of the expected lines."""
     began = time.perf_counter()
-    # Modules of the folder this was called in must not stand in for installed ones.
+    # -P: modules in the current folder must not shadow installed ones.
     command = [sys.executable, "-P", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         seen = [(line.strip(), time.perf_counter() - began) for line in process.stdout]
     found = [moment for line, moment in seen if line in expected]
     if process.returncode or len(found) != len(expected):
-        raise Unsupported(f"a fresh process ended with code {process.returncode} after {len(found)} of {expected}")
+        raise Unsupported(f"the measured process exited with {process.returncode} after {len(found)} of {expected}")
     return found

@@ -1,4 +1,4 @@
-"""One answer: streamed from a context, timed, and shown as text, figures and tables or as JSON."""
+"""One answer: streamed from a context, timed, and shown as text and tables or as JSON."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What an answer took."""
+class AnswerTimings:
+    """The model, token counts and times of an answer."""
 
     model: str
     dtype: str
-    format: str  # how the weights are kept
+    format: str  # of the weights
     device: str
     prompt_tokens: int
     tokens: int
@@ -33,13 +33,13 @@ class Figures:
 
     @property
     def tokens_per_second(self) -> float:
-        """The pace after the first token, whose time is the prompt's; with one token, its own."""
+        """Decode speed: the first token's time belongs to the prefill, unless it is the only one."""
         if self.tokens > 1:
             return (self.tokens - 1) / max(self.seconds - self.first_token_seconds, 1e-9)
         return self.tokens / max(self.seconds, 1e-9)
 
     def line(self) -> str:
-        """The figures in one line."""
+        """Everything in one line."""
         parts = (
             f"{self.model} · {weights(self.format)} · {self.device}",
             f"{counted(self.prompt_tokens, 'prompt token')} · {counted(self.tokens, 'token')}",
@@ -63,7 +63,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A token that could have come, and how likely the model held it."""
+    """A token the model considered, and its probability."""
 
     id: int
     text: str
@@ -78,8 +78,8 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One generated token and the likeliest candidates for its place, likeliest first."""
+class TokenChoice:
+    """One generated token and the likeliest candidates for its position, likeliest first."""
 
     id: int
     text: str
@@ -90,14 +90,14 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A finished answer."""
+class GeneratedAnswer:
+    """A complete answer."""
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: str | None
-    choices: tuple[Choice, ...]
-    figures: Figures
+    choices: tuple[TokenChoice, ...]
+    figures: AnswerTimings
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -117,8 +117,8 @@ async def stream(
     write: Callable[[str], None],
     *,
     each: Callable[[hw.Step], None] | None = None,
-) -> Answer:
-    """Generate from what `ctx` holds, handing each piece of text to `write` as it comes, or each step to `each`."""
+) -> GeneratedAnswer:
+    """Generate from `ctx`, passing each piece of text to `write` as it arrives, or each step to `each`."""
     _check_room(engine, ctx)
     probe = Distribution(k=decoding.logprobs) if decoding.logprobs else None
     prompt_tokens, start, first = len(ctx.pending), time.perf_counter(), None
@@ -134,20 +134,20 @@ async def stream(
         else:
             each(step)
     seconds = time.perf_counter() - start
-    tokens = await steps.tokens()  # those that stayed: a stop takes back the tokens that spell it
+    tokens = await steps.tokens()  # without the tokens of a stop string
     info = engine.info
     took = (prompt_tokens, len(tokens), first or seconds, seconds)
-    figures = Figures(name, info.dtype, info.format, info.device, *took)
-    return Answer(text, tuple(tokens), finish, _choices(engine, tokens, probes), figures)
+    figures = AnswerTimings(name, info.dtype, info.format, info.device, *took)
+    return GeneratedAnswer(text, tuple(tokens), finish, _choices(engine, tokens, probes), figures)
 
 
 def weights(format: str) -> str:
-    """How the weights are kept, in few words: `int4, int8` for `int4 in groups of 32, int8 in groups of 32`."""
+    """The weight format in short: `int4, int8` for `int4 in groups of 32, int8 in groups of 32`."""
     first = [part.strip().split(" ")[0] for part in format.split(",")]
     return ", ".join(dict.fromkeys(FORMATS.get(word, word) for word in first))
 
 
-def show_choices(choices: Sequence[Choice]) -> None:
+def show_choices(choices: Sequence[TokenChoice]) -> None:
     """The candidates of every step, as tables."""
     for number, choice in enumerate(choices, 1):
         rows = [
@@ -170,15 +170,15 @@ def _check_room(engine: hw.Engine, ctx: hw.Context) -> None:
     used, limit = ctx.seq_len + len(ctx.pending), engine.config.max_positions
     if used >= limit:
         raise ContextLengthExceeded(
-            f"the prompt takes {used} tokens and the context holds {limit}, the answer included; shorten the prompt"
+            f"the prompt has {used} tokens and the context holds {limit}, including the answer; shorten the prompt"
         )
 
 
-def _choices(engine: hw.Engine, tokens: Sequence[int], probes: Sequence[Any]) -> tuple[Choice, ...]:
+def _choices(engine: hw.Engine, tokens: Sequence[int], probes: Sequence[Any]) -> tuple[TokenChoice, ...]:
     def spelled(token: int) -> str:
         return engine.tokenizer.token_bytes(token).decode(errors="replace")
 
     return tuple(
-        Choice(token, spelled(token), tuple(Candidate(int(i), spelled(int(i)), float(p)) for i, p in zip(*probe)))
+        TokenChoice(token, spelled(token), tuple(Candidate(int(i), spelled(int(i)), float(p)) for i, p in zip(*probe)))
         for token, probe in zip(tokens, probes)
     )

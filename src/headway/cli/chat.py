@@ -1,4 +1,4 @@
-"""`headway chat`: a conversation in one context, so that every turn computes only what is new."""
+"""`headway chat`: a conversation in one context, so that every turn prefills only what is new."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from headway.base.errors import HeadwayError, InvalidInput
 from headway.cli import options
-from headway.cli.answer import Answer, show_choices, stream, weights
+from headway.cli.answer import GeneratedAnswer, show_choices, stream, weights
 from headway.cli.options import Decoding, EngineOptions, open_engine
 from headway.cli.render import counted, emit_json, note, write_aside, write_text
 from headway.models.hub.registry import DEFAULT_MODEL
@@ -22,7 +22,7 @@ PROMPT = "> "
 HELP = """/help            this list
 /reset           forget the conversation, keep the system message
 /system [TEXT]   start over with TEXT as the system message; without TEXT, show it
-/tokens          how many tokens the conversation holds
+/tokens          the number of tokens in the conversation
 /exit            leave (so does ctrl-D); ctrl-C stops an answer"""
 
 
@@ -46,15 +46,15 @@ def chat(
     logprobs: options.Logprobs = 0,
     json: options.Json = False,
 ) -> None:
-    """Talk to the model. In a pipe, every line is a turn; with --json every answer is a line of JSON."""
+    """Chat with the model. In a pipe, every line is a turn; with --json every answer is a line of JSON."""
     decoding = Decoding(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ()), logprobs
     )
-    decoding.sampler()  # a bad value is refused before the model is loaded
+    decoding.sampler()  # refuses bad values before the model is loaded
     with open_engine(EngineOptions(model, dtype, device, threads, quantize, memory_fraction)) as engine:
         if engine.chat_template is None:
             raise InvalidInput(f"{model} has no chat template; `headway run --raw` continues text with it")
-        session = Session(engine, model, decoding, system, json)
+        session = ChatSession(engine, model, decoding, system, json)
         if sys.stdin.isatty():
             info = engine.info
             note(f"{model} · {weights(info.format)} · {info.device} · /help lists commands, ctrl-D ends")
@@ -67,8 +67,8 @@ def chat(
 
 
 @dataclass(eq=False)
-class Session:
-    """One conversation: the context that holds it, and what every turn has in common."""
+class ChatSession:
+    """One conversation: its context, and the options of every turn."""
 
     engine: hw.Engine
     name: str
@@ -81,7 +81,7 @@ class Session:
         self.ctx = self._fresh()
 
     def take(self, line: str) -> bool:
-        """Do what one line says; False when it ends the session."""
+        """Handle one line of input; False when it ends the session."""
         command, _, rest = line.partition(" ")
         match command:
             case "":
@@ -111,7 +111,7 @@ class Session:
         self.ctx = self._fresh()
 
     def turn(self, text: str) -> None:
-        """Answer one message. A turn that fails or is stopped leaves the conversation as it was before it."""
+        """Answer one message. A turn that fails or is interrupted leaves the conversation as it was."""
         before = self.ctx.fork()
         try:
             answer, reasoning = self.engine.run(reply, self, text)
@@ -133,16 +133,16 @@ class Session:
         return ctx
 
     def _refuse(self, error: BaseException) -> None:
-        """Tell a person what went wrong and go on; in a pipe nobody reads, so it ends the session."""
+        """Report an error and go on; in a pipe, it ends the session."""
         if not sys.stdin.isatty():
             raise error
         if isinstance(error, KeyboardInterrupt):
             write_text("\n")
-            note("stopped; that turn is forgotten")
+            note("stopped; this turn was discarded")
         else:
             note(f"headway: {error}")
 
-    def _show(self, answer: Answer, reasoning: str) -> None:
+    def _show(self, answer: GeneratedAnswer, reasoning: str) -> None:
         if self.as_json:
             emit_json({**answer.to_json(), **({"reasoning": reasoning} if reasoning else {})}, indent=None)
             return
@@ -152,8 +152,8 @@ class Session:
         note(answer.figures.line())
 
 
-async def reply(engine: hw.Engine, session: Session, text: str) -> tuple[Answer, str]:
-    """The program of one turn: the message, the cue, the answer; the answer's reasoning, where the model has any."""
+async def reply(engine: hw.Engine, session: ChatSession, text: str) -> tuple[GeneratedAnswer, str]:
+    """The program of one turn: fill in the message, generate, and return the answer and its reasoning."""
     from headway.program.chat.messages import append_messages, close_message, reply_format
     from headway.program.chat.reader import ReplyReader
 
@@ -163,16 +163,16 @@ async def reply(engine: hw.Engine, session: Session, text: str) -> tuple[Answer,
     if format is None:
         return await stream(engine, ctx, session.name, session.decoding, write), ""
     reader = ReplyReader(engine.tokenizer, format, ctx.conversation.rendered)
-    voice = Voice(reader, silent=session.as_json)
-    answer = await stream(engine, ctx, session.name, session.decoding, write, each=voice.show)
+    printer = ReplyPrinter(reader, silent=session.as_json)
+    answer = await stream(engine, ctx, session.name, session.decoding, write, each=printer.show)
     if answer.finish_reason != "length":
         close_message(ctx, reader)
     return replace(answer, text=reader.reply.content), reader.reply.reasoning
 
 
 @dataclass(eq=False)
-class Voice:
-    """Shows a reply as it is read: its content, and its reasoning dimmed, each on lines of its own."""
+class ReplyPrinter:
+    """Prints a reply as it is parsed: content as is, reasoning dimmed, each on its own lines."""
 
     reader: ReplyReader
     silent: bool
@@ -209,7 +209,7 @@ class Voice:
 
 
 def _lines() -> Iterator[str]:
-    """What the user types, with a prompt and line editing on a terminal."""
+    """Lines of input, with a prompt and line editing on a terminal."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

@@ -1,4 +1,4 @@
-"""`headway doctor`: what this machine is, what Headway makes of it, and whether a model fits."""
+"""`headway doctor`: this machine, how Headway would use it, and whether a model fits."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from headway.cli.facts import (
     read_model,
     system_name,
 )
-from headway.cli.options import WHOLE, Device, Dtype, Json, MemoryFraction, Threads
+from headway.cli.options import INTEGER, Device, Dtype, Json, MemoryFraction, Threads
 from headway.cli.render import emit_json, show_pairs, size
 from headway.models.hub import store
 
 if TYPE_CHECKING:
     import torch
 
-STEP_ROWS = 512  # rows of a long prompt that one step computes together
+STEP_ROWS = 512  # rows of a prefill step
 
 
 @dataclass(frozen=True)
@@ -42,42 +42,42 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Weights that the native step keeps in the formats of their file."""
+class StoredWeights:
+    """Weights that the native runner keeps in the formats of their file."""
 
     format: str  # most bytes first
     bytes: int
 
 
 @dataclass(frozen=True)
-class Fit:
-    """The sum that says whether a model fits: weights + keys and values + work space, against free memory."""
+class MemoryFit:
+    """Whether a model fits: weights + KV cache + workspace, against free memory."""
 
     model: ModelFacts
     dtype: str
-    item: int  # bytes of one number of that type
+    item: int  # bytes per element of that type
     context: int
     available: int
-    kept: Kept | None = None  # the weights, where they stay as the file has them
+    stored: StoredWeights | None = None  # where the weights stay in the file's formats
 
     @property
     def weights(self) -> int:
-        return self.model.parameters * self.item if self.kept is None else self.kept.bytes
+        return self.model.parameters * self.item if self.stored is None else self.stored.bytes
 
     @property
     def kv_per_token(self) -> int:
         return self.model.kv_values_per_token * self.item
 
     @property
-    def work(self) -> int:
-        """One step of `STEP_ROWS` rows: the widest activations of a layer, and one row of logits, in float32."""
+    def workspace(self) -> int:
+        """Activations of one step of `STEP_ROWS` rows and one row of logits, in float32."""
         m = self.model
         row = 4 * m.hidden_size + (m.heads + 2 * m.kv_heads) * m.head_dim + 3 * m.intermediate_size
         return 4 * (STEP_ROWS * row + m.vocab_size)
 
     @property
     def needed(self) -> int:
-        return self.weights + self.kv_per_token * self.context + self.work
+        return self.weights + self.kv_per_token * self.context + self.workspace
 
     @property
     def fits(self) -> bool:
@@ -85,18 +85,20 @@ class Fit:
 
     @property
     def longest_context(self) -> int:
-        """Tokens whose keys and values fit beside the weights; at most what the model can address."""
-        return max(0, min(self.model.max_positions, (self.available - self.weights - self.work) // self.kv_per_token))
+        """Tokens whose KV cache fits next to the weights, up to the model's context length."""
+        return max(
+            0, min(self.model.max_positions, (self.available - self.weights - self.workspace) // self.kv_per_token)
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
             "path": str(self.model.path),
             "dtype": self.dtype,
-            "format": self.dtype if self.kept is None else self.kept.format,
+            "format": self.dtype if self.stored is None else self.stored.format,
             "weights_bytes": self.weights,
             "kv_bytes_per_token": self.kv_per_token,
             "context": self.context,
-            "work_bytes": self.work,
+            "work_bytes": self.workspace,
             "needed_bytes": self.needed,
             "available_bytes": self.available,
             "fits": self.fits,
@@ -109,11 +111,11 @@ def doctor(
     check: Annotated[
         str | None,
         typer.Option(
-            "--check", "--model", "-m", metavar="MODEL", help="Say whether this model fits, without loading it."
+            "--check", "--model", "-m", metavar="MODEL", help="Check whether this model fits, without loading it."
         ),
     ] = None,
     context: Annotated[
-        int | None, typer.Option("--context", **WHOLE, help="Tokens to make room for; by default all the model can.")
+        int | None, typer.Option("--context", **INTEGER, help="Context length to check; the model's own by default.")
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -134,9 +136,9 @@ def doctor(
         emit_json(fit.to_json()) if json else _show_fit(fit, str(where))
         return
     if context is not None:
-        raise InvalidInput("--context is for --check; name a model with it")
+        raise InvalidInput("--context needs --check MODEL")
     if memory_fraction is not None:
-        raise InvalidInput("--memory-fraction is for --check; name a model with it")
+        raise InvalidInput("--memory-fraction needs --check MODEL")
     report = _report(machine, _gpus(), str(where), measure_bandwidth(str(where)), count)
     if json:
         emit_json(report)
@@ -145,28 +147,26 @@ def doctor(
 
 
 def hints(machine: Machine, gpus: list[Gpu], device: str, threads: int) -> list[str]:
-    """What would make Headway faster here; each follows from a fact."""
+    """What would make Headway faster on this machine."""
     found, flags = [], machine.instructions
     if device == "cpu" and gpus:
-        found.append(f"a CUDA device is there ({gpus[0].name}); --device cuda uses it")
+        found.append(f"there is a CUDA device ({gpus[0].name}); use it with --device cuda")
     if threads > machine.fair_threads:
-        found.append(
-            f"{threads} threads are more than the {machine.fair_threads} that can run at once: they would wait"
-        )
+        found.append(f"{threads} threads are more than the {machine.fair_threads} that can run concurrently")
     if machine.cpu_quota is not None and machine.cpu_quota < machine.usable_cores:
         found.append(
             f"the container may use {machine.cpu_quota:g} of {machine.usable_cores} cores; "
-            "a higher CPU limit adds threads"
+            "a higher CPU limit allows more threads"
         )
     if device == "cpu" and "AVX2" not in flags and "NEON" not in flags:
         found.append("this CPU has no AVX2, which every fast CPU path of torch needs")
     elif device == "cpu" and "AVX2" in flags and "AVX-512 VNNI" not in flags and "AVX-VNNI" not in flags:
-        found.append("this CPU has no VNNI, so integer products run at about half the pace of one that has it")
+        found.append("this CPU has no VNNI: integer matmuls run at about half speed")
     if device == "cpu" and "AVX2" in flags and not {"AVX-512 BF16", "AMX BF16"} & set(flags):
         found.append("this CPU has no BF16 instructions: float32 is the fastest --dtype here")
     if machine.memory_free < 1 << 30:
         found.append(
-            f"only {size(machine.memory_free)} of memory is free; a model that does not fit is read from disk again"
+            f"only {size(machine.memory_free)} of memory is free; a model that does not fit is reread from disk"
         )
     return found
 
@@ -216,7 +216,7 @@ def _show(report: dict[str, Any]) -> None:
     machine = [
         ("system", report["system"]),
         ("CPU", cpu["model"]),
-        ("instruction sets", ", ".join(cpu["instructions"]) or "none that Headway looks for"),
+        ("instruction sets", ", ".join(cpu["instructions"]) or "none that Headway uses"),
         ("cores", f"{cpu['cores']}, {cpu['usable_cores']} usable; container limit: {quota}"),
         ("threads", str(cpu["threads"])),
         (
@@ -231,37 +231,43 @@ def _show(report: dict[str, Any]) -> None:
     ]
     show_pairs(machine, title="Machine")
     cache = report["cache"]
-    kept = [
+    stored = [
         ("cache", f"{cache['path']}, {size(cache['bytes'])}"),
         ("models", ", ".join(report["models"]) or "none installed; `headway models pull` fetches the default"),
-        ("hub", "offline (HF_HUB_OFFLINE is set)" if report["hub_offline"] else "asked when a model is missing"),
+        ("hub", "offline (HF_HUB_OFFLINE is set)" if report["hub_offline"] else "online"),
     ]
-    show_pairs(kept, title="Models")
-    print("What would make it faster")
-    for hint in report["hints"] or ["nothing that this machine shows"]:
+    show_pairs(stored, title="Models")
+    print("Hints")
+    for hint in report["hints"] or ["none"]:
         print(f"  {hint}")
 
 
 def _fit(
     path: Path, device: torch.device, machine: Machine, dtype: str, *, context: int | None, fraction: float | None
-) -> Fit:
+) -> MemoryFit:
     from headway.runtime.device import pick_dtype
     from headway.runtime.memory import read_memory
     from headway.runtime.runners.select import why_not_native
 
     facts, kind = read_model(path), pick_dtype(dtype, device)
     if context is not None and not 1 <= context <= facts.max_positions:
-        raise InvalidInput(f"--context is {context}; this model takes 1 to {facts.max_positions} positions")
+        raise InvalidInput(
+            f"--context is {context}; it must be an integer in [1, {facts.max_positions}] for this model"
+        )
     memory = read_memory(device)
     free = min(memory.free, machine.memory_free) if device.type == "cpu" else memory.free
     if fraction is not None:
         free = min(free, int(fraction * memory.total))
-    kept = _kept(path) if dtype == "auto" and why_not_native(path, dtype, device, settings()) is None else None
-    return Fit(facts, str(kind).removeprefix("torch."), kind.itemsize, context or facts.max_positions, free, kept)
+    stored = (
+        _stored_weights(path) if dtype == "auto" and why_not_native(path, dtype, device, settings()) is None else None
+    )
+    return MemoryFit(
+        facts, str(kind).removeprefix("torch."), kind.itemsize, context or facts.max_positions, free, stored
+    )
 
 
-def _kept(path: Path) -> Kept:
-    """What the weights take where they are kept as the file has them, from its headers alone."""
+def _stored_weights(path: Path) -> StoredWeights:
+    """The size of the weights in the file's own formats, from its headers alone."""
     from headway.models.config import read_config
     from headway.models.files.weights import open_weights
     from headway.models.quantized.repack import kept_size
@@ -269,21 +275,21 @@ def _kept(path: Path) -> Kept:
     config, found = read_config(path), Counter[str]()
     with open_weights(path) as weights:
         for name in weights.names():
-            if not (config.tied and name == "lm_head.weight"):  # some files have it twice
+            if not (config.tied and name == "lm_head.weight"):  # some files store it twice
                 label, count = kept_size(weights.stored(name), weights.shape(name))
                 found[label] += count
-    return Kept(", ".join(label for label, _ in found.most_common()), found.total())
+    return StoredWeights(", ".join(label for label, _ in found.most_common()), found.total())
 
 
-def _show_fit(fit: Fit, device: str) -> None:
-    kv = f"{fit.kv_per_token:,} bytes a token × {fit.context:,} = {size(fit.kv_per_token * fit.context)}"
+def _show_fit(fit: MemoryFit, device: str) -> None:
+    kv = f"{fit.kv_per_token:,} bytes per token × {fit.context:,} = {size(fit.kv_per_token * fit.context)}"
     weights = f"{fit.model.parameters:,} × {fit.item} bytes ({fit.dtype}) = {size(fit.weights)}"
-    if fit.kept is not None:
-        weights = f"{fit.model.parameters:,} as the file has them ({fit.kept.format}) = {size(fit.weights)}"
+    if fit.stored is not None:
+        weights = f"{fit.model.parameters:,} as stored ({fit.stored.format}) = {size(fit.weights)}"
     pairs = [
         ("weights", weights),
-        ("keys and values", kv),
-        ("work space", f"{STEP_ROWS} rows of a step = {size(fit.work)}"),
+        ("KV cache", kv),
+        ("workspace", f"{STEP_ROWS} rows per step = {size(fit.workspace)}"),
         ("needed", size(fit.needed)),
         ("available", f"{size(fit.available)} on {device}"),
     ]
@@ -291,7 +297,7 @@ def _show_fit(fit: Fit, device: str) -> None:
     print(_verdict(fit))
 
 
-def _verdict(fit: Fit) -> str:
+def _verdict(fit: MemoryFit) -> str:
     if fit.fits:
         return f"It fits, with {size(fit.available - fit.needed)} to spare."
     if fit.longest_context > 0:
@@ -301,7 +307,7 @@ def _verdict(fit: Fit) -> str:
 
 
 def _native() -> dict[str, Any]:
-    """Whether the native step can serve here, with what, or why not."""
+    """Whether the native runner is available, its instruction set, or why not."""
     from headway.kernels.native.library import ISA_NAMES, open_library
 
     library = open_library()
@@ -316,11 +322,11 @@ def _native_line(native: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class GpuPath:
-    """How a CUDA device is used here, or what is missing."""
+    """How a CUDA device is used, or what is missing."""
 
-    missing: str | None  # for a CUDA device to be used at all
+    missing: str | None  # to use a CUDA device at all
     triton: str | None  # its version
-    reason: str | None  # why its kernels do not serve
+    reason: str | None  # why its kernels are not used
     graphs: str  # on, or off and why
 
     def to_json(self) -> dict[str, Any]:
@@ -328,7 +334,7 @@ class GpuPath:
 
 
 def gpu_path(there: bool, native: str) -> GpuPath:
-    """What serves on a CUDA device, whether one is `there` or not; `native` is what HEADWAY_NATIVE says."""
+    """How a CUDA device would be used, whether one is `there` or not; `native` is HEADWAY_NATIVE."""
     import torch
 
     from headway.kernels.triton import missing

@@ -1,4 +1,4 @@
-"""Facts about this machine and about a model on disk, for `doctor` and `models show`. Reads, never changes anything."""
+"""Facts about this machine and about a model on disk, for `doctor` and `models show`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def package_version(name: str) -> str | None:
 
 
 def system_name() -> str:
-    """The operating system, its release and the processor kind."""
+    """The operating system, its release and the architecture."""
     try:
         pretty = platform.freedesktop_os_release().get("PRETTY_NAME", platform.system())
     except OSError:
@@ -35,7 +35,7 @@ def system_name() -> str:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model is, from its headers alone."""
+    """A model's format, size and shape, from its headers alone."""
 
     path: Path
     format: str
@@ -58,7 +58,7 @@ class ModelFacts:
 
 
 def read_model(path: Path) -> ModelFacts:
-    """The facts of the model at `path`; no weight is read."""
+    """Facts about the model at `path`, without reading its weights."""
     from headway.models.config import read_config
     from headway.models.files.weights import open_weights
 

@@ -1,4 +1,4 @@
-"""`headway lab`: a server on this machine with the Lab's page, and a browser that shows it."""
+"""`headway lab`: a local server with the Lab's page, opened in a browser."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.options import WHOLE, Device, Dtype, EngineOptions, MemoryFraction, Model, Quantize, Threads
+from headway.cli.options import INTEGER, Device, Dtype, EngineOptions, MemoryFraction, Model, Quantize, Threads
 from headway.cli.render import note
 from headway.cli.serve import open_served
 from headway.models.hub.registry import DEFAULT_MODEL
@@ -17,7 +17,7 @@ from headway.models.hub.registry import DEFAULT_MODEL
 def lab(
     *,
     model: Model = DEFAULT_MODEL,
-    port: Annotated[int, typer.Option("--port", **WHOLE, help="The port; 0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option("--port", **INTEGER, help="The port; 0 takes a free one.")] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -27,7 +27,7 @@ def lab(
 ) -> None:
     """Watch live logits become a token: a page with a lesson, sliders and a view of the inside, on a real model.
 
-    The page is for this machine only; `headway serve` has it too, at /lab. Ctrl-C ends it.
+    The page is served to this machine only; `headway serve` has it too, at /lab. Ctrl-C ends it.
     """
     from headway.server import lab as pages
     from headway.server.run import serve
@@ -45,4 +45,4 @@ def lab(
 
 def _open_browser(url: str) -> None:
     if not webbrowser.open(url):
-        note("no browser could be opened here; open the address above in one, or say --no-browser")
+        note("no browser could be opened; open the address above yourself, or use --no-browser")

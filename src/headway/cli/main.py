@@ -20,7 +20,7 @@ EXIT_MISTAKE = 2
 EXIT_INTERRUPT = 130
 EXIT_BROKEN_PIPE = 141
 
-# Typer's own class for wrong flags and values; its import path has changed between versions, its place has not.
+# Typer's class for usage errors; its import path differs between versions, its place in the MRO does not.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
@@ -38,12 +38,12 @@ app.add_typer(models.app, name="models")
 app.command("pipeline")(pipeline.pipeline)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
-# What stands behind the script's name is the script's own, options too.
+# What follows the script's name belongs to the script, options included.
 app.command("top", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(top.top)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and leave the process with its exit code."""
+    """Run the command line and exit with its exit code."""
     code = dispatch(list(sys.argv[1:] if arguments is None else arguments))
     try:
         sys.stdout.flush()
@@ -66,7 +66,7 @@ def dispatch(arguments: list[str]) -> int:
         return EXIT_INTERRUPT
     except BrokenPipeError:
         return _abandon_stdout()
-    except SystemExit as end:  # typer's own way out of a closed pipe, with a code that says nothing
+    except SystemExit as end:  # how typer leaves a closed pipe, with a meaningless code
         if isinstance(end.__context__, BrokenPipeError):
             return _abandon_stdout()
         raise
@@ -76,7 +76,7 @@ def dispatch(arguments: list[str]) -> int:
 def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Options that stand before any command."""
+    """Options before any command."""
     if version:
         from headway.cli.facts import headway_version
 
@@ -100,11 +100,11 @@ def _usage_sentence(error: Exception) -> str:
     command = getattr(context, "command_path", "headway")
     if command == "headway run" and message.startswith("Got unexpected extra argument"):
         return f"{message}; a prompt of several words needs quotes: headway run 'Name the capital of France.'"
-    return f"{message}; `{command} --help` lists what there is"
+    return f"{message}; `{command} --help` lists the options"
 
 
 def _abandon_stdout() -> int:
-    # Nobody reads any more: what is still buffered must not be flushed into the broken pipe when Python ends.
+    # The reader is gone: what is still buffered must not be flushed into the broken pipe at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_BROKEN_PIPE
 

@@ -1,4 +1,4 @@
-"""`headway models`: what is in the store, fetch it, look at it, delete it."""
+"""`headway models`: list, fetch, show and delete models in the store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Flag = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help
 
 @app.command("list")
 def list_(json: Json = False) -> None:
-    """List the models that have a name, and those that were pulled from the hub."""
+    """List the known models and those pulled from the hub."""
     models = store.list_models()
     if json:
         emit_json([asdict(model) | {"path": str(model.path)} for model in models])
@@ -33,7 +33,7 @@ def list_(json: Json = False) -> None:
 
 @app.command()
 def pull(name: Name = None, model: Flag = None, json: Json = False) -> None:
-    """Fetch a model into the cache, or check the one that is there."""
+    """Fetch a model into the cache, or verify the one that is there."""
     wanted = _one(name, model, default=DEFAULT_MODEL)
     with fetching() as progress:
         path = store.pull(wanted, progress=progress)
@@ -45,7 +45,7 @@ def pull(name: Name = None, model: Flag = None, json: Json = False) -> None:
 
 @app.command()
 def show(name: Anything = None, model: Flag = None, json: Json = False) -> None:
-    """Show what a model is: family, size, shape, types. Nothing is fetched or loaded."""
+    """Show a model's family, size, shape and types. Nothing is fetched or loaded."""
     from headway.cli.facts import read_model
 
     wanted = _one(name, model, default=DEFAULT_MODEL)
@@ -87,8 +87,8 @@ def rm(name: Name = None, model: Flag = None, json: Json = False) -> None:
 
 def _one(argument: str | None, flag: str | None, *, default: str | None) -> str:
     if argument is not None and flag is not None and argument != flag:
-        raise InvalidInput(f"two models were named, {argument!r} and {flag!r}; leave one of them out")
+        raise InvalidInput(f"two models were given, {argument!r} and {flag!r}; leave one of them out")
     name = argument if argument is not None else flag if flag is not None else default
     if name is None:
-        raise InvalidInput("no model was named; `headway models list` shows what can be removed")
+        raise InvalidInput("no model was given; `headway models list` shows what can be removed")
     return name

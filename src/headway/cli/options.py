@@ -1,4 +1,4 @@
-"""The flags that commands share, each written once, and the values they add up to."""
+"""The flags that commands share, and the option objects they make up."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ENGINE = "Model and device"
 SAMPLING = "Sampling"
 
 
-def whole_number(text: str | int) -> int:
+def integer(text: str | int) -> int:
     """A flag's value as an integer."""
     try:
         return int(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+        raise typer.BadParameter(f"{text!r} is not an integer") from None
 
 
 def number(text: str | float) -> float:
@@ -41,7 +41,7 @@ def number(text: str | float) -> float:
     return value
 
 
-WHOLE: dict[str, Any] = {"parser": whole_number, "metavar": "N"}
+INTEGER: dict[str, Any] = {"parser": integer, "metavar": "N"}
 NUMBER: dict[str, Any] = {"parser": number, "metavar": "X"}
 
 Model = Annotated[
@@ -71,14 +71,14 @@ Device = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", **WHOLE, help="CPU threads; by default what this machine gives.", rich_help_panel=ENGINE),
+    typer.Option("--threads", **INTEGER, help="CPU threads; by default all that may run.", rich_help_panel=ENGINE),
 ]
 Quantize = Annotated[
     str | None,
     typer.Option(
         "--quantize",
         metavar="FORMAT",
-        help="Keep float weights as int8, int4 or, on a CUDA device, fp8; a CPU leaves quantised files as they are.",
+        help="Quantize weights to int8, int4 or, on CUDA, fp8; on a CPU, quantized files stay as they are.",
         rich_help_panel=ENGINE,
     ),
 ]
@@ -88,14 +88,14 @@ MemoryFraction = Annotated[
         "--memory-fraction",
         parser=number,
         metavar="F",
-        help="How much of the device's memory to use in all, as 0.5: weights, pages, graphs.",
+        help="Fraction of device memory to use for weights, KV cache and graphs, e.g. 0.5.",
         rich_help_panel=ENGINE,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, errors too.")]
 
 MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", "-n", **WHOLE, help="Tokens at most.", rich_help_panel=SAMPLING)
+    int, typer.Option("--max-tokens", "-n", **INTEGER, help="Maximum number of tokens.", rich_help_panel=SAMPLING)
 ]
 Temperature = Annotated[
     float,
@@ -105,29 +105,34 @@ Temperature = Annotated[
 ]
 TopK = Annotated[
     int | None,
-    typer.Option("--top-k", **WHOLE, help="Draw only from the k likeliest tokens.", rich_help_panel=SAMPLING),
+    typer.Option("--top-k", **INTEGER, help="Draw only from the k likeliest tokens.", rich_help_panel=SAMPLING),
 ]
 TopP = Annotated[
     float | None,
     typer.Option(
-        "--top-p", **NUMBER, help="Draw from the fewest tokens that reach this probability.", rich_help_panel=SAMPLING
+        "--top-p",
+        **NUMBER,
+        help="Draw from the smallest set of tokens with this total probability.",
+        rich_help_panel=SAMPLING,
     ),
 ]
 MinP = Annotated[
     float | None,
-    typer.Option("--min-p", **NUMBER, help="Drop tokens below this share of the likeliest.", rich_help_panel=SAMPLING),
+    typer.Option(
+        "--min-p", **NUMBER, help="Drop tokens below this fraction of the top probability.", rich_help_panel=SAMPLING
+    ),
 ]
 RepetitionPenalty = Annotated[
     float | None,
     typer.Option(
         "--repetition-penalty",
         **NUMBER,
-        help="Above 1 makes tokens that were there less likely.",
+        help="Above 1 makes repeated tokens less likely.",
         rich_help_panel=SAMPLING,
     ),
 ]
 Seed = Annotated[
-    int | None, typer.Option("--seed", **WHOLE, help="The same seed draws the same tokens.", rich_help_panel=SAMPLING)
+    int | None, typer.Option("--seed", **INTEGER, help="The same seed draws the same tokens.", rich_help_panel=SAMPLING)
 ]
 Stop = Annotated[
     list[str] | None,
@@ -135,16 +140,14 @@ Stop = Annotated[
 ]
 Logprobs = Annotated[
     int,
-    typer.Option("--logprobs", **WHOLE, help="Show the N likeliest tokens at every step.", rich_help_panel=SAMPLING),
+    typer.Option("--logprobs", **INTEGER, help="Show the N likeliest tokens at every step.", rich_help_panel=SAMPLING),
 ]
-System = Annotated[
-    str | None, typer.Option("--system", metavar="TEXT", help="A system message ahead of the conversation.")
-]
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message of the conversation.")]
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Which model, and how it is to run."""
+    """Which model to run, and how."""
 
     model: str = DEFAULT_MODEL
     dtype: str = "auto"
@@ -154,17 +157,17 @@ class EngineOptions:
     memory_fraction: float | None = None
 
     def __post_init__(self) -> None:
-        check_fraction(self.memory_fraction, "--memory-fraction")  # before a model is fetched
+        check_fraction(self.memory_fraction, "--memory-fraction")  # before the model is fetched
 
     def given(self) -> dict[str, Any]:
-        """What `Engine` takes besides the model, as far as it was said."""
+        """The options of `Engine` that were given."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
         return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens are chosen and when to stop. A knob that is None was not turned."""
+    """Sampling parameters and stop conditions. None means the flag was not given."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -178,9 +181,9 @@ class Decoding:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
-            raise InvalidInput(f"--max-tokens is {self.max_tokens}; it must be at least 1")
+            raise InvalidInput(f"--max-tokens is {self.max_tokens}; it must be an integer of at least 1")
         if self.logprobs < 0:
-            raise InvalidInput(f"--logprobs is {self.logprobs}; it must be at least 1, or 0 for none")
+            raise InvalidInput(f"--logprobs is {self.logprobs}; it must be an integer of at least 0")
         if "" in self.stop:
             raise InvalidInput("--stop is empty; it must have at least one character")
         for name in ("top_k", "top_p", "min_p") if self.temperature == 0 else ():
@@ -188,19 +191,19 @@ class Decoding:
                 flag = f"--{name.replace('_', '-')}"
                 raise InvalidInput(
                     f"{flag} is {getattr(self, name)} and has no effect at temperature 0, which always takes the "
-                    f"likeliest token; draw with --temperature 1, or leave {flag} out"
+                    f"likeliest token; set --temperature 1, or leave {flag} out"
                 )
 
     def sampler(self) -> Sampling:
-        """The library's sampler for these knobs; it refuses values that make no sense."""
-        knobs = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
-        turned = {name: getattr(self, name) for name in knobs if getattr(self, name) is not None}
-        return Sampling(temperature=self.temperature, **turned)
+        """The sampler for these parameters; it refuses values out of range."""
+        names = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return Sampling(temperature=self.temperature, **given)
 
 
 @contextmanager
 def open_engine(options: EngineOptions) -> Iterator[hw.Engine]:
-    """The model, fetched if need be with a bar, loaded, and closed at the end."""
+    """An engine for the model, which is fetched if necessary, with progress bars; closed at the end."""
     import headway as hw
     from headway.cli.render import fetched, loading
 

@@ -1,4 +1,4 @@
-"""`headway pipeline`: a task over a file, line by line, with progress, that goes on where it was stopped."""
+"""`headway pipeline`: a task over a file, line by line; an interrupted job resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Quantize = Annotated[
     typer.Option("--quantize", metavar="FORMAT", help="int8: 8-bit linear layers on a CPU.", rich_help_panel=ENGINE),
 ]
 BatchSize = Annotated[
-    str, typer.Option("--batch-size", metavar="N", help="Rows of a batch, or auto.", rich_help_panel=ENGINE)
+    str, typer.Option("--batch-size", metavar="N", help="Rows per batch, or auto.", rich_help_panel=ENGINE)
 ]
 Input = Annotated[
     str,
@@ -60,17 +60,20 @@ Output = Annotated[
 Columns = Annotated[
     list[str] | None,
     typer.Option(
-        "--column", metavar="NAME", help="What of a record is the item. May be repeated.", rich_help_panel=FILES
+        "--column",
+        metavar="NAME",
+        help="The field of a record that holds the item. May be repeated.",
+        rich_help_panel=FILES,
     ),
 ]
 WithInput = Annotated[
-    bool, typer.Option("--with-input", help="Put each item beside its result.", rich_help_panel=FILES)
+    bool, typer.Option("--with-input", help="Write each item with its result.", rich_help_panel=FILES)
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output that is there.", rich_help_panel=FILES)]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.", rich_help_panel=FILES)]
 Restart = Annotated[
-    bool, typer.Option("--restart", help="Forget what an interrupted job has done.", rich_help_panel=FILES)
+    bool, typer.Option("--restart", help="Discard the progress of an interrupted job.", rich_help_panel=FILES)
 ]
-OnError = Annotated[str, typer.Option("--on-error", metavar="stop|skip", help="What a bad line means.")]
+OnError = Annotated[str, typer.Option("--on-error", metavar="stop|skip", help="What to do about a bad line.")]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -80,8 +83,8 @@ Set = Annotated[
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to do with which lines."""
+class PipelineJob:
+    """The files of a job and how its lines are read."""
 
     input: str
     output: str
@@ -107,52 +110,52 @@ def pipeline(
     overwrite: Overwrite = False,
     restart: Restart = False,
 ) -> None:
-    """Run TASK over every line of a file. A job that was interrupted goes on when the same command is given again.
+    """Run TASK over every line of a file. An interrupted job resumes when the same command is given again.
 
-    Each result has the number of its line.
+    Each result carries its line number.
 
-    A line that cannot be computed ends the job (--on-error stop), or is told and left out (--on-error skip).
+    A line that fails ends the job (--on-error stop), or is reported and left out (--on-error skip).
     """
-    plan = Plan(input, output, tuple(column or ()), _skips(on_error), with_input)
+    job = PipelineJob(input, output, tuple(column or ()), _skips(on_error), with_input)
     options = read_options(set or ())
-    _check_files(plan, overwrite)
+    _check_files(job, overwrite)
     arguments = {"device": device, "dtype": dtype, "quantize": quantize, "batch_size": _batch_size(batch_size)}
     if output == PIPE:
-        _run(lambda: _open(task, model, arguments, options), plan, _Pipe())
+        _run(lambda: _open(task, model, arguments, options), job, _StdoutSink())
         return
-    job = {"task": task, "model": model, "dtype": dtype, "quantize": quantize, "options": options}
-    job |= {"input": input if input == PIPE else str(Path(input).resolve()), "columns": list(plan.columns)}
-    job |= {"with_input": with_input}
-    with Journal(Path(output), job, restart=restart) as journal:
+    identity = {"task": task, "model": model, "dtype": dtype, "quantize": quantize, "options": options}
+    identity |= {"input": input if input == PIPE else str(Path(input).resolve()), "columns": list(job.columns)}
+    identity |= {"with_input": with_input}
+    with Journal(Path(output), identity, restart=restart) as journal:
         if journal.before:
-            note(f"going on after {journal.before} lines that {journal.path} has")
+            note(f"resuming after the {journal.before} lines in {journal.path}")
         try:
-            _run(lambda: _open(task, model, arguments, options), plan, journal)
+            _run(lambda: _open(task, model, arguments, options), job, journal)
         except KeyboardInterrupt:
             if journal.begun:
-                note(f"stopped; the same command goes on from {journal.path}")
+                note(f"stopped; the same command resumes from {journal.path}")
             raise
         journal.finish()
 
 
-def _run(open_pipeline: Callable[[], Any], plan: Plan, sink: Journal | _Pipe) -> None:
-    """Every record that is not done yet, through the pipeline and into the sink."""
-    todo = (record for record in records(plan.input) if not sink.has(record))
+def _run(open_pipeline: Callable[[], Any], job: PipelineJob, sink: Journal | _StdoutSink) -> None:
+    """Run every record that is not done yet through the pipeline and into the sink."""
+    todo = (record for record in records(job.input) if not sink.has(record))
     with open_pipeline() as ready, _progress() as progress:
-        for record, item, result in _results(ready, todo, plan.columns):
+        for record, item, result in _results(ready, todo, job.columns):
             if isinstance(result, Exception):
-                _failed(record, result, plan, sink)
+                _failed(record, result, job, sink)
             else:
-                _put(record, item if plan.with_input else None, result, plan, sink)
+                _put(record, item if job.with_input else None, result, job, sink)
             progress(record)
     sink.check_complete()
     if sink.failed:
         shown = ", ".join(map(str, sink.failed[:10])) + (" …" if len(sink.failed) > 10 else "")
-        note(f"{len(sink.failed)} of the lines could not be computed and were left out: {shown}")
+        note(f"{len(sink.failed)} lines failed and were left out: {shown}")
 
 
 def _results(ready: Any, todo: Iterable[Record], columns: tuple[str, ...]) -> Iterator[tuple[Record, Any, Any]]:
-    """Records in order, each with its item and its result or its error."""
+    """Records in order, each with its item and its result or error."""
     waiting: deque[tuple[Record, Any, Exception | None]] = deque()
 
     def items() -> Iterator[Any]:
@@ -178,17 +181,17 @@ def _results(ready: Any, todo: Iterable[Record], columns: tuple[str, ...]) -> It
     yield from unreadable()
 
 
-def _put(record: Record, item: Any, result: Any, plan: Plan, sink: Journal | _Pipe) -> None:
+def _put(record: Record, item: Any, result: Any, job: PipelineJob, sink: Journal | _StdoutSink) -> None:
     try:
         sink.add(record, plain(result), item)
     except ValueError as error:
-        _failed(record, InvalidInput(f"the result is no JSON: {error}"), plan, sink)
+        _failed(record, InvalidInput(f"the result is not valid JSON: {error}"), job, sink)
 
 
-def _failed(record: Record, error: Exception, plan: Plan, sink: Journal | _Pipe) -> None:
+def _failed(record: Record, error: Exception, job: PipelineJob, sink: Journal | _StdoutSink) -> None:
     message = f"line {record.line}: {_sentence(error)}"
-    if not plan.skip:
-        raise InvalidInput(f"{message}; correct it, or leave such lines out with --on-error skip") from error
+    if not job.skip:
+        raise InvalidInput(f"{message}; correct it, or skip such lines with --on-error skip") from error
     note(f"headway: {message}")
     sink.add_failure(record, _sentence(error))
 
@@ -199,7 +202,7 @@ def _sentence(error: Exception) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A result as JSON has it: arrays and tensors become lists."""
+    """A result as JSON values: arrays and tensors become lists."""
     if isinstance(value, dict):
         return {str(key): plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -207,8 +210,8 @@ def plain(value: Any) -> Any:
     return plain(value.tolist()) if hasattr(value, "tolist") else value
 
 
-class _Pipe:
-    """Results on standard output, one JSON line each; nothing is remembered."""
+class _StdoutSink:
+    """Results on standard output, one JSON line each, without a journal."""
 
     def __init__(self) -> None:
         self.failed: list[int] = []
@@ -228,7 +231,7 @@ class _Pipe:
         self.failed.append(record.line)
 
 
-# -- what was asked for ------------------------------------------------------------------------------------------------
+# -- arguments --------------------------------------------------------------------------------------------------------
 
 
 def read_options(given: Sequence[str]) -> dict[str, Any]:
@@ -237,7 +240,7 @@ def read_options(given: Sequence[str]) -> dict[str, Any]:
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise InvalidInput(f"--set is {text!r}; it takes NAME=VALUE, as normalize=false")
+            raise InvalidInput(f"--set is {text!r}; it must be NAME=VALUE, e.g. normalize=false")
         if name in found:
             raise InvalidInput(f"--set {name} was given twice")
         try:
@@ -249,7 +252,7 @@ def read_options(given: Sequence[str]) -> dict[str, Any]:
 
 def _skips(on_error: str) -> bool:
     if on_error not in ("stop", "skip"):
-        raise InvalidInput(f"--on-error is {on_error!r}; it takes stop or skip")
+        raise InvalidInput(f"--on-error is {on_error!r}; it must be stop or skip")
     return on_error == "skip"
 
 
@@ -257,18 +260,18 @@ def _batch_size(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
-def _check_files(plan: Plan, overwrite: bool) -> None:
-    kinds = {kind_of(plan.input, "--input"), kind_of(plan.output, "--output")}
+def _check_files(job: PipelineJob, overwrite: bool) -> None:
+    kinds = {kind_of(job.input, "--input"), kind_of(job.output, "--output")}
     if ".parquet" in kinds:
         pyarrow_parquet()
-    check_input(plan.input)
-    if plan.output == PIPE:
+    check_input(job.input)
+    if job.output == PIPE:
         return
-    path = Path(plan.output)
+    path = Path(job.output)
     if path.exists() and not overwrite and not path.with_name(path.name + ".partial").exists():
-        raise InvalidInput(f"--output {plan.output!r} is there already; choose another, or give --overwrite")
-    if plan.input != PIPE and path.resolve() == Path(plan.input).resolve():
-        raise InvalidInput(f"--input and --output are both {plan.input!r}; choose another output")
+        raise InvalidInput(f"--output {job.output!r} exists; choose another, or give --overwrite")
+    if job.input != PIPE and path.resolve() == Path(job.input).resolve():
+        raise InvalidInput(f"--input and --output are both {job.input!r}; choose another output")
 
 
 def _open(task: str, model: str | None, arguments: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -277,7 +280,7 @@ def _open(task: str, model: str | None, arguments: dict[str, Any], options: dict
     path = None if model is None else str(fetched(model))
     clash = options.keys() & {"model", "tokenizer", *arguments}
     if clash:
-        raise InvalidInput(f"--set {min(clash)} is no option of a task; there is a flag for it")
+        raise InvalidInput(f"--set {min(clash)} is not a task option; use the flag")
     return hw.pipeline(task, path, **arguments, **options)
 
 
@@ -286,9 +289,9 @@ def _open(task: str, model: str | None, arguments: dict[str, Any], options: dict
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Record], None]]:
-    """A callback for every record that is done: a bar on a terminal, a line now and then in a pipe."""
+    """A callback for finished records: a bar on a terminal, a line now and then in a pipe."""
     if not sys.stderr.isatty():
-        plain = _Lines()
+        plain = _PlainLines()
         try:
             yield plain
         finally:
@@ -304,26 +307,26 @@ def _progress() -> Iterator[Callable[[Record], None]]:
         TextColumn("{task.fields[rate]}/s"),
         TimeRemainingColumn(),
     )
-    pace = _Pace()
+    done = _LineCount()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         bar = bars.add_task("", total=None, lines=0, rate="0")
 
         def show(record: Record) -> None:
-            pace.count += 1
+            done.count += 1
             share = record.reached
             total = None if share is None else 1.0
-            bars.update(bar, completed=share or 0, total=total, lines=pace.count, rate=pace.rate_text())
+            bars.update(bar, completed=share or 0, total=total, lines=done.count, rate=done.rate_text())
 
         yield show
-    note(pace.summary())
+    note(done.summary())
 
 
-class _Pace:
-    """How many lines were done, and how quickly."""
+class _LineCount:
+    """How many lines are done, and at what rate."""
 
     def __init__(self) -> None:
         self.began, self.count = time.monotonic(), 0
-        self.first: float | None = None  # the share of the file that was done before this run
+        self.first: float | None = None  # the fraction of the file that was done before this run
 
     def rate_text(self) -> str:
         return f"{self.count / max(time.monotonic() - self.began, 1e-9):.3g}"
@@ -332,7 +335,7 @@ class _Pace:
         return f"{self.count} lines in {time.monotonic() - self.began:.1f} s, {self.rate_text()}/s"
 
 
-class _Lines(_Pace):
+class _PlainLines(_LineCount):
     """Progress as plain lines."""
 
     def __init__(self) -> None:

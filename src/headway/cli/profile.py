@@ -1,4 +1,4 @@
-"""A profile on the command line: a table of phases, or a JSON file."""
+"""An engine profile as a table of phases or a JSON file."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from headway.cli.render import show_table, size
 if TYPE_CHECKING:
     from headway.runtime.profile import Profile
 
-LEAST_SECONDS = 1e-4  # of a phase, for its rate to be shown
+LEAST_SECONDS = 1e-4  # shorter phases show no rate: it would be noise
 
 
 def show_profile(profile: Profile) -> None:
-    """The phases of a run: time, share, bytes, and bandwidth against what the memory was measured to give."""
+    """The phases of a run: time, share, bytes, and bandwidth against the measured memory bandwidth."""
     total = sum(phase.seconds for phase in profile.phases) or 1.0
     rows = []
     for phase in profile.phases:
         rate = phase.bytes / phase.seconds if phase.seconds else 0.0
-        timed = phase.seconds >= LEAST_SECONDS  # less is the clock's own doing, and gives rates no memory has
+        timed = phase.seconds >= LEAST_SECONDS
         share = f"{rate / profile.bandwidth_limit:.0%}" if timed and profile.bandwidth_limit else "–"
         rows.append(
             (
@@ -43,7 +43,7 @@ def show_profile(profile: Profile) -> None:
 
 
 def check_target(path: Path | None) -> None:
-    """Refuse a file that cannot be written before the work is done, not after."""
+    """Refuse a file that cannot be written, before the work is done."""
     if path is None:
         return
     folder = path.parent
@@ -53,7 +53,7 @@ def check_target(path: Path | None) -> None:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write the profile as JSON, whole or not at all."""
+    """Write the profile as JSON, atomically."""
     text = json.dumps(profile.to_json(), indent=2) + "\n"
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:

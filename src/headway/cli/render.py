@@ -1,4 +1,4 @@
-"""What commands show: streams, bars, tables and JSON. On a terminal with rich, in a pipe as plain lines."""
+"""Output of commands: streamed text, progress bars, tables and JSON; rich on a terminal, plain lines in a pipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headway.models.hub.fetch import Progress
 
 PLAIN_SECONDS = 5.0  # between two progress lines in a pipe
-QUICK_SECONDS = 0.5  # a load that is over by then needs no bar
+QUICK_SECONDS = 0.5  # a load shorter than this shows no bar
 
 
 def emit_json(value: Any, *, indent: int | None = 2) -> None:
@@ -28,7 +28,7 @@ def emit_json(value: Any, *, indent: int | None = 2) -> None:
 
 
 def note(text: str) -> None:
-    """One line on standard error, for people."""
+    """Print one line on standard error."""
     if sys.stderr.isatty():
         from rich.console import Console
 
@@ -38,13 +38,13 @@ def note(text: str) -> None:
 
 
 def write_text(text: str) -> None:
-    """Stream model text to standard output. A terminal never sees the control characters a model may write."""
+    """Write model text to standard output; on a terminal, control characters are made visible."""
     sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def write_aside(text: str) -> None:
-    """Stream what a model writes for itself: dimmed on a terminal; out of the answer's way in a pipe."""
+    """Write reasoning text: dimmed on a terminal, to standard error in a pipe."""
     if sys.stdout.isatty():
         sys.stdout.write(f"\x1b[2m{visible(text)}\x1b[22m")
         sys.stdout.flush()
@@ -53,19 +53,19 @@ def write_aside(text: str) -> None:
 
 
 def visible(text: str) -> str:
-    """`text` with control characters as pictures (ESC as ␛), but for newlines and tabs."""
+    """`text` with control characters as symbols (ESC as ␛), except newlines and tabs."""
     return "".join(_picture(char) for char in text)
 
 
 def quoted(text: str) -> str:
-    """A token's text between quotes, so that blanks and newlines can be seen."""
+    """A token's text in quotes, with visible whitespace."""
     return visible(json.dumps(text, ensure_ascii=False))
 
 
 def show_table(
     headers: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", numbers: Iterable[int] = ()
 ) -> None:
-    """A table on standard output: drawn on a terminal, tab-separated in a pipe. `numbers` are set to the right."""
+    """A table on standard output: drawn on a terminal, tab-separated in a pipe. `numbers` are right-aligned columns."""
     if not sys.stdout.isatty():
         lines = ([title] if title else []) + ["\t".join(cells) for cells in (headers, *rows)]
         print("\n".join(lines), flush=True)
@@ -85,7 +85,7 @@ def show_table(
 
 
 def show_pairs(pairs: Iterable[tuple[str, str]], *, title: str = "") -> None:
-    """Names and values, one a line."""
+    """Names and values, one per line."""
     rows = list(pairs)
     width = max((len(name) for name, _ in rows), default=0)
     if title:
@@ -100,12 +100,12 @@ def counted(count: int, noun: str) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes as disks and wires count them: 98.4 MB, 1.6 GB."""
+    """Bytes in powers of 1000: 98.4 MB, 1.6 GB."""
     return format_bytes(count, 1000)
 
 
 def fetched(model: str) -> Path:
-    """Where a model is on disk; it is fetched, with progress on standard error, if it is not there yet."""
+    """A model's path on disk; it is fetched first if necessary, with progress on standard error."""
     from headway.models.hub import store
 
     with fetching() as progress:
@@ -149,7 +149,7 @@ def fetching() -> Iterator[Progress]:
 
 @contextmanager
 def loading() -> Iterator[Callable[[int, int], None] | None]:
-    """A callback for (layers loaded, layers in all): a bar on a terminal where loading takes a while, else None."""
+    """A callback for (layers loaded, total layers): a bar on a terminal if loading takes a while, else None."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -174,14 +174,14 @@ def loading() -> Iterator[Callable[[int, int], None] | None]:
             bars[0].stop()
 
 
-class Listening(logging.Handler):
-    """Shows what engines say about themselves, a line each, while a `with` lasts."""
+class EngineLog(logging.Handler):
+    """Prints the engines' log events, one per line, for the time of a `with`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         values = getattr(record, "values", {})
         note(" · ".join([record.getMessage(), *(f"{name} {value}" for name, value in values.items())]))
 
-    def __enter__(self) -> Listening:
+    def __enter__(self) -> EngineLog:
         logger = logging.getLogger(LOGGER)
         self._before = logger.level
         logger.addHandler(self)
@@ -195,7 +195,7 @@ class Listening(logging.Handler):
 
 
 class PlainProgress:
-    """Progress as lines: when something else begins, every few seconds, and at the end."""
+    """Progress as lines: for every new label, every few seconds, and at the end."""
 
     def __init__(self) -> None:
         self._label = ""

@@ -15,7 +15,7 @@ import typer
 
 from headway.base.errors import InvalidInput
 from headway.cli import options
-from headway.cli.answer import Answer, show_choices, stream
+from headway.cli.answer import GeneratedAnswer, show_choices, stream
 from headway.cli.options import Decoding, EngineOptions, open_engine
 from headway.cli.profile import check_target, show_profile, write_profile
 from headway.cli.render import emit_json, note, write_text
@@ -24,12 +24,12 @@ from headway.models.hub.registry import DEFAULT_MODEL
 if TYPE_CHECKING:
     import headway as hw
 
-PATIENCE_SECONDS = 3.0  # before saying that a pipe with nothing in it is being read
+PATIENCE_SECONDS = 3.0  # until a note says that standard input is being read
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to answer, and how."""
+class RunRequest:
+    """A prompt and how to answer it."""
 
     prompt: str
     system: str | None
@@ -38,7 +38,7 @@ class Request:
 
 
 def run(
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="- or nothing reads a pipe.")] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="- or nothing reads standard input.")] = None,
     *,
     model: options.Model = DEFAULT_MODEL,
     dtype: options.Dtype = "auto",
@@ -47,7 +47,7 @@ def run(
     quantize: options.Quantize = None,
     memory_fraction: options.MemoryFraction = None,
     system: options.System = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text instead of answering it.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without the chat template.")] = False,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
@@ -70,33 +70,33 @@ def run(
     decoding = Decoding(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ()), logprobs
     )
-    decoding.sampler()  # a bad value is refused before the model is loaded
+    decoding.sampler()  # refuses bad values before the model is loaded
     check_target(profile_json)
     if raw and system is not None:
-        raise InvalidInput("--system needs the chat template, and --raw goes without it; leave one of them out")
-    request = Request(read_prompt(prompt), system, raw, decoding)
+        raise InvalidInput("--system needs the chat template, which --raw does not use; leave one of them out")
+    request = RunRequest(read_prompt(prompt), system, raw, decoding)
     with open_engine(EngineOptions(model, dtype, device, threads, quantize, memory_fraction)) as engine:
         profiling = profile or profile_json is not None
         if profiling:
             engine.enable_profiling()
-        answer = _asked(engine, request, model, as_json=json)
+        answer = _generate(engine, request, model, as_json=json)
         data = engine.profile() if profiling else None
         _show(answer, data if profile else None, as_json=json)
         if data is not None and profile_json is not None:
             write_profile(data, profile_json)
 
 
-def _asked(engine: hw.Engine, request: Request, model: str, *, as_json: bool) -> Answer:
+def _generate(engine: hw.Engine, request: RunRequest, model: str, *, as_json: bool) -> GeneratedAnswer:
     try:
         return engine.run(respond, request, model, _quiet if as_json else write_text)
     except KeyboardInterrupt:
         if not as_json:
-            write_text("\n")  # what comes next, as the shell's prompt, begins a line
+            write_text("\n")  # so that the shell's prompt begins a new line
         raise
 
 
-async def respond(engine: hw.Engine, request: Request, name: str, write: Callable[[str], None]) -> Answer:
-    """The program: fill a context with the request, and stream the answer."""
+async def respond(engine: hw.Engine, request: RunRequest, name: str, write: Callable[[str], None]) -> GeneratedAnswer:
+    """The program: fill a context with the prompt and stream the answer."""
     async with engine.context() as ctx:
         if request.raw or (engine.chat_template is None and request.system is None):
             ctx.fill(request.prompt)
@@ -109,7 +109,7 @@ async def respond(engine: hw.Engine, request: Request, name: str, write: Callabl
 
 
 def read_prompt(argument: str | None) -> str:
-    """The prompt from the command line, from a pipe, or both, a blank line between them."""
+    """The prompt from the command line, from a pipe, or both joined by a blank line."""
     given = "" if argument in (None, "-") else argument or ""
     piped = _piped() if argument != "" else ""
     prompt = "\n\n".join(part for part in (given, piped) if part)
@@ -119,14 +119,14 @@ def read_prompt(argument: str | None) -> str:
 
 
 def _piped() -> str:
-    """What stands in a pipe or file on standard input; nothing on a terminal."""
+    """The text of a pipe or file on standard input; empty on a terminal."""
     if sys.stdin is None or sys.stdin.closed:
         return ""
     kind = os.fstat(sys.stdin.fileno()).st_mode
     if not (stat.S_ISFIFO(kind) or stat.S_ISREG(kind) or stat.S_ISSOCK(kind)):
         return ""
     if not select.select([sys.stdin], [], [], PATIENCE_SECONDS)[0]:
-        note("headway: reading piped input; if there is none to come, start headway with </dev/null")
+        note("headway: waiting for piped input; if there is none, start headway with </dev/null")
     data = sys.stdin.buffer.read()
     try:
         return data.decode().rstrip("\r\n")
@@ -136,7 +136,7 @@ def _piped() -> str:
         ) from None
 
 
-def _show(answer: Answer, profile: Any, *, as_json: bool) -> None:
+def _show(answer: GeneratedAnswer, profile: Any, *, as_json: bool) -> None:
     if as_json:
         emit_json(answer.to_json() | ({"profile": profile.to_json()} if profile is not None else {}))
         return
@@ -149,4 +149,4 @@ def _show(answer: Answer, profile: Any, *, as_json: bool) -> None:
 
 
 def _quiet(text: str) -> None:
-    """Takes the stream of an answer that is printed whole at the end."""
+    """Ignores streamed text: with --json the answer is printed at the end."""

@@ -1,4 +1,4 @@
-"""`headway serve`: a model over HTTP, for OpenAI's clients; and the keys that open it."""
+"""`headway serve`: a model over HTTP for OpenAI clients, and its API keys."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import typer
 from headway.base.errors import HeadwayError, InvalidInput
 from headway.cli.options import (
     ENGINE,
+    INTEGER,
     NUMBER,
-    WHOLE,
     Device,
     Dtype,
     EngineOptions,
@@ -22,8 +22,8 @@ from headway.cli.options import (
     Model,
     Quantize,
     Threads,
+    integer,
     number,
-    whole_number,
 )
 from headway.cli.render import emit_json, fetched, note
 from headway.models.hub.registry import DEFAULT_MODEL
@@ -32,46 +32,51 @@ if TYPE_CHECKING:
     from headway.program.engine import Engine
     from headway.server.pooling import Pools
 
-ACCESS = "Who may come in"
+ACCESS = "Access"
 LIMITS = "Limits"
-BESIDE = "Models beside it"
+POOLING = "Pooling models"
 
 Pages = Annotated[
     int | None,
-    typer.Option("--pages", **WHOLE, help="Pages of 16 tokens; by default by free memory.", rich_help_panel=ENGINE),
+    typer.Option(
+        "--pages",
+        **INTEGER,
+        help="KV cache pages of 16 tokens; by default what free memory allows.",
+        rich_help_panel=ENGINE,
+    ),
 ]
 BatchTokens = Annotated[
-    int | None, typer.Option("--max-batch-tokens", **WHOLE, help="Rows of one step, at most.", rich_help_panel=ENGINE)
+    int | None, typer.Option("--max-batch-tokens", **INTEGER, help="Maximum rows per step.", rich_help_panel=ENGINE)
 ]
 Names = Annotated[
     list[str] | None,
     typer.Option(
         "--served-model-name",
         metavar="NAME",
-        help="What clients call the model. May be repeated.",
+        help="The model name that clients use. May be repeated.",
         rich_help_panel=ENGINE,
     ),
 ]
 Embed = Annotated[
     str | None,
-    typer.Option("--embed", metavar="MODEL", help="A model for /v1/embeddings and /pooling.", rich_help_panel=BESIDE),
+    typer.Option("--embed", metavar="MODEL", help="A model for /v1/embeddings and /pooling.", rich_help_panel=POOLING),
 ]
 Rerank = Annotated[
-    str | None, typer.Option("--rerank", metavar="MODEL", help="A reranker for /rerank.", rich_help_panel=BESIDE)
+    str | None, typer.Option("--rerank", metavar="MODEL", help="A reranker for /rerank.", rich_help_panel=POOLING)
 ]
 Classify = Annotated[
-    str | None, typer.Option("--classify", metavar="MODEL", help="A classifier for /classify.", rich_help_panel=BESIDE)
+    str | None, typer.Option("--classify", metavar="MODEL", help="A classifier for /classify.", rich_help_panel=POOLING)
 ]
 KeyFile = Annotated[
     Path | None,
     typer.Option(
-        "--keys", metavar="FILE", help="A file of API keys; nobody comes in without one.", rich_help_panel=ACCESS
+        "--keys", metavar="FILE", help="A file of API keys; requests without one are rejected.", rich_help_panel=ACCESS
     ),
 ]
 NewKey = Annotated[
     str | None,
     typer.Option(
-        "--new-key", metavar="NAME", help="Add a key to --keys FILE, print it once, and stop.", rich_help_panel=ACCESS
+        "--new-key", metavar="NAME", help="Add a key to --keys FILE, print it once, and exit.", rich_help_panel=ACCESS
     ),
 ]
 CorsOrigins = Annotated[
@@ -79,7 +84,7 @@ CorsOrigins = Annotated[
     typer.Option(
         "--cors-origin",
         metavar="ORIGIN",
-        help="An origin whose web pages may call. May be repeated.",
+        help="An allowed CORS origin. May be repeated.",
         rich_help_panel=ACCESS,
     ),
 ]
@@ -88,23 +93,23 @@ AllowedHosts = Annotated[
     typer.Option(
         "--allowed-host",
         metavar="NAME",
-        help="A name in Host, beside this machine's own; * is any. May be repeated.",
+        help="An accepted Host header besides this machine's own; * is any. May be repeated.",
         rich_help_panel=ACCESS,
     ),
 ]
 RequestTimeout = Annotated[
-    float | None, typer.Option("--request-timeout", **NUMBER, help="Seconds for a request.", rich_help_panel=LIMITS)
+    float | None, typer.Option("--request-timeout", **NUMBER, help="Seconds per request.", rich_help_panel=LIMITS)
 ]
 DrainTimeout = Annotated[
     float | None,
-    typer.Option("--drain-timeout", **NUMBER, help="Seconds to finish in after SIGTERM.", rich_help_panel=LIMITS),
+    typer.Option("--drain-timeout", **NUMBER, help="Seconds to drain after SIGTERM.", rich_help_panel=LIMITS),
 ]
 Limit = Annotated[
     list[str] | None,
     typer.Option(
         "--limit",
         metavar="NAME=N",
-        help="Any limit, as max_queue_requests=64; with --new-key, one of the key. May be repeated.",
+        help="Any limit, e.g. max_queue_requests=64; with --new-key, a limit of the key. May be repeated.",
         rich_help_panel=LIMITS,
     ),
 ]
@@ -114,7 +119,7 @@ def serve(
     *,
     model: Model = DEFAULT_MODEL,
     host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", **WHOLE, help="The port; 0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option("--port", **INTEGER, help="The port; 0 takes a free one.")] = 8000,
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
@@ -135,16 +140,14 @@ def serve(
     limit: Limit = None,
     metrics_style: Annotated[
         str,
-        typer.Option(
-            "--metrics-style", metavar="STYLE", help="Names in /metrics: headway, or vllm for its dashboards."
-        ),
+        typer.Option("--metrics-style", metavar="STYLE", help="Metric names: headway, or vllm for vLLM dashboards."),
     ] = "headway",
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write what clients send into the log.")] = False,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Log prompts.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Serve a model over HTTP to OpenAI's clients, and the Lab at /lab. Only this machine can reach it by default.
+    """Serve a model over HTTP to OpenAI clients, and the Lab at /lab. By default only this machine can reach it.
 
-    SIGTERM or ctrl-C lets what is under way finish and ends with 0; a second one does not wait.
+    SIGTERM or ctrl-C drains requests in flight and exits with 0; a second one does not wait.
     """
     if new_key is not None:
         return _make_key(keys, new_key, limit or (), as_json)
@@ -180,25 +183,27 @@ def serve(
     except HeadwayError as error:
         if not as_json:
             raise
-        emit_json({"error": {"type": type(error).__name__, "message": str(error)}}, indent=None)  # a line, as the log's
+        emit_json(
+            {"error": {"type": type(error).__name__, "message": str(error)}}, indent=None
+        )  # one line, as in the log
         code = 2
     raise typer.Exit(code)
 
 
 def _pools(models: dict[str, str | None], device: str) -> Pools:
-    """The models beside the engine's, to be fetched and loaded with it."""
+    """The pooling models, fetched and loaded with the engine."""
     from headway.server.pooling import Pools
 
     return Pools({role: model for role, model in models.items() if model is not None}, device=device, find=fetched)
 
 
 def open_served(options: EngineOptions, pages: int | None = None, max_batch_tokens: int | None = None) -> Engine:
-    """The engine of a server, with everything loaded that a first request would otherwise wait for."""
+    """A server's engine, with everything loaded that the first request would otherwise wait for."""
     import headway as hw
 
     path = fetched(options.model)
     engine = hw.Engine(path, **options.given(), pages=pages, max_batch_tokens=max_batch_tokens)
-    _ = engine.chat_template, engine.generation_defaults  # loaded now, not by the first request
+    _ = engine.chat_template, engine.generation_defaults
     return engine
 
 
@@ -206,30 +211,32 @@ def _make_key(path: Path | None, name: str, limits: Sequence[str], as_json: bool
     from headway.server.auth import TenantLimits, add_key
 
     if path is None:
-        raise InvalidInput("--new-key needs --keys FILE: the file that the key's hash goes to")
+        raise InvalidInput("--new-key needs --keys FILE, where the key's hash is stored")
     secret = add_key(path, name, TenantLimits(**_limits(TenantLimits, limits)))
     if as_json:
         emit_json({"name": name, "key": secret, "file": str(path)})
     else:
         print(secret)
-        note(f"this key is shown once; {path} has its hash, under the name {name}")
+        note(f"this key is shown only once; {path} has its hash under the name {name}")
 
 
 def _limits(of: type[Any], given: Sequence[str]) -> dict[str, Any]:
-    """`NAME=N` for the numbers of a dataclass."""
+    """Parsed `NAME=N` values for the numeric fields of a dataclass."""
     known = {f.name: f.type for f in fields(of) if f.name != "port" and str(f.type).split(" ")[0] in ("int", "float")}
     values: dict[str, Any] = {}
     for text in given:
         name, _, value = text.partition("=")
         if name not in known:
-            raise InvalidInput(f"--limit {text!r} is not known; it takes NAME=N with one of {', '.join(sorted(known))}")
-        values[name] = _limit(text, value, whole=str(known[name]).startswith("int"))
+            raise InvalidInput(
+                f"--limit {text!r} is not known; it must be NAME=N with NAME one of {', '.join(sorted(known))}"
+            )
+        values[name] = _limit(text, value, integral=str(known[name]).startswith("int"))
     return values
 
 
-def _limit(text: str, value: str, *, whole: bool) -> float:
+def _limit(text: str, value: str, *, integral: bool) -> float:
     try:
-        return whole_number(value) if whole else number(value)
+        return integer(value) if integral else number(value)
     except typer.BadParameter:
-        kind = "a whole number" if whole else "a number"
-        raise InvalidInput(f"--limit {text!r} has {value!r}; it takes NAME=N, where N is {kind}") from None
+        kind = "an integer" if integral else "a number"
+        raise InvalidInput(f"--limit {text!r} has {value!r}; it must be NAME=N, where N is {kind}") from None

@@ -1,4 +1,4 @@
-"""`headway top`: watch a script's engines, or a server's; live on a terminal, one line a second in a pipe."""
+"""`headway top`: watch the engines of a script or server; live on a terminal, one line per second in a pipe."""
 
 from __future__ import annotations
 
@@ -22,54 +22,57 @@ from headway.base.errors import InvalidInput
 if TYPE_CHECKING:
     from headway.program.engine import Engine, EngineStats
 
-LOOKS = 8  # a second
+REFRESH_RATE = 8  # per second
 LINE_SECONDS = 1.0  # between two lines in a pipe
-RATE_SECONDS = 2.0  # over which tokens a second are counted
-STEPS = 32  # whose times are shown
+RATE_SECONDS = 2.0  # window of the tokens/s rate
+STEPS = 32  # shown in the step-time chart
 BAR = 48  # characters
 HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 def top(
     script: Annotated[
-        Path | None, typer.Argument(metavar="SCRIPT.py", help="A Python file that makes an engine.")
+        Path | None, typer.Argument(metavar="SCRIPT.py", help="A Python file that creates an engine.")
     ] = None,
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="The script's own.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
     *,
     url: Annotated[
-        str | None, typer.Option("--url", metavar="URL", help="Watch a server instead; HEADWAY_API_KEY has its key.")
+        str | None,
+        typer.Option("--url", metavar="URL", help="Watch a server, with its key in HEADWAY_API_KEY."),
     ] = None,
 ) -> None:
-    """Run a script and show what its engines do: queue, batches, tokens a second, pages, hits, times of steps.
+    """Run a script and show its engines: queue, batches, tokens/s, pages, prefix-cache hits, step times.
 
-    On a terminal the view stays below what the script prints. In a pipe it is a line a second, on standard error.
+    On a terminal the view stays below the script's output. In a pipe it is a line per second, on standard error.
 
-    With --url http://127.0.0.1:8000 it shows what a server's engine does, until the server ends.
+    With --url http://127.0.0.1:8000 it shows a server's engine until the server stops.
     """
     if (script is None) == (url is None):
-        raise InvalidInput("give a Python file that makes an engine, or --url and a server's address")
+        raise InvalidInput("give either a Python file that creates an engine, or --url with a server's address")
     if url is not None:
         return watch_server(url)
     assert script is not None
     if not script.is_file():
-        raise InvalidInput(f"there is no script {str(script)!r}; give a Python file that makes an engine")
+        raise InvalidInput(f"there is no script {str(script)!r}; give a Python file that creates an engine")
     code = 0
     try:
-        with _showing(View()):
-            names = run_script(script, arguments or [])  # kept until the last look: an engine in it is still there
+        with _showing(TopView()):
+            names = run_script(
+                script, arguments or []
+            )  # kept until the last refresh, so that its engines are still alive
         del names
     except SystemExit as end:
         code = _exit_code(end)
     except (KeyboardInterrupt, BrokenPipeError):
         raise
-    except BaseException as error:  # the script's own: shown as Python shows it
+    except BaseException as error:  # from the script: shown as Python shows it
         _show_error(error, script)
         code = 1
     raise typer.Exit(code)
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
-    """Run a file as `python SCRIPT.py ARGS` would, in this thread; the names it left."""
+    """Run a file as `python SCRIPT.py ARGS` would, in this thread, and return its globals."""
     before = sys.argv, sys.path[:]
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
     try:
@@ -79,19 +82,19 @@ def run_script(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def watch_server(url: str) -> None:
-    """Show what a server's engine does until it ends."""
+    """Show a server's engine until the server stops."""
     from headway.cli.top_server import ServerWatch
 
-    view = View(own=False)
+    view = TopView(own=False)
     watch = ServerWatch(url)
     view.watches.append(watch)
     with _showing(view):
         while not watch.over:
-            time.sleep(1 / LOOKS)
+            time.sleep(1 / REFRESH_RATE)
 
 
-class Figures:
-    """What is shown of one engine, from its counts."""
+class EngineFigures:
+    """What is shown of one engine, from its stats."""
 
     def __init__(self, name: str, stats: EngineStats) -> None:
         self.name, self.stats = name, stats
@@ -100,12 +103,12 @@ class Figures:
         self.batch = 0  # passes of the last step
         self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), stats.tokens)])
 
-    def look(self) -> None:
-        """Take in what has happened since the last look."""
+    def refresh(self) -> None:
+        """Read the engine's current stats."""
         raise NotImplementedError
 
     def mark(self) -> None:
-        """Remember the count of tokens, for the rate."""
+        """Record the token count, for the rate."""
         now = time.monotonic()
         self._marks.append((now, self.stats.tokens))
         while len(self._marks) > 2 and self._marks[0][0] < now - RATE_SECONDS:
@@ -118,7 +121,7 @@ class Figures:
 
     @property
     def step_times(self) -> str:
-        """The last step's time and the median of the last ones."""
+        """The time of the last step and the median of recent ones."""
         if not self.seconds:
             return "no step yet"
         return f"last {self.seconds[-1] * 1e3:.1f} ms, median {statistics.median(self.seconds) * 1e3:.1f} ms"
@@ -136,7 +139,7 @@ class Figures:
 
     def events(self) -> str:
         s = self.stats
-        return f"{s.cache_hits} cache hits · {s.pages_trimmed} pages trimmed · {s.set_asides} set aside"
+        return f"{s.cache_hits} cache hits · {s.pages_trimmed} pages trimmed · {s.set_asides} preempted"
 
     def line(self) -> str:
         """Everything in one line."""
@@ -144,8 +147,8 @@ class Figures:
         return f"{self.name} · {state}{self.work()} · {self.pages()} · {self.events()} · {self.step_times}"
 
 
-class Watch(Figures):
-    """One engine of this process, looked at again and again. It keeps no engine alive."""
+class EngineWatch(EngineFigures):
+    """One engine of this process. Holds only a weak reference to it."""
 
     def __init__(self, engine: Engine, number: int) -> None:
         info = engine.info
@@ -153,7 +156,7 @@ class Watch(Figures):
         self.engine = weakref.ref(engine)
         self._events = engine.events()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         if self.over:
             return
         engine = self.engine()
@@ -165,43 +168,43 @@ class Watch(Figures):
         self.over = engine is None or not engine.alive
         if self.over:
             self._events.close()
-            del self._events  # it holds the engine's loop, and that the model
+            del self._events  # it references the loop, which references the model
         self.mark()
 
 
-class View:
-    """What is watched: all engines of this process, as they come and go, or what was put here."""
+class TopView:
+    """The watched engines: all those of this process, or the ones in `watches`."""
 
     def __init__(self, *, own: bool = True) -> None:
-        self.watches: list[Figures] = []
+        self.watches: list[EngineFigures] = []
         self._own = own
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         if self._own:
             self._find()
         for watch in self.watches:
-            watch.look()
+            watch.refresh()
 
     def _find(self) -> None:
         from headway.program.engine import engines
 
-        known = [watch.engine() for watch in self.watches if isinstance(watch, Watch)]
+        known = [watch.engine() for watch in self.watches if isinstance(watch, EngineWatch)]
         for engine in engines():
             if not any(engine is other for other in known):
-                self.watches.append(Watch(engine, len(self.watches) + 1))
+                self.watches.append(EngineWatch(engine, len(self.watches) + 1))
 
     def render(self) -> Any:
-        """The engines for a terminal, after one more look."""
+        """The refreshed view, for a terminal."""
         from rich.console import Group
         from rich.text import Text
 
-        self.look()
+        self.refresh()
         if not self.watches:
             return Text("no engine yet", style="dim")
         return Group(*(_panel(watch) for watch in self.watches))
 
 
-def _panel(watch: Figures) -> Any:
+def _panel(watch: EngineFigures) -> Any:
     from rich.panel import Panel
     from rich.text import Text
 
@@ -216,7 +219,7 @@ def _panel(watch: Figures) -> Any:
 
 
 def _bar(stats: EngineStats) -> Iterator[tuple[int, str, str]]:
-    """Lengths, styles and characters of the pages held, cached and free, BAR together."""
+    """Lengths, styles and characters of a bar of held, cached and free pages, BAR characters in all."""
     at = done = 0
     counts = ((stats.pages_held, "green", "█"), (stats.pages_cached, "yellow", "▒"), (stats.pages_free, "dim", "·"))
     for pages, style, char in counts:
@@ -227,19 +230,19 @@ def _bar(stats: EngineStats) -> Iterator[tuple[int, str, str]]:
 
 
 def _heights(values: Sequence[float]) -> str:
-    """A picture of numbers, each against the largest."""
+    """A bar chart of numbers, scaled to the largest."""
     largest = max(values, default=0.0) or 1.0
     return "".join(HEIGHTS[min(int(len(HEIGHTS) * v / largest), len(HEIGHTS) - 1)] for v in values)
 
 
 @contextmanager
-def _showing(view: View) -> Iterator[None]:
-    """Show the view while the body runs, and once more at its end."""
-    view.look()  # what it takes is loaded here, not while the script runs
+def _showing(view: TopView) -> Iterator[None]:
+    """Show the view while the body runs, and once more at the end."""
+    view.refresh()  # imports happen here, not while the script runs
     if sys.stdout.isatty():
         from rich.live import Live
 
-        with Live(get_renderable=view.render, refresh_per_second=LOOKS):
+        with Live(get_renderable=view.render, refresh_per_second=REFRESH_RATE):
             yield
         return
     end = threading.Event()
@@ -250,20 +253,20 @@ def _showing(view: View) -> Iterator[None]:
     finally:
         end.set()
         thread.join()
-        view.look()
+        view.refresh()
         _print_lines(view)
 
 
-def _lines(view: View, end: threading.Event) -> None:
+def _lines(view: TopView, end: threading.Event) -> None:
     shown = time.monotonic()
-    while not end.wait(1 / LOOKS):
-        view.look()
+    while not end.wait(1 / REFRESH_RATE):
+        view.refresh()
         if time.monotonic() - shown >= LINE_SECONDS:
             shown = time.monotonic()
             _print_lines(view)
 
 
-def _print_lines(view: View) -> None:
+def _print_lines(view: TopView) -> None:
     for watch in view.watches:
         print(watch.line(), file=sys.stderr, flush=True)
 
@@ -276,7 +279,7 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def _show_error(error: BaseException, script: Path) -> None:
-    """The traceback from the script's own first line on."""
+    """Print the traceback, starting at the script's own frame."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
         trace = trace.tb_next

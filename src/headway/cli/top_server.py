@@ -1,4 +1,4 @@
-"""A running server, watched through its /stats."""
+"""`headway top --url`: a running server, polled through its /stats."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any
 
 from headway.base.config import settings
 from headway.base.errors import InvalidInput
-from headway.cli.top import Figures
+from headway.cli.top import EngineFigures
 
-ASK_SECONDS = 0.5  # between two questions, however often the view is drawn
-PATIENCE = 5.0
+POLL_SECONDS = 0.5  # between two requests, however often the view is drawn
+TIMEOUT = 5.0
 
 
-class ServerWatch(Figures):
-    """A server's engine, asked twice a second."""
+class ServerWatch(EngineFigures):
+    """A server's engine, polled twice a second."""
 
     def __init__(self, url: str) -> None:
         from headway.program.engine import EngineStats
 
         if not url.startswith(("http://", "https://")):
-            raise InvalidInput(f"--url is {url!r}; it takes an address such as http://127.0.0.1:8000")
-        self._url, self._asked = url.rstrip("/") + "/stats", 0.0
+            raise InvalidInput(f"--url is {url!r}; it must be an address like http://127.0.0.1:8000")
+        self._url, self._polled_at = url.rstrip("/") + "/stats", 0.0
         self._known = {field.name for field in fields(EngineStats)}
         try:
-            first = self._ask()
+            first = self._poll()
         except (OSError, ValueError) as error:
             raise InvalidInput(
                 f"no server answers at {url}: {_reason(error)}; start one with `headway serve`"
@@ -37,35 +37,35 @@ class ServerWatch(Figures):
         model = first["model"]
         super().__init__(f"{model['name']} · {model['dtype']} · {model['device']} · {url}", self._stats(first))
 
-    def look(self) -> None:
-        """Ask again, unless that was just now; a server that answers no more is over."""
-        if self.over or time.monotonic() - self._asked < ASK_SECONDS:
+    def refresh(self) -> None:
+        """Poll the server, unless that was just done; a server that no longer answers is over."""
+        if self.over or time.monotonic() - self._polled_at < POLL_SECONDS:
             return
         try:
-            answer = self._ask()
+            response = self._poll()
         except (OSError, ValueError):
             self.over = True
             return
-        self.stats, self.batch = self._stats(answer), answer["steps"]["batch"]
+        self.stats, self.batch = self._stats(response), response["steps"]["batch"]
         self.seconds.clear()
-        self.seconds.extend(answer["steps"]["seconds"])
+        self.seconds.extend(response["steps"]["seconds"])
         self.mark()
 
-    def _ask(self) -> dict[str, Any]:
-        self._asked = time.monotonic()
+    def _poll(self) -> dict[str, Any]:
+        self._polled_at = time.monotonic()
         key = settings().api_key
         request = urllib.request.Request(self._url, headers={} if key is None else {"Authorization": f"Bearer {key}"})
-        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-            return json.load(answer)
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+            return json.load(response)
 
-    def _stats(self, answer: dict[str, Any]) -> Any:
+    def _stats(self, response: dict[str, Any]) -> Any:
         from headway.program.engine import EngineStats
 
-        return EngineStats(**{name: value for name, value in answer["stats"].items() if name in self._known})
+        return EngineStats(**{name: value for name, value in response["stats"].items() if name in self._known})
 
 
 def _reason(error: Exception) -> str:
-    """What the server said, if it said anything."""
+    """The server's error message, if it sent one."""
     if isinstance(error, urllib.error.HTTPError):
         try:
             return json.load(error)["error"]["message"]

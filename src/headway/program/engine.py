@@ -360,11 +360,6 @@ class Engine:
         """The loaded model."""
         return self._decoder
 
-    @property
-    def capabilities(self) -> frozenset[str]:
-        """What this backend can do, by name."""
-        return frozenset({"masks", "probes", "trim", "fork", "discard", "attention-scores", "logit-lens"})
-
     # -- figures ---------------------------------------------------------------------------------------------------
 
     @property

@@ -1,4 +1,4 @@
-"""Text: str ↔ ids (`Tokenizer`), ids → text as it arrives (`TextStream`), messages → text (`ChatTemplate`)."""
+"""Text ↔ token ids (`Tokenizer`), ids → streamed text (`TextStream`), messages → prompt (`ChatTemplate`)."""
 
 from headway.text.stream import TextStream
 from headway.text.templates.chat_template import ChatTemplate

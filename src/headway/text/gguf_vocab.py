@@ -1,14 +1,14 @@
 """A `tokenizers.Tokenizer` from the metadata of a GGUF file.
 
-A GGUF file has no tokenizer.json: it lists tokens, merges or scores, and names its way of cutting text into words.
-Two models are known: `gpt2` (byte-level BPE, cut as `tokenizer.ggml.pre` says) and `llama` (SentencePiece BPE).
-What is built here is the tokenizer the model was trained with, so the steps follow the original tokenizer.json of each
-family, its Unicode normalisation included. A name that is not in the table is refused, never guessed.
+A GGUF file has no tokenizer.json: it lists tokens, merges or scores, and names its pre-tokenizer. Two models are known:
+`gpt2` (byte-level BPE, pre-tokenized as `tokenizer.ggml.pre` says) and `llama` (SentencePiece BPE). The result is the
+tokenizer the model was trained with, following the original tokenizer.json of each family, including its Unicode
+normalization. A name that is not in the table is refused, never guessed.
 
 Byte-level vocabularies may lack a byte (SmolLM2 has no 0x04): such bytes have no id and encode to nothing, as in the
-model's own tokenizer. `add_space_prefix` has a meaning for `llama` only, as in the programs that write these files.
+model's own tokenizer. `add_space_prefix` matters for `llama` only, as in the programs that write these files.
 
-The metadata is not trusted: a wrong type, a length that differs or an id out of range raises `BadModelFile`.
+The metadata is not trusted: a wrong type, a mismatched length or an id out of range raises `BadModelFile`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPACE = "▁"
 
 @dataclass(frozen=True)
 class GgufVocab:
-    """What the metadata says: the backend, the ids with a role, and whether text starts with the begin token."""
+    """The tokenizer in the metadata: the backend, the special ids, and whether to add BOS."""
 
     backend: tokenizers.Tokenizer
     tokens: tuple[str, ...]
@@ -43,12 +43,12 @@ class GgufVocab:
 
 
 @dataclass(frozen=True)
-class Pre:
-    """How one family cuts text into words: regexes in order, or a named step."""
+class PreTokenizer:
+    """How one family splits text into words: regexes in order, or a named step."""
 
     steps: tuple[str, ...]
     nfc: bool = False
-    ignore_merges: bool = False  # a word that is a token is that token, whatever the merges say
+    ignore_merges: bool = False  # a word that is a token stays whole, whatever the merges say
     add_bos: bool = False
 
 
@@ -69,7 +69,7 @@ _GPT4O = (
     f"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Letters with case, as DeepSeek lists them. By number: many have a twin that looks the same.
+# Letters with case, as DeepSeek lists them. By code point, as many look alike.
 _DEEPSEEK_LETTERS = "".join(
     f"\\x{{{low:x}}}-\\x{{{high:x}}}"
     for low, high in (
@@ -108,30 +108,30 @@ _DEEPSEEK_V3 = (
 )
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
-PRES: dict[str, Pre] = {
-    "default": Pre(_DEFAULT),
-    **dict.fromkeys(("gpt-2", "phi-2"), Pre((_GPT2,))),
-    **dict.fromkeys(("olmo", "mpt"), Pre((_GPT2,), nfc=True)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), Pre((DIGITS, _GPT2))),
-    "command-r": Pre((DIGITS, _GPT2), nfc=True),
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "default": PreTokenizer(_DEFAULT),
+    **dict.fromkeys(("gpt-2", "phi-2"), PreTokenizer((_GPT2,))),
+    **dict.fromkeys(("olmo", "mpt"), PreTokenizer((_GPT2,), nfc=True)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), PreTokenizer((DIGITS, _GPT2))),
+    "command-r": PreTokenizer((DIGITS, _GPT2), nfc=True),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"),
-        Pre((_LLAMA3,), ignore_merges=True, add_bos=True),
+        PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Pre((_LLAMA3,))),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Pre((_QWEN2,), nfc=True)),
-    "qwen35": Pre((_QWEN35,), nfc=True),
-    "tekken": Pre((_TEKKEN,), ignore_merges=True, add_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), Pre((_GPT4O,))),
-    "deepseek-llm": Pre(_DEEPSEEK_LLM),
-    "deepseek-coder": Pre(_DEEPSEEK_CODER),
-    "deepseek-v3": Pre(_DEEPSEEK_V3),
-    "falcon": Pre((FALCON,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((_LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer((_QWEN2,), nfc=True)),
+    "qwen35": PreTokenizer((_QWEN35,), nfc=True),
+    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((_GPT4O,))),
+    "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM),
+    "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
+    "deepseek-v3": PreTokenizer(_DEEPSEEK_V3),
+    "falcon": PreTokenizer((FALCON,)),
 }
 
 
 def read_vocab(metadata: Mapping[str, object]) -> GgufVocab | None:
-    """The tokenizer that the metadata describes, or None when it has none."""
+    """The tokenizer in the metadata; None if it has none."""
     model = metadata.get(KEY + "model")
     if model in (None, "no_vocab", "none") and KEY + "tokens" not in metadata:
         return None
@@ -146,20 +146,20 @@ def read_vocab(metadata: Mapping[str, object]) -> GgufVocab | None:
         backend, add_bos = _byte_level(metadata, tokens, pre), pre.add_bos
     else:
         backend, add_bos = _sentencepiece(metadata, tokens, types), True
-    return _with_roles(metadata, backend, tokens, types, add_bos=add_bos)
+    return _with_special_tokens(metadata, backend, tokens, types, add_bos=add_bos)
 
 
 # --- the two models
 
 
-def _byte_level(metadata: Mapping[str, object], tokens: list[str], pre: Pre) -> tokenizers.Tokenizer:
+def _byte_level(metadata: Mapping[str, object], tokens: list[str], pre: PreTokenizer) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocab = {token: id for id, token in enumerate(tokens)}
     merges = _merges(metadata)
     if merges is None:
         raise BadModelFile(f"{KEY}merges is missing; a byte-level vocabulary (gpt2) needs it")
-    backend = Tokenizer(_made(lambda: models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges)))
+    backend = Tokenizer(_build(lambda: models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges)))
     backend.pre_tokenizer = _pre_tokenizer(pre)
     backend.decoder = decoders.ByteLevel()
     if pre.nfc:
@@ -177,7 +177,7 @@ def _sentencepiece(metadata: Mapping[str, object], tokens: list[str], types: lis
         merges = merges_from_scores(tokens, types, _scores(metadata, len(tokens)))
     unknown = next((tokens[id] for id, kind in enumerate(types) if kind == UNKNOWN), None)
     backend = Tokenizer(
-        _made(lambda: models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+        _build(lambda: models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     )
     prefix = _flag(metadata, "add_space_prefix", True)
     replace = normalizers.Replace(" ", SPACE)
@@ -188,9 +188,9 @@ def _sentencepiece(metadata: Mapping[str, object], tokens: list[str], types: lis
 
 
 def merges_from_scores(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to put a normal token together from two others, best score first.
+    """Every way to merge two tokens into a normal token, best score first.
 
-    Only normal tokens take part: a control or byte token is never the outcome of plain text.
+    Only normal tokens take part: plain text never becomes a control or byte token.
     """
     ids = {token: id for id, token in enumerate(tokens) if types[id] == NORMAL}
     ranked = [
@@ -202,43 +202,45 @@ def merges_from_scores(tokens: Sequence[str], types: Sequence[int], scores: Sequ
     return [(tokens[left], tokens[right]) for *_, left, right in sorted(ranked)]
 
 
-def _pre(metadata: Mapping[str, object]) -> Pre:
+def _pre(metadata: Mapping[str, object]) -> PreTokenizer:
     name = metadata.get(KEY + "pre", "default")
     if not isinstance(name, str):
-        raise BadModelFile(f"{KEY}pre is {name!r}; it should be a name")
-    if name not in PRES:
-        raise Unsupported(f"the GGUF pre-tokenizer {name!r} is not supported; supported are {', '.join(sorted(PRES))}")
-    return PRES[name]
+        raise BadModelFile(f"{KEY}pre is {name!r}; it must be a name")
+    if name not in PRE_TOKENIZERS:
+        raise Unsupported(
+            f"the GGUF pre-tokenizer {name!r} is not supported; supported are {', '.join(sorted(PRE_TOKENIZERS))}"
+        )
+    return PRE_TOKENIZERS[name]
 
 
-def _pre_tokenizer(pre: Pre) -> tokenizers.pre_tokenizers.PreTokenizer:
+def _pre_tokenizer(pre: PreTokenizer) -> tokenizers.pre_tokenizers.PreTokenizer:
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Punctuation, Sequence, Split
 
-    if pre.steps == (FALCON,):  # digits are found among the mapped bytes: that is how Falcon was trained
+    if pre.steps == (FALCON,):  # splits digits after the byte mapping, as Falcon was trained
         triples = Split(Regex("[0-9][0-9][0-9]"), "isolated")
         return Sequence([Punctuation("contiguous"), ByteLevel(add_prefix_space=False), Digits(), triples])
     cut: list[Any] = [Digits(individual_digits=True) if s == DIGITS else Split(Regex(s), "isolated") for s in pre.steps]
     return Sequence([*cut, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _made(build: Callable[[], Any]) -> Any:
+def _build(build: Callable[[], Any]) -> Any:
     try:
         return build()
     except Exception as error:  # tokenizers raises bare Exception, e.g. for a merge of unknown tokens
-        raise BadModelFile(f"{KEY}tokens and {KEY}merges do not make a tokenizer: {error}") from error
+        raise BadModelFile(f"{KEY}tokens and {KEY}merges do not form a tokenizer: {error}") from error
 
 
-# --- ids with a role
+# --- special ids
 
 
-def _with_roles(
+def _with_special_tokens(
     metadata: Mapping[str, object], backend: tokenizers.Tokenizer, tokens: list[str], types: list[int], *, add_bos: bool
 ) -> GgufVocab:
     from tokenizers import AddedToken
 
     bos, eos = _id(metadata, "bos_token_id", tokens), _id(metadata, "eos_token_id", tokens)
-    if metadata[KEY + "model"] == "llama":  # the ids every SentencePiece model of this kind has
+    if metadata[KEY + "model"] == "llama":  # the ids of every such SentencePiece model
         bos = 1 if bos is None and tokens[1:2] == ["<s>"] else bos
         eos = 2 if eos is None and tokens[2:3] == ["</s>"] else eos
     ends = (eos, _id(metadata, "eot_token_id", tokens), _id(metadata, "eom_token_id", tokens))
@@ -261,7 +263,7 @@ def _with_roles(
     return GgufVocab(backend, tuple(tokens), bos, eos_ids, wants_bos, texts)
 
 
-# --- reading values that may lie
+# --- untrusted values
 
 
 def _tokens(metadata: Mapping[str, object]) -> list[str]:
@@ -271,7 +273,7 @@ def _tokens(metadata: Mapping[str, object]) -> list[str]:
     if max(map(len, tokens)) > MAX_TOKEN_CHARS:
         id, size = next((id, len(token)) for id, token in enumerate(tokens) if len(token) > MAX_TOKEN_CHARS)
         raise BadModelFile(f"{KEY}tokens[{id}] has {size} characters; at most {MAX_TOKEN_CHARS} are allowed")
-    if "" in tokens:  # a token without text cannot be matched, but keeps its id
+    if "" in tokens:  # an empty token matches nothing but keeps its id
         tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(tokens)]
     if len(set(tokens)) == len(tokens):
         return tokens
@@ -301,7 +303,7 @@ def _types(metadata: Mapping[str, object], count: int) -> list[int]:
         return values
     for i, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise BadModelFile(f"{KEY}token_type[{i}] is {value!r}; it should be an integer")
+            raise BadModelFile(f"{KEY}token_type[{i}] is {value!r}; it must be an integer")
     return values
 
 
@@ -309,7 +311,7 @@ def _scores(metadata: Mapping[str, object], count: int) -> list[float]:
     values = _array(metadata, "scores", count)
     for i, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise BadModelFile(f"{KEY}scores[{i}] is {value!r}; it should be a finite number")
+            raise BadModelFile(f"{KEY}scores[{i}] is {value!r}; it must be a finite number")
     return values
 
 
@@ -319,14 +321,14 @@ def _array(metadata: Mapping[str, object], name: str, count: int | None = None) 
         raise BadModelFile(f"{KEY}{name} is missing")
     values = getattr(value, "tolist", lambda: value)()  # numpy arrays become plain values
     if not isinstance(values, list | tuple):
-        raise BadModelFile(f"{KEY}{name} is a {type(value).__name__}; it should be an array")
+        raise BadModelFile(f"{KEY}{name} is a {type(value).__name__}; it must be an array")
     if count is not None and len(values) != count:
         raise BadModelFile(f"{KEY}{name} has {len(values)} entries and {KEY}tokens has {count}")
     return list(values)
 
 
 def _texts(metadata: Mapping[str, object], name: str) -> list[str]:
-    """An array of strings. There may be hundreds of thousands: they are looked at one by one only if one is bad."""
+    """An array of strings; there may be hundreds of thousands, so they are checked one by one only if one is bad."""
     values = _array(metadata, name)
     try:
         "".join(values).encode("utf-8")  # a lone surrogate has no bytes
@@ -343,7 +345,7 @@ def _text(value: object, where: str) -> str:
             return text
     except UnicodeError as error:
         raise BadModelFile(f"{where} is {value!r}, which is not valid text: {error}") from error
-    raise BadModelFile(f"{where} is {value!r}; it should be a string")
+    raise BadModelFile(f"{where} is {value!r}; it must be a string")
 
 
 def _id(metadata: Mapping[str, object], name: str, tokens: Sequence[str]) -> int | None:
@@ -352,7 +354,7 @@ def _id(metadata: Mapping[str, object], name: str, tokens: Sequence[str]) -> int
         return None
     value = getattr(value, "item", lambda: value)()
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(tokens):
-        raise BadModelFile(f"{KEY}{name} is {value!r}; it should be an id from 0 to {len(tokens) - 1}")
+        raise BadModelFile(f"{KEY}{name} is {value!r}; it must be an id from 0 to {len(tokens) - 1}")
     return value
 
 
@@ -360,5 +362,5 @@ def _flag(metadata: Mapping[str, object], name: str, default: bool) -> bool:
     value = metadata.get(KEY + name, default)
     value = getattr(value, "item", lambda: value)()
     if not isinstance(value, bool):
-        raise BadModelFile(f"{KEY}{name} is {value!r}; it should be true or false")
+        raise BadModelFile(f"{KEY}{name} is {value!r}; it must be true or false")
     return value

@@ -1,10 +1,10 @@
-"""Ids in, text out, as it becomes certain: never half a character.
+"""Incremental detokenization: ids in, text out, never half a character.
 
-The parts put together are exactly `tokenizer.decode` of all ids. Bytes that may still become a character are held back;
-those that cannot become U+FFFD at once. Each id is looked at once, so a push costs what its own ids cost.
+The pieces add up to exactly `tokenizer.decode` of all ids. Bytes that may still become a character are held back;
+invalid ones become U+FFFD at once. Each id is decoded once.
 
-A decoder that looks at neighbouring tokens (WordPiece and such: `pieces.kind == "opaque"`) cannot be split: its whole
-text comes with `flush`.
+A decoder that depends on neighboring tokens (WordPiece etc.: `decoding.kind == "opaque"`) cannot stream: all its text
+comes with `flush`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class TextStream:
         self.tokenizer = tokenizer
         self.skip_special = skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip = tokenizer.pieces.strip  # leading spaces still to be cut
-        self._opaque: list[int] | None = [] if tokenizer.pieces.kind == "opaque" else None
+        self._strip = tokenizer.decoding.strip  # leading spaces still to be stripped
+        self._opaque: list[int] | None = [] if tokenizer.decoding.kind == "opaque" else None
         self._done = False
 
     def push(self, ids: int | Iterable[int]) -> str:
         """The text that `ids` complete. An id outside the vocabulary raises and changes nothing."""
         if self._done:
-            raise Closed("the text stream was flushed; make a new one for another sequence")
+            raise Closed("the text stream is flushed; create a new one for another sequence")
         checked = self.tokenizer.check_ids([ids] if isinstance(ids, int) else ids)
         if self.skip_special:
             checked = [id for id in checked if id not in self.tokenizer.special_ids]
@@ -41,11 +41,11 @@ class TextStream:
 
     @property
     def holds(self) -> bool:
-        """Whether bytes are held back that may still become a character."""
+        """Whether it holds back bytes that may still become a character."""
         return bool(self._utf8.getstate()[0])
 
     def flush(self) -> str:
-        """The rest: a character that never got all its bytes is U+FFFD. Ends the stream."""
+        """The remaining text, an incomplete character as U+FFFD. Ends the stream."""
         if self._done:
             return ""
         self._done = True
@@ -54,7 +54,7 @@ class TextStream:
         return self._cut(self._utf8.decode(b"", final=True))
 
     def copy(self) -> TextStream:
-        """A stream at the same point; neither sees what the other is given later."""
+        """An independent stream in the same state."""
         twin = TextStream(self.tokenizer, self.skip_special)
         twin._utf8.setstate(self._utf8.getstate())
         twin._strip, twin._done = self._strip, self._done

@@ -1,10 +1,10 @@
-"""The tokenizer of one model: str → ids, ids → str, the bytes of one token, and the ids with a role.
+"""A model's tokenizer: text → ids, ids → text, the bytes of one token, and the special ids.
 
-Built from a Hugging Face folder (tokenizer.json and its neighbours) or from GGUF metadata; the work is done by a
-`tokenizers.Tokenizer`. It never adds a begin or end token by itself and never truncates.
+Built from a Hugging Face folder (tokenizer.json etc.) or from GGUF metadata, around a `tokenizers.Tokenizer`. It never
+adds BOS or EOS tokens by itself and never truncates.
 
-Decoding is by bytes: the bytes of all tokens are joined and read as UTF-8, and what is not valid becomes U+FFFD (one
-for each maximal part, as Python and Rust do). It never "cleans up" spaces. `TextStream` gives the same text in parts.
+Decoding is by bytes: the bytes of all tokens are joined and decoded as UTF-8, invalid ones as U+FFFD (one per maximal
+subpart, as in Python and Rust). It never "cleans up" spaces. `TextStream` gives the same text incrementally.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headway.text.templates.chat_template import gguf_template_sources, template
 if TYPE_CHECKING:
     import tokenizers
 
-# Tokens that end a turn where the chat template uses them, whatever the configuration says about eos.
+# Tokens that end a turn if the chat template uses them, whatever the config says about EOS.
 END_MARKERS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -43,15 +43,15 @@ ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_t
 
 
 @dataclass(frozen=True)
-class Pieces:
+class TokenDecoding:
     """How a token's text becomes bytes: `bytes` (byte-level alphabet), `spaces` (▁ and <0xNN>), or `opaque`.
 
-    An opaque decoder (WordPiece, …) looks at neighbours, so only whole sequences can be decoded.
+    An opaque decoder (WordPiece, …) depends on neighboring tokens, so only whole sequences can be decoded.
     """
 
     kind: str
     byte_fallback: bool = False
-    strip: int = 0  # spaces cut from the front of a decoded sequence
+    strip: int = 0  # spaces stripped from the front of a decoded sequence
 
 
 class Tokenizer:
@@ -67,7 +67,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """`vocab_size` is the largest id + 1, where that is known."""
+        """`vocab_size` is the largest id + 1, if known."""
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = False
@@ -76,7 +76,7 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
-        self.pieces = _pieces(backend)
+        self.decoding = _token_decoding(backend)
         if vocab_size is None:
             vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.vocab_size = vocab_size
@@ -90,23 +90,23 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer | None:
-        """The tokenizer of a Hugging Face folder; None when it has no tokenizer.json."""
+        """The tokenizer of a Hugging Face folder; None if it has no tokenizer.json."""
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
             return None
         backend = _load(file)
         config = read_json(folder / "tokenizer_config.json")
-        names = _role_names(folder, config, backend)
+        names = _special_names(folder, config, backend)
         bos = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
-        bos, add_bos = _begin(backend, bos, config.get("add_bos_token"), folder)
+        bos, add_bos = _bos(backend, bos, config.get("add_bos_token"), folder)
         eos = [backend.token_to_id(names["eos_token"])] if "eos_token" in names else []
         ends = [*_generation_eos(folder), *eos, *_end_markers(backend, template_sources(folder))]
         return cls(backend, bos_id=bos, eos_ids=tuple(dict.fromkeys(ends)), add_bos=add_bos, special_tokens=names)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer | None:
-        """The tokenizer that GGUF metadata describes; None when it has none."""
+        """The tokenizer in GGUF metadata; None if it has none."""
         vocab = read_vocab(metadata)
         if vocab is None:
             return None
@@ -121,35 +121,35 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """The ids of `text`, without begin or end token. Names of special tokens are plain text unless `special`."""
+        """The ids of `text`, without BOS or EOS. Names of special tokens are plain text unless `special`."""
         if not isinstance(text, str):
-            raise WrongType(f"text is a {type(text).__name__}; encode takes a str")
+            raise WrongType(f"text is a {type(text).__name__}; it must be a str")
         if not text.isascii():
             _check_unicode(text)
         backend = self.backend if special else self._plain_backend()
         return backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """The text of `ids`; with `skip_special`, special tokens leave no trace."""
+        """The text of `ids`; with `skip_special`, without special tokens."""
         kept = self.check_ids(ids)
         if skip_special:
             kept = [id for id in kept if id not in self.special_ids]
-        if self.pieces.kind == "opaque":
+        if self.decoding.kind == "opaque":
             return self.backend.decode(kept, skip_special_tokens=False)
         text = b"".join(map(self._token_bytes, kept)).decode("utf-8", "replace")
-        return strip_front(text, self.pieces.strip)[0]
+        return strip_front(text, self.decoding.strip)[0]
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that token `id` adds to a text; for a special token, its name."""
+        """The bytes of token `id`; for a special token, its name."""
         return self._token_bytes(self.check_ids((id,))[0])
 
     def token_text(self, id: int) -> str:
-        """Token `id` for a table: printable, with escapes (`\\n`, `\\xf0`) for what is not."""
+        """Token `id` as printable text, with escapes (`\\n`, `\\xf0`) for the rest."""
         text = self.token_bytes(id).decode("utf-8", "backslashreplace")
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
     def check_ids(self, ids: Iterable[int]) -> list[int]:
-        """`ids` as a list of plain ints, all of them tokens of this vocabulary."""
+        """`ids` as a list of ints, all of them in this vocabulary."""
         try:
             checked = [operator.index(id) for id in ids]
         except TypeError as error:
@@ -171,18 +171,18 @@ class Tokenizer:
     def _read_bytes(self, id: int) -> bytes:
         name = self._name(id)
         assert name is not None, "ids are checked before"
-        if id in self.special_ids or (id in self._added and self.pieces.kind == "bytes"):
+        if id in self.special_ids or (id in self._added and self.decoding.kind == "bytes"):
             return name.encode()
-        if self.pieces.kind == "bytes":
+        if self.decoding.kind == "bytes":
             table = byte_of_character()
             return bytes(table[c] for c in name) if all(c in table for c in name) else name.encode()
-        if self.pieces.kind == "spaces":
-            byte = _byte_token(name) if self.pieces.byte_fallback else None
+        if self.decoding.kind == "spaces":
+            byte = _byte_token(name) if self.decoding.byte_fallback else None
             return name.replace(SPACE, " ").encode() if byte is None else byte
         return self.backend.decode([id], skip_special_tokens=False).encode()
 
     def _plain_backend(self) -> tokenizers.Tokenizer:
-        """A second backend that takes the names of special tokens for plain text: the flag is state of the backend."""
+        """A second backend that reads names of special tokens as plain text: the flag is state of the backend."""
         with self._lock:
             if self._plain is None:
                 self._plain = _plain_copy(self.backend, {self._added[id] for id in self.special_ids})
@@ -190,7 +190,7 @@ class Tokenizer:
 
 
 def strip_front(text: str, spaces: int) -> tuple[str, int]:
-    """`text` without up to `spaces` leading spaces, and how many may still be cut from what follows."""
+    """`text` without up to `spaces` leading spaces, and how many may still be stripped from what follows."""
     while spaces and text.startswith(" "):
         text, spaces = text[1:], spaces - 1
     return text, 0 if text else spaces
@@ -198,7 +198,7 @@ def strip_front(text: str, spaces: int) -> tuple[str, int]:
 
 @lru_cache(maxsize=1)
 def byte_of_character() -> dict[str, int]:
-    """The byte-level alphabet: printable Latin-1 stands for itself, the other 68 bytes for U+0100 and up."""
+    """The byte-level alphabet: printable Latin-1 is itself, the other 68 bytes are U+0100 and up."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(visible)]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -223,41 +223,41 @@ def _check_unicode(text: str) -> None:
         ) from error
 
 
-def _pieces(backend: tokenizers.Tokenizer) -> Pieces:
+def _token_decoding(backend: tokenizers.Tokenizer) -> TokenDecoding:
     decoder = backend.decoder
     if decoder is None:
-        return Pieces("opaque")
+        return TokenDecoding("opaque")
     state = json.loads(decoder.__getstate__())
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return Pieces("bytes")
+        return TokenDecoding("bytes")
     tail = [k for k in kinds if k != "ByteFallback"]
     if tail[:2] != ["Replace", "Fuse"] or tail[2:] not in ([], ["Strip"]) or kinds[0] != "Replace":
-        return Pieces("opaque")
+        return TokenDecoding("opaque")
     if steps[0].get("pattern") != {"String": SPACE} or steps[0].get("content") != " ":
-        return Pieces("opaque")
+        return TokenDecoding("opaque")
     strip = steps[-1] if tail[2:] else {"content": " ", "start": 0, "stop": 0}
     if strip["content"] != " " or strip["stop"]:
-        return Pieces("opaque")
-    return Pieces("spaces", "ByteFallback" in kinds, strip["start"])
+        return TokenDecoding("opaque")
+    return TokenDecoding("spaces", "ByteFallback" in kinds, strip["start"])
 
 
 def _plain_copy(backend: tokenizers.Tokenizer, special: set[str]) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as Backend
 
-    shared = _sharing(backend) if _spells_none(backend, special) else None
+    shared = _shared_copy(backend) if _merges_no_special(backend, special) else None
     if shared is not None:
         return shared
     saved = backend.to_str()
     state = json.loads(saved)
-    plain = Backend.from_str(json.dumps(state, ensure_ascii=False) if _unlearn(state, special) else saved)
+    plain = Backend.from_str(json.dumps(state, ensure_ascii=False) if _remove_special(state, special) else saved)
     plain.encode_special_tokens = True
     return plain
 
 
-def _spells_none(backend: tokenizers.Tokenizer, special: set[str]) -> bool:
-    """Whether no merge of a BPE model can make a special token: a merge needs two tokens that spell it."""
+def _merges_no_special(backend: tokenizers.Tokenizer, special: set[str]) -> bool:
+    """Whether no merge of a BPE model can produce a special token: a merge needs two tokens that spell it."""
     from tokenizers import models
 
     return isinstance(backend.model, models.BPE) and not any(
@@ -267,8 +267,8 @@ def _spells_none(backend: tokenizers.Tokenizer, special: set[str]) -> bool:
     )
 
 
-def _sharing(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
-    """A plain copy that has the same model, not another; None where the ids of added tokens would not be the same."""
+def _shared_copy(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
+    """A plain copy that shares the model; None if the ids of added tokens would differ."""
     from tokenizers import Tokenizer as Backend
 
     plain = Backend(backend.model)
@@ -283,8 +283,8 @@ def _sharing(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
     return plain if {id: repr(t) for id, t in found.items()} == {id: repr(t) for id, t in added.items()} else None
 
 
-def _unlearn(state: dict[str, Any], special: set[str]) -> bool:
-    """Take away the ways in which plain text alone would become a special token; False when there are none."""
+def _remove_special(state: dict[str, Any], special: set[str]) -> bool:
+    """Remove what could turn plain text into a special token; False if there is nothing to remove."""
     model = state["model"]
     if model["type"] == "BPE":
         merges = model["merges"]
@@ -295,7 +295,7 @@ def _unlearn(state: dict[str, Any], special: set[str]) -> bool:
     if model["type"] == "Unigram":
         for id, entry in enumerate(model["vocab"]):
             if entry[0] in special and id != model.get("unk_id"):
-                entry[0] = f"\0{id}"  # keeps its id, but no text has it
+                entry[0] = f"\0{id}"  # keeps its id but matches no text
         state["added_tokens"] = [token for token in state["added_tokens"] if not token["special"]]
         return True
     return False
@@ -311,12 +311,12 @@ def _load(file: Path) -> tokenizers.Tokenizer:
         return Backend.from_str(file.read_text(encoding="utf-8"))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic inside tokenizers is no Exception
+    except BaseException as error:  # a panic inside tokenizers is not an Exception
         raise BadModelFile(f"{file} is not a usable tokenizer.json: {error}") from error
 
 
-def _role_names(folder: Path, config: Mapping[str, Any], backend: tokenizers.Tokenizer) -> dict[str, str]:
-    """The text of each token with a role that the vocabulary has; begin, end and extra ones become special."""
+def _special_names(folder: Path, config: Mapping[str, Any], backend: tokenizers.Tokenizer) -> dict[str, str]:
+    """The text of each named special token in the vocabulary; BOS, EOS and additional ones are marked special."""
     from tokenizers import AddedToken
 
     both = {**read_json(folder / "special_tokens_map.json"), **{k: v for k, v in config.items() if v is not None}}
@@ -324,7 +324,7 @@ def _role_names(folder: Path, config: Mapping[str, Any], backend: tokenizers.Tok
     names = {role: text for role, text in names.items() if backend.token_to_id(text) is not None}
     extra = both.get("additional_special_tokens") or []
     if not isinstance(extra, list):
-        raise BadModelFile(f"additional_special_tokens in {folder} is {extra!r:.80}; it should be a list")
+        raise BadModelFile(f"additional_special_tokens in {folder} is {extra!r:.80}; it must be a list")
     special = {names.get("bos_token"), names.get("eos_token"), *(_content(t, folder, "special token") for t in extra)}
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     missing = sorted(t for t in special - known if t and backend.token_to_id(t) is not None)
@@ -335,14 +335,14 @@ def _role_names(folder: Path, config: Mapping[str, Any], backend: tokenizers.Tok
 def _content(value: object, folder: Path, role: str) -> str | None:
     text = value.get("content") if isinstance(value, dict) else value
     if text is not None and not isinstance(text, str):
-        raise BadModelFile(f"{role} in {folder} is {value!r:.80}; it should be a string")
+        raise BadModelFile(f"{role} in {folder} is {value!r:.80}; it must be a string")
     return text
 
 
-def _begin(backend: tokenizers.Tokenizer, bos: int | None, configured: object, folder: Path) -> tuple[int | None, bool]:
-    """The begin token, and whether the model wants it: the configuration decides, else the post-processor."""
+def _bos(backend: tokenizers.Tokenizer, bos: int | None, configured: object, folder: Path) -> tuple[int | None, bool]:
+    """The BOS id, and whether to add it: the config decides, else the post-processor."""
     if configured is not None and not isinstance(configured, bool):
-        raise BadModelFile(f"add_bos_token in {folder} is {configured!r}; it should be true or false")
+        raise BadModelFile(f"add_bos_token in {folder} is {configured!r}; it must be true or false")
     bare, whole = (backend.encode("a", add_special_tokens=add).ids for add in (False, True))
     start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
     front = whole[:start]
@@ -350,7 +350,7 @@ def _begin(backend: tokenizers.Tokenizer, bos: int | None, configured: object, f
         return bos, False
     if configured is None and (len(front) > 1 or (bos is not None and front != [bos])):
         names = ", ".join(repr(backend.id_to_token(id)) for id in front)
-        raise Unsupported(f"the tokenizer in {folder} puts {names} before a text; only its begin token is supported")
+        raise Unsupported(f"the tokenizer in {folder} puts {names} before a text; only its BOS token is supported")
     if bos is None and not front:
         raise BadModelFile(f"add_bos_token in {folder} is true and bos_token is not in the vocabulary")
     return (bos if bos is not None else front[0]), True
@@ -361,15 +361,13 @@ def _generation_eos(folder: Path) -> list[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for id in ids:
         if isinstance(id, bool) or not isinstance(id, int) or id < 0:
-            raise BadModelFile(
-                f"eos_token_id in {folder / 'generation_config.json'} is {value!r:.80}; it should be ids"
-            )
+            raise BadModelFile(f"eos_token_id in {folder / 'generation_config.json'} is {value!r:.80}; it must be ids")
     return ids
 
 
 def _end_markers(backend: tokenizers.Tokenizer, templates: Mapping[str, str]) -> list[int]:
     text = "".join(templates.values())
-    # Where a turn ends with <|return|> or <|call|>, <|end|> only ends one message of it.
+    # Where a turn ends with <|return|> or <|call|>, <|end|> ends only one message of it.
     skip = {"<|end|>"} if "<|return|>" in text else set()
     found = (backend.token_to_id(marker) for marker in END_MARKERS if marker in text and marker not in skip)
     return [id for id in found if id is not None]

@@ -1,7 +1,7 @@
-"""A call's arguments against the JSON schema of its tool: a light check that answers with a sentence.
+"""Checks a call's arguments against the JSON schema of its tool, with a sentence for what is wrong.
 
-Looked at are types, enum and const, required and additional properties, items, unions, references inside the schema,
-and bounds of numbers and lengths; a `pattern` or `format` is not. A constraint on the generation is the strict check.
+Checked are types, enum and const, required and additional properties, items, unions, references inside the schema,
+and bounds of numbers and lengths, but not `pattern` or `format`. A constrained generation is the strict way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headway.base.errors import InvalidInput, WrongType
 from headway.base.text import shorten
 
 MAX_DEPTH = 64
-MAX_STEPS = 100_000  # values compared with parts of a schema, which may refer to itself
+MAX_STEPS = 100_000  # comparisons with a schema, which may refer to itself
 _ROOT = "the object of arguments"
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -34,15 +34,15 @@ _BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
 
 
 def check_arguments(schema: Mapping[str, Any], arguments: Any) -> None:
-    """Raises `InvalidInput`, with a sentence for the model to read, when `arguments` do not fit.
+    """Raise `InvalidInput`, with a sentence for the model to read, if `arguments` do not fit.
 
-    `schema` is a tool's, in the form `tool_schema` gives, or that of its parameters alone.
+    `schema` is a tool's, as `tool_schema` returns it, or that of its parameters alone.
     """
     name, parameters = "the call", schema
     if isinstance(schema, Mapping) and isinstance(function := schema.get("function"), Mapping):
         name, parameters = f"the call of {function.get('name')}", function.get("parameters", {})
     if not isinstance(parameters, Mapping):
-        raise WrongType(f"the schema of {name} is a {type(parameters).__name__}; it should be a dict")
+        raise WrongType(f"the schema of {name} is a {type(parameters).__name__}; it must be a dict")
     try:
         why = wrong_value({"type": "object", **parameters}, arguments, _ROOT)
     except (TypeError, AttributeError, KeyError) as error:
@@ -54,12 +54,12 @@ def check_arguments(schema: Mapping[str, Any], arguments: Any) -> None:
 
 
 def wrong_value(schema: Mapping[str, Any], value: Any, where: str) -> str | None:
-    """What is wrong with `value`, in a sentence that calls it `where`; None when it fits."""
+    """What is wrong with `value`, in a sentence that calls it `where`; None if it fits."""
     return _Check(schema).wrong(schema, value, where, 0)
 
 
 class _Check:
-    """Compares values with the parts of one schema; each method gives a sentence, or None when the value fits."""
+    """Checks values against one schema; each method returns a sentence, or None if the value fits."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
@@ -74,7 +74,7 @@ class _Check:
         if schema is True or schema is False:
             return None if schema else f"{where} should not be there"
         if not isinstance(schema, Mapping):
-            raise WrongType(f"the schema of {where} is {schema!r:.80}; it should be a dict")
+            raise WrongType(f"the schema of {where} is {schema!r:.80}; it must be a dict")
         return (
             self._wrong_kind(schema, value, where)
             or self._wrong_choice(schema, value, where)

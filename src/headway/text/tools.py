@@ -1,7 +1,7 @@
-"""Tools: Python functions as a chat template shows them to a model, and a model's arguments as a function takes them.
+"""Python functions as tools: their JSON schema, and a call's arguments as Python values.
 
-`tool_schema` reads a function's annotations and docstring, `check_arguments` says in a sentence what is wrong with the
-arguments of a call, and `bind_arguments` turns them into the values the function is annotated with.
+`tool_schema` reads a function's annotations and docstring, `check_arguments` checks the arguments of a call, and
+`bind_arguments` converts them to the annotated types.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def tool_schema(fn: Callable[..., Any]) -> dict[str, Any]:
     """The JSON schema of a function, in the form of an OpenAI tool.
 
     The first paragraph of the docstring describes it, the lines under `Args:` (Google style) or the text in
-    `Annotated[T, "…"]` its parameters. A parameter with a default is not required. An annotation without a JSON
-    counterpart raises `InvalidInput` with the name of the parameter.
+    `Annotated[T, "…"]` its parameters. A parameter with a default is optional. An annotation without a JSON schema
+    raises `InvalidInput` with the name of the parameter.
     """
     name, parameters = _signature(fn)
     description, described = _docstring(inspect.getdoc(fn) or "")
     if unknown := set(described) - set(parameters):
-        raise InvalidInput(f"the docstring of {name} describes {sorted(unknown)}, which are not parameters of it")
+        raise InvalidInput(f"the docstring of {name} describes {sorted(unknown)}, which are not its parameters")
     properties = {}
     for key, parameter in parameters.items():
         schema = _schema(parameter.annotation, f"the parameter {key!r} of {name}", 0)
@@ -54,14 +54,14 @@ def _signature(fn: Callable[..., Any]) -> tuple[str, dict[str, inspect.Parameter
     """A function's name and its parameters, with their annotations resolved."""
     name = getattr(fn, "__name__", None)
     if not callable(fn) or isinstance(fn, type) or not isinstance(name, str):
-        raise WrongType(f"a tool is a function with a name, not {fn!r:.80}")
+        raise WrongType(f"a tool must be a named function, not {fn!r:.80}")
     if not name.isidentifier():
-        raise InvalidInput(f"the function is called {name!r}; a tool needs a name: use def")
+        raise InvalidInput(f"the function is called {name!r}; a tool needs a name, so use def")
     hints = _hints(fn, name)
     found = {}
     for key, parameter in inspect.signature(fn).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise InvalidInput(f"the parameter {str(parameter)!r} of {name} cannot be passed by its name, as tools are")
+            raise InvalidInput(f"the parameter {str(parameter)!r} of {name} cannot be passed by name, as tools require")
         if key not in hints:
             raise InvalidInput(f"the parameter {key!r} of {name} has no annotation; write its type, as in {key}: str")
         found[key] = parameter.replace(annotation=hints[key])
@@ -71,7 +71,7 @@ def _signature(fn: Callable[..., Any]) -> tuple[str, dict[str, inspect.Parameter
 def _hints(of: Any, name: str) -> dict[str, Any]:
     try:
         return typing.get_type_hints(of, include_extras=True)
-    except Exception as error:  # whatever an annotation written as text evaluates to
+    except Exception as error:  # from evaluating an annotation written as text
         raise InvalidInput(f"the annotations of {name} cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -154,7 +154,7 @@ def _record(annotation: Any, where: str, depth: int) -> dict[str, Any]:
 
 
 def _fields(annotation: Any) -> dict[str, tuple[Any, bool]] | None:
-    """The fields of a dataclass or TypedDict: the type of each and whether it must be given. None for other types."""
+    """The fields of a dataclass or TypedDict: each one's type and whether it is required. None for other types."""
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         hints, missing = _hints(annotation, annotation.__name__), dataclasses.MISSING
         listed = [field for field in dataclasses.fields(annotation) if field.init]
@@ -166,7 +166,7 @@ def _fields(annotation: Any) -> dict[str, tuple[Any, bool]] | None:
 
 
 def _entry(annotation: Any, required: bool) -> tuple[Any, bool]:
-    """A TypedDict's entry. What Required[…] and NotRequired[…] say counts: annotations kept as text hide it before."""
+    """A TypedDict's entry; Required[…] and NotRequired[…] count, which annotations kept as text hide until now."""
     origin = typing.get_origin(annotation)
     if origin in (typing.Required, typing.NotRequired):
         return typing.get_args(annotation)[0], origin is typing.Required
@@ -182,7 +182,7 @@ def _spell(annotation: Any) -> str:
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The first paragraph, and what stands for each name under `Args:`."""
+    """The first paragraph, and the text for each name under `Args:`."""
     first = re.split(r"\n\s*\n|\n(?=(?:Args|Arguments|Parameters|Returns|Raises):)", text.strip())[0]
     section = re.search(
         r"^(?:Args|Arguments|Parameters):[ \t]*\n((?:[ \t]+\S.*(?:\n|$)|[ \t]*\n)*)", text, re.MULTILINE
@@ -204,15 +204,15 @@ def _docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def bind_arguments(fn: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments for `fn`: members of its enums, its dataclasses, floats where it says float.
+    """The keyword arguments for `fn`, converted to its annotations: enums, dataclasses, floats.
 
-    Arguments that do not fit raise `InvalidInput`, as `check_arguments` does.
+    Arguments that do not fit raise `InvalidInput`, as in `check_arguments`.
     """
     check_arguments(tool_schema(fn), dict(arguments))
     name, parameters = _signature(fn)
     try:
         return {key: _build(parameters[key].annotation, value) for key, value in arguments.items()}
-    except Exception as error:  # a dataclass that refuses in its own way, an int too large for a float
+    except Exception as error:  # e.g. a dataclass that raises, or an int too large for a float
         kind = "" if isinstance(error, ValueError | TypeError | OverflowError) else f"{type(error).__name__}: "
         raise InvalidInput(f"the call of {name} does not fit: {kind}{error}".removesuffix(": ")) from error
 

@@ -252,7 +252,7 @@ def test_a_key_is_printed_once_and_kept_as_a_hash(tmp_path: Path) -> None:
         (("--keys", "/nowhere/keys.json"), "no key file"),
         (("--limit", "max_everything=1"), "max_queue_requests"),
         (("--limit", "max_n=0"), "above 0"),
-        (("--limit", "max_n=many"), "whole number"),
+        (("--limit", "max_n=many"), "an integer"),
         (("--host", "0.0.0.0"), "--allowed-host"),
         (("--host", "256.1.1.1"), "cannot listen"),
         (("--port", "70000"), "65535"),

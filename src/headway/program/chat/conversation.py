@@ -10,7 +10,7 @@ from typing import Any
 from headway.base.errors import TemplateError, Unsupported
 from headway.program.ids import common
 from headway.text.templates.chat_template import ChatTemplate
-from headway.text.templates.messages import described
+from headway.text.templates.messages import describe_tools
 from headway.text.tokenizer import Tokenizer
 
 STAND_IN = "headway"  # an assistant text, to find what the template puts after one
@@ -129,7 +129,7 @@ class ChatWriter:
         if self.template is None:
             raise Unsupported("this model has no chat template; write the prompt with ctx.fill")
         if old.described and old.tools:
-            messages = described(messages, old.tools)
+            messages = describe_tools(messages, old.tools)
         hidden = [_hide(m, self._hiding, self._names) for m in messages]
         tools = None if not old.tools or old.described else _hide(old.tools, self._hiding, self._names)
         return self.template.render(hidden, add_generation_prompt=prompt, tools=tools)

@@ -11,7 +11,7 @@ from headway.base.errors import Closed, ContextBusy, InvalidInput, Unsupported, 
 from headway.program.chat.conversation import Conversation
 from headway.program.chat.reader import ReplyReader
 from headway.program.ids import common
-from headway.text.replies import FORMATS, detect
+from headway.text.replies import FORMATS, detect_format
 from headway.text.templates.messages import assistant_message
 
 if TYPE_CHECKING:
@@ -107,13 +107,13 @@ def as_messages(messages: Messages) -> tuple[Mapping[str, Any], ...]:
 
 def reply_format(template: ChatTemplate | None, requested: str | None = None) -> str | None:
     """The format of a model's replies without tools; None when they are content alone, or in an unknown format."""
-    return _checked(requested) or detect(_source(template, with_tools=False))
+    return _checked(requested) or detect_format(_source(template, with_tools=False))
 
 
 def tool_format(template: ChatTemplate | None, requested: str | None = None) -> tuple[str, bool]:
     """The format of tool calls, and whether tools must be described in the system message."""
     source = _source(template, with_tools=True)
-    format = _checked(requested) or detect(source)
+    format = _checked(requested) or detect_format(source)
     if "tools" in source and format is not None:
         return format, False
     if requested == "hermes":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.program.generation.generator import Step
-from headway.text.replies import Content, Part, Reply, collect, parser
+from headway.text.replies import Content, Part, Reply, collect, reply_parser
 from headway.text.stream import TextStream
 from headway.text.tokenizer import Tokenizer
 
@@ -17,7 +17,7 @@ class ReplyReader:
 
     def __init__(self, tokenizer: Tokenizer, format: str | None, prompt: str = "") -> None:
         self._tokenizer = tokenizer
-        self._parser = None if format is None else parser(format, prompt=prompt)
+        self._parser = None if format is None else reply_parser(format, prompt=prompt)
         self._parts: list[Part] = []
         self.text = ""  # all that was read, special tokens included
         self.begin()

@@ -218,7 +218,7 @@ class _Wrapper:
 def _compiler_tokenizer(tokenizer: Tokenizer, size: int) -> LLTokenizer:
     from llguidance import LLTokenizer
 
-    if tokenizer.pieces.kind == "opaque":
+    if tokenizer.decoding.kind == "opaque":
         raise Unsupported("this tokenizer decodes only whole sequences, so its tokens have no bytes to constrain")
     tokenizer.encode("a")  # whatever it builds on first use is built here, not in the first mask
     wrapper: Any = _Wrapper(tokenizer, size)

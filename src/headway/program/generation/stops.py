@@ -43,7 +43,7 @@ class StopText:
     """The text of the tokens pushed so far: returned, certain and not returned yet, or held back."""
 
     def __init__(self, engine: Engine, stops: tuple[str, ...]) -> None:
-        if stops and engine.tokenizer.pieces.kind == "opaque":
+        if stops and engine.tokenizer.decoding.kind == "opaque":
             raise Unsupported("this tokenizer decodes only whole sequences, so it supports no stop strings")
         self._engine, self._stops = engine, stops
         self._stream = engine.stream() if engine.has_tokenizer else None

@@ -134,7 +134,7 @@ class Check:
     def text(self, texts: Iterable[str], param: str) -> None:
         """Raise where texts are longer than any tokens that fit, before time is spent on them."""
         tokenizer = self.engine.tokenizer
-        if tokenizer.pieces.kind == "opaque":
+        if tokenizer.decoding.kind == "opaque":
             return
         slack = 1 if tokenizer.backend.normalizer is None else SHRINKS
         limit, size = self.engine.config.max_positions, sum(map(len, texts))

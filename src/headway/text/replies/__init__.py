@@ -1,15 +1,15 @@
-"""Replies as they arrive: content, reasoning and tool calls, out of a model's text.
+"""Streaming parsers of replies: content, reasoning and tool calls from a model's text.
 
-A chat template decides how a model writes these. `detect` names the format from the template's source, `parser` makes
-the `StreamParser` for it, and its parts are values of `text/replies/parts.py`:
+How a model writes these depends on its chat template. `detect_format` names the format from the template's source,
+`reply_parser` returns the `StreamParser` for it, whose parts are values of `parts.py`:
 
-    parse = parser(detect(template.source) or "hermes", prompt=prompt)
-    for delta in deltas:              # text that shows special tokens: TextStream(tokenizer, skip_special=False)
-        for part in parse.feed(delta): ...
-    for part in parse.finish(): ...
+    parser = reply_parser(detect_format(template.source) or "hermes", prompt=prompt)
+    for delta in deltas:              # text with special tokens: TextStream(tokenizer, skip_special=False)
+        for part in parser.feed(delta): ...
+    for part in parser.finish(): ...
 
-The text may be split anywhere between two characters: the parts add up to the same. A call that cannot be read is a
-`BadToolCall`, never an exception. Limits are `ParseLimits`.
+The parts do not depend on how the text is split into deltas. A malformed call is a `BadToolCall`, never an exception.
+Limits are `ParseLimits`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ __all__ = [
     "ToolCallEnd",
     "ToolCallStart",
     "collect",
-    "detect",
-    "parser",
+    "detect_format",
+    "reply_parser",
 ]
 
 FORMATS: dict[str, type[StreamParser]] = {
@@ -59,25 +59,25 @@ FORMATS: dict[str, type[StreamParser]] = {
     "mistral": Mistral,
     "harmony": Harmony,
 }
-"""The known formats. `qwen` and `hermes` are read alike; templates of the first also write reasoning."""
+"""The known formats. `qwen` and `hermes` have the same parser; templates of the first also write reasoning."""
 
-_OTHER_CALLS = ("<function=", "<arg_key>", "<｜tool", "<TOOLCALL>", "<|tool_call|>")  # formats not known here
+_OTHER_CALLS = ("<function=", "<arg_key>", "<｜tool", "<TOOLCALL>", "<|tool_call|>")  # of unsupported formats
 
 
-def parser(format: str, *, prompt: str = "", limits: ParseLimits | None = None) -> StreamParser:
+def reply_parser(format: str, *, prompt: str = "", limits: ParseLimits | None = None) -> StreamParser:
     """A parser for one reply in `format`.
 
-    `prompt` is the rendered prompt before the reply, or its end: some templates open the reasoning there.
+    `prompt` is the rendered prompt, or its end: some templates open the reasoning there.
     """
     if format not in FORMATS:
-        raise InvalidInput(f"there is no reply format {format!r:.80}; the known ones are {', '.join(FORMATS)}")
+        raise InvalidInput(f"the reply format {format!r:.80} is not known; it must be one of {', '.join(FORMATS)}")
     return FORMATS[format](limits, prompt)
 
 
-def detect(template_source: str) -> str | None:
-    """The format that a chat template writes replies in, by its markers; None when it has none that is known."""
+def detect_format(template_source: str) -> str | None:
+    """The reply format of a chat template, by its markers; None if it has no known one."""
     if not isinstance(template_source, str):
-        raise WrongType(f"the template is a {type(template_source).__name__}; it should be Jinja source as a str")
+        raise WrongType(f"the template is a {type(template_source).__name__}; it must be Jinja source as a str")
     has = template_source.__contains__
     if has("<|channel|>") and has("<|message|>"):
         return "harmony"

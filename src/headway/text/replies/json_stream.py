@@ -1,7 +1,7 @@
-"""JSON as it arrives: where a value ends, and what a tool call in it says.
+"""Incremental JSON: where a value ends, and the tool call in it.
 
-Nothing here raises in the middle of a text. A scanner stops at the first character that cannot stand there, which is
-the same one however the text was split, and says `why`.
+Scanners do not raise. They stop at the first invalid character, which does not depend on how the text was split, and
+set `why`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class JsonScanner:
         self._scalar = ""
 
     def feed(self, text: str, at: int, end: int) -> int:
-        """Reads text[at:end] as far as the value goes; where it stopped."""
+        """Read text[at:end] up to the end of the value; return where it stopped."""
         while at < end and not self.done and self.why is None:
             if self._string:
                 at = self._in_string(text, at, end)
@@ -51,7 +51,7 @@ class JsonScanner:
         char = text[at]
         if self._escape:
             return self._in_escape(char, at)
-        if (run := _found(_IN_STRING, text, at, end)) > at:
+        if (run := _match_end(_IN_STRING, text, at, end)) > at:
             return run
         if char == '"':
             self._string = False
@@ -78,11 +78,11 @@ class JsonScanner:
             self._close_value()
 
     def _in_scalar(self, text: str, at: int, end: int) -> int:
-        if (run := _found(_SCALAR, text, at, end)) > at:
+        if (run := _match_end(_SCALAR, text, at, end)) > at:
             self._scalar += text[at:run]
             return run
         if not _WHOLE_SCALAR.fullmatch(self._scalar):
-            return self._stop(f"{self._scalar[:40]!r} is no JSON value", at)
+            return self._stop(f"{self._scalar[:40]!r} is not a JSON value", at)
         self._scalar = ""
         self._close_value()
         return at
@@ -94,14 +94,14 @@ class JsonScanner:
     def _outside(self, text: str, at: int, end: int) -> int:
         char = text[at]
         if char in SPACE:
-            return _found(_SPACES, text, at, end)
+            return _match_end(_SPACES, text, at, end)
         taken = self._structure(char) if char in "{}[],:" else self._opened(char)
         if taken:
             return at + 1
-        return self._stop(self.why or f"{char!r} stands where a {_wanted(self._expect)} should", at)
+        return self._stop(self.why or f"{char!r} is where a {_wanted(self._expect)} should be", at)
 
     def _opened(self, char: str) -> bool:
-        """Whether a string or scalar may begin here."""
+        """Start a string or scalar if one may begin here; whether it does."""
         key, value = self._expect in ("key", "first key"), self._expect in ("value", "first value")
         if char == '"' and (key or value):
             self._string, self._key = True, key
@@ -146,10 +146,10 @@ class JsonScanner:
 
 
 class CallScanner:
-    """Reads one call: `{"name": …, "arguments": {…}}` with its keys in any order, or only the arguments of a `name`.
+    """Reads one call: `{"name": …, "arguments": {…}}` with keys in any order, or only the arguments of a `name`.
 
-    `parameters` is another word for `arguments`; `id` and `"type": "function"` may stand beside them. With
-    `texts=True` the arguments may also be a string that holds the JSON text.
+    `parameters` is a synonym of `arguments`; `id` and `"type": "function"` are optional. With `texts=True` the
+    arguments may also be a string of JSON text.
     """
 
     def __init__(self, limits: ParseLimits, name: str | None = None, *, texts: bool = True) -> None:
@@ -157,7 +157,7 @@ class CallScanner:
         self.id: str | None = None
         self.done = False
         self.why: str | None = None
-        self.begun = False  # the arguments are, without doubt, being written
+        self.begun = False  # the arguments have certainly begun
         self._limits, self._texts = limits, texts
         self._room = limits.call_chars
         self._only_arguments = name is not None
@@ -170,7 +170,7 @@ class CallScanner:
         self._given = 0
 
     def feed(self, text: str, at: int) -> int:
-        """Reads `text` from `at` as far as the call goes; where it stopped."""
+        """Read `text` from `at` up to the end of the call; return where it stopped."""
         start, end = at, min(len(text), at + self._room)
         while at < end and not self.done and self.why is None:
             at = self._outer(text, at) if self._value is None else self._inner(self._value, text, at, end)
@@ -180,17 +180,17 @@ class CallScanner:
         return at
 
     def take(self) -> str:
-        """The text of the arguments since the last time."""
+        """The text of the arguments since the last call of this method."""
         new = "".join(self._arguments[self._given :])
         self._given = len(self._arguments)
         return new
 
     def read(self) -> dict[str, Any]:
-        """The arguments of a call that is done; ValueError with a sentence when they cannot be used."""
+        """The arguments of a complete call; ValueError with a sentence if they are invalid."""
         if self.name is None:
             raise ValueError("the call has no name")
         if not self._arguments:
-            raise ValueError(f"the call of {self.name!r} has no arguments; an object is wanted, {{}} for none")
+            raise ValueError(f"the call of {self.name!r} has no arguments; it must have an object, {{}} for none")
         return read_object("".join(self._arguments), self._limits.depth)
 
     def _outer(self, text: str, at: int) -> int:
@@ -212,7 +212,7 @@ class CallScanner:
             case "value", _:
                 return self._open_value(char, at)
             case _:
-                self.why = f"{char!r} stands where a {_wanted(self._expect)} should"
+                self.why = f"{char!r} is where a {_wanted(self._expect)} should be"
                 return at
         return at + 1
 
@@ -220,7 +220,7 @@ class CallScanner:
         wanted = {"arguments": '{"' if self._texts else "{"}.get(self._key, '"')
         if char not in wanted:
             kind = "an object" if self._key == "arguments" else "a string"
-            self.why = f"{self._key} begins with {char!r}; it should be {kind}"
+            self.why = f"{self._key} begins with {char!r}; it must be {kind}"
             return at
         self.begun = self.begun or self._key == "arguments"
         self._read_next(key=self._key)
@@ -252,9 +252,9 @@ class CallScanner:
                 self._close_name(key, json.loads("".join(self._raw)))
             case "type":
                 if (kind := json.loads("".join(self._raw))) != "function":
-                    self.why = f"the call has the type {kind[:40]!r}; only 'function' is known"
+                    self.why = f"the call has the type {kind[:40]!r}; it must be 'function'"
             case "arguments":
-                if not self._arguments:  # a string with the text in it
+                if not self._arguments:  # a string of JSON text
                     self._arguments.append(json.loads("".join(self._raw)))
 
     def _close_name(self, key: str, name: str) -> None:
@@ -265,7 +265,7 @@ class CallScanner:
     def _close_key(self, key: str) -> None:
         known = _KEYS.get(key)
         if known is None:
-            self.why = f"the call has the key {key[:40]!r}; it should have name and arguments"
+            self.why = f"the call has the key {key[:40]!r}; it must have name and arguments"
         elif known in self._keys:
             self.why = f"the call has {known} twice"
         else:
@@ -274,26 +274,26 @@ class CallScanner:
 
 
 def read_object(text: str, depth: int) -> dict[str, Any]:
-    """The object in `text`; ValueError with a sentence when it is none or cannot be used."""
+    """The object in `text`; ValueError with a sentence if it is invalid."""
     scanner = JsonScanner(depth)
     stop = scanner.feed(text, 0, len(text))
     if scanner.why is not None or not scanner.done or text[stop:].strip(SPACE):
         raise ValueError(scanner.why or "the arguments are not one JSON object")
     value = json.loads(text, object_pairs_hook=_without_repeats, parse_float=_finite, parse_int=_integer)
     if not isinstance(value, dict):
-        raise ValueError(f"the arguments are a JSON {type(value).__name__}; they should be an object")
+        raise ValueError(f"the arguments are a JSON {type(value).__name__}; they must be an object")
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ValueError("a string holds half a surrogate pair, which is no character") from None
+        raise ValueError("a string holds half a surrogate pair, which is not a character") from None
     return value
 
 
 def wrong_name(name: str, limits: ParseLimits, what: str = "name") -> str | None:
-    """Why `name` cannot be a name; None when it can."""
+    """Why `name` is not a valid name; None if it is."""
     if name and name.isprintable() and len(name) <= limits.name_chars:
         return None
-    return f"the call has the {what} {name[:40]!r}; it should be 1 to {limits.name_chars} printable characters"
+    return f"the call has the {what} {name[:40]!r}; it must be 1 to {limits.name_chars} printable characters"
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -317,7 +317,7 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-def _found(pattern: re.Pattern[str], text: str, at: int, end: int) -> int:
+def _match_end(pattern: re.Pattern[str], text: str, at: int, end: int) -> int:
     match = pattern.match(text, at, end)
     return at if match is None else match.end()
 

@@ -1,13 +1,13 @@
-"""Replies in the format of Llama 3.
+"""The reply format of Llama 3.
 
     {"name": "f", "parameters": {"a": 1}}                   a call: the message is the object
     {"name": "f", "parameters": {}}; {"name": …}            several
-    <|python_tag|>{"name": "f", "parameters": {"a": 1}}     the same behind a tag, which may follow content
+    <|python_tag|>{"name": "f", "parameters": {"a": 1}}     the same after a tag, which may follow content
     <|python_tag|>search.call(query="a")                    a call of a built-in tool
     <|python_tag|>print(1)                                  code: a call of `code_interpreter` with the argument `code`
 
-Without the tag an object is a call only when it opens the message, and has a name and the beginning of its parameters
-before any other key. Until then it is held back; when it turns out to be another object it is content.
+Without the tag, an object is a call only if it opens the message and has a name and the start of its parameters before
+any other key. Until that is known it is held back; any other object is content.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Llama(StreamParser):
     """Llama 3."""
 
     _MARKS = Markers({"<|python_tag|>": (0, 0), "<|eot_id|>": (0, 0), "<|eom_id|>": (0, 0), "<|end_of_text|>": (0, 0)})
-    broken_until = _MARKS
+    resume_at = _MARKS
 
     def _begin(self, prompt: str) -> State:
         self._gap = ""
@@ -55,21 +55,21 @@ class Llama(StreamParser):
             return self._open(self._doubtful, texts=False)
         if gaps is _LATER_GAP and (not rest or self._MARKS.match(rest, 0)):
             self._at = end  # what separates calls belongs to them
-        return self._go(self._content)
+        return self._enter(self._content)
 
     def _doubtful(self) -> bool:
         if not self._scan(doubtful=True):
             return False
         if self._index is None:
-            self._say(self._gap + "".join(self._kept))
-            return self._leave(self._content)
-        return self._spoil(self._call.why) if self._call.why else self._complete(self._between)
+            self._emit_content(self._gap + "".join(self._kept))
+            return self._close_call(self._content)
+        return self._fail(self._call.why) if self._call.why else self._complete(self._between)
 
     def _content(self) -> bool:
-        if self._plain(self._MARKS, self._say):
+        if self._plain(self._MARKS, self._emit_content):
             return True
         found = self._marker(self._MARKS)
-        return found is not None and (found != "<|python_tag|>" or self._go(self._tagged))
+        return found is not None and (found != "<|python_tag|>" or self._enter(self._tagged))
 
     def _tagged(self) -> bool:
         gap, method = self._end_of(_FIRST_GAP), self._end_of(_METHOD)
@@ -80,13 +80,13 @@ class Llama(StreamParser):
             return self._open(self._sure)
         name = self._text[self._at : method]
         if re.fullmatch(r"\w+\.call", name) and len(name) < MAX_METHOD and self._text.startswith("(", method):
-            return self._go(self._method) if self._admit() else True
+            return self._enter(self._method) if self._count_call() else True
         return self._open_code(self._in_code, CODE_TOOL)
 
     def _sure(self) -> bool:
         if not self._scan():
             return False
-        return self._spoil(self._call.why) if self._call.why else self._complete(self._between)
+        return self._fail(self._call.why) if self._call.why else self._complete(self._between)
 
     def _method(self) -> bool:
         if self._plain(self._MARKS, self._keep):
@@ -94,18 +94,18 @@ class Llama(StreamParser):
         if not self._at_end():
             return False
         if self._kept_chars == self.limits.call_chars:
-            return self._give_up(f"the call is longer than {self.limits.call_chars:,} characters", self._content)
+            return self._emit_bad_call(f"the call is longer than {self.limits.call_chars:,} characters", self._content)
         found = _METHOD_CALL.fullmatch("".join(self._kept).strip(SPACE))
         pairs = [] if found is None else _KEYWORD.findall(found[2])
         if found is None or len(dict(pairs)) < len(pairs):
-            return self._give_up('the call should be name.call(key="value", …), each key once', self._content)
+            return self._emit_bad_call('the call should be name.call(key="value", …), each key once', self._content)
         return self._complete_method(found[1], dict(pairs))
 
     def _complete_method(self, name: str, arguments: dict[str, str]) -> bool:
         index = self._start(name)
         self._write(json.dumps(arguments, ensure_ascii=False))
         self._out.append(ToolCallEnd(index, arguments))
-        return self._leave(self._content)
+        return self._close_call(self._content)
 
     def _in_code(self) -> bool:
         if self._plain(self._MARKS, self._add_code):
@@ -119,5 +119,5 @@ class Llama(StreamParser):
         found = pattern.match(self._text, self._at)
         return self._at if found is None else found.end()
 
-    def _after_broken(self) -> bool:
-        return self._go(self._content)
+    def _after_malformed(self) -> bool:
+        return self._enter(self._content)

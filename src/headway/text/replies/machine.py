@@ -1,8 +1,8 @@
-"""The machinery that all formats of replies share: text up to the next marker, and calls from their start to their end.
+"""The state machine that all reply formats share: text up to the next marker, and calls from start to end.
 
-A parser is a machine whose state is a method. It is called again and again while it returns True, and returns False
-when it needs more text. A state decides only by what it has consumed, never by where a piece of text ended, so the
-parts of a message do not depend on how it was split. At the end `_last` is set and what was held back is let go.
+The state of a parser is a method. It is called repeatedly while it returns True, and returns False when it needs more
+text. A state decides only by what it has consumed, never by where a delta ended, so the parts of a message do not
+depend on how it was split. At the end `_last` is set and held-back text is emitted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ State = Callable[[], bool]
 
 
 class Markers:
-    """Markers to look for, each with the newlines before and after it that belong to it."""
+    """Markers to search for, each with the number of newlines around it that belong to it."""
 
     def __init__(self, around: Mapping[str, tuple[int, int]]) -> None:
         self.after = {marker: after for marker, (_, after) in around.items()}
@@ -41,7 +41,7 @@ class Markers:
         )
 
     def find(self, text: str, at: int, last: bool) -> int:
-        """Where the first marker begins, or what may become one; the end of the text when there is neither."""
+        """Where the first marker, or a possible prefix of one, begins; the end of the text if there is neither."""
         if (match := self._pattern.search(text, at)) is not None:
             return match.start()
         for start in range(max(at, len(text) - self._longest + 1), len(text)):
@@ -50,34 +50,34 @@ class Markers:
         return len(text)
 
     def begins(self, rest: str) -> bool:
-        """Whether more text could make a marker of `rest`."""
+        """Whether `rest` is a proper prefix of a marker."""
         return any(spelled.startswith(rest) and spelled != rest for spelled in self._spelled)
 
     def match(self, text: str, at: int) -> tuple[str, int] | None:
-        """The marker that stands at `at`, and where it ends."""
+        """The marker at `at`, and where it ends."""
         match = self._pattern.match(text, at)
         return None if match is None else (match.group().lstrip("\n"), match.end())
 
 
 class StreamParser:
-    """Turns a reply's text, as it arrives, into its parts.
+    """Parses a reply's text, as it arrives, into parts.
 
-    The markers of some formats are special tokens, so feed text that shows them: `TextStream(..., skip_special=False)`.
+    The markers of some formats are special tokens, so feed text with them: `TextStream(..., skip_special=False)`.
     """
 
     format = ""
-    broken_until: Markers  # where reading goes on after a call that cannot be read
-    closers: frozenset[str] = frozenset()  # those of them that end the broken call and are consumed with it
+    resume_at: Markers  # where parsing resumes after a malformed call
+    closers: frozenset[str] = frozenset()  # markers that end a malformed call and are consumed with it
 
     def __init__(self, limits: ParseLimits | None = None, prompt: str = "") -> None:
         self.limits = limits or ParseLimits()
         self._text, self._at = "", 0
         self._last = False
-        self._newlines = 0  # to drop when they come next
+        self._newlines = 0  # to skip if they come next
         self._out: list[Part] = []
         self._opened = 0
         self._started = 0
-        self._index: int | None = None  # of the open call, once it was announced
+        self._index: int | None = None  # of the open call, once started
         self._kept: list[str] = []  # the raw text of the open call
         self._kept_chars = 0
         self._why = ""
@@ -86,27 +86,27 @@ class StreamParser:
         self._state: State = self._begin(prompt)
 
     def feed(self, delta: str) -> list[Part]:
-        """The parts that `delta` completes. No part holds a piece of a marker."""
+        """The parts that `delta` completes. No part contains a piece of a marker."""
         if self._last:
-            raise Closed("the parser was finished; make a new one for another message")
+            raise Closed("the parser is finished; create a new one for another message")
         if not isinstance(delta, str):
-            raise WrongType(f"the parser was fed a {type(delta).__name__}; it takes text")
+            raise WrongType(f"delta is a {type(delta).__name__}; it must be a str")
         self._text, self._at = self._text[self._at :] + delta, 0
         return self._run()
 
     def finish(self) -> list[Part]:
-        """The rest: what was held back, and calls that the text broke off. A complete call needs no end marker here."""
+        """The remaining parts: held-back text and unfinished calls. A complete call needs no end marker here."""
         if self._last:
             return []
         self._last = True
         return self._run()
 
     def copy(self) -> Self:
-        """A parser at the same point; neither sees what the other is fed later."""
+        """An independent parser in the same state."""
         return copy.deepcopy(self)
 
     def _begin(self, prompt: str) -> State:
-        """The first state behind a prompt that ends with `prompt`."""
+        """The first state after a prompt that ends with `prompt`."""
         raise NotImplementedError
 
     def _run(self) -> list[Part]:
@@ -127,7 +127,7 @@ class StreamParser:
     # --- text and markers
 
     def _plain(self, markers: Markers, emit: Callable[[str], None]) -> bool:
-        """Lets text through up to the next marker; whether there was any."""
+        """Emit text up to the next marker; whether there was any."""
         start, self._at = self._at, markers.find(self._text, self._at, self._last)
         if start == self._at:
             return False
@@ -135,7 +135,7 @@ class StreamParser:
         return True
 
     def _marker(self, markers: Markers) -> str | None:
-        """The marker that stands next, consumed; None when there is none."""
+        """Consume the next marker and return it; None if there is none."""
         found = markers.match(self._text, self._at)
         if found is None:
             return None
@@ -150,57 +150,57 @@ class StreamParser:
         self._keep(self._text[start : self._at])
 
     def _next(self) -> str:
-        """The next character, "" when it has not come."""
+        """The next character, "" if it has not arrived."""
         return self._text[self._at : self._at + 1]
 
-    def _say(self, text: str) -> None:
-        if text and self._out and isinstance(said := self._out[-1], Content):
-            self._out[-1] = Content(said.text + text)
+    def _emit_content(self, text: str) -> None:
+        if text and self._out and isinstance(last := self._out[-1], Content):
+            self._out[-1] = Content(last.text + text)
         elif text:
             self._out.append(Content(text))
 
-    def _think(self, text: str) -> None:
-        if text and self._out and isinstance(thought := self._out[-1], Reasoning):
-            self._out[-1] = Reasoning(thought.text + text)
+    def _emit_reasoning(self, text: str) -> None:
+        if text and self._out and isinstance(last := self._out[-1], Reasoning):
+            self._out[-1] = Reasoning(last.text + text)
         elif text:
             self._out.append(Reasoning(text))
 
-    def _go(self, state: State) -> bool:
+    def _enter(self, state: State) -> bool:
         self._state = state
         return True
 
     # --- calls
 
     def _open(self, state: State, name: str | None = None, *, texts: bool = True) -> bool:
-        """Begins a call whose JSON `state` reads with `_scan`."""
+        """Start a call whose JSON `state` reads with `_scan`."""
         self._call = CallScanner(self.limits, name, texts=texts)
-        if self._admit():
+        if self._count_call():
             self._state = state
         return True
 
-    def _admit(self) -> bool:
+    def _count_call(self) -> bool:
         self._index = None
         self._opened += 1
         if self._opened > self.limits.calls:
-            self._spoil(f"the message has more than {self.limits.calls} calls")
+            self._fail(f"the message has more than {self.limits.calls} calls")
             return False
         return True
 
     def _scan(self, *, doubtful: bool = False) -> bool:
-        """Reads on in the open call; whether it came to its end, or to `why` it has none.
+        """Read more of the open call; whether it is complete or malformed (`why`).
 
-        A `doubtful` one is announced only when its arguments have begun.
+        A `doubtful` call is started only once its arguments begin.
         """
         start = self._at
         self._at = self._call.feed(self._text, start)
         self._keep(self._text[start : self._at])
         if self._call.begun or not doubtful:
-            self._announce()
+            self._emit_call()
         if not self._call.done and self._call.why is None and self._last:
             self._call.why = "the text ends inside the call"
         return self._call.done or self._call.why is not None
 
-    def _announce(self) -> None:
+    def _emit_call(self) -> None:
         if self._index is None and self._call.name is not None:
             self._start(self._call.name)
         if self._index is not None and (delta := self._call.take()):
@@ -213,55 +213,55 @@ class StreamParser:
         return index
 
     def _complete(self, then: State) -> bool:
-        """Ends the open call."""
+        """End the open call."""
         try:
             arguments = self._call.read()
         except ValueError as error:
-            return self._give_up(str(error), then)
+            return self._emit_bad_call(str(error), then)
         assert self._index is not None
         self._out.append(ToolCallEnd(self._index, arguments, self._call.id))
-        return self._leave(then)
+        return self._close_call(then)
 
     def _close(self, markers: Markers, end: Callable[[], object], then: State, why: str) -> bool:
-        """Ends the open call at what `end` consumes, or at the end of a text that breaks off before or inside it.
+        """End the open call at what `end` consumes, or at the end of a text that stops before or inside it.
 
-        `why` says what is wrong when something else than one of `markers` stands behind the call.
+        `why` is the error if something other than one of `markers` follows the call.
         """
         self._skip_space()
         if end():
             return self._complete(then)
         if not markers.begins(self._text[self._at :]):
-            return self._spoil(why)
+            return self._fail(why)
         if not self._last:
             return False
         self._at = len(self._text)
         return self._complete(then)
 
-    def _spoil(self, why: str) -> bool:
-        """The open call cannot be read; its text goes on to the next marker that ends it."""
+    def _fail(self, why: str) -> bool:
+        """Mark the open call as malformed; its text extends to the next marker that ends it."""
         self._why = why
-        return self._go(self._broken)
+        return self._enter(self._malformed)
 
-    def _broken(self) -> bool:
-        if self._plain(self.broken_until, self._keep):
+    def _malformed(self) -> bool:
+        if self._plain(self.resume_at, self._keep):
             return True
-        found = self.broken_until.match(self._text, self._at)
+        found = self.resume_at.match(self._text, self._at)
         if found is None and not self._last:
             return False
         if found is not None and found[0] in self.closers:
-            self._marker(self.broken_until)
-        return self._give_up(self._why, self._after_broken)
+            self._marker(self.resume_at)
+        return self._emit_bad_call(self._why, self._after_malformed)
 
-    def _after_broken(self) -> bool:
+    def _after_malformed(self) -> bool:
         raise NotImplementedError
 
-    def _give_up(self, why: str, then: State) -> bool:
+    def _emit_bad_call(self, why: str, then: State) -> bool:
         self._out.append(BadToolCall("".join(self._kept).strip(SPACE), why, self._index))
-        return self._leave(then)
+        return self._close_call(then)
 
-    def _leave(self, then: State) -> bool:
+    def _close_call(self, then: State) -> bool:
         self._index, self._kept, self._kept_chars, self._code = None, [], 0, []
-        return self._go(then)
+        return self._enter(then)
 
     def _keep(self, text: str) -> None:
         kept = text[: self.limits.call_chars - self._kept_chars]
@@ -272,7 +272,7 @@ class StreamParser:
     # --- calls whose whole text is code: one argument, `code`
 
     def _open_code(self, state: State, name: str) -> bool:
-        if self._admit():
+        if self._count_call():
             self._start(name)
             self._write('{"code": "')
             self._state = state
@@ -285,13 +285,13 @@ class StreamParser:
         if text[:room]:
             self._write(json.dumps(text[:room], ensure_ascii=False)[1:-1])
         if len(text) > room:
-            self._spoil(f"the call is longer than {self.limits.call_chars:,} characters")
+            self._fail(f"the call is longer than {self.limits.call_chars:,} characters")
 
     def _complete_code(self, then: State) -> bool:
         assert self._index is not None
         self._write('"}')
         self._out.append(ToolCallEnd(self._index, {"code": "".join(self._code)}))
-        return self._leave(then)
+        return self._close_call(then)
 
     def _write(self, delta: str) -> None:
         assert self._index is not None

@@ -1,7 +1,7 @@
-"""What a parsed reply is made of: the parts a `StreamParser` gives, the reply they add up to, and the limits.
+"""The parts that a `StreamParser` emits, the reply they add up to, and the limits.
 
-Every `ToolCallStart` is followed by exactly one `ToolCallEnd` or `BadToolCall` with its index; the
-`ToolCallArguments` between them, put together, are the JSON text of the arguments.
+Every `ToolCallStart` is followed by exactly one `ToolCallEnd` or `BadToolCall` with its index; the concatenated
+`ToolCallArguments` between them are the JSON text of the arguments.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Content:
-    """Text for the reader."""
+    """Text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Text the model wrote for itself."""
+    """The model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ToolCallStart:
-    """A call has begun; `index` counts the calls of the message from 0."""
+    """The start of a call; `index` counts the calls of the message from 0."""
 
     index: int
     name: str
@@ -35,7 +35,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ToolCallArguments:
-    """More of the JSON text of a call's arguments."""
+    """A piece of the JSON text of a call's arguments."""
 
     index: int
     delta: str
@@ -43,7 +43,7 @@ class ToolCallArguments:
 
 @dataclass(frozen=True)
 class ToolCallEnd:
-    """A call is complete. `id` is the one the model wrote, in formats that have one."""
+    """The end of a call. `id` is the one the model wrote, in formats that have one."""
 
     index: int
     arguments: dict[str, Any]
@@ -52,9 +52,9 @@ class ToolCallEnd:
 
 @dataclass(frozen=True)
 class BadToolCall:
-    """A call or message that cannot be read: its raw text (at most `ParseLimits.call_chars`) and a sentence.
+    """A malformed call or message: its raw text (at most `ParseLimits.call_chars`) and the reason, a sentence.
 
-    `index` is that of the `ToolCallStart` this takes back; None when none was given.
+    `index` is that of the `ToolCallStart` it invalidates; None if there was none.
     """
 
     text: str
@@ -67,11 +67,11 @@ Part = Content | Reasoning | ToolCallStart | ToolCallArguments | ToolCallEnd | B
 
 @dataclass(frozen=True)
 class ParseLimits:
-    """What one message may hold; what goes past a limit is a `BadToolCall`."""
+    """Limits of one message; a call beyond them is a `BadToolCall`."""
 
-    call_chars: int = 1 << 20  # of one call, arguments and all
-    depth: int = 64  # objects and lists inside each other
-    calls: int = 128  # in one message, good or bad
+    call_chars: int = 1 << 20  # of one call, with its arguments
+    depth: int = 64  # of nested objects and lists
+    calls: int = 128  # in one message, valid or not
     name_chars: int = 256
 
 
@@ -86,7 +86,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole message, put together from its parts."""
+    """A complete message."""
 
     content: str = ""
     reasoning: str = ""

@@ -1,4 +1,4 @@
-"""Chat templates: messages → the text the model was trained on.
+"""Chat templates: messages → the prompt text the model was trained on.
 
 A template is Jinja source from a model file and is not trusted: it runs in `sandbox.py`, bounded in time, memory and
 output by `TemplateLimits`, and sees only plain values. It is compiled by the first rendering, so a model with a broken
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from headway.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-"""One message: a mapping with a `role`, usually a `content` (text or parts), and what else the template reads."""
+"""A mapping with a `role`, usually a `content` (text or parts), and whatever else the template reads."""
 
 MAX_DEPTH = 64
 
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """What one rendering may take."""
+    """Limits of one rendering."""
 
     source_chars: int = 1 << 18
     messages: int = 1 << 14
-    input_chars: int = 1 << 22  # messages, tools and variables together, each number or bracket counted as one
+    input_chars: int = 1 << 22  # of messages, tools and variables; a number or bracket counts as one
     output_chars: int = 1 << 23
-    work: int = 1 << 26  # characters and elements produced on the way
-    seconds: float = 1.0  # of processor time
+    work: int = 1 << 26  # characters and elements produced in all
+    seconds: float = 1.0  # of CPU time
 
 
 class ChatTemplate:
-    """One model's chat template and the special tokens it may name."""
+    """A model's chat template and its special tokens."""
 
     def __init__(
         self,
@@ -53,22 +53,22 @@ class ChatTemplate:
         limits: TemplateLimits | None = None,
     ) -> None:
         if not isinstance(source, str):
-            raise WrongType(f"the template is a {type(source).__name__}; it should be Jinja source as a str")
+            raise WrongType(f"the template is a {type(source).__name__}; it must be Jinja source as a str")
         named = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
         self.source = source
-        self.tool_source = tool_source  # a second template, for conversations with tools
+        self.tool_source = tool_source  # another template, for conversations with tools
         self.special_tokens = {name: text for name, text in named.items() if text is not None}
         self.limits = limits or TemplateLimits()
         self._compiled: dict[str, jinja2.Template] = {}
 
     @classmethod
     def from_folder(cls, path: str | Path, tokenizer: Tokenizer | None = None) -> ChatTemplate | None:
-        """The template of a Hugging Face folder; None when it has none."""
+        """The template of a Hugging Face folder; None if it has none."""
         return cls._from_sources(template_sources(Path(path)), tokenizer)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object], tokenizer: Tokenizer | None = None) -> ChatTemplate | None:
-        """The template in GGUF metadata; None when it has none."""
+        """The template in GGUF metadata; None if it has none."""
         return cls._from_sources(gguf_template_sources(metadata), tokenizer)
 
     @classmethod
@@ -88,8 +88,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The text of the conversation. `variables` are passed on to the template, which may ignore them."""
-        given = _Plain(self.limits)
+        """The prompt of a conversation. `variables` are passed to the template, which may ignore them."""
+        given = _PlainValues(self.limits)
         chat = given.messages(messages)
         values = {
             **self.special_tokens,
@@ -111,11 +111,11 @@ class ChatTemplate:
         try:
             template = self._compile(source)
             meter = sandbox.Meter(seconds=limits.seconds, work=limits.work, size=limits.output_chars)
-            with gc_paused():  # whose garbage it is cannot be known; the time would be the template's
+            with gc_paused():  # a collection would count as the template's time
                 return sandbox.render(template, values, meter, limits.output_chars)
         except sandbox.RaisedByTemplate as error:
             raise TemplateError(f"the chat template refuses these messages: {error}") from error
-        except sandbox.Exceeded as error:
+        except sandbox.LimitExceeded as error:
             raise TemplateError(f"the chat template was stopped: {error}") from error
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"the chat template does not parse, line {error.lineno}: {error.message}") from error
@@ -123,7 +123,7 @@ class ChatTemplate:
             raise TemplateError("the chat template was stopped: it is nested too deeply or calls itself") from error
         except TemplateError:
             raise
-        except Exception as error:  # whatever an expression of the template ran into
+        except Exception as error:  # from an expression of the template
             raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error
 
     def _compile(self, source: str) -> jinja2.Template:
@@ -138,8 +138,8 @@ class ChatTemplate:
         return self._compiled[source]
 
 
-class _Plain:
-    """Rebuilds what a caller gives from plain types, so that a template can reach nothing else, and counts it."""
+class _PlainValues:
+    """Copies a caller's values into plain types, so that a template can reach nothing else, and counts their size."""
 
     def __init__(self, limits: TemplateLimits) -> None:
         self._limits = limits
@@ -147,29 +147,29 @@ class _Plain:
 
     def messages(self, messages: object) -> list[dict[str, Any]]:
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
-            raise WrongType(f"messages is a {type(messages).__name__}; it should be a list of dicts with a role")
+            raise WrongType(f"messages is a {type(messages).__name__}; it must be a list of dicts with a role")
         listed = list(messages)
         if len(listed) > self._limits.messages:
             raise TemplateError(f"there are {len(listed)} messages; at most {self._limits.messages} can be rendered")
         for i, message in enumerate(listed):
             if not isinstance(message, Mapping):
-                raise WrongType(f"messages[{i}] is a {type(message).__name__}; it should be a dict with a role")
+                raise WrongType(f"messages[{i}] is a {type(message).__name__}; it must be a dict with a role")
             if not isinstance(message.get("role"), str):
-                raise TemplateError(f"messages[{i}] has the role {message.get('role')!r}; it should be a str")
+                raise TemplateError(f"messages[{i}] has the role {message.get('role')!r}; it must be a str")
         return [self.value(message, f"messages[{i}]", 0) for i, message in enumerate(listed)]
 
     def tools(self, tools: object) -> list[dict[str, Any]] | None:
         if tools is None:
             return None
         if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-            raise WrongType(f"tools is {tools!r:.80}; it should be a list of JSON schemas as dicts")
+            raise WrongType(f"tools is {tools!r:.80}; it must be a list of JSON schemas as dicts")
         return self.value(list(tools), "tools", 0)
 
     def value(self, value: object, where: str, depth: int) -> Any:
         self._count(len(value) if isinstance(value, str) else 1, where, depth)
         if value is None or type(value) in (bool, str, int, float):
             return value
-        if isinstance(value, str):  # a subclass may have methods of its own
+        if isinstance(value, str):  # a subclass may have its own methods
             return str.__str__(value)
         if isinstance(value, int):
             return int.__int__(value)
@@ -183,7 +183,7 @@ class _Plain:
 
     def _key(self, key: object, where: str) -> str:
         if not isinstance(key, str):
-            raise WrongType(f"{where} has the key {key!r}; keys should be str")
+            raise WrongType(f"{where} has the key {key!r}; keys must be str")
         self._count(len(key), where, 0)
         return str.__str__(key)
 
@@ -218,7 +218,7 @@ def gguf_template_sources(metadata: Mapping[str, object]) -> dict[str, str]:
     }
     for name, source in found.items():
         if not isinstance(source, str):
-            raise BadModelFile(f"the {name} chat template in {key} is a {type(source).__name__}; it should be text")
+            raise BadModelFile(f"the {name} chat template in {key} is a {type(source).__name__}; it must be text")
     return {name: str(source) for name, source in found.items()}
 
 
@@ -232,5 +232,5 @@ def _named(found: object, where: str) -> dict[str, str]:
             case {"name": str(name), "template": str(source)}:
                 named[name] = source
             case _:
-                raise BadModelFile(f"{where} has the entry {entry!r:.80}; it should have a name and a template")
+                raise BadModelFile(f"{where} has the entry {entry!r:.80}; it must have a name and a template")
     return named

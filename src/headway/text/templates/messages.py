@@ -1,7 +1,7 @@
-"""Chat messages in a model's own forms: calls as a format spells them, replies as messages, tools as plain text.
+"""Messages as chat templates read them, and tool calls as reply formats write them.
 
-`CallSyntax` is what a constrained call is written with; `assistant_message` and `tool_message` are what templates read;
-`described` puts tools into messages for a template that has no place for them, in the words of the Hermes format.
+`CallSyntax` is the text around a constrained call; `assistant_message` and `tool_message` are what templates read;
+`describe_tools` adds tools to the messages as plain text, in the Hermes format, for templates that do not take tools.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ For each call write a JSON object with the function's name and arguments inside 
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """The text around a call: before its name, between name and arguments, and behind them.
+    """The text around a call: before its name, between name and arguments, and after them.
 
-    `border` is the text that ends a name, where it is no special token: two names of which one begins the other can
-    be told apart by it.
+    `border` is the text that ends a name, unless it is a special token; it tells a name from a longer one.
     """
 
     opening: str
@@ -52,12 +51,12 @@ _MISTRAL_ARGS = CallSyntax("[TOOL_CALLS]", "[ARGS]", "")
 
 
 def call_syntax(format: str, template_source: str) -> CallSyntax:
-    """How replies in `format` spell a call; Mistral has two ways, and the template knows which."""
+    """The call syntax of a reply format; Mistral has two, and the template tells which."""
     return _MISTRAL_ARGS if format == "mistral" and "[ARGS]" in template_source else _FORMS[format]
 
 
 def end_of_reasoning(format: str, prompt: str) -> str:
-    """What closes the reasoning that the prompt opened; "" when it opened none."""
+    """The text that closes the reasoning opened by the prompt; "" if it opened none."""
     if format == "mistral":
         return "[/THINK]" if prompt.endswith("[THINK]") else ""
     if format in ("qwen", "hermes") and prompt.rstrip("\n").endswith("<think>"):
@@ -66,11 +65,11 @@ def end_of_reasoning(format: str, prompt: str) -> str:
 
 
 def assistant_message(reply: Reply, ids: Sequence[str] = ()) -> dict[str, Any]:
-    """A reply as a template reads it. `ids` are for its calls, where the model wrote none."""
+    """A reply as a template reads it. `ids` are for calls to which the model gave none."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.content}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
-        if not (reply.calls and reply.content):  # templates that read `thinking` have room for one of the two
+        if not (reply.calls and reply.content):  # templates that read `thinking` take only one of the two
             message["thinking"] = reply.reasoning
     if reply.calls:
         message["tool_calls"] = [
@@ -85,12 +84,12 @@ def assistant_message(reply: Reply, ids: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def tool_message(name: str, id: str, content: str) -> dict[str, Any]:
-    """What a tool returned, as a template reads it."""
+    """A tool's result, as a template reads it."""
     return {"role": "tool", "name": name, "tool_call_id": id, "content": content}
 
 
-def described(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages that say in plain text what `tools`, calls and results are; only roles that every template knows."""
+def describe_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Messages with `tools`, calls and results as plain text, in roles that every template knows."""
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     system = TOOLS_TEXT.format(tools=listed)
     first = messages[0] if messages and messages[0]["role"] == "system" else None
@@ -101,7 +100,7 @@ def described(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -
 
 
 def as_text(message: Message) -> Message:
-    """A message in which calls and results are plain text, in a role that every template knows."""
+    """A message with its calls or result as plain text, in a role that every template knows."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     if not message.get("tool_calls"):

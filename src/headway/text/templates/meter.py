@@ -1,8 +1,8 @@
-"""What rendering an untrusted template may use, and what an operation would make, measured before it is done.
+"""Limits on rendering an untrusted template: the size of a result is estimated before it is computed.
 
-One `Meter` counts a rendering: CPU time, characters and elements produced in all, and the size of every single value.
-What could be large in one stroke (`*`, `**`, `%`, `format`, `replace`, `join`, `center`, `indent`, …) goes through a
-check first, which raises `Exceeded`. Nothing here knows Jinja.
+One `Meter` counts a rendering's CPU time, the characters and elements it produces, and the size of every value. What
+could become large in one operation (`*`, `**`, `%`, `format`, `replace`, `join`, `center`, `indent`, …) is checked
+first, which raises `LimitExceeded`. Knows nothing of Jinja.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Iterable
 from typing import Any
 
 MAX_INT_BITS = 4096
-MAX_WIDTH = 1_000_000  # for center(…), zfill(…), batch(…) and their like
+MAX_WIDTH = 1_000_000  # for center(…), zfill(…), batch(…) and the like
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 
 
-class Exceeded(Exception):
-    """A limit of the rendering was reached."""
+class LimitExceeded(Exception):
+    """A rendering exceeded one of its limits."""
 
 
 class Meter:
-    """What one rendering has used, against what it may use."""
+    """What one rendering has used, and its limits."""
 
     def __init__(self, *, seconds: float, work: int, size: int) -> None:
         self.seconds, self.work, self.size = seconds, work, size
@@ -36,17 +36,17 @@ class Meter:
         self._used += cost + 1
         self._steps += 1
         if self._used > self.work:
-            raise Exceeded(f"it produced more than {self.work:,} characters and elements")
+            raise LimitExceeded(f"it produced more than {self.work:,} characters and elements")
         if (self._steps & 15 == 0 or cost > 10_000) and time.thread_time() > self._end:
-            raise Exceeded(f"it ran for more than {self.seconds:g} s")
+            raise LimitExceeded(f"it ran for more than {self.seconds:g} s")
 
     def fits(self, size: int) -> None:
-        """Refuse a value of `size` before it is made."""
+        """Refuse a value of `size` before it is created."""
         if size > self.size:
-            raise Exceeded(f"a value of {size:,} characters or elements is larger than {self.size:,}")
+            raise LimitExceeded(f"a value of {size:,} characters or elements is larger than {self.size:,}")
 
     def weigh(self, value: Any) -> int:
-        """The size of `value` with all it holds, counting shared parts each time they appear."""
+        """The deep size of `value`, counting shared parts each time they appear."""
         if isinstance(value, str):
             return len(value)
         total, looked, stack = 0, 0, [value]
@@ -60,7 +60,7 @@ class Meter:
                 stack.extend(item.keys())
                 stack.extend(item.values())
             elif isinstance(item, int) and item.bit_length() > MAX_INT_BITS:
-                raise Exceeded(f"an integer has more than {MAX_INT_BITS} bits")
+                raise LimitExceeded(f"an integer has more than {MAX_INT_BITS} bits")
             if looked & 1023 == 0:
                 self.step(1024)
                 self.fits(max(total, looked + len(stack)))
@@ -69,7 +69,7 @@ class Meter:
         return total
 
     def passed(self, value: Any) -> Any:
-        """`value`, counted as produced now."""
+        """`value`, counted as produced."""
         if isinstance(value, str):
             self.fits(len(value))
             self.step(len(value))
@@ -83,7 +83,7 @@ class Meter:
 
 
 def check_operator(meter: Meter, operator: str, left: Any, right: Any) -> None:
-    """Measure what a binary operator would make."""
+    """Check the size of a binary operator's result."""
     match operator:
         case "*":
             _check_product(meter, left, right)
@@ -111,7 +111,7 @@ def _check_power(left: Any, right: Any) -> None:
 
 def _check_bits(bits: int) -> None:
     if bits > MAX_INT_BITS:
-        raise Exceeded(f"an integer of about {bits:,} bits is larger than {MAX_INT_BITS} bits")
+        raise LimitExceeded(f"an integer of about {bits:,} bits is larger than {MAX_INT_BITS} bits")
 
 
 def _check_sum(meter: Meter, left: Any, right: Any) -> None:
@@ -122,15 +122,15 @@ def _check_sum(meter: Meter, left: Any, right: Any) -> None:
 def _check_percent(meter: Meter, left: Any, right: Any) -> None:
     if isinstance(left, str):
         if re.search(r"%[^A-Za-z%]*(\d{5}|\*)", left):
-            raise Exceeded("a width in a % format is too large")
+            raise LimitExceeded("a width in a % format is too large")
         meter.fits(len(left) + left.count("%") * (9999 + meter.weigh(right)))
 
 
 def check_braces(meter: Meter, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Measure what `text.format` would make."""
+    """Check the size of `text.format`'s result."""
     fields = [spec or "" for _, name, spec, _ in string.Formatter().parse(text) if name is not None]
     if any("{" in spec or re.search(r"\d{5}", spec) for spec in fields):
-        raise Exceeded("a width in a format string is too large, or computed")
+        raise LimitExceeded("a width in a format string is too large, or computed")
     meter.fits(len(text) + len(fields) * (9999 + meter.weigh([*args, *kwargs.values()])))
 
 
@@ -152,13 +152,13 @@ def _check_indent(meter: Meter, text: Any, width: Any = 4, *_: Any, **__: Any) -
 def _check_width(values: Iterable[Any]) -> None:
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_WIDTH:
-            raise Exceeded(f"the argument {value} is larger than {MAX_WIDTH:,}")
+            raise LimitExceeded(f"the argument {value} is larger than {MAX_WIDTH:,}")
 
 
 def checked_method(
     meter: Meter, owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """The arguments for a method of a plain value, after measuring what it would make."""
+    """The arguments of a method of a plain value, after checking the size of its result."""
     meter.step()
     _check_width((*args, *kwargs.values()))
     if name == "replace" and len(args) >= 2:
@@ -178,7 +178,7 @@ def _listed(meter: Meter, items: Iterable[Any]) -> list[Any]:
 
 
 def checked_filter(meter: Meter, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments for a filter, after measuring what it would make."""
+    """The arguments of a filter, after checking the size of its result."""
     if name in ("default", "d"):
         return args
     _check_width((*args[1:], *kwargs.values()))
@@ -198,5 +198,5 @@ def checked_filter(meter: Meter, name: str, args: tuple[Any, ...], kwargs: dict[
         precision = args[1] if len(args) > 1 else kwargs.get("precision", 0)
         _check_bits(4 * abs(precision))
     if name == "sum" and not isinstance(args[2] if len(args) > 2 else kwargs.get("start", 0), int | float):
-        raise Exceeded("sum adds numbers only")
+        raise LimitExceeded("sum adds numbers only")
     return args

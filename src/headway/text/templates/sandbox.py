@@ -1,17 +1,17 @@
-"""The Jinja environment for chat templates, which come with model files and are not trusted.
+"""The Jinja sandbox for chat templates, which come with model files and are not trusted.
 
-No code of a template can run outside Jinja: it is the immutable sandbox, attributes with an underscore and methods that
-change or inflate values are refused where they are asked for, and only plain values (str, numbers, lists, dicts) go in.
+A template cannot run code outside Jinja: the environment is the immutable sandbox, attributes with an underscore and
+methods that change or inflate values are refused, and only plain values (str, numbers, lists, dicts) go in.
 
 Rendering is bounded by one `Meter` (meter.py):
-- *time*: CPU seconds of the rendering thread, looked at on every loop turn, call, filter and operator;
+- *time*: CPU seconds of the rendering thread, checked on every loop iteration, call, filter and operator;
 - *work*: characters and elements produced by all of these together, which bounds memory and loops;
-- *size*: no single value (with everything inside it), and not the output, may be larger than a limit. What could be
-  large in one stroke (`*`, `**`, `%`, `format`, `replace`, `join`, `center`, `indent`, …) is measured beforehand.
-To see every loop, literal and concatenation the parsed template is rewritten before it is compiled: `for x in y` runs
+- *size*: of every value (with everything inside it) and of the output. What could become large in one operation (`*`,
+  `**`, `%`, `format`, `replace`, `join`, `center`, `indent`, …) is checked first.
+To meter every loop, literal and concatenation, the parsed template is rewritten before compilation: `for x in y` runs
 over `y|_counted`, list and dict literals are `…|_measured`, and `a ~ b` is `[a, b]|_joined`.
 
-The settings, filters and globals are those that chat templates are written for (trim_blocks, lstrip_blocks, break and
+The settings, filters and globals are those that chat templates expect (trim_blocks, lstrip_blocks, break and
 continue, tojson, raise_exception, strftime_now, the generation tag), without `lipsum`, `urlize`, `wordwrap`, `xmlattr`
 and `pprint`.
 """
@@ -33,7 +33,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from headway.text.templates.meter import Exceeded, Meter, check_braces, check_operator, checked_filter, checked_method
+from headway.text.templates.meter import (
+    LimitExceeded,
+    Meter,
+    check_braces,
+    check_operator,
+    checked_filter,
+    checked_method,
+)
 
 _REFUSED_METHODS = {
     str: {"translate", "maketrans", "expandtabs", "encode", "format_map"},
@@ -51,20 +58,20 @@ _METER: ContextVar[Meter | None] = ContextVar("headway_template_meter", default=
 
 def _meter() -> Meter:
     meter = _METER.get()
-    if meter is None:  # while Jinja folds constants: this makes it leave the work to the rendering
+    if meter is None:  # Jinja is folding constants: leave that to the rendering
         raise nodes.Impossible
     return meter
 
 
 def render(template: jinja2.Template, variables: dict[str, Any], meter: Meter, max_output: int) -> str:
-    """The text of `template`, or `Exceeded`, or whatever Jinja raises."""
+    """The text of `template`; raises `LimitExceeded` or Jinja's errors."""
     token = _METER.set(meter)
     try:
         parts, total = [], 0
         for part in template.root_render_func(template.new_context(variables)):
             total += len(part)
             if total > max_output:
-                raise Exceeded(f"its output has more than {max_output:,} characters")
+                raise LimitExceeded(f"its output has more than {max_output:,} characters")
             parts.append(part)
             meter.step()
         return "".join(parts)
@@ -73,7 +80,7 @@ def render(template: jinja2.Template, variables: dict[str, Any], meter: Meter, m
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """`source` ready for `render`. Raises Jinja's errors for a template that does not parse."""
+    """`source` compiled for `render`; raises Jinja's errors if it does not parse."""
     env = ChatEnvironment()
     tree = _Rewriter().visit(env.parse(source))
     return jinja2.Template.from_code(env, env.compile(tree, filename="<chat template>"), env.make_globals(None))
@@ -96,7 +103,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         for name in _REFUSED_FILTERS:
             del self.filters[name]
         self.filters.update({name: _metered_filter(name, function) for name, function in self.filters.items()})
-        self.filters.update(_counted=_Counted, _measured=lambda value: _meter().passed(value), _joined=_joined)
+        self.filters.update(_counted=_CountedIterable, _measured=lambda value: _meter().passed(value), _joined=_joined)
         del self.globals["lipsum"]
         self.globals.update(
             raise_exception=_raise_exception,
@@ -117,7 +124,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         raise SecurityError(f"access to attribute {attribute!r} of a {type(obj).__name__} is refused")
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if attribute.startswith("__"):  # refused by name: whether the object has it is none of the template's business
+        if attribute.startswith("__"):  # refused by name, whether or not the object has it
             return self.unsafe_undefined(obj, attribute)
         return super().getattr(obj, attribute)
 
@@ -177,7 +184,7 @@ def _through(node: Any, name: str) -> nodes.Filter:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %}…{% endgeneration %} marks what the assistant wrote; here it is just its content."""
+    """{% generation %}…{% endgeneration %} marks assistant text; here only its content counts."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -186,8 +193,8 @@ class _GenerationTag(jinja2.ext.Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-class _Counted:
-    """An iterable that counts each turn of the loop over it."""
+class _CountedIterable:
+    """An iterable that counts each iteration."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._items = items
@@ -203,7 +210,7 @@ class _Counted:
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace without private names; it prints without its contents, which may hold it many times over."""
+    """Jinja's namespace without private names; its repr omits the contents, which may be recursive."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, attrs = args[0], dict(*args[1:], **kwargs)
@@ -238,7 +245,7 @@ def _raise_exception(message: object) -> None:
 
 def _strftime_now(format: str) -> str:
     if len(format) > 256 or re.search(r"%[^A-Za-z%]*\d{3}", format):
-        raise Exceeded("the format for strftime_now is too long")
+        raise LimitExceeded("the format for strftime_now is too long")
     return datetime.now().strftime(format)
 
 
@@ -246,7 +253,7 @@ def _range(*args: int) -> range:
     try:
         return safe_range(*args)
     except OverflowError as error:
-        raise Exceeded(str(error)) from error
+        raise LimitExceeded(str(error)) from error
 
 
 def _tojson(
@@ -254,7 +261,7 @@ def _tojson(
 ) -> str:
     for option in (indent, *(separators or ())):
         if (isinstance(option, int) and option > 16) or (isinstance(option, str) and len(option) > 16):
-            raise Exceeded("tojson takes an indent and separators of at most 16 characters")
+            raise LimitExceeded("tojson takes an indent and separators of at most 16 characters")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

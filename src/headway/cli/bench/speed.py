@@ -1,4 +1,4 @@
-"""`headway bench decode | prefill | batch | startup`: how fast a model runs here, beside what the memory allows."""
+"""`headway bench decode | prefill | batch | startup`: how fast a model runs, against what memory bandwidth allows."""
 
 from __future__ import annotations
 
@@ -11,39 +11,38 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput
 from headway.base.machine import read_machine
 from headway.bench.models import FORMATS, SHAPES, find_shape, write_folder
-from headway.bench.speed import Stopwatch, Summary, Timing, pages_for, path_of, startup, step_bytes
-from headway.cli.options import WHOLE, Device, Dtype, EngineOptions, Json, MemoryFraction, Model, Quantize, Threads
-from headway.cli.render import Listening, counted, emit_json, fetched, loading, note, show_table, size
+from headway.bench.speed import SpeedTest, Summary, Timing, measure_startup, pages_for, path_of, step_bytes
+from headway.cli.options import INTEGER, Device, Dtype, EngineOptions, Json, MemoryFraction, Model, Quantize, Threads
+from headway.cli.render import EngineLog, counted, emit_json, fetched, loading, note, show_table, size
 from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     import headway as hw
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 LIMIT = 1 << 20  # of every count
 
 ShapeName = Annotated[
     str | None,
-    typer.Option(
-        "--shape", metavar="SHAPE", help=f"Measure a random model of this shape instead: {', '.join(SHAPES)}."
-    ),
+    typer.Option("--shape", metavar="SHAPE", help=f"Measure a random model of this shape: {', '.join(SHAPES)}."),
 ]
 Format = Annotated[
     str | None,
-    typer.Option("--format", metavar="FORMAT", help=f"What the random model is stored in: {', '.join(FORMATS)}."),
+    typer.Option("--format", metavar="FORMAT", help=f"Storage format of the random model: {', '.join(FORMATS)}."),
 ]
-Tokens = Annotated[int, typer.Option("--tokens", "-n", **WHOLE, help="Tokens each sequence generates.")]
-Prompt = Annotated[int, typer.Option("--prompt", "-p", **WHOLE, help="Tokens of each prompt.")]
-Sequences = Annotated[int, typer.Option("--sequences", "-s", **WHOLE, help="Sequences at a time.")]
-Repeat = Annotated[int, typer.Option("--repeat", "-r", **WHOLE, help="Runs, after one to warm up.")]
+Tokens = Annotated[int, typer.Option("--tokens", "-n", **INTEGER, help="Tokens each sequence generates.")]
+Prompt = Annotated[int, typer.Option("--prompt", "-p", **INTEGER, help="Tokens of each prompt.")]
+Sequences = Annotated[int, typer.Option("--sequences", "-s", **INTEGER, help="Concurrent sequences.")]
+Repeat = Annotated[int, typer.Option("--repeat", "-r", **INTEGER, help="Runs, after one warmup run.")]
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is measured, and how it is loaded."""
+class BenchModel:
+    """The model to measure, and how it is loaded."""
 
     engine: EngineOptions
     shape: str | None
@@ -51,11 +50,11 @@ class Subject:
 
     def __post_init__(self) -> None:
         if self.shape is None and self.format is not None:
-            raise InvalidInput(f"--format is {self.format!r}; it is for --shape, a model file has its own")
+            raise InvalidInput(f"--format is {self.format!r}; it needs --shape, since a model file has its own format")
         if self.shape is not None:
             find_shape(self.shape)
         if self.format is not None and self.format not in FORMATS:
-            raise InvalidInput(f"--format is {self.format!r}; it takes {', '.join(FORMATS)}")
+            raise InvalidInput(f"--format is {self.format!r}; it must be one of {', '.join(FORMATS)}")
 
     @property
     def name(self) -> str:
@@ -63,21 +62,13 @@ class Subject:
 
     @contextmanager
     def path(self) -> Iterator[Path]:
-        """The model on disk, fetched if need be, or written for this run."""
+        """The model on disk: fetched if necessary, or written for this run."""
         if self.shape is None:
             yield fetched(self.engine.model)
             return
         with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
             note(f"writing a {self.name}")
             yield write_folder(find_shape(self.shape), Path(folder), self.format or "f32")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("decode")(decode)
-    app.command("prefill")(prefill)
-    app.command("batch")(batch)
-    app.command("startup")(start)
 
 
 def decode(
@@ -95,14 +86,14 @@ def decode(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Tokens a second of one sequence, and how much of what the memory allows that is.
+    """Decode speed of one sequence, and how close it comes to the memory-bandwidth limit.
 
-    Greedy; end-of-text does not end it; the first token counts as the prompt's time.
+    Greedy; end-of-text tokens do not end it; the first token belongs to the prefill time.
 
-    The limit is what the memory was measured to read in a second, over the bytes of weights that a token needs.
+    The limit is the measured memory bandwidth divided by the bytes of weights that a token reads.
     """
-    subject = Subject(EngineOptions(model, dtype, device, threads, quantize, memory_fraction), shape, form)
-    _decoding(subject, "decode", Counts(tokens, prompt, 1, repeat), json)
+    target = BenchModel(EngineOptions(model, dtype, device, threads, quantize, memory_fraction), shape, form)
+    _bench_decode(target, "decode", RunSizes(tokens, prompt, 1, repeat), json)
 
 
 def batch(
@@ -121,12 +112,12 @@ def batch(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Tokens a second of many sequences at a time, all of them together.
+    """Decode throughput of many concurrent sequences.
 
     Counted from the moment every sequence has its first token.
     """
-    subject = Subject(EngineOptions(model, dtype, device, threads, quantize, memory_fraction), shape, form)
-    _decoding(subject, "batch", Counts(tokens, prompt, sequences, repeat), json)
+    target = BenchModel(EngineOptions(model, dtype, device, threads, quantize, memory_fraction), shape, form)
+    _bench_decode(target, "batch", RunSizes(tokens, prompt, sequences, repeat), json)
 
 
 def prefill(
@@ -143,26 +134,26 @@ def prefill(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Tokens a second of a prompt, to its first token.
+    """Prefill speed: prompt tokens per second, up to the first generated token.
 
-    Every run has a prompt of its own, so the cache helps nowhere.
+    Every run has a new prompt, so the prefix cache never hits.
     """
-    subject = Subject(EngineOptions(model, dtype, device, threads, quantize, memory_fraction), shape, form)
-    counts = Counts(1, prompt, 1, repeat)
-    with _opened(subject, counts) as engine:
-        watch = Stopwatch(engine)
-        seconds = _repeated(repeat, lambda: watch.prefill(watch.prompt(prompt)))
-        facts = _facts(engine, subject)
+    target = BenchModel(EngineOptions(model, dtype, device, threads, quantize, memory_fraction), shape, form)
+    sizes = RunSizes(1, prompt, 1, repeat)
+    with _open_engine(target, sizes) as engine:
+        test = SpeedTest(engine)
+        seconds = _repeat(repeat, lambda: test.prefill(test.prompt(prompt)))
+        facts = _facts(engine, target)
     rate, to_first = Summary.of([prompt / s for s in seconds]), Summary.of([1e3 * s for s in seconds])
     if json:
         runs = [{"seconds": s, "tokens_per_second": prompt / s} for s in seconds]
         found = {"tokens_per_second": asdict(rate), "first_token_ms": asdict(to_first)}
-        emit_json({"work": "prefill", **asdict(counts), **facts, "runs": runs, **found})
+        emit_json({"work": "prefill", **asdict(sizes), **facts, "runs": runs, **found})
         return
-    _table("prefill", facts, [("tokens/s", rate, "–"), ("ms to the first token", to_first, "–")], counts)
+    _table("prefill", facts, [("tokens/s", rate, "–"), ("ms to the first token", to_first, "–")], sizes)
 
 
-def start(
+def startup(
     *,
     model: Model = DEFAULT_MODEL,
     shape: ShapeName = None,
@@ -175,15 +166,15 @@ def start(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Seconds from the start of a process to the first token of a prompt of eight, beside `import torch` alone."""
-    subject = Subject(EngineOptions(model, dtype, device, threads, quantize, memory_fraction), shape, form)
-    Counts(1, 8, 1, repeat)
-    with subject.path() as path:
-        # Opened here first: a mistake is said in one sentence, the files are in the disk's cache, the path is known.
-        with _engine(subject, path, pages_for(1, 16)) as engine:
-            facts = _facts(engine, subject, bandwidth=False)
-        options = subject.engine.given() | {"model": str(path)}
-        runs = _repeated(repeat, lambda: startup(options))
+    """Seconds from process start to the first token of an 8-token prompt, compared with `import torch` alone."""
+    target = BenchModel(EngineOptions(model, dtype, device, threads, quantize, memory_fraction), shape, form)
+    RunSizes(1, 8, 1, repeat)
+    with target.path() as path:
+        # Opened here first: bad options are reported once, and the files are in the page cache.
+        with _load_engine(target, path, pages_for(1, 16)) as engine:
+            facts = _facts(engine, target, bandwidth=False)
+        options = target.engine.given() | {"model": str(path)}
+        runs = _repeat(repeat, lambda: measure_startup(options))
     names = ("torch", "imported", "loaded", "answered", "beyond_torch")
     found = {name: Summary.of([getattr(run, name) for run in runs]) for name in names}
     if json:
@@ -198,8 +189,8 @@ def start(
 
 
 @dataclass(frozen=True)
-class Counts:
-    """How much of everything."""
+class RunSizes:
+    """Tokens, prompt tokens, sequences and repeats of a run."""
 
     tokens: int
     prompt: int
@@ -208,22 +199,21 @@ class Counts:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not 1 <= value <= LIMIT:
-                raise InvalidInput(f"--{name} is {value}; it takes a whole number from 1 to {LIMIT}")
+            check_integer(value, f"--{name}", 1, LIMIT)
 
 
-def _decoding(subject: Subject, work: str, counts: Counts, json: bool) -> None:
-    if counts.tokens < 2:
-        raise InvalidInput(f"--tokens is {counts.tokens}; at least 2 are needed, the first belongs to the prompt")
-    with _opened(subject, counts) as engine:
-        watch = Stopwatch(engine)
+def _bench_decode(target: BenchModel, work: str, sizes: RunSizes, json: bool) -> None:
+    if sizes.tokens < 2:
+        raise InvalidInput(f"--tokens is {sizes.tokens}; at least 2 are needed, as the first belongs to the prefill")
+    with _open_engine(target, sizes) as engine:
+        test = SpeedTest(engine)
 
         def once() -> Timing:
-            return watch.decode([watch.prompt(counts.prompt) for _ in range(counts.sequences)], counts.tokens)
+            return test.decode([test.prompt(sizes.prompt) for _ in range(sizes.sequences)], sizes.tokens)
 
-        runs = _repeated(counts.repeat, once)
-        facts = _facts(engine, subject)
-    limit = counts.sequences * facts["limit"]["tokens_per_second"]
+        runs = _repeat(sizes.repeat, once)
+        facts = _facts(engine, target)
+    limit = sizes.sequences * facts["limit"]["tokens_per_second"]
     rate = Summary.of([run.rate for run in runs])
     first = Summary.of([1e3 * run.prompt_seconds for run in runs])
     if json:
@@ -231,19 +221,19 @@ def _decoding(subject: Subject, work: str, counts: Counts, json: bool) -> None:
         timed = [{n: getattr(run, n) for n in names} | {"tokens_per_second": run.rate} for run in runs]
         found = {"tokens_per_second": asdict(rate), "first_token_ms": asdict(first)}
         emit_json(
-            {"work": work, **asdict(counts), **facts, "runs": timed, **found, "share_of_limit": rate.median / limit}
+            {"work": work, **asdict(sizes), **facts, "runs": timed, **found, "share_of_limit": rate.median / limit}
         )
         return
-    step = Summary.of([1e3 * counts.sequences / run.rate for run in runs])
+    step = Summary.of([1e3 * sizes.sequences / run.rate for run in runs])
     rows = [
         ("tokens/s", rate, f"{rate.median / limit:.0%}"),
-        ("ms a step", step, f"{rate.median / limit:.0%}"),
+        ("ms per step", step, f"{rate.median / limit:.0%}"),
         ("ms to the first token", first, "–"),
     ]
-    _table(work, facts, rows, counts)
+    _table(work, facts, rows, sizes)
 
 
-def _repeated(repeat: int, once: Callable[[], Found]) -> list[Found]:
+def _repeat(repeat: int, once: Callable[[], Result]) -> list[Result]:
     once()
     found = []
     for number in range(repeat):
@@ -253,29 +243,29 @@ def _repeated(repeat: int, once: Callable[[], Found]) -> list[Found]:
 
 
 @contextmanager
-def _opened(subject: Subject, counts: Counts) -> Iterator[hw.Engine]:
+def _open_engine(target: BenchModel, sizes: RunSizes) -> Iterator[hw.Engine]:
     with (
-        Listening(),
-        subject.path() as path,
-        _engine(subject, path, pages_for(counts.sequences, counts.prompt + counts.tokens)) as e,
+        EngineLog(),
+        target.path() as path,
+        _load_engine(target, path, pages_for(sizes.sequences, sizes.prompt + sizes.tokens)) as e,
     ):
-        total, most = counts.prompt + counts.tokens, e.config.max_positions
+        total, most = sizes.prompt + sizes.tokens, e.config.max_positions
         if total > most:
             raise InvalidInput(
-                f"--prompt {counts.prompt} and --tokens {counts.tokens} make {total} positions; this model has {most}"
+                f"--prompt {sizes.prompt} and --tokens {sizes.tokens} make {total} positions; this model has {most}"
             )
         yield e
 
 
-def _engine(subject: Subject, path: Path, pages: int) -> hw.Engine:
+def _load_engine(target: BenchModel, path: Path, pages: int) -> hw.Engine:
     import headway as hw
 
     with loading() as layers:
-        return hw.Engine(path, pages=pages, progress=layers, **subject.engine.given())
+        return hw.Engine(path, pages=pages, progress=layers, **target.engine.given())
 
 
-def _facts(engine: hw.Engine, subject: Subject, *, bandwidth: bool = True) -> dict[str, Any]:
-    """What was measured, where, on which path, and what the memory allows one sequence."""
+def _facts(engine: hw.Engine, target: BenchModel, *, bandwidth: bool = True) -> dict[str, Any]:
+    """The machine, the model, its execution path, and the memory-bandwidth limit of one sequence."""
     import torch
 
     from headway.runtime.profile import measure_bandwidth
@@ -283,7 +273,7 @@ def _facts(engine: hw.Engine, subject: Subject, *, bandwidth: bool = True) -> di
     info = engine.info
     facts = {
         "machine": asdict(read_machine()),
-        "model": asdict(info) | {"name": subject.name},
+        "model": asdict(info) | {"name": target.name},
         "path": path_of(engine),
     }
     if bandwidth:
@@ -301,21 +291,21 @@ def _title(work: str, facts: dict[str, Any], rest: str) -> str:
     return f"{work} · {info['name']} · {facts['path']} · {counted(info['threads'], 'thread')} · {rest}"
 
 
-def _table(work: str, facts: dict[str, Any], rows: list[tuple[str, Summary, str]], counts: Counts) -> None:
-    amounts = f"prompt {counts.prompt}" + (f", {counts.tokens} tokens" if counts.tokens > 1 else "")
-    amounts += f", {counts.sequences} sequences" if counts.sequences > 1 else ""
+def _table(work: str, facts: dict[str, Any], rows: list[tuple[str, Summary, str]], sizes: RunSizes) -> None:
+    text = f"prompt {sizes.prompt}" + (f", {sizes.tokens} tokens" if sizes.tokens > 1 else "")
+    text += f", {sizes.sequences} sequences" if sizes.sequences > 1 else ""
     show_table(
-        ("what", "median", "least", "most", "spread", "of limit"),
+        ("what", "median", "min", "max", "spread", "of limit"),
         [
-            (what, f"{s.median:.2f}", f"{s.least:.2f}", f"{s.most:.2f}", f"{s.spread:.0%}", share)
+            (what, f"{s.median:.2f}", f"{s.min:.2f}", f"{s.max:.2f}", f"{s.spread:.0%}", share)
             for what, s, share in rows
         ],
-        title=_title(work, facts, f"{amounts}, {counted(counts.repeat, 'run')}"),
+        title=_title(work, facts, f"{text}, {counted(sizes.repeat, 'run')}"),
         numbers=range(1, 6),
     )
     limit = facts["limit"]
     read, needed = size(limit["bytes_per_second"]), size(limit["bytes_per_token"])
-    print(f"memory: {read}/s over {needed} of weights a token: {limit['tokens_per_second']:.1f} steps/s at most")
+    print(f"memory: {read}/s over {needed} of weights per token: {limit['tokens_per_second']:.1f} steps/s at most")
 
 
 def _show_startup(facts: dict[str, Any], found: dict[str, Summary], repeat: int) -> None:
@@ -327,9 +317,9 @@ def _show_startup(facts: dict[str, Any], found: dict[str, Summary], repeat: int)
         "beyond_torch": "first token, beyond import torch",
     }
     show_table(
-        ("seconds from the start of the process", "median", "least", "most"),
+        ("seconds from process start", "median", "min", "max"),
         [
-            (label, *(f"{value:.3f}" for value in (found[name].median, found[name].least, found[name].most)))
+            (label, *(f"{value:.3f}" for value in (found[name].median, found[name].min, found[name].max)))
             for name, label in names.items()
         ],
         title=_title("startup", facts, counted(repeat, "run")),

@@ -1,4 +1,4 @@
-"""A server that a command starts for itself: `headway serve` in a process of its own, on a free port."""
+"""`headway serve` in a process of its own, on a free port, for the time of a `with`."""
 
 from __future__ import annotations
 
@@ -7,36 +7,34 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from headway.base.errors import Unsupported
-from headway.cli.options import EngineOptions
-from headway.cli.render import note
 
-END_SECONDS = 60.0  # for it to end by itself
-KEPT = 20  # lines of its log, for when it fails
+STOP_SECONDS = 60.0  # until it is killed
+LOG_LINES = 20  # kept, for when it fails
 
 
-class Served:
-    """`with Served(options, requests, tokens) as server:` a server that takes so many requests and tokens at a time."""
+class ServerProcess:
+    """A server of `model` with room for this many requests and tokens at a time. `options` are flags of `serve`."""
 
-    def __init__(self, options: EngineOptions, requests: int, tokens: int, *more: str) -> None:
+    def __init__(self, model: str, options: Mapping[str, Any], *, requests: int, tokens: int) -> None:
         self.url = ""
         limits = {
             "max_queue_requests": max(256, requests),
             "max_queue_tokens": max(1 << 20, tokens),
             "max_connections": max(512, 2 * requests),
         }
-        given = ["--model", options.model]
-        given += [p for name, value in options.given().items() for p in (f"--{name.replace('_', '-')}", str(value))]
-        given += [part for name, value in limits.items() for part in ("--limit", f"{name}={value}")]
+        flags = ["--model", model]
+        flags += [p for name, value in options.items() for p in (f"--{name.replace('_', '-')}", str(value))]
+        flags += [part for name, value in limits.items() for part in ("--limit", f"{name}={value}")]
         self._command = [sys.executable, "-P", "-m", "headway.cli.main", "serve", "--port", "0", "--json"]
-        self._command += [*given, *more]
-        self._lines: deque[dict[str, Any]] = deque(maxlen=KEPT)
-        self.failures: deque[dict[str, Any]] = deque(maxlen=KEPT)  # what its log has of errors
+        self._command += flags
+        self._lines: deque[dict[str, Any]] = deque(maxlen=LOG_LINES)
+        self.failures: deque[dict[str, Any]] = deque(maxlen=LOG_LINES)  # errors in its log
 
-    def __enter__(self) -> Served:
-        note("starting a server")
+    def __enter__(self) -> ServerProcess:
         self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
         ready = threading.Event()
         self._reader = threading.Thread(target=self._read, args=(ready,), daemon=True)
@@ -44,7 +42,7 @@ class Served:
         try:
             ready.wait()
             if self.process.poll() is not None or not self.url:
-                raise Unsupported(f"the server did not come up: {self._reason()}")
+                raise Unsupported(f"the server did not start: {self._reason()}")
         except BaseException:
             self._stop()
             raise
@@ -54,7 +52,7 @@ class Served:
         self._stop()
 
     def _read(self, ready: threading.Event) -> None:
-        """Take its log, so that it never waits for a reader; `ready` is set when it is, or has ended."""
+        """Read its log, so that the pipe never fills up; set `ready` when the server is, or when it has ended."""
         assert self.process.stdout is not None
         text = ""
         for line in self.process.stdout:
@@ -62,7 +60,7 @@ class Served:
             try:
                 entry = json.loads(text)
             except ValueError:
-                continue  # an object over several lines
+                continue  # an object may span several lines
             text = ""
             self._lines.append(entry)
             if entry.get("level") in ("error", "critical"):
@@ -82,7 +80,7 @@ class Served:
         if self.process.poll() is None:
             self.process.terminate()
         try:
-            self.process.wait(END_SECONDS)
+            self.process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
