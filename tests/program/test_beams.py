@@ -264,7 +264,7 @@ def test_a_search_with_few_pages_finds_the_same(engine: hw.Engine) -> None:
     plenty = searched(engine, prompt, eos_ids=[5], **options)
     with hw.Engine(engine.decoder, pages=8, threads=1) as tight:
         few = searched(tight, prompt, eos_ids=[5], **options)
-        assert tight.stats().set_asides > 0
+        assert tight.stats().preemptions > 0
         assert tight.stats().pages_held == 0
     assert [beam.tokens for beam in few] == [beam.tokens for beam in plenty]
 

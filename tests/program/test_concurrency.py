@@ -564,7 +564,7 @@ def test_64_programs_get_the_same_bits_as_one_at_a_time(small: tuple[Any, Mix, A
     pages = 7 if how == "with hardly any pages" else 256
     with hw.Engine(decoder, pages=pages, threads=1, deterministic=True, max_batch_tokens=48) as engine:
         found = engine.run(lambda e: RUNS[how](mix, e, list(range(64))))
-        assert (engine.stats().set_asides > 20) == (pages == 7)
+        assert (engine.stats().preemptions > 20) == (pages == 7)
         assert idle(engine)
         assert engine.stats().pages_held == 0
     for ours, theirs in zip(found, alone.values(), strict=True):
@@ -633,7 +633,7 @@ def compare(decoder: Any, mix: Mix, alone: dict[int, list[list[Drawn]]], how: st
         pages, programs = 12, list(alone)
     with hw.Engine(decoder, pages=pages, page_size=size, threads=2) as engine:
         found = dict(zip(programs, engine.run(lambda e: RUNS[how](mix, e, programs)), strict=True))
-        assert (engine.stats().set_asides > 20) == (size == 4)
+        assert (engine.stats().preemptions > 20) == (size == 4)
         assert idle(engine)
         assert engine.stats().pages_held == 0
         exact = engine.info.runner != "torch"  # the native step's bits depend on the row alone

@@ -72,7 +72,7 @@ def test_chunking_trim_and_pressure_change_no_bit(exact: hw.Engine, options: dic
     expected = [values(found) for found in run(exact, crowd)]
     with made(exact.decoder, **options) as engine:
         assert_same_bits([values(found) for found in run(engine, crowd)], expected)
-        assert (engine.stats().set_asides > 0) == ("pages" in options)
+        assert (engine.stats().preemptions > 0) == ("pages" in options)
 
 
 def test_rows_from_one_to_sixty_four_have_the_same_bits(exact: hw.Engine) -> None:

@@ -273,7 +273,7 @@ def test_a_pass_has_the_same_bits_alone_batched_chunked_and_trimmed(
     for options in ({"max_batch_tokens": 5}, {"trim": False}, {"threads": 2}, {"threads": 3, "pages": 40}):
         with native(monkeypatch, path, **(base | options)) as engine:
             assert_same_bits([bits_of(found) for found in run(engine, crowd)], together)
-            assert (engine.stats().set_asides > 0) == ("pages" in options)
+            assert (engine.stats().preemptions > 0) == ("pages" in options)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -341,7 +341,7 @@ def test_a_storm_of_programs_gets_right_results_and_leaves_nothing(pages: int) -
     with scripted_engine(pages=pages, max_batch_tokens=64) as engine:
         assert engine.run(storm, 150, pages) > 0
         assert engine.stats().pages_held == 0
-        assert (engine.stats().set_asides > 0) == (pages < 400)
+        assert (engine.stats().preemptions > 0) == (pages < 400)
 
 
 @pytest.mark.slow

@@ -405,7 +405,7 @@ def test_cached_pages_are_free_for_whoever_needs_them() -> None:
         for seed in range(6):
             with engine.context() as context:
                 assert asked(context, numbers(60, seed)) == (plain(numbers(60, seed)), 0)
-        assert engine.stats().set_asides == 0
+        assert engine.stats().preemptions == 0
         assert engine.stats().pages_held == 0
 
 

@@ -536,8 +536,8 @@ def test_events_add_up_to_the_figures() -> None:
         stats = engine.stats()
         assert [e.step for e in seen] == list(range(1, stats.steps + 1))
         last = seen[-1]
-        assert (last.tokens, last.cache_hits, last.set_asides) == (stats.tokens, stats.cache_hits, stats.set_asides)
-        assert stats.set_asides > 0
+        assert (last.tokens, last.cache_hits, last.preemptions) == (stats.tokens, stats.cache_hits, stats.preemptions)
+        assert stats.preemptions > 0
         assert sum(e.passes for e in seen) / len(seen) == pytest.approx(stats.batch_size_mean)
         assert all(e.pages_free + e.pages_cached + e.pages_held == 40 for e in seen)
         assert all(e.seconds > 0 for e in seen)

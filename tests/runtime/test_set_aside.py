@@ -47,7 +47,7 @@ def test_cached_pages_go_before_any_context(hand: Hand) -> None:
     kept = filled(hand, 3, 2)
     other = filled(hand, 5, 3)
     assert aside(kept, other) == [False, False]
-    assert hand.engine.stats().set_asides == 0
+    assert hand.engine.stats().preemptions == 0
 
 
 def test_saved_contexts_go_before_live_ones_whatever_their_bid_and_age(hand: Hand) -> None:
@@ -83,7 +83,7 @@ def test_no_more_contexts_go_than_it_takes(hand: Hand) -> None:
     big = hand.engine.context(priority=1)
     hand.compute(big, numbers(48, 20))
     assert aside(*contexts) == [False] * 5 + [True] * 3
-    assert hand.engine.stats().set_asides == 3
+    assert hand.engine.stats().preemptions == 3
 
 
 def test_nobody_goes_in_vain(hand: Hand) -> None:
@@ -118,7 +118,7 @@ def test_a_pass_that_is_set_aside_half_way_starts_over(hand: Hand) -> None:
     high = hand.engine.context(priority=5)
     first, first_handle = greedy(high, numbers(64, 2))
     hand.until(first)
-    assert (running.done(), hand.engine.stats().set_asides) == (False, 1)
+    assert (running.done(), hand.engine.stats().preemptions) == (False, 1)
     hand.until(running)
     assert first.result(0).token(first_handle) == plain(numbers(64, 2))
     assert running.result(0).token(handle) == plain(numbers(80, 1))
@@ -182,7 +182,7 @@ def test_a_program_only_sees_a_longer_await() -> None:
 
     with scripted_engine(pages=9, max_batch_tokens=64) as engine:
         assert engine.run(everyone) == [continued(numbers(30, n), 25) for n in range(12)]
-        assert engine.stats().set_asides > 0
+        assert engine.stats().preemptions > 0
         assert engine.stats().pages_held == 0
 
 
@@ -330,7 +330,7 @@ def test_everything_comes_back_bit_for_bit(kind: str) -> None:
         with hw.Engine(decoder, pages=pages, threads=1, deterministic=True, max_batch_tokens=24) as engine:
             results.append(engine.run(story, kind))
             stats = engine.stats()
-            assert (stats.set_asides >= 6) == (pages == 5)
+            assert (stats.preemptions >= 6) == (pages == 5)
             check_pages(engine)
     for with_room, without in zip(*results, strict=True):
         np.testing.assert_array_equal(with_room, without)
@@ -455,5 +455,5 @@ def test_forks_of_everything_at_once_all_end() -> None:
 
     with scripted_engine(pages=10, max_batch_tokens=64) as engine:
         engine.run(program)
-        assert engine.stats().set_asides > 0
+        assert engine.stats().preemptions > 0
         assert engine.stats().pages_held == 0

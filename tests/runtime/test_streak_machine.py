@@ -525,7 +525,7 @@ def test_a_flight_whose_next_page_cannot_be_cleared_is_taken_again(count: int, p
                 check_engine(hand.engine)
             check_contents(hand.engine)
             assert failed
-            assert (hand.engine.stats().set_asides > 0) == (pages == 7 and count == 3)
+            assert (hand.engine.stats().preemptions > 0) == (pages == 7 and count == 3)
 
 
 @contextmanager
@@ -775,7 +775,7 @@ def test_contexts_can_be_changed_between_steps(engine: hw.Engine, seed: int) -> 
 def test_where_pages_are_short_contexts_are_set_aside(kind: type[Rowed], pages: int) -> None:
     with opened(kind(V, SIZE), pages=pages) as engine:
         engine.run(alike)
-        assert engine.stats().set_asides > 0
+        assert engine.stats().preemptions > 0
         engine.run(abandoned, 1)
         gc.collect()
         assert engine.stats().pages_held == 0

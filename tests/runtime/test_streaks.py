@@ -64,7 +64,7 @@ def test_nothing_is_left_of_those_that_end_early(engine: hw.Engine, seed: int) -
 def test_where_pages_are_short_contexts_are_set_aside(path: str, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(path, monkeypatch, pages=pages) as engine:
         engine.run(alike)
-        assert engine.stats().set_asides > 0
+        assert engine.stats().preemptions > 0
         engine.run(abandoned, 1)
         gc.collect()
         assert engine.stats().pages_held == 0
@@ -86,7 +86,7 @@ def test_pages_that_cannot_be_cleared_before_a_flight_change_nothing(
         engine.run(alike)
         assert failed
         assert flights.rows
-        assert (engine.stats().set_asides > 0) == (pages == 14)
+        assert (engine.stats().preemptions > 0) == (pages == 14)
         gc.collect()
         assert engine.stats().pages_held == 0
 

@@ -19,5 +19,5 @@ class StepEvent:
     pages_held: int
     cache_hits: int
     pages_trimmed: int
-    set_asides: int
+    preemptions: int
     tokens: int

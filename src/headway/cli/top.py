@@ -139,7 +139,7 @@ class EngineFigures:
 
     def events(self) -> str:
         s = self.stats
-        return f"{s.cache_hits} cache hits · {s.pages_trimmed} pages trimmed · {s.set_asides} preempted"
+        return f"{s.cache_hits} cache hits · {s.pages_trimmed} pages trimmed · {s.preemptions} preempted"
 
     def line(self) -> str:
         """Everything in one line."""

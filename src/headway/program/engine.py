@@ -90,7 +90,7 @@ class EngineStats:
     batch_size_mean: float
     queued: int
     cache_hits: int
-    set_asides: int
+    preemptions: int
 
 
 class Engine:
@@ -383,7 +383,7 @@ class Engine:
                 batch_size_mean=done.batch_passes / done.steps if done.steps else 0.0,
                 queued=self.loop.waiting(),
                 cache_hits=self.loop.supply.hits,
-                set_asides=self.loop.supply.set_asides,
+                preemptions=self.loop.supply.set_asides,
             )
 
     def enable_profiling(self, *, automatic: bool = True) -> None:

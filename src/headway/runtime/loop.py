@@ -478,7 +478,7 @@ class Loop:
             pages_held=self._allocator.held,
             cache_hits=self.supply.hits,
             pages_trimmed=self.counters.pages_trimmed,
-            set_asides=self.supply.set_asides,
+            preemptions=self.supply.set_asides,
             tokens=self.counters.tokens,
         )
 

@@ -32,7 +32,7 @@ VLLM_NAMES = {
     "headway_request_prompt_tokens": "vllm:request_prompt_tokens",
     "headway_request_generated_tokens": "vllm:request_generation_tokens",
     "headway_pages_used_ratio": "vllm:kv_cache_usage_perc",
-    "headway_set_asides": "vllm:num_preemptions",
+    "headway_preemptions": "vllm:num_preemptions",
 }
 
 
@@ -91,7 +91,7 @@ class Metrics:
         yield self._sum("headway_passes", "Passes it finished", stats.passes)
         yield self._sum("headway_computed_tokens", "Tokens it computed", stats.tokens)
         yield self._sum("headway_cache_hit_pages", "Pages taken from the prefix cache", stats.cache_hits)
-        yield self._sum("headway_set_asides", "Contexts set aside for want of pages", stats.set_asides)
+        yield self._sum("headway_preemptions", "Contexts set aside for want of pages", stats.preemptions)
 
     def _name(self, name: str) -> str:
         return VLLM_NAMES.get(name, name) if self._vllm else name
