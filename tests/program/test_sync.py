@@ -153,7 +153,7 @@ def test_garbage_in_the_environment_is_refused(
 ) -> None:
     monkeypatch.setenv(VARIABLE, value)
     with hw.DecodeState() as state:
-        with pytest.raises(hw.InvalidInput, match=f"{VARIABLE} is {value!r}; it takes one of off, on, validate"):
+        with pytest.raises(hw.InvalidInput, match=f"{VARIABLE} is {value!r}; it must be one of off, on, validate"):
             engine.prefill_batched(state, PROMPT)
         assert state.position == 0
 
