@@ -32,10 +32,10 @@ import numpy as np
 
 import headway as hw
 from headway.base.machine import read_machine
-from headway.program.constraints.async_mask import LaterMask
+from headway.program.constraints import async_mask
+from headway.program.constraints.async_mask import AsyncLogitMask
 from headway.program.constraints.batch import accept_all, masks_of
-from headway.program.constraints.constraint import Matched, compile
-from headway.program.constraints.constraint import async_mask as later
+from headway.program.constraints.constraint import GrammarMatcher, compile
 from headway.program.constraints.grammar import Grammar
 from headway.text import Tokenizer
 
@@ -147,7 +147,7 @@ def measure(grammar: Grammar, tokenizer: Tokenizer, tokens: int) -> tuple[np.nda
 
 def moved(name: str, tokenizer: Tokenizer, rows: int, tokens: int) -> dict[str, Any]:
     """One grammar in `rows` rows, each with its own text: medians of interleaved steps of both ways."""
-    rng, grammars = np.random.default_rng(0), list[Matched]()
+    rng, grammars = np.random.default_rng(0), list[GrammarMatcher]()
     spent: dict[str, list[float]] = defaultdict(list)
     for turn in range(2 * tokens):
         if turn % 24 == 0:  # texts that have come to their end begin anew with the others
@@ -168,7 +168,7 @@ def moved(name: str, tokenizer: Tokenizer, rows: int, tokens: int) -> dict[str, 
     return {"grammar": name, "rows": rows, **costs}
 
 
-def _any(grammar: Matched, tokenizer: Tokenizer, rng: np.random.Generator) -> int | None:
+def _any(grammar: GrammarMatcher, tokenizer: Tokenizer, rng: np.random.Generator) -> int | None:
     """A token that the grammar allows, if there is one that does not end it."""
     allowed = np.flatnonzero(np.unpackbits(grammar.mask().view(np.uint8), bitorder="little"))
     allowed = allowed[~np.isin(allowed, tokenizer.eos_ids)]
@@ -207,8 +207,8 @@ def generated(engine: hw.Engine, name: str, rows: int, tokens: int) -> dict[str,
 def clocks() -> Iterator[dict[str, float]]:
     """Seconds of all constraints, in the thread beside the device and elsewhere, and of the device waiting for it."""
     spent: dict[str, float] = defaultdict(float)
-    own = [(Matched, name, "own") for name in ("accept", "_computed", "forced")]
-    parts: list[tuple[Any, str, str]] = [*own, (later, "compute", "beside"), (LaterMask, "result", "waited")]
+    own = [(GrammarMatcher, name, "own") for name in ("accept", "_compute", "forced")]
+    parts: list[tuple[Any, str, str]] = [*own, (async_mask, "compute", "beside"), (AsyncLogitMask, "result", "waited")]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in parts]
     for owner, name, what in parts:
         setattr(owner, name, _timed(getattr(owner, name), spent, what))

@@ -7,13 +7,13 @@ import string
 from collections.abc import Callable
 
 from headway.base.errors import Unsupported
-from headway.program.constraints.constraint import Matched
+from headway.program.constraints.constraint import GrammarMatcher
 from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
 from headway.text.tokenizer import Tokenizer
 
 
-def grammars(vocab: int) -> Callable[[int], Matched]:
+def grammars(vocab: int) -> Callable[[int], GrammarMatcher]:
     """What gives the i-th sequence a grammar: words without one of the letters. Raises where it cannot be."""
     try:
         import llguidance  # noqa: F401
@@ -21,11 +21,11 @@ def grammars(vocab: int) -> Callable[[int], Matched]:
         raise Unsupported(f"grammars need llguidance: {e}") from e
     tokenizer = _tokenizer(vocab)
 
-    def grammar(i: int) -> Matched:
+    def grammar(i: int) -> GrammarMatcher:
         letters = string.ascii_lowercase.replace(string.ascii_lowercase[i % 26], "")
         text = Grammar.regex(f"[{letters}{' ' * (i // 26 % 2)}]+")
         found = compile_grammar(text, tokenizer, vocab)
-        assert isinstance(found, Matched)
+        assert isinstance(found, GrammarMatcher)
         return found
 
     return grammar

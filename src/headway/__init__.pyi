@@ -65,7 +65,7 @@ from headway.program.context import Context as Context
 from headway.program.engine import Engine as Engine
 from headway.program.forward import Execution as Execution
 from headway.program.forward import Forward as Forward
-from headway.program.generation.beam_choices import Continuation as Continuation
+from headway.program.generation.beams import Continuation as Continuation
 from headway.program.generation.defaults import GenerationDefaults as GenerationDefaults
 from headway.program.generation.generator import Generation as Generation
 from headway.program.generation.sequences import Generations as Generations

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from headway.base.errors import Closed, HeadwayError, InvalidInput, InvalidToken
-from headway.program.constraints.async_mask import GrammarFollower, LaterMask, compute, firsts
+from headway.program.constraints import cache as grammar_cache
+from headway.program.constraints.async_mask import AsyncGrammarMasks, AsyncLogitMask, compute, one_per_grammar
 from headway.program.constraints.batch import FEW, accept_all, masks_of
-from headway.program.constraints.bitmask import MaskWords
-from headway.program.constraints.constraint import Matched, compile
-from headway.program.constraints.constraint import cache as shelf
+from headway.program.constraints.bitmask import MaskLayout
+from headway.program.constraints.constraint import GrammarMatcher, compile
 from headway.program.constraints.grammar import Grammar
 from headway.text import Tokenizer
 
@@ -50,7 +50,7 @@ def tokenizer(ends: int, spare: int) -> Tokenizer:
 VOCABULARIES = [(2, 0, 0), (2, 0, 40), (1, 21, 0), (0, 3, -4), (1, 17, 5), (3, 0, -5)]
 
 
-def started(which: int, grammar: int) -> Matched:
+def started(which: int, grammar: int) -> GrammarMatcher:
     ends, spare, more = VOCABULARIES[which]
     words = tokenizer(ends, spare)
     return compile(GRAMMARS[grammar], words, words.vocab_size + more)
@@ -60,7 +60,7 @@ def ids(mask: np.ndarray) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
-def alone(grammar: Matched, token: int) -> tuple[HeadwayError | None, np.ndarray | HeadwayError | None]:
+def alone(grammar: GrammarMatcher, token: int) -> tuple[HeadwayError | None, np.ndarray | HeadwayError | None]:
     """What accept and then mask give."""
     try:
         grammar.accept(token)
@@ -72,7 +72,9 @@ def alone(grammar: Matched, token: int) -> tuple[HeadwayError | None, np.ndarray
         return None, error
 
 
-def together(rows: list[tuple[Matched, int]]) -> list[tuple[HeadwayError | None, np.ndarray | HeadwayError | None]]:
+def together(
+    rows: list[tuple[GrammarMatcher, int]],
+) -> list[tuple[HeadwayError | None, np.ndarray | HeadwayError | None]]:
     errors = accept_all(rows)
     masks = iter(masks_of([grammar for (grammar, _), error in zip(rows, errors, strict=True) if error is None]))
     return [(error, None if error is not None else next(masks)) for error in errors]
@@ -84,8 +86,8 @@ def same(one: object, other: object) -> bool:
     return type(one) is type(other) and str(one) == str(other)
 
 
-def check_alike(one: Matched, other: Matched) -> None:
-    assert (one.may_end, one.finished, one.breadth) == (other.may_end, other.finished, other.breadth)
+def check_alike(one: GrammarMatcher, other: GrammarMatcher) -> None:
+    assert (one.may_end, one.finished, one.mask_density) == (other.may_end, other.finished, other.mask_density)
     assert same(one.mask(), other.mask())
     assert one.forced() == other.forced()
 
@@ -101,7 +103,7 @@ def test_together_is_the_same_as_one_by_one(data: st.DataObject) -> None:
         tokens = []
         for grammar in theirs:
             allowed = ids(grammar.mask())
-            other = int(dice.integers(-1, grammar.words.vocab + 1))  # any, allowed or not
+            other = int(dice.integers(-1, grammar.layout.vocab + 1))  # any, allowed or not
             tokens.append(int(dice.choice(allowed)) if allowed and dice.random() < 0.85 else other)
         found = together(list(zip(ours, tokens, strict=True)))
         wanted = [alone(grammar, token) for grammar, token in zip(theirs, tokens, strict=True)]
@@ -119,7 +121,7 @@ def test_together_is_the_same_as_one_by_one(data: st.DataObject) -> None:
         check_alike(one, other)
 
 
-def text(count: int) -> tuple[list[Matched], int]:
+def text(count: int) -> tuple[list[GrammarMatcher], int]:
     """Grammars of one vocabulary that allow the token `a`."""
     found = [compile(Grammar.regex(f"a[a-y]{{0,{9 + i}}}"), tokenizer(1, 0), 300) for i in range(count)]
     return found, tokenizer(1, 0).encode("a")[0]
@@ -137,7 +139,7 @@ def test_masks_of_many_are_rows_of_one_array_that_no_grammar_keeps() -> None:
     del masks, array
     gc.collect()
     assert kept() is None
-    assert all(grammar.breadth > 0 for grammar in grammars)  # known all the same
+    assert all(grammar.mask_density > 0 for grammar in grammars)  # known all the same
 
 
 def test_a_refused_token_changes_nothing_for_its_row_and_for_the_others() -> None:
@@ -191,7 +193,7 @@ def smollm2_words(smollm2_path) -> Tokenizer:
 
 
 def test_a_full_table_is_renewed_among_others(smollm2_words, monkeypatch) -> None:
-    monkeypatch.setitem(shelf.LIMITS, "max_lexer_states", 6500)
+    monkeypatch.setitem(grammar_cache.LIMITS, "max_lexer_states", 6500)
     grammar = Grammar.regex("(.*a.{12}b|[^c]*d.{10}e)Q")
     rows = [compile(grammar, smollm2_words, smollm2_words.vocab_size) for _ in range(9)]
     easy = [compile(Grammar.regex(f"[^{c}]*"), smollm2_words, smollm2_words.vocab_size) for c in "xyz"]
@@ -220,13 +222,13 @@ def test_a_full_table_is_renewed_among_others(smollm2_words, monkeypatch) -> Non
 def test_masks_are_laid_out_for_the_model(known: int, more: int, ends: list[int], seed: int) -> None:
     """Against booleans: the compiler's own end token and what fills its vocabulary up are no tokens of the model."""
     dice, vocab = np.random.default_rng(seed), known + more
-    words = MaskWords(known, vocab, tuple(id for id in sorted(set(ends)) if id < vocab))
-    found = words.room(5)
+    words = MaskLayout(known, vocab, tuple(id for id in sorted(set(ends)) if id < vocab))
+    found = words.buffer(5)
     found[:] = dice.integers(0, 2**32, found.shape, np.uint32)
     allowed = np.zeros((5, -(-vocab // 32) * 32), bool)
     allowed[:, :known] = np.unpackbits(found.view(np.uint8), axis=1, bitorder="little")[:, :known]
     allowed[:, list(words.ends)] = False
-    masks, counts = words.text(found)
+    masks, counts = words.without_ends(found)
     assert counts == allowed.sum(1).tolist()
     words.allow_ends(masks, [1, 4])
     allowed[np.ix_([1, 4], words.ends)] = True
@@ -239,25 +241,25 @@ def test_masks_are_laid_out_for_the_model(known: int, more: int, ends: list[int]
 
 def test_masks_of_one_grammar_are_computed_in_their_order() -> None:
     (one, other), a = text(2)
-    masks = [LaterMask(grammar, frozenset(), 300) for grammar in (one, other, one, one, other)]
-    now, rest = firsts(masks)
+    masks = [AsyncLogitMask(grammar, frozenset(), 300) for grammar in (one, other, one, one, other)]
+    now, rest = one_per_grammar(masks)
     assert (now, rest) == (masks[:2], masks[2:])
-    assert firsts(rest) == ([masks[2], masks[4]], [masks[3]])
+    assert one_per_grammar(rest) == ([masks[2], masks[4]], [masks[3]])
     twin, (b, c) = one.copy(), tokenizer(1, 0).encode("b") + tokenizer(1, 0).encode("c")
-    first = LaterMask(one, frozenset(), 300)
+    first = AsyncLogitMask(one, frozenset(), 300)
     first.start((a,))
-    follower = GrammarFollower(first, one, frozenset(), 300)
-    later = [first, *(follower.follow(token) for token in (b, c, a, a))]
+    following = AsyncGrammarMasks(first, one, frozenset(), 300)
+    later = [first, *(following.follow(token) for token in (b, c, a, a))]
     for mask, token in zip(later, (a, b, c, a, a), strict=True):
         assert same(alone(twin, token)[1], mask.words())
-    follower.cut(2)
+    following.cut(2)
     twin.rollback(3)
     check_alike(one, twin)
 
 
 def test_a_token_that_ends_the_text_moves_no_grammar() -> None:
     grammars, a = text(FEW + 1)
-    masks = [LaterMask(grammar, frozenset({0}), 300) for grammar in grammars]
+    masks = [AsyncLogitMask(grammar, frozenset({0}), 300) for grammar in grammars]
     for i, mask in enumerate(masks):
         mask.start((0 if i == 1 else a,))
     assert [mask.wait() for mask in masks] == [i != 1 for i in range(len(masks))]
@@ -269,7 +271,9 @@ def test_a_token_that_ends_the_text_moves_no_grammar() -> None:
 
 def test_nobody_is_left_waiting_after_a_fault_of_ours() -> None:
     grammars, a = text(FEW)
-    masks = [LaterMask(grammar, frozenset(), 300) for grammar in [*grammars, grammars[0]]]  # one twice: not allowed
+    masks = [
+        AsyncLogitMask(grammar, frozenset(), 300) for grammar in [*grammars, grammars[0]]
+    ]  # one twice: not allowed
     for mask in masks:
         mask.token = a
     compute(masks)

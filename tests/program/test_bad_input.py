@@ -302,7 +302,7 @@ BAD_MASKS: dict[str, tuple[Any, type[Exception], str]] = {
     "a negative run": ([[AT + 5, -5], [AT]], ValueError, "-5"),
     "a fraction": ([[AT + 0.5], [AT]], TypeError, "integer"),
     "text for a run": ([["a"], [AT]], TypeError, "integer"),
-    "one flat list": ([AT, AT], TypeError, "one list of runs per row"),
+    "one flat list": ([AT, AT], TypeError, "a list of runs per row"),
     "text": ("causal", TypeError, "list"),
     "a number": (5, TypeError, "list"),
     "booleans as runs": (np.ones((2, AT), dtype=bool), TypeError, "integer"),

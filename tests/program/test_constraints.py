@@ -25,7 +25,7 @@ from tokenizers import Tokenizer as Backend
 import headway as hw
 from headway.base.errors import InvalidInput, InvalidToken, WrongType
 from headway.base.masks import logit_mask
-from headway.program.constraints.constraint import cache as shelf
+from headway.program.constraints import cache as grammar_cache
 from headway.program.constraints.constraint import compile
 from headway.program.constraints.grammar import CHOICES, LARK_NAMES, Grammar
 from headway.program.constraints.json_schema import DEPTH, NODES, OPTIONAL
@@ -507,7 +507,7 @@ def test_constraints_of_one_grammar_do_not_share_state(start, tokenizer, closers
 
 def test_a_text_can_be_followed_however_many_states_the_texts_of_others_took(start, monkeypatch):
     """Copies share a table of states, which has an end; a text that alone fits into one always does."""
-    monkeypatch.setitem(shelf.LIMITS, "max_lexer_states", 6500)
+    monkeypatch.setitem(grammar_cache.LIMITS, "max_lexer_states", 6500)
     grammar = Grammar.regex("(.*a.{12}b|[^c]*d.{11}e)Q")
     renewed = []
 
@@ -576,10 +576,10 @@ def test_a_forgotten_tokenizer_takes_its_grammars_along():
 
 def test_compiled_grammars_are_kept_up_to_a_limit():
     tokenizer, names = spaces_tokenizer([])
-    for i in range(shelf.KEPT + 10):
+    for i in range(grammar_cache.MAX_GRAMMARS + 10):
         compile(Grammar.regex(f"a{{{i + 1}}}"), tokenizer, len(names))
-    kept = shelf.shelf_of(tokenizer, len(names))._kept
-    assert len(kept) == shelf.KEPT
+    kept = grammar_cache.grammar_cache(tokenizer, len(names))._kept
+    assert len(kept) == grammar_cache.MAX_GRAMMARS
     assert Grammar.regex("a{1}").key not in kept
     assert Grammar.regex("a{74}").key in kept
 
@@ -589,8 +589,8 @@ def test_large_grammars_are_kept_up_to_a_size():
     large = [Grammar.choices(["ab" * 50_000 + "a" * i]) for i in range(12)]
     for grammar in large:
         compile(grammar, tokenizer, len(names))
-    kept = shelf.shelf_of(tokenizer, len(names))._kept
-    assert sum(map(len, kept)) <= shelf.KEPT_BYTES
+    kept = grammar_cache.grammar_cache(tokenizer, len(names))._kept
+    assert sum(map(len, kept)) <= grammar_cache.MAX_SOURCE_BYTES
     assert list(kept) == [grammar.key for grammar in large[-10:]]
 
 
@@ -659,7 +659,7 @@ CROSS = {"allOf": [{"anyOf": [obj({f"p{i}": {"const": j}}) for j in range(6)]} f
         (obj({f"p{i}": {} for i in range(OPTIONAL + 1)}, []), f"at most {OPTIONAL}"),
         (CROSS, "too large"),
         ({"const": "x" * 300_000}, "bytes"),
-        ("{", "not JSON"),
+        ("{", "not valid JSON"),
         ("[" * 100_000, "levels"),
         ('{"type": "string", "type": "null"}', "twice"),
         ('{"minimum": NaN}', "NaN"),

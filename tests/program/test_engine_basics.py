@@ -256,7 +256,7 @@ def test_what_is_no_model_is_refused(model: Any) -> None:
 def test_what_is_no_program_is_refused(engine: hw.Engine) -> None:
     with pytest.raises(hw.WrongType, match=r"the program is None.*async function"):
         engine.run(None)  # type: ignore[arg-type]
-    with pytest.raises(hw.WrongType, match=r"the program gave 97, which cannot be awaited.*async def"):
+    with pytest.raises(hw.WrongType, match=r"the program returned 97, which cannot be awaited.*async def"):
         engine.run(lambda engine: engine.vocab_size)  # type: ignore[arg-type, return-value]
 
 
@@ -288,8 +288,8 @@ def test_a_token_id_outside_the_vocabulary_is_refused(engine: hw.Engine, token: 
 @pytest.mark.parametrize(
     "tokens", ["text", b"ids", [1.0], [True], [[1]], [None], np.array([1.0]), np.zeros((1, 1), int), 5]
 )
-def test_what_is_no_list_of_whole_numbers_is_refused(engine: hw.Engine, tokens: Any) -> None:
-    with pytest.raises(hw.WrongType, match="whole number"):
+def test_what_is_no_list_of_integers_is_refused(engine: hw.Engine, tokens: Any) -> None:
+    with pytest.raises(hw.WrongType, match="integer"):
         engine.context().forward().input(tokens)
 
 

@@ -100,7 +100,7 @@ def test_nulls_say_nothing_and_one_id_is_a_list(tmp_path: Path) -> None:
         ({"min_p": -0.1}, "min_p is -0.1"),
         ({"typical_p": 0}, "typical_p is 0.0"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0.0"),
-        ({"do_sample": "yes"}, "do_sample is 'yes'; it takes true or false"),
+        ({"do_sample": "yes"}, "do_sample is 'yes'; it must be true or false"),
         ({"num_beams": 0}, "num_beams is 0"),
         ({"num_return_sequences": 0}, "num_return_sequences is 0"),
         ({"length_penalty": [1]}, "length_penalty is"),
@@ -198,9 +198,9 @@ def test_each_option_can_be_overridden() -> None:
 
 
 def test_overrides_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(hw.InvalidInput, match=r"temperature=0\.7 has no meaning without sampling; give do_sample=True"):
+    with pytest.raises(hw.InvalidInput, match=r"temperature=0\.7 has no effect without sampling; give do_sample=True"):
         GenerationDefaults().sampler(temperature=0.7)
-    with pytest.raises(hw.InvalidInput, match="'temprature' is no generation option; there are bos_id, do_sample"):
+    with pytest.raises(hw.InvalidInput, match="'temprature' is not a generation parameter; expected bos_id, do_sample"):
         SAMPLED.sampler(temprature=1.0)
     with pytest.raises(hw.InvalidInput, match="top_p is 2"):
         SAMPLED.sampler(top_p=2)

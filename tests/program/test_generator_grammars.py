@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import headway as hw
-from headway.program.constraints.constraint import COMPILERS, Matched, _compilers
+from headway.program.constraints.constraint import COMPILERS, GrammarMatcher, _compilers
 from headway.testing import ScriptedRunner, stepping
 from support.schemas import array, obj
 
@@ -334,7 +334,7 @@ def test_no_mask_is_computed_behind_the_last_token_of_a_text_that_is_cut(
             generation = context.generate(hw.Multinomial(seed=1), max_tokens=limit, constrain=grammar, probe=probe)
             await generation.tokens()
             constraint = generation._said.constraint
-            assert isinstance(constraint, Matched)
+            assert isinstance(constraint, GrammarMatcher)
             assert (generation.finish, constraint.may_end) == ("length", False)
             assert constraint._mask is None
             more = await generation.resume(3).tokens()

@@ -268,7 +268,7 @@ def test_every_sequence_can_go_on(engine: hw.Engine, options: dict[str, Any]) ->
                 assert each.tokens == (*PROMPT, *one.tokens)
                 follow = await each.generate(hw.Argmax(), max_tokens=4).tokens()
                 assert follow == await tokens_of(engine, [*PROMPT, *one.tokens], hw.Argmax(), 4)
-            with pytest.raises(hw.InvalidInput, match="the context was changed"):
+            with pytest.raises(hw.InvalidInput, match="the context has changed"):
                 await found.contexts()
             for each in contexts[1:]:
                 each.release()

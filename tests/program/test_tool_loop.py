@@ -156,16 +156,16 @@ def test_a_call_is_run_and_its_result_goes_back_through_the_template(staged: Mak
 
 def check_tokens_are_the_template_s(stage: Stage, ctx: hw.Context) -> None:
     """The context holds what the template makes of its messages, but for the spelling of what the model wrote."""
-    template, talk = stage.engine.chat_template, ctx.talk
+    template, conversation = stage.engine.chat_template, ctx.conversation
     assert template is not None
-    assert stage.decode(ctx) == talk.said
-    rendered = template.render(talk.messages, tools=[dict(t) for t in talk.tools or ()])
-    for message in talk.messages:
+    assert stage.decode(ctx) == conversation.transcript
+    rendered = template.render(conversation.messages, tools=[dict(t) for t in conversation.tools or ()])
+    for message in conversation.messages:
         if message["role"] != "assistant":
-            assert message["content"] in talk.said or "Be brief." in message["content"]
-    assert talk.said.endswith(rendered[-40:])
-    assert "how far ahead" in talk.said  # the tools stand in it
-    assert "sunny ☀️" in talk.said  # and the result
+            assert message["content"] in conversation.transcript or "Be brief." in message["content"]
+    assert conversation.transcript.endswith(rendered[-40:])
+    assert "how far ahead" in conversation.transcript  # the tools stand in it
+    assert "sunny ☀️" in conversation.transcript  # and the result
 
 
 def test_parts_come_as_they_are_written(staged: Make) -> None:
@@ -212,7 +212,7 @@ def test_a_second_turn_follows_a_template_that_drops_reasoning_and_moves_the_too
             reply = ctx.chat("And now?", tools=[weather])
             shown = stage.decode(ctx)
             rendered = stage.engine.chat_template.render(  # type: ignore[union-attr]
-                ctx.messages, add_generation_prompt=True, tools=[dict(t) for t in ctx.talk.tools or ()]
+                ctx.messages, add_generation_prompt=True, tools=[dict(t) for t in ctx.conversation.tools or ()]
             )
             if template != "harmony.jinja":
                 assert shown == rendered  # written anew, so to the letter
@@ -242,10 +242,10 @@ def test_a_context_with_other_text_is_not_written_anew(staged: Make) -> None:
 
     async def program(ctx: hw.Context) -> None:
         ctx.user("Hello.").fill("(something of my own)")
-        before = ctx.tokens, ctx.talk, ctx.pending
+        before = ctx.tokens, ctx.conversation, ctx.pending
         with pytest.raises(hw.TemplateError, match="holds more than its messages"):
             ctx.chat("Weather?", tools=[weather])
-        assert (ctx.tokens, ctx.talk, ctx.pending) == before
+        assert (ctx.tokens, ctx.conversation, ctx.pending) == before
 
     run(stage, program)
 
@@ -273,7 +273,7 @@ def test_a_fork_and_a_snapshot_keep_the_tools(staged: Make) -> None:
         await ctx.chat("One?", tools=[weather]).text()
         ctx.save("with-tools", durable=True)
         with ctx.fork() as fork, stage.engine.take("with-tools") or ctx as opened:
-            assert fork.talk == opened.talk == ctx.talk
+            assert fork.conversation == opened.conversation == ctx.conversation
             assert opened.user("More?").tokens == fork.user("More?").tokens
 
     run(stage, program)
@@ -363,7 +363,7 @@ def test_a_stop_that_begins_inside_a_token_leaves_what_the_context_holds(staged:
     async def program(ctx: hw.Context) -> None:
         stage.say("<think>\nhm\n</think>\n\none <tool_call>", end="<|im_end|>")
         assert await ctx.chat("Count.", stop="call>").text() == "one <tool_"
-        assert ctx.talk.said == stage.decode(ctx)
+        assert ctx.conversation.transcript == stage.decode(ctx)
         stage.say("<think>\nhm\n</think>\n\ntwo", end="<|im_end|>")
         assert await ctx.chat("Again.").text() == "two"  # the template drops the reasoning before it
 
@@ -464,10 +464,10 @@ def fails(staged: Make, error: type[Exception], match: str, *texts: str, tools: 
 
     async def program(ctx: hw.Context) -> None:
         ctx.system("Be brief.").user("Hello.")
-        before = ctx.tokens, ctx.pending, ctx.seq_len, ctx.talk, ctx.written
+        before = ctx.tokens, ctx.pending, ctx.seq_len, ctx.conversation, ctx.written
         with pytest.raises(error, match=match):
             await ctx.chat("Go.", tools=tools, **options).text()
-        assert (ctx.tokens, ctx.pending, ctx.seq_len, ctx.talk, ctx.written) == before
+        assert (ctx.tokens, ctx.pending, ctx.seq_len, ctx.conversation, ctx.written) == before
 
     run(stage, program)
 
@@ -499,7 +499,7 @@ def test_a_tool_that_never_returns_is_cut_off(staged: Make) -> None:
             cleaned.append(True)
         return "late"
 
-    late = "error: TimeoutError: the call took longer than 0.05 seconds and was given up"
+    late = "error: TimeoutError: the call took longer than 0.05 seconds and was abandoned"
     try:
         assert told(staged, tagged("sleeps"), sleeps, tool_timeout=0.05) == late
         assert told(staged, tagged("hangs"), hangs, tool_timeout=0.05) == late
@@ -526,13 +526,13 @@ def test_a_cancelled_reply_leaves_the_context_as_it_was(staged: Make) -> None:
     async def program(ctx: hw.Context) -> None:
         stage.say(tagged("hangs"), end="<|im_end|>")
         ctx.system("Be brief.")
-        before = ctx.tokens, ctx.pending, ctx.seq_len, ctx.talk
+        before = ctx.tokens, ctx.pending, ctx.seq_len, ctx.conversation
         task = asyncio.ensure_future(ctx.chat("Go.", tools=[hangs]).text())
         await called.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert (ctx.tokens, ctx.pending, ctx.seq_len, ctx.talk) == before
+        assert (ctx.tokens, ctx.pending, ctx.seq_len, ctx.conversation) == before
 
     run(stage, program)
 
@@ -557,10 +557,10 @@ def untyped(a, b: int) -> int:  # type: ignore[no-untyped-def]
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"tools": [add, add]}, hw.InvalidInput, "two tools have the name 'add'"),
     ({"tools": [untyped]}, hw.InvalidInput, "parameter 'a' of untyped has no annotation"),
-    ({"tools": [{"name": "f"}]}, hw.InvalidInput, "is no schema"),
+    ({"tools": [{"name": "f"}]}, hw.InvalidInput, "is not a schema"),
     ({"tools": [{"function": {"name": "a b"}}]}, hw.InvalidInput, "the name 'a b'"),
     ({"tools": "add"}, hw.WrongType, "list of functions"),
-    ({"tools": [3]}, hw.WrongType, "a function with a name, not 3"),
+    ({"tools": [3]}, hw.WrongType, "a tool must be a named function, not 3"),
     (
         {"tools": [add], "tool_choice": {"name": "sub"}},
         hw.InvalidInput,
@@ -574,9 +574,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_tokens": 0}, hw.InvalidInput, "max_tokens is 0"),
     ({"tool_timeout": 0}, hw.InvalidInput, "tool_timeout is 0"),
     ({"timeout": float("nan")}, hw.InvalidInput, "timeout is nan"),
-    ({"said": 3}, hw.WrongType, "chat was given 3"),
-    ({"said": ["hello"]}, hw.WrongType, "chat was given"),
-    ({"said": {"role": "wizard", "content": "x"}}, hw.TemplateError, "the role 'wizard' cannot be added"),
+    ({"messages": 3}, hw.WrongType, "chat was given 3"),
+    ({"messages": ["hello"]}, hw.WrongType, "chat was given"),
+    ({"messages": {"role": "wizard", "content": "x"}}, hw.TemplateError, "the role 'wizard' cannot be added"),
     ({"stop": ""}, hw.InvalidInput, "stop string is empty"),
     ({"sampler": "greedy"}, hw.WrongType, "greedy"),
 ]
@@ -594,10 +594,10 @@ def test_bad_input_is_refused_and_changes_nothing(
 
     async def program(ctx: hw.Context) -> None:
         ctx.user("Hello.")
-        before = ctx.tokens, ctx.pending, ctx.talk
+        before = ctx.tokens, ctx.pending, ctx.conversation
         with pytest.raises(error, match=match):
-            ctx.chat(**{"said": "Go.", **options})
-        assert (ctx.tokens, ctx.pending, ctx.talk) == before
+            ctx.chat(**{"messages": "Go.", **options})
+        assert (ctx.tokens, ctx.pending, ctx.conversation) == before
 
     run(stage, program)
 
@@ -610,7 +610,7 @@ def test_a_verb_names_the_role_that_a_template_fails_on(staged: Make) -> None:
         with pytest.raises(hw.TemplateError, match=r"the role 'system' cannot be added: .*no system"):
             ctx.system("Be brief.")
         assert (ctx.tokens, ctx.messages) == ((), ())
-        with pytest.raises(hw.InvalidInput, match="nothing was said"):
+        with pytest.raises(hw.InvalidInput, match="no message to reply to"):
             ctx.chat()
         with pytest.raises(hw.Unsupported, match=r"no place for tools.*tool_format='hermes'"):
             ctx.chat("Hi.", tools=[add])
@@ -626,10 +626,10 @@ def test_a_verb_that_is_refused_seals_nothing(staged: Make) -> None:
 
     async def program(ctx: hw.Context) -> None:
         ctx.user("Hi.").cue().fill("Hello.")
-        before = ctx.tokens, ctx.talk, ctx.written
+        before = ctx.tokens, ctx.conversation, ctx.written
         with pytest.raises(hw.TemplateError, match=r"the role 'system' cannot be added"):
             ctx.system("Be brief.")
-        assert (ctx.tokens, ctx.talk, ctx.written) == before
+        assert (ctx.tokens, ctx.conversation, ctx.written) == before
         assert [m["content"] for m in ctx.user("And?").messages] == ["Hi.", "Hello.", "And?"]
 
     run(stage, program)

@@ -80,7 +80,7 @@ async def several(ctx: hw.Context, beams: int | None) -> list[hw.Context]:
     best, *_ = await draws.sequences()
     assert_type(best, hw.Continuation)
     assert_type(best.score, float)
-    either: hw.Generation = ctx.generate(num_beams=beams)
+    either: hw.Generation | hw.Generations = ctx.generate(num_beams=beams)
     assert_type(await either.tokens(), list[int])
     return await draws.contexts()
 

@@ -7,14 +7,13 @@ parameter; `resolve` converts them to it. Nothing here draws: that is `kernels/r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
-from headway.base.checks import as_integer, check_integer, check_number, check_token_id
+from headway.base.checks import as_integer, check_number, check_token_id
 from headway.base.errors import InvalidInput, WrongType
+from headway.base.generation import PARAMETERS
 from headway.base.text import short_repr
-
-SEEDS = 1 << 64
 
 NO_TOKEN, UNDECIDED = -1, -2  # in the place of a sampled token: its logits are not numbers; the fast path cannot tell
 
@@ -56,7 +55,7 @@ class TopP:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _set_checked(self, p=_share(self.p, "p"))
+        _set_checked(self, p=_share(self.p))
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class MinP:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _set_checked(self, p=_ratio(self.p, "p"))
+        _set_checked(self, p=PARAMETERS["min_p"].check(self.p, "p"))
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class TopKTopP:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _set_checked(self, k=_count(self.k), p=_share(self.p, "p"))
+        _set_checked(self, k=_count(self.k), p=_share(self.p))
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Typical:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _set_checked(self, p=_share(self.p, "p"))
+        _set_checked(self, p=_share(self.p))
 
 
 @dataclass(frozen=True)
@@ -116,17 +115,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _set_checked(
-            self,
-            top_k=_off_or_count(self.top_k),
-            top_p=_share(self.top_p, "top_p"),
-            min_p=_ratio(self.min_p, "min_p"),
-            typical_p=_share(self.typical_p, "typical_p"),
-            repetition_penalty=_positive(self.repetition_penalty, "repetition_penalty"),
-            presence_penalty=check_number(self.presence_penalty, "presence_penalty"),
-            frequency_penalty=check_number(self.frequency_penalty, "frequency_penalty"),
-            logit_bias=_bias(self.logit_bias),
-        )
+        _set_checked(self, logit_bias=_bias(self.logit_bias))
 
     @property
     def bias(self) -> tuple[tuple[int, float], ...]:
@@ -167,48 +156,23 @@ def resolve(sampler: Sampler) -> Sampling:
     raise WrongType(f"{short_repr(sampler)} is not a sampler; use {hint}")
 
 
-def _set_checked(sampler: Any, **fields: Any) -> None:
-    """Write the checked values, and temperature and seed, into a frozen sampler."""
-    fields["temperature"] = _temperature(sampler.temperature)
-    fields["seed"] = None if sampler.seed is None else check_integer(sampler.seed, "seed", high=SEEDS - 1)
-    for name, value in fields.items():
+def _set_checked(sampler: Any, **checked: Any) -> None:
+    """Write checked values into a frozen sampler; the table checks those that have its names."""
+    for field in fields(sampler):
+        parameter, value = PARAMETERS.get(field.name), getattr(sampler, field.name)
+        if field.name not in checked and parameter is not None and not (field.name == "seed" and value is None):
+            checked[field.name] = parameter.check(value)
+    for name, value in checked.items():
         object.__setattr__(sampler, name, value)
 
 
-def _temperature(value: Any) -> float:
-    number = check_number(value, "temperature")
-    if number < 0:
-        raise InvalidInput(f"temperature is {number}; it must be at least 0 (0 is argmax, 1 leaves the model as it is)")
-    return number
+def _share(value: Any) -> float:
+    return PARAMETERS["top_p"].check(value, "p")
 
 
 def _count(value: Any) -> int:
     if (number := as_integer(value, "k")) < 1:
         raise InvalidInput(f"k is {number}; it must be an integer of at least 1 (Multinomial() keeps every token)")
-    return number
-
-
-def _off_or_count(value: Any) -> int:
-    if (number := as_integer(value, "top_k")) < 0:
-        raise InvalidInput(f"top_k is {number}; it must be an integer of at least 0 (0 turns it off)")
-    return number
-
-
-def _share(value: Any, name: str) -> float:
-    if not 0 < (number := check_number(value, name)) <= 1:
-        raise InvalidInput(f"{name} is {number}; it must be above 0 and at most 1 (1 keeps every token)")
-    return number
-
-
-def _ratio(value: Any, name: str) -> float:
-    if not 0 <= (number := check_number(value, name)) <= 1:
-        raise InvalidInput(f"{name} is {number}; it must be in [0, 1] (0 keeps every token)")
-    return number
-
-
-def _positive(value: Any, name: str) -> float:
-    if (number := check_number(value, name)) <= 0:
-        raise InvalidInput(f"{name} is {number}; it must be above 0 (1 turns it off, higher values discourage repeats)")
     return number
 
 

@@ -16,7 +16,7 @@ from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     import headway as hw
-    from headway.program.chat.reader import Reader
+    from headway.program.chat.reader import ReplyReader
 
 PROMPT = "> "
 HELP = """/help            this list
@@ -154,19 +154,19 @@ class ChatSession:
 
 async def reply(engine: hw.Engine, session: ChatSession, text: str) -> tuple[GeneratedAnswer, str]:
     """The program of one turn: fill in the message, generate, and return the answer and its reasoning."""
-    from headway.program.chat.messages import close_turn, open_turn, reply_format
-    from headway.program.chat.reader import Reader
+    from headway.program.chat.messages import append_messages, close_message, reply_format
+    from headway.program.chat.reader import ReplyReader
 
     ctx, format = session.ctx, reply_format(engine.chat_template)
-    open_turn(ctx, text)
+    append_messages(ctx, text)
     write = (lambda piece: None) if session.as_json else write_text
     if format is None:
         return await stream(engine, ctx, session.name, session.decoding, write), ""
-    reader = Reader(engine.tokenizer, format, ctx.talk.rendered)
+    reader = ReplyReader(engine.tokenizer, format, ctx.conversation.rendered)
     printer = ReplyPrinter(reader, silent=session.as_json)
     answer = await stream(engine, ctx, session.name, session.decoding, write, each=printer.show)
     if answer.finish_reason != "length":
-        close_turn(ctx, reader)
+        close_message(ctx, reader)
     return replace(answer, text=reader.reply.content), reader.reply.reasoning
 
 
@@ -174,7 +174,7 @@ async def reply(engine: hw.Engine, session: ChatSession, text: str) -> tuple[Gen
 class ReplyPrinter:
     """Prints a reply as it is parsed: content as is, reasoning dimmed, each on its own lines."""
 
-    reader: Reader
+    reader: ReplyReader
     silent: bool
     _thinking: bool = False
 

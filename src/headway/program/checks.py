@@ -1,4 +1,4 @@
-"""What a pass must be for this model and this context: each check raises with the value, the limit and a hint."""
+"""Checks of a pass against its model and context. Each raises with the value, the limit and a hint."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_readout(config: ModelConfig, what: Sampling | Probe) -> None:
 def check_windows(
     config: ModelConfig, masks: Sequence[Brle | None], positions: Iterable[int], base: int, pending: int = 0
 ) -> None:
-    """Raise when a mask leaves a row nothing inside a model's own sliding window; the first `pending` are no rows."""
+    """Raise if a mask leaves a row nothing inside the model's sliding window; the first `pending` are not rows."""
     windows = {w for w in config.windows if w is not None}
     known = np.fromiter(positions, np.int64) if windows else np.empty(0, np.int64)
     for window in windows:
@@ -68,7 +68,7 @@ def check_windows(
 
 
 def check_reread(table: PageTable, what: Sampling | Probe) -> None:
-    """Raise unless the last token can be read: its state is kept, or all it attended to is still there."""
+    """Raise unless the last token can be read again: its state is kept, or all it attended to still exists."""
     if table.state is not None and reads_final_state(what):
         return
     live, mask = table.live(table.length), table.masks[-1]
@@ -81,7 +81,7 @@ def check_reread(table: PageTable, what: Sampling | Probe) -> None:
 
 
 def check_pass(context: Context, work: Pass) -> None:
-    """Raise unless a hand-made pass fits this context: what the builder would have seen to."""
+    """Raise unless a pass that was built by hand fits this context, as one of the builder does."""
     config, table, pending = context.engine.config, context.table, list(context.pending)
     token_ids(work.tokens, config.vocab_size)
     position_ids(work.positions, config.max_positions)
@@ -102,7 +102,7 @@ def _check_masks(table: PageTable, work: Pass) -> None:
     rows = [(i, m) for i, m in enumerate(work.masks or ()) if m is not None]
     for i, mask in rows:
         if not isinstance(mask, Brle):
-            raise WrongType(f"mask {i} is {mask!r}; a Brle (1 = attend) or None is needed")
+            raise WrongType(f"mask {i} is {mask!r}; it must be a Brle (1 = attend) or None")
         wanted = {base + i + 1} if work.causal else {base + i + 1, end}
         if len(mask) not in wanted:
             raise InvalidMask(f"mask {i} covers {len(mask)} slots; {sorted(wanted)} are possible")
@@ -117,7 +117,7 @@ def _check_readouts(config: ModelConfig, table: PageTable, work: Pass) -> None:
         if not first <= readout.row < len(work.tokens):
             raise OutOfRange(f"a readout names row {readout.row}; this pass has rows 0 to {len(work.tokens) - 1}")
         if not isinstance(readout.what, Sampling | Probe):
-            raise WrongType(f"a readout has {readout.what!r}; a probe or a Sampling is needed (samplers.resolve)")
+            raise WrongType(f"a readout has {readout.what!r}; it must be a probe or a Sampling (samplers.resolve)")
         check_integer(readout.seed, "seed", high=LIMIT - 1)
         check_integer(readout.ordinal, "ordinal", high=LIMIT - 1)
         check_readout(config, readout.what)

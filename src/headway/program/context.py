@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import numpy as np
 
-from headway.base.checks import check_integer
 from headway.base.errors import (
     Closed,
     ContextBusy,
     InvalidInput,
     PassFailed,
 )
+from headway.base.generation import PARAMETERS
 from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampler
@@ -30,12 +30,11 @@ from headway.program.constraints.grammar import Grammar
 from headway.program.forward import Execution, Forward
 from headway.program.generation.defaults import GenerationDefaults
 from headway.program.generation.generator import Generation
-from headway.program.generation.parameters import Options, settle
-from headway.program.generation.sequences import Generations, Request, started
-from headway.program.generation.stops import listed_stops
+from headway.program.generation.parameters import Options, refuse, settle
+from headway.program.generation.sequences import Generations, start
 from headway.program.ids import integers, token_ids
 from headway.program.pages import RawPages
-from headway.program.view import View
+from headway.program.view import ContextView
 from headway.runtime.job import Job
 from headway.runtime.passes import Pass, PassResult
 from headway.runtime.scheduler.order import BID_LIMIT
@@ -50,23 +49,30 @@ class Context:
     def __init__(self, engine: Engine, table: PageTable, seed: int | None = None) -> None:
         self.engine, self.table, self.seed = engine, engine.loop.adopt(table), seed
         self._pending: list[int] = []
-        self._talk = Conversation()
-        self.retract: Callable[[], None] | None = None  # takes back a pass that a generator runs ahead
-        self._written = 0  # tokens in the context when the last chat verb ended, to tell what was written behind it
-        self.cached_tokens = 0  # those that passes found in the prefix cache and did not compute
+        self._conversation = Conversation()
+        self.retract: Callable[[], None] | None = None  # takes back a pass that a generation runs ahead
+        self._written = 0  # tokens in the context after the last chat verb, to tell what was written since
+        self.cached_tokens = 0  # taken from the prefix cache instead of computed
         self._finalizer = weakref.finalize(self, engine.loop.release_later, table)
+
+    def __repr__(self) -> str:
+        with self.engine.lock:  # and not through seq_len and pending, which take back a pass that runs ahead
+            computed, pending = self.table.length, len(self._pending)
+            busy = self.engine.loop.last_job(self.table) is not None
+            state = "released" if self.table.closed else "lost" if self.table.lost else "busy" if busy else "idle"
+        return f"<Context: {computed} tokens computed, {pending} pending, {state}>"
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
     @property
     def seq_len(self) -> int:
-        """How many slots are computed, discarded ones included."""
+        """The number of computed slots, discarded ones included."""
         self._come_back()
         return self.table.length
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Tokens that are not computed yet."""
+        """The tokens that are not computed yet."""
         self._come_back()
         return tuple(self._pending)
 
@@ -90,14 +96,14 @@ class Context:
     @property
     def messages(self) -> tuple[Mapping[str, Any], ...]:
         """The chat so far."""
-        return self._talk.messages
+        return self._conversation.messages
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def fill(self, text_or_ids: str | Iterable[int], *, special: bool = False) -> Self:
         """Append text or token ids to the pending buffer; nothing is computed yet.
 
-        Text that opens an empty context gets the tokenizer's begin token if the model wants one. Names of special
+        Text that opens an empty context gets the tokenizer's begin token if the model expects one. Names of special
         tokens inside text are plain text unless `special=True`.
         """
         with self.changing():
@@ -110,7 +116,7 @@ class Context:
                 ids = token_ids(ids, self.engine.vocab_size, "encoded text")
             else:
                 ids = token_ids(text_or_ids, self.engine.vocab_size)
-            self._written = min(self._written, self._total())  # a verb's tokens may have been cut
+            self._written = min(self._written, self._total())  # tokens of a verb may have been truncated
             self._pending += ids
         return self
 
@@ -129,27 +135,27 @@ class Context:
     def cue(self) -> Self:
         """Append the generation prompt; twice in a row adds one."""
         with self.changing():
-            self._talk, ids = self.engine.chat.cue(self._talk)
+            self._conversation, ids = self.engine.chat.cue(self._conversation)
             if ids:
                 self._pending += ids
             self._written = self._total()
         return self
 
     def seal(self) -> Self:
-        """Append what the template puts after an assistant text: the text behind the cue becomes a message."""
+        """Append what the template puts after an assistant text: the text after the cue becomes a message."""
         with self.changing():
-            said = [*self.table.tokens, *self._pending][self._written :]
-            text = self.engine.tokenizer.decode(said, skip_special=True)
-            self._talk, ids = self.engine.chat.seal(self._talk, text)
+            written = [*self.table.tokens, *self._pending][self._written :]
+            text = self.engine.tokenizer.decode(written, skip_special=True)
+            self._conversation, ids = self.engine.chat.seal(self._conversation, text)
             self._pending += ids
             self._written = self._total()
         return self
 
     def _say(self, message: Mapping[str, Any]) -> Self:
         with self.changing(), self._all_or_nothing():
-            if self._talk.cued and self._total() > self._written:
+            if self._conversation.cued and self._total() > self._written:
                 self.seal()
-            self._talk, ids = self.engine.chat.add(self._talk, message)
+            self._conversation, ids = self.engine.chat.add(self._conversation, message)
             self._pending += ids
             self._written = self._total()
         return self
@@ -158,7 +164,7 @@ class Context:
         return self.table.length + len(self._pending)
 
     def set_bid(self, bid: float) -> Self:
-        """The priority of this context's passes, from -1000 to 1000; waiting one step counts as much as 1."""
+        """The priority of this context's passes, from -1000 to 1000; each step of waiting adds 1."""
         with self.engine.lock:
             self._check_open()
             self.table.bid = checked_bid(bid)
@@ -172,12 +178,14 @@ class Context:
         return Forward(self)
 
     async def flush(self, attention_mask: Mask | Sequence[Sequence[int]] | None = None, adapter: object = None) -> None:
-        """Compute the pending tokens. Raw mask rows bind the pending tokens, one row each."""
+        """Compute the pending tokens. Raw mask rows apply to the pending tokens, one row each."""
         if adapter is not None:
             self.forward().adapter(adapter)
         if not self.pending:
             if attention_mask is not None:
-                raise InvalidInput("flush was given an attention mask and there are no pending tokens for it to bind")
+                raise InvalidInput(
+                    "flush was given an attention mask and there are no pending tokens for it to apply to"
+                )
             return
         await self._flush(attention_mask)
 
@@ -246,30 +254,31 @@ class Context:
         constrain: Grammar | Constraint | None = None,
         probe: Probe | None = None,
         attention_mask: Mask | None = None,
+        penalize_prompt: bool = True,
         adapter: object = None,
         speculate: object = None,
-        penalize_prompt: bool = True,
-    ) -> Generation:
+    ) -> Generation | Generations:
         """Many passes: an async iterator of steps; `await gen.text()` collects. Adds the cue after a chat verb.
 
             text = await ctx.generate(hw.TopP(0.9), max_tokens=64, stop=["\\n"]).text()
             best, second = await ctx.generate(num_beams=4, num_return_sequences=2, max_tokens=20).texts()
 
-        Without a sampler the model's generation_config.json says how to choose and how long; a sampler puts that file
-        aside, and an argument goes before both; how to draw (`temperature`, `top_k`, …) is said in one of these places.
-        Where nobody says, the likeliest token is taken, at most 256 times.
+        Without a sampler the model's generation_config.json says how to choose tokens and how many. A sampler replaces
+        that file; an argument overrides both. How to draw (`temperature`, `top_k`, …) is given in one of these places.
+        The default is the likeliest token, 256 times at most.
         `max_length` and `min_length` count the prompt, `max_tokens` and `min_tokens` do not.
 
         Stops add to the model's own end tokens, unless `stop_only`; end tokens and stop ids cannot come before the
         minimum. `constrain` is a `Grammar` or an object with `mask`, `accept` and `rollback`. The repetition penalty
         counts the prompt too, unless `penalize_prompt=False`.
 
-        With `num_beams` or `num_return_sequences` the result is `Generations`: several sequences on shared pages, of
-        which the first, the best of the beams, continues in this context. Draws without beams have seeds made of this
-        generation's.
+        With `num_beams` or `num_return_sequences` the result is `Generations`: several sequences on shared pages. The
+        first, which is the best of the beams, continues in this context. Without beams, the seeds of the draws are
+        derived from this generation's seed.
         """
         self._check_open()
-        said = GenerationDefaults(
+        refuse(adapter=adapter, speculate=speculate)
+        given = GenerationDefaults(
             do_sample=do_sample,
             temperature=temperature,
             top_k=top_k,
@@ -284,35 +293,42 @@ class Context:
             num_return_sequences=num_return_sequences,
             max_length=max_length,
             min_length=min_length,
-            max_new_tokens=None if max_tokens is None else check_integer(max_tokens, "max_tokens", low=1),
-            min_new_tokens=None if min_tokens is None else check_integer(min_tokens, "min_tokens"),
+            max_new_tokens=None if max_tokens is None else PARAMETERS["max_tokens"].check(max_tokens),
+            min_new_tokens=None if min_tokens is None else PARAMETERS["min_tokens"].check(min_tokens),
         )
-        request = Request(
-            listed_stops(stop), stop_only, constrain, probe, attention_mask, adapter, speculate, penalize_prompt
-        )
-        several = num_beams is not None or num_return_sequences is not None
         with self._all_or_nothing():
-            if self._talk.messages and not self._talk.cued and self._total() <= self._written:
+            if self._conversation.messages and not self._conversation.cued and self._total() <= self._written:
                 self.cue()
             parameters = settle(
-                said, sampler, lambda: self.engine.generation_defaults, len(self.tokens), room=self.room()
+                given,
+                sampler,
+                lambda: self.engine.generation_defaults,
+                prompt=len(self.tokens),
+                room=self.room(),
+                eos_ids=self.engine.eos_ids,
+                stop=stop,
+                stop_only=stop_only,
+                constrain=constrain,
+                probe=probe,
+                attention_mask=attention_mask,
+                penalize_prompt=penalize_prompt,
             )
-            return started(self, parameters, request, several=several)
+            return start(self, parameters, several=num_beams is not None or num_return_sequences is not None)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """What is appended here is taken back when any of it is refused."""
-        before, talk, written = len(self.pending), self._talk, self._written
+        """Take back what is appended in this block when any of it is refused."""
+        before, conversation, written = len(self.pending), self._conversation, self._written
         try:
             yield
         except BaseException:
             del self._pending[before:]
-            self._talk, self._written = talk, written
+            self._conversation, self._written = conversation, written
             raise
 
     def chat(
         self,
-        said: Messages = None,
+        messages: Messages = None,
         sampler: Sampler | None = None,
         *,
         tools: Iterable[Callable[..., Any] | Mapping[str, Any]] | None = None,
@@ -325,14 +341,14 @@ class Context:
         tool_timeout: float | None = 30.0,
         timeout: float | None = None,
     ) -> ChatReply:
-        """Say something and get the reply: an async iterator of parts; `await reply.text()` collects the answer.
+        """Append messages and get the reply: an async iterator of parts; `await reply.text()` collects the answer.
 
         `tools` are typed functions, which are run when the model calls them, or schemas. `max_tokens` bounds each
         message, `max_rounds` how often calls are run, `tool_timeout` one call and `timeout` all, in seconds.
         """
         limits = ChatLimits(max_tokens, max_rounds, tool_timeout, timeout)
         options: dict[str, Any] = {"tools": tools, "tool_choice": tool_choice, "tool_format": tool_format}
-        return ChatReply(self, said, sampler, **options, on_error=on_error, stop=stop, limits=limits)
+        return ChatReply(self, messages, sampler, **options, on_error=on_error, stop=stop, limits=limits)
 
     # -- changing --------------------------------------------------------------------------------------------------
 
@@ -341,7 +357,7 @@ class Context:
         with self.changing():
             twin = Context(self.engine, self.table.fork(), self.seed)
             twin._pending = list(self._pending)
-            twin._talk, twin._written = self._talk, self._written
+            twin._conversation, twin._written = self._conversation, self._written
             return twin
 
     def truncate(self, n: int) -> Self:
@@ -369,7 +385,7 @@ class Context:
         return RawPages(self)
 
     def release(self) -> None:
-        """Give the pages back; the context is over."""
+        """Release the pages; the context cannot be used after."""
         with self.engine.lock:
             self._finalizer.detach()
             self.engine.loop.release_later(self.table)
@@ -410,15 +426,15 @@ class Context:
             yield self, running
 
     def _come_back(self) -> None:
-        """Take back a pass that a generator runs ahead: whoever looks at a context finds it between two steps."""
+        """Take back a pass that a generation runs ahead, so that the context is seen as it is between two steps."""
         with self.engine.lock:
             retract, self.retract = self.retract, None
             if retract is not None:
                 retract()
 
-    def view(self, ahead: Job | None) -> View:
+    def view(self, ahead: Job | None) -> ContextView:
         """The context as it is, or as it will be when the pass in flight has succeeded. The caller holds the lock."""
-        return View.of(self.table, self._pending, ahead)
+        return ContextView.of(self.table, self._pending, ahead)
 
     def submit(self, work: Pass, after: Job | None = None) -> Job:
         """Queue a pass over this context. The pending tokens it starts with leave the buffer when it succeeds."""
@@ -440,23 +456,23 @@ class Context:
             return Execution(self.submit(work), self, lambda result: result)
 
     def settle(self) -> None:
-        """Have the pages here, if the context was set aside: waits for them in this thread."""
+        """Resume the context if it was preempted; waits in this thread until its pages are back."""
         with self.changing():
             coming = self.execute(Pass((), (), commit=False)) if self.table.is_preempted else None
         if coming is not None:
             coming.result()
 
     @property
-    def talk(self) -> Conversation:
-        return self._talk
+    def conversation(self) -> Conversation:
+        return self._conversation
 
     @property
     def written(self) -> int:
         return self._written
 
-    def resume(self, pending: list[int], talk: Conversation, written: int) -> None:
-        """Take over what a snapshot kept beside the pages."""
-        self._pending, self._talk, self._written = pending, talk, written
+    def resume(self, pending: list[int], conversation: Conversation, written: int) -> None:
+        """Restore what a snapshot has besides the pages."""
+        self._pending, self._conversation, self._written = pending, conversation, written
 
     def last_residual(self) -> np.ndarray:
         """The last layer's output at the last token, before the final norm [E]."""
@@ -473,7 +489,7 @@ class Context:
 
 
 def checked_bid(bid: float) -> float:
-    """A bid inside its limits."""
+    """The bid, if it is inside its limits."""
     if isinstance(bid, bool) or not isinstance(bid, int | float) or not -BID_LIMIT <= bid <= BID_LIMIT:
-        raise InvalidInput(f"the bid is {bid!r}; it takes a number from {-BID_LIMIT:g} to {BID_LIMIT:g}")
+        raise InvalidInput(f"the bid is {bid!r}; it must be a number in [{-BID_LIMIT:g}, {BID_LIMIT:g}]")
     return float(bid)

@@ -1,4 +1,4 @@
-"""The engine: one loaded model, its pages, its loop. What programs are given."""
+"""The engine: one loaded model, its KV cache and its loop. Programs are functions of it."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from headway.models.fingerprint import fingerprint
 from headway.models.hub.store import resolve
 from headway.models.load import LoadProgress
 from headway.models.quantized.cpu import QuantizedDecoder
-from headway.program.chat.conversation import Chat
+from headway.program.chat.conversation import ChatWriter
 from headway.program.context import Context, checked_bid
 from headway.program.events import EventStream
 from headway.program.generation.defaults import GenerationDefaults
 from headway.program.model_text import ModelText
-from headway.program.prefix_cache import Cache
-from headway.program.sizing import Sizing, weight_bytes
+from headway.program.pool_size import PoolSize, weight_bytes
+from headway.program.prefix_cache import PrefixCache
+from headway.program.run_in_thread import run_in_thread
 from headway.program.snapshots import Snapshots
-from headway.program.threads import run_in_thread
 from headway.runtime.device import pick_device, pick_dtype, pick_threads
 from headway.runtime.loop import Loop
 from headway.runtime.memory import running_out
@@ -54,14 +54,14 @@ if TYPE_CHECKING:
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
-STEP_TOKENS = 512  # rows of one step unless max_batch_tokens says otherwise
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # for those who watch
+STEP_TOKENS = 512  # rows of one step, by default
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # for monitors
 _engines_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What was loaded, where and how."""
+    """The loaded model: name, format, device, sizes."""
 
     name: str
     path: str | None
@@ -77,7 +77,7 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What the engine holds and has done."""
+    """Counters of an engine: pages, steps, tokens."""
 
     pages_total: int
     pages_free: int
@@ -115,11 +115,12 @@ class Engine:
     ) -> None:
         """Load a model: a name, a folder, a .gguf file or a hub id, or a decoder that is in memory already.
 
-        `pages` of `page_size` slots hold keys and values (by default what fits); a step computes at most
-        `max_batch_tokens` rows. `memory_fraction` is how much of the device's memory Headway may use in all, weights,
-        pages and graphs (0.9 on a CUDA device; on a CPU pages take a share of what is free). With `deterministic` a
+        The KV cache has `pages` of `page_size` slots (by default as many as fit); a step computes at most
+        `max_batch_tokens` rows. `memory_fraction` is how much of the device's memory Headway may use for weights, pages
+        and graphs (0.9 on a CUDA device; on a CPU, pages take a share of what is free). With `deterministic` a
         row's bits depend on nothing but the row. `trim=False` keeps masked pages in the attention call. `runner`
-        computes batches in place of the model (headway.testing). `progress` is told of layers loaded and in all.
+        computes batches in place of the model (headway.testing). `progress` is called with the layers loaded and their
+        total.
         """
         _check_flags(deterministic=deterministic, trim=trim)
         where = pick_device(device)
@@ -132,11 +133,11 @@ class Engine:
         in_memory = isinstance(model, Decoder | QuantizedDecoder)
         self._path = None if in_memory else resolve(model)
         torch.set_num_threads(count)
-        given = _as_asked(model, dtype, device) if in_memory else self._path
+        given = _unchanged(model, dtype, device) if in_memory else self._path
         assert given is not None
         at = where if isinstance(given, Path) else given.device
         self._text = ModelText(self._path)
-        sizing = Sizing.begin(at, pages=pages, fraction=fraction, page_size=page_size, rows=budget)
+        sizing = PoolSize.begin(at, pages=pages, fraction=fraction, page_size=page_size, rows=budget)
         if runner is not None and isinstance(given, Decoder):
             self._backend = Backend(given, None, "another runner was given")
         else:
@@ -162,7 +163,7 @@ class Engine:
         with running_out(decoder.device, "trying out the largest step"):
             total = sizing.pick(decoder, in_memory=in_memory, small=small if runner is None else None)
         self._page_size, self._threads, self.deterministic = page_size, count, deterministic
-        self._decoder = given if isinstance(given, Decoder) else decoder  # one in memory stays as its owner knows it
+        self._decoder = given if isinstance(given, Decoder) else decoder  # one in memory stays as it was given
         self._name = f"{self.config.family} in memory" if in_memory else str(model)
         self._allocator = Allocator(total)
         with running_out(decoder.device, f"making {total} pages"):
@@ -180,9 +181,7 @@ class Engine:
         self._profiler = Profiler(_synchronizer(decoder.device), str(decoder.device))
         if runner is None:
             runner = self._backend.runner(pool, page_size, deterministic=deterministic, profiler=self._profiler)
-        native = (
-            self._backend.thread_pool is not None
-        )  # it has threads of its own: torch only does small things beside it
+        native = self._backend.thread_pool is not None  # it has its own thread pool: torch does little next to it
         self.loop = Loop(
             runner,
             self._allocator,
@@ -191,10 +190,18 @@ class Engine:
             positions=any(window is not None for window in self.config.windows),
             on_start=lambda: torch.set_num_threads(1 if native else count),
         )
-        weakref.finalize(self, self.loop.close)  # an engine that is lost, or open when Python ends, stops its worker
+        weakref.finalize(
+            self, self.loop.close
+        )  # stops the worker of an engine that is garbage, or open when Python exits
         self.snapshots = Snapshots(self, settings().cache / "snapshots")
         with _engines_lock:
             _engines.add(self)
+
+    def __repr__(self) -> str:
+        decoder, allocator = self._backend.decoder, self._allocator
+        dtype, state = str(decoder.dtype).removeprefix("torch."), "open" if self.alive else "closed"
+        pages = f"{allocator.free} of {allocator.total} pages free"
+        return f"<Engine {self._name!r}: {dtype} on {decoder.device}, {pages}, {state}>"
 
     # -- programs --------------------------------------------------------------------------------------------------
 
@@ -211,7 +218,9 @@ class Engine:
         async def main() -> Result:
             running = program(self, *args)
             if not isawaitable(running):
-                raise WrongType(f"the program gave {running!r:.60}, which cannot be awaited; write it with async def")
+                raise WrongType(
+                    f"the program returned {running!r:.60}, which cannot be awaited; write it with async def"
+                )
             return await running
 
         try:
@@ -231,15 +240,15 @@ class Engine:
     ) -> Context:
         """An empty context.
 
-        `seed` is for samplers that have none of their own; `priority` is its bid for the queue; contexts of different
-        `salt` never share cached pages; `token_budget` bounds the tokens it may compute, `deadline` its life (seconds).
+        `seed` is for samplers that have none of their own; `priority` is its bid in the queue; contexts of different
+        `salt` never share cached pages; `token_budget` bounds the tokens it may compute, `deadline` its seconds.
         """
         if seed is not None:
             seed = check_integer(seed, "seed", high=LIMIT - 1)
         if not isinstance(salt, str):
-            raise WrongType(f"salt is {salt!r}; it takes text")
+            raise WrongType(f"salt is {salt!r}; it must be a string")
         if deadline is not None and not (isinstance(deadline, int | float) and 0 < deadline < math.inf):
-            raise InvalidInput(f"deadline is {deadline!r}; it takes a number of seconds above 0")
+            raise InvalidInput(f"deadline is {deadline!r}; it must be a number of seconds above 0")
         with self.lock:
             self.loop.check_open()
             table = PageTable(self._allocator, self._page_size, salt)
@@ -251,16 +260,16 @@ class Engine:
             return Context(self, table, seed)
 
     @cached_property
-    def cache(self) -> Cache:
+    def cache(self) -> PrefixCache:
         """The prefix cache: counts, pins, clearing."""
-        return Cache(self)
+        return PrefixCache(self)
 
     @property
     def page_size(self) -> int:
         return self._page_size
 
     def events(self, limit: int = 1024) -> EventStream:
-        """What happens from now on: iterate, in a thread or with `async for`; one event a step."""
+        """Events from now on, one for each step: iterate in a thread or with `async for`."""
         return EventStream(self.loop, limit)
 
     def open(self, name: str) -> Context | None:
@@ -268,7 +277,7 @@ class Engine:
         return self.snapshots.open(name)
 
     def take(self, name: str) -> Context | None:
-        """The context saved under a name, which then is saved no more; or None."""
+        """The context saved under a name, which is then no longer saved; or None."""
         return self.snapshots.take(name)
 
     def delete(self, name: str) -> bool:
@@ -300,22 +309,22 @@ class Engine:
         return self._text.template
 
     @cached_property
-    def chat(self) -> Chat:
-        return Chat(self.chat_template, self.tokenizer)
+    def chat(self) -> ChatWriter:
+        return ChatWriter(self.chat_template, self.tokenizer)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text; none when the model has no tokenizer."""
+        """The model's end tokens; none when it has no tokenizer."""
         tokenizer = self._text.tokenizer
         return () if tokenizer is None else tokenizer.eos_ids
 
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
-        """What the model's generation_config.json says about generating; all None where there is no such file."""
+        """The model's generation_config.json; all values are None if it has no such file."""
         return GenerationDefaults.from_folder(self._path)
 
     def stream(self) -> TextStream:
-        """A decoder of tokens that come one by one."""
+        """A decoder for tokens that arrive one by one."""
         from headway.text.stream import TextStream
 
         return TextStream(self.tokenizer)
@@ -358,7 +367,7 @@ class Engine:
         return self.loop.lock  # type: ignore[return-value]
 
     def stats(self) -> EngineStats:
-        """Pages, steps, tokens so far."""
+        """Pages now, and steps and tokens so far."""
         with self.lock:
             self.loop.drain()
             done = self.loop.counters
@@ -387,14 +396,14 @@ class Engine:
         return self._profiler
 
     def profile(self) -> Profile:
-        """What was measured so far."""
+        """The measurements so far."""
         return self._profiler.profile()
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
-        """Whether it can compute: its worker runs, and nobody has closed it."""
+        """Whether it can compute: its worker runs and it is not closed."""
         try:
             self.loop.check_open()
         except Closed:
@@ -402,7 +411,7 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Cancel what waits, let the running step end, stop the worker."""
+        """Cancel waiting passes, let the running step end, stop the worker."""
         self.loop.close()
 
     def __enter__(self) -> Self:
@@ -415,13 +424,13 @@ class Engine:
 
 
 def engines() -> list[Engine]:
-    """The engines of this process, in no order; a closed one too, as long as somebody has it."""
+    """The engines of this process, in no order, closed ones included while they are referenced."""
     with _engines_lock:
         return list(_engines)
 
 
-def _as_asked(decoder: Decoder | QuantizedDecoder, dtype: str, device: str) -> Decoder | QuantizedDecoder:
-    """A decoder in memory, which is used as it is: another dtype or device than it has is refused."""
+def _unchanged(decoder: Decoder | QuantizedDecoder, dtype: str, device: str) -> Decoder | QuantizedDecoder:
+    """A decoder in memory, used as it is: another dtype or device than its own is refused."""
     where = decoder.device if device == "auto" else pick_device(device)
     if where.type != decoder.device.type or where.index not in (None, decoder.device.index):
         raise InvalidInput(f"device {device!r} was asked for and this decoder is on {decoder.device}; move it first")
@@ -434,7 +443,7 @@ def _as_asked(decoder: Decoder | QuantizedDecoder, dtype: str, device: str) -> D
 def _check_flags(**flags: bool) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise WrongType(f"{name} is {value!r:.60}; it takes True or False")
+            raise WrongType(f"{name} is {value!r:.60}; it must be True or False")
 
 
 def _synchronizer(device: torch.device) -> Callable[[], None]:

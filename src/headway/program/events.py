@@ -1,4 +1,4 @@
-"""The engine's events, for those who watch."""
+"""The engine's events, for monitors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POLL = 0.25  # seconds between looks at whether the stream was closed
 
 
 class EventStream:
-    """Step events as they happen; a reader that lags behind `limit` events loses the oldest (`lost` counts them)."""
+    """Step events as they happen; a reader more than `limit` events late loses the oldest (`lost` counts them)."""
 
     def __init__(self, loop: Loop, limit: int) -> None:
         limit = check_integer(limit, "limit", 1)
@@ -24,16 +24,16 @@ class EventStream:
         self._loop, self._closed = loop, False
         self.lost = 0
         with loop.lock:
-            loop.listeners.append(self._hear)
+            loop.listeners.append(self._receive)
 
-    def _hear(self, event: StepEvent) -> None:
-        """Called by the worker, which is the only one that puts."""
+    def _receive(self, event: StepEvent) -> None:
+        """Called by the worker, the only thread that puts events."""
         if self._events.full() and self.poll() is not None:
             self.lost += 1
         self._events.put_nowait(event)
 
     def poll(self, timeout: float = 0.0) -> StepEvent | None:
-        """The next event, or None when none comes in time."""
+        """The next event, or None when none arrives in time."""
         try:
             return self._events.get(timeout=timeout) if timeout else self._events.get_nowait()
         except queue.Empty:
@@ -55,8 +55,8 @@ class EventStream:
         """Stop listening."""
         self._closed = True
         with self._loop.lock:
-            if self._hear in self._loop.listeners:
-                self._loop.listeners.remove(self._hear)
+            if self._receive in self._loop.listeners:
+                self._loop.listeners.remove(self._receive)
 
     def __enter__(self) -> Self:
         return self

@@ -30,7 +30,7 @@ from headway.base.samplers import Sampler, Sampling, resolve
 from headway.program.checks import check_readout, check_reread, check_windows
 from headway.program.ids import check_position, integers, position_ids, token_ids
 from headway.program.output import Output, ProbeHandle, SampleHandle
-from headway.program.view import View
+from headway.program.view import ContextView
 from headway.runtime.job import Job
 from headway.runtime.passes import BEFORE, AsyncLogitMask, Feed, Pass, PassResult, Readout
 
@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class _Ask:
-    """A sampler or probe at a row of the builder, before rows are counted."""
+    """A sampler or probe at a row of the builder; the row may be negative."""
 
     row: int
     what: Sampling | Probe
@@ -58,7 +58,7 @@ class _LogitMask:
 
 
 class Forward:
-    """One pass over a context: say what goes in and what is read, then `await execute()`, once."""
+    """One pass over a context: add inputs and readouts, then `await execute()`, once."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -73,7 +73,13 @@ class Forward:
         self._executed = False
         self._feeds: list[tuple[int, SampleHandle, int]] = []  # (row, whose token, which)
         self._job: Job | None = None
-        self._raw_pending = 0  # pending tokens that raw mask rows bind, in a flush
+        self._raw_pending = 0  # pending tokens that raw mask rows apply to, in a flush
+
+    def __repr__(self) -> str:
+        samples = sum(isinstance(ask.what, Sampling) for ask in self._asks)
+        state = "executed" if self._executed else "not executed"
+        probes = len(self._asks) - samples
+        return f"<Forward: {len(self._tokens)} input tokens, {samples} samples, {probes} probes, {state}>"
 
     # -- input -----------------------------------------------------------------------------------------------------
 
@@ -137,8 +143,8 @@ class Forward:
         return self
 
     def mask_async(self, mask: AsyncLogitMask) -> Forward:
-        """A logit mask for every row that depends on tokens fed by a handle: computed beside the device, once those
-        are known. The step waits for it, so it must be quick; the generator gives masks of compiled grammars."""
+        """An async logit mask for all rows: it depends on tokens fed by a handle and is computed while the device runs.
+        The step waits for it, so it must be fast; the generator gives masks of compiled grammars."""
         self._check_open()
         if not self._feeds:
             raise InvalidInput(
@@ -175,7 +181,9 @@ class Forward:
             raise InvalidInput("sample was given no rows; -1 is the last")
         vocab = self._context.engine.vocab_size
         if not isinstance(sampler, Sampler):
-            raise WrongType(f"{sampler!r} is no sampler; give Argmax(), Multinomial(...), Sampling(...) or another one")
+            raise WrongType(
+                f"{sampler!r} is not a sampler; give Argmax(), Multinomial(...), Sampling(...) or another one"
+            )
         what = resolve(sampler)
         check_readout(self._context.engine.config, what)
         past = None if history is None else tuple(token_ids(history, vocab, "history"))
@@ -189,21 +197,21 @@ class Forward:
         self._check_open()
         (row,) = integers([index], "index")
         if not isinstance(probe, Probe):
-            raise WrongType(f"{probe!r} is no probe; give Logits(), Distribution(...), Entropy() or another one")
+            raise WrongType(f"{probe!r} is not a probe; give Logits(), Distribution(...), Entropy() or another one")
         check_readout(self._context.engine.config, probe)
         handle = ProbeHandle(self, len(self._asks), probe)
         self._asks.append(_Ask(row, probe, None, None))
         return handle
 
     def flushing(self, tokens: int) -> Forward:
-        """This pass only computes pending tokens, and raw mask rows bind them."""
+        """This pass only computes pending tokens, and raw mask rows apply to them."""
         self._raw_pending = tokens
         return self
 
     # -- running ---------------------------------------------------------------------------------------------------
 
     def execute(self) -> Execution[Output]:
-        """Submit the pass now; await what comes back for its `Output`. On any error the context is as it was."""
+        """Submit the pass now; await the execution for its `Output`. On any error the context is as it was."""
         self._check_open()
         sources = {id(h.owner): h.owner for _, h, _ in self._feeds}
         if len(sources) > 1:
@@ -213,20 +221,20 @@ class Forward:
         source = next((s._job for s in sources.values() if isinstance(s, Forward)), None)
         with self._context.changing(after=source) as (context, ahead):
             work = self._build(context, context.view(ahead))
-            if source is not None and ahead is None:  # it has ended: its tokens are known
+            if source is not None and ahead is None:  # it has finished: its tokens are known
                 work = work.fed(_values(source), context.table.tokens)
             job = self._job = context.submit(work, ahead)
             if source is not None:
                 source.then = job
         self._executed = True
-        self._feeds.clear()  # a handle keeps its pass, so each pass of a long generation would keep all before it
+        self._feeds.clear()  # a handle keeps its pass alive, so each pass of a long generation would keep all before it
         return Execution(job, context, lambda result: Output(self, result))
 
     def _check_open(self) -> None:
         if self._executed:
             raise Closed("this pass was executed before; build a new one with ctx.forward()")
 
-    def _build(self, context: Context, view: View) -> Pass:
+    def _build(self, context: Context, view: ContextView) -> Pass:
         """The frozen pass: pending tokens first, then rows. The caller holds the lock."""
         pending = len(view.pending)
         tokens = [*view.pending, *self._tokens]
@@ -257,8 +265,8 @@ class Forward:
             positions.append(position)
         return tuple(positions)
 
-    def _bind(self, view: View, positions: Sequence[int]) -> tuple[Brle | None, ...] | None:
-        """Effective attend runs for every token of the pass, or None for plain causal attention over live slots."""
+    def _bind(self, view: ContextView, positions: Sequence[int]) -> tuple[Brle | None, ...] | None:
+        """The attention mask of every token of the pass, or None for plain causal attention over live slots."""
         pending, rows = len(view.pending), len(self._tokens)
         base, total = view.length, view.length + pending + rows
         plain = [None if view.live is None else view.live(base + i + 1) for i in range(pending + rows)]
@@ -279,7 +287,7 @@ class Forward:
         return None if all(m is None for m in masks) else tuple(masks)
 
     def _over_live(self, rows: Sequence[Brle], live: Brle | None) -> Sequence[Brle]:
-        """The rows without discarded slots; a raw row that attends to one raises."""
+        """The rows without discarded slots; raises for a raw row that attends to one."""
         assert self._mask is not None
         if live is None:
             return rows
@@ -288,17 +296,17 @@ class Forward:
                 raise InvalidMask(f"row {i} of the attention mask attends to a slot that was discarded; mask it (1)")
         return [row & live[0 : len(row)] for row in rows]
 
-    def _readouts(self, context: Context, view: View, tokens: list[int]) -> tuple[Readout, ...]:
+    def _readouts(self, context: Context, view: ContextView, tokens: list[int]) -> tuple[Readout, ...]:
         for row in {r for mask in self._logit_masks for r in mask.rows or ()}:
             self._check_row(row, view)
         draws: Counter[int] = Counter()
         seed = None
-        found = []
+        readouts = []
         for ask in self._asks:
             row = self._row(ask, context, view)
             allowed = self._allowed(row - len(view.pending))
             if not isinstance(ask.what, Sampling):
-                found.append(Readout(row, ask.what, allowed=allowed, async_mask=self._async_mask))
+                readouts.append(Readout(row, ask.what, allowed=allowed, async_mask=self._async_mask))
                 continue
             own = ask.what.seed if ask.what.seed is not None else context.seed
             if own is None:
@@ -306,42 +314,42 @@ class Forward:
             seen, counts = self._history(ask, view, tokens, row)
             by_rows = ask.what.penalizes and ask.history is None
             own_count = by_rows and ask.generated is None
-            readout = Readout(
-                row, ask.what, allowed, own, draws[row], seen, counts, by_rows, own_count, self._async_mask
-            )
-            found.append(readout)
+            mask, ordinal = self._async_mask, draws[row]
+            readouts.append(Readout(row, ask.what, allowed, own, ordinal, seen, counts, by_rows, own_count, mask))
             draws[row] += 1
-        return tuple(found)
+        return tuple(readouts)
 
-    def _row(self, ask: _Ask, context: Context, view: View) -> int:
-        """The pass's token behind an index of the builder; -(n+1) is the token just before the rows."""
+    def _row(self, ask: _Ask, context: Context, view: ContextView) -> int:
+        """The row of the pass for an index of the builder; -(n+1) is the token just before the rows."""
         index, n, pending = ask.row, len(self._tokens), len(view.pending)
         self._check_row(index, view)
         row = pending + (index if index >= 0 else n + index)
-        if row == BEFORE and view.length == context.table.length:  # else a pass in flight leaves it
+        if row == BEFORE and view.length == context.table.length:  # else a pass in flight provides it
             check_reread(context.table, ask.what)
         return row
 
-    def _check_row(self, index: int, view: View) -> None:
+    def _check_row(self, index: int, view: ContextView) -> None:
         n = len(self._tokens)
         low = -(n + 1) if view.length + len(view.pending) > 0 else -n
         if not low <= index < n:
             span = f"{low} to {n - 1}" if low <= n - 1 else "none: the context is empty and the pass has no input"
             raise OutOfRange(f"row {index} is out of range; this pass has {n} rows, indices {span}")
 
-    def _history(self, ask: _Ask, view: View, tokens: list[int], row: int) -> tuple[tuple[int, ...], dict[int, int]]:
-        """The ids a penalty counts: what was given, or the context's tokens up to the row."""
+    def _history(
+        self, ask: _Ask, view: ContextView, tokens: list[int], row: int
+    ) -> tuple[tuple[int, ...], dict[int, int]]:
+        """The ids that penalties count: those given, or the context's tokens up to the row."""
         assert isinstance(ask.what, Sampling)
         if not ask.what.penalizes:
             return (), {}
         past = ask.history
         if past is None:
-            past = (*view.tokens, *tokens[: row + 1])  # counted again when tokens that are fed are known
+            past = (*view.tokens, *tokens[: row + 1])  # counted again once fed tokens are known
         counted = past if ask.generated is None else ask.generated
         return tuple(sorted({*past, *counted})), dict(Counter(counted))
 
     def _allowed(self, row: int) -> np.ndarray | None:
-        """The logit masks that bind a row, ANDed."""
+        """The logit masks of a row, ANDed."""
         n = len(self._tokens)
         allowed = None
         for mask in self._logit_masks:
@@ -359,10 +367,14 @@ class Execution(Generic[Result]):
         self._job, self._context, self._finish = job, context, finish
         self._delivered_before = False
 
+    def __repr__(self) -> str:
+        outcome = self._job.outcome
+        return f"<Execution: {'cancelled' if outcome.cancelled() else 'done' if outcome.done() else 'running'}>"
+
     def __await__(self) -> Generator[Any, None, Result]:
         job, loop = self._job, asyncio.get_running_loop()
         waiter = loop.create_future()
-        job.waiters.append((loop, waiter))  # before looking: the worker resolves first and wakes waiters after
+        job.waiters.append((loop, waiter))  # first: the worker resolves the outcome before it wakes waiters
         try:
             if not job.outcome.done():
                 yield from waiter
@@ -375,14 +387,14 @@ class Execution(Generic[Result]):
 
     @property
     def job(self) -> Job:
-        """The pass on its way."""
+        """The submitted pass."""
         return self._job
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait in this thread; a pass that does not end in time (seconds) is undone."""
         if timeout is not None and check_number(timeout, "timeout") < 0:
             raise InvalidInput(
-                f"timeout is {timeout}; it takes a number of seconds from 0, or None to wait for the end"
+                f"timeout is {timeout}; it must be a number of seconds of at least 0, or None to wait for the end"
             )
         try:
             return self._delivered(self._job.outcome.result(timeout))
@@ -415,7 +427,7 @@ class Execution(Generic[Result]):
 
 
 def _values(source: Job) -> Mapping[int, object]:
-    """What a pass that has ended sampled."""
+    """The values that a finished pass sampled."""
     if source.abandoned:
         raise PassFailed("the pass whose token is fed failed or was cancelled, so there is no token")
     return source.values

@@ -1,4 +1,4 @@
-"""Token ids, positions and row numbers as people pass them: lists, numpy, torch, generators. Checked once, here."""
+"""Checks of token ids, positions and row numbers in every form that callers pass: lists, numpy, torch, generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headway.base.text import short_repr
 
 
 def token_ids(values: Any, vocab: int, what: str = "tokens") -> list[int]:
-    """A list of ids inside the vocabulary, from anything that has the obvious meaning."""
+    """A list of ids inside the vocabulary."""
     ids = integers(values, what)
     if ids and not (min(ids) >= 0 and max(ids) < vocab):
         i, token = next((i, token) for i, token in enumerate(ids) if not 0 <= token < vocab)
@@ -30,7 +30,7 @@ def position_ids(values: Any, limit: int, what: str = "positions") -> list[int]:
 
 
 def check_position(position: int, limit: int, what: str = "position") -> None:
-    """Raise unless a position id is one the model knows."""
+    """Raise unless a position id is inside the model's context limit."""
     if position < 0:
         raise InvalidInput(f"{what} is {position}; position ids start at 0")
     if position >= limit:
@@ -43,36 +43,36 @@ def check_position(position: int, limit: int, what: str = "position") -> None:
 def integers(values: Any, what: str) -> list[int]:
     """A list of plain ints; floats, bools, strings and nested lists are refused."""
     if isinstance(values, str | bytes):
-        raise WrongType(f"{what} is text; a list of whole numbers is needed (ctx.fill takes text)")
+        raise WrongType(f"{what} is text; it must be a list of integers (ctx.fill takes text)")
     if hasattr(values, "detach"):  # a torch tensor
         values = values.detach().cpu().numpy()
     if isinstance(values, np.ndarray):
         return _from_array(values, what)
     if isinstance(values, bool) or not isinstance(values, Iterable):
-        raise WrongType(f"{what} is {short_repr(values)}; a list of whole numbers is needed")
-    if isinstance(values, list | tuple) and set(map(type, values)) <= {int}:  # most: nothing to say of each
+        raise WrongType(f"{what} is {short_repr(values)}; it must be a list of integers")
+    if isinstance(values, list | tuple) and set(map(type, values)) <= {int}:  # the common case, without a check of each
         return list(values)
     return [_integer(v, f"{what}[{i}]") for i, v in enumerate(values)]
 
 
 def _from_array(values: np.ndarray, what: str) -> list[int]:
     if values.ndim != 1:
-        raise WrongType(f"{what} has {values.ndim} dimensions; a flat list of whole numbers is needed")
+        raise WrongType(f"{what} has {values.ndim} dimensions; it must be a flat list of integers")
     if values.size and values.dtype.kind not in "iu":
-        raise WrongType(f"{what} has dtype {values.dtype}; whole numbers are needed")
+        raise WrongType(f"{what} has dtype {values.dtype}; it must hold integers")
     return values.tolist()
 
 
 def _integer(value: Any, what: str) -> int:
     if isinstance(value, bool | np.bool_):
-        raise WrongType(f"{what} is {value}; a whole number is needed")
+        raise WrongType(f"{what} is {value}; it must be an integer")
     try:
         return operator.index(value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value)
     except TypeError:
-        raise WrongType(f"{what} is {short_repr(value)}; a whole number is needed") from None
+        raise WrongType(f"{what} is {short_repr(value)}; it must be an integer") from None
 
 
 def common(first: Sequence[object], second: Sequence[object]) -> int:
-    """How many tokens, or characters, two sequences share at their beginning."""
+    """The length of the common prefix of two sequences of tokens or characters."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -1,7 +1,6 @@
-"""The text side of a model: the tokenizer and the chat template that lie beside its weights, or in the same file.
+"""The tokenizer and the chat template of a model, from the folder of its weights or from its GGUF file.
 
-Owns where they are found and when they are read, which is when somebody first asks. It never encodes or renders
-anything, and a model that has neither is no error here: whoever needs one says so.
+They are read on first use. A model that has neither is valid: callers that need one raise.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ModelText:
-    """What a model of this path reads and writes text with; `path` is None for one that was made in memory."""
+    """The tokenizer and template of the model at `path`; None for a model in memory, which has neither."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -27,18 +26,18 @@ class ModelText:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self._found[0]
+        return self._loaded[0]
 
     @property
     def template(self) -> ChatTemplate | None:
-        return self._found[1]
+        return self._loaded[1]
 
     @cached_property
-    def _found(self) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    def _loaded(self) -> tuple[Tokenizer | None, ChatTemplate | None]:
         with gc_paused():
-            found = _read(self._path)
+            loaded = _read(self._path)
         self._header = None
-        return found
+        return loaded
 
 
 def _read(path: Path | None) -> tuple[Tokenizer | None, ChatTemplate | None]:

@@ -1,4 +1,4 @@
-"""What comes back from a pass, read through typed handles."""
+"""The output of a pass, read through typed handles."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SampleHandle:
 
 @dataclass(frozen=True, eq=False)
 class ProbeHandle(Generic[P_co]):
-    """Names what one `probe` call reads; its type says which reader takes it."""
+    """Names what one `probe` call reads; its type says which method of `Output` reads it."""
 
     owner: object
     first: int
@@ -49,6 +49,10 @@ class Output:
 
     def __init__(self, owner: object, result: PassResult) -> None:
         self._owner, self._result = owner, result
+
+    def __repr__(self) -> str:
+        stats = self.stats
+        return f"<Output: {len(self._result.values)} values of {stats.rows} rows, {1e3 * stats.seconds:.1f} ms>"
 
     @property
     def stats(self) -> PassStats:
@@ -85,7 +89,7 @@ class Output:
         return self._value(handle, Entropy)
 
     def ranking(self, handle: ProbeHandle[Ranking]) -> Ranked:
-        """Where tokens stand: drawn ones, named ones, the likeliest."""
+        """The ranks of tokens: those drawn, those named, the likeliest."""
         return self._value(handle, Ranking)
 
     def hidden(self, handle: ProbeHandle[Hidden]) -> np.ndarray:
@@ -97,7 +101,7 @@ class Output:
         return self._value(handle, AttentionScores)
 
     def lens(self, handle: ProbeHandle[LogitLens]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each layer asked, ids and probabilities, likeliest first."""
+        """Ids and probabilities for each layer of the probe, likeliest first."""
         return self._value(handle, LogitLens)
 
     def _value(self, handle: object, *kinds: type) -> Any:
@@ -109,5 +113,7 @@ class Output:
         if not isinstance(handle, SampleHandle | ProbeHandle):
             return False
         if handle.owner is not self._owner:
-            raise InvalidInput("this handle belongs to another pass; read it from the output of the pass that made it")
+            raise InvalidInput(
+                "this handle belongs to another pass; read it from the output of the pass that it was created by"
+            )
         return True

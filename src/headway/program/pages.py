@@ -1,4 +1,4 @@
-"""The raw page operations of a context."""
+"""The raw operations on the KV-cache pages of a context."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RawPages:
         """Free n full pages from page number `start` on, leading or middle; no later row can attend to them."""
         start, n = check_integer(start, "the first page"), check_integer(n, "the number of pages")
         while True:
-            self._context.settle()  # a context that was set aside comes back first
+            self._context.settle()  # a preempted context resumes first
             with self._context.changing():
                 if not self._context.table.is_preempted:
                     return self._context.table.discard(start, n)

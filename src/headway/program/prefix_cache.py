@@ -1,4 +1,4 @@
-"""The prefix cache, as programs see it: counts, pins, clearing. Matching happens by itself."""
+"""The prefix cache for programs: counts, pins, clearing. Passes use it by themselves."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ if TYPE_CHECKING:
     from headway.program.engine import Engine
 
 
-class Cache:
-    """Pages that nobody holds but whose contents can be found again by what they depend on."""
+class PrefixCache:
+    """Pages that no context holds, kept by the tokens that they depend on."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     @property
     def pages(self) -> int:
-        """Pages that are cached now."""
+        """The number of cached pages."""
         return self._engine.stats().pages_cached
 
     @property
     def hits(self) -> int:
-        """Pages that did not have to be computed, so far."""
+        """How many pages were reused instead of computed, so far."""
         return self._engine.stats().cache_hits
 
     def pin(self, name_or_ids: str | Iterable[int], *, ttl: float | None = None, salt: str = "") -> int:
         """Keep the pages of a saved context, or of a prompt's token ids, until `unpin` or for ttl seconds.
 
-        Returns how many pages are held: those that are there now.
+        Returns how many pages are pinned: those that are cached now.
         """
         if ttl is not None and not (isinstance(ttl, int | float) and 0 < ttl < math.inf):
-            raise InvalidInput(f"ttl is {ttl!r}; it takes a number of seconds above 0")
+            raise InvalidInput(f"ttl is {ttl!r}; it must be a number of seconds above 0")
         until = math.inf if ttl is None else time.monotonic() + ttl
         engine = self._engine
         with engine.lock:
@@ -52,12 +52,12 @@ class Cache:
         return len(pages)
 
     def unpin(self, name_or_ids: str | Iterable[int], *, salt: str = "") -> bool:
-        """Let pinned pages go; False when they were not pinned."""
+        """Unpin pages; False when they were not pinned."""
         name = name_or_ids if isinstance(name_or_ids, str) else (salt, *token_ids(name_or_ids, self._engine.vocab_size))
         with self._engine.lock:
             return self._engine.loop.kv_cache.unpin(name)
 
     def clear(self) -> int:
-        """Forget every cached page; returns how many became free. Pages in use stay, and are found no more."""
+        """Forget every cached page; returns how many became free. Pages in use stay, but are not matched again."""
         with self._engine.lock:
             return self._engine.allocator.clear_cache()

@@ -35,7 +35,7 @@ class Snapshots:
         self._kept: dict[str, Context] = {}
 
     def save(self, name: str, context: Context, *, durable: bool) -> None:
-        """Keep a fork of the context under a name; what had the name before is gone."""
+        """Keep a fork of the context under a name; replaces what had the name before."""
         path = self._path(name)
         copy = context.fork()
         if durable:
@@ -60,7 +60,7 @@ class Snapshots:
         return self._load(path) if path.exists() else None
 
     def take(self, name: str) -> Context | None:
-        """What was saved, which then is saved no more; or None."""
+        """What was saved, which is then no longer saved; or None."""
         path = self._path(name)
         with self._engine.lock:
             kept = self._kept.pop(name, None)
@@ -72,11 +72,11 @@ class Snapshots:
         return context
 
     def delete(self, name: str) -> bool:
-        """Forget what was saved; False when there was nothing."""
+        """Forget what was saved; False if there was nothing."""
         path = self._path(name)
-        found = self._forget(name) or path.exists()
+        existed = self._forget(name) or path.exists()
         path.unlink(missing_ok=True)
-        return found
+        return existed
 
     def table(self, name: str) -> PageTable | None:
         """The table of what was saved in memory under a name."""
@@ -103,14 +103,14 @@ class Snapshots:
     def _pack(self, context: Context) -> Snapshot:
         table, engine = context.table, self._engine
         context.settle()
-        found: list[np.ndarray] = []
+        arrays: list[np.ndarray] = []
 
         def read() -> None:
             pages = table.held()
             kv = engine.pool.read(pages).movedim(2, 0).contiguous().cpu()
-            found.append(_bytes(kv).reshape(len(pages), kv[:1].nbytes if len(pages) else 0))
+            arrays.append(_bytes(kv).reshape(len(pages), kv[:1].nbytes if len(pages) else 0))
             state = table.state
-            found.append(_bytes(state.cpu()) if isinstance(state, torch.Tensor) else np.empty(0, np.uint8))
+            arrays.append(_bytes(state.cpu()) if isinstance(state, torch.Tensor) else np.empty(0, np.uint8))
 
         engine.loop.call(read)
         return Snapshot(
@@ -124,8 +124,8 @@ class Snapshots:
             discarded=tuple(i for i, p in enumerate(table.pages) if p is None),
             spans=tuple(table.spans),
             repeatable=table.repeatable,
-            kv=found[0],
-            state=found[1],
+            kv=arrays[0],
+            state=arrays[1],
             program=_program_data(context),
             maker=_maker(engine),
         )
@@ -137,8 +137,8 @@ class Snapshots:
         engine = self._engine
         if saved.fingerprint != engine.fingerprint:
             raise SnapshotError(
-                f"the snapshot {path.stem!r} was made by other weights (fingerprint {saved.fingerprint[:12]}…, "
-                f"this model has {engine.fingerprint[:12]}…); open it with the model that made it, or delete it"
+                f"the snapshot {path.stem!r} was saved by other weights (fingerprint {saved.fingerprint[:12]}…, "
+                f"this model has {engine.fingerprint[:12]}…); open it with the model that saved it, or delete it"
             )
         token_ids(saved.tokens, engine.vocab_size, "saved tokens")
         position_ids(saved.positions, engine.config.max_positions, "saved positions")
@@ -156,7 +156,7 @@ class Snapshots:
         return context
 
     def _restore(self, table: PageTable, saved: Snapshot) -> None:
-        """Pages as they were."""
+        """Restore the pages."""
         engine = self._engine
         layers, _, *page = engine.pool.keys.shape
         shape = (len(saved.kv), layers, 2, *page)
@@ -179,7 +179,7 @@ class Snapshots:
         engine.loop.call(fill)
 
     def _check(self, saved: Snapshot, shape: tuple[int, ...], pages: int) -> None:
-        """Raise unless the saved bytes are as many as this model's pages and last token take: kernels do not ask."""
+        """Raise unless the saved bytes have the size of this model's pages and last token: kernels do not check."""
         item = self._engine.pool.raw.element_size()
         fits = saved.kv.nbytes == int(np.prod(shape)) * item and len(saved.kv) + len(set(saved.discarded)) == pages
         if not fits or saved.kv.dtype != np.uint8:
@@ -193,12 +193,12 @@ class Snapshots:
 
     @staticmethod
     def _recompute(context: Context, saved: Snapshot, name: str) -> None:
-        """The log played again, under another page size or dtype."""
+        """Compute the tokens again, under another page size or dtype."""
         if saved.discarded or not saved.repeatable:
             raise SnapshotError(
-                f"the snapshot {name!r} was made with page size {saved.page_size} and {saved.dtype}; it has discarded "
+                f"the snapshot {name!r} was saved with page size {saved.page_size} and {saved.dtype}; it has discarded "
                 "or cut-off slots and cannot be recomputed under others: open it with the same settings "
-                f"(it was made by {saved.maker or 'another version'})"
+                f"(it was saved by {saved.maker or 'another version'})"
             )
         cuts = sorted({0, len(saved.tokens), *(c for span in saved.spans for c in span)})
         for start, stop in pairwise(cuts):
@@ -213,14 +213,14 @@ class Snapshots:
 
 
 def _kv_type(engine: Engine) -> str:
-    """What keys and values are: their type, and how rows were coded on the way to them, which changes their numbers."""
+    """The type of keys and values, and how activations were quantized to compute them, which changes their values."""
     decoder = engine.decoder
     coding = decoder.row_quantization if isinstance(decoder, QuantizedDecoder) else None
     return engine.info.dtype if coding is None else f"{engine.info.dtype} from rows coded by {coding}"
 
 
 def _maker(engine: Engine) -> str:
-    """What a deterministic engine's bits are bound to."""
+    """What the bits of a deterministic engine depend on."""
     info, mode = engine.info, "deterministic" if engine.deterministic else "not deterministic"
     return f"headway {VERSION}, {info.runner} on {info.device} with {info.threads} threads, {mode}"
 
@@ -230,15 +230,15 @@ def _bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _program_data(context: Context) -> dict[str, Any]:
-    talk = context.talk
+    conversation = context.conversation
     return {
         "pending": list(context.pending),
-        "messages": [dict(m) for m in talk.messages],
-        "rendered": talk.rendered,
-        "cued": talk.cued,
-        "tools": None if talk.tools is None else [dict(t) for t in talk.tools],
-        "described": talk.described,
-        "said": talk.said,
+        "messages": [dict(m) for m in conversation.messages],
+        "rendered": conversation.rendered,
+        "cued": conversation.cued,
+        "tools": None if conversation.tools is None else [dict(t) for t in conversation.tools],
+        "described": conversation.described,
+        "transcript": conversation.transcript,
         "written": context.written,
         "seed": context.seed,
         "salt": context.table.salt,
@@ -248,12 +248,12 @@ def _program_data(context: Context) -> dict[str, Any]:
 def _restore_program(context: Context, data: dict[str, Any] | Any, vocab: int) -> None:
     pending = token_ids(data["pending"], vocab, "saved pending tokens")
     tools = None if data.get("tools") is None else tuple(data["tools"])
-    talk = Conversation(
+    conversation = Conversation(
         tuple(data["messages"]),
         str(data["rendered"]),
         bool(data["cued"]),
         tools,
         bool(data.get("described")),
-        str(data.get("said", "")),
+        str(data.get("transcript", "")),
     )
-    context.resume(pending, talk, int(data["written"]))
+    context.resume(pending, conversation, int(data["written"]))

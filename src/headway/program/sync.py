@@ -1,4 +1,4 @@
-"""The synchronous API: one sequence, step by step, with profiling and validation. A thin face of the same runner."""
+"""The synchronous API: one sequence, step by step, with profiling and validation. A thin layer over `Engine`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from headway.program.ids import integers, token_ids
 from headway.runtime.profile import Profile
 from headway.runtime.validate import Diagnostic, Trace, compare
 
-SCRATCH = 1.1  # pages of the mirror engine, as a multiple of one full sequence
+SCRATCH = 1.1  # pages of the reference engine, as a multiple of one full sequence
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Token sampling controls, shared by the decode loop and the server. Penalties count generated tokens only."""
+    """Sampling parameters, shared by the decode loop and the server. Penalties count generated tokens only."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -40,7 +40,7 @@ class SamplingParams:
         self.sampling()
 
     def sampling(self, seed: int | None = None) -> Sampling:
-        """The same knobs as a sampler."""
+        """The same parameters as a sampler."""
         return Sampling(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -54,13 +54,13 @@ class SamplingParams:
 
     def requires_logits_readback(self) -> bool:
         """Whether more than the argmax is needed: temperature, top-p or a penalty is active."""
-        penalised = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        return self.temperature > 0.0 or self.top_p < 1.0 or penalised
+        penalized = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return self.temperature > 0.0 or self.top_p < 1.0 or penalized
 
 
 @dataclass(eq=False)
 class DecodeState:
-    """The state of one request: how far it is and what it generated. Close it when done; it cannot be used after."""
+    """The state of one request: its position and what it generated. Close it when done; it cannot be used after."""
 
     generated_tokens: list[int] = field(default_factory=list)
     layer_outputs: list[np.ndarray] = field(default_factory=list)
@@ -75,7 +75,7 @@ class DecodeState:
         return 0 if self.context is None else self.context.seq_len
 
     def close(self) -> None:
-        """Give its pages back."""
+        """Release its pages."""
         self.closed = True
         for context in (self.context, self.mirror):
             if context is not None:
@@ -119,7 +119,7 @@ class InferenceEngine:
         """Process a prompt in one batched pass.
 
         With `validate`, or HEADWAY_BATCHED_PREFILL=validate, the prompt also runs token by token; if the two differ
-        past tolerance ValidationFailed names the first differing layer and the state is as it was.
+        beyond tolerance ValidationFailed names the first differing layer and the state is as it was.
         HEADWAY_BATCHED_PREFILL=off takes the serial path instead.
         """
         mode = "validate" if validate else settings().batched_prefill
@@ -136,7 +136,7 @@ class InferenceEngine:
     def prefill_batch(self, state: DecodeState, tokens: Iterable[int]) -> None:
         """Process prompt tokens one by one; continues a live state, and an empty list does nothing.
 
-        When one fails the state is as it was.
+        On an error the state is as it was.
         """
         ids, before = self._ids(state, tokens), state.position
         try:
@@ -202,7 +202,7 @@ class InferenceEngine:
         """The next token under params: greedy when nothing else is active. `random` is a seed or a numpy Generator."""
         self._stepped(state)
         if not isinstance(params, SamplingParams):
-            raise WrongType(f"params is {params!r:.60}; SamplingParams(temperature=..., top_p=...) is needed")
+            raise WrongType(f"params is {params!r:.60}; it must be SamplingParams(temperature=..., top_p=...)")
         if not params.requires_logits_readback():
             return self.sample_greedy(state)
         if isinstance(random, np.random.Generator):
@@ -233,7 +233,7 @@ class InferenceEngine:
         self._readback = True
 
     def enable_validation_diagnostics(self) -> None:
-        """Compute every step a second time on the exact reference path. Differences go to `diagnostics`; one past
+        """Compute every step a second time on the exact reference path. Differences go to `diagnostics`; one beyond
         tolerance raises ValidationFailed, and the state is as it was."""
         if self._mirror is None:
             config = self.engine.config
@@ -241,11 +241,11 @@ class InferenceEngine:
             self._mirror = Engine(self.engine.decoder, pages=pages, threads=self.info.threads, deterministic=True)
 
     def enable_profiling(self) -> None:
-        """Measure every step; `record_profiling_sample` folds what was measured into `profile()`."""
+        """Measure every step; `record_profiling_sample` adds what was measured to `profile()`."""
         self.engine.enable_profiling(automatic=False)
 
     def record_profiling_sample(self) -> None:
-        """Fold what was measured since the last call into the profile, as one sample."""
+        """Add what was measured since the last call to the profile, as one sample."""
         self.engine.profiler.record()
 
     def profile(self) -> Profile:
@@ -295,7 +295,7 @@ class InferenceEngine:
 
     def _context(self, state: DecodeState) -> Context:
         if not isinstance(state, DecodeState):
-            raise WrongType(f"the state is {state!r:.60}; a DecodeState() is needed")
+            raise WrongType(f"the state is {state!r:.60}; it must be a DecodeState()")
         if state.closed:
             raise Closed("this decode state was closed; create a new DecodeState")
         if state.context is None:
@@ -330,10 +330,10 @@ def generate(
     `eos_token_id` is by default the model's own; an empty list never stops early.
     """
     if not isinstance(engine, InferenceEngine):
-        raise WrongType(f"the engine is {engine!r:.60}; InferenceEngine(model) is needed")
+        raise WrongType(f"the engine is {engine!r:.60}; it must be an InferenceEngine(model)")
     (count,) = integers([max_tokens], "max_tokens")
     if count < 0:
-        raise InvalidInput(f"max_tokens is {count}; it takes a whole number from 0")
+        raise InvalidInput(f"max_tokens is {count}; it must be an integer of at least 0")
     vocab = engine.engine.vocab_size
     prompt = token_ids(prompt_tokens, vocab, "prompt_tokens")
     if not prompt:

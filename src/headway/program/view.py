@@ -1,6 +1,6 @@
-"""A context as a new pass finds it: as it is, or as it will be when the passes in flight have succeeded.
+"""The state that a new pass starts from: the context as it is, or as it will be once passes in flight have succeeded.
 
-A value, made under the engine's lock: it owns nothing, changes nothing and never looks at a pass's results.
+A value, created under the engine's lock: it owns nothing, changes nothing and reads no results.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from headway.runtime.job import Job
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class View:
-    """A context as a new pass finds it: behind the passes in flight, when it takes the last one's token."""
+class ContextView:
+    """A context as a new pass finds it; a pass that takes a token of another one starts after that one."""
 
     table: PageTable
     ahead: tuple[Job, ...]  # in the order they run
@@ -26,8 +26,8 @@ class View:
     live: Callable[[int], Brle] | None  # which slots were not discarded; None when all are there
 
     @classmethod
-    def of(cls, table: PageTable, pending: Sequence[int], ahead: Job | None) -> View:
-        """Of a table and the tokens that wait for it, behind the pass `ahead`; None: nothing is in flight."""
+    def of(cls, table: PageTable, pending: Sequence[int], ahead: Job | None) -> ContextView:
+        """The view of a table and its pending tokens, after the pass `ahead`; None when nothing is in flight."""
         live = table.live if table.has_discards else None
         if ahead is None:
             return cls(table, (), table.length, table.next_position, pending, live)
@@ -37,7 +37,7 @@ class View:
 
     @property
     def tokens(self) -> Iterator[int]:
-        """All of them. Few passes look, and a sequence may be long."""
+        """All tokens, lazily: few passes need them, and a sequence may be long."""
         return chain(self.table.tokens, *(job.work.tokens for job in self.ahead))
 
     @property

@@ -85,6 +85,9 @@ class Tokenizer:
         self._plain: tokenizers.Tokenizer | None = None
         self._lock = threading.Lock()
 
+    def __repr__(self) -> str:
+        return f"<Tokenizer: {self.vocab_size} tokens, bos_id={self.bos_id}, eos_ids={self.eos_ids}>"
+
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer | None:
         """The tokenizer of a Hugging Face folder; None if it has no tokenizer.json."""

@@ -1,4 +1,4 @@
-"""A context's chat: its messages, what the template made of them, and the tokens each new verb adds."""
+"""A context's conversation: its messages, their rendering by the chat template, and the tokens each verb adds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from headway.text.templates.chat_template import ChatTemplate
 from headway.text.templates.messages import describe_tools
 from headway.text.tokenizer import Tokenizer
 
-STAND_IN = "headway"  # an assistant text, for finding what the template puts behind one
-PRIVATE = 0xF0000  # code points that hide names of special tokens inside messages, and the one behind them
+STAND_IN = "headway"  # an assistant text, to find what the template puts after one
+PRIVATE = 0xF0000  # code points that hide names of special tokens inside messages; the one after them escapes
 REWRITES = (
     "the chat template rewrites earlier messages when this one is added, so it cannot be appended; "
     "start a new context with all messages"
@@ -25,19 +25,19 @@ REWRITES = (
 class Conversation:
     """The messages so far and their rendering; `cued` when it ends with the generation prompt.
 
-    `said` is what verbs and model wrote: all the text of the context, unless something else was filled in as well.
+    `transcript` is what verbs and model wrote: all the text of the context, unless something else was filled in too.
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
     rendered: str = ""
     cued: bool = False
     tools: tuple[Mapping[str, Any], ...] | None = field(default=None)
-    described: bool = False  # the tools stand in the system message, as the template has no place for them
-    said: str = ""
+    described: bool = False  # the system message has the tools, because the template has no place for them
+    transcript: str = ""
 
 
-class Chat:
-    """Turns chat verbs into tokens through a model's own template."""
+class ChatWriter:
+    """Converts chat verbs to tokens with a model's own template."""
 
     def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer) -> None:
         self.template, self.tokenizer = template, tokenizer
@@ -46,79 +46,77 @@ class Chat:
         self._special = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
         self._hiding = re.compile(f"{self._special.pattern}|[{chr(PRIVATE)}-{chr(PRIVATE + len(self._names))}]")
 
-    def add(self, talk: Conversation, message: Mapping[str, Any]) -> tuple[Conversation, list[int]]:
+    def add(self, old: Conversation, message: Mapping[str, Any]) -> tuple[Conversation, list[int]]:
         """The conversation with one more message, and the tokens it adds."""
-        new = replace(talk, messages=(*talk.messages, message), cued=False)
-        return self._extend(new, talk, self._rendered_with(new, talk, prompt=False))
+        new = replace(old, messages=(*old.messages, message), cued=False)
+        return self._extend(new, old, self._rendered_with(new, old, prompt=False))
 
-    def cue(self, talk: Conversation) -> tuple[Conversation, list[int]]:
-        """The generation prompt; nothing when it stands there already."""
-        if talk.cued:
-            return talk, []
-        return self._extend(replace(talk, cued=True), talk, self._render(talk.messages, talk, prompt=True))
+    def cue(self, old: Conversation) -> tuple[Conversation, list[int]]:
+        """The conversation with the generation prompt; no tokens when it has one already."""
+        if old.cued:
+            return old, []
+        return self._extend(replace(old, cued=True), old, self._render(old.messages, old, prompt=True))
 
-    def seal(self, talk: Conversation, text: str) -> tuple[Conversation, list[int]]:
-        """What the template puts after an assistant text that stands behind the cue already."""
-        if not talk.cued:
-            raise TemplateError("seal closes an assistant text that was written behind a cue; call cue() first")
-        stand_in = self._render((*talk.messages, {"role": "assistant", "content": STAND_IN}), talk, prompt=False)
-        if not stand_in.startswith(talk.rendered + STAND_IN):
-            raise TemplateError("the chat template rewrites what stands before an assistant text; seal cannot close it")
-        messages = (*talk.messages, {"role": "assistant", "content": text})
-        tail = stand_in[len(talk.rendered) + len(STAND_IN) :]
-        return self._sealed(talk, messages, self._render(messages, talk, prompt=False), text, tail)
+    def seal(self, old: Conversation, text: str) -> tuple[Conversation, list[int]]:
+        """The conversation with an assistant text that follows the cue, and what the template puts after it."""
+        if not old.cued:
+            raise TemplateError("seal closes an assistant text that was written after a cue; call cue() first")
+        stand_in = self._render((*old.messages, {"role": "assistant", "content": STAND_IN}), old, prompt=False)
+        if not stand_in.startswith(old.rendered + STAND_IN):
+            raise TemplateError("the chat template rewrites what comes before an assistant text; seal cannot close it")
+        messages = (*old.messages, {"role": "assistant", "content": text})
+        tail = stand_in[len(old.rendered) + len(STAND_IN) :]
+        return self._sealed(old, messages, self._render(messages, old, prompt=False), text, tail)
 
-    def close(self, talk: Conversation, text: str, message: Mapping[str, Any]) -> tuple[Conversation, list[int]]:
-        """As `seal`, for a text that says `message`: it may have reasoning and calls, spelled as the model did."""
-        messages = (*talk.messages, message)
-        rendered = self._render(messages, talk, prompt=False)
-        return self._sealed(talk, messages, rendered, text, self._tail(talk, text, rendered))
+    def close(self, old: Conversation, text: str, message: Mapping[str, Any]) -> tuple[Conversation, list[int]]:
+        """As `seal`, for a text that is `message`: it may have reasoning and calls, spelled as the model did."""
+        messages = (*old.messages, message)
+        rendered = self._render(messages, old, prompt=False)
+        return self._sealed(old, messages, rendered, text, self._tail(old, text, rendered))
 
     def follow(
         self, old: Conversation, new: Conversation, tokens: Sequence[int], *, cue: bool = True
     ) -> tuple[Conversation, int, list[int]]:
-        """`new` with the generation prompt (`cue`), how many of the context's `tokens` it keeps, and ids that follow.
+        """`new` with the generation prompt (`cue`), how many of the context's `tokens` it keeps, and the ids to append.
 
-        Where the template does not rewrite what stands there, all are kept. Otherwise (reasoning of earlier turns
-        dropped, tools shown from now on) the tokens from the first difference on are to be written anew, which is
-        refused when the context holds anything but this conversation.
+        All are kept unless the template rewrites earlier messages (it drops their reasoning, or shows tools from now
+        on). Then the tokens from the first difference on must be replaced, which is refused when the context holds
+        anything but this conversation.
         """
         text = self._rendered_with(new, old, prompt=cue)
         if text.startswith(old.rendered):
             extended, ids = self._extend(replace(new, cued=cue), old, text)
             return extended, len(tokens), ids
-        if self.tokenizer.decode(tokens) != old.said:
-            raise TemplateError(REWRITES + "; this one holds more than its messages and cannot be written anew")
+        if self.tokenizer.decode(tokens) != old.transcript:
+            raise TemplateError(REWRITES + "; this one holds more than its messages and cannot be rewritten")
         ids = self._encode(text)
         same = common(ids, tokens)
-        return replace(new, rendered=text, cued=cue, said=_show(text, self._names)), same, ids[same:]
+        return replace(new, rendered=text, cued=cue, transcript=_show(text, self._names)), same, ids[same:]
 
     def _sealed(
-        self, talk: Conversation, messages: tuple[Mapping[str, Any], ...], rendered: str, text: str, tail: str
+        self, old: Conversation, messages: tuple[Mapping[str, Any], ...], rendered: str, text: str, tail: str
     ) -> tuple[Conversation, list[int]]:
-        said = talk.said + text + _show(tail, self._names)
-        return replace(talk, messages=messages, cued=False, rendered=rendered, said=said), self._encode(tail)
+        transcript = old.transcript + text + _show(tail, self._names)
+        return replace(old, messages=messages, cued=False, rendered=rendered, transcript=transcript), self._encode(tail)
 
-    def _tail(self, talk: Conversation, text: str, rendered: str) -> str:
-        """What a rendering has behind its last message: an end token and spaces, or all behind the text itself."""
+    def _tail(self, old: Conversation, text: str, rendered: str) -> str:
+        """What a rendering has after its last message: an end token and spaces, or all after the text itself."""
         ends = [rendered.rfind(self.tokenizer.token_text(id)) for id in self.tokenizer.eos_ids]
         tail = rendered[max(ends) :] if max(ends, default=-1) >= 0 else ""
         if any(tail.strip() == self.tokenizer.token_text(id) for id in self.tokenizer.eos_ids):
             return tail
-        if not rendered.startswith(talk.rendered + text):
-            raise TemplateError(
-                "the chat template writes no end token behind an assistant message; it cannot be closed"
-            )
-        return rendered[len(talk.rendered) + len(text) :]
+        if not rendered.startswith(old.rendered + text):
+            raise TemplateError("the chat template writes no end token after an assistant message; it cannot be closed")
+        return rendered[len(old.rendered) + len(text) :]
 
     def _extend(self, new: Conversation, old: Conversation, text: str) -> tuple[Conversation, list[int]]:
         if not text.startswith(old.rendered):
             raise TemplateError(REWRITES)
         added = text[len(old.rendered) :]
-        return replace(new, rendered=text, said=old.said + _show(added, self._names)), self._encode(added)
+        return replace(new, rendered=text, transcript=old.transcript + _show(added, self._names)), self._encode(added)
 
     def _rendered_with(self, new: Conversation, old: Conversation, *, prompt: bool) -> str:
-        """The rendering of a conversation that has messages more than the old one; an error names their roles."""
+        """The rendering of a conversation with more messages than the old one; an error names their roles."""
         try:
             return self._render(new.messages, new, prompt=prompt)
         except TemplateError as error:
@@ -127,17 +125,17 @@ class Chat:
                 raise
             raise TemplateError(f"a message with the role {' or '.join(roles)} cannot be added: {error}") from error
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], talk: Conversation, *, prompt: bool) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], old: Conversation, *, prompt: bool) -> str:
         if self.template is None:
             raise Unsupported("this model has no chat template; write the prompt with ctx.fill")
-        if talk.described and talk.tools:
-            messages = describe_tools(messages, talk.tools)
+        if old.described and old.tools:
+            messages = describe_tools(messages, old.tools)
         hidden = [_hide(m, self._hiding, self._names) for m in messages]
-        tools = None if not talk.tools or talk.described else _hide(talk.tools, self._hiding, self._names)
+        tools = None if not old.tools or old.described else _hide(old.tools, self._hiding, self._names)
         return self.template.render(hidden, add_generation_prompt=prompt, tools=tools)
 
     def _encode(self, text: str) -> list[int]:
-        """Ids of a rendering: special tokens that the template wrote are special, those in messages are plain text."""
+        """Ids of a rendering: special tokens from the template are special, those inside messages are plain text."""
         ids, at = [], 0
         for match in self._special.finditer(text):
             ids += self._plain(text[at : match.start()])
@@ -152,7 +150,7 @@ class Chat:
 def _hide(value: Any, hiding: re.Pattern[str], names: Sequence[str]) -> Any:
     """Names of special tokens inside a message's strings, replaced by stand-ins that no template writes.
 
-    A message that has a stand-in's own character gets another one in front of it.
+    A stand-in's own character inside a message gets an escape in front of it.
     """
     quote = chr(PRIVATE + len(names))
     match value:
@@ -168,7 +166,7 @@ def _hide(value: Any, hiding: re.Pattern[str], names: Sequence[str]) -> Any:
 
 
 def _show(text: str, names: Sequence[str]) -> str:
-    """The text with the stand-ins turned back."""
+    """The text with the stand-ins replaced again."""
     quote = chr(PRIVATE + len(names))
     return re.sub(
         f"{quote}[{chr(PRIVATE)}-{quote}]|[{chr(PRIVATE)}-{quote}]",

@@ -1,4 +1,4 @@
-"""A call that a model must make, written in parts: texts that are filled in, and grammars for what it may choose.
+"""A tool call that a model must make, in parts: texts that are filled in, and grammars for what it may choose.
 
 <tool_call>\\n{"name": "        filled in
 get_weather"                   one of the names, when there are several
@@ -11,21 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from headway.program.chat.toolbox import Toolbox
+from headway.program.chat.tools import ToolSet
 from headway.program.constraints.grammar import Grammar
 from headway.text.templates.messages import CallSyntax
 
-Item = str | Grammar | None  # a text to fill in, what to generate by, or None for whatever the model says
-Script = Generator[Item, str, None]  # it is sent the message's text so far
+Item = str | Grammar | None  # a text to fill in, a grammar to generate by, or None to generate freely
+Script = Generator[Item, str, None]  # receives the message's text so far
 
 
 def free() -> Script:
-    """A message that the model writes as it likes."""
+    """A message without constraints."""
     yield None
 
 
-def forced_call(tools: Toolbox, form: CallSyntax, name: str, lead: str = "") -> Script:
-    """A message that is a call of the tool with this name, or of any when it is ""; `lead` stands before it."""
+def forced_call(tools: ToolSet, form: CallSyntax, name: str, lead: str = "") -> Script:
+    """A message that calls the tool with this name, or any tool for ""; `lead` comes before the call."""
     names = (name,) if name else tools.names
     text = yield lead + form.opening
     if len(names) == 1:

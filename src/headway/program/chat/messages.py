@@ -1,4 +1,4 @@
-"""Turns of a chat on a context: messages written through the template, a reply closed, and all of it taken back."""
+"""Messages in a context: append them through the template, close a reply, or restore the context as it was."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import Closed, ContextBusy, InvalidInput, Unsupported, WrongType
 from headway.program.chat.conversation import Conversation
-from headway.program.chat.reader import Reader
+from headway.program.chat.reader import ReplyReader
 from headway.program.ids import common
 from headway.text.replies import FORMATS, detect_format
 from headway.text.templates.messages import assistant_message
@@ -22,113 +22,113 @@ Messages = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
 @dataclass(frozen=True)
-class Before:
-    """A context as it was, to go back to."""
+class Checkpoint:
+    """The tokens and conversation of a context, to go back to."""
 
     tokens: tuple[int, ...]
     computed: int
-    talk: Conversation
+    conversation: Conversation
     written: int
 
     @classmethod
-    def of(cls, context: Context) -> Before:
+    def of(cls, context: Context) -> Checkpoint:
         with context.changing():
-            return cls(context.tokens, context.seq_len, context.talk, context.written)
+            return cls(context.tokens, context.seq_len, context.conversation, context.written)
 
     def restore(self, context: Context) -> None:
-        """Have the context as it was; one that is released or busy elsewhere is left alone."""
+        """Set the context back; one that is released or busy is left alone."""
         with suppress(Closed, ContextBusy), context.changing():
             keep = min(common(self.tokens, context.tokens), self.computed)
-            _rewrite(context, keep, self.tokens[keep:], self.talk, self.written)
+            _rewrite(context, keep, self.tokens[keep:], self.conversation, self.written)
 
 
-def open_turn(
+def append_messages(
     context: Context,
-    said: Messages,
+    messages: Messages,
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     described: bool = False,
 ) -> None:
     """Append messages and the generation prompt.
 
-    A text that stands behind the last prompt is closed first. `tools` are shown to the model from now on; None leaves
-    those that were shown. Unlike the verbs this follows a template that rewrites what stands before.
+    A text after the last prompt is closed first. `tools` are shown to the model from now on; None leaves those that
+    were shown. Unlike the verbs, this works with a template that rewrites earlier messages.
     """
-    messages = as_messages(said)
+    new_messages = as_messages(messages)
     with context.changing():
-        shown = context.talk.tools or ()
-        if not messages and not context.messages:
-            raise InvalidInput("nothing was said to the model; give chat a text, or call ctx.user first")
-        if not messages and context.talk.cued and (tools is None or tuple(tools) == shown):
-            return  # the reply goes on behind the prompt, and behind what stands there
-        if context.talk.cued and len(context.tokens) > context.written:
+        shown = context.conversation.tools or ()
+        if not new_messages and not context.messages:
+            raise InvalidInput("there is no message to reply to; give chat a text, or call ctx.user first")
+        if not new_messages and context.conversation.cued and (tools is None or tuple(tools) == shown):
+            return  # the reply continues after the prompt, and after what follows it
+        if context.conversation.cued and len(context.tokens) > context.written:
             context.seal()
-        talk, chat = context.talk, context.engine.chat
-        new = replace(talk, messages=(*talk.messages, *messages))
+        conversation, chat = context.conversation, context.engine.chat
+        new = replace(conversation, messages=(*conversation.messages, *new_messages))
         if tools is not None:
             new = replace(new, tools=tuple(tools) or None, described=described and bool(tools))
-        new, keep, ids = chat.follow(talk, new, context.tokens)
+        new, keep, ids = chat.follow(conversation, new, context.tokens)
         _rewrite(context, keep, ids, new)
 
 
-def close_turn(context: Context, reader: Reader) -> list[str]:
-    """Make what was read a message of the conversation, and append what the template puts behind it.
+def close_message(context: Context, reader: ReplyReader) -> list[str]:
+    """Make what was read a message of the conversation, and append what the template puts after it.
 
-    The ids of its calls; those that the model wrote none for have nine letters and digits, as some templates want.
+    Returns the ids of its calls. A call without an id gets one of nine letters and digits, as some templates require.
     """
     with context.changing():
         reply = reader.reply
-        made = sum(len(message.get("tool_calls") or ()) for message in context.messages)
-        ids = [call.id or f"call{(made + i) % 100_000:05d}" for i, call in enumerate(reply.calls)]
+        earlier = sum(len(message.get("tool_calls") or ()) for message in context.messages)
+        ids = [call.id or f"call{(earlier + i) % 100_000:05d}" for i, call in enumerate(reply.calls)]
         message = assistant_message(reply, ids)
-        # Not reader.text: of a token that holds the beginning of a stop the rest was read, and the token has left.
+        # Not reader.text: a token that holds the beginning of a stop was read in part, and is no longer in the context.
         tokenizer, tokens = context.engine.tokenizer, context.tokens[context.written :]
         text = tokenizer.decode(token for token in tokens if token < tokenizer.vocab_size)
-        talk, tail = context.engine.chat.close(context.talk, text, message)
-        _rewrite(context, len(context.tokens), tail, talk)
+        conversation, tail = context.engine.chat.close(context.conversation, text, message)
+        _rewrite(context, len(context.tokens), tail, conversation)
         return ids
 
 
-def as_messages(said: Messages) -> tuple[Mapping[str, Any], ...]:
+def as_messages(messages: Messages) -> tuple[Mapping[str, Any], ...]:
     """A user's text, one message or several."""
-    match said:
+    match messages:
         case None:
             return ()
         case str():
-            return ({"role": "user", "content": said},)
+            return ({"role": "user", "content": messages},)
         case Mapping():
-            return (dict(said),)
-        case list() | tuple() if all(isinstance(message, Mapping) for message in said):
-            return tuple(dict(message) for message in said)
+            return (dict(messages),)
+        case list() | tuple() if all(isinstance(message, Mapping) for message in messages):
+            return tuple(dict(message) for message in messages)
     raise WrongType(
-        f"chat was given {said!r:.80}; it takes a text, a message as a dict with a role, or a list of these"
+        f"chat was given {messages!r:.80}; give a text, a message as a dict with a role, or a list of these"
     )
 
 
-def reply_format(template: ChatTemplate | None, asked: str | None = None) -> str | None:
-    """The format of a model's replies when it has no tools; None when they are content alone, or in an unknown form."""
-    return _checked(asked) or detect_format(_source(template, with_tools=False))
+def reply_format(template: ChatTemplate | None, requested: str | None = None) -> str | None:
+    """The format of a model's replies without tools; None when they are content alone, or in an unknown format."""
+    return _checked(requested) or detect_format(_source(template, with_tools=False))
 
 
-def tool_format(template: ChatTemplate | None, asked: str | None = None) -> tuple[str, bool]:
-    """The format for calls of tools, and whether tools must be described in the system message."""
+def tool_format(template: ChatTemplate | None, requested: str | None = None) -> tuple[str, bool]:
+    """The format of tool calls, and whether tools must be described in the system message."""
     source = _source(template, with_tools=True)
-    found = _checked(asked) or detect_format(source)
-    if "tools" in source and found is not None:
-        return found, False
-    if asked == "hermes":
-        return asked, True
+    format = _checked(requested) or detect_format(source)
+    if "tools" in source and format is not None:
+        return format, False
+    if requested == "hermes":
+        return requested, True
     raise Unsupported(
-        "the chat template of this model has no place for tools, or calls in a form that is not known; "
+        "the chat template of this model has no place for tools, or writes calls in an unknown format; "
         "tool_format='hermes' describes them in the system message, which a model that was not trained for it "
         "may not understand"
     )
 
 
-def _checked(asked: str | None) -> str | None:
-    if asked is not None and asked not in FORMATS:
-        raise InvalidInput(f"tool_format is {asked!r:.80}; it takes one of {', '.join(FORMATS)}")
-    return asked
+def _checked(requested: str | None) -> str | None:
+    if requested is not None and requested not in FORMATS:
+        raise InvalidInput(f"tool_format is {requested!r:.80}; it must be one of {', '.join(FORMATS)}")
+    return requested
 
 
 def _source(template: ChatTemplate | None, *, with_tools: bool) -> str:
@@ -137,8 +137,10 @@ def _source(template: ChatTemplate | None, *, with_tools: bool) -> str:
     return template.tool_source if with_tools and template.tool_source is not None else template.source
 
 
-def _rewrite(context: Context, keep: int, ids: Sequence[int], talk: Conversation, written: int | None = None) -> None:
-    """Keep the first tokens of a context, append others to its pending ones, and have it hold a conversation."""
+def _rewrite(
+    context: Context, keep: int, ids: Sequence[int], conversation: Conversation, written: int | None = None
+) -> None:
+    """Keep the first tokens of a context, append ids to the pending ones, and set its conversation."""
     context.truncate(len(context.tokens) - keep)
     pending = [*context.pending, *ids]
-    context.resume(pending, talk, context.seq_len + len(pending) if written is None else written)
+    context.resume(pending, conversation, context.seq_len + len(pending) if written is None else written)

@@ -1,4 +1,4 @@
-"""A model's reply, read as it is generated: steps in, parts out."""
+"""Parses a model's reply as it is generated: steps in, parts out."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from headway.text.stream import TextStream
 from headway.text.tokenizer import Tokenizer
 
 
-class Reader:
+class ReplyReader:
     """Content, reasoning and calls of one assistant message, however many generations write it.
 
-    Markers of some formats are special tokens, which the text of a step leaves out; so tokens are read, each when all
-    of its text has become certain. Without a format everything is content.
+    Markers of some formats are special tokens, which the text of a step leaves out. So tokens are parsed, each when all
+    of its text is certain. Without a format everything is content.
     """
 
     def __init__(self, tokenizer: Tokenizer, format: str | None, prompt: str = "") -> None:
@@ -23,7 +23,7 @@ class Reader:
         self.begin()
 
     def begin(self) -> None:
-        """Another generation goes on with the message."""
+        """Another generation continues the message."""
         self._shown, self._raw = TextStream(self._tokenizer), TextStream(self._tokenizer, skip_special=False)
         self._held: list[tuple[int, int]] = []  # tokens, and how many characters are shown with each
         self._certain = ""
@@ -44,7 +44,7 @@ class Reader:
         return self.write(text)
 
     def write(self, text: str) -> list[Part]:
-        """The parts that a text completes which was not drawn but filled in."""
+        """The parts that a text completes which was filled in, not drawn."""
         self.text += text
         if self._parser is not None:
             return self._keep(self._parser.feed(text))

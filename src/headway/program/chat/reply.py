@@ -1,7 +1,7 @@
-"""A chat reply: a generation read as content, reasoning and calls as it comes, and tools run until there is an answer.
+"""A chat reply: generations parsed into content, reasoning and tool calls, and tools run until there is an answer.
 
-One round is: the model writes a message; when it has calls, they are run one after the other and their results go back
-through the model's own template. A reply that fails or is cancelled leaves the context as it was before it.
+In one round the model writes a message; its calls are run one after the other and their results go back through the
+model's own template. A reply that fails or is cancelled leaves the context as it was before.
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from headway.base.errors import DeadlineExceeded, InvalidInput, ToolFailed
 from headway.base.samplers import Sampler
 from headway.program.chat.forced_calls import Item, Script, forced_call, free
-from headway.program.chat.messages import Before, Messages, close_turn, open_turn, reply_format, tool_format
-from headway.program.chat.reader import Reader
-from headway.program.chat.toolbox import Function, Toolbox
+from headway.program.chat.messages import (
+    Checkpoint,
+    Messages,
+    append_messages,
+    close_message,
+    reply_format,
+    tool_format,
+)
+from headway.program.chat.reader import ReplyReader
+from headway.program.chat.tools import Function, ToolSet
 from headway.program.generation.generator import Generation, Step
 from headway.program.ids import integers
 from headway.text.replies import BadToolCall, Part, ToolCall
@@ -32,7 +39,7 @@ Choice = Literal["auto", "required", "none"] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ToolResult:
-    """A call was made: what the model is told about it, and the error, if it failed."""
+    """The result of a call that was made: the text for the model, and the error, if it failed."""
 
     call: ToolCall
     text: str
@@ -41,7 +48,7 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class ChatLimits:
-    """What a reply may take: tokens of one message, rounds of calls, seconds of one call and of all."""
+    """The limits of a reply: tokens of one message, rounds of calls, seconds of one call and of the whole."""
 
     max_tokens: int = 512
     max_rounds: int = 8
@@ -52,13 +59,15 @@ class ChatLimits:
         for name, least in (("max_tokens", 1), ("max_rounds", 0)):
             (value,) = integers([getattr(self, name)], name)
             if value < least:
-                raise InvalidInput(f"{name} is {value}; it takes a whole number from {least}")
+                raise InvalidInput(f"{name} is {value}; it must be an integer of at least {least}")
         for name in ("tool_timeout", "timeout"):
             seconds = getattr(self, name)
             if seconds is None:
                 continue
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-                raise InvalidInput(f"{name} is {seconds!r}; it takes a number of seconds above 0, or None for no limit")
+                raise InvalidInput(
+                    f"{name} is {seconds!r}; it must be a number of seconds above 0, or None for no limit"
+                )
 
 
 class ChatReply:
@@ -76,7 +85,7 @@ class ChatReply:
     def __init__(
         self,
         context: Context,
-        said: Messages = None,
+        messages: Messages = None,
         sampler: Sampler | None = None,
         *,
         tools: Iterable[Function | Mapping[str, Any]] | None = None,
@@ -88,13 +97,13 @@ class ChatReply:
     ) -> None:
         self.limits = limits or ChatLimits()
         if on_error not in ("tell", "raise"):
-            raise InvalidInput(f"on_error is {on_error!r}; it takes 'tell' (the model) or 'raise'")
+            raise InvalidInput(f"on_error is {on_error!r}; it must be 'tell' (the model) or 'raise'")
         self._context, self._sampler = context, sampler
         self._stop = stop if isinstance(stop, str) else list(stop)
         self._raises, self._runs = on_error == "raise", tool_choice != "none"
-        self._tools = Toolbox((context.talk.tools or ()) if tools is None else tools)
+        self._tools = ToolSet((context.conversation.tools or ()) if tools is None else tools)
         chosen = _chosen_tool(tool_choice, self._tools)
-        self._before = Before.of(context)
+        self._before = Checkpoint.of(context)
         self._parts: deque[Part | ToolResult] = deque()
         self._script: Script = free()  # what the message is made of
         self._item: Item | Literal[False] = False  # the part of it that comes next; False when there is none
@@ -108,13 +117,18 @@ class ChatReply:
         self.rounds = 0  # of calls
         self.finish: str | None = None
         try:
-            self._format = self._open(said, tools is not None, tool_format)
+            self._format = self._open(messages, tools is not None, tool_format)
             self._begin_message(chosen)
-            while self._generation is None and self._item is not False:  # what cannot be used is refused here already
+            while self._generation is None and self._item is not False:  # a grammar that cannot be used is refused here
                 self._play(self._item)
         except BaseException:
             self._before.restore(context)
             raise
+
+    def __repr__(self) -> str:
+        shown = len(self.content), len(self.calls), self.rounds
+        state = "running" if self.finish is None else f"finish={self.finish!r}"
+        return "<ChatReply: {} characters, {} calls in {} rounds, {}>".format(*shown, state)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -136,19 +150,19 @@ class ChatReply:
 
     @property
     def content(self) -> str:
-        """The text for the reader, of the message being written or the last one."""
+        """The content of the message being written, or of the last one."""
         return self._reader.reply.content
 
     @property
     def reasoning(self) -> str:
-        """What the model wrote for itself so far, in all rounds."""
+        """The reasoning so far, of all rounds."""
         now = self._reader.reply.reasoning
         return "\n".join(filter(None, [*self._reasoning, now]))
 
     # -- one step --------------------------------------------------------------------------------------------------
 
     async def _bounded(self) -> None:
-        """Go on by one step, inside the time there is; what fails takes the whole reply back."""
+        """Advance by one step within the time limit; an error takes the whole reply back."""
         loop = asyncio.get_running_loop()
         if self._deadline is None and self.limits.timeout is not None:
             self._deadline = loop.time() + self.limits.timeout
@@ -176,11 +190,11 @@ class ChatReply:
             self._go_on()
 
     def _play(self, item: Item) -> None:
-        """The next thing that makes up a message: a text that is given, or a generation."""
+        """Start the next part of the message: a text to fill in, or a generation."""
         if isinstance(item, str):
             self._context.fill(self._context.engine.tokenizer.encode(item, special=True))
             self._parts.extend(self._reader.write(item))
-            self._turn_page("constraint")
+            self._next_part("constraint")
             return
         left = self.limits.max_tokens - self._drawn
         if left < 1:
@@ -200,10 +214,10 @@ class ChatReply:
         if step.finish == "length":
             self._end_message("length")
         else:
-            self._turn_page(step.finish)
+            self._next_part(step.finish)
 
-    def _turn_page(self, finish: str) -> None:
-        """Go on to the next part of the message, or end it when that was the last."""
+    def _next_part(self, finish: str) -> None:
+        """Go to the next part of the message, or end it after the last."""
         try:
             self._item = self._script.send(self._reader.text)
         except StopIteration:
@@ -211,25 +225,25 @@ class ChatReply:
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    def _open(self, said: Messages, new_tools: bool, asked: str | None) -> str | None:
-        """Write the messages; the format of what will come."""
+    def _open(self, messages: Messages, new_tools: bool, requested: str | None) -> str | None:
+        """Append the messages; returns the format of the reply."""
         template = self._context.engine.chat_template
         if not self._tools:
-            open_turn(self._context, said, tools=() if new_tools else None)
-            return reply_format(template, asked)
-        if not new_tools and self._context.talk.described:
-            asked = "hermes"
-        format, described = tool_format(template, asked)
-        open_turn(self._context, said, tools=self._tools.schemas if new_tools else None, described=described)
+            append_messages(self._context, messages, tools=() if new_tools else None)
+            return reply_format(template, requested)
+        if not new_tools and self._context.conversation.described:
+            requested = "hermes"
+        format, described = tool_format(template, requested)
+        append_messages(self._context, messages, tools=self._tools.schemas if new_tools else None, described=described)
         return format
 
     def _begin_message(self, choice: str | None) -> None:
-        """Get ready for one message of the model. `choice` is a tool it must call, "" for any; None leaves it free."""
-        prompt = self._context.talk.rendered
-        self._reader = Reader(self._context.engine.tokenizer, self._format, prompt)
+        """Prepare for one message of the model. `choice` is a tool it must call, "" for any, None for no constraint."""
+        prompt = self._context.conversation.rendered
+        self._reader = ReplyReader(self._context.engine.tokenizer, self._format, prompt)
         self._drawn = 0
-        behind = self._context.tokens[self._context.written :]
-        self._parts.extend(self._reader.write(self._context.engine.tokenizer.decode(behind)))
+        following = self._context.tokens[self._context.written :]
+        self._parts.extend(self._reader.write(self._context.engine.tokenizer.decode(following)))
         self._script = free()
         if choice is not None:
             assert self._format is not None
@@ -243,7 +257,7 @@ class ChatReply:
         return call_syntax(self._format, template.tool_source or template.source)
 
     def _end_message(self, finish: str) -> None:
-        """The model has ended a message: what it has in it decides what comes next."""
+        """The model has ended a message, whose calls decide what comes next."""
         self._item = False
         self._parts.extend(self._reader.finish())
         reply = self._reader.reply
@@ -251,7 +265,7 @@ class ChatReply:
         if finish == "length":
             self.finish = finish
             return
-        ids = close_turn(self._context, self._reader)
+        ids = close_message(self._context, self._reader)
         if reply.bad:
             self.finish = "bad_call"
         elif not reply.calls:
@@ -285,15 +299,15 @@ class ChatReply:
         self._answers.append(tool_message(call.name, id, outcome.text))
 
     def _go_on(self) -> None:
-        """All calls of the message were made: the model reads the results and writes the next."""
+        """All calls of the message were made: append the results and begin the next message."""
         answers, self._answers = self._answers, []
         if thought := self._reader.reply.reasoning:
             self._reasoning.append(thought)
-        open_turn(self._context, answers)
+        append_messages(self._context, answers)
         self._begin_message(None)
 
 
-def _chosen_tool(choice: Choice, tools: Toolbox) -> str | None:
+def _chosen_tool(choice: Choice, tools: ToolSet) -> str | None:
     """The tool that must be called, "" for any of them; None when none must."""
     match choice:
         case "auto" | "none":
@@ -304,7 +318,7 @@ def _chosen_tool(choice: Choice, tools: Toolbox) -> str | None:
             pass
         case _:
             raise InvalidInput(
-                f"tool_choice is {choice!r:.80}; it takes 'auto', 'required', 'none' or {{'name': …}} of a tool"
+                f"tool_choice is {choice!r:.80}; it must be 'auto', 'required', 'none' or {{'name': …}} of a tool"
             )
     if not tools:
         raise InvalidInput(f"tool_choice is {choice!r:.80}, and there are no tools; give some in tools=")

@@ -1,11 +1,11 @@
-"""Masks of compiled grammars that are computed while the device computes the very pass they bind.
+"""Async logit masks: masks of compiled grammars, computed while the device computes the pass that they apply to.
 
-A pass that takes a token nobody has read yet cannot have its mask: the token decides it. When the token is known, the
-pass goes to the device, and a thread of ours moves the grammar on and computes the mask, which is needed only when the
-logits are there. The thread takes all that wait at once (headway.program.constraints.batch). Only compiled grammars are followed
-so, because what they cost at a token is bounded (LIMITS in headway.program.constraints.cache); the time of a program's own
-constraint is that program's.
-"""  # noqa: E501
+A pass that takes a token which nobody has read yet cannot have its mask yet, because the token decides it. When the
+token is known, the pass goes to the device, and a thread of ours advances the grammar and computes the mask, which is
+needed only once the logits are there. The thread takes all waiting masks at once (`constraints/batch.py`). Only
+compiled grammars work like this, because their cost for each token is bounded (LIMITS in `constraints/cache.py`); the
+cost of a program's own constraint is not.
+"""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ import numpy as np
 
 from headway.base.errors import Closed, HeadwayError
 from headway.base.masks import logit_mask
-from headway.program.constraints.batch import accept_all, fault, masks_of
-from headway.program.constraints.constraint import Matched
+from headway.program.constraints.batch import accept_all, internal_error, masks_of
+from headway.program.constraints.constraint import GrammarMatcher
 
-OPEN = 0.25  # the share of the vocabulary below which tokens without a choice are near
+DENSE = 0.25  # mask density (share of the vocabulary allowed) below which forced tokens are likely to follow
 
 
-class GrammarFollower:
-    """Moves a grammar on with a streak's tokens. The first is the one that the streak is fed with."""
+class AsyncGrammarMasks:
+    """Advances a grammar with the tokens of run-ahead decoding. The first token is the one that it starts from."""
 
-    def __init__(self, first: LaterMask, grammar: Matched, ends: frozenset[int], vocab_size: int) -> None:
+    def __init__(self, first: AsyncLogitMask, grammar: GrammarMatcher, ends: frozenset[int], vocab_size: int) -> None:
         self._grammar, self._ends, self._vocab = grammar, ends, vocab_size
         self.first, self._masks = first, deque([first])  # those that are not known to be done
-        self.tokens = 1  # that it was given; not the last of a streak, behind which nothing is drawn
+        self.tokens = 1  # tokens received; not the last of a run, after which nothing is drawn
         self._accepted = 0  # by masks that are done
 
-    def advance(self, token: int) -> LaterMask:
-        """The mask behind a token, set going."""
-        while self._masks and self._masks[0].done:  # a long streak has many
+    def advance(self, token: int) -> AsyncLogitMask:
+        """Start computing the mask after a token."""
+        while self._masks and self._masks[0].done:  # a long run has many
             self._accepted += self._masks.popleft().accepted
-        mask = LaterMask(self._grammar, self._ends, self._vocab)
+        mask = AsyncLogitMask(self._grammar, self._ends, self._vocab)
         self._masks.append(mask)
         self.tokens += 1
         mask.start((token,))
         return mask
 
     def cut(self, keep: int) -> None:
-        """The streak is over: the grammar goes back to where it was behind so many tokens."""
+        """The run is over: roll the grammar back to where it was after `keep` tokens."""
         surplus = self._accepted + sum(mask.wait() for mask in self._masks) - keep
         if surplus > 0:
             self._grammar.rollback(surplus)
 
 
-class LaterMask:
-    """The mask behind the token that a pass is fed with. `accepted` once the grammar has taken the token."""
+class AsyncLogitMask:
+    """The mask after the token that a pass takes. `accepted` once the grammar has accepted that token."""
 
-    __slots__ = ("_ended", "_ends", "_found", "_narrow", "_vocab", "accepted", "done", "grammar", "token")
+    __slots__ = ("_ended", "_ends", "_result", "_sparse", "_vocab", "accepted", "done", "grammar", "token")
 
-    def __init__(self, grammar: Matched, ends: frozenset[int], vocab_size: int) -> None:
+    def __init__(self, grammar: GrammarMatcher, ends: frozenset[int], vocab_size: int) -> None:
         self.grammar, self._ends, self._vocab = grammar, ends, vocab_size
         self.token: int | None = None
-        self._found: np.ndarray | HeadwayError | None = None
-        self._ended = self._narrow = self.accepted = False
-        self.done = False  # whether nobody need wait for it
+        self._result: np.ndarray | HeadwayError | None = None
+        self._ended = self._sparse = self.accepted = False
+        self.done = False  # whether nobody needs to wait for it
 
     def start(self, tokens: Sequence[int]) -> None:
-        """The token is known: have the mask computed."""
+        """The token is known: queue the mask."""
         self.token = tokens[-1]
         _thread().put(self)
 
@@ -73,28 +73,28 @@ class LaterMask:
         return logit_mask(self._vocab, self.words())
 
     def words(self) -> np.ndarray:
-        """The mask as bits, [V / 32] of 32 each."""
+        """The mask as packed bits, [V / 32] words of 32."""
         self.wait()
-        if self._found is None:
+        if self._result is None:
             raise Closed("the token before this one ended the text")
-        if isinstance(self._found, HeadwayError):
-            raise self._found
-        return self._found
+        if isinstance(self._result, HeadwayError):
+            raise self._result
+        return self._result
 
     @property
     def ended(self) -> bool:
-        """The grammar has nothing left."""
+        """Whether the grammar allows no more text."""
         self.wait()
         return self._ended
 
     @property
     def sparse(self) -> bool:
-        """The grammar leaves little open, so that tokens without a choice are near."""
+        """Whether the mask's density is below DENSE, so that forced tokens are likely to follow."""
         self.wait()
-        return self._narrow
+        return self._sparse
 
     def wait(self) -> bool:
-        """Wait for the thread, if it was started; whether the grammar has taken the token."""
+        """Wait for the thread, if it was started; whether the grammar has accepted the token."""
         if self.token is not None and not self.done:
             with _computed:
                 _computed.wait_for(lambda: self.done)
@@ -104,37 +104,37 @@ class LaterMask:
 
     @property
     def ends_text(self) -> bool:
-        """The token ends the text: there is nothing to compute."""
+        """Whether the token ends the text, so that there is nothing to compute."""
         return self.token in self._ends
 
-    def take(self, error: HeadwayError | None) -> None:
-        """The grammar has taken the token, or why it has not."""
-        self.accepted, self._found = error is None, error
+    def set_accepted(self, error: HeadwayError | None) -> None:
+        """The grammar has accepted the token, or `error` says why not."""
+        self.accepted, self._result = error is None, error
 
-    def find(self, mask: np.ndarray | HeadwayError) -> None:
-        """The mask behind the token, or why there is none."""
-        self._found = mask
+    def set_mask(self, mask: np.ndarray | HeadwayError) -> None:
+        """The mask after the token, or why there is none."""
+        self._result = mask
         if not isinstance(mask, HeadwayError):
-            self._narrow = self.grammar.breadth < OPEN
-            self._ended = self._narrow and self.grammar.finished
+            self._sparse = self.grammar.mask_density < DENSE
+            self._ended = self._sparse and self.grammar.finished
 
 
-_computed = threading.Condition()  # one for all masks: they are computed together, and then all who wait look
+_computed = threading.Condition()  # one for all masks: they are computed together, and all waiters look then
 
 
-def compute(masks: Sequence[LaterMask]) -> None:
-    """Move a grammar each on, and give each its mask; they are different grammars."""
+def compute(masks: Sequence[AsyncLogitMask]) -> None:
+    """Advance the grammar of each mask, all of them different, and compute the masks."""
     try:
         going = [mask for mask in masks if not mask.ends_text]
         tokens = [(mask.grammar, mask.token) for mask in going if mask.token is not None]
         for mask, error in zip(going, accept_all(tokens), strict=True):
-            mask.take(error)
-        taken = [mask for mask in going if mask.accepted]
-        for mask, found in zip(taken, masks_of([mask.grammar for mask in taken]), strict=True):
-            mask.find(found)
-    except BaseException as error:  # a fault of ours: nobody may be left waiting
+            mask.set_accepted(error)
+        accepted = [mask for mask in going if mask.accepted]
+        for mask, result in zip(accepted, masks_of([mask.grammar for mask in accepted]), strict=True):
+            mask.set_mask(result)
+    except BaseException as error:  # a bug of ours: nobody may be left waiting
         for mask in masks:
-            mask.find(fault(error))
+            mask.set_mask(internal_error(error))
     finally:
         for mask in masks:
             mask.done = True
@@ -142,31 +142,31 @@ def compute(masks: Sequence[LaterMask]) -> None:
             _computed.notify_all()
 
 
-def firsts(masks: Sequence[LaterMask]) -> tuple[list[LaterMask], list[LaterMask]]:
-    """The first of each grammar, and the others, in their order."""
-    found: dict[int, LaterMask] = {}
-    others = [mask for mask in masks if found.setdefault(id(mask.grammar), mask) is not mask]
-    return list(found.values()), others
+def one_per_grammar(masks: Sequence[AsyncLogitMask]) -> tuple[list[AsyncLogitMask], list[AsyncLogitMask]]:
+    """The first mask of each grammar, and the others, both in order."""
+    first: dict[int, AsyncLogitMask] = {}
+    others = [mask for mask in masks if first.setdefault(id(mask.grammar), mask) is not mask]
+    return list(first.values()), others
 
 
 @cache
-def _thread() -> queue.SimpleQueue[LaterMask]:
-    """The queue of the thread that computes masks; it is started when the first is needed."""
-    todo: queue.SimpleQueue[LaterMask] = queue.SimpleQueue()
-    threading.Thread(target=_work, args=(todo,), name="headway-masks", daemon=True).start()
-    return todo
+def _thread() -> queue.SimpleQueue[AsyncLogitMask]:
+    """The queue of the thread that computes masks; the thread starts when the first mask is needed."""
+    waiting: queue.SimpleQueue[AsyncLogitMask] = queue.SimpleQueue()
+    threading.Thread(target=_work, args=(waiting,), name="headway-masks", daemon=True).start()
+    return waiting
 
 
-def _work(todo: queue.SimpleQueue[LaterMask]) -> None:
-    rest: list[LaterMask] = []
+def _work(waiting: queue.SimpleQueue[AsyncLogitMask]) -> None:
+    rest: list[AsyncLogitMask] = []
     while True:
-        rest = _turn(rest, todo)
+        rest = _compute_waiting(rest, waiting)
 
 
-def _turn(rest: list[LaterMask], todo: queue.SimpleQueue[LaterMask]) -> list[LaterMask]:
-    """Compute what waits; what is left is for the next turn. A function, so that nothing is kept while it waits."""
-    waiting = rest or [todo.get()]
-    waiting += [todo.get() for _ in range(todo.qsize())]
-    now, rest = firsts(waiting)
+def _compute_waiting(rest: list[AsyncLogitMask], waiting: queue.SimpleQueue[AsyncLogitMask]) -> list[AsyncLogitMask]:
+    """Compute what waits; returns what is left. A function, so that no mask is kept alive while the thread waits."""
+    masks = rest or [waiting.get()]
+    masks += [waiting.get() for _ in range(waiting.qsize())]
+    now, rest = one_per_grammar(masks)
     compute(now)
     return rest

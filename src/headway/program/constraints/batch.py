@@ -1,8 +1,8 @@
-"""Many compiled grammars move on together: what `accept` and `mask` give each of them, in a fraction of the time.
+"""`accept` and `mask` for many compiled grammars at once, in a fraction of the time.
 
-The compiler's own threads do the work, and the interpreter's lock is let go once for all rows: who lets it go for each
-row must win it back each time from threads that have much to do. A row with anything special to it, or with which
-something goes wrong, goes its own way afterwards, one by one, and nothing of that touches the others.
+The grammar library's own threads do the work, and Python's global lock is released once for all rows: releasing it for
+each row would mean to win it back each time from busy threads. Rows that need special treatment, or that fail, are done
+one by one afterwards and do not affect the others.
 """
 
 from __future__ import annotations
@@ -15,83 +15,83 @@ import numpy as np
 
 from headway.base.errors import Closed, HeadwayError
 from headway.base.machine import read_machine
-from headway.program.constraints.bitmask import MaskWords
-from headway.program.constraints.constraint import Matched, settle
+from headway.program.constraints.bitmask import MaskLayout
+from headway.program.constraints.constraint import GrammarMatcher, finish_masks
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 Result = TypeVar("Result")
-THREADS = 8  # at most: the device's worker and the event loop want to run beside them
-FEW = 4  # rows; fewer are done before other threads have woken up
+THREADS = 8  # at most: the device's worker and the event loop need cores too
+FEW = 4  # rows; fewer are done before other threads wake up
 
 
-def accept_all(rows: Sequence[tuple[Matched, int]]) -> list[HeadwayError | None]:
-    """A token for each of these grammars, which are all different ones; the error of each that did not accept."""
-    takers = {} if len(rows) < FEW else _takers(rows)
-    well = _workers().consume_token_par([(taker, rows[i][1]) for i, taker in takers.items()]) if takers else []
-    taken = {i for i, good in zip(takers, well, strict=True) if good}
-    found: list[HeadwayError | None] = [None] * len(rows)
+def accept_all(rows: Sequence[tuple[GrammarMatcher, int]]) -> list[HeadwayError | None]:
+    """Give each of these grammars, all different, its token; the error of each that did not accept it."""
+    matchers = {} if len(rows) < FEW else _consumers(rows)
+    done = _executor().consume_token_par([(matcher, rows[i][1]) for i, matcher in matchers.items()]) if matchers else []
+    accepted = {i for i, good in zip(matchers, done, strict=True) if good}
+    errors: list[HeadwayError | None] = [None] * len(rows)
     for i, (grammar, token) in enumerate(rows):
-        if i in taken:
-            grammar.took(token)
+        if i in accepted:
+            grammar.record(token)
         else:
-            found[i] = _tried(partial(grammar.accept, token))
-    return found
+            errors[i] = _attempt(partial(grammar.accept, token))
+    return errors
 
 
-def _takers(rows: Sequence[tuple[Matched, int]]) -> dict[int, LLMatcher]:
-    """Those that can be given their token at once, by row."""
-    found = ((i, grammar.taker(token)) for i, (grammar, token) in enumerate(rows))
-    return {i: taker for i, taker in found if taker is not None}
+def _consumers(rows: Sequence[tuple[GrammarMatcher, int]]) -> dict[int, LLMatcher]:
+    """The matchers that can be given their token unchecked, by row."""
+    found = ((i, grammar.consumer(token)) for i, (grammar, token) in enumerate(rows))
+    return {i: matcher for i, matcher in found if matcher is not None}
 
 
-def masks_of(grammars: Sequence[Matched]) -> list[np.ndarray | HeadwayError]:
-    """What may come next in each of these grammars, which are all different ones; an error where nothing may.
+def masks_of(grammars: Sequence[GrammarMatcher]) -> list[np.ndarray | HeadwayError]:
+    """The mask of each of these grammars, all different, or an error where nothing may come next.
 
-    A mask is a row of one array: whoever keeps one keeps them all.
+    A mask is a row of one array, so keeping one keeps them all in memory.
     """
-    alike: dict[MaskWords, list[int]] = {}
+    alike: dict[MaskLayout, list[int]] = {}
     for i, grammar in enumerate(grammars if len(grammars) >= FEW else ()):
-        if grammar.masker is not None:
-            alike.setdefault(grammar.words, []).append(i)
-    found: dict[int, np.ndarray | HeadwayError] = {}
+        if grammar.mask_matcher is not None:
+            alike.setdefault(grammar.layout, []).append(i)
+    masks: dict[int, np.ndarray | HeadwayError] = {}
     for places in alike.values():
         if len(places) >= FEW:
-            found.update(zip(places, _computed([grammars[i] for i in places]), strict=True))
-    return [found[i] if i in found else _tried(grammar.mask) for i, grammar in enumerate(grammars)]
+            masks.update(zip(places, _compute([grammars[i] for i in places]), strict=True))
+    return [masks[i] if i in masks else _attempt(grammar.mask) for i, grammar in enumerate(grammars)]
 
 
-def _computed(grammars: list[Matched]) -> list[np.ndarray | HeadwayError]:
-    """The masks of grammars that are laid out alike."""
-    room = grammars[0].words.room(len(grammars))
-    maskers = [masker for grammar in grammars if (masker := grammar.masker) is not None]
-    work = [(masker, i) for i, masker in enumerate(maskers)]
-    _workers().unsafe_compute_mask_ptr(work, room.ctypes.data, room[0].nbytes, len(room))
-    found: list[np.ndarray | HeadwayError] = [*settle(grammars, room)]
-    for masker, i in work:
-        if masker.is_error():  # it may be that the table is full, and `mask` knows a way out
-            found[i] = _tried(grammars[i].mask)
-    return found
+def _compute(grammars: list[GrammarMatcher]) -> list[np.ndarray | HeadwayError]:
+    """The masks of grammars with the same layout."""
+    rows = grammars[0].layout.buffer(len(grammars))
+    matchers = [matcher for grammar in grammars if (matcher := grammar.mask_matcher) is not None]
+    work = [(matcher, i) for i, matcher in enumerate(matchers)]
+    _executor().unsafe_compute_mask_ptr(work, rows.ctypes.data, rows[0].nbytes, len(rows))
+    masks: list[np.ndarray | HeadwayError] = [*finish_masks(grammars, rows)]
+    for matcher, i in work:
+        if matcher.is_error():  # its table of states may be full, which `mask` handles
+            masks[i] = _attempt(grammars[i].mask)
+    return masks
 
 
-def _tried(work: Callable[[], Result]) -> Result | HeadwayError:
-    """What work gives, or its error."""
+def _attempt(work: Callable[[], Result]) -> Result | HeadwayError:
+    """The result of `work`, or its error."""
     try:
         return work()
     except HeadwayError as error:
         return error
-    except BaseException as error:  # a fault of ours, or of the compiler's; the other rows go on
-        return fault(error)
+    except BaseException as error:  # a bug, ours or the grammar library's; the other rows go on
+        return internal_error(error)
 
 
-def fault(error: BaseException) -> Closed:
-    """What becomes of a mask when something went wrong that is nobody's grammar."""
+def internal_error(error: BaseException) -> Closed:
+    """The error of a mask that failed for a reason other than its grammar."""
     return Closed(f"the mask was not computed after an internal error: {error!r}")
 
 
 @cache
-def _workers() -> LLExecutor:
+def _executor() -> LLExecutor:
     from llguidance import LLExecutor
 
     return LLExecutor(min(THREADS, read_machine().fair_threads))

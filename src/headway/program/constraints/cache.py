@@ -1,11 +1,11 @@
-"""The shelf of compiled grammars: what one tokenizer's grammars became, kept so that each is compiled once.
+"""The grammar cache: compiled grammars, kept by tokenizer so that each is compiled once.
 
-Owns the compiler (llguidance), its limits and its messages, and the tokenizer as the compiler sees it. It hands out
-copies: it never follows a text and never holds a tokenizer alive.
+Owns the compiler (llguidance), its limits and messages, and the compiler's view of the tokenizer. It hands out copies,
+matches no text itself, and never keeps a tokenizer alive.
 
-What is bounded: the size of a grammar (headway.program.constraints.grammar), the compiler's own fuel, states and items (LIMITS),
-and the time a caller waits (DEADLINE). The compiler recurses, so it runs in a thread of its own with a deep stack.
-"""  # noqa: E501
+Bounded are the size of a grammar (`constraints/grammar.py`), the compiler's fuel, states and items (LIMITS), and the
+time a caller waits (DEADLINE). The compiler recurses, so it runs in its own thread with a deep stack.
+"""
 
 from __future__ import annotations
 
@@ -36,22 +36,23 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-KEPT = 64  # compiled grammars per tokenizer
-KEPT_BYTES = 1 << 20  # of their sources, which say roughly what they take: large ones leave sooner
-STACK = 64 << 20  # bytes; only what is used is ever real memory
+MAX_GRAMMARS = 64  # compiled, for each tokenizer
+MAX_SOURCE_BYTES = 1 << 20  # of their sources, a rough measure of their memory: large ones leave sooner
+STACK = 64 << 20  # bytes; only what is used becomes real memory
 DEADLINE = 20.0  # seconds; what the limits let through takes a tenth of this
 SHOWN = 200  # characters of the compiler's message
 
 
-class Shelf:
+class GrammarCache:
     """The compiler's view of one tokenizer, and the grammars compiled for it, least recently used first."""
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
-        self.words = _words(tokenizer, size)
+        self.tokenizer = _compiler_tokenizer(tokenizer, size)
         self._kept: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
-    def taken(self, key: bytes) -> LLMatcher | None:
+    def get(self, key: bytes) -> LLMatcher | None:
+        """A copy of a compiled grammar, if it is cached."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is None:
@@ -59,52 +60,54 @@ class Shelf:
             self._kept.move_to_end(key)
             return kept.deep_copy()
 
-    def made(self, grammar: Grammar) -> LLMatcher:
-        """The grammar compiled anew."""
-        return _with_deep_stack(lambda: _matcher(grammar, self.words), grammar)
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """The grammar, compiled again."""
+        return _with_deep_stack(lambda: _matcher(grammar, self.tokenizer), grammar)
 
     def drop(self, key: bytes) -> None:
-        """Keep it no longer: its table is full."""
+        """Forget a grammar whose table of states is full."""
         with self._lock:
             self._kept.pop(key, None)
 
     def put(self, key: bytes, matcher: LLMatcher) -> None:
         with self._lock:
             self._kept[key] = matcher
-            while len(self._kept) > KEPT or (len(self._kept) > 1 and sum(map(len, self._kept)) > KEPT_BYTES):
+            while len(self._kept) > MAX_GRAMMARS or (
+                len(self._kept) > 1 and sum(map(len, self._kept)) > MAX_SOURCE_BYTES
+            ):
                 self._kept.popitem(last=False)
 
 
-_shelves: weakref.WeakKeyDictionary[Tokenizer, dict[int, Shelf]] = weakref.WeakKeyDictionary()
-_shelving = threading.Lock()
+_caches: weakref.WeakKeyDictionary[Tokenizer, dict[int, GrammarCache]] = weakref.WeakKeyDictionary()
+_creating = threading.Lock()
 
 
-def shelf_of(tokenizer: Tokenizer, size: int) -> Shelf:
-    """The shelf for the first `size` ids of a vocabulary: those that the model has."""
-    with _shelving:
-        shelves = _shelves.setdefault(tokenizer, {})
-        if size not in shelves:
-            shelves[size] = Shelf(tokenizer, size)
-        return shelves[size]
+def grammar_cache(tokenizer: Tokenizer, size: int) -> GrammarCache:
+    """The cache for the first `size` ids of a vocabulary: those that the model has."""
+    with _creating:
+        caches = _caches.setdefault(tokenizer, {})
+        if size not in caches:
+            caches[size] = GrammarCache(tokenizer, size)
+        return caches[size]
 
 
-def made_shelf(tokenizer: Tokenizer, size: int) -> Shelf | None:
-    """The same where it is there already; None also while any shelf is being made, which takes long."""
-    if not _shelving.acquire(blocking=False):
+def ready_grammar_cache(tokenizer: Tokenizer, size: int) -> GrammarCache | None:
+    """The same if it exists already; None also while any cache is being created, which takes long."""
+    if not _creating.acquire(blocking=False):
         return None
     try:
-        return _shelves.get(tokenizer, {}).get(size)
+        return _caches.get(tokenizer, {}).get(size)
     finally:
-        _shelving.release()
+        _creating.release()
 
 
 # --- compiling
 
 
-def _matcher(grammar: Grammar, words: LLTokenizer) -> LLMatcher:
+def _matcher(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
-    return LLMatcher(words, _source(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
+    return LLMatcher(tokenizer, _source(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
 
 
 def _source(grammar: Grammar) -> str:
@@ -135,13 +138,13 @@ def _quoted(choices: str) -> list[str]:
 
 
 def _with_deep_stack(work: Callable[[], LLMatcher], grammar: Grammar) -> LLMatcher:
-    """Run the compiler where its recursion cannot reach the end of the stack; refuse what it refuses."""
+    """Run the compiler where its recursion cannot overflow the stack; raise what it refuses."""
     done: list[LLMatcher | BaseException] = []
 
     def run() -> None:
         try:
             done.append(work())
-        except BaseException as error:  # a panic inside the compiler is no Exception
+        except BaseException as error:  # a panic inside the compiler is not an Exception
             done.append(error)
 
     thread = threading.Thread(target=run, name="headway-grammar", daemon=True)
@@ -165,7 +168,7 @@ _starting = threading.Lock()  # the stack size is one setting for the whole proc
 
 
 def named(grammar: Grammar) -> str:
-    """What a message calls the grammar."""
+    """The grammar's name in messages."""
     names = {
         "json": "the JSON schema",
         "regex": f"the regular expression {grammar.text!r:.60}",
@@ -189,7 +192,7 @@ def brief(message: str) -> str:
 
 
 class _Wrapper:
-    """A tokenizer as llguidance asks for it. It holds ours weakly: the shelf must not keep its own key alive."""
+    """A tokenizer as llguidance expects it. It holds ours weakly: the cache must not keep its key alive."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -198,11 +201,11 @@ class _Wrapper:
         self._tokenizer, self._size = weakref.ref(tokenizer), size
         self.tokens = [*(_bytes(tokenizer, id) for id in range(size)), b"<end>"]
         self.tokens += [b""] * (padded(size + 1) - size - 1)
-        self.eos_token_id = size  # an end of its own, so that ours are never part of a grammar
+        self.eos_token_id = size  # its own end token, so that ours are never part of a grammar
         self.special_token_ids = sorted(id for id in {*tokenizer.special_ids, *tokenizer.eos_ids, size} if id <= size)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The ids of a forced text as the tokenizer writes it, or [] when they are not exactly that text."""
+        """The ids of a forced text as the tokenizer encodes it, or [] when they are not exactly that text."""
         tokenizer = self._tokenizer()
         wanted = text.encode() if isinstance(text, str) else bytes(text)
         if tokenizer is None:
@@ -212,12 +215,12 @@ class _Wrapper:
         return ids if exact else []
 
 
-def _words(tokenizer: Tokenizer, size: int) -> LLTokenizer:
+def _compiler_tokenizer(tokenizer: Tokenizer, size: int) -> LLTokenizer:
     from llguidance import LLTokenizer
 
     if tokenizer.decoding.kind == "opaque":
         raise Unsupported("this tokenizer decodes only whole sequences, so its tokens have no bytes to constrain")
-    tokenizer.encode("a")  # what it builds on first use is built here, not in the first mask
+    tokenizer.encode("a")  # whatever it builds on first use is built here, not in the first mask
     wrapper: Any = _Wrapper(tokenizer, size)
     return LLTokenizer(wrapper, n_vocab=padded(size + 1), eos_token=[size])
 

@@ -1,9 +1,9 @@
-"""Constraints: which tokens may come next. The compiled form of a `Grammar`, and the shape of any object that does it.
+"""Constraints: which tokens may come next. The protocol of such objects, and the compiled form of a `Grammar`.
 
-A constraint follows one text, token by token; `rollback` and `copy` let it follow truncates, drafts and forks. It owns
-no text and knows nothing of passes. Grammars are compiled and kept elsewhere (headway.program.constraints.cache). Programs in an
-event loop wait for that in a few threads that are there for this alone: nothing else waits behind them.
-"""  # noqa: E501
+A constraint follows one text, token by token; `rollback` and `copy` let it follow truncation, drafts and forks. It owns
+no text and knows no passes. `constraints/cache.py` compiles grammars and keeps them. Programs in an event loop wait for
+that in a thread pool of its own, so that compiling delays nothing else.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 
 from headway.base.errors import InvalidInput, InvalidToken, WrongType
-from headway.program.constraints.bitmask import MaskWords
-from headway.program.constraints.cache import Shelf, brief, made_shelf, named, shelf_of
+from headway.program.constraints.bitmask import MaskLayout
+from headway.program.constraints.cache import GrammarCache, brief, grammar_cache, named, ready_grammar_cache
 from headway.program.constraints.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
     from headway.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
-COMPILERS = 4  # grammars that are compiled at a time for programs in event loops
-REHEARSAL = 12  # tokens tried before a grammar is handed out
+COMPILERS = 4  # threads that compile grammars for programs in event loops
+TRIAL = 12  # tokens tried before a grammar is handed out
 
 
 class Constraint(Protocol):
     """What `constrain=` takes: any object with `mask`, `accept` and `rollback`. It may have more, by these names:
 
-    - `copy() -> Constraint`: one in the same state that goes its own way; without it forking in the middle raises.
+    - `copy() -> Constraint`: an independent one in the same state; without it forking in the middle raises.
     - `forced() -> list[int]`: tokens of the only text that can follow, as the tokenizer would write it, [] when there
-      is a choice; without it nothing is fed ahead.
+      is a choice; without it no tokens are fed ahead.
     - `may_end: bool`: the text so far is complete and end tokens are allowed; without it they are allowed where the
       mask allows them.
-    - `finished: bool`: nothing but the end can follow, so the generation ends; without it, it never ends by itself.
+    - `finished: bool`: only the end can follow, so the generation ends; without it, it never ends by itself.
 
-    Its time is the program's own: a slow mask holds up no other program.
+    It runs in the program's own time: a slow mask delays no other program.
     """
 
     def mask(self) -> np.ndarray | None:
-        """The tokens that may come next: packed uint32 words over V, bit i % 32 of word i // 32; None for all."""
+        """The tokens that may come next: uint32 words over V, token i at bit i % 32 of word i // 32; None for all."""
         ...
 
     def accept(self, token: int) -> None:
@@ -58,38 +58,37 @@ class Constraint(Protocol):
 
 
 def check_constraint(constrain: object) -> None:
-    """Raise unless this is what `constrain=` takes."""
+    """Raise unless `constrain=` takes this."""
     if constrain is None or isinstance(constrain, Grammar):
         return
     lacks = [verb for verb in ("mask", "accept", "rollback") if not callable(getattr(constrain, verb, None))]
     if lacks or isinstance(constrain, type):
         raise WrongType(
-            f"constrain is {constrain!r:.60}, which is no Grammar and has no {', '.join(lacks) or 'state'}; it takes "
+            f"constrain is {constrain!r:.60}, which is not a Grammar and has no {', '.join(lacks) or 'state'}; give "
             "Grammar.json_schema(...), .regex, .lark or .choices, or an object with mask(), accept() and rollback()"
         )
 
 
-def compile(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> Matched:
+def compile(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> GrammarMatcher:
     """A constraint at the beginning of its text, for logits of width `vocab_size`. Compiled once per tokenizer.
 
-    It may take up to about a second for the largest grammars that are allowed, without holding the interpreter's lock.
+    It may take about a second for the largest grammars that are allowed, without holding Python's global lock.
     """
     if not isinstance(grammar, Grammar):
-        raise WrongType(f"a Grammar is needed, not {type(grammar).__name__}; see Grammar.json_schema, .regex, .choices")
-    shelf = shelf_of(tokenizer, min(vocab_size, tokenizer.vocab_size))
-    matcher = shelf.taken(grammar.key)
+        raise WrongType(f"{grammar!r:.60} is not a Grammar; see Grammar.json_schema, .regex, .choices")
+    cache = grammar_cache(tokenizer, min(vocab_size, tokenizer.vocab_size))
+    matcher = cache.get(grammar.key)
     if matcher is None:
-        matcher = shelf.made(grammar)
-        _rehearse(grammar, Matched(matcher.deep_copy(), grammar, shelf, tokenizer, vocab_size))
-        shelf.put(grammar.key, matcher.deep_copy())
-    return Matched(matcher, grammar, shelf, tokenizer, vocab_size)
+        matcher = cache.compile(grammar)
+        _try_out(grammar, GrammarMatcher(matcher.deep_copy(), grammar, cache, tokenizer, vocab_size))
+        cache.put(grammar.key, matcher.deep_copy())
+    return GrammarMatcher(matcher, grammar, cache, tokenizer, vocab_size)
 
 
-async def compiled(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> Matched:
-    """The same for a program in an event loop: one that is kept comes at once, another is compiled in a thread."""
-    found = _kept(grammar, tokenizer, vocab_size)
-    if found is not None:
-        return found
+async def compile_async(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> GrammarMatcher:
+    """The same for a program in an event loop: a cached one comes at once, another is compiled in a thread."""
+    if (cached := _cached(grammar, tokenizer, vocab_size)) is not None:
+        return cached
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_compilers(), compile, grammar, tokenizer, vocab_size)
 
@@ -99,38 +98,38 @@ def _compilers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(COMPILERS, thread_name_prefix="headway-compile")
 
 
-def _kept(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> Matched | None:
-    """A grammar that was compiled before; None also while a shelf is being made, which takes long."""
-    shelf = made_shelf(tokenizer, min(vocab_size, tokenizer.vocab_size))
-    matcher = None if shelf is None else shelf.taken(grammar.key)
-    return None if matcher is None or shelf is None else Matched(matcher, grammar, shelf, tokenizer, vocab_size)
+def _cached(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> GrammarMatcher | None:
+    """A grammar that was compiled before; None also while a cache is being created, which takes long."""
+    cache = ready_grammar_cache(tokenizer, min(vocab_size, tokenizer.vocab_size))
+    matcher = None if cache is None else cache.get(grammar.key)
+    return None if matcher is None or cache is None else GrammarMatcher(matcher, grammar, cache, tokenizer, vocab_size)
 
 
-class Matched:
+class GrammarMatcher:
     """A compiled grammar that follows one text. End tokens are ours: the compiler never sees them.
 
-    Where only one text can follow, the mask allows it as the tokenizer spells it, and `accept` takes every spelling.
-    Copies share a table of states that grows as they are followed. When it is full, one compiled anew takes its place,
-    so that what a text may be never depends on the texts that others write.
+    Where only one text can follow, the mask allows the tokenizer's encoding of it, and `accept` takes every encoding.
+    Copies share a table of states that grows as they advance. When it is full, the grammar is compiled again with a
+    table of its own, so that what a text may be never depends on the texts that others write.
     """
 
     def __init__(
         self,
         matcher: LLMatcher,
         grammar: Grammar,
-        shelf: Shelf,
+        cache: GrammarCache,
         tokenizer: Tokenizer,
         vocab_size: int,
     ) -> None:
-        self._matcher, self._grammar, self._shelf = matcher, grammar, shelf
+        self._matcher, self._grammar, self._cache = matcher, grammar, cache
         self._tokenizer, self._vocab = tokenizer, vocab_size
-        self._shares = True  # its table may have the states of other texts
+        self._shares = True  # its table of states may hold those of other texts
         self._known = min(vocab_size, tokenizer.vocab_size)
         self._ends = tuple(id for id in tokenizer.eos_ids if id < vocab_size)
-        self.words = MaskWords(self._known, vocab_size, self._ends)
+        self.layout = MaskLayout(self._known, vocab_size, self._ends)
         self._accepted: list[int] = []
-        self._mask: np.ndarray | None = None  # of the state as it is
-        self._open: int | None = None  # how many tokens of text it allows
+        self._mask: np.ndarray | None = None  # of the current state
+        self._count: int | None = None  # how many tokens of text it allows
 
     @property
     def may_end(self) -> bool:
@@ -141,15 +140,15 @@ class Matched:
         return self._allowed() == 0
 
     @property
-    def breadth(self) -> float:
+    def mask_density(self) -> float:
         """The share of the vocabulary that may come next, end tokens aside."""
         return self._allowed() / self._vocab
 
     def mask(self) -> np.ndarray:
         if self._ended:
-            return self.words.only_ends()
+            return self.layout.only_ends()
         if self._mask is None:
-            self._mask = self._computed()
+            self._mask = self._compute()
         return self._mask
 
     def accept(self, token: int) -> None:
@@ -163,18 +162,18 @@ class Matched:
             raise InvalidInput(f"token {token} is not allowed after the {len(self._accepted)} tokens so far")
         if token not in self._ends:
             self._do(lambda m: m.consume_token(token))
-        self.took(token)
+        self.record(token)
 
     def rollback(self, n: int) -> None:
         if not 0 <= n <= len(self._accepted):
-            raise InvalidInput(f"{n} tokens cannot be taken back; {len(self._accepted)} were accepted")
+            raise InvalidInput(f"{n} tokens cannot be rolled back; {len(self._accepted)} were accepted")
         text = sum(token not in self._ends for token in self._accepted[len(self._accepted) - n :])
         if text:
             self._do(lambda m: m.rollback(text))
-        self._mask = self._open = None
+        self._mask = self._count = None
         del self._accepted[len(self._accepted) - n :]
 
-    def copy(self) -> Matched:
+    def copy(self) -> GrammarMatcher:
         twin = copy(self)
         twin._matcher, twin._accepted = self._matcher.deep_copy(), self._accepted[:]
         self._shares = twin._shares = True
@@ -188,24 +187,25 @@ class Matched:
 
     # -- as one of many (headway.program.constraints.batch) --
 
-    def taker(self, token: int) -> LLMatcher | None:
-        """What can be given a token without asking first, and `took` follows if it takes it; None: `accept` must ask.
+    def consumer(self, token: int) -> LLMatcher | None:
+        """The matcher to give a token to unchecked, followed by `record` if it accepts; None: `accept` must check.
 
-        A token is drawn under the mask of the grammar that then takes it, so asking is nearly always in vain. What has
-        failed stays so, but `accept` makes it anew once, as it does when the table is full, and can then tell a token
-        that is not allowed from a text that cannot be followed. Once it has a table of its own it can do so no more.
+        A token is drawn under the mask of the grammar that then takes it, so it is nearly always allowed. A matcher
+        that fails stays failed. `accept` compiles the grammar again once, as it does when the table of states is full,
+        and can then tell a token that is not allowed from a text that cannot be followed. It does not if it has a table
+        of its own already.
         """
-        asks = self._ended or not self._shares or not 0 <= token < self._known or token in self._ends
-        return None if asks else self._matcher
+        checks = self._ended or not self._shares or not 0 <= token < self._known or token in self._ends
+        return None if checks else self._matcher
 
-    def took(self, token: int) -> None:
-        """The taker has taken the token."""
+    def record(self, token: int) -> None:
+        """Note a token that the matcher has consumed."""
         self._accepted.append(token)
-        self._mask = self._open = None
+        self._mask = self._count = None
 
     @property
-    def masker(self) -> LLMatcher | None:
-        """What computes the mask; None where that is done."""
+    def mask_matcher(self) -> LLMatcher | None:
+        """The matcher that must compute the mask; None where the mask is known."""
         return None if self._ended or self._mask is not None else self._matcher
 
     @property
@@ -219,25 +219,25 @@ class Matched:
         """How many tokens of text may come next."""
         if self._ended:
             return 0
-        if self._open is None:
-            self._mask = self._computed()
-            assert self._open is not None
-        return self._open
+        if self._count is None:
+            self._mask = self._compute()
+            assert self._count is not None
+        return self._count
 
-    def _computed(self) -> np.ndarray:
-        found = self.words.room(1)
-        self._do(lambda m: m.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes))
-        (mask,) = settle([self], found)
+    def _compute(self) -> np.ndarray:
+        row = self.layout.buffer(1)
+        self._do(lambda m: m.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes))
+        (mask,) = finish_masks([self], row)
         if isinstance(mask, InvalidInput):
             raise mask
         return mask
 
     def _do(self, work: Callable[[LLMatcher], Result]) -> Result:
-        """What work gives, once more on a table of its own where the shared one is full."""
+        """The result of `work`; once more on a table of its own where the shared one is full."""
         result = work(self._matcher)
         if self._matcher.is_error() and self._shares:
-            self._shelf.drop(self._grammar.key)
-            self._matcher, self._shares = self._shelf.made(self._grammar), False
+            self._cache.drop(self._grammar.key)
+            self._matcher, self._shares = self._cache.compile(self._grammar), False
             self._matcher.consume_tokens(self._text())
             result = work(self._matcher)
         if self._matcher.is_error():
@@ -246,10 +246,10 @@ class Matched:
         return result
 
 
-def settle(grammars: Sequence[Matched], found: np.ndarray) -> list[np.ndarray | InvalidInput]:
-    """The masks of grammars that are laid out alike, from what their matchers wrote; an error where there is none."""
-    layout = grammars[0].words
-    masks, counts = layout.text(found)
+def finish_masks(grammars: Sequence[GrammarMatcher], written: np.ndarray) -> list[np.ndarray | InvalidInput]:
+    """The masks of grammars with the same layout, from what their matchers wrote; an error where nothing is allowed."""
+    layout = grammars[0].layout
+    masks, counts = layout.without_ends(written)
     complete = [i for i, grammar in enumerate(grammars) if grammar._matcher.is_accepting()]
     layout.allow_ends(masks, complete)
     masks.flags.writeable = False
@@ -260,18 +260,18 @@ def settle(grammars: Sequence[Matched], found: np.ndarray) -> list[np.ndarray | 
             "it has a dead end, or asks for an end token or a text that the vocabulary cannot write"
         )
     for grammar, row, count in zip(grammars, rows, counts, strict=True):
-        grammar._open = None if isinstance(row, InvalidInput) else count
+        grammar._count = None if isinstance(row, InvalidInput) else count
     return rows
 
 
-def _rehearse(grammar: Grammar, trial: Matched) -> None:
+def _try_out(grammar: Grammar, trial: GrammarMatcher) -> None:
     """Try the first tokens: a grammar that allows nothing or explodes at once is refused before it is used."""
     try:
-        for turn in range(REHEARSAL):
+        for i in range(TRIAL):
             if trial.finished:
                 return
             allowed = np.flatnonzero(np.unpackbits(trial.mask().view(np.uint8), bitorder="little"))
-            allowed = allowed[~np.isin(allowed, trial.words.ends)]
-            trial.accept(int(allowed[(turn * 7919) % len(allowed)]))
+            allowed = allowed[~np.isin(allowed, trial.layout.ends)]
+            trial.accept(int(allowed[(i * 7919) % len(allowed)]))
     except InvalidInput as error:
         raise InvalidInput(f"{named(grammar)} cannot be used: {error}") from None

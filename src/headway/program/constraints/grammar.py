@@ -1,7 +1,7 @@
-"""What a text must look like: a JSON schema, a regular expression, a Lark grammar or a list of choices.
+"""Grammars that a text must match: a JSON schema, a regular expression, a Lark grammar or a list of choices.
 
-A `Grammar` is a plain value: checked against limits when it is made, equal and hashed by what it says, and turned into
-a `Constraint` for one tokenizer by `headway.program.constraints.constraint.compile`.
+A `Grammar` is a plain value: checked against limits when it is created, compared and hashed by its text, and compiled
+to a `Constraint` for one tokenizer by `constraints/constraint.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ LARK_BYTES = 64 * 1024
 LARK_NAMES = 512  # rules and terminals
 CHOICES = 10_000
 CHOICE_BYTES = 256 * 1024
-WHITESPACE = 64  # characters at one place between the parts of a JSON document: a model that pads must go on
+WHITESPACE = (
+    64  # characters at one place between the parts of a JSON document: a model that pads with spaces must continue
+)
 
 # What may be inside a Lark grammar: literals and comments are skipped, the rest is looked at.
 _LARK = re.compile(
@@ -34,7 +36,7 @@ _LARK_OPTIONS = {"no_forcing", "allow_initial_skip"}
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text must look like. Make it with `Grammar.json_schema`, `.json_object`, `.regex`, `.lark`, `.choices`."""
+    """What a text must match. Create one with `Grammar.json_schema`, `.json_object`, `.regex`, `.lark`, `.choices`."""
 
     kind: Literal["json", "regex", "lark", "choices"]
     text: str  # the schema as JSON, the pattern, the Lark grammar, or the choices as a JSON list
@@ -91,13 +93,13 @@ class Grammar:
 
     @property
     def key(self) -> bytes:
-        """What compiled grammars are cached by."""
+        """The key of compiled grammars in the cache."""
         return f"{self.kind}\0{int(self.compact)}\0{self.text}".encode("utf-8", "surrogatepass")
 
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
-        raise WrongType(f"{what} is {value!r:.40} of type {type(value).__name__}; a str is needed")
+        raise WrongType(f"{what} is {value!r:.40} of type {type(value).__name__}; it must be a str")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -134,7 +136,7 @@ def _embedded(keyword: str, text: str, at: int) -> tuple[str, int]:
         raise InvalidInput(f"the Lark grammar has no JSON after {keyword}: {error}") from None
     if keyword == "%json":
         return checked_schema(value), end
-    unknown = sorted(set(value) - _LARK_OPTIONS) if isinstance(value, dict) else ["a value that is no object"]
+    unknown = sorted(set(value) - _LARK_OPTIONS) if isinstance(value, dict) else ["a value that is not an object"]
     if unknown:
         raise InvalidInput(
             f"%llguidance in the Lark grammar has {', '.join(unknown)!r:.80}; "
@@ -147,6 +149,6 @@ def _check_options(options: str) -> None:
     refused = _REFUSED_OPTION.search(options)
     if refused is not None:
         raise InvalidInput(
-            f"the Lark grammar has the option {refused[1]!r}, which has no effect on a mask or cannot be taken back; "
+            f"the Lark grammar has the option {refused[1]!r}, which has no effect on a mask or cannot be rolled back; "
             "use lazy or suffix= to end a text early, and the sampler for the temperature"
         )

@@ -1,8 +1,8 @@
-"""JSON schemas as a constraint takes them: checked keyword by keyword, so that nothing in them is ignored.
+"""JSON schemas for constraints: checked keyword by keyword, so that nothing in them is ignored.
 
 `checked_schema` gives back the schema as JSON text for the grammar compiler, with patterns written in its dialect, or
 raises and names the place. Keywords that cannot be enforced token by token are refused, and so is every unknown one
-(a misspelt keyword would otherwise be no constraint at all). It never resolves anything outside the schema.
+(a misspelled keyword would otherwise constrain nothing). It never resolves anything outside the schema.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from headway.program.constraints.patterns import ecma_pattern, real_times
 BYTES = 256 * 1024  # of a schema as JSON text
 NODES = 2048  # subschemas, and lists and objects inside const and enum
 DEPTH = 100  # of JSON values inside each other
-OPTIONAL = 400  # properties of one object that may be left out: each is a way on at every other
-EXACT = 1 << 53  # bounds are read as doubles: beyond, whole numbers would be rounded
+OPTIONAL = 400  # properties of one object that may be left out: each is a choice at every other
+EXACT = 1 << 53  # bounds are read as doubles: beyond, integers would be rounded
 
 ONE = {"additionalProperties", "additionalItems"}
 LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
@@ -60,7 +60,7 @@ def checked_schema(schema: Any) -> str:
 
 
 class _Walk:
-    """One pass over a schema: what it says, where its subschemas are, and which refer to which."""
+    """One pass over a schema: its keywords, where its subschemas are, and which refer to which."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, Any] = {}  # pointer → subschema
@@ -123,11 +123,11 @@ class _Walk:
             case int() if not -(1 << 63) <= value < 1 << 64:
                 raise InvalidInput(f"{_place(at)} in the JSON schema is {short_repr(value)}; it must fit in 64 bits")
             case float() if not math.isfinite(value):
-                raise InvalidInput(f"{_place(at)} in the JSON schema is {value}, which is no JSON number")
+                raise InvalidInput(f"{_place(at)} in the JSON schema is {value}, which is not a JSON number")
             case None | bool() | int() | float():
                 pass
             case _:
-                raise WrongType(f"{_place(at)} in the JSON schema is {short_repr(value)}, which is no JSON value")
+                raise WrongType(f"{_place(at)} in the JSON schema is {short_repr(value)}, which is not a JSON value")
 
     def step(self, at: str, depth: int) -> None:
         self.count += 1
@@ -166,7 +166,7 @@ class _Walk:
         raise AssertionError("endless references are refused before")
 
     def endless(self) -> str | None:
-        """A subschema that no finite document satisfies, if there is one: what cannot end by what has been shown to."""
+        """A subschema that no finite document satisfies, if there is one."""
         waiting: dict[str, set[str]] = defaultdict(set)
         for at, schema in self.nodes.items():
             for other in self.uses(schema, at):
@@ -231,7 +231,7 @@ def _parsed(text: str | bytes) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"the JSON schema is not JSON: {error}") from None
+        raise InvalidInput(f"the JSON schema is not valid JSON: {error}") from None
     except RecursionError:
         raise InvalidInput(f"the JSON schema is nested deeper than {DEPTH} levels") from None
 
@@ -245,7 +245,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> Any:
-    raise InvalidInput(f"the JSON schema has {name}, which is no JSON number")
+    raise InvalidInput(f"the JSON schema has {name}, which is not a JSON number")
 
 
 def _check_annotation(keyword: str, value: Any, at: str) -> None:
@@ -266,10 +266,10 @@ def _check_value(keyword: str, value: Any, at: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if keyword in COUNTS:
         good = number and float(value).is_integer() and 0 <= value < EXACT
-        wanted = f"a whole number from 0 to {EXACT - 1}"
+        wanted = f"an integer in [0, {EXACT - 1}]"
     elif keyword in NUMBERS:
         good = number and abs(value) <= EXACT and not (keyword == "multipleOf" and value <= 0)
-        wanted = f"a number from {-EXACT} to {EXACT}" if keyword != "multipleOf" else f"a number above 0, up to {EXACT}"
+        wanted = f"a number in [{-EXACT}, {EXACT}]" if keyword != "multipleOf" else f"a number above 0, up to {EXACT}"
     elif keyword == "type":
         kinds = value if isinstance(value, list) else [value]
         good = bool(kinds) and all(isinstance(kind, str) and kind in TYPES for kind in kinds)
@@ -281,11 +281,11 @@ def _check_value(keyword: str, value: Any, at: str) -> None:
     else:
         good, wanted = isinstance(value, str), "a string"
     if not good:
-        raise InvalidInput(f"{_place(at)} in the JSON schema is {short_repr(value)}; it takes {wanted}")
+        raise InvalidInput(f"{_place(at)} in the JSON schema is {short_repr(value)}; it must be {wanted}")
 
 
 def _check_properties(schema: dict[str, Any], at: str) -> None:
-    """Names outside `properties` may repeat in a document, so no more than one of them can be counted on."""
+    """Names outside `properties` may repeat in a document, so at most one of them can be counted."""
     required = set(schema.get("required", ()))
     optional = len(schema.get("properties", {}).keys() - required)
     if optional > OPTIONAL:
@@ -304,12 +304,12 @@ def _check_text(text: str, at: str) -> None:
     for c in text:
         if (c < " " and c not in "\b\t\n\f\r") or c == "\x7f" or "\ud800" <= c <= "\udfff":
             raise InvalidInput(
-                f"{_place(at)} in the JSON schema has the character U+{ord(c):04X}, which is not written"
+                f"{_place(at)} in the JSON schema has the character U+{ord(c):04X}, which is never generated"
             )
 
 
 def _apart(a: Any, b: Any) -> bool:
-    """Whether two schemas surely have no document in common: other types, or other values of a required property."""
+    """Whether two schemas surely share no document: they differ in type, or in the values of a required property."""
     if not isinstance(a, dict) or not isinstance(b, dict):
         return False
     kinds = [{kind.replace("integer", "number") for kind in _listed(s.get("type", TYPES))} for s in (a, b)]
@@ -353,7 +353,7 @@ def _target(reference: str, at: str) -> str:
 def _typed(value: Any, kind: type, at: str) -> Any:
     if not isinstance(value, kind):
         names = {list: "a list", dict: "an object", str: "a string"}
-        raise WrongType(f"{_place(at)} in the JSON schema is {short_repr(value)}; it takes {names[kind]}")
+        raise WrongType(f"{_place(at)} in the JSON schema is {short_repr(value)}; it must be {names[kind]}")
     return value
 
 

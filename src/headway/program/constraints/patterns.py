@@ -1,7 +1,7 @@
-"""Patterns of JSON schemas: ECMAScript's, written in the dialect of the grammar compiler (Rust's) with one meaning.
+"""Patterns of JSON schemas: ECMAScript's, translated to the dialect of the grammar compiler (Rust's).
 
 Where the two dialects differ with an error, the compiler's error stands; where they would differ silently, the pattern
-is rewritten here or refused.
+is translated here or refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REAL_DAY = f"^(?:{LEAP}-02-29|[0-9]{{4}}-(?:02-(?:[01][0-9]|2[0-8])|(?:0[13-9]|1
 REAL_YEAR = "^(?:[1-9]|0[1-9]|00[1-9]|000[1-9])"
 REAL_SECOND = "^[^:]*:[0-9]{2}:[0-5]"
 
-# Patterns are ECMAScript's; the compiler's classes are Unicode's, so the short ones are spelt out.
+# Patterns are ECMAScript's; the compiler's classes are Unicode's, so the short ones are written out.
 SPACES = " \\t\\n\\v\\f\\r\\u00a0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000"
 CLASSES = {
     "d": "[0-9]",
@@ -28,7 +28,7 @@ CLASSES = {
     "w": "[0-9A-Za-z_]",
     "W": "[^0-9A-Za-z_\\x00]",
     "s": f"[{SPACES}]",
-    "S": f"[^{SPACES}\\ufeff\\u0085\\x1c-\\x1f\\x00]",  # no dialect takes these for a letter
+    "S": f"[^{SPACES}\\ufeff\\u0085\\x1c-\\x1f\\x00]",  # no dialect counts these as letters
 }
 ESCAPE = re.compile(r"\\(?:[pP]\{[^}]*\}|.)", re.DOTALL)
 ANY_CHARACTER = "[^\\n\\r\\u2028\\u2029\\x00]"
@@ -54,7 +54,7 @@ def _ecma_part(part: str, pattern: str, at: int, inside: bool) -> str:
     """One character or escape of a pattern, rewritten."""
     following = pattern[at + 1 : at + 3]
     if part == "(" and following[:1] == "?" and not inside and following[1:] not in (":", "=", "!", "<"):
-        raise InvalidInput(f"the pattern {short_repr(pattern)} sets flags with (?; they are no part of ECMAScript")
+        raise InvalidInput(f"the pattern {short_repr(pattern)} sets flags with (?; they are not part of ECMAScript")
     if inside and pattern[at : at + 2] == "--":
         raise InvalidInput(f"the pattern {short_repr(pattern)} has -- inside brackets; write \\- for a hyphen")
     if part[:2] in ("\\p", "\\P"):
@@ -67,6 +67,6 @@ def _ecma_part(part: str, pattern: str, at: int, inside: bool) -> str:
 
 
 def real_times(format: object) -> list[str]:
-    """Patterns that a date or time has to match beside the compiler's own, which lets some through that never are."""
+    """Patterns that a date or time must match besides the compiler's own, which allows some that do not exist."""
     days, seconds = [REAL_DAY, REAL_YEAR], [REAL_SECOND]
     return {"date": days, "date-time": days + seconds, "time": seconds}.get(str(format), [])

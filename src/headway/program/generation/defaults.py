@@ -1,28 +1,29 @@
-"""What a model's publisher says about generating with it: generation_config.json beside the weights, and nothing else.
+"""The generation defaults of a model: generation_config.json, which its publisher puts next to the weights.
 
-`GenerationDefaults` holds what the file says; None is what it leaves open. `.sampler(...)` turns that, and what a
-caller says instead, into a sampler. Keys that Headway has no field for are in `.unknown`; those that would change the
-tokens are refused when somebody asks to generate by the file.
+`GenerationDefaults` holds the file's values, None where the file has none. `.sampler(...)` turns them, with overrides,
+into a sampler. Keys without a field here are in `.unknown`; those that would change the tokens are refused when a call
+generates by the file. Values are checked by the table of parameters (`base/generation.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
-from headway.base.checks import check_integer, check_number, check_token_id
+from headway.base.checks import check_token_id
 from headway.base.errors import BadModelFile, InvalidInput, Unsupported, WrongType
 from headway.base.files import read_json
+from headway.base.generation import PARAMETERS, parameters_of
 from headway.base.samplers import Sampling
 
 FILE = "generation_config.json"
 TOKENS = {"eos_token_id": "eos_ids", "bos_token_id": "bos_id", "pad_token_id": "pad_id"}  # names in the file, and ours
-SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # fields that have a meaning with do_sample only
+SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # only these need do_sample
 
-# Keys that change the tokens and are not supported, with the values that leave them alone; null always does.
+# Keys that change the tokens and are not supported, each with the values that have no effect; null never has one.
 ALWAYS: Mapping[str, tuple[Any, ...]] = {
     "bad_words_ids": ([],),
     "begin_suppress_tokens": ([],),
@@ -54,7 +55,7 @@ UNSUPPORTED = frozenset({*ALWAYS, *WHEN_SAMPLED, *WITH_BEAMS, *WHEN_GREEDY})
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Generation options, each None where nothing is said. Lengths named `…_length` count the prompt."""
+    """Generation parameters, None where there is no default. Lengths named `…_length` count the prompt."""
 
     do_sample: bool | None = None
     temperature: float | None = None
@@ -81,38 +82,41 @@ class GenerationDefaults:
         for name, check in CHECKS.items():
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check(value, name))
-        if said := {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}:
-            Sampling(**said)
 
     @classmethod
     def from_folder(cls, path: str | Path | None) -> Self:
-        """What the file in a model's folder says; nothing for a GGUF file, which has none, or a model in memory."""
+        """The file's values in a model's folder; none for a GGUF file or a model in memory."""
         if path is None or not Path(path).is_dir():
             return cls()
         file = Path(path) / FILE
-        said, ours = read_json(file), {name: name for name in NAMES - set(TOKENS.values())} | TOKENS
-        known = {ours[key]: value for key, value in said.items() if key in ours}
-        unknown = {key: value for key, value in said.items() if key not in ours}
+        values, ours = read_json(file), {name: name for name in NAMES - set(TOKENS.values())} | TOKENS
+        known = {ours[key]: value for key, value in values.items() if key in ours}
+        unknown = {key: value for key, value in values.items() if key not in ours}
         if known.get("pad_id") == -1:
-            known["pad_id"] = None  # how older files write that there is none
+            known["pad_id"] = None  # older files write "none" like this
         try:
             return cls(**known, unknown=MappingProxyType(unknown))
         except (InvalidInput, WrongType) as error:
             raise BadModelFile(f"{file} cannot be used: {error}") from error
 
     def overridden(self, **overrides: Any) -> Self:
-        """The same with other values; None leaves what is there."""
+        """The same with other values; an override of None changes nothing."""
         if strange := sorted(set(overrides) - NAMES):
-            raise InvalidInput(f"{strange[0]!r} is no generation option; there are {', '.join(sorted(NAMES))}")
+            raise InvalidInput(f"{strange[0]!r} is not a generation parameter; expected {', '.join(sorted(NAMES))}")
         return replace(self, **{name: value for name, value in overrides.items() if value is not None})
 
     @property
     def given(self) -> dict[str, Any]:
-        """What is said, by name."""
+        """The parameters that have a value, by name."""
         return {name: value for name in sorted(NAMES) if (value := getattr(self, name)) is not None}
 
+    def value(self, name: str) -> Any:
+        """A parameter's value, or the table's default where there is none."""
+        value = getattr(self, name)
+        return PARAMETERS[name].default if value is None else value
+
     def max_tokens(self, prompt: int) -> int | None:
-        """How many tokens may follow a prompt of this length; None where nothing says. `max_new_tokens` goes first."""
+        """How many tokens may follow the prompt, None without a limit. `max_new_tokens` takes precedence."""
         if self.max_new_tokens is not None or self.max_length is None:
             return self.max_new_tokens
         if prompt >= self.max_length:
@@ -123,7 +127,7 @@ class GenerationDefaults:
         return self.max_length - prompt
 
     def min_tokens(self, prompt: int) -> int:
-        """How many tokens must follow a prompt of this length before an end token may. `min_new_tokens` goes first."""
+        """How many tokens must come before an end token may. `min_new_tokens` takes precedence."""
         return max(0, (self.min_length or 0) - prompt) if self.min_new_tokens is None else self.min_new_tokens
 
     def sampler(
@@ -135,23 +139,23 @@ class GenerationDefaults:
         seed: int | None = None,
         **overrides: Any,
     ) -> Sampling:
-        """The sampler that is described here, with `overrides` in their place (None is none): greedy unless do_sample.
+        """The sampler of these values, with `overrides` (None overrides nothing): greedy unless do_sample.
 
-        What nobody says stays off. `transformers` would then keep the 50 best tokens of a draw; give `top_k=50` for
-        that. `engine.generation_defaults.sampler(temperature=0.3)` is the model's own sampler, cooler.
+        A parameter without a value is off; `transformers` would draw among the 50 likeliest tokens: give `top_k=50` for
+        that. `engine.generation_defaults.sampler(temperature=0.3)` is the model's own sampler at that temperature.
         """
         chosen = self.overridden(**overrides)
         chosen.check()
         given = [n for n in SAMPLED if overrides.get(n) is not None and (n, overrides[n]) != ("temperature", 0)]
         if given and not chosen.do_sample:
             named = f"{given[0]}={overrides[given[0]]!r}"
-            raise InvalidInput(f"{named} has no meaning without sampling; give do_sample=True")
-        knobs: dict[str, Any] = {"temperature": 0.0}
+            raise InvalidInput(f"{named} has no effect without sampling; give do_sample=True")
+        drawing: dict[str, Any] = {"temperature": 0.0}
         if chosen.do_sample:
-            knobs = {name: value for name in SAMPLED if (value := getattr(chosen, name)) is not None}
+            drawing = {name: chosen.value(name) for name in SAMPLED}
         return Sampling(
-            **knobs,
-            repetition_penalty=1.0 if chosen.repetition_penalty is None else chosen.repetition_penalty,
+            **drawing,
+            repetition_penalty=chosen.value("repetition_penalty"),
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
             logit_bias=logit_bias,
@@ -159,7 +163,7 @@ class GenerationDefaults:
         )
 
     def unsupported(self) -> dict[str, Any]:
-        """Keys of the file that would change the tokens in this way of generating, and cannot be followed."""
+        """Unsupported keys of the file that would change the tokens, under these parameters."""
         tables = [ALWAYS]
         tables += [WHEN_SAMPLED] if self.do_sample else []
         tables += [WITH_BEAMS] if (self.num_beams or 1) > 1 else [] if self.do_sample else [WHEN_GREEDY]
@@ -167,38 +171,13 @@ class GenerationDefaults:
         return {k: v for k, v in self.unknown.items() if k in idle and v is not None and v not in idle[k]}
 
     def check(self) -> None:
-        """Raise where the file asks for what Headway cannot do."""
-        if found := self.unsupported():
-            named = ", ".join(f"{key}={value!r:.60}" for key, value in found.items())
+        """Raise if the file asks for something unsupported."""
+        if unsupported := self.unsupported():
+            named = ", ".join(f"{key}={value!r:.60}" for key, value in unsupported.items())
             raise Unsupported(
                 f"{FILE} asks for {named}, which is not supported; generate with a sampler of your own, "
                 "or take it out of the file"
             )
-
-
-# -- checking ------------------------------------------------------------------------------------------------------
-
-
-def _flag(value: Any, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise WrongType(f"{name} is {value!r:.60}; it takes true or false")
-    return value
-
-
-def _early(value: Any, name: str) -> bool | Literal["never"]:
-    if not isinstance(value, bool) and value != "never":
-        raise InvalidInput(f"{name} is {value!r:.60}; it takes true, false or 'never'")
-    return value
-
-
-def _above_0(value: Any, name: str) -> float:
-    if (number := check_number(value, name)) <= 0:
-        raise InvalidInput(f"{name} is {number}; it must be above 0 (1 turns it off)")
-    return number
-
-
-def _count(value: Any, name: str) -> int:
-    return check_integer(value, name, low=1)
 
 
 def _ids(value: Any, name: str) -> tuple[int, ...]:
@@ -206,24 +185,7 @@ def _ids(value: Any, name: str) -> tuple[int, ...]:
 
 
 CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
-    "do_sample": _flag,
-    "temperature": check_number,
-    "top_k": check_integer,
-    "top_p": check_number,
-    "min_p": check_number,
-    "typical_p": check_number,
-    "repetition_penalty": _above_0,
-    "no_repeat_ngram_size": check_integer,
-    "num_beams": _count,
-    "length_penalty": check_number,
-    "early_stopping": _early,
-    "num_return_sequences": _count,
-    "max_length": _count,
-    "max_new_tokens": _count,
-    "min_length": check_integer,
-    "min_new_tokens": check_integer,
-    "eos_ids": _ids,
-    "bos_id": check_token_id,
-    "pad_id": check_token_id,
+    **{parameter.name_on("file"): parameter.check for parameter in parameters_of("file")},
+    **{"eos_ids": _ids, "bos_id": check_token_id, "pad_id": check_token_id},
 }
-NAMES = frozenset(f.name for f in fields(GenerationDefaults)) - {"unknown"}
+NAMES = frozenset(CHECKS)

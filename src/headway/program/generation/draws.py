@@ -10,7 +10,7 @@ from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, Sampling, resolve
-from headway.program.constraints.async_mask import LaterMask
+from headway.program.constraints.async_mask import AsyncLogitMask
 from headway.program.generation.steps import Prepared
 from headway.program.generation.transcript import Transcript
 from headway.program.output import SampleHandle
@@ -57,7 +57,7 @@ class Drawing:
         return replace(self, sampler=replace(self.sampler, seed=chosen), seed=chosen, seeded=seed is not None)
 
     def prepared(
-        self, context: Context, said: Transcript, fed: SampleHandle | None = None, later: LaterMask | None = None
+        self, context: Context, said: Transcript, fed: SampleHandle | None = None, later: AsyncLogitMask | None = None
     ) -> Prepared:
         """A pass that draws one token, behind the context's last or behind one that is being drawn (`fed`).
 

@@ -32,7 +32,7 @@ from headway.base.errors import (
 from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampler
-from headway.program.constraints.constraint import Constraint, Matched, compiled
+from headway.program.constraints.constraint import Constraint, GrammarMatcher, compile_async
 from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.draws import Drawing
@@ -327,7 +327,7 @@ class Generation:
         """The same beside the event loop."""
         if (grammar := self._grammar) is not None:
             engine = self._context.engine
-            made = await compiled(grammar, engine.tokenizer, engine.vocab_size)
+            made = await compile_async(grammar, engine.tokenizer, engine.vocab_size)
             if self._grammar is grammar:  # else somebody needed it sooner
                 self._said.constraint, self._grammar = made, None
 
@@ -451,7 +451,9 @@ class Generation:
         A grammar tells by its next mask, which nobody needs where max_tokens ends a text that is not complete.
         """
         said = self._said
-        if self._ahead.has_grammar or (self._left <= 0 and isinstance(said.constraint, Matched) and not said.may_end):
+        if self._ahead.has_grammar or (
+            self._left <= 0 and isinstance(said.constraint, GrammarMatcher) and not said.may_end
+        ):
             return False
         return said.finished
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from headway.base.errors import ContextBusy
 from headway.base.masks import Mask
-from headway.program.constraints.async_mask import OPEN, GrammarFollower, LaterMask
-from headway.program.constraints.constraint import Matched
+from headway.program.constraints.async_mask import DENSE, AsyncGrammarMasks, AsyncLogitMask
+from headway.program.constraints.constraint import GrammarMatcher
 from headway.program.generation.steps import Prepared, Turn
 from headway.program.generation.transcript import Transcript
 from headway.runtime.decode import Decode
@@ -33,8 +33,8 @@ class Lookahead:
     def __init__(self, context: Context, said: Transcript, ends: frozenset[int], calm: int | None = None) -> None:
         self._context, self._said, self._ends = context, said, ends
         self._turn: Turn | None = None
-        self._later: LaterMask | None = None  # its mask, when a grammar is followed
-        self._follower: GrammarFollower | None = None  # those of a decoding sequence
+        self._later: AsyncLogitMask | None = None  # its mask, when a grammar is followed
+        self._follower: AsyncGrammarMasks | None = None  # those of a decoding sequence
         self._calm = calm  # tokens in succession behind which the grammar left much open; None: look when it matters
 
     def fork(self, context: Context, said: Transcript) -> Lookahead:
@@ -77,10 +77,10 @@ class Lookahead:
             self._calm = CALM if self._is_open() else 0
         return self._calm >= CALM
 
-    def mask(self) -> LaterMask | None:
+    def mask(self) -> AsyncLogitMask | None:
         """The mask for the pass that will be ahead, where a grammar is followed."""
         constraint, vocab = self._said.constraint, self._context.engine.vocab_size
-        self._later = LaterMask(constraint, self._ends, vocab) if isinstance(constraint, Matched) else None
+        self._later = AsyncLogitMask(constraint, self._ends, vocab) if isinstance(constraint, GrammarMatcher) else None
         return self._later
 
     def start(self, prepared: Prepared) -> None:
@@ -91,9 +91,9 @@ class Lookahead:
         """It takes nothing but its token: let it continue by itself, for at most `left` tokens."""
         assert self._turn is not None
         engine, job, constraint = self._context.engine, self._turn.execution.job, self._said.constraint
-        if isinstance(constraint, Matched):
+        if isinstance(constraint, GrammarMatcher):
             assert self._later is not None
-            self._follower = GrammarFollower(self._later, constraint, self._ends, engine.vocab_size)
+            self._follower = AsyncGrammarMasks(self._later, constraint, self._ends, engine.vocab_size)
         readout = replace(job.work.readouts[0], async_mask=None)
         engine.loop.decode(job, Decode(readout, attention, self._ends, left, self._follower))
 
@@ -166,7 +166,7 @@ class Lookahead:
             self._calm = (self._calm or 0) + 1 if self._is_open() else 0
 
     def _is_open(self) -> bool:
-        return isinstance(self._said.constraint, Matched) and self._said.constraint.breadth >= OPEN
+        return isinstance(self._said.constraint, GrammarMatcher) and self._said.constraint.mask_density >= DENSE
 
     # -- taking it back --------------------------------------------------------------------------------------------
 

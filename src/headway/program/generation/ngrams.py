@@ -1,7 +1,7 @@
-"""Runs of tokens that must not come twice: a generation under `no_repeat_ngram_size`, as `transformers` has it.
+"""`no_repeat_ngram_size`: no run of n tokens comes twice, as in `transformers`.
 
-`NoRepeat` is a constraint over all tokens of a context, the prompt included, and over another constraint that a program
-may give beside it. `Unrepeating` is a generation under it.
+`NoRepeat` is a constraint over all tokens of a context, the prompt included, combined with another constraint that a
+program may give. `Unrepeating` is a generation under it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.samplers import Sampler
-from headway.program.constraints.constraint import Constraint, compiled
+from headway.program.constraints.constraint import Constraint, compile_async
 from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.generator import Generation
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def banned_by_ngrams(tokens: Sequence[int], n: int) -> set[int]:
-    """The tokens that would complete a run of n tokens which `tokens` has already; none with n = 0."""
+    """The tokens that would complete a run of n tokens that `tokens` has already; none for n = 0."""
     n = check_integer(n, "n")
     if n == 0 or len(tokens) < n:
         return set()
@@ -36,7 +36,7 @@ def banned_by_ngrams(tokens: Sequence[int], n: int) -> set[int]:
 
 
 def copied(constraint: Any) -> Any:
-    """A constraint that goes its own way from here; a `Grammar` is a value and its own copy."""
+    """An independent copy of a constraint; a `Grammar` is a value and its own copy."""
     if constraint is None or isinstance(constraint, Grammar):
         return constraint
     if not hasattr(constraint, "copy"):
@@ -45,26 +45,26 @@ def copied(constraint: Any) -> Any:
 
 
 class NoRepeat:
-    """Allows what repeats no run of n tokens of its context and what `other` allows.
+    """Allows the tokens that repeat no run of n tokens of its context and that `other` allows.
 
-    It goes by the context, not by what it was told: tokens that a program writes between two steps count too. A
-    `Grammar` is compiled when it is first needed; `prepare` does it beside the event loop.
+    It reads the context, not only the tokens it accepted: those that a program writes between two steps count too. A
+    `Grammar` is compiled when it is first needed; `prepare` does so in a thread.
     """
 
     def __init__(self, n: int, context: Context, other: Grammar | Constraint | None = None) -> None:
         self._n, self.context, self.other = check_integer(n, "no_repeat_ngram_size", low=1), context, other
         self._tokens: list[int] = []
-        self._behind: dict[tuple[int, ...], Counter[int]] = {}  # n - 1 tokens → those that came behind them
-        self.stale = True  # the context may have other tokens than these
+        self._next: dict[tuple[int, ...], Counter[int]] = {}  # n - 1 tokens → those that came next
+        self.stale = True  # the context may have changed
         self.twin: NoRepeat | None = None  # the last copy
 
     async def prepare(self) -> None:
-        """Compile the other constraint, if it is a grammar, beside the event loop."""
+        """Compile the other constraint in a thread, if it is a grammar."""
         if isinstance(grammar := self.other, Grammar):
             engine = self.context.engine
-            made = await compiled(grammar, engine.tokenizer, engine.vocab_size)
-            if self.other is grammar:  # else somebody needed it sooner
-                self.other = made
+            matcher = await compile_async(grammar, engine.tokenizer, engine.vocab_size)
+            if self.other is grammar:  # else it was needed sooner
+                self.other = matcher
 
     def mask(self) -> np.ndarray | None:
         self._sync()
@@ -75,8 +75,8 @@ class NoRepeat:
         words = _all_but(banned, self.context.engine.vocab_size)
         both = words if allowed is None else words & allowed
         if not both.any():
-            beside = "" if allowed is None else " that the constraint allows"
-            raise InvalidInput(f"no_repeat_ngram_size={self._n} forbids every token{beside} here; give a larger one")
+            where = "" if allowed is None else " that the constraint allows"
+            raise InvalidInput(f"no_repeat_ngram_size={self._n} forbids every token{where} here; give a larger one")
         return both
 
     def accept(self, token: int) -> None:
@@ -98,7 +98,7 @@ class NoRepeat:
         return self.twin
 
     def forced(self) -> list[int]:
-        """The other's forced tokens, as far as no run comes twice."""
+        """The other constraint's forced tokens, until one would repeat a run."""
         self._sync()
         tokens, kept = getattr(self._compiled(), "forced", list)(), 0
         for token in tokens:
@@ -124,7 +124,7 @@ class NoRepeat:
         return self.other
 
     def _sync(self) -> None:
-        """Have the context's tokens."""
+        """Read the context's tokens."""
         tokens, own = self.context.tokens, tuple(self._tokens)
         self.stale = False
         if tokens[: len(own)] != own:
@@ -134,28 +134,28 @@ class NoRepeat:
             self._push(token)
 
     def _banned(self) -> Counter[int]:
-        return self._behind.get(self._last(), Counter())
+        return self._next.get(self._last(), Counter())
 
     def _last(self) -> tuple[int, ...]:
         return tuple(self._tokens[max(0, len(self._tokens) - self._n + 1) :])
 
     def _push(self, token: int) -> None:
         if len(self._tokens) >= self._n - 1:
-            self._behind.setdefault(self._last(), Counter())[token] += 1
+            self._next.setdefault(self._last(), Counter())[token] += 1
         self._tokens.append(token)
 
     def _drop(self, n: int) -> None:
         for _ in range(n):
             token = self._tokens.pop()
             if len(self._tokens) >= self._n - 1:
-                counts = self._behind[self._last()]
+                counts = self._next[self._last()]
                 counts[token] -= 1
                 if not counts[token]:
                     del counts[token]
 
 
 def _all_but(banned: Iterable[int], vocab: int) -> np.ndarray:
-    """A packed mask that allows every token but these."""
+    """A packed mask of all tokens but these."""
     bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
     bits[:vocab] = 1
     bits[sorted(banned)] = 0
@@ -163,10 +163,10 @@ def _all_but(banned: Iterable[int], vocab: int) -> np.ndarray:
 
 
 class Unrepeating(Generation):
-    """A generation in which no run of n tokens comes twice, whatever else constrains it."""
+    """A generation under `NoRepeat` and any other constraint."""
 
     def __init__(
-        self, context: Context, sampler: Sampler, n: int, constrain: Grammar | Constraint | None, **options: Any
+        self, context: Context, sampler: Sampler, n: int, *, constrain: Grammar | Constraint | None, **options: Any
     ) -> None:
         self._rule = NoRepeat(n, context, constrain)
         super().__init__(context, sampler, constrain=self._rule, **options)

@@ -1,11 +1,11 @@
-"""What one call of `ctx.generate` asks for, settled: nothing is open and nothing contradicts.
+"""The parameters of one call of `ctx.generate`, settled: every value is known and none contradicts another.
 
-For each parameter the first that says something decides:
+For each parameter the first of these that has a value decides:
 
     an argument of the call  >  the call's sampler  >  generation_config.json  >  the default
 
-Who gives a sampler has said how to generate, so the file is put aside as a whole then: `ctx.generate(Argmax())` takes
-the likeliest token whatever a model's publisher recommends.
+A sampler says all about how to draw, so with one the whole file is ignored: `ctx.generate(Argmax())` takes the
+likeliest token whatever a model's publisher recommends.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
-from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, Unsupported
+from headway.base.generation import PARAMETERS
 from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampler, Sampling, resolve
-from headway.program.constraints.constraint import Constraint
+from headway.program.constraints.constraint import Constraint, check_constraint
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.defaults import FILE, SAMPLED, GenerationDefaults
+from headway.program.generation.stops import listed_stops
 
-BEAMS = 1024  # at most
-MAX_TOKENS = 256  # where nobody says anything
+MAX_TOKENS = PARAMETERS["max_tokens"].default
 
 
 class Options(TypedDict, total=False):
-    """What `ctx.generate` takes beside a sampler, `num_beams` and `num_return_sequences`, for its type."""
+    """The types of `ctx.generate`'s arguments, without the sampler, `num_beams` and `num_return_sequences`."""
 
     max_tokens: int | None
     max_length: int | None
@@ -49,24 +49,29 @@ class Options(TypedDict, total=False):
     constrain: Grammar | Constraint | None
     probe: Probe | None
     attention_mask: Mask | None
+    penalize_prompt: bool
     adapter: object
     speculate: object
-    penalize_prompt: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Parameters:
     """How one call generates."""
 
     sampler: Sampling
     max_tokens: int
     min_tokens: int
-    num_beams: int = 1
-    num_return_sequences: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    no_repeat_ngram_size: int = 0
-    ends: tuple[int, ...] = ()  # end tokens that the file names
+    num_beams: int
+    num_return_sequences: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    no_repeat_ngram_size: int
+    stop: tuple[str | int, ...]
+    stop_only: bool
+    constrain: Grammar | Constraint | None
+    probe: Probe | None
+    attention_mask: Mask | None
+    penalize_prompt: bool
 
     @property
     def draws(self) -> bool:
@@ -74,63 +79,91 @@ class Parameters:
 
 
 def settle(
-    said: GenerationDefaults, sampler: Sampler | None, file: Callable[[], GenerationDefaults], prompt: int, room: int
+    given: GenerationDefaults,
+    sampler: Sampler | None,
+    file: Callable[[], GenerationDefaults],
+    *,
+    prompt: int,
+    room: int,
+    eos_ids: tuple[int, ...],
+    stop: str | Iterable[str | int],
+    stop_only: bool,
+    constrain: Grammar | Constraint | None,
+    **others: Any,
 ) -> Parameters:
-    """Parameters for a prompt of this length, with `room` tokens left: what the call said, and then the others."""
-    _check_pair("max_tokens", said.max_new_tokens, "max_length", said.max_length)
-    _check_pair("min_tokens", said.min_new_tokens, "min_length", said.min_length)
+    """The parameters for a prompt of `prompt` tokens with `room` for more; `given` are the call's own values.
+
+    End tokens that the file names, besides the model's `eos_ids`, become stops.
+    """
+    check_constraint(constrain)
+    _check_pair("max_tokens", given.max_new_tokens, "max_length", given.max_length)
+    _check_pair("min_tokens", given.min_new_tokens, "min_length", given.min_length)
     base = file() if sampler is None else GenerationDefaults()
-    chosen = _over(base, said)
-    what = _drawing(chosen, said) if sampler is None else _turned(resolve(sampler), said)
-    beams = check_integer(chosen.num_beams or 1, "num_beams", low=1, high=BEAMS)
+    chosen = _override(base, given)
     limit = chosen.max_tokens(prompt)
     if limit is None:
-        limit = MAX_TOKENS if beams == 1 else min(MAX_TOKENS, max(room, 1))
+        limit = MAX_TOKENS if chosen.value("num_beams") == 1 else min(MAX_TOKENS, max(room, 1))
+    ends = () if stop_only else sorted(set(base.eos_ids or ()).difference(eos_ids))
     settled = Parameters(
-        sampler=what,
+        sampler=_file_sampler(chosen, given) if sampler is None else _given_sampler(resolve(sampler), given),
         max_tokens=limit,
         min_tokens=chosen.min_tokens(prompt),
-        num_beams=beams,
-        num_return_sequences=chosen.num_return_sequences or 1,
-        length_penalty=1.0 if chosen.length_penalty is None else chosen.length_penalty,
-        early_stopping=chosen.early_stopping or False,
-        no_repeat_ngram_size=chosen.no_repeat_ngram_size or 0,
-        ends=base.eos_ids or (),
+        num_beams=chosen.value("num_beams"),
+        num_return_sequences=chosen.value("num_return_sequences"),
+        length_penalty=chosen.value("length_penalty"),
+        early_stopping=chosen.value("early_stopping"),
+        no_repeat_ngram_size=chosen.value("no_repeat_ngram_size"),
+        stop=(*listed_stops(stop), *ends),
+        stop_only=stop_only,
+        constrain=constrain,
+        **others,
     )
-    _check_lengths(settled, said)
-    _check_several(settled, said)
+    _check_lengths(settled, given)
+    if settled.num_beams == 1:
+        _check_without_beams(settled, given)
+    else:
+        check_beams(settled)
     return settled
 
 
-def _over(base: GenerationDefaults, said: GenerationDefaults) -> GenerationDefaults:
-    """The base with what was said; a length that counts the prompt puts aside one that does not."""
-    if said.max_length is not None:
+def refuse(**unsupported: object) -> None:
+    """Raise for an argument that has a value and is not supported yet."""
+    for name, value in unsupported.items():
+        if value is not None:
+            raise Unsupported(f"{name}={value!r:.60} was given; generate does not support {name} yet, leave it out")
+
+
+def _override(base: GenerationDefaults, given: GenerationDefaults) -> GenerationDefaults:
+    """The base with the values given; a length that counts the prompt replaces one that does not."""
+    if given.max_length is not None:
         base = replace(base, max_new_tokens=None)
-    if said.min_length is not None:
+    if given.min_length is not None:
         base = replace(base, min_new_tokens=None)
-    return base.overridden(**said.given)
+    return base.overridden(**given.given)
 
 
-def _drawing(chosen: GenerationDefaults, said: GenerationDefaults) -> Sampling:
-    """The sampler of a call that gives none."""
-    if said.do_sample and said.temperature == 0:
+def _file_sampler(chosen: GenerationDefaults, given: GenerationDefaults) -> Sampling:
+    """The sampler of a call without one."""
+    if given.do_sample and given.temperature == 0:
         raise InvalidInput("do_sample=True and temperature=0 were both given; temperature 0 draws nothing: give one")
-    return chosen.sampler(**{name: getattr(said, name) for name in SAMPLED})
+    return chosen.sampler(**{name: getattr(given, name) for name in SAMPLED})
 
 
-def _turned(sampler: Sampling, said: GenerationDefaults) -> Sampling:
-    """A call's sampler under its other arguments."""
+def _given_sampler(sampler: Sampling, given: GenerationDefaults) -> Sampling:
+    """The call's sampler, with the repetition penalty of the call."""
     for name in SAMPLED:
-        if (value := getattr(said, name)) is not None:
-            raise InvalidInput(f"{name}={value!r} was given beside a sampler, which says how to draw; give it to that")
+        if (value := getattr(given, name)) is not None:
+            raise InvalidInput(f"{name}={value!r} was given with a sampler, which says how to draw; give it to that")
     draws = sampler.temperature > 0
-    if said.do_sample is not None and said.do_sample != draws:
+    if given.do_sample is not None and given.do_sample != draws:
         does = "draws" if draws else "takes the likeliest token"
         raise InvalidInput(
-            f"do_sample={said.do_sample} was given with a sampler of temperature {sampler.temperature:g}, "
+            f"do_sample={given.do_sample} was given with a sampler of temperature {sampler.temperature:g}, "
             f"which {does}; leave one of them out"
         )
-    return sampler if said.repetition_penalty is None else replace(sampler, repetition_penalty=said.repetition_penalty)
+    if given.repetition_penalty is None:
+        return sampler
+    return replace(sampler, repetition_penalty=given.repetition_penalty)
 
 
 def _check_pair(one: str, a: int | None, other: str, b: int | None) -> None:
@@ -140,33 +173,44 @@ def _check_pair(one: str, a: int | None, other: str, b: int | None) -> None:
         )
 
 
-def _check_lengths(settled: Parameters, said: GenerationDefaults) -> None:
+def _check_lengths(settled: Parameters, given: GenerationDefaults) -> None:
     low, high = settled.min_tokens, settled.max_tokens
     if low > high:
-        from_file = said.min_new_tokens is None and said.min_length is None
+        from_file = given.min_new_tokens is None and given.min_length is None
         source = f" (by {FILE})" if from_file else ""
         raise InvalidInput(f"min_tokens is {low}{source} and max_tokens is {high}; it must not be larger")
 
 
-def _check_several(settled: Parameters, said: GenerationDefaults) -> None:
-    """Raise where beams, or several sequences, do not go with the rest."""
-    beams, count, what = settled.num_beams, settled.num_return_sequences, settled.sampler
-    if beams == 1:
-        for name in ("length_penalty", "early_stopping"):
-            if getattr(said, name) is not None and said.num_beams is None:
-                raise InvalidInput(f"{name}={getattr(said, name)!r} has no meaning with one beam; give num_beams too")
-        if count > 1 and not settled.draws:
-            raise InvalidInput(
-                f"num_return_sequences is {count} and nothing is drawn (temperature 0), so they would all be the same; "
-                f"give do_sample=True, another sampler, or num_beams={count}"
-            )
-        return
+def _check_without_beams(settled: Parameters, given: GenerationDefaults) -> None:
+    for name in ("length_penalty", "early_stopping"):
+        if getattr(given, name) is not None and given.num_beams is None:
+            raise InvalidInput(f"{name}={getattr(given, name)!r} has no effect with one beam; give num_beams too")
+    if (count := settled.num_return_sequences) > 1 and not settled.draws:
+        raise InvalidInput(
+            f"num_return_sequences is {count} and nothing is drawn (temperature 0), so they would all be the same; "
+            f"give do_sample=True, another sampler, or num_beams={count}"
+        )
+
+
+def check_beams(settled: Parameters) -> None:
+    """Raise for parameters that a beam search does not support."""
+    beams, count, sampler = settled.num_beams, settled.num_return_sequences, settled.sampler
     if count > beams:
         raise InvalidInput(f"num_return_sequences is {count}; with num_beams={beams} it is at most {beams}")
-    found: dict[str, Any] = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "bias": ()}
+    off: dict[str, Any] = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "bias": ()}
     if settled.draws:
-        found |= {"min_p": 0.0, "typical_p": 1.0}
-    for name, idle in found.items():
-        if (value := getattr(what, name)) != idle:
+        off |= {"min_p": 0.0, "typical_p": 1.0}
+    for name, value in off.items():
+        if (own := getattr(sampler, name)) != value:
             named = "logit_bias" if name == "bias" else name
-            raise Unsupported(f"{named}={value!r:.60} is not supported with num_beams={beams}; leave one of them out")
+            raise Unsupported(f"{named}={own!r:.60} is not supported with num_beams={beams}; leave one of them out")
+    refused = {
+        "constrain": settled.constrain is not None,
+        "probe": settled.probe is not None,
+        "stop strings": any(isinstance(stop, str) for stop in settled.stop),
+        "penalize_prompt=False": not settled.penalize_prompt,
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            hint = "; token ids can stop beams" if name == "stop strings" else ""
+            raise Unsupported(f"{name} cannot be given with num_beams={beams}; leave one of them out{hint}")

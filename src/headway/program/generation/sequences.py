@@ -1,69 +1,45 @@
-"""Several continuations of one context: beams, or independent draws. Written with what every program has.
+"""Several continuations of one context: beams, or independent draws. Written with the public API alone.
 
     ctx.generate(num_beams=4)                       ─▶ beam_search on forks, the best one continues in the context
     ctx.generate(sampler, num_return_sequences=3)   ─▶ draw 0 in the context itself, draws 1 and 2 in forks of it
 
-`started` is the second half of `ctx.generate`: it turns settled parameters into a `Generation`, or into `Generations`
-where there may be several. Forks are released when the last sequence has ended, or on the way out of an error.
+`start` is the second half of `ctx.generate`: it turns settled parameters into a `Generation`, or into `Generations`
+where there may be several. Forks are released when the last sequence has ended, and on errors.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from headway.base.errors import Closed, InvalidInput, Unsupported
-from headway.base.masks import Mask
-from headway.base.probes import Probe
 from headway.base.rng import WORD, philox
-from headway.program.constraints.constraint import Constraint, check_constraint
+from headway.program.constraints.constraint import Constraint
 from headway.program.constraints.grammar import Grammar
-from headway.program.generation.beam_choices import Continuation
-from headway.program.generation.beams import beam_search
+from headway.program.generation.beams import Continuation, beam_search
 from headway.program.generation.generator import Generation
 from headway.program.generation.ngrams import Unrepeating, copied
-from headway.program.generation.parameters import Parameters
+from headway.program.generation.parameters import Parameters, check_beams
 from headway.program.generation.steps import Prepared, Step
+from headway.program.generation.stops import parse_json
 
 if TYPE_CHECKING:
     from headway.program.context import Context
 
 
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What a call asks for beside its parameters."""
-
-    stop: Sequence[str | int]
-    stop_only: bool
-    constrain: Grammar | Constraint | None
-    probe: Probe | None
-    attention_mask: Mask | None
-    adapter: Any
-    speculate: Any
-    penalize_prompt: bool = True
-
-    def options(self) -> dict[str, Any]:
-        """What a generation takes as it is."""
-        names = ("stop", "stop_only", "probe", "attention_mask", "adapter", "speculate", "penalize_prompt")
-        return {name: getattr(self, name) for name in names}
-
-
-def started(context: Context, parameters: Parameters, request: Request, *, several: bool) -> Generation:
-    """The generation that was asked for; `Generations` where `several` or where the parameters say so."""
-    check_constraint(request.constrain)
-    new = set(parameters.ends).difference(context.engine.eos_ids)
-    if new and not request.stop_only:
-        request = replace(request, stop=[*request.stop, *sorted(new)])
+def start(context: Context, parameters: Parameters, *, several: bool) -> Generation | Generations:
+    """The generation of these parameters; `Generations` if `several`, or if they ask for more than one sequence."""
     if several or parameters.num_beams > 1 or parameters.num_return_sequences > 1:
-        return Generations(context, parameters, request)
-    return _single(context, parameters, request)
+        return Generations(context, parameters)
+    return _single(context, parameters)
 
 
-class Generations(Generation):
-    """Several continuations of one context, found together; what `num_beams` or `num_return_sequences` gives.
+class Generations:
+    """Several continuations of one context, generated together: what `num_beams` or `num_return_sequences` gives.
 
         found = ctx.generate(num_beams=4, num_return_sequences=2, max_tokens=20)
         print(await found.texts())            # best first; without beams, in the order of their seeds
@@ -71,30 +47,53 @@ class Generations(Generation):
         print(best.score, second.tokens)
 
     The first one continues in the context itself, as if it had been generated alone: `text()`, `tokens()`, `json()` and
-    the single step of an `async for` are about it. It all runs when the first of these is awaited; on an error, or when
-    cancelled, the context has the tokens it had and no page stays behind.
+    the single step of an `async for` are about it. Everything runs when the first of these is awaited. On an error, or
+    when cancelled, the context has the tokens it had before and no page stays held.
     """
 
-    def __init__(self, context: Context, parameters: Parameters, request: Request) -> None:
-        _check_request(parameters, request)
-        lengths = {"max_tokens": parameters.max_tokens, "min_tokens": parameters.min_tokens}
-        super().__init__(context, parameters.sampler, **lengths, **request.options())
-        self._parameters, self._request = parameters, request
-        self._found: list[Continuation] | None = None
+    def __init__(self, context: Context, parameters: Parameters) -> None:
+        self._parameters = parameters
+        self._first = _single(context, replace(parameters, constrain=None, no_repeat_ngram_size=0))  # never run
+        self._sequences: list[Continuation] | None = None
         self._before = 0  # tokens of the context when it began
         self._stepped = False
+
+    @property
+    def context(self) -> Context:
+        """The context that the first sequence continues."""
+        return self._first.context
+
+    @property
+    def seed(self) -> int:
+        """The seed of the first sequence; those of the others are derived from it."""
+        return self._first.seed
+
+    @property
+    def finish(self) -> str | None:
+        """Why the first sequence ended; None before everything has run."""
+        return None if self._sequences is None else self._sequences[0].finish
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        """The first sequence's tokens; none before everything has run."""
+        return () if self._sequences is None else self._sequences[0].tokens
+
+    def __repr__(self) -> str:
+        own = self._parameters
+        kind = f"num_beams={own.num_beams}" if own.num_beams > 1 else f"seed={self.seed}"
+        state = f"finish={self.finish!r}" if self._sequences is not None else "not run yet"
+        return f"<Generations of {own.num_return_sequences}, {kind}, max_tokens={own.max_tokens}, {state}>"
 
     async def sequences(self) -> list[Continuation]:
         """Run to the end; every sequence with its tokens, text, score, finish and seed, the best first.
 
-        Beams may be fewer than asked for, when so many with any probability do not exist.
+        A beam search may find fewer than were asked for, when no more have any probability.
         """
-        if self._found is None:
+        if self._sequences is None:
             self._before = len(self.context.tokens)
             search = self._search if self._parameters.num_beams > 1 else self._draw
-            self._found = await search()
-            self.finish = self._found[0].finish
-        return list(self._found)
+            self._sequences = await search()
+        return list(self._sequences)
 
     async def texts(self) -> list[str]:
         """Run to the end; the text of every sequence, the best first."""
@@ -108,14 +107,14 @@ class Generations(Generation):
         computed again. They are the caller's to release.
         """
         first, *others = await self.sequences()
-        home, request = self.context, self._request
-        if others and (request.attention_mask is not None or request.adapter is not None):
+        home = self.context
+        if others and self._parameters.attention_mask is not None:
             raise Unsupported(
-                "contexts() cannot write tokens that were generated under an attention_mask or an adapter; "
+                "contexts() cannot write tokens that were generated under an attention_mask; "
                 "fork the context before, and generate in each fork"
             )
         if home.tokens[self._before :] != first.tokens:
-            raise InvalidInput("the context was changed since its sequences were found; ask for contexts() before")
+            raise InvalidInput("the context has changed since its sequences were generated; call contexts() before")
         return [home, *(home.fork().truncate(len(first.tokens)).fill(one.tokens) for one in others)]
 
     async def tokens(self) -> list[int]:
@@ -131,17 +130,16 @@ class Generations(Generation):
         """Run to the end; the first sequence's text as JSON. With a schema every sequence follows it."""
         self._check_text()
         if schema is not None:
-            if self._found is not None or self._request.constrain is not None:
+            if self._sequences is not None or self._parameters.constrain is not None:
                 raise InvalidInput("a schema can be given to json() before the first step, and to no other constraint")
-            request = replace(self._request, constrain=Grammar.json_schema(schema))
-            _check_request(self._parameters, request)
-            self._request = request
-        return await super().json()
+            parameters = replace(self._parameters, constrain=Grammar.json_schema(schema))
+            if parameters.num_beams > 1:
+                check_beams(parameters)
+            self._parameters = parameters
+        return parse_json(await self.text(), self.finish)
 
-    @property
-    def generated(self) -> tuple[int, ...]:
-        """The first sequence's tokens; none before it all has run."""
-        return () if self._found is None else self._found[0].tokens
+    def __aiter__(self) -> AsyncIterator[Step]:
+        return self
 
     async def __anext__(self) -> Step:
         """The first sequence, as one step."""
@@ -151,34 +149,49 @@ class Generations(Generation):
         self._stepped = True
         return Step(first.tokens, first.text, first.probes, first.finish)
 
+    def fork(self, *, seed: int | None = None) -> Generations:
+        """The same on a fork of the context, with the same seed if it was given explicitly, or with `seed`."""
+        twin = copy(self)
+        twin._first = self._first.fork(seed=seed)
+        return twin
+
+    def reseed(self, seed: int | None = None) -> Self:
+        """Draw with another seed, or with fresh entropy."""
+        self._first.reseed(seed)
+        return self
+
     def accept(self, tokens: Iterable[int]) -> Step:
-        """Refused: there is no one sequence to put tokens into."""
-        raise self._by_hand("accept")
+        """Refused: there is no single sequence to put tokens into."""
+        raise self._not_one("accept")
 
     async def prepare(self) -> Prepared:
-        """Refused: there is no one step to take."""
-        raise self._by_hand("prepare")
+        """Refused: there is no single step to take."""
+        raise self._not_one("prepare")
 
     def forced(self) -> list[int]:
         """Refused: each sequence has its own."""
-        raise self._by_hand("forced")
+        raise self._not_one("forced")
 
     def resume(self, max_tokens: int | None = None) -> Self:
-        """Refused: the context has the first sequence, from which `ctx.generate` goes on."""
-        raise self._by_hand("resume")
+        """Refused: the context has the first sequence, and `ctx.generate` continues it."""
+        raise self._not_one("resume")
 
-    def _by_hand(self, verb: str) -> Unsupported:
+    def _not_one(self, verb: str) -> Unsupported:
         return Unsupported(
             f"{verb}() steers one sequence, and num_beams or num_return_sequences ask for several at once; "
             "fork the context and generate in each fork"
         )
 
+    def _check_text(self) -> None:
+        if not self.context.engine.has_tokenizer:
+            raise Unsupported("this model has no tokenizer, so its tokens have no text; collect them with tokens()")
+
     async def _search(self) -> list[Continuation]:
-        own, what, request = self._parameters, self._parameters.sampler, self._request
+        own, sampler = self._parameters, self._parameters.sampler
         drawing: dict[str, Any] = {}
         if own.draws:
-            knobs = {"temperature": what.temperature, "top_k": what.top_k, "top_p": what.top_p}
-            drawing = {"do_sample": True, "seed": self.seed, **knobs}
+            drawing = {"do_sample": True, "seed": self.seed}
+            drawing |= {name: getattr(sampler, name) for name in ("temperature", "top_k", "top_p")}
         return await beam_search(
             self.context,
             num_beams=own.num_beams,
@@ -187,22 +200,21 @@ class Generations(Generation):
             length_penalty=own.length_penalty,
             early_stopping=own.early_stopping,
             num_return_sequences=own.num_return_sequences,
-            repetition_penalty=what.repetition_penalty,
+            repetition_penalty=sampler.repetition_penalty,
             no_repeat_ngram_size=own.no_repeat_ngram_size,
-            eos_ids=() if request.stop_only else None,
-            stop_ids=[stop for stop in request.stop if not isinstance(stop, str)],
-            attention_mask=request.attention_mask,
-            adapter=request.adapter,
+            eos_ids=() if own.stop_only else None,
+            stop_ids=[stop for stop in own.stop if not isinstance(stop, str)],
+            attention_mask=own.attention_mask,
             adopt=True,
             **drawing,
         )
 
     async def _draw(self) -> list[Continuation]:
         """Independent draws. The prompt is computed first, once, so that the forks share its pages."""
-        home, request, count = self.context, self._request, self._parameters.num_return_sequences
-        constraints = [request.constrain, *(copied(request.constrain) for _ in range(count - 1))]
+        home, own, count = self.context, self._parameters, self._parameters.num_return_sequences
+        constraints = [own.constrain, *(copied(own.constrain) for _ in range(count - 1))]
         if count > 1 and home.pending:
-            await home.flush(request.attention_mask, request.adapter)
+            await home.flush(own.attention_mask)
         forks: list[Context] = []
         try:
             forks += [home.fork() for _ in range(count - 1)]
@@ -216,10 +228,10 @@ class Generations(Generation):
                 fork.release()
 
     async def _one(self, number: int, context: Context, constrain: Grammar | Constraint | None) -> Continuation:
-        """The draw with this number, which has a seed of its own."""
+        """The draw with this number, which has its own seed."""
         seed = derived_seed(self.seed, number)
-        parameters = replace(self._parameters, sampler=replace(self._parameters.sampler, seed=seed))
-        generation = _single(context, parameters, replace(self._request, constrain=constrain))
+        sampler = replace(self._parameters.sampler, seed=seed)
+        generation = _single(context, replace(self._parameters, sampler=sampler, constrain=constrain))
         probes = [value async for step in generation for value in step.probes]
         tokens = tuple(await generation.tokens())
         text = await generation.text() if context.engine.has_tokenizer else ""
@@ -229,7 +241,7 @@ class Generations(Generation):
 
 
 def derived_seed(seed: int, number: int) -> int:
-    """The seed of one of several draws: the first has the seed itself."""
+    """The seed of one of several draws; the first has the seed itself."""
     if number == 0:
         return seed
     # No draw of a token has this ordinal, so none has these bits.
@@ -237,17 +249,17 @@ def derived_seed(seed: int, number: int) -> int:
     return high << 32 | low
 
 
-def _single(context: Context, parameters: Parameters, request: Request) -> Generation:
+def _single(context: Context, parameters: Parameters) -> Generation:
     """One sequence, in this context."""
-    lengths = {"max_tokens": parameters.max_tokens, "min_tokens": parameters.min_tokens}
-    options: dict[str, Any] = {**lengths, **request.options()}
+    names = ("max_tokens", "min_tokens", "stop", "stop_only", "constrain", "probe", "attention_mask", "penalize_prompt")
+    options: dict[str, Any] = {name: getattr(parameters, name) for name in names}
     if parameters.no_repeat_ngram_size == 0:
-        return Generation(context, parameters.sampler, constrain=request.constrain, **options)
-    return Unrepeating(context, parameters.sampler, parameters.no_repeat_ngram_size, request.constrain, **options)
+        return Generation(context, parameters.sampler, **options)
+    return Unrepeating(context, parameters.sampler, parameters.no_repeat_ngram_size, **options)
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, Continuation]]) -> list[Continuation]:
-    """The results of all, in order; when one fails the others are cancelled and have ended before it is raised."""
+    """All results, in order. When one fails, the others are cancelled and have ended before the error is raised."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
@@ -256,18 +268,3 @@ async def _together(work: Iterable[Coroutine[Any, Any, Continuation]]) -> list[C
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-def _check_request(parameters: Parameters, request: Request) -> None:
-    """Raise where a request asks for what several sequences, or beams, cannot have."""
-    if parameters.num_beams == 1:
-        return
-    strings = [stop for stop in request.stop if isinstance(stop, str)]
-    found = {"constrain": request.constrain, "probe": request.probe, "speculate": request.speculate}
-    found["stop strings"] = strings or None
-    found["penalize_prompt=False"] = None if request.penalize_prompt else False
-    for name, value in found.items():
-        if value is not None:
-            hint = "; token ids can stop beams" if name == "stop strings" else ""
-            beams = f"num_beams={parameters.num_beams}"
-            raise Unsupported(f"{name} cannot be given with {beams}; leave one of them out{hint}")

@@ -1,9 +1,10 @@
-"""Where a generation stops, and its text as it becomes certain: no half characters, no beginning of a stop string."""
+"""Stop strings and stop ids, and the text of a generation without half characters or beginnings of stop strings."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import InvalidInput, Unsupported, WrongType
 from headway.program.ids import common, token_ids
@@ -15,7 +16,7 @@ STOPS = 1024  # stop strings and stop ids at most
 
 
 def read_stops(stop: str | Iterable[str | int], engine: Engine, only: bool) -> tuple[tuple[str, ...], frozenset[int]]:
-    """The stop strings, and the ids that stop; the model's own end tokens among them unless `only`."""
+    """The stop strings, and the stop ids, which include the model's own end tokens unless `only`."""
     given = listed_stops(stop)
     if len(given) > STOPS:
         raise InvalidInput(f"{len(given)} stops were given; at most {STOPS} are allowed")
@@ -30,25 +31,25 @@ def read_stops(stop: str | Iterable[str | int], engine: Engine, only: bool) -> t
 
 
 def listed_stops(stop: str | Iterable[str | int]) -> list[str | int]:
-    """One stop string, or several strings and ids, as a list."""
+    """Stops as a list: one stop string, or several strings and ids."""
     if isinstance(stop, str):
         return [stop]
     if isinstance(stop, bytes) or not isinstance(stop, Iterable):
-        raise WrongType(f"stop is {stop!r:.60}; it takes a string, or a list of strings and token ids")
+        raise WrongType(f"stop is {stop!r:.60}; it must be a string, or a list of strings and token ids")
     return list(stop)
 
 
 class StopText:
-    """The text of the tokens pushed so far: what was given out, what is certain and not given out yet, what is held."""
+    """The text of the tokens pushed so far: returned, certain and not returned yet, or held back."""
 
     def __init__(self, engine: Engine, stops: tuple[str, ...]) -> None:
         if stops and engine.tokenizer.decoding.kind == "opaque":
-            raise Unsupported("this tokenizer decodes only whole sequences, so no stop string can be looked for")
+            raise Unsupported("this tokenizer decodes only whole sequences, so it supports no stop strings")
         self._engine, self._stops = engine, stops
         self._stream = engine.stream() if engine.has_tokenizer else None
         self._words = engine.tokenizer.vocab_size if self._stream is not None else 0
-        self._held = ""  # text that is not certain yet
-        self._ends: list[int] = []  # characters that each token and those before it have any part of
+        self._held = ""  # text that may still become a stop string
+        self._ends: list[int] = []  # characters that tokens up to each one have any part of
         self._known = 0  # characters decoded so far
         self._cut: int | None = None  # where the stop string starts
         self._given: list[str] = []
@@ -72,7 +73,7 @@ class StopText:
         return fresh
 
     def close(self) -> None:
-        """No token will follow: what is held is certain, and a character without all its bytes is U+FFFD."""
+        """No token will follow: what is held back is certain, and an incomplete character becomes U+FFFD."""
         if self._stream is None or self.stopped:
             return
         rest = self._stream.flush()
@@ -81,7 +82,7 @@ class StopText:
         self._held = ""
 
     def border(self) -> None:
-        """Other tokens stand here in the context: no character and no stop string reaches across them."""
+        """Other tokens follow in the context: no character and no stop string spans them."""
         if self._stream is not None:
             self.close()
             self._stream = self._engine.stream()
@@ -92,11 +93,11 @@ class StopText:
         return sum(end > self._cut for end in self._ends)
 
     def whole(self) -> str:
-        """All text given out so far."""
+        """All text returned so far."""
         return "".join(self._given)
 
     def again(self, tail: Iterable[tuple[int, bool]]) -> tuple[StopText, int]:
-        """The text of other tokens, each with whether it was generated, and how many characters given out it lacks."""
+        """The text of other tokens, each with whether it was generated, and how many returned characters it lacks."""
         new = StopText(self._engine, self._stops)
         for token, generated in tail:
             if generated:
@@ -109,7 +110,7 @@ class StopText:
         return new, len(before) - same
 
     def copy(self) -> StopText:
-        """A text at the same point that goes its own way."""
+        """An independent copy."""
         twin = object.__new__(StopText)
         twin.__dict__.update(self.__dict__)
         twin._stream = None if self._stream is None else self._stream.copy()
@@ -132,3 +133,12 @@ class StopText:
 def _overlap(text: str, stop: str) -> int:
     """The longest end of text that begins a stop string."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def parse_json(text: str, finish: str | None) -> Any:
+    """A generation's text as JSON; the error says how to get valid JSON."""
+    try:
+        return json.loads(text)
+    except ValueError as e:
+        cut = " (it was cut off: raise max_tokens)" if finish == "length" else ""
+        raise InvalidInput(f"the text is not valid JSON: {e}{cut}; constrain it with json(schema)") from None

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from headway.program.chat.forced_calls import Item, Script, forced_call, free
-from headway.program.chat.reader import Reader
+from headway.program.chat.reader import ReplyReader
 from headway.program.constraints.grammar import Grammar
 from headway.program.context import Context
 from headway.server.openai.messages import ChatPrompt
@@ -171,8 +171,8 @@ class MessageStream:
         if not self._policy.one_call:
             yield None
 
-    def _new_reader(self) -> Reader:
-        return Reader(self._tokenizer, self._format, self._prompt.rendered)
+    def _new_reader(self) -> ReplyReader:
+        return ReplyReader(self._tokenizer, self._format, self._prompt.rendered)
 
     # -- what the client gets --------------------------------------------------------------------------------------
 

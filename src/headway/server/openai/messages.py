@@ -13,7 +13,7 @@ from typing import Any
 from headway.base.errors import InvalidInput, WrongType
 from headway.program.chat.conversation import Conversation
 from headway.program.chat.messages import reply_format, tool_format
-from headway.program.chat.toolbox import Toolbox
+from headway.program.chat.tools import ToolSet
 from headway.program.engine import Engine
 from headway.program.ids import token_ids
 from headway.server.errors import bad_request
@@ -31,7 +31,7 @@ class ChatPrompt:
     ids: tuple[int, ...]
     rendered: str  # ends with the generation prompt
     format: str | None  # how the model marks tool calls and reasoning
-    tools: Toolbox
+    tools: ToolSet
     form: CallSyntax | None  # how it writes calls, if there are tools
 
 
@@ -113,10 +113,10 @@ def _takes_tools(engine: Engine) -> bool:
     return True
 
 
-def toolbox(tools: Sequence[ToolDefinition]) -> Toolbox:
+def toolbox(tools: Sequence[ToolDefinition]) -> ToolSet:
     """The tools of a request, by name."""
     try:
-        return Toolbox([tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools])
+        return ToolSet([tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools])
     except (InvalidInput, WrongType) as error:
         raise bad_request(str(error), "tools") from error
 

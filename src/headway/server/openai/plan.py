@@ -19,7 +19,7 @@ from headway.base.errors import InvalidInput, Unsupported, WrongType
 from headway.base.probes import Ranking
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampling
-from headway.program.constraints.constraint import Constraint, compiled
+from headway.program.constraints.constraint import Constraint, compile_async
 from headway.program.constraints.grammar import Grammar
 from headway.program.context import Context
 from headway.program.engine import Engine
@@ -69,7 +69,7 @@ class RequestPlan:
         """Compile the grammars of a field before anything is computed, within the server's time limit."""
         limit = self.settings.max_grammar_seconds
         for grammar in grammars:
-            work = compiled(grammar, self.engine.tokenizer, self.engine.vocab_size)
+            work = compile_async(grammar, self.engine.tokenizer, self.engine.vocab_size)
             try:
                 self.constraints[grammar] = await asyncio.wait_for(work, limit)
             except TimeoutError:

@@ -1,4 +1,4 @@
-"""A program run to its end in a thread of its own, for callers in whose thread an event loop runs already."""
+"""Runs a program to its end in a thread of its own, for callers whose thread has a running event loop."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
-LOOK = 0.1  # seconds between looks at whether somebody cancelled a program that this thread waits for
+POLL = 0.1  # seconds between checks whether the waiting task was cancelled
 
 
 def run_in_thread(main: Callable[[], Awaitable[Result]]) -> Result:
-    """Run a coroutine function on a loop of its own, beside the one that runs in this thread."""
-    box: list[Any] = []
+    """Run a coroutine function on an event loop of its own and return its result."""
+    result: list[Any] = []
     tasks: list[asyncio.Task[Any]] = []
 
-    async def known() -> Result:
+    async def tracked() -> Result:
         task = asyncio.current_task()
         assert task is not None
         tasks.append(task)
@@ -25,9 +25,9 @@ def run_in_thread(main: Callable[[], Awaitable[Result]]) -> Result:
 
     def work() -> None:
         try:
-            box.extend((True, asyncio.run(known())))
+            result.extend((True, asyncio.run(tracked())))
         except BaseException as e:
-            box.extend((False, e))
+            result.extend((False, e))
 
     thread = threading.Thread(target=work, name="headway-program")
     thread.start()
@@ -35,20 +35,20 @@ def run_in_thread(main: Callable[[], Awaitable[Result]]) -> Result:
         _join(thread)
     except BaseException:  # ctrl-C, or a cancelled task: the program ends with it
         for task in tasks:
-            with suppress(RuntimeError):  # it has ended
+            with suppress(RuntimeError):  # it has finished
                 task.get_loop().call_soon_threadsafe(task.cancel)
         thread.join()
         raise
-    if not box[0]:
-        raise box[1]
-    return box[1]
+    if not result[0]:
+        raise result[1]
+    return result[1]
 
 
 def _join(thread: threading.Thread) -> None:
-    """Wait for a thread; raises when the task that waits is cancelled, which it cannot learn by itself."""
+    """Wait for a thread; raises when the waiting task is cancelled, which it cannot notice while it blocks."""
     own = asyncio.current_task()
     before = 0 if own is None else own.cancelling()
     while thread.is_alive():
-        thread.join(LOOK)
+        thread.join(POLL)
         if own is not None and own.cancelling() > before:
             raise asyncio.CancelledError

@@ -1,7 +1,7 @@
-"""The page pool of a new engine: as asked, by a share of the memory, or, on a CUDA device, by what a trial leaves.
+"""The size of a new engine's page pool: as given, by a share of the memory or, on a CUDA device, by a trial step.
 
-The trial is the largest step there can be, run by a small engine over the same weights: its buffers, its libraries'
-workspaces and its compiled kernels are then known, and what they take is left to them.
+The trial runs the largest possible step on a small engine with the same weights, to measure its buffers, library
+workspaces and compiled kernels. The pool gets the memory that they leave.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from headway.runtime.readout import NO_NUMBER
 if TYPE_CHECKING:
     from headway.program.engine import Engine
 
-READ = 512  # rows whose logits a CUDA runner has at a time, and those of its largest graph
-Small = Callable[[int], "Engine"]  # an engine of so many pages over the same weights
+READ = 512  # rows of logits that a CUDA runner holds at a time, and rows of its largest graph
+Small = Callable[[int], "Engine"]  # creates an engine of n pages with the same weights
 
 
 @dataclass(frozen=True)
-class Sizing:
-    """What was asked of the pool, and where the memory stood before the model was loaded."""
+class PoolSize:
+    """The requested size of the pool, and the memory before the model was loaded."""
 
     pages: int | None
     fraction: float | None
     page_size: int
-    rows: int  # of one step, at most
+    rows: int  # of one step at most
     before: Memory
 
     @classmethod
     def begin(
         cls, device: torch.device, *, pages: int | None, fraction: float | None, page_size: int, rows: int
-    ) -> Sizing:
-        """Look at the memory, ahead of everything that the engine takes of it."""
+    ) -> PoolSize:
+        """Read the memory, before the engine takes any of it."""
         if pages is None or fraction is not None:
             memory.tidy(device)
         return cls(pages, fraction, page_size, rows, memory.read_memory(device))
 
     def pick(self, decoder: Decoder | QuantizedDecoder, *, in_memory: bool, small: Small | None) -> int:
-        """The number of pages. `small` makes the engine of a trial; without it there is none.
+        """The number of pages. `small` creates the engine of the trial; None for no trial.
 
-        A decoder that was `in_memory` before counts as taken by this engine all the same.
+        A decoder that was `in_memory` before counts as memory of this engine too.
         """
         device, work, graphs = decoder.device, 0, 0
         if self.pages is None and small is not None and device.type == "cuda":
@@ -62,7 +62,7 @@ class Sizing:
         weights = taken = weight_bytes(decoder)
         if device.type == "cuda":
             grown = max(0, self.before.free - now.free)
-            taken = grown + weights if in_memory else max(grown, weights)  # others may have freed some meanwhile
+            taken = grown + weights if in_memory else max(grown, weights)  # others may have freed some in the meantime
         fraction = self.fraction
         if fraction is None and self.pages is None and device.type == "cuda":
             fraction = memory.FRACTION
@@ -70,14 +70,14 @@ class Sizing:
         return memory.pick_pages(self.pages, self.wish(decoder.config, decoder.dtype), room)
 
     def wish(self, config: ModelConfig, dtype: torch.dtype) -> Wish:
-        """The pool that makes sense for a model: room for a step at least."""
+        """The pool that a model can use; it holds one step at least."""
         most = -(-config.max_positions // self.page_size) * memory.SEQUENCES
         page = config.kv_values_per_token * self.page_size * dtype.itemsize
         return Wish(page, most, min(most, -(-self.rows // self.page_size)))
 
 
 def trial(small: Small, rows: int, page_size: int, device: torch.device) -> int:
-    """Bytes that a step of so many rows needs on a CUDA device, beside weights and pages."""
+    """Bytes that a step of `rows` rows needs on a CUDA device, besides weights and pages."""
     memory.tidy(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
@@ -88,19 +88,19 @@ def trial(small: Small, rows: int, page_size: int, device: torch.device) -> int:
 
 
 def _try_out(small: Small, rows: int, page_size: int) -> int:
-    """Run the largest steps, of prompts and of many sequences; the bytes of the pages that took."""
+    """Run the largest steps, of prompts and of many sequences; returns the bytes of the pages used."""
     with small(-(-rows // page_size) + 1) as engine:
         for count in dict.fromkeys((rows, min(rows, READ))):
             try:
                 engine.run(largest_step, count)
             except PassFailed as error:
-                if NO_NUMBER not in str(error):  # such weights are for those who use them to find out
+                if NO_NUMBER not in str(error):  # broken weights raise where they are used
                     raise
         return engine.pool.raw.nbytes
 
 
 async def largest_step(engine: Engine, rows: int) -> list[int]:
-    """One step of so many rows with a token drawn at every one of them."""
+    """One step of `rows` rows that draws a token at each."""
     positions = [i % engine.config.max_positions for i in range(rows)]
     async with engine.context() as ctx:
         forward = ctx.forward().input_at([0] * rows, positions)

@@ -1,8 +1,8 @@
 """Tools that a chat may use: Python functions that are run, or schemas whose calls are handed back.
 
-A call is checked against its schema before the function sees it. A function that is not async runs in a daemon thread
-of its own, so that it cannot hold the event loop up; one that takes too long is cancelled or, in a thread, left alone:
-what it does later has no effect on the chat.
+Arguments are checked against the schema before the function gets them. A function that is not async runs in a daemon
+thread of its own, so that it cannot block the event loop. One that takes too long is cancelled or, in a thread,
+abandoned: what it does then has no effect on the chat.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from headway.text.replies.parts import ToolCall
 from headway.text.tools import bind_arguments, tool_schema
 
 TOOLS = 128  # at most
-GRACE = 1.0  # seconds an async function that is cut off has to clean up
+GRACE = 1.0  # seconds that a cancelled async function has to clean up
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
 Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a call: the text for the model, the error, if it is one, and whether the call itself was wrong."""
+class ToolOutcome:
+    """The result of a call: the text for the model, the error, if any, and whether the call itself was wrong."""
 
     text: str
     error: BaseException | None = None
@@ -42,7 +42,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Tool:
+class ToolSpec:
     """One tool; without a function its calls are handed back."""
 
     name: str
@@ -55,22 +55,22 @@ class Tool:
 
     @cached_property
     def arguments(self) -> Grammar:
-        """The JSON texts that are arguments of this tool."""
+        """A grammar of the JSON texts that are arguments of this tool."""
         return Grammar.json_schema(self.parameters)
 
 
-class Toolbox:
+class ToolSet:
     """The tools of one reply, by name."""
 
     def __init__(self, tools: Iterable[Function | Mapping[str, Any]]) -> None:
         if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Iterable):
-            raise WrongType(f"tools is {tools!r:.80}; it takes a list of functions or of JSON schemas as dicts")
-        made = [_tool(tool) for tool in tools]
-        if len(made) > TOOLS:
-            raise InvalidInput(f"{len(made)} tools were given; at most {TOOLS} are allowed")
-        self._tools = {tool.name: tool for tool in made}
-        if len(self._tools) < len(made):
-            names = [tool.name for tool in made]
+            raise WrongType(f"tools is {tools!r:.80}; it must be a list of functions or of JSON schemas as dicts")
+        specs = [_spec(tool) for tool in tools]
+        if len(specs) > TOOLS:
+            raise InvalidInput(f"{len(specs)} tools were given; at most {TOOLS} are allowed")
+        self._tools = {tool.name: tool for tool in specs}
+        if len(self._tools) < len(specs):
+            names = [tool.name for tool in specs]
             twice = next(name for name in names if names.count(name) > 1)
             raise InvalidInput(f"two tools have the name {twice!r}; a model knows tools by their names: rename one")
 
@@ -85,35 +85,35 @@ class Toolbox:
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
         return tuple(tool.schema for tool in self._tools.values())
 
-    def get(self, name: str) -> Tool:
-        """The tool of that name, which must be there."""
+    def get(self, name: str) -> ToolSpec:
+        """The tool of that name, which must exist."""
         return self._tools[name]
 
     def can_run(self, calls: Sequence[ToolCall]) -> bool:
-        """Whether there is an answer to every call: a function, or that there is no such tool."""
+        """Whether every call can be answered: by a function, or because there is no such tool."""
         found = [self._tools.get(call.name) for call in calls]
         return all(tool is None or tool.function is not None for tool in found)
 
-    async def run(self, call: ToolCall, timeout: float | None) -> Outcome:
-        """Make one call. Nothing is raised but the cancellation of the caller."""
+    async def run(self, call: ToolCall, timeout: float | None) -> ToolOutcome:
+        """Make one call. It raises only when the caller is cancelled."""
         tool = self._tools.get(call.name)
         if tool is None:
             known = InvalidInput(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
-            return Outcome(f"error: {known}", known, misused=True)
+            return ToolOutcome(f"error: {known}", known, misused=True)
         assert tool.function is not None
         try:
             arguments = bind_arguments(tool.function, call.arguments)
         except InvalidInput as error:
-            return Outcome(f"error: {error}", error, misused=True)
+            return ToolOutcome(f"error: {error}", error, misused=True)
         try:
-            return Outcome(as_text(await _made(tool.function, arguments, timeout)))
+            return ToolOutcome(as_text(await _call(tool.function, arguments, timeout)))
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            return _told(error, "the tool was cancelled")
-        except Exception as error:  # whatever a tool raises is for the model, or for the caller in ToolFailed
-            return _told(error)
+            return _failed(error, "the tool was cancelled")
+        except Exception as error:  # a tool's error goes to the model, or to the caller as ToolFailed
+            return _failed(error)
 
 
 def as_text(value: Any) -> str:
@@ -132,29 +132,29 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _told(error: BaseException, text: str | None = None) -> Outcome:
-    """An error as the model reads it."""
-    return Outcome(f"error: {text or f'{type(error).__name__}: {error}'.removesuffix(': ')}", error)
+def _failed(error: BaseException, text: str | None = None) -> ToolOutcome:
+    """The outcome of a call that failed, with the error as the model reads it."""
+    return ToolOutcome(f"error: {text or f'{type(error).__name__}: {error}'.removesuffix(': ')}", error)
 
 
-def _tool(tool: Function | Mapping[str, Any]) -> Tool:
+def _spec(tool: Function | Mapping[str, Any]) -> ToolSpec:
     if not isinstance(tool, Mapping):
         schema = tool_schema(tool)
-        return Tool(schema["function"]["name"], schema, tool)
+        return ToolSpec(schema["function"]["name"], schema, tool)
     match tool:
         case {"function": {"name": str(name), **rest}} if isinstance(rest.get("parameters", {}), Mapping):
             if not NAME.fullmatch(name):
                 raise InvalidInput(f"a tool has the name {name!r:.80}; names have 1 to 64 of A–Z a–z 0–9 _ . -")
-            return Tool(name, {"type": "function", **tool}, None)
+            return ToolSpec(name, {"type": "function", **tool}, None)
     raise InvalidInput(
-        f"the tool {tool!r:.80} is no schema; that is a dict "
+        f"the tool {tool!r:.80} is not a schema; a schema is a dict "
         "{'type': 'function', 'function': {'name': …, 'description': …, 'parameters': …}}"
     )
 
 
-async def _made(function: Function, arguments: dict[str, Any], timeout: float | None) -> Any:
+async def _call(function: Function, arguments: dict[str, Any], timeout: float | None) -> Any:
     """What the function returns, or TimeoutError when that takes too long."""
-    task = asyncio.ensure_future(_called(function, arguments))
+    task = asyncio.ensure_future(_invoke(function, arguments))
     try:
         await asyncio.wait({task}, timeout=timeout)
         if task.done():
@@ -162,20 +162,20 @@ async def _made(function: Function, arguments: dict[str, Any], timeout: float | 
     finally:
         if not task.done():
             task.cancel()
-    await asyncio.wait({task}, timeout=GRACE)  # it may clean up, but not stay
+    await asyncio.wait({task}, timeout=GRACE)  # time to clean up
     if task.done() and not task.cancelled():
-        task.exception()  # looked at: what it raised while it was cut off concerns nobody
-    raise TimeoutError(f"the call took longer than {timeout:g} seconds and was given up")
+        task.exception()  # retrieved: nobody needs what it raised while it was cancelled
+    raise TimeoutError(f"the call took longer than {timeout:g} seconds and was abandoned")
 
 
-async def _called(function: Function, arguments: dict[str, Any]) -> Any:
+async def _invoke(function: Function, arguments: dict[str, Any]) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
-    value = await _in_a_thread(function, arguments)
+    value = await _in_thread(function, arguments)
     return await value if inspect.isawaitable(value) else value
 
 
-def _in_a_thread(function: Function, arguments: dict[str, Any]) -> Awaitable[Any]:
+def _in_thread(function: Function, arguments: dict[str, Any]) -> Awaitable[Any]:
     """Run a function in a daemon thread: it can be abandoned, and never keeps the process alive."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
@@ -191,7 +191,7 @@ def _in_a_thread(function: Function, arguments: dict[str, Any]) -> Awaitable[Any
             value = inherited.run(function, **arguments)
         except BaseException as error:
             failed = error
-        with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(settle, value, failed)
 
     threading.Thread(target=work, name=f"headway-tool-{function.__name__}", daemon=True).start()

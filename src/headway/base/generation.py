@@ -1,0 +1,212 @@
+"""The table of generation parameters: name, type, bounds, default and meaning of each.
+
+    PARAMETERS["min_p"].check(0.05)
+
+Samplers, `ctx.generate` and generation_config.json check their values with it. Flags, HTTP fields, the Lab's controls
+and pipeline options are declared where they are used; tests/program/test_generation_table.py holds them to this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from headway.base.checks import as_integer, check_number
+from headway.base.errors import InvalidInput, WrongType
+
+FACES: Mapping[str, str] = {
+    "generate": "the arguments of ctx.generate",
+    "sampler": "the fields of Sampling",
+    "sync": "the fields of SamplingParams",
+    "file": "the keys of generation_config.json",
+    "cli": "the flags of headway run and headway chat",
+    "http": "the fields of /v1/completions and /v1/chat/completions",
+    "lab": "the Lab's controls",
+    "decoder": "the options of the text-generation pipeline",
+    "seq2seq": "the options of pipelines for encoder-decoder models",
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter. Bounds are inclusive, except `above`; `hint` says in errors what the edge of the range does."""
+
+    name: str
+    type: type  # bool, int or float; object where the value is checked by its own module
+    default: Any  # what takes effect where nobody gives a value
+    meaning: str
+    low: float | None = None
+    above: float | None = None
+    high: float | None = None
+    hint: str = ""
+    words: tuple[str, ...] = ()  # values besides those of the type
+    faces: frozenset[str] = frozenset()  # those of FACES that offer it; the others do not
+    names: Mapping[str, str] = field(default_factory=dict)  # its name on a face, where it is another
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # its default on a face, where it is another
+    differs: Mapping[str, str] = field(default_factory=dict)  # why a face has other bounds
+
+    def check(self, value: Any, name: str | None = None) -> Any:
+        """`value` as Python's own bool, int or float; raises where it has another type or is out of bounds."""
+        name = name or self.name
+        if self.type is bool:
+            return self._flag(value, name)
+        number = as_integer(value, name) if self.type is int else check_number(value, name)
+        low, above, high = self.low, self.above, self.high
+        fits = (low is None or number >= low) and (above is None or number > above) and (high is None or number <= high)
+        if not fits:
+            hint = f" ({self.hint})" if self.hint else ""
+            raise InvalidInput(f"{name} is {number}; it must be {self.range}{hint}")
+        return number
+
+    def name_on(self, face: str) -> str:
+        """What a face calls it."""
+        return self.names.get(face, self.name)
+
+    @property
+    def range(self) -> str:
+        """The bounds in words."""
+        kind = "an integer " if self.type is int else ""
+        if self.low is not None and self.high is not None:
+            return f"{kind}in [{self.low}, {self.high}]"
+        low = "" if self.low is None else f"{kind and kind + 'of '}at least {self.low}"
+        above = "" if self.above is None else f"above {self.above}"
+        high = "" if self.high is None else f"at most {self.high}"
+        return " and ".join(filter(None, (low, above, high))) or "a number"
+
+    def _flag(self, value: Any, name: str) -> bool | str:
+        if isinstance(value, bool) or value in self.words:
+            return value
+        choices = ", ".join(["true", *(["false"] if self.words else [])])
+        last = repr(self.words[-1]) if self.words else "false"
+        raised = InvalidInput if isinstance(value, str) and self.words else WrongType
+        raise raised(f"{name} is {value!r:.60}; it must be {choices} or {last}")
+
+
+def _on(faces: str) -> frozenset[str]:
+    chosen = frozenset(faces.split())
+    assert chosen <= FACES.keys(), chosen
+    return chosen
+
+
+_NEW = {"file": "max_new_tokens", "decoder": "max_new_tokens", "seq2seq": "max_new_tokens"}
+_LEAST = {face: name.replace("max", "min") for face, name in _NEW.items()}
+_CALLS = _on("generate file decoder seq2seq")  # with the names that transformers has
+_DRAWING = _CALLS | _on("sampler http lab")
+
+_TABLE = (
+    Parameter(
+        "max_tokens", int, 256, "New tokens at most.", low=1, names=_NEW,
+        faces=_CALLS | _on("cli http"), defaults={"cli": {"run": 256, "chat": 512}},
+        differs={"http": "0 scores a prompt and generates nothing"},
+    ),
+    Parameter(
+        "max_length", int, None, "Tokens at most, those of the prompt included.", low=1, faces=_CALLS,
+        differs={"seq2seq": "a decoder starts from one token, so 1 leaves no room"},
+    ),
+    Parameter(
+        "min_tokens", int, 0, "New tokens before an end token may come.", low=0, names=_LEAST,
+        faces=_CALLS | _on("http"),
+    ),
+    Parameter(
+        "min_length", int, 0, "Tokens before an end token may come, those of the prompt included.", low=0,
+        faces=_CALLS,
+    ),
+    Parameter(
+        "do_sample", bool, False, "Draw tokens; otherwise the likeliest token is taken.",
+        faces=_CALLS,
+    ),
+    Parameter(
+        "temperature", float, 1.0, "Divides the logits before a draw; 0 takes the likeliest token.", low=0,
+        hint="0 is argmax, 1 leaves the model as it is", faces=_DRAWING | _on("sync cli"),
+        defaults={"sync": 0.0, "cli": 0.0}, differs={"seq2seq": "do_sample=False takes the likeliest token there"},
+    ),
+    Parameter(
+        "top_k", int, 0, "Draw among the k likeliest tokens.", low=0, hint="0 turns it off",
+        faces=_DRAWING | _on("sync cli"), differs={"http": "-1 turns it off too, as on other servers"},
+    ),
+    Parameter(
+        "top_p", float, 1.0, "Draw among the fewest tokens whose probabilities reach p.", above=0, high=1,
+        hint="1 keeps every token", faces=_DRAWING | _on("sync cli"),
+    ),
+    Parameter(
+        "min_p", float, 0.0, "Draw among tokens at least p times as likely as the likeliest.", low=0, high=1,
+        hint="0 keeps every token", faces=_DRAWING | _on("sync cli"),
+    ),
+    Parameter(
+        "typical_p", float, 1.0, "Draw among the fewest tokens of typical surprise whose probabilities reach p.",
+        above=0, high=1, hint="1 keeps every token", faces=_DRAWING,
+    ),
+    Parameter(
+        "repetition_penalty", float, 1.0, "Above 1, tokens that occurred before are less likely.", above=0,
+        hint="1 turns it off, higher values discourage repeats", faces=_DRAWING | _on("sync cli"),
+    ),
+    Parameter(
+        "presence_penalty", float, 0.0, "Subtracted from the logit of every token generated before.",
+        faces=_on("sampler sync http lab"),
+    ),
+    Parameter(
+        "frequency_penalty", float, 0.0, "Subtracted from a token's logit each time the token was generated.",
+        faces=_on("sampler sync http lab"),
+    ),
+    Parameter(
+        "logit_bias", object, None, "Added to the logits of the tokens named.", faces=_on("sampler http lab"),
+    ),
+    Parameter(
+        "seed", int, None, "The same seed draws the same tokens.", low=0, high=(1 << 64) - 1,
+        faces=_on("sampler cli http lab decoder seq2seq"),
+        differs={
+            "http": "clients send negative seeds, which stand for their 64 bits",
+            "seq2seq": "torch's seeds end below 2**63",
+        },
+    ),
+    Parameter(
+        "no_repeat_ngram_size", int, 0, "No run of n tokens comes twice.", low=0, hint="0 turns it off",
+        faces=_CALLS,
+    ),
+    Parameter(
+        "num_beams", int, 1, "Beams of a beam search.", low=1, high=1024, hint="1 is no search", faces=_CALLS,
+        differs={"seq2seq": "transformers sets no limit"},
+    ),
+    Parameter(
+        "length_penalty", float, 1.0, "A beam's score is its log-probability over length ** penalty.", faces=_CALLS,
+    ),
+    Parameter(
+        "early_stopping", bool, False, "Whether a beam search ends as soon as num_beams sequences have ended.",
+        words=("never",), faces=_CALLS,
+    ),
+    Parameter(
+        "num_return_sequences", int, 1, "Sequences to return.", low=1, names={"http": "n"},
+        faces=_CALLS | _on("http"),
+    ),
+    Parameter(
+        "stop", object, (), "Strings and token ids that end the text, besides the model's end tokens.",
+        faces=_on("generate cli http decoder"),
+    ),
+    Parameter(
+        "stop_only", bool, False, "Ignore the model's end tokens: only `stop` ends the text.",
+        names={"http": "ignore_eos"}, faces=_on("generate http"),
+    ),
+    Parameter(
+        "constrain", object, None, "A grammar, or an object, that says which tokens may come next.",
+        names={"http": "structured_outputs"}, faces=_on("generate http"),
+    ),
+    Parameter(
+        "probe", object, None, "What to read at every step, as log-probabilities.",
+        names={"http": "logprobs", "cli": "logprobs"}, defaults={"cli": 0}, faces=_on("generate cli http"),
+    ),
+    Parameter("attention_mask", object, None, "What every new token attends to.", faces=_on("generate")),
+    Parameter(
+        "penalize_prompt", bool, True, "Whether the repetition penalty counts the prompt's tokens.",
+        faces=_on("generate"),
+    ),
+    Parameter("adapter", object, None, "Refused: LoRA adapters are not supported yet.", faces=_on("generate")),
+    Parameter("speculate", object, None, "Refused: speculation is not supported yet.", faces=_on("generate")),
+)  # fmt: skip
+PARAMETERS: Mapping[str, Parameter] = MappingProxyType({parameter.name: parameter for parameter in _TABLE})
+
+
+def parameters_of(face: str) -> tuple[Parameter, ...]:
+    """The parameters that a face offers, in the table's order."""
+    return tuple(parameter for parameter in _TABLE if face in parameter.faces)

@@ -1,0 +1,228 @@
+"""The table of generation parameters, and every face that offers them: same names, types, defaults and bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+from headway.pipelines.generation.sampling import GenerationOptions
+from headway.pipelines.tasks.decoding import DecodingOptions
+from pydantic import BaseModel
+
+import headway as hw
+from headway.base.generation import FACES, PARAMETERS, Parameter, parameters_of
+from headway.cli.chat import chat
+from headway.cli.options import Decoding
+from headway.cli.run import run
+from headway.program.generation.parameters import Options
+from headway.server import lab
+from headway.server.lab.schema import TraceRequest
+from headway.server.openai.request_schema import ChatRequest, CompletionRequest
+from headway.testing import scripted_engine
+
+(LAB,) = [kind for kind in get_args(TraceRequest.model_fields["sampling"].annotation) if kind is not NoneType]
+STATIC = Path(inspect.getfile(lab)).parent / "static"
+MISSING = inspect.Parameter.empty
+
+Fields = dict[str, tuple[Any, Any]]  # name → (type, default)
+
+
+def of_function(function: Callable[..., Any]) -> Fields:
+    hints = get_type_hints(function)
+    names = inspect.signature(function).parameters
+    return {name: (hints[name], each.default) for name, each in names.items() if name != "self"}
+
+
+def of_dataclass(kind: Any) -> Fields:
+    hints = get_type_hints(kind)
+    return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(kind)}
+
+
+def of_model(kind: type[BaseModel]) -> Fields:
+    return {name: (field.annotation, field.default) for name, field in kind.model_fields.items()}
+
+
+DECLARED: dict[tuple[str, str], Callable[[], Fields]] = {
+    ("generate", ""): lambda: of_function(hw.Context.generate),
+    ("sampler", ""): lambda: of_dataclass(hw.Sampling),
+    ("sync", ""): lambda: of_dataclass(hw.SamplingParams),
+    ("file", ""): lambda: of_dataclass(hw.GenerationDefaults),
+    ("cli", "run"): lambda: of_function(run),
+    ("cli", "chat"): lambda: of_function(chat),
+    ("http", "completions"): lambda: of_model(CompletionRequest),
+    ("http", "chat"): lambda: of_model(ChatRequest),
+    ("lab", ""): lambda: of_model(LAB),
+    ("decoder", ""): lambda: of_dataclass(DecodingOptions),
+    ("seq2seq", ""): lambda: of_dataclass(GenerationOptions),
+}
+# What a face has besides parameters of generating.
+OTHERS = {
+    "generate": "sampler",
+    "file": "eos_ids bos_id pad_id unknown",
+    "cli": "model dtype device threads quantize memory_fraction system prompt raw profile profile_json json",
+    "http": "model stream stream_options priority allowed_token_ids bad_words stop_token_ids prompt_logprobs "
+    "logprobs_mode metadata prediction prompt_cache_key prompt_cache_retention safety_identifier service_tier store "
+    "user prompt best_of echo messages max_completion_tokens top_logprobs response_format tools tool_choice "
+    "parallel_tool_calls modalities",
+    "lab": "draws",
+    "decoder": "return_full_text",
+    "seq2seq": "encoder_repetition_penalty encoder_no_repeat_ngram_size bad_words_ids suppress_tokens "
+    "forced_bos_token_id forced_eos_token_id decoder_start_token_id eos_token_id pad_token_id renormalize_logits "
+    "use_cache",
+}
+SETTLED = ("sampler", "lab")  # faces whose defaults take effect; elsewhere None leaves a parameter open
+
+
+@pytest.mark.parametrize(("face", "part"), DECLARED)
+def test_a_face_offers_what_the_table_says(face: str, part: str) -> None:
+    declared = set(DECLARED[face, part]()) - set(OTHERS.get(face, "").split())
+    assert declared == {parameter.name_on(face) for parameter in parameters_of(face)}, FACES[face]
+
+
+@pytest.mark.parametrize(("face", "part"), DECLARED)
+def test_types_and_defaults_are_the_tables(face: str, part: str) -> None:
+    declared = DECLARED[face, part]()
+    for parameter in parameters_of(face):
+        kind, default = declared[parameter.name_on(face)]
+        if parameter.type is not object:
+            allowed = {parameter.type, NoneType} | ({str} if parameter.words else set())
+            assert parameter.type in leaves(kind) <= allowed, (parameter.name, kind)
+        expected = parameter.defaults.get(face, parameter.default)
+        expected = expected[part] if isinstance(expected, dict) else expected
+        if face in parameter.defaults or face in SETTLED:
+            assert default == expected, parameter.name
+        else:
+            assert default is None or default == expected, parameter.name
+
+
+def leaves(kind: Any) -> set[Any]:
+    """The plain types in an annotation; a Literal counts as the types of its values."""
+    if get_origin(kind) is Literal:
+        return {type(value) for value in get_args(kind)}
+    inside = [one for one in get_args(kind) if not isinstance(one, str) and not hasattr(one, "json_schema_extra")]
+    if isinstance(kind, type) or not inside:
+        return {kind}
+    inside = inside[:1] if hasattr(kind, "__metadata__") else inside
+    return set().union(*(leaves(one) for one in inside))
+
+
+# -- bounds --------------------------------------------------------------------------------------------------------
+
+
+def values_near(parameter: Parameter) -> list[Any]:
+    """Values inside, at and outside the bounds."""
+    if parameter.type is bool:
+        return [True, False, *parameter.words]
+    step = 1 if parameter.type is int else 0.01
+    edges = [edge for edge in (parameter.low, parameter.above, parameter.high) if edge is not None]
+    near = {parameter.type(edge + by) for edge in edges for by in (-step, 0, step)}
+    return [value for value in sorted(near | {parameter.type(1)}) if abs(value) < 1 << 53 or parameter.type is int]
+
+
+def fits(check: Callable[[], Any]) -> bool:
+    """Whether a value is inside its bounds; other errors are not about them."""
+    try:
+        check()
+    except hw.HeadwayError as error:
+        if re.search("it must be|it takes", str(error)):
+            return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[hw.Engine]:
+    with scripted_engine(pages=8) as engine:
+        yield engine
+
+
+def generated(engine: hw.Engine, name: str, value: Any) -> None:
+    with engine.context().fill([1, 2]) as context:
+        context.generate(**{name: value})
+
+
+def by_schema(model: type[BaseModel], name: str, value: Any) -> bool:
+    """Whether a value lies inside what the OpenAPI description says of a field."""
+    said = model.model_json_schema()["properties"][name]
+    (said,) = [one for one in said.get("anyOf", [said]) if one.get("type") != "null"]
+    low, above = said.get("minimum"), said.get("exclusiveMinimum")
+    high, below = said.get("maximum"), said.get("exclusiveMaximum")
+    inside = (low is None or value >= low) and (above is None or value > above)
+    return inside and (high is None or value <= high) and (below is None or value < below)
+
+
+def accepts(face: str, engine: hw.Engine) -> Callable[[str, Any], bool]:
+    checks: dict[str, Callable[[str, Any], bool]] = {
+        "generate": lambda name, value: fits(lambda: generated(engine, name, value)),
+        "sampler": lambda name, value: fits(lambda: hw.Sampling(**{name: value})),
+        "sync": lambda name, value: fits(lambda: hw.SamplingParams(**{name: value})),
+        "file": lambda name, value: fits(lambda: hw.GenerationDefaults(**{name: value})),
+        "cli": lambda name, value: fits(
+            lambda: Decoding(**{"max_tokens": 8, "temperature": 1.0, name: value}).sampler()
+        ),
+        "http": lambda name, value: all(by_schema(kind, name, value) for kind in (CompletionRequest, ChatRequest)),
+        "seq2seq": lambda name, value: fits(lambda: GenerationOptions(**{name: value})),
+    }
+    return checks[face]
+
+
+@pytest.mark.parametrize("face", ["generate", "sampler", "sync", "file", "cli", "http", "seq2seq"])
+def test_bounds_are_the_tables(face: str, engine: hw.Engine) -> None:
+    accepted = accepts(face, engine)
+    for parameter in parameters_of(face):
+        if parameter.type is object:
+            continue
+        by_table = {value: fits(lambda p=parameter, v=value: p.check(v)) for value in values_near(parameter)}
+        by_face = {value: accepted(parameter.name_on(face), value) for value in by_table}
+        if face in parameter.differs:
+            assert by_face != by_table, f"{parameter.name} no longer differs: {parameter.differs[face]}"
+        else:
+            assert by_face == by_table, parameter.name
+
+
+def test_the_labs_page_has_the_tables_defaults_and_stays_in_its_bounds() -> None:
+    numbers = {p.name for p in parameters_of("lab") if p.type is not object} - {"seed"}
+    off = block((STATIC / "sampling.js").read_text(), r"OFF = Object\.freeze\(")
+    assert off == {name: PARAMETERS[name].default for name in numbers}
+    ranges = block((STATIC / "link.js").read_text(), "RANGES = ")
+    assert set(ranges) == numbers
+    sliders = re.findall(r'\["(\w+)", "[\w-]+", (-?[\d.]+), (-?[\d.]+), ([\d.]+), "', (STATIC / "next.js").read_text())
+    assert {name for name, *_ in sliders} == numbers
+    for name, low, high in [*((n, *r[:2]) for n, r in ranges.items()), *((n, l, h) for n, l, h, _ in sliders)]:
+        for edge in (low, high):
+            PARAMETERS[name].check(PARAMETERS[name].type(float(edge)))
+
+
+def block(script: str, before: str) -> dict[str, Any]:
+    """An object literal of numbers in a script."""
+    found = re.search(before + r"(\{[^}]*\})", script)
+    assert found is not None
+    quoted = re.sub(r"(\w+):", r'"\1":', found[1])
+    return json.loads(re.sub(r",\s*\}", "}", quoted))
+
+
+# -- the table itself ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parameter", PARAMETERS.values(), ids=lambda parameter: parameter.name)
+def test_a_row_is_complete(parameter: Parameter) -> None:
+    assert parameter.meaning.endswith(".")
+    assert parameter.faces
+    assert {*parameter.names, *parameter.defaults, *parameter.differs} <= parameter.faces
+    if parameter.type is not object and parameter.default is not None:
+        assert parameter.check(parameter.default) == parameter.default
+    for value in ("x", [1], None):
+        if parameter.type is not object:
+            with pytest.raises((hw.WrongType, hw.InvalidInput), match=parameter.name):
+                parameter.check(value)
+
+
+def test_the_types_for_type_checkers_are_those_of_the_call() -> None:
+    names = set(of_function(hw.Context.generate)) - {"sampler"}
+    assert names == {*Options.__annotations__, "num_beams", "num_return_sequences"}
