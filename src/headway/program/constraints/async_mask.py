@@ -25,20 +25,20 @@ from headway.program.constraints.constraint import GrammarMatcher
 DENSE = 0.25  # mask density (share of the vocabulary allowed) below which forced tokens are likely to follow
 
 
-class AsyncGrammarMasks:
+class GrammarCursor:
     """Advances a grammar with the tokens of run-ahead decoding. The first token is the one that it starts from."""
 
-    def __init__(self, first: AsyncLogitMask, grammar: GrammarMatcher, ends: frozenset[int], vocab_size: int) -> None:
+    def __init__(self, first: GrammarMask, grammar: GrammarMatcher, ends: frozenset[int], vocab_size: int) -> None:
         self._grammar, self._ends, self._vocab = grammar, ends, vocab_size
         self.first, self._masks = first, deque([first])  # those that are not known to be done
         self.tokens = 1  # tokens received; not the last of a run, after which nothing is drawn
         self._accepted = 0  # by masks that are done
 
-    def advance(self, token: int) -> AsyncLogitMask:
+    def advance(self, token: int) -> GrammarMask:
         """Start computing the mask after a token."""
         while self._masks and self._masks[0].done:  # a long run has many
             self._accepted += self._masks.popleft().accepted
-        mask = AsyncLogitMask(self._grammar, self._ends, self._vocab)
+        mask = GrammarMask(self._grammar, self._ends, self._vocab)
         self._masks.append(mask)
         self.tokens += 1
         mask.start((token,))
@@ -51,7 +51,7 @@ class AsyncGrammarMasks:
             self._grammar.rollback(surplus)
 
 
-class AsyncLogitMask:
+class GrammarMask:
     """The mask after the token that a pass takes. `accepted` once the grammar has accepted that token."""
 
     __slots__ = ("_ended", "_ends", "_result", "_sparse", "_vocab", "accepted", "done", "grammar", "token")
@@ -122,7 +122,7 @@ class AsyncLogitMask:
 _computed = threading.Condition()  # one for all masks: they are computed together, and all waiters look then
 
 
-def compute(masks: Sequence[AsyncLogitMask]) -> None:
+def compute(masks: Sequence[GrammarMask]) -> None:
     """Advance the grammar of each mask, all of them different, and compute the masks."""
     try:
         going = [mask for mask in masks if not mask.ends_text]
@@ -142,28 +142,28 @@ def compute(masks: Sequence[AsyncLogitMask]) -> None:
             _computed.notify_all()
 
 
-def one_per_grammar(masks: Sequence[AsyncLogitMask]) -> tuple[list[AsyncLogitMask], list[AsyncLogitMask]]:
+def one_per_grammar(masks: Sequence[GrammarMask]) -> tuple[list[GrammarMask], list[GrammarMask]]:
     """The first mask of each grammar, and the others, both in order."""
-    first: dict[int, AsyncLogitMask] = {}
+    first: dict[int, GrammarMask] = {}
     others = [mask for mask in masks if first.setdefault(id(mask.grammar), mask) is not mask]
     return list(first.values()), others
 
 
 @cache
-def _thread() -> queue.SimpleQueue[AsyncLogitMask]:
+def _thread() -> queue.SimpleQueue[GrammarMask]:
     """The queue of the thread that computes masks; the thread starts when the first mask is needed."""
-    waiting: queue.SimpleQueue[AsyncLogitMask] = queue.SimpleQueue()
+    waiting: queue.SimpleQueue[GrammarMask] = queue.SimpleQueue()
     threading.Thread(target=_work, args=(waiting,), name="headway-masks", daemon=True).start()
     return waiting
 
 
-def _work(waiting: queue.SimpleQueue[AsyncLogitMask]) -> None:
-    rest: list[AsyncLogitMask] = []
+def _work(waiting: queue.SimpleQueue[GrammarMask]) -> None:
+    rest: list[GrammarMask] = []
     while True:
         rest = _compute_waiting(rest, waiting)
 
 
-def _compute_waiting(rest: list[AsyncLogitMask], waiting: queue.SimpleQueue[AsyncLogitMask]) -> list[AsyncLogitMask]:
+def _compute_waiting(rest: list[GrammarMask], waiting: queue.SimpleQueue[GrammarMask]) -> list[GrammarMask]:
     """Compute what waits; returns what is left. A function, so that no mask is kept alive while the thread waits."""
     masks = rest or [waiting.get()]
     masks += [waiting.get() for _ in range(waiting.qsize())]

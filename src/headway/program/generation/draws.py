@@ -1,4 +1,4 @@
-"""How a generation draws its tokens: sampler, seed, end tokens, masks, probe. A value, from which passes are made."""
+"""How a generation samples its tokens: sampler, seed, end tokens, masks, probe. A value, from which passes are made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, Sampling, resolve
-from headway.program.constraints.async_mask import AsyncLogitMask
+from headway.program.constraints.async_mask import GrammarMask
 from headway.program.generation.steps import Prepared
 from headway.program.generation.transcript import Transcript
 from headway.program.output import SampleHandle
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drawing:
-    """The same for every token of a generation."""
+    """How tokens are sampled; the same for every token of a generation."""
 
     sampler: Sampling
     seed: int
-    seeded: bool  # somebody chose it; else every fork gets a seed of its own
-    ends: frozenset[int]  # the tokens that end it
-    least: int  # how many must come before one of those may
+    seeded: bool  # chosen by the user; otherwise every fork gets a seed of its own
+    end_ids: frozenset[int]  # the tokens that end it
+    least: int  # tokens that must come before an end token may
     probe: Probe | None
-    attention: Mask | None  # what any row sees
+    attention: Mask | None  # what any row attends to
     penalize_prompt: bool
 
     @staticmethod
@@ -37,19 +37,21 @@ class Drawing:
         context: Context,
         sampler: Sampler,
         *,
-        ends: frozenset[int],
+        end_ids: frozenset[int],
         least: int,
         probe: Probe | None,
         attention_mask: Mask | None,
         penalize_prompt: bool,
     ) -> Drawing:
-        """As the arguments of `generate` say it; the context's seed is taken where the sampler has none."""
+        """From the arguments of `generate`; a sampler without a seed gets the context's."""
         what = resolve(sampler)
         chosen = what.seed if what.seed is not None else context.seed
         seed = fresh_seed() if chosen is None else chosen
         if what.seed != seed:
             what = replace(what, seed=seed)
-        return Drawing(what, seed, chosen is not None, ends, least, probe, _symbolic(attention_mask), penalize_prompt)
+        return Drawing(
+            what, seed, chosen is not None, end_ids, least, probe, _symbolic(attention_mask), penalize_prompt
+        )
 
     def reseeded(self, seed: int | None) -> Drawing:
         """With another seed, or with fresh entropy."""
@@ -57,34 +59,34 @@ class Drawing:
         return replace(self, sampler=replace(self.sampler, seed=chosen), seed=chosen, seeded=seed is not None)
 
     def prepared(
-        self, context: Context, said: Transcript, fed: SampleHandle | None = None, later: AsyncLogitMask | None = None
+        self, context: Context, transcript: Transcript, fed: SampleHandle | None = None, mask: GrammarMask | None = None
     ) -> Prepared:
-        """A pass that draws one token, behind the context's last or behind one that is being drawn (`fed`).
+        """A pass that samples one token, after the context's last token or after one that is being sampled (`fed`).
 
-        `later` is the mask that the token being drawn decides.
+        `mask` is the async logit mask that depends on the token being sampled.
         """
-        forward, constraint = context.forward(), said.constraint
+        forward, constraint = context.forward(), transcript.constraint
         if fed is not None:
             forward.input(fed)
         if self.attention is not None:
             forward.attention_mask(self.attention)
-        if later is not None:
-            forward.mask_async(later)
+        if mask is not None:
+            forward.mask_async(mask)
         elif constraint is not None and (bits := constraint.mask()) is not None:
             forward.mask(bits)
-        if len(said.generated) + (fed is not None) < self.least and self.ends:
-            forward.mask(forbid=sorted(self.ends))
-        counted = said.generated if self.sampler.penalizes else None
+        if len(transcript.generated) + (fed is not None) < self.least and self.end_ids:
+            forward.mask(forbid=sorted(self.end_ids))
+        counted = transcript.generated if self.sampler.penalizes else None
         history = None if self.penalize_prompt else counted
         handle = forward.sample([-1], self.sampler, history=history, generated=counted)
         return Prepared(forward, handle, None if self.probe is None else forward.probe(-1, self.probe))
 
-    def repeats(self, context: Context, said: Transcript) -> bool:
-        """Whether the passes behind the next differ by their token and its mask alone, and nobody counts them."""
+    def repeats(self, context: Context, transcript: Transcript) -> bool:
+        """Whether the passes after the next differ only by their token and its mask, and nobody counts them."""
         table, windows = context.table, context.engine.config.windows
         plain = self.probe is None and not table.has_discards
         known = self.attention is None or all(window is None for window in windows)
-        free = not self.ends or len(said.generated) + 1 >= self.least
+        free = not self.end_ids or len(transcript.generated) + 1 >= self.least
         reserved = table.working > -(-table.working_tokens // table.page_size)
         return plain and known and free and not reserved and table.token_budget is None
 
@@ -95,6 +97,6 @@ def _symbolic(mask: Mask | None) -> Mask | None:
     if not isinstance(mask, Mask):
         raise WrongType(f"attention_mask is {mask!r:.60}; a Mask is needed, such as Mask.window(64)")
     raise InvalidInput(
-        f"attention_mask has {mask.rows} rows of its own and a generation has ever more of them: give a mask that says "
-        "what any row sees, such as Mask.window(64) or Mask.sink(4, 64)"
+        f"attention_mask has {mask.rows} rows of its own, and a generation adds rows without end: give a mask "
+        "that applies to any row, such as Mask.window(64) or Mask.sink(4, 64)"
     )

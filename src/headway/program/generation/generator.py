@@ -1,11 +1,13 @@
-"""The generator: many passes in a loop, written only with what a user also has.
+"""The generator: many passes in a loop.
 
 A `Generation` follows its context. Between two steps the program may look at the context, cut it, write into it, fork
-the generation, put tokens in by hand or take a step by hand; the next step starts from what is there:
+the generation, add tokens by hand or take a step by hand; the next step starts from what is there:
 
     ctx.truncate   tokens that were cut are no longer generated: constraint, stops, text and max_tokens go back
     ctx.fill       what the program writes belongs to the prompt: constraint, stops, text and max_tokens ignore it
-    gen.accept     what the program hands to the generation counts as drawn
+    gen.accept     what the program hands to the generation counts as sampled
+
+What is in flight ahead of the program belongs to `lookahead.py`; this file never sees a job's insides.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.draws import Drawing
 from headway.program.generation.lookahead import Lookahead
-from headway.program.generation.steps import Prepared, Step, Turn, probed
+from headway.program.generation.steps import Prepared, Step, StepInFlight, probed
 from headway.program.generation.stops import read_stops
 from headway.program.generation.transcript import Transcript
 from headway.program.ids import integers, token_ids
@@ -51,10 +53,10 @@ if TYPE_CHECKING:
 class Generation:
     """An async iterator of steps. Stops leave the context: tokens that hold any part of one are taken back.
 
-    It stays ahead of the program: by one pass or, where a pass takes nothing but the token before it, by as many as a
-    streak may be. Whoever looks at the context between two steps finds it idle all the same: what is ahead is taken
-    back then, and the last token waits in the pending buffer. So an `async for` can be left with `break` and taken up
-    again later, by another `async for` or a collector.
+    It stays ahead of the program: by one pass or, where a pass takes nothing but the token before it, by run-ahead
+    decoding. Whoever looks at the context between two steps finds it idle all the same: what is in flight is taken back
+    then, and the last token waits in the pending buffer. So an `async for` can be left with `break` and resumed later,
+    by another `async for` or a collector.
     """
 
     def __init__(
@@ -80,11 +82,11 @@ class Generation:
             raise InvalidInput(
                 f"min_tokens is {min_tokens}; it takes a whole number from 0 to max_tokens ({max_tokens})"
             )
-        strings, self._ids = read_stops(stop, context.engine, stop_only)
-        self._how = Drawing.of(
+        strings, self._end_ids = read_stops(stop, context.engine, stop_only)
+        self._drawing = Drawing.of(
             context,
             sampler,
-            ends=self._ids,
+            end_ids=self._end_ids,
             least=least,
             probe=probe,
             attention_mask=attention_mask,
@@ -92,9 +94,9 @@ class Generation:
         )
         self._context = context
         self._grammar = constrain if isinstance(constrain, Grammar) else None  # compiled before the first pass
-        self._said = Transcript(context.engine, strings, None if isinstance(constrain, Grammar) else constrain)
+        self._transcript = Transcript(context.engine, strings, None if isinstance(constrain, Grammar) else constrain)
         self._seen: object = None  # the context as the last step left it; None before the first
-        self._ahead = Lookahead(context, self._said, self._ids)
+        self._ahead = Lookahead(context, self._transcript, self._end_ids)
         self.finish: str | None = None
 
     @property
@@ -104,14 +106,14 @@ class Generation:
 
     @property
     def seed(self) -> int:
-        """What its draws are a function of, with the position."""
-        return self._how.seed
+        """The seed of its samples, which depend on it and the position."""
+        return self._drawing.seed
 
     @property
     def generated(self) -> tuple[int, ...]:
-        """The tokens so far: drawn, forced or accepted, and not cut since."""
+        """The tokens so far: sampled, forced or accepted, and not cut since."""
         self._follow()
-        return tuple(self._said.generated)
+        return tuple(self._transcript.generated)
 
     # -- running ---------------------------------------------------------------------------------------------------
 
@@ -122,45 +124,46 @@ class Generation:
         if self.finish is not None:
             raise StopAsyncIteration
         if self._ahead.is_there:
-            job, token = self._ahead.follow()
+            job, token = self._ahead.take()
             if job is not None:
-                token = await self._coming(job) if token is None else token
+                if token is None:
+                    token = await self._next_token(job)
                 if token is not None:
-                    return self._told(token)
-                self._come_back()  # nothing may follow the last one
-        await self._compile_beside()
-        turn = self._ahead.claim()
-        if turn is None:
+                    return self._buffered_step(token)
+                self._come_back()  # nothing may follow the last token
+        await self._compile_async()
+        step = self._ahead.claim()
+        if step is None:
             self._follow()
             if (over := self._over()) is not None:
                 return self._end(over)
             if forced := self.forced():
-                return self._put(forced)
-            turn = self._how.prepared(self._context, self._said).execute()
+                return self._append(forced)
+            step = self._drawing.prepared(self._context, self._transcript).execute()
         if self._left > 1 and self._can_run_ahead():
-            self._run_ahead(turn)
-        out = await self._outcome(turn)
-        return self._drawn(out.token(turn.token), probed(out, turn.probe))
+            self._run_ahead(step)
+        out = await self._outcome(step)
+        return self._sampled_step(out.token(step.token), probed(out, step.probe))
 
     async def tokens(self) -> list[int]:
         """Run to the end; all tokens that stayed."""
         async for _ in self:
             pass
-        return list(self._said.generated)
+        return list(self._transcript.generated)
 
     async def text(self) -> str:
         """Run to the end; the whole text."""
         self._check_text()
         async for _ in self:
             pass
-        return self._said.whole()
+        return self._transcript.whole()
 
     async def json(self, schema: Any = None) -> Any:
         """Run to the end; the text as JSON. With a schema (dict, text, pydantic model) only such a text can come."""
         self._check_text()
         if schema is not None:
-            begun = self._said.generated or self._ahead.is_there or self.finish is not None
-            if begun or self._said.constraint is not None or self._grammar is not None:
+            begun = self._transcript.generated or self._ahead.is_there or self.finish is not None
+            if begun or self._transcript.constraint is not None or self._grammar is not None:
                 raise InvalidInput("a schema can be given to json() before the first step, and to no other constraint")
             self._grammar = Grammar.json_schema(schema)
         text = await self.text()
@@ -178,71 +181,72 @@ class Generation:
     # -- by hand ---------------------------------------------------------------------------------------------------
 
     def accept(self, tokens: Iterable[int]) -> Step:
-        """Put tokens in by hand, as if they had been drawn: they go through the constraint, the text and the stops.
+        """Add tokens by hand, as if they had been sampled: they go through the constraint, the text and the stops.
 
-        A token that the constraint forbids, more tokens than max_tokens leaves and tokens behind a stop raise, and
+        A token that the constraint forbids, more tokens than max_tokens leaves and tokens after a stop raise, and
         nothing has changed then. Nothing is computed: the tokens wait in the pending buffer.
         """
         self._go_on()
         ids = token_ids(tokens, self._context.engine.vocab_size)
         self._compile()
-        ends = [i for i, token in enumerate(ids) if token in self._ids]
+        ends = [i for i, token in enumerate(ids) if token in self._end_ids]
         if not ends:
-            return self._put(ids, whole=True)
+            return self._append(ids, whole=True)
         end, first = ids[ends[0]], ids[: ends[0]]
         if len(first) < len(ids) - 1:
             raise InvalidInput(f"token {end} ends the generation and {len(ids) - 1 - len(first)} tokens follow it")
-        if len(self._said.generated) + len(first) < self._how.least:
-            raise InvalidInput(f"token {end} would end the generation before min_tokens ({self._how.least})")
-        step = self._put(first, whole=True, end=end)
+        if len(self._transcript.generated) + len(first) < self._drawing.least:
+            raise InvalidInput(f"token {end} would end the generation before min_tokens ({self._drawing.least})")
+        step = self._append(first, whole=True, end=end)
         return self._end(self._reason(end), step)
 
     async def prepare(self) -> Prepared:
-        """The next step, to be taken by hand: a pass with the generation's masks, sampler and probe that draws a token.
+        """The next step, to be taken by hand: a pass with the generation's masks, sampler and probe.
 
         Tokens that the constraint forces need no pass: `gen.accept(gen.forced())`.
         """
         self._go_on()
-        await self._compile_beside()
+        await self._compile_async()
         if (over := self._over()) is not None:
             raise Closed(f"no step is left to prepare: the next one only ends the generation ({over})")
-        prepared = self._how.prepared(self._context, self._said)
+        prepared = self._drawing.prepared(self._context, self._transcript)
         return replace(prepared, mark=self._seen, taken=self._take)
 
     def forced(self) -> list[int]:
-        """Tokens that the constraint leaves no choice about: fed together, without a pass for each."""
+        """Tokens that the constraint forces: fed together, without a pass for each."""
         self._rest()
         self._compile()
-        tokens = self._said.forced()[: self._left]
-        ends = [i for i, token in enumerate(tokens) if token in self._ids]
+        tokens = self._transcript.forced()[: self._left]
+        ends = [i for i, token in enumerate(tokens) if token in self._end_ids]
         return tokens[: ends[0]] if ends else tokens
 
     def fork(self, *, seed: int | None = None) -> Generation:
         """A second generation that goes on from here, on a fork of the context: `.context`, which is the caller's.
 
-        Explicit seeds come along, so the same tokens follow, unless `seed` gives another one; without, the fork draws
+        Explicit seeds come along, so the same tokens follow, unless `seed` gives another one; without, the fork samples
         with fresh entropy. A constraint is copied; one without `copy()` raises.
         """
         self._ahead.check_idle()
         self._follow()
         context = self._context.fork()  # first: nobody is at work on the constraint of an idle context
         try:
-            said = self._said.fork()
+            transcript = self._transcript.fork()
         except BaseException:
             context.release()
             raise
         twin = copy(self)
-        twin._context, twin._said, twin._ahead = context, said, self._ahead.fork(context, said)
+        twin._context, twin._transcript = context, transcript
+        twin._ahead = self._ahead.fork(context, transcript)
         twin._seen = None if self._seen is None else twin._marked()
-        return twin.reseed(seed) if seed is not None or not self._how.seeded else twin
+        return twin.reseed(seed) if seed is not None or not self._drawing.seeded else twin
 
     def reseed(self, seed: int | None = None) -> Self:
-        """Draw the tokens that follow with another seed, or with fresh entropy.
+        """Sample the tokens that follow with another seed, or with fresh entropy.
 
-        A draw is a function of the seed and the position: a token that was cut comes again unless something changes.
+        A sample is a function of the seed and the position: a token that was cut comes again unless something changes.
         """
         self._rest()
-        self._how = self._how.reseeded(seed)
+        self._drawing = self._drawing.reseeded(seed)
         return self
 
     def resume(self, max_tokens: int | None = None) -> Self:
@@ -250,9 +254,9 @@ class Generation:
         more = None if max_tokens is None else _count(max_tokens)
         self._follow()
         if more is not None:
-            self._most = len(self._said.generated) + more
+            self._most = len(self._transcript.generated) + more
         if self.finish is not None:
-            self._said.reopen()
+            self._transcript.reopen()
             self.finish = None
         return self
 
@@ -260,17 +264,17 @@ class Generation:
 
     @property
     def _left(self) -> int:
-        return self._most - len(self._said.generated)
+        return self._most - len(self._transcript.generated)
 
     def _go_on(self) -> None:
-        """Ready for something by hand: not over, no pass ahead, in step with the context."""
+        """Get ready for something by hand: not over, nothing in flight, in step with the context."""
         if self.finish is not None:
             raise Closed(f"this generation ended ({self.finish}); call resume() to go on")
         self._rest()
         self._follow()
 
     def _rest(self) -> None:
-        """Take the pass ahead back."""
+        """Take back what is in flight."""
         with self._context.engine.lock:
             self._ahead.check_idle()
             self._come_back()
@@ -281,7 +285,7 @@ class Generation:
             self._retract(self._ahead.fed)
 
     def _retract(self, token: int | None) -> None:
-        """Take the pass ahead back; its token waits in the pending buffer instead."""
+        """Take back what is in flight; its token waits in the pending buffer instead."""
         with self._context.engine.lock:
             self._ahead.take_back()
             if token is not None:
@@ -291,7 +295,7 @@ class Generation:
     def _marked(self) -> object:
         """What stays equal as long as nobody changes the context."""
         with self._context.engine.lock:
-            pending = self._context.pending  # first: it takes back what another generation runs ahead
+            pending = self._context.pending  # first: it takes back what another generation has in flight
             return self._context.table.stamp, pending
 
     def _follow(self) -> None:
@@ -303,91 +307,96 @@ class Generation:
             return
         self._seen = mark
         if before is None:
-            self._said.begin(self._context.tokens)
+            self._transcript.begin(self._context.tokens)
         else:
-            self._said.follow(self._context.tokens)
+            self._transcript.follow(self._context.tokens)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _over(self) -> str | None:
         """Why no pass can follow, if none can."""
-        if self._said.finished:
+        if self._transcript.finished:
             return "constraint"
         # A last token at the limit of positions cannot be computed.
-        return "length" if self._left <= 0 or (self._said.generated and self._context.room() < 0) else None
+        return "length" if self._left <= 0 or (self._transcript.generated and self._context.room() < 0) else None
 
     def _compile(self) -> None:
-        """Have the grammar's constraint. The first time it may take a second, in the caller's thread."""
+        """Compile the grammar, if it is not. The first time it may take a second, in the caller's thread."""
         if self._grammar is not None:
             engine = self._context.engine
-            self._said.constraint = compile_grammar(self._grammar, engine.tokenizer, engine.vocab_size)
+            self._transcript.constraint = compile_grammar(self._grammar, engine.tokenizer, engine.vocab_size)
             self._grammar = None
 
-    async def _compile_beside(self) -> None:
-        """The same beside the event loop."""
+    async def _compile_async(self) -> None:
+        """The same without blocking the event loop."""
         if (grammar := self._grammar) is not None:
             engine = self._context.engine
             made = await compile_async(grammar, engine.tokenizer, engine.vocab_size)
             if self._grammar is grammar:  # else somebody needed it sooner
-                self._said.constraint, self._grammar = made, None
+                self._transcript.constraint, self._grammar = made, None
 
     def _can_run_ahead(self) -> bool:
         """Whether the next pass can be built before this one's token is known."""
-        return self._ahead.can_follow() and not self._how.sampler.penalizes and self._context.room() > 1
+        return self._ahead.can_follow() and not self._drawing.sampler.penalizes and self._context.room() > 1
 
-    def _run_ahead(self, turn: Turn) -> None:
-        """Queue the next pass with the token that this one draws, so that the device never waits for the program.
+    def _run_ahead(self, step: StepInFlight) -> None:
+        """Queue the next pass with the token that this one samples, so that the device never waits for the program.
 
-        Where it takes nothing but the token, it repeats itself from then on.
+        Where it takes nothing but the token, it continues by itself from then on.
         """
-        # What stands in its way will be said in its own turn, or by this turn's outcome if that has failed already.
+        # What prevents it is raised by its own step, or by this step's outcome if that has failed already.
         with suppress(OutOfPages, TokenBudgetExceeded, DeadlineExceeded, PassFailed), self._context.engine.lock:
             left = min(self._left, self._context.room()) - 1
-            self._ahead.start(self._how.prepared(self._context, self._said, turn.token, self._ahead.mask()))
-            if self._how.repeats(self._context, self._said):
-                self._ahead.decode(self._how.attention, left)
+            self._ahead.start(self._drawing.prepared(self._context, self._transcript, step.token, self._ahead.mask()))
+            if self._drawing.repeats(self._context, self._transcript):
+                self._ahead.decode(self._drawing.attention, left)
 
-    async def _coming(self, job: Job) -> int | None:
-        """The next token of a streak; on an error the context is as it was behind the last."""
+    async def _next_token(self, job: Job) -> int | None:
+        """The next token of run-ahead decoding; on an error the context is as it was after the last token."""
         try:
-            return await self._ahead.coming(job)
+            return await self._ahead.wait(job)
         except BaseException as error:
             with suppress(Closed, ContextBusy, PassFailed), self._context.engine.lock:
                 if self._ahead.is_untouched():
                     self._come_back()
-                else:  # it has failed, and somebody has changed the context before this was heard of
+                else:  # it failed, and somebody changed the context before this was known
                     self._retract(None)
                     self._seen = ()
             if isinstance(error, CancelledError):
                 raise asyncio.CancelledError from None
             raise
 
-    def _told(self, token: int) -> Step:
-        """The step that a token of a streak makes."""
-        if token in self._ids:
+    def _buffered_step(self, token: int) -> Step:
+        """The step of a token that was taken from the buffer. Most tokens come this way, so it is short."""
+        if token in self._end_ids:
             self._retract(None)
             return self._end(self._reason(token), Step((), ""))
-        self._said.add(token, accepted=self._ahead.has_accepted())
-        if self._said.stopped or self._left <= 0 or self._ahead.is_spent:
+        transcript, ahead = self._transcript, self._ahead
+        transcript.add(token, accepted=ahead.has_grammar and ahead.has_accepted())
+        if transcript.stopped or len(transcript.generated) >= self._most or ahead.is_spent:
             self._retract(token)
-        else:
-            self._context.retract = self._come_back
-        return self._step([token])
+            return self._step([token])
+        self._context.retract = self._come_back
+        if transcript.constraint is not None:
+            return self._step([token])
+        return Step.of_token(token, *transcript.take_text())
 
-    async def _outcome(self, turn: Turn) -> Output:
+    async def _outcome(self, step: StepInFlight) -> Output:
         try:
-            return await turn.execution
+            return await step.execution
         except BaseException:
             self._ahead.undone()
             self._put_back()
             raise
 
     def _put_back(self) -> None:
-        """A pass was undone that was fed with the last token: the token waits in the pending buffer, as it would have
-        without a pass ahead. A context that is gone, or that somebody has changed meanwhile, is left alone."""
+        """The pass that was fed with the last token was undone: the token goes back to the pending buffer.
+
+        A context that is gone, or that somebody has changed meanwhile, is left alone.
+        """
         with suppress(Closed, ContextBusy, PassFailed), self._context.changing():
-            if self._said.lacks_last(self._context.tokens):
-                self._context.fill([self._said.generated[-1]])
+            if self._transcript.lacks_last(self._context.tokens):
+                self._context.fill([self._transcript.generated[-1]])
                 self._seen = self._marked()
 
     async def _take(self, prepared: Prepared) -> Step:
@@ -395,23 +404,23 @@ class Generation:
         if prepared.mark != self._seen:
             raise Closed("the context was changed since this step was prepared; prepare another one")
         out = await prepared.forward.execute()
-        return self._drawn(out.token(prepared.token), probed(out, prepared.probe))
+        return self._sampled_step(out.token(prepared.token), probed(out, prepared.probe))
 
     # -- what became of it -----------------------------------------------------------------------------------------
 
-    def _drawn(self, token: int, probes: tuple[Any, ...]) -> Step:
-        """The step that a token makes which a pass has drawn."""
-        if token in self._ids:
+    def _sampled_step(self, token: int, probes: tuple[Any, ...]) -> Step:
+        """The step of a token that a pass has sampled."""
+        if token in self._end_ids:
             self._retract(None)
             return self._end(self._reason(token), Step((), "", probes))
         kept = None
         try:
-            self._said.add(token, accepted=self._ahead.accepts())
+            self._transcript.add(token, accepted=self._ahead.accepts())
             kept = token
             if self._left > 0:
                 self._ahead.observe()
-            alone = not self._ahead.is_there or self._said.stopped or self._is_finished
-        except BaseException:  # the grammar has come to nothing: whoever asks again is told so again
+            alone = not self._ahead.is_there or self._transcript.stopped or self._is_finished
+        except BaseException:  # the grammar failed, and will fail again for whoever asks again
             self._retract(kept)
             raise
         if alone:
@@ -420,25 +429,25 @@ class Generation:
             self._context.retract = self._come_back
         return self._step([token], probes)
 
-    def _put(self, ids: list[int], *, whole: bool = False, end: int | None = None) -> Step:
-        """Add tokens that were not drawn, up to a stop string; with `whole` one before the last is refused."""
+    def _append(self, ids: list[int], *, whole: bool = False, end: int | None = None) -> Step:
+        """Add tokens that were not sampled, up to a stop string; with `whole`, one before the last token is refused."""
         if len(ids) > self._left:
             raise InvalidInput(f"{len(ids)} tokens were given; max_tokens leaves room for {self._left}")
-        with self._said.adding(ids, whole=whole, behind=end is not None) as taken:
-            if end is not None and not self._said.may_end:
+        with self._transcript.adding(ids, whole=whole, before_end=end is not None) as taken:
+            if end is not None and not self._transcript.may_end:
                 raise InvalidInput(f"token {end} would end the generation and the constraint does not allow that here")
             self._context.fill(taken)
         self._seen = self._marked()
         return self._step(taken)
 
     def _step(self, tokens: list[int], probes: tuple[Any, ...] = ()) -> Step:
-        """The step that these tokens make, the last one if they end it."""
-        if self._said.stopped:
-            surplus = self._said.stop()
+        """The step of these tokens, which is the last one if they end the generation."""
+        if self._transcript.stopped:
+            surplus = self._transcript.stop()
             self._context.truncate(surplus)
             self._seen = self._marked()
             return self._end("stop", Step(tuple(tokens[: max(0, len(tokens) - surplus)]), "", probes))
-        text, retracted = self._said.say()
+        text, retracted = self._transcript.take_text()
         step = Step(tuple(tokens), text, probes, retracted=retracted)
         if self._is_finished:
             return self._end("constraint", step)
@@ -446,22 +455,22 @@ class Generation:
 
     @property
     def _is_finished(self) -> bool:
-        """Whether the constraint allows nothing behind the last token.
+        """Whether the constraint allows nothing after the last token.
 
-        A grammar tells by its next mask, which nobody needs where max_tokens ends a text that is not complete.
+        A grammar knows by its next mask, which nobody needs where max_tokens ends a text that is not complete.
         """
-        said = self._said
+        transcript = self._transcript
         if self._ahead.has_grammar or (
-            self._left <= 0 and isinstance(said.constraint, GrammarMatcher) and not said.may_end
+            self._left <= 0 and isinstance(transcript.constraint, GrammarMatcher) and not transcript.may_end
         ):
             return False
-        return said.finished
+        return transcript.finished
 
     def _end(self, why: str, step: Step | None = None) -> Step:
-        """The last step: it says the text that was held."""
+        """The last step, with the text that was held back."""
         self.finish = why
-        self._said.close()
-        text, retracted = self._said.say()
+        self._transcript.close()
+        text, retracted = self._transcript.take_text()
         step = step or Step((), "")
         return replace(step, text=step.text + text, finish=why, retracted=step.retracted + retracted)
 

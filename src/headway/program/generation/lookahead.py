@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from headway.base.errors import ContextBusy
 from headway.base.masks import Mask
-from headway.program.constraints.async_mask import DENSE, AsyncGrammarMasks, AsyncLogitMask
+from headway.program.constraints.async_mask import DENSE, GrammarCursor, GrammarMask
 from headway.program.constraints.constraint import GrammarMatcher
-from headway.program.generation.steps import Prepared, Turn
+from headway.program.generation.steps import Prepared, StepInFlight
 from headway.program.generation.transcript import Transcript
 from headway.runtime.decode import Decode
 from headway.runtime.job import Job
@@ -22,111 +22,116 @@ from headway.runtime.job import Job
 if TYPE_CHECKING:
     from headway.program.context import Context
 
-# A grammar is followed ahead of the program where it leaves much open: from the start, or for so many tokens in
-# succession. Elsewhere forced tokens are near, and they come sooner in one pass with the token before them.
-CALM = 8
+# A grammar runs ahead of the program while its masks are dense: from the start, or for this many tokens in a row. Where
+# masks are sparse, forced tokens are near, and they come sooner in one pass with the token before them.
+DENSE_STEPS = 8
 
 
 class Lookahead:
     """At most one pass, which may continue as a decoding sequence, and the masks of the grammar that binds it."""
 
-    def __init__(self, context: Context, said: Transcript, ends: frozenset[int], calm: int | None = None) -> None:
-        self._context, self._said, self._ends = context, said, ends
-        self._turn: Turn | None = None
-        self._later: AsyncLogitMask | None = None  # its mask, when a grammar is followed
-        self._follower: AsyncGrammarMasks | None = None  # those of a decoding sequence
-        self._calm = calm  # tokens in succession behind which the grammar left much open; None: look when it matters
+    def __init__(
+        self, context: Context, transcript: Transcript, end_ids: frozenset[int], dense_steps: int | None = None
+    ) -> None:
+        self._context, self._transcript, self._end_ids = context, transcript, end_ids
+        self._loop, self._lock = context.engine.loop, context.engine.lock
+        self._step: StepInFlight | None = None
+        self._mask: GrammarMask | None = None  # its mask, if a grammar binds it
+        self._cursor: GrammarCursor | None = None  # those of a decoding sequence
+        self._dense_steps = dense_steps  # tokens in a row after which the mask was dense; None: look when it matters
 
-    def fork(self, context: Context, said: Transcript) -> Lookahead:
-        """Nothing is ahead of a fork; what is known of the grammar comes along."""
-        return Lookahead(context, said, self._ends, self._calm)
+    def fork(self, context: Context, transcript: Transcript) -> Lookahead:
+        """Nothing is in flight for a fork; what is known of the grammar comes along."""
+        return Lookahead(context, transcript, self._end_ids, self._dense_steps)
 
     @property
     def is_there(self) -> bool:
-        return self._turn is not None
+        return self._step is not None
 
     @property
     def has_grammar(self) -> bool:
         """Whether run-ahead decoding has moved the grammar past the program's last token."""
-        return self._follower is not None
+        return self._cursor is not None
 
     @property
     def fed(self) -> int:
         """The last token that the program has: what the pass was fed with, or what was taken from the buffer."""
         decode = self._decode
-        return self._said.generated[-1] if decode is None else decode.last
+        return self._transcript.generated[-1] if decode is None else decode.last
 
     @property
     def _decode(self) -> Decode | None:
-        return None if self._turn is None else self._turn.execution.job.decode
+        return None if self._step is None else self._step.execution.job.decode
 
     def check_idle(self) -> None:
         """Raise while a step is in flight: the pass ahead then follows one whose token nobody has yet."""
-        with self._context.engine.lock:
-            if self._turn is not None and self._context.retract is None:
+        with self._lock:
+            if self._step is not None and self._context.retract is None:
                 raise ContextBusy("this generation has a step in flight; await it before steering the generation")
 
-    # -- setting it going ------------------------------------------------------------------------------------------
+    # -- starting --------------------------------------------------------------------------------------------------
 
     def can_follow(self) -> bool:
         """Whether what binds the next token can be computed concurrently with the device."""
-        constraint = self._said.constraint
+        constraint = self._transcript.constraint
         if constraint is None:
             return True
-        if self._calm is None:  # its mask was computed just now, for the pass that this one would follow
-            self._calm = CALM if self._is_open() else 0
-        return self._calm >= CALM
+        if self._dense_steps is None:  # its mask was computed just now, for the pass that this one would follow
+            self._dense_steps = DENSE_STEPS if self._is_dense() else 0
+        return self._dense_steps >= DENSE_STEPS
 
-    def mask(self) -> AsyncLogitMask | None:
-        """The mask for the pass that will be ahead, where a grammar is followed."""
-        constraint, vocab = self._said.constraint, self._context.engine.vocab_size
-        self._later = AsyncLogitMask(constraint, self._ends, vocab) if isinstance(constraint, GrammarMatcher) else None
-        return self._later
+    def mask(self) -> GrammarMask | None:
+        """The mask of the pass that will be in flight, if a grammar binds it."""
+        constraint, vocab = self._transcript.constraint, self._context.engine.vocab_size
+        self._mask = GrammarMask(constraint, self._end_ids, vocab) if isinstance(constraint, GrammarMatcher) else None
+        return self._mask
 
     def start(self, prepared: Prepared) -> None:
         """Queue a pass that is fed with the token of the one before."""
-        self._turn = prepared.execute()
+        self._step = prepared.execute()
 
     def decode(self, attention: Mask | None, left: int) -> None:
-        """It takes nothing but its token: let it continue by itself, for at most `left` tokens."""
-        assert self._turn is not None
-        engine, job, constraint = self._context.engine, self._turn.execution.job, self._said.constraint
+        """The pass takes nothing but its token: let it continue by itself, for at most `left` tokens."""
+        assert self._step is not None
+        engine, job, constraint = self._context.engine, self._step.execution.job, self._transcript.constraint
         if isinstance(constraint, GrammarMatcher):
-            assert self._later is not None
-            self._follower = AsyncGrammarMasks(self._later, constraint, self._ends, engine.vocab_size)
+            assert self._mask is not None
+            self._cursor = GrammarCursor(self._mask, constraint, self._end_ids, engine.vocab_size)
         readout = replace(job.work.readouts[0], async_mask=None)
-        engine.loop.decode(job, Decode(readout, attention, self._ends, left, self._follower))
+        engine.loop.decode(job, Decode(readout, attention, self._end_ids, left, self._cursor))
 
     # -- the step that it makes ------------------------------------------------------------------------------------
 
-    def claim(self) -> Turn | None:
+    def claim(self) -> StepInFlight | None:
         """The pass, if there is one; from now on nobody takes it back."""
-        with self._context.engine.lock:
+        with self._lock:
             self.check_idle()
-            turn = self._turn
-            if turn is not None:
-                self._turn = self._context.retract = None
-            return turn
+            step = self._step
+            if step is not None:
+                self._step = self._context.retract = None
+            return step
 
-    def follow(self) -> tuple[Job | None, int | None]:
-        """The decoding sequence, if it is one, and its next token, if there is one.
+    def take(self) -> tuple[Job | None, int | None]:
+        """The decoding sequence, if there is one, and its next token, if there is one.
 
         From now on nobody takes it back, until the step is made.
         """
-        with self._context.engine.lock:
-            job = None if self._turn is None else self._turn.execution.job
+        with self._lock:
+            step = self._step
+            job = None if step is None else step.execution.job
             if job is None or job.decode is None:
                 return None, None
-            self.check_idle()
+            if self._context.retract is None:
+                self.check_idle()
             self._context.retract = None
-            return job, self._context.engine.loop.next_token(job)
+            return job, self._loop.next_token(job)
 
-    async def coming(self, job: Job) -> int | None:
-        """The next token of a decoding sequence, when it is there; None if it has ended without one."""
-        engine, loop = self._context.engine, asyncio.get_running_loop()
+    async def wait(self, job: Job) -> int | None:
+        """The next token of a decoding sequence, once it is sampled; None if the sequence ended without one."""
+        loop = asyncio.get_running_loop()
         while True:
-            with engine.lock:
-                token = engine.loop.next_token(job)
+            with self._lock:
+                token = self._loop.next_token(job)
                 if token is not None or (job.decode is not None and job.decode.over):
                     job.waiters.clear()  # nobody is woken for tokens that nobody waits for
                     return token
@@ -153,38 +158,39 @@ class Lookahead:
 
     def has_accepted(self) -> bool:
         """Whether the grammar has accepted the token that was just taken from the buffer."""
-        return self._follower is not None and self._decode is not None and self._follower.tokens > self._decode.taken
+        return self._cursor is not None and self._decode is not None and self._cursor.tokens > self._decode.taken
 
     def accepts(self) -> bool:
-        """Whether the grammar has taken the token, drawn just now, that the pass is fed with."""
-        later, self._later = self._later, None
-        return later is not None and later.wait()
+        """Whether the grammar has accepted the token, sampled just now, that the pass is fed with."""
+        mask, self._mask = self._mask, None
+        return mask is not None and mask.wait()
 
     def observe(self) -> None:
-        """The program has one token more: whether the grammar leaves much open behind it."""
-        if self._follower is None:  # else the grammar is busy elsewhere
-            self._calm = (self._calm or 0) + 1 if self._is_open() else 0
+        """The program has one more token: note whether the mask after it is dense."""
+        if self._cursor is None:  # else the grammar is ahead of the program
+            self._dense_steps = (self._dense_steps or 0) + 1 if self._is_dense() else 0
 
-    def _is_open(self) -> bool:
-        return isinstance(self._said.constraint, GrammarMatcher) and self._said.constraint.mask_density >= DENSE
+    def _is_dense(self) -> bool:
+        constraint = self._transcript.constraint
+        return isinstance(constraint, GrammarMatcher) and constraint.mask_density >= DENSE
 
     # -- taking it back --------------------------------------------------------------------------------------------
 
     def take_back(self) -> None:
-        """Have neither the pass nor anything that came of it and was not taken."""
-        decode, turn, follower = self._decode, self._turn, self._follower
-        self._turn = self._later = self._follower = self._context.retract = None
-        if turn is not None:
-            turn.execution.cancel()
-        if follower is not None and decode is not None:
-            follower.cut(1 + decode.taken - (decode.taken > 0 and decode.last in self._ends))
-            self._calm = None
+        """Cancel the pass, and drop its tokens that were not taken."""
+        decode, step, cursor = self._decode, self._step, self._cursor
+        self._step = self._mask = self._cursor = self._context.retract = None
+        if step is not None:
+            step.execution.cancel()
+        if cursor is not None and decode is not None:
+            cursor.cut(1 + decode.taken - (decode.taken > 0 and decode.last in self._end_ids))
+            self._dense_steps = None
 
     def undone(self) -> None:
-        """The pass before it was undone, and it went with that: so does the grammar."""
-        later, follower = self._later, self._follower
-        self._turn = self._later = self._follower = None
-        if follower is not None:
-            follower.cut(0)
-        elif later is not None and later.wait() and self._said.constraint is not None:
-            self._said.constraint.rollback(1)
+        """The pass before it was undone, and this one with it: roll the grammar back."""
+        mask, cursor = self._mask, self._cursor
+        self._step = self._mask = self._cursor = None
+        if cursor is not None:
+            cursor.cut(0)
+        elif mask is not None and mask.wait() and self._transcript.constraint is not None:
+            self._transcript.constraint.rollback(1)

@@ -1,4 +1,4 @@
-"""One step of a generation: as it comes back, and as it stands before it is taken."""
+"""One step of a generation: the result, the step before it is taken, and the step in flight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.program.output import Output, ProbeHandle, SampleHandle
 
 @dataclass(frozen=True)
 class Step:
-    """One turn: the tokens it added, the text that became certain, its probe's values, and why it ended, if it did.
+    """The tokens a step added, the text that became certain, its probe's values, and why the generation ended, if so.
 
     `retracted` is how many characters at the end of the text shown before no longer stand, because the program cut the
     context: delete them, then append `text`.
@@ -24,10 +24,17 @@ class Step:
     finish: str | None = None
     retracted: int = 0
 
+    @classmethod
+    def of_token(cls, token: int, text: str, retracted: int) -> Step:
+        """A step of one token; made for every token, so without the checks of a frozen dataclass's `__init__`."""
+        step = object.__new__(cls)
+        step.__dict__.update(tokens=(token,), text=text, retracted=retracted)
+        return step
+
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A step that was not taken yet. `forward` is an ordinary pass that draws one token: add probes or masks to it.
+    """A step that was not taken yet. `forward` is an ordinary pass that samples one token: add probes or masks to it.
 
     Then `await prepared.take()`. Or execute the pass yourself and hand `out.token(prepared.token)`, or any other token,
     to the generation's `accept`.
@@ -40,18 +47,18 @@ class Prepared:
     taken: Callable[[Prepared], Awaitable[Step]] | None = field(default=None, repr=False)
 
     async def take(self) -> Step:
-        """Execute the pass and add the token it draws."""
+        """Execute the pass and add the token it samples."""
         assert self.taken is not None
         return await self.taken(self)
 
-    def execute(self) -> Turn:
+    def execute(self) -> StepInFlight:
         """Submit the pass."""
-        return Turn(self.forward.execute(), self.token, self.probe)
+        return StepInFlight(self.forward.execute(), self.token, self.probe)
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
-    """A step whose pass is on its way."""
+class StepInFlight:
+    """A step whose pass was submitted."""
 
     execution: Execution[Output]
     token: SampleHandle

@@ -1,6 +1,6 @@
-"""What a generation has put behind its prompt: tokens, and the constraint and text that follow them.
+"""What a generation has appended to its prompt: tokens, and the constraint and text that follow them.
 
-It knows nothing of passes and never changes a context; it is told what stands there, and follows.
+It knows nothing of passes and never changes a context: it is given the context's tokens, and follows.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
 
 
 class Transcript:
-    """The tokens behind a prompt, each generated or written by the program, and all that depends on them."""
+    """The tokens after a prompt, each generated or written by the program, and everything that depends on them."""
 
     def __init__(self, engine: Engine, stops: tuple[str, ...], constraint: Constraint | None) -> None:
         self.constraint = constraint
         self.generated: list[int] = []
         self._prompt: tuple[int, ...] = ()
-        self._tail: list[tuple[int, bool]] = []  # tokens behind the prompt, each with whether it was generated
+        self._tail: list[tuple[int, bool]] = []  # tokens after the prompt, each with whether it was generated
         self._text = StopText(engine, stops)
-        self._lost = 0  # characters given out that no longer stand
+        self._lost = 0  # characters returned that no longer stand
 
     @property
     def stopped(self) -> bool:
-        """A stop string is complete."""
+        """Whether a stop string is complete."""
         return self._text.stopped
 
     @property
     def finished(self) -> bool:
-        """The constraint allows nothing but the end."""
-        return bool(getattr(self.constraint, "finished", False))
+        """Whether the constraint allows nothing but the end."""
+        return self.constraint is not None and bool(getattr(self.constraint, "finished", False))
 
     @property
     def may_end(self) -> bool:
         return bool(getattr(self.constraint, "may_end", True))
 
     def forced(self) -> list[int]:
-        """Tokens that the constraint leaves no choice about."""
+        """Tokens that the constraint forces."""
         return getattr(self.constraint, "forced", list)()
 
     # -- growing ---------------------------------------------------------------------------------------------------
@@ -53,15 +53,16 @@ class Transcript:
         """One more generated token; the constraint may have accepted it already."""
         if self.constraint is not None and not accepted:
             self.constraint.accept(token)
-        self._count([token])
+        self.generated.append(token)
+        self._tail.append((token, True))
         self._text.push(token)
 
     @contextmanager
-    def adding(self, ids: list[int], *, whole: bool, behind: bool = False) -> Iterator[list[int]]:
-        """Several more generated tokens, up to a stop string; with `whole` one before the last is refused, and with
-        `behind`, when an end token is to follow them, one at the last as well.
+    def adding(self, ids: list[int], *, whole: bool, before_end: bool = False) -> Iterator[list[int]]:
+        """Several more generated tokens, up to a stop string. With `whole`, a stop string before the last token is
+        refused; with `before_end`, when an end token follows, one at the last token too.
 
-        Yields those that are taken; nothing has changed when the constraint refuses one or the caller fails.
+        Yields the tokens that are taken; nothing has changed if the constraint refuses one or the caller fails.
         """
         text, count = self._text.copy(), 0
         try:
@@ -72,7 +73,7 @@ class Transcript:
                     self.constraint.accept(token)
                 count += 1
                 text.push(token)
-            more = len(ids) - count + (behind and text.stopped)
+            more = len(ids) - count + (before_end and text.stopped)
             if whole and more:
                 raise InvalidInput(f"the first {count} tokens end in a stop string and {more} follow it")
             yield ids[:count]
@@ -94,7 +95,7 @@ class Transcript:
         self._prompt = tokens
 
     def follow(self, tokens: tuple[int, ...]) -> None:
-        """These are the context's tokens now: what was cut is forgotten, what is new was written by the program."""
+        """Take over the context's tokens: what was cut is forgotten, what is new was written by the program."""
         mine = (*self._prompt, *(token for token, _ in self._tail))
         kept = common(tokens, mine)
         if kept == len(tokens) == len(mine):
@@ -111,7 +112,7 @@ class Transcript:
         self.reopen()
 
     def lacks_last(self, tokens: tuple[int, ...]) -> bool:
-        """Whether these are all tokens but the last one, which was generated."""
+        """Whether these are all tokens except the last one, which was generated."""
         last = self._tail[-1:]
         return [generated for _, generated in last] == [True] and tokens == (
             *self._prompt,
@@ -119,7 +120,7 @@ class Transcript:
         )
 
     def stop(self) -> int:
-        """Forget the tokens that hold any part of the stop string; how many those are."""
+        """Forget the tokens that hold any part of the stop string; returns how many."""
         surplus = self._text.surplus()
         if self.constraint is not None:
             self.constraint.rollback(surplus)
@@ -128,7 +129,7 @@ class Transcript:
         return surplus
 
     def fork(self) -> Transcript:
-        """One at the same point that goes its own way."""
+        """An independent copy."""
         twin = object.__new__(Transcript)
         twin.__dict__.update(self.__dict__)
         twin.constraint = self._copied_constraint()
@@ -148,13 +149,13 @@ class Transcript:
 
     # -- text ------------------------------------------------------------------------------------------------------
 
-    def say(self) -> tuple[str, int]:
-        """The text that became certain, and how many characters at the end of what was said before no longer stand."""
+    def take_text(self) -> tuple[str, int]:
+        """The text that became certain, and how many characters at the end of what was returned no longer stand."""
         lost, self._lost = self._lost, 0
         return self._text.take(), lost
 
     def close(self) -> None:
-        """No token will follow: what is held is certain."""
+        """No token will follow: text that was held back is certain."""
         self._text.close()
 
     def reopen(self) -> None:
@@ -163,5 +164,5 @@ class Transcript:
         self._lost += lost
 
     def whole(self) -> str:
-        """All text that was said and stands."""
+        """All text that was returned and stands."""
         return self._text.whole()

@@ -111,22 +111,20 @@ class Scheduler:
         slots: list[int] = []
         chunks: list[tuple[Job, Chunk]] = []
         blocked: list[Job] = []
-        left, most = self._budget, self._runner.decode_limit
+        left, most, run_ahead = self._budget, self._runner.decode_limit, self.run_ahead
         for job in self._candidates():
             flies = job in ahead
-            if job.running and not flies:
-                continue  # the step in flight computes it
-            if busy.get(job.table, job) is not job:
-                continue  # the step in flight still writes to its context, though for nothing
+            if not flies and (job.running or busy.get(job.table, job) is not job):
+                continue  # the step in flight computes it, or still writes to its context, though for nothing
             if job.decodes:
-                if not self.run_ahead.wants_token(job, in_flight=flies):
+                slot = run_ahead.next_slot(job, flies)
+                if slot is None:
                     continue
                 if left <= 0:
                     job.waited += 1
                     continue
-                slot = job.table.length + flies
-                if len(decodes) < most and self.run_ahead.fits(job, slot):
-                    if self.run_ahead.give_page(job, slot, ahead=in_flight is not None):
+                if len(decodes) < most and run_ahead.fits(job, slot):
+                    if run_ahead.give_page(job, slot, ahead=in_flight is not None):
                         job.running = True  # now: what comes next must not preempt it
                         decodes.append(job)
                         slots.append(slot)

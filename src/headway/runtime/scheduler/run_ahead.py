@@ -45,10 +45,14 @@ class RunAhead:
     # -- before a step ---------------------------------------------------------------------------------------------
 
     @staticmethod
-    def wants_token(job: Job, *, in_flight: bool) -> bool:
-        """Whether a sequence computes another token; `in_flight`: one more than the one it computes now."""
+    def next_slot(job: Job, in_flight: bool) -> int | None:
+        """The slot of a sequence's next token, after the one in flight if there is one; None if it wants no token."""
+        if not in_flight:
+            return job.table.length
         decode = _decode(job)
-        return not job.resting and not (in_flight and (decode.left <= 1 or len(decode.buffer) + 1 >= RUN_AHEAD))
+        if decode.left <= 1 or len(decode.buffer) + 1 >= RUN_AHEAD:
+            return None
+        return job.table.length + 1
 
     def fits(self, job: Job, slot: int) -> bool:
         """Whether the token at a slot can be a decode row; else it is computed as an ordinary pass."""
@@ -58,10 +62,11 @@ class RunAhead:
             decode.fast = isinstance(what, Sampling) and self._runner.samples(what)
         if table.is_preempted or decode.as_pass or not decode.fast or job.replay is not None or job.keys:
             return False
-        if self._positions and not decode.positions_in_order(table):
-            return False
-        mask = decode.attends(slot)
-        return mask is None or mask.any()  # a row that attends to nothing is refused as a pass
+        if decode.mask is not None:
+            mask = decode.attends(slot)
+            if mask is not None and not mask.any():
+                return False  # a row that attends to nothing is refused as a pass
+        return not self._positions or decode.positions_in_order(table)
 
     def give_page(self, job: Job, slot: int, *, ahead: bool) -> bool:
         """Have a page for the token at a slot; False if there is none to spare."""
