@@ -1,4 +1,4 @@
-"""The tensor behind the pages. Only the worker thread touches it."""
+"""The KV cache in memory: the tensor that holds the pages. Only the worker thread touches it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import numpy as np
 import torch
 
 from headway.kernels.reference import kv
+from headway.kernels.transfer import to_device
 from headway.kv.allocator import Clear, Copy, Edit, Export, Import
 
 
 class Pool:
     """`keys` and `values` of every page, [L, P + 1, page, Hkv, D] each; page 0 stays zero.
 
-    They are views of `raw` [L, 2, P + 1, numbers of a page]. With `by_head` a head's slots of a page lie together in
-    memory, which a kernel that reads pages in place wants; with `across` a head's keys moreover stand dimension by
-    dimension, [Hkv, D, page], so that scores of neighbouring slots are computed side by side.
+    They are views of `raw` [L, 2, P + 1, numbers of a page]. With `by_head` a head's slots of a page are contiguous,
+    for kernels that read pages in place; with `across` a head's keys are moreover stored dimension by dimension,
+    [Hkv, D, page], so that one vector instruction scores several slots.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Pool:
             self.keys = keys.unflatten(2, heads).transpose(2, 3) if by_head else keys.unflatten(2, slots)
 
     def apply(self, edits: Sequence[Edit]) -> None:
-        """Do noted edits in order; neighbouring clears go in one call."""
+        """Do noted edits in order; consecutive clears go in one call."""
         run: list[int] = []
         for edit in edits:
             if isinstance(edit, Clear) and edit.start == 0:
@@ -78,7 +79,7 @@ class Pool:
         self.values.index_copy_(1, index, data[:, 1])
 
     def _index(self, pages: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(pages, dtype=torch.int64, device=self.raw.device)
+        return to_device(pages, torch.int64, self.raw.device)
 
     def _clear(self, pages: list[int]) -> None:
         if pages:

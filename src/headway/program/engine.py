@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
-STEP_TOKENS = 512  # rows of one step, by default
+STEP_TOKENS, CUDA_STEP_TOKENS = 512, 2048  # rows of one step, by default
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # for monitors
 _engines_lock = threading.Lock()
 
@@ -126,9 +126,8 @@ class Engine:
         where = pick_device(device)
         count = pick_threads(threads)
         page_size = check_integer(page_size, "page_size", 1, 1024)
-        budget = STEP_TOKENS
         if max_batch_tokens is not None:
-            budget = check_integer(max_batch_tokens, "max_batch_tokens", 1, 1 << 20)
+            check_integer(max_batch_tokens, "max_batch_tokens", 1, 1 << 20)
         fraction = check_fraction(memory_fraction)
         in_memory = isinstance(model, Decoder | QuantizedDecoder)
         self._path = None if in_memory else resolve(model)
@@ -136,6 +135,7 @@ class Engine:
         given = _unchanged(model, dtype, device) if in_memory else self._path
         assert given is not None
         at = where if isinstance(given, Path) else given.device
+        budget = max_batch_tokens or (CUDA_STEP_TOKENS if at.type == "cuda" else STEP_TOKENS)
         self._text = ModelText(self._path)
         sizing = PoolSize.begin(at, pages=pages, fraction=fraction, page_size=page_size, rows=budget)
         if runner is not None and isinstance(given, Decoder):

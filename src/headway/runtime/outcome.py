@@ -85,18 +85,17 @@ def resolve(deliveries: Iterable[Delivery]) -> None:
 
 def wake_all(jobs: Iterable[Job]) -> None:
     """Wake everyone who awaits one of these jobs, with one call for each event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Job]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for job in jobs:
-        for loop in {loop for loop, _ in job.waiters}:
-            by_loop.setdefault(loop, []).append(job)
-    for loop, there in by_loop.items():
+        for loop, waiter in job.waiters:
+            by_loop.setdefault(loop, []).append(waiter)
+    for loop, waiters in by_loop.items():
         with suppress(RuntimeError):  # that loop was closed, and nobody waits there any more
-            loop.call_soon_threadsafe(_wake, loop, there)
+            loop.call_soon_threadsafe(_wake, waiters)
 
 
-def _wake(loop: asyncio.AbstractEventLoop, jobs: list[Job]) -> None:
-    """In the loop's own thread: everyone who waits there for these jobs goes on."""
-    for job in jobs:
-        for owner, waiter in job.waiters:
-            if owner is loop and not waiter.done():
-                waiter.set_result(None)
+def _wake(waiters: list[asyncio.Future[None]]) -> None:
+    """In the thread of their event loop: let them go on."""
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)

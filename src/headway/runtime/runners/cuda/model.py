@@ -32,7 +32,8 @@ from headway.models.layers import DecoderLayer, Linear
 
 Mark = Callable[[str], None]
 PROGRAMS = 264  # that keep the device busy: two a multiprocessor
-MIXED = Splits(8, 256)  # of single rows beside longer segments, however many
+MIXED = Splits(8, 256)  # of a few single rows in a step with longer segments
+MANY_SINGLES = 32  # from here on they are divided as in a step of single rows alone
 FIXED = Splits(16, 64, fixed=True)  # of every row in deterministic mode
 SINGLES = 512  # single rows beside longer segments that attention takes in one call
 AT_ONCE = 128  # rows that attention takes in one call in deterministic mode: they have room for FIXED.most parts each
@@ -239,7 +240,8 @@ class CudaModel:
         row_bytes = q.shape[2] * q.element_size()
         for which in _in_calls(step.singles):
             count = n if which is None else len(which)
-            splits = MIXED if which is not None else pick_splits(count, self.config.kv_heads)
+            few = which is not None and count < MANY_SINGLES
+            splits = MIXED if few else pick_splits(count, self.config.kv_heads)
             attention.attend_rows(
                 q, mixed, paged, splits, self._room(splits, count),
                 which=which, tile=pick_tile(count, splits, row_bytes), ahead=self.ahead,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.kernels.transfer import to_device
 from headway.kernels.triton import probes as probing
 from headway.kernels.triton.probes import (
     JOB_INTS,
@@ -197,7 +198,7 @@ def _taken(logits: Tensor, rows: list[int]) -> Tensor:
     """These rows of logits [R, V]: itself where it can be."""
     if rows == list(range(len(rows))):
         return logits[: len(rows)]
-    return logits.index_select(0, torch.tensor(rows, device=logits.device))
+    return logits.index_select(0, to_device(rows, torch.int64, logits.device))
 
 
 def _host(x: Tensor) -> Tensor:

@@ -64,6 +64,8 @@ class CudaReader:
         self._draws, self._probes = CudaDraws(model, graphs, name), CudaProbes(model, graphs, name)
         self._grow(1)
         self._pinned = [PinnedBuffer(MOST, model.device) for _ in range(2)]  # for the tokens of decode rows, in turn
+        self._same_readouts: tuple[Readout, ...] | None = None  # greedy ones, whose numbers are on the device already
+        self._same_size = 0
         self._first = 0  # rows of x before those of the batch's segments: decode rows
 
     @property
@@ -137,7 +139,11 @@ class CudaReader:
             self._draws.upload(bound)
             at = iter(range(count))
             masks = [-1 if bits is None else next(at) for bits in words]
-        self._launch(logits, self._draws.fill(range(count), rows.readouts, rows.positions, masks))
+        if bound or rows.readouts is not self._same_readouts:
+            size = self._draws.fill(range(count), rows.readouts, rows.positions, masks)
+            same = not bound and all(self._draws.way(r.what).numbers[0] == 0 for r in rows.readouts)
+            self._same_readouts, self._same_size = rows.readouts if same else None, size
+        self._launch(logits, self._same_size)
         pinned = self._pinned[0]
         self._pinned.reverse()
         pinned.send(self._draws.tokens[:count])

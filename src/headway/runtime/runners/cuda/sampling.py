@@ -15,6 +15,7 @@ from torch import Tensor
 from headway.base.errors import HeadwayError
 from headway.base.rng import uniforms
 from headway.base.samplers import Sampling
+from headway.kernels.transfer import to_device
 from headway.kernels.triton import sampling
 from headway.kernels.triton.sampling import SAMPLER_FLOATS, SAMPLER_INTS, SamplerArrays
 from headway.runtime.passes import Readout
@@ -170,6 +171,6 @@ class CudaDraws:
             ways.append((how.repetition_penalty, how.presence_penalty, how.frequency_penalty))
         if rows:
             device = logits.device
-            whole = (torch.tensor(part, dtype=torch.int32, device=device) for part in (rows, ends, ids))
-            exact = (torch.tensor(part, dtype=torch.float64, device=device) for part in (amounts, ways))
+            whole = (to_device(part, torch.int32, device) for part in (rows, ends, ids))
+            exact = (to_device(part, torch.float64, device) for part in (amounts, ways))
             sampling.adjust(logits, *whole, *exact)
