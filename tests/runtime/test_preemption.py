@@ -146,6 +146,31 @@ def test_a_pass_that_got_its_pages_by_waiting_is_not_robbed_before_it_ends() -> 
         assert steps >= PATIENCE - 1  # contexts that fit are left in peace for a while
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_long_prefills_that_do_not_fit_together_all_end_and_little_is_computed_twice(count: int) -> None:
+    """Each takes far longer than it takes to gain a claim by waiting."""
+    length = 8 * 3 * PATIENCE
+    pages = length // 16 + 8
+    with scripted_engine(pages=pages, max_batch_tokens=8) as engine, by_hand(engine) as hand:
+        passes = [greedy(engine.context(), numbers(length, seed)) for seed in range(count)]
+        hand.until(*(execution for execution, _ in passes), limit=2 * count * length // 8)
+        assert engine.stats().tokens <= count * length + 16 * count
+        for seed, (execution, handle) in enumerate(passes):
+            assert execution.result(0).token(handle) == plain(numbers(length, seed))
+
+
+def test_a_higher_bid_may_undo_the_work_of_a_running_prefill() -> None:
+    length = 8 * 3 * PATIENCE
+    with scripted_engine(pages=length // 16 + 8, max_batch_tokens=8) as engine, by_hand(engine) as hand:
+        low, _ = greedy(engine.context(), numbers(length, 1))
+        for _ in range(5):
+            hand.step()
+        high, _ = greedy(engine.context(priority=5), numbers(length, 2))
+        hand.until(high)
+        assert not low.done()
+        hand.until(low)
+
+
 def test_contexts_that_do_not_fit_together_take_turns() -> None:
     """Each advances again and again, whatever its bid, as long as the difference is not more than it can wait."""
     with scripted_engine(pages=4, max_batch_tokens=64) as engine, by_hand(engine) as hand:

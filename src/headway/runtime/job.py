@@ -96,6 +96,11 @@ class Job:
         """Its claim on pages: the job with the larger one may preempt the other's context."""
         return self.table.bid + (self.waited_before + self.waited) // PATIENCE, -self.table.born
 
+    @property
+    def has_progress(self) -> bool:
+        """Whether preempting it would lose tokens that it has computed and nobody else can use yet."""
+        return self.started and not self.decodes and (self.done > self.hits * self.table.page_size or self.replayed > 0)
+
     def result(self) -> PassResult:
         """Its values and statistics, once it has succeeded."""
         readouts = self.work.readouts

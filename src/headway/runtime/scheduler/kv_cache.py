@@ -16,7 +16,7 @@ from headway.kv.allocator import Allocator
 from headway.kv.prefix import chain, root
 from headway.kv.table import PageTable
 from headway.runtime.edits import Damage
-from headway.runtime.job import Job, Queue
+from headway.runtime.job import PATIENCE, Job, Queue
 from headway.runtime.passes import Pass
 
 SPARE = 4  # pages are handed out early while more than one page in SPARE is free
@@ -242,7 +242,8 @@ class KVCache:
     def _victims(self, pages: int, job: Job, queue: Queue, force: bool) -> list[PageTable] | None:
         """Whom to preempt to get this many pages; None if all candidates together do not have them.
 
-        Saved contexts first, then the lowest bid, then the youngest; never one with a larger claim than the job's.
+        Saved contexts first, then the lowest bid, then the youngest; never one with a larger claim than the job's, and
+        never a pass that has computed something unless the job's own bid is higher: so every pass that started ends.
         """
         waiting = {j.table: j for j in queue if j.after is None and not j.resting}
 
@@ -252,6 +253,8 @@ class KVCache:
             own = waiting.get(table)
             if own is None:
                 return table.idle_first or force or (table.bid, -table.born) < job.claim
+            if own.has_progress:  # it has all its pages and will end: only a higher bid may undo its work
+                return not own.running and own.table.bid + own.waited_before // PATIENCE < job.table.bid
             return not own.running and own.claim < job.claim
 
         def holdings(table: PageTable) -> list[int]:
