@@ -88,8 +88,8 @@ def test_pages_that_cannot_be_cleared_before_a_flight_change_nothing(
         begin = engine.loop._begin
 
         def begin_failing(plan: StepPlan | None, *rest: Any) -> Any:
-            decodes = plan is not None and plan.batch.decode is not None
-            monkeypatch.setattr(engine.loop._runner, "edit", fail if decodes else edit)
+            only_decodes = plan is not None and not plan.chunks
+            monkeypatch.setattr(engine.loop._runner, "edit", fail if only_decodes else edit)
             return begin(plan, *rest)
 
         monkeypatch.setattr(engine.loop, "_begin", begin_failing)
