@@ -69,7 +69,7 @@ def test_a_mate_that_is_refused_disturbs_nobody(engine: hw.Engine) -> None:
     with engine.context() as context, engine.context() as other:
         forward = context.forward().input([1, 2, 3])
         handle = forward.probe(-1, hw.Logits())
-        with engine.lock:
+        with engine._lock:
             running = forward.execute()
             with pytest.raises(hw.InvalidMask):
                 other.forward().input([1]).attention_mask([[9]]).execute()

@@ -503,7 +503,7 @@ def test_a_busy_context_is_refused(engine: hw.Engine) -> None:
     async def program(engine: hw.Engine) -> None:
         async with engine.context() as context:
             context.fill(random_tokens(V, 900, 0))
-            with engine.lock:
+            with engine._lock:
                 running = context.forward().input([1]).execute()
                 with pytest.raises(hw.ContextBusy):
                     await beam_search(context, num_beams=2, max_tokens=4)

@@ -63,7 +63,7 @@ async def entered(gate: Gate) -> None:
 
 def idle(engine: hw.Engine) -> bool:
     """Whether nothing is queued or running any more; waits for the step in progress."""
-    engine.loop.call(lambda: None)
+    engine._loop.call(lambda: None)
     check_pages(engine)
     return engine.stats().queued == 0
 
@@ -327,7 +327,7 @@ def test_closing_a_busy_engine_ends_everything_and_does_not_hang() -> None:
     engine.close()  # twice is once
     with pytest.raises(hw.Closed, match="the engine is closed"):
         engine.context()
-    assert not engine.loop._thread.is_alive()
+    assert not engine._loop._thread.is_alive()
 
 
 def test_a_program_may_close_its_own_engine_while_others_generate() -> None:

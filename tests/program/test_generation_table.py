@@ -12,7 +12,6 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
-from headway.pipelines.generation.sampling import GenerationOptions
 from headway.pipelines.tasks.decoding import DecodingOptions
 from pydantic import BaseModel
 
@@ -21,6 +20,7 @@ from headway.base.generation import FACES, PARAMETERS, Parameter, parameters_of
 from headway.cli.chat import chat
 from headway.cli.options import Decoding
 from headway.cli.run import run
+from headway.pipelines.generation.options import GenerationOptions
 from headway.program.generation.parameters import Options
 from headway.server import lab
 from headway.server.lab.schema import TraceRequest

@@ -217,7 +217,7 @@ def test_a_model_that_is_not_finite_is_told_as_on_torch(monkeypatch: pytest.Monk
         with make(monkeypatch, model, threads=2, pages=16) as engine, engine.context() as bad, engine.context() as good:
             forwards = [bad.forward().input([1, 7, 2]), good.forward().input([1, 6, 2])]
             handles = [forward.sample([-1], hw.Argmax()) for forward in forwards]
-            with engine.lock:
+            with engine._lock:
                 running = [forward.execute() for forward in forwards]
             with pytest.raises(hw.PassFailed, match="not a number"):
                 running[0].result()

@@ -36,7 +36,7 @@ def twin(pair: tuple[hw.Engine, Judge]) -> Iterator[Twin]:
 
 
 def held(*contexts: hw.Context) -> list[list[int | None]]:
-    return [list(c.table.pages) for c in contexts]
+    return [list(c._table.pages) for c in contexts]
 
 
 # -- a page is sixteen slots ---------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_the_next_position_follows_the_largest_that_is_left(twin: Twin) -> None:
     twin.context.truncate(3)
     twin.world.truncate(3)
     twin.run([5])
-    assert twin.context.table.positions[-1] == 6
+    assert twin.context._table.positions[-1] == 6
 
 
 # -- the raw operations --------------------------------------------------------------------------------------------
@@ -506,5 +506,5 @@ def test_pages_that_were_another_contexts_are_clean(pair: tuple[hw.Engine, Judge
         engine.cache.clear()
         with engine.context() as context:
             Twin(context, judge).run(random_tokens(V, 7, seed + 9))
-            pages = np.array(context.table.held())
-            assert float(engine.pool.read(pages.tolist())[:, :, :, 7:].abs().max()) == 0.0
+            pages = np.array(context._table.held())
+            assert float(engine._pool.read(pages.tolist())[:, :, :, 7:].abs().max()) == 0.0

@@ -81,7 +81,7 @@ class Drawing:
 
     def repeats(self, context: Context, said: Transcript) -> bool:
         """Whether the passes behind the next differ by their token and its mask alone, and nobody counts them."""
-        table, windows = context.table, context.engine.config.windows
+        table, windows = context._table, context.engine.config.windows
         plain = self.probe is None and not table.has_discards
         known = self.attention is None or all(window is None for window in windows)
         free = not self.ends or len(said.generated) + 1 >= self.least

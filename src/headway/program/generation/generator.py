@@ -271,7 +271,7 @@ class Generation:
 
     def _rest(self) -> None:
         """Take the pass ahead back."""
-        with self._context.engine.lock:
+        with self._context.engine._lock:
             self._ahead.check_idle()
             self._come_back()
 
@@ -282,7 +282,7 @@ class Generation:
 
     def _retract(self, token: int | None) -> None:
         """Take the pass ahead back; its token waits in the pending buffer instead."""
-        with self._context.engine.lock:
+        with self._context.engine._lock:
             self._ahead.take_back()
             if token is not None:
                 self._context.fill([token])
@@ -290,9 +290,9 @@ class Generation:
 
     def _marked(self) -> object:
         """What stays equal as long as nobody changes the context."""
-        with self._context.engine.lock:
+        with self._context.engine._lock:
             pending = self._context.pending  # first: it takes back what another generation runs ahead
-            return self._context.table.stamp, pending
+            return self._context._table.stamp, pending
 
     def _follow(self) -> None:
         """Notice what the program has done to the context since the last step."""
@@ -314,7 +314,7 @@ class Generation:
         if self._said.finished:
             return "constraint"
         # A last token at the limit of positions cannot be computed.
-        return "length" if self._left <= 0 or (self._said.generated and self._context.room() < 0) else None
+        return "length" if self._left <= 0 or (self._said.generated and self._context._room() < 0) else None
 
     def _compile(self) -> None:
         """Have the grammar's constraint. The first time it may take a second, in the caller's thread."""
@@ -333,7 +333,7 @@ class Generation:
 
     def _can_run_ahead(self) -> bool:
         """Whether the next pass can be built before this one's token is known."""
-        return self._ahead.can_follow() and not self._how.sampler.penalizes and self._context.room() > 1
+        return self._ahead.can_follow() and not self._how.sampler.penalizes and self._context._room() > 1
 
     def _run_ahead(self, turn: Turn) -> None:
         """Queue the next pass with the token that this one draws, so that the device never waits for the program.
@@ -341,8 +341,8 @@ class Generation:
         Where it takes nothing but the token, it repeats itself from then on.
         """
         # What stands in its way will be said in its own turn, or by this turn's outcome if that has failed already.
-        with suppress(OutOfPages, TokenBudgetExceeded, DeadlineExceeded, PassFailed), self._context.engine.lock:
-            left = min(self._left, self._context.room()) - 1
+        with suppress(OutOfPages, TokenBudgetExceeded, DeadlineExceeded, PassFailed), self._context.engine._lock:
+            left = min(self._left, self._context._room()) - 1
             self._ahead.start(self._how.prepared(self._context, self._said, turn.token, self._ahead.mask()))
             if self._how.repeats(self._context, self._said):
                 self._ahead.decode(self._how.attention, left)
@@ -352,7 +352,7 @@ class Generation:
         try:
             return await self._ahead.coming(job)
         except BaseException as error:
-            with suppress(Closed, ContextBusy, PassFailed), self._context.engine.lock:
+            with suppress(Closed, ContextBusy, PassFailed), self._context.engine._lock:
                 if self._ahead.is_untouched():
                     self._come_back()
                 else:  # it has failed, and somebody has changed the context before this was heard of
@@ -371,7 +371,7 @@ class Generation:
         if self._said.stopped or self._left <= 0 or self._ahead.is_spent:
             self._retract(token)
         else:
-            self._context.retract = self._come_back
+            self._context._retract = self._come_back
         return self._step([token])
 
     async def _outcome(self, turn: Turn) -> Output:
@@ -385,7 +385,7 @@ class Generation:
     def _put_back(self) -> None:
         """A pass was undone that was fed with the last token: the token waits in the pending buffer, as it would have
         without a pass ahead. A context that is gone, or that somebody has changed meanwhile, is left alone."""
-        with suppress(Closed, ContextBusy, PassFailed), self._context.changing():
+        with suppress(Closed, ContextBusy, PassFailed), self._context._changing():
             if self._said.lacks_last(self._context.tokens):
                 self._context.fill([self._said.generated[-1]])
                 self._seen = self._marked()
@@ -417,7 +417,7 @@ class Generation:
         if alone:
             self._retract(token)
         else:
-            self._context.retract = self._come_back
+            self._context._retract = self._come_back
         return self._step([token], probes)
 
     def _put(self, ids: list[int], *, whole: bool = False, end: int | None = None) -> Step:

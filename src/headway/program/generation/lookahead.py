@@ -58,12 +58,12 @@ class Lookahead:
 
     @property
     def _decode(self) -> Decode | None:
-        return None if self._turn is None else self._turn.execution.job.decode
+        return None if self._turn is None else self._turn.execution._job.decode
 
     def check_idle(self) -> None:
         """Raise while a step is in flight: the pass ahead then follows one whose token nobody has yet."""
-        with self._context.engine.lock:
-            if self._turn is not None and self._context.retract is None:
+        with self._context.engine._lock:
+            if self._turn is not None and self._context._retract is None:
                 raise ContextBusy("this generation has a step in flight; await it before steering the generation")
 
     # -- setting it going ------------------------------------------------------------------------------------------
@@ -90,22 +90,22 @@ class Lookahead:
     def decode(self, attention: Mask | None, left: int) -> None:
         """It takes nothing but its token: let it continue by itself, for at most `left` tokens."""
         assert self._turn is not None
-        engine, job, constraint = self._context.engine, self._turn.execution.job, self._said.constraint
+        engine, job, constraint = self._context.engine, self._turn.execution._job, self._said.constraint
         if isinstance(constraint, GrammarMatcher):
             assert self._later is not None
             self._follower = AsyncGrammarMasks(self._later, constraint, self._ends, engine.vocab_size)
         readout = replace(job.work.readouts[0], async_mask=None)
-        engine.loop.decode(job, Decode(readout, attention, self._ends, left, self._follower))
+        engine._loop.decode(job, Decode(readout, attention, self._ends, left, self._follower))
 
     # -- the step that it makes ------------------------------------------------------------------------------------
 
     def claim(self) -> Turn | None:
         """The pass, if there is one; from now on nobody takes it back."""
-        with self._context.engine.lock:
+        with self._context.engine._lock:
             self.check_idle()
             turn = self._turn
             if turn is not None:
-                self._turn = self._context.retract = None
+                self._turn = self._context._retract = None
             return turn
 
     def follow(self) -> tuple[Job | None, int | None]:
@@ -113,20 +113,20 @@ class Lookahead:
 
         From now on nobody takes it back, until the step is made.
         """
-        with self._context.engine.lock:
-            job = None if self._turn is None else self._turn.execution.job
+        with self._context.engine._lock:
+            job = None if self._turn is None else self._turn.execution._job
             if job is None or job.decode is None:
                 return None, None
             self.check_idle()
-            self._context.retract = None
-            return job, self._context.engine.loop.next_token(job)
+            self._context._retract = None
+            return job, self._context.engine._loop.next_token(job)
 
     async def coming(self, job: Job) -> int | None:
         """The next token of a decoding sequence, when it is there; None if it has ended without one."""
         engine, loop = self._context.engine, asyncio.get_running_loop()
         while True:
-            with engine.lock:
-                token = engine.loop.next_token(job)
+            with engine._lock:
+                token = engine._loop.next_token(job)
                 if token is not None or (job.decode is not None and job.decode.over):
                     job.waiters.clear()  # nobody is woken for tokens that nobody waits for
                     return token
@@ -141,7 +141,7 @@ class Lookahead:
     def is_untouched(self) -> bool:
         """Whether the context is as the decoding sequence has left it."""
         decode, context = self._decode, self._context
-        return decode is not None and context.table.stamp is decode.stamp and not context.pending
+        return decode is not None and context._table.stamp is decode.stamp and not context.pending
 
     @property
     def is_spent(self) -> bool:
@@ -173,7 +173,7 @@ class Lookahead:
     def take_back(self) -> None:
         """Have neither the pass nor anything that came of it and was not taken."""
         decode, turn, follower = self._decode, self._turn, self._follower
-        self._turn = self._later = self._follower = self._context.retract = None
+        self._turn = self._later = self._follower = self._context._retract = None
         if turn is not None:
             turn.execution.cancel()
         if follower is not None and decode is not None:
