@@ -249,7 +249,7 @@ def test_masks_of_one_grammar_are_computed_in_their_order() -> None:
     first = AsyncLogitMask(one, frozenset(), 300)
     first.start((a,))
     following = AsyncGrammarMasks(first, one, frozenset(), 300)
-    later = [first, *(following.follow(token) for token in (b, c, a, a))]
+    later = [first, *(following.advance(token) for token in (b, c, a, a))]
     for mask, token in zip(later, (a, b, c, a, a), strict=True):
         assert same(alone(twin, token)[1], mask.words())
     following.cut(2)
