@@ -729,7 +729,7 @@ VERBS = (
 TWO = ("input_at", "sample", "probe", "discard_pages")
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(calls=st.lists(st.tuples(st.sampled_from(VERBS), values, values), min_size=1, max_size=4))
 def test_arbitrary_values_are_used_or_refused_and_never_break_anything(engine: hw.Engine, calls: list[Any]) -> None:
     with engine.context() as context:

@@ -14,12 +14,13 @@ from headway.testing import random_model
 from support import world as w
 from support.checks import assert_close, random_tokens
 from support.mates import PAGE, SUBJECTS, V, check_same, read, run
+from support.sweeps import swept
 from support.world import Twin
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=swept(FAMILIES, 2))
 def engine(request: pytest.FixtureRequest) -> Iterator[hw.Engine]:
     with hw.Engine(random_model(request.param, vocab_size=V), threads=1, pages=400, page_size=PAGE) as made:
         yield made
