@@ -178,16 +178,19 @@ def real_model(smollm2_path: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     ("text", "options"),
-    swept(
-        [
-            ("The three primary colours are", {"num_beams": 4, "num_return_sequences": 2}),
-            ("Once upon a time, in a village by the sea,", {"num_beams": 3, "no_repeat_ngram_size": 2}),
-            (
-                "Q: What is the capital of Italy?\nA:",
-                {"num_beams": 3, "early_stopping": True, "repetition_penalty": 1.2},
-            ),
-        ]
-    ),
+    [
+        ("The three primary colours are", {"num_beams": 4, "num_return_sequences": 2}),
+        pytest.param(
+            "Once upon a time, in a village by the sea,",
+            {"num_beams": 3, "no_repeat_ngram_size": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "Q: What is the capital of Italy?\nA:",
+            {"num_beams": 3, "early_stopping": True, "repetition_penalty": 1.2},
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_the_real_model_says_what_transformers_says(
     smollm2_float: hw.Engine, real_model: PreTrainedModel, text: str, options: dict[str, Any]

@@ -32,6 +32,7 @@ from headway.program.constraints.json_schema import DEPTH, NODES, OPTIONAL
 from headway.program.constraints.patterns import PATTERN
 from headway.text import Tokenizer
 from support.schemas import array, obj, schemas
+from support.sweeps import swept
 
 ALL = schemas()
 PERSON = obj({"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0}})
@@ -208,7 +209,7 @@ def check_documents(engine, names, temperature, max_tokens, enders):
     return ended
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("temperature", swept([1.0, 2.0]))
 def test_some_documents_of_the_default_model_are_valid(temperature, smollm2, enders):
     assert check_documents(smollm2, list(ALL)[::40], temperature, 40, enders) > 0
 

@@ -10,9 +10,4 @@ import pytest
 
 def swept(values: Iterable[Any], default: int = 1) -> list[Any]:
     """The values as parameters; those after the first `default` are slow."""
-    return [
-        value
-        if i < default
-        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
-        for i, value in enumerate(values)
-    ]
+    return [value if i < default else pytest.param(value, marks=pytest.mark.slow) for i, value in enumerate(values)]
