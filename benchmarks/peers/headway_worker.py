@@ -75,7 +75,7 @@ def _masked(engine: hw.Engine, prompt: list[int], mask: hw.Mask | None, tokens: 
                 handle = forward.sample([-1], hw.Argmax())
                 token = (await forward.execute()).token(handle)
                 seconds.append(wire.now() - began)
-            engine.profiler.enabled = False
+            engine.disable_profiling()
             return seconds[WARM : WARM + tokens]
 
     before = len(engine.profile().samples)

@@ -253,7 +253,7 @@ def stepping(engine: Engine, *, ahead: bool = False) -> Iterator[Callable[[], No
 
     With `ahead` a step may be in flight between two calls, as it is when the worker takes them.
     """
-    loop = engine.loop
+    loop = engine._loop
 
     def step() -> None:
         with loop.lock:

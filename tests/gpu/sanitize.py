@@ -68,7 +68,7 @@ def kernels() -> None:
         with ExitStack() as stack:
             stack.callback(torch.cuda.synchronize)
             engine = stack.enter_context(hw.Engine(model, device="cuda", pages=64, **options))
-            engine.loop._runner._graphs.enabled = False  # type: ignore[attr-defined]
+            engine._loop._runner._graphs.enabled = False  # type: ignore[attr-defined]
             engine.run(_several)
             print(f"   {name}: {engine.info.runner}, {engine.info.format}", flush=True)
 

@@ -84,7 +84,7 @@ def near(found: list[np.ndarray], expected: list[np.ndarray], limit: float = LIM
 def test_logits_are_those_of_the_same_weights_as_floats(kind: str, family: str, graphs: bool, hidden: int) -> None:
     codes, floats = pair(family, kind, hidden=hidden)
     with hw.Engine(codes, pages=400) as engine, hw.Engine(floats, pages=400) as plain:
-        engine.loop._runner._graphs.enabled = graphs  # type: ignore[attr-defined]
+        engine._loop._runner._graphs.enabled = graphs  # type: ignore[attr-defined]
         for count in (1, 3, 16, 40, 100):
             expected = plain.run(all_logits, count)
             near(engine.run(all_logits, count), expected)

@@ -125,7 +125,7 @@ def test_a_long_prompt_has_the_bits_of_its_pieces_and_of_recomputation() -> None
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_graphs_have_the_bits_of_kernels_launched_by_hand(dtype: str) -> None:
     with engine(dtype=dtype) as graphs, engine(dtype=dtype) as hand:
-        hand.loop._runner._graphs.enabled = False  # type: ignore[attr-defined]
+        hand._loop._runner._graphs.enabled = False  # type: ignore[attr-defined]
         for count in (1, 3, 33):
             for _ in range(2):
                 found, expected = graphs.run(together, count, 4), hand.run(together, count, 4)

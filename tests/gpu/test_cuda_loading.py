@@ -196,7 +196,7 @@ def test_captures_are_told_and_bounded(caplog: pytest.LogCaptureFixture) -> None
         caplog.at_level(logging.INFO, logger=notes.LOGGER),
         hw.Engine(random_model(device="cuda"), device="cuda", pages=256) as engine,
     ):
-        graphs = engine.loop._runner._graphs  # type: ignore[attr-defined]
+        graphs = engine._loop._runner._graphs  # type: ignore[attr-defined]
         graphs.most = 6
         for count in (1, 2, 4, 8, 16, 1, 2, 4, 8, 16):
             engine.run(together, count)

@@ -112,7 +112,7 @@ def test_every_probe_beside_every_sampler_is_that_of_torch(count: int, monkeypat
 
 def test_probes_stay_in_graphs_and_leave_the_draw_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine("auto", monkeypatch) as fast:
-        runner: Any = fast.loop._runner
+        runner: Any = fast._loop._runner
         calls: list[str] = []
         slow = runner._reader._slow
         whole, ranked = slow.answers, slow.ranked

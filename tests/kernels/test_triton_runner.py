@@ -126,11 +126,11 @@ def test_graphs_of_every_size_give_what_the_kernels_give_by_hand(monkeypatch: py
         hw.Engine(random_model(device=DEVICE), pages=4000) as graphs,
         hw.Engine(random_model(device=DEVICE), pages=4000) as hand,
     ):
-        hand.loop._runner._graphs.enabled = False  # type: ignore[attr-defined]
+        hand._loop._runner._graphs.enabled = False  # type: ignore[attr-defined]
         for count in (1, 2, 3, 7, 33, 100):
             for _ in range(2):
                 assert graphs.run(decode, count) == hand.run(decode, count)
-        assert len(graphs.loop._runner._graphs.graphs) > 5  # type: ignore[attr-defined]
+        assert len(graphs._loop._runner._graphs.graphs) > 5  # type: ignore[attr-defined]
 
 
 async def rows_of(engine: hw.Engine, prompt: list[int], cuts: list[int]) -> list[np.ndarray]:

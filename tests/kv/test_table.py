@@ -616,7 +616,7 @@ class Walk(RuleBasedStateMachine):
 
 
 TestWalk = Walk.TestCase
-TestWalk.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestWalk.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.slow

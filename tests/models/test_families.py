@@ -130,7 +130,7 @@ def ragged(engine: hw.Engine, work: list[tuple[list[int], list[int]]]) -> list[n
     ]
 
     async def together() -> list[hw.Output]:
-        with engine.lock:  # the worker forms no batch before all are queued
+        with engine._lock:  # the worker forms no batch before all are queued
             running = [forward.execute() for forward in forwards]
         return list(await asyncio.gather(*running))
 

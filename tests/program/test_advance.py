@@ -4,7 +4,6 @@ import gc
 import weakref
 from functools import cache
 
-import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+import headway as hw
 from headway.base.errors import Closed, HeadwayError, InvalidInput, InvalidToken
 from headway.program.constraints import cache as grammar_cache
 from headway.program.constraints.async_mask import AsyncGrammarMasks, AsyncLogitMask, compute, one_per_grammar
@@ -92,7 +92,7 @@ def check_alike(one: GrammarMatcher, other: GrammarMatcher) -> None:
     assert one.forced() == other.forced()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_together_is_the_same_as_one_by_one(data: st.DataObject) -> None:
     places = st.tuples(st.integers(0, len(VOCABULARIES) - 1) | st.just(0), st.integers(0, len(GRAMMARS) - 1))
@@ -184,19 +184,12 @@ def test_a_dead_end_is_an_error_of_its_row_alone(end: str) -> None:
     assert "after 20 tokens" in str(wanted)
 
 
-@pytest.fixture(scope="module")
-def smollm2_words(smollm2_path) -> Tokenizer:
-    fields = gguf.GGUFReader(smollm2_path).fields
-    found = Tokenizer.from_gguf({n: f.contents() for n, f in fields.items() if n.startswith("tokenizer.")})
-    assert found is not None
-    return found
-
-
-def test_a_full_table_is_renewed_among_others(smollm2_words, monkeypatch) -> None:
+def test_a_full_table_is_renewed_among_others(smollm2: hw.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = smollm2.tokenizer
     monkeypatch.setitem(grammar_cache.LIMITS, "max_lexer_states", 6500)
     grammar = Grammar.regex("(.*a.{12}b|[^c]*d.{10}e)Q")
-    rows = [compile(grammar, smollm2_words, smollm2_words.vocab_size) for _ in range(9)]
-    easy = [compile(Grammar.regex(f"[^{c}]*"), smollm2_words, smollm2_words.vocab_size) for c in "xyz"]
+    rows = [compile(grammar, words, words.vocab_size) for _ in range(9)]
+    easy = [compile(Grammar.regex(f"[^{c}]*"), words, words.vocab_size) for c in "xyz"]
     tables = [row._matcher for row in rows]
     dice, texts, seen = np.random.default_rng(0), [[] for _ in rows], [[] for _ in rows]
     masks = masks_of([*rows, *easy])
@@ -210,14 +203,14 @@ def test_a_full_table_is_renewed_among_others(smollm2_words, monkeypatch) -> Non
             line.append(mask)
     assert any(row._matcher is not table for row, table in zip(rows, tables, strict=True))  # else it was never full
     for text, line in zip(texts, seen, strict=True):
-        other = compile(grammar, smollm2_words, smollm2_words.vocab_size)
+        other = compile(grammar, words, words.vocab_size)
         for token, mask in zip(text, line, strict=True):
             error, wanted = alone(other, token)
             assert error is None
             assert same(mask, wanted)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 200), st.integers(0, 90), st.lists(st.integers(0, 289), max_size=3), st.integers(0, 2**32))
 def test_masks_are_laid_out_for_the_model(known: int, more: int, ends: list[int], seed: int) -> None:
     """Against booleans: the compiler's own end token and what fills its vocabulary up are no tokens of the model."""
@@ -249,7 +242,7 @@ def test_masks_of_one_grammar_are_computed_in_their_order() -> None:
     first = AsyncLogitMask(one, frozenset(), 300)
     first.start((a,))
     following = AsyncGrammarMasks(first, one, frozenset(), 300)
-    later = [first, *(following.follow(token) for token in (b, c, a, a))]
+    later = [first, *(following.advance(token) for token in (b, c, a, a))]
     for mask, token in zip(later, (a, b, c, a, a), strict=True):
         assert same(alone(twin, token)[1], mask.words())
     following.cut(2)

@@ -14,12 +14,13 @@ from headway.testing import random_model
 from support import world as w
 from support.checks import assert_close, random_tokens
 from support.mates import PAGE, SUBJECTS, V, check_same, read, run
+from support.sweeps import swept
 from support.world import Twin
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=swept(FAMILIES, 2))
 def engine(request: pytest.FixtureRequest) -> Iterator[hw.Engine]:
     with hw.Engine(random_model(request.param, vocab_size=V), threads=1, pages=400, page_size=PAGE) as made:
         yield made
@@ -69,7 +70,7 @@ def test_a_mate_that_is_refused_disturbs_nobody(engine: hw.Engine) -> None:
     with engine.context() as context, engine.context() as other:
         forward = context.forward().input([1, 2, 3])
         handle = forward.probe(-1, hw.Logits())
-        with engine.lock:
+        with engine._lock:
             running = forward.execute()
             with pytest.raises(hw.InvalidMask):
                 other.forward().input([1]).attention_mask([[9]]).execute()

@@ -24,6 +24,7 @@ from headway.program.generation.ngrams import banned_by_ngrams
 from headway.testing import random_model
 from support.checks import random_tokens
 from support.hf import random_hf, save_hf, variant
+from support.sweeps import swept
 
 V = 97
 LENGTH = 10
@@ -48,9 +49,9 @@ SETTINGS = [
 ]
 MODELS = [
     "llama-gqa-tied",
+    "mistral-window",
     "llama3-rope",
     "llama-biases",
-    "mistral-window",
     "mistral-window-1",
     "qwen2-mqa",
     "qwen2-layer-types",
@@ -119,7 +120,7 @@ def compare(engine: hw.Engine, model: PreTrainedModel, prompt: list[int], settin
 # -- the same tokens -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", swept(MODELS, 2))
 def test_a_search_finds_what_transformers_finds(name: str, tmp_path: Path) -> None:
     _, model = variant(name)
     with hw.Engine(save_hf(tmp_path, model), pages=128, threads=1) as engine:
@@ -179,8 +180,16 @@ def real_model(smollm2_path: Path) -> PreTrainedModel:
     ("text", "options"),
     [
         ("The three primary colours are", {"num_beams": 4, "num_return_sequences": 2}),
-        ("Once upon a time, in a village by the sea,", {"num_beams": 3, "no_repeat_ngram_size": 2}),
-        ("Q: What is the capital of Italy?\nA:", {"num_beams": 3, "early_stopping": True, "repetition_penalty": 1.2}),
+        pytest.param(
+            "Once upon a time, in a village by the sea,",
+            {"num_beams": 3, "no_repeat_ngram_size": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "Q: What is the capital of Italy?\nA:",
+            {"num_beams": 3, "early_stopping": True, "repetition_penalty": 1.2},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_real_model_says_what_transformers_says(
@@ -192,7 +201,7 @@ def test_the_real_model_says_what_transformers_says(
     assert_same(searched(smollm2_float, prompt, max_tokens=8, **options), theirs)
 
 
-@pytest.mark.parametrize("options", [{"no_repeat_ngram_size": 3}, {"repetition_penalty": 1.3}, {"num_beams": 2}])
+@pytest.mark.parametrize("options", swept([{"no_repeat_ngram_size": 3}, {"repetition_penalty": 1.3}, {"num_beams": 2}]))
 def test_generate_has_the_words_of_transformers_on_the_real_model(
     smollm2_float: hw.Engine, real_model: PreTrainedModel, options: dict[str, Any]
 ) -> None:
@@ -384,15 +393,15 @@ def test_what_has_no_probability_is_drawn_last_by_index() -> None:
     assert drawn(torch.full((3,), -torch.inf), 2, 1, 1).tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("knobs", [{"temperature": 2.0, "top_k": 1}, {"temperature": 2.0, "top_p": 0.3}])
-def test_a_sampled_search_has_transformers_distribution(tmp_path: Path, knobs: dict[str, Any]) -> None:
+@pytest.mark.parametrize("filters", swept([{"temperature": 2.0, "top_k": 1}, {"temperature": 2.0, "top_p": 0.3}]))
+def test_a_sampled_search_has_transformers_distribution(tmp_path: Path, filters: dict[str, Any]) -> None:
     """Few tokens are asked for, so that it shows how many are kept at least: one more than there are end tokens."""
     _, model = random_hf("llama", 5, vocab_size=11, bos_token_id=0, eos_token_id=1)
     ends = [1, 2, 3]
     prompt, ours, theirs = [6, 7, 4, 5], Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
     torch.manual_seed(0)
     many = torch.tensor([prompt] * 4000)
-    options: dict[str, Any] = {"num_beams": 2, "do_sample": True, **knobs}
+    options: dict[str, Any] = {"num_beams": 2, "do_sample": True, **filters}
     with torch.no_grad():
         ids: Any = model.generate(
             many,
@@ -503,7 +512,7 @@ def test_a_busy_context_is_refused(engine: hw.Engine) -> None:
     async def program(engine: hw.Engine) -> None:
         async with engine.context() as context:
             context.fill(random_tokens(V, 900, 0))
-            with engine.lock:
+            with engine._lock:
                 running = context.forward().input([1]).execute()
                 with pytest.raises(hw.ContextBusy):
                     await beam_search(context, num_beams=2, max_tokens=4)

@@ -70,20 +70,20 @@ def parts(request: pytest.FixtureRequest) -> Iterator[tuple[hw.Engine, Gate, Jud
 def snapshot(*contexts: hw.Context) -> Any:
     """Everything a context is, and who holds which page."""
     engine = contexts[0].engine
-    with engine.lock:
-        engine.loop.drain()
-        tables = [c.table for c in contexts]
+    with engine._lock:
+        engine._loop.drain()
+        tables = [c._table for c in contexts]
         return (
             [(t.length, list(t.pages), t.committed, list(t.tokens), list(t.positions), list(t.peaks)) for t in tables],
             [(list(t.masks), list(t.spans), t.repeatable, list(t.keys), id(t.state)) for t in tables],
             [c.pending for c in contexts],
-            [engine.allocator.holders(p) for p in range(1, engine.allocator.total + 1)],
+            [engine._allocator.holders(p) for p in range(1, engine._allocator.total + 1)],
         )
 
 
 def settled(engine: hw.Engine) -> None:
     """Wait until no step runs."""
-    engine.loop.call(lambda: None)
+    engine._loop.call(lambda: None)
 
 
 def begun(engine: hw.Engine, judge: Judge, n: int = 21) -> Twin:
@@ -165,7 +165,7 @@ def test_cancelled_between_chunks(parts: tuple[hw.Engine, Gate, Judge], chunk: i
     engine, gate, judge = parts
     twin = begun(engine, judge)
     before = snapshot(twin.context)
-    free = engine.allocator.available
+    free = engine._allocator.available
 
     async def program() -> None:
         gate.shut(after=chunk)
@@ -178,7 +178,7 @@ def test_cancelled_between_chunks(parts: tuple[hw.Engine, Gate, Judge], chunk: i
     asyncio.run(program())
     settled(engine)
     assert snapshot(twin.context) == before
-    assert engine.allocator.available == free
+    assert engine._allocator.available == free
     twin.run([9])
 
 
@@ -325,9 +325,9 @@ def test_a_late_cancel_takes_nothing_back_that_others_built_on(parts: tuple[hw.E
     BUILT[name](twin)
     execution.cancel()
     twin.check()
-    engine.allocator.check([twin.context.table.held()])
+    engine._allocator.check([twin.context._table.held()])
     twin.run([9, 10])
-    engine.allocator.check([twin.context.table.held()])
+    engine._allocator.check([twin.context._table.held()])
 
 
 def test_a_late_cancel_leaves_a_fork_as_it_is(parts: tuple[hw.Engine, Gate, Judge]) -> None:
@@ -345,7 +345,7 @@ def test_a_late_cancel_leaves_a_fork_as_it_is(parts: tuple[hw.Engine, Gate, Judg
     fork.run([1])
     parent.run([2])
     fork.run([3])
-    engine.allocator.check([t.context.table.held() for t in (parent, fork)])
+    engine._allocator.check([t.context._table.held() for t in (parent, fork)])
 
 
 def test_a_late_cancel_leaves_tokens_that_were_filled_since(parts: tuple[hw.Engine, Gate, Judge]) -> None:
@@ -391,7 +391,7 @@ def test_cancelling_the_first_of_a_chain_undoes_all_of_it(parts: tuple[hw.Engine
         with pytest.raises((hw.Closed, CancelledError)):
             execution.result(timeout=10)
     twin.run([9])
-    engine.allocator.check([twin.context.table.held()])
+    engine._allocator.check([twin.context._table.held()])
 
 
 def test_cancelling_a_chain_that_has_all_succeeded_undoes_what_nobody_has_heard_of(
@@ -478,7 +478,7 @@ def test_a_context_released_while_its_pass_is_in_flight(parts: tuple[hw.Engine, 
     settled(engine)
     with pytest.raises(hw.Closed):
         twin.context.forward()
-    engine.allocator.check([other.context.table.held()])
+    engine._allocator.check([other.context._table.held()])
     other.run([2])
 
 
@@ -527,7 +527,7 @@ def test_closing_the_engine_with_work_queued_does_not_hang(running: bool) -> Non
     forwards = [c.forward().input(random_tokens(V, 20)) for c in contexts]
 
     async def program() -> list[Any]:
-        with engine.lock:
+        with engine._lock:
             executions = [f.execute() for f in forwards]
             if not running:
                 threading.Thread(target=engine.close).start()
@@ -562,7 +562,7 @@ def test_a_pass_that_fails_on_the_device_fails_alone(parts: tuple[hw.Engine, Gat
     plans = [t.plan(ids) for t, ids in zip(twins, tokens, strict=True)]
     forwards = [t.build(ids) for t, ids in zip(twins, tokens, strict=True)]
     handles = [f.probe(-1, hw.Logits()) for f in forwards]
-    with engine.lock:
+    with engine._lock:
         running = [f.execute() for f in forwards]
     for i, (twin, plan, execution, handle) in enumerate(zip(twins, plans, running, handles, strict=True)):
         if i == 1:
@@ -575,7 +575,7 @@ def test_a_pass_that_fails_on_the_device_fails_alone(parts: tuple[hw.Engine, Gat
     assert snapshot(twins[1].context)[0] == [before[0][1]]
     for twin in twins:
         twin.run([7, 8])
-    engine.allocator.check([t.context.table.held() for t in twins])
+    engine._allocator.check([t.context._table.held() for t in twins])
 
 
 def test_a_failure_in_a_later_chunk_undoes_the_earlier_ones(parts: tuple[hw.Engine, Gate, Judge]) -> None:
@@ -596,7 +596,7 @@ def test_copies_for_a_fork_are_made_though_the_pass_beside_them_fails(parts: tup
     gate.poison = POISON
     twin, other = begun(engine, judge), begun(engine, judge, 5)
     settled(engine)
-    with engine.lock:
+    with engine._lock:
         fork = twin.fork()
         doomed = other.build([POISON]).execute()
     with pytest.raises(hw.PassFailed):
@@ -628,7 +628,7 @@ def test_a_failure_while_a_mate_is_cancelled_and_cut(parts: tuple[hw.Engine, Gat
     twin, other, third = begun(engine, judge), begun(engine, judge, 5), begun(engine, judge, 9)
     plan = third.plan([6])
     gate.shut()
-    with engine.lock:
+    with engine._lock:
         mine, theirs, good = twin.build([1]).execute(), other.build([POISON]).execute(), third.build([6]).execute()
     gate.someone_waits()
     mine.cancel()
@@ -642,7 +642,7 @@ def test_a_failure_while_a_mate_is_cancelled_and_cut(parts: tuple[hw.Engine, Gat
     for t in (twin, other, third):
         t.check()
         t.run([2])
-    engine.allocator.check([t.context.table.held() for t in (twin, other, third)])
+    engine._allocator.check([t.context._table.held() for t in (twin, other, third)])
 
 
 def test_logits_that_are_no_numbers_fail_the_pass_that_samples_them_and_nobody_else() -> None:
@@ -660,7 +660,7 @@ def test_logits_that_are_no_numbers_fail_the_pass_that_samples_them_and_nobody_e
         bad.sample([-1], hw.Argmax())
         good = mate.forward().input([*prompt, *tail])
         handles = [good.probe(i, hw.Logits()) for i in range(-3, 0)]
-        with engine.lock:
+        with engine._lock:
             running, beside = bad.execute(), good.execute()
         with pytest.raises(hw.PassFailed, match="not a number"):
             running.result()
@@ -750,4 +750,4 @@ def test_a_storm_of_cancellations(parts: tuple[hw.Engine, Gate, Judge]) -> None:
     asyncio.run(program())
     settled(engine)
     assert engine.stats().pages_held == 0
-    engine.allocator.check([])
+    engine._allocator.check([])

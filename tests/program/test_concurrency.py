@@ -27,6 +27,7 @@ from headway.base.rng import uniform
 from headway.runtime.batch import Batch
 from headway.testing import random_model, scripted_engine
 from support.scripted import by_hand, check_pages, continued, faulty_engine, greedy, numbers, plain
+from support.sweeps import swept
 
 # -- cancellation ----------------------------------------------------------------------------------------------------
 
@@ -63,7 +64,7 @@ async def entered(gate: Gate) -> None:
 
 def idle(engine: hw.Engine) -> bool:
     """Whether nothing is queued or running any more; waits for the step in progress."""
-    engine.loop.call(lambda: None)
+    engine._loop.call(lambda: None)
     check_pages(engine)
     return engine.stats().queued == 0
 
@@ -327,7 +328,7 @@ def test_closing_a_busy_engine_ends_everything_and_does_not_hang() -> None:
     engine.close()  # twice is once
     with pytest.raises(hw.Closed, match="the engine is closed"):
         engine.context()
-    assert not engine.loop._thread.is_alive()
+    assert not engine._loop._thread.is_alive()
 
 
 def test_a_program_may_close_its_own_engine_while_others_generate() -> None:
@@ -390,7 +391,7 @@ while True:
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("ending", swept(ENDINGS, 2))
 def test_ctrl_c_ends_a_busy_process_soon_and_quietly(ending: str) -> None:
     head = "import asyncio\nimport headway as hw\nfrom headway.testing import random_model, scripted_engine\n"
     source = head + textwrap.dedent(BUSY) + ENDINGS[ending]
@@ -614,7 +615,7 @@ def one_at_a_time(decoder: Any, mix: Mix, size: int, programs: range) -> dict[in
 SIZES = {how: 4 if how == "with hardly any pages" else 16 for how in RUNS}
 
 
-@pytest.mark.parametrize("how", RUNS)
+@pytest.mark.parametrize("how", swept(RUNS))
 def test_64_generations_of_the_real_model_are_those_of_one_at_a_time(
     smollm2: hw.Engine, mix: Mix, alone: Callable[[int], dict[int, list[list[Drawn]]]], how: str
 ) -> None:

@@ -32,6 +32,7 @@ from headway.program.constraints.json_schema import DEPTH, NODES, OPTIONAL
 from headway.program.constraints.patterns import PATTERN
 from headway.text import Tokenizer
 from support.schemas import array, obj, schemas
+from support.sweeps import swept
 
 ALL = schemas()
 PERSON = obj({"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0}})
@@ -208,7 +209,7 @@ def check_documents(engine, names, temperature, max_tokens, enders):
     return ended
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("temperature", swept([1.0, 2.0]))
 def test_some_documents_of_the_default_model_are_valid(temperature, smollm2, enders):
     assert check_documents(smollm2, list(ALL)[::40], temperature, 40, enders) > 0
 
@@ -584,9 +585,10 @@ def test_compiled_grammars_are_kept_up_to_a_limit():
     assert Grammar.regex("a{74}").key in kept
 
 
-def test_large_grammars_are_kept_up_to_a_size():
+def test_large_grammars_are_kept_up_to_a_size(monkeypatch):
+    monkeypatch.setattr(grammar_cache, "MAX_SOURCE_BYTES", 1 << 16)
     tokenizer, names = spaces_tokenizer([])
-    large = [Grammar.choices(["ab" * 50_000 + "a" * i]) for i in range(12)]
+    large = [Grammar.choices(["ab" * 3125 + "a" * i]) for i in range(12)]
     for grammar in large:
         compile(grammar, tokenizer, len(names))
     kept = grammar_cache.grammar_cache(tokenizer, len(names))._kept
@@ -752,6 +754,7 @@ def test_an_explosion_later_on_is_an_error_of_that_text_alone(start, tokenizer, 
     assert errors(PERSON, tokenizer.decode(tokens)) == []
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_every_grammar(tmp_path, smollm2_path):
     command = [sys.executable, "benchmarks/constraints.py", "--quick", "--threads", "1", "--out", str(tmp_path)]
     root = Path(__file__).parents[2]

@@ -67,7 +67,7 @@ def test_a_pass_has_the_same_bits_alone_and_in_any_batch(exact: hw.Engine, name:
 
 @pytest.mark.parametrize("options", [{"max_batch_tokens": 1}, {"max_batch_tokens": 5}, {"trim": False}, {"pages": 40}])
 def test_chunking_trim_and_pressure_change_no_bit(exact: hw.Engine, options: dict[str, Any]) -> None:
-    """A pool of 40 pages cannot hold all of them at once: some contexts are set aside and computed again."""
+    """A pool of 40 pages cannot hold all of them at once: some contexts are preempted and computed again."""
     crowd = [(work, i) for i, work in enumerate(SUBJECTS.values())]
     expected = [values(found) for found in run(exact, crowd)]
     with made(exact.decoder, **options) as engine:

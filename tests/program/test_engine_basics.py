@@ -63,7 +63,7 @@ def among_neighbours(engine: hw.Engine, context: hw.Context, tokens: list[int], 
     mine = context.forward().input(tokens)
     handles = [mine.probe(i, hw.Logits()) for i in range(len(tokens))]
     crowd.insert(int(rng.integers(len(crowd) + 1)), mine)
-    with engine.lock:
+    with engine._lock:
         running = [(forward, forward.execute()) for forward in crowd]
     outputs = {id(forward): execution.result() for forward, execution in running}
     out = outputs[id(mine)]

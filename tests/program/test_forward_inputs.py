@@ -48,10 +48,10 @@ PLACES = {
 def test_explicit_positions(twin: Twin, name: str) -> None:
     places = PLACES[name]
     twin.run(random_tokens(V, 6), at=places)
-    assert list(twin.context.table.positions) == places
+    assert list(twin.context._table.positions) == places
     if max(places) < 1023:
         twin.run([7])
-        assert twin.context.table.positions[-1] == max(places) + 1
+        assert twin.context._table.positions[-1] == max(places) + 1
     else:
         with pytest.raises(hw.ContextLengthExceeded, match="position is 1024"):
             twin.context.forward().input([7]).execute()
@@ -66,8 +66,8 @@ def test_calls_append_in_order_and_pending_tokens_come_first(twin: Twin) -> None
     plan = twin.plan([3, 4, 5, 6], [None, 50, 9, None])
     out = forward.execute().result()
     assert [c.position for c in plan.cells] == [0, 1, 2, 50, 9, 51]
-    assert list(twin.context.table.positions) == [0, 1, 2, 50, 9, 51]
-    assert list(twin.context.table.tokens) == [1, 2, 3, 4, 5, 6]
+    assert list(twin.context._table.positions) == [0, 1, 2, 50, 9, 51]
+    assert list(twin.context._table.tokens) == [1, 2, 3, 4, 5, 6]
     cells = [plan.cells[i] for i in (2, 3, 4, 5, 5, 2, 1)]
     assert_close(np.stack([out.logits(h) for h in handles]), twin.judge.logits(cells))
     assert out.stats.rows == 4
@@ -270,7 +270,7 @@ def test_masks_and_positions_of_a_pass_that_runs_ahead_of_two(twin: Twin) -> Non
     for token in tokens[:-1]:
         twin.world.advance(twin.plan([token], mask=Choice(None, sees=w.window(2))))
     twin.check()
-    assert list(twin.context.table.positions) == [c.position for c in twin.world.cells]
+    assert list(twin.context._table.positions) == [c.position for c in twin.world.cells]
     twin.run([tokens[-1]])
 
 

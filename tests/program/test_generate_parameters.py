@@ -147,7 +147,7 @@ def test_the_file_can_draw(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "knobs"),
+    ("argument", "parameters"),
     [
         ({"temperature": 0.4}, {"temperature": 0.4, "top_k": 7}),
         ({"top_k": 3}, {"temperature": 1.3, "top_k": 3}),
@@ -158,14 +158,14 @@ def test_the_file_can_draw(folder: Path) -> None:
     ],
 )
 def test_an_argument_overrules_one_thing_the_file_says(
-    folder: Path, argument: dict[str, Any], knobs: dict[str, Any]
+    folder: Path, argument: dict[str, Any], parameters: dict[str, Any]
 ) -> None:
     said(folder, {"do_sample": True, "temperature": 1.3, "top_k": 7, "no_repeat_ngram_size": 2, "max_new_tokens": 19})
 
     async def program(engine: hw.Engine) -> tuple[list[int], list[int]]:
         async with engine.context(seed=11) as one, engine.context() as other:
             by_file = await one.fill(PROMPT).generate(**argument).tokens()
-            sampler = hw.Sampling(**knobs, seed=11)
+            sampler = hw.Sampling(**parameters, seed=11)
             by_hand = other.fill(PROMPT).generate(sampler, no_repeat_ngram_size=2, max_tokens=19)
             return by_file, await by_hand.tokens()
 

@@ -12,8 +12,6 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
-from headway.pipelines.generation.sampling import GenerationOptions
-from headway.pipelines.tasks.decoding import DecodingOptions
 from pydantic import BaseModel
 
 import headway as hw
@@ -21,6 +19,8 @@ from headway.base.generation import FACES, PARAMETERS, Parameter, parameters_of
 from headway.cli.chat import chat
 from headway.cli.options import Decoding
 from headway.cli.run import run
+from headway.pipelines.generation.options import GenerationOptions
+from headway.pipelines.tasks.text_generation import TextGenerationOptions
 from headway.program.generation.parameters import Options
 from headway.server import lab
 from headway.server.lab.schema import TraceRequest
@@ -59,7 +59,7 @@ DECLARED: dict[tuple[str, str], Callable[[], Fields]] = {
     ("http", "completions"): lambda: of_model(CompletionRequest),
     ("http", "chat"): lambda: of_model(ChatRequest),
     ("lab", ""): lambda: of_model(LAB),
-    ("decoder", ""): lambda: of_dataclass(DecodingOptions),
+    ("decoder", ""): lambda: of_dataclass(TextGenerationOptions),
     ("seq2seq", ""): lambda: of_dataclass(GenerationOptions),
 }
 # What a face has besides parameters of generating.

@@ -72,7 +72,7 @@ def test_a_pass_ahead_changes_no_token(words: hw.Engine, grammar: hw.Grammar, st
 def test_a_grammar_that_leaves_much_open_is_followed_a_pass_ahead(words: hw.Engine) -> None:
     async def ahead(grammar: hw.Grammar) -> list[bool]:
         generation = started(words, grammar)
-        return [generation.context.retract is not None async for _ in generation]
+        return [generation.context._retract is not None async for _ in generation]
 
     text, numbers = (words.run(lambda _, g=g: ahead(g)) for g in (LONG, NUMBERS))
     assert text[20:60] == [True] * 40
@@ -134,7 +134,7 @@ def test_a_step_cancelled_when_its_token_was_drawn_is_taken_again(words: hw.Engi
                 task = asyncio.ensure_future(anext(generation))
                 for _ in range(5):  # it has submitted its passes
                     await asyncio.sleep(0)
-                ahead += any(job.decode is not None for job in engine.loop.jobs())
+                ahead += any(job.decode is not None for job in engine._loop.jobs())
                 step()  # the token is drawn, and the mask behind it computed, before anybody has heard of it
                 if turn % 3 == 0:
                     task.cancel()
@@ -199,7 +199,7 @@ def test_a_grammar_that_ends_before_the_minimum_ends_a_pass_ahead_too(words: hw.
     async def program(engine: hw.Engine) -> None:
         expected = await by_hand(started(engine, grammar, min_tokens=70))
         generation = started(engine, grammar, min_tokens=70)
-        ahead = [generation.context.retract is not None async for _ in generation]
+        ahead = [generation.context._retract is not None async for _ in generation]
         assert any(ahead)
         assert generation.finish == "constraint"
         assert (await generation.tokens(), generation.finish) == expected

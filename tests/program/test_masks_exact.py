@@ -178,7 +178,7 @@ def test_an_explicit_causal_mask_equals_none(pair: tuple[hw.Engine, Judge]) -> N
             out = forward.execute().result()
             found.append(out.logits(handle))
             assert out.stats.pages_trimmed == 0
-            assert context.table.masks == [None] * 30
+            assert context._table.masks == [None] * 30
     for logits in found[1:]:
         assert_close(logits, found[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +37,7 @@ def twin(pair: tuple[hw.Engine, Judge]) -> Iterator[Twin]:
 
 
 def held(*contexts: hw.Context) -> list[list[int | None]]:
-    return [list(c.table.pages) for c in contexts]
+    return [list(c._table.pages) for c in contexts]
 
 
 # -- a page is sixteen slots ---------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ def test_the_next_position_follows_the_largest_that_is_left(twin: Twin) -> None:
     twin.context.truncate(3)
     twin.world.truncate(3)
     twin.run([5])
-    assert twin.context.table.positions[-1] == 6
+    assert twin.context._table.positions[-1] == 6
 
 
 # -- the raw operations --------------------------------------------------------------------------------------------
@@ -506,5 +507,48 @@ def test_pages_that_were_another_contexts_are_clean(pair: tuple[hw.Engine, Judge
         engine.cache.clear()
         with engine.context() as context:
             Twin(context, judge).run(random_tokens(V, 7, seed + 9))
-            pages = np.array(context.table.held())
-            assert float(engine.pool.read(pages.tolist())[:, :, :, 7:].abs().max()) == 0.0
+            pages = np.array(context._table.held())
+            assert float(engine._pool.read(pages.tolist())[:, :, :, 7:].abs().max()) == 0.0
+
+
+# -- who holds which -----------------------------------------------------------------------------------------------
+
+
+def test_the_page_map_names_the_state_of_every_page(pair: tuple[hw.Engine, Judge]) -> None:
+    engine, _ = pair
+    engine.cache.clear()
+    with engine.context() as other:
+        other.forward().input(random_tokens(V, 32, 1)).execute().result()
+    with engine.context() as context:
+        context.forward().input(random_tokens(V, 53)).execute().result()
+        alone = Counter(state.name for state in engine.page_map().states)
+        assert alone == {"FREE": 18, "CACHED": 2, "COMMITTED": 3, "WORKING": 1}
+        with context.fork():
+            shared = engine.page_map()
+        assert Counter(state.name for state in shared.states) == {"FREE": 17, "CACHED": 2, "SHARED": 3, "WORKING": 2}
+        assert (len(shared.states), shared.contexts, shared.queued) == (engine.pages, 2, 0)
+        places = [page.page for page in context.inner().pages]
+        assert {shared.states[page - 1].name for page in places[:3] if page is not None} == {"SHARED"}
+    engine.cache.clear()
+
+
+def test_a_context_lists_its_own_pages(pair: tuple[hw.Engine, Judge]) -> None:
+    engine, _ = pair
+    with engine.context() as context:
+        context.forward().input(random_tokens(V, 53)).execute().result()
+        context.inner().discard_pages(1, 1)
+        with context.fork():
+            pages = context.inner().pages
+        assert [page.state for page in pages] == ["committed", "discarded", "committed", "working"]
+        assert [page.holders for page in pages] == [2, 0, 2, 1]
+        assert [page.page for page in pages] == held(context)[0]
+
+
+def test_the_next_position_follows_the_largest_and_the_pending_tokens(pair: tuple[hw.Engine, Judge]) -> None:
+    engine, _ = pair
+    with engine.context() as context:
+        assert context.next_position == 0
+        context.forward().input_at([1, 2, 3], [4, 40, 7]).execute().result()
+        assert context.next_position == 41
+        assert context.fill([5, 6]).next_position == 43
+        assert context.truncate(3).next_position == 41

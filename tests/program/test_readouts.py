@@ -223,7 +223,7 @@ SAMPLERS: dict[str, Any] = {
     "min-p": hw.MinP(0.05, temperature=2.0, seed=11),
     "top-k top-p": hw.TopKTopP(9, 0.7, seed=11),
     "typical": hw.Typical(0.6, seed=11),
-    "all knobs": hw.Sampling(
+    "all parameters": hw.Sampling(
         temperature=1.7,
         top_k=20,
         top_p=0.95,

@@ -19,7 +19,7 @@ def test_an_engine_and_its_objects_show_their_state() -> None:
             handle = forward.probe(-1, hw.Entropy())
             assert repr(forward) == "<Forward: 1 input tokens, 1 samples, 1 probes, not executed>"
             assert "probe=Entropy" in repr(handle)
-            with engine.lock:
+            with engine._lock:
                 execution = forward.execute()
                 assert repr(execution) == "<Execution: running>"
                 assert repr(context) == "<Context: 0 tokens computed, 3 pending, busy>"
@@ -46,10 +46,10 @@ def test_looking_at_a_context_takes_nothing_back() -> None:
         async with engine.context() as context:
             generation = context.fill([1, 2, 3]).generate(hw.Argmax(), max_tokens=8)
             await anext(generation)
-            ahead = context.retract
+            ahead = context._retract
             assert ahead is not None
             repr(context)
-            assert context.retract is ahead
+            assert context._retract is ahead
 
     with hw.Engine(random_model(), pages=16, threads=1) as engine:
         engine.run(program)

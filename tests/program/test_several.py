@@ -83,8 +83,8 @@ def test_a_sampler_makes_it_a_sampled_search(engine: hw.Engine, sampler: hw.TopK
         async with engine.context() as context:
             context.fill(PROMPT)
             p = sampler.p if isinstance(sampler, hw.TopKTopP) else sampler.top_p
-            knobs: dict[str, Any] = {"temperature": sampler.temperature, "top_k": 9, "top_p": p, "seed": 5}
-            expected = await beam_search(context, num_beams=3, max_tokens=8, do_sample=True, **knobs)
+            parameters: dict[str, Any] = {"temperature": sampler.temperature, "top_k": 9, "top_p": p, "seed": 5}
+            expected = await beam_search(context, num_beams=3, max_tokens=8, do_sample=True, **parameters)
             found = context.generate(sampler, num_beams=3, max_tokens=8)
             assert_alike(await found.sequences(), expected)
             assert expected[0].seed == found.seed == 5

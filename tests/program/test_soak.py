@@ -89,16 +89,16 @@ def run(engine: hw.Engine, programs: int, seed: int) -> None:
     assert engine.run(soak, programs, seed) > 0
     engine.delete("kept")
     gc.collect()
-    engine.loop.call(lambda: None)
+    engine._loop.call(lambda: None)
     stats = engine.stats()
     assert (stats.pages_held, stats.queued) == (0, 0)
     assert stats.pages_free + stats.pages_cached == stats.pages_total
     check_pages(engine)
     engine.cache.clear()
     assert engine.stats().pages_free == stats.pages_total
-    assert engine.loop.kv_cache.computing == {}
-    assert all(table.closed for table in engine.loop.kv_cache.tables)
-    assert len(engine.loop.kv_cache.tables) <= AT_ONCE  # the last step's
+    assert engine._loop.kv_cache.computing == {}
+    assert all(table.closed for table in engine._loop.kv_cache.tables)
+    assert len(engine._loop.kv_cache.tables) <= AT_ONCE  # the last step's
 
 
 def test_some_hundred_programs_leave_nothing() -> None:

@@ -124,7 +124,7 @@ def run(stage: Stage, program: Callable[[hw.Context], Any]) -> Any:
 
     held = stage.engine.stats().pages_held
     result = stage.engine.run(main)
-    stage.engine.loop.call(lambda: None)  # pages are free when the running step has ended
+    stage.engine._loop.call(lambda: None)  # pages are free when the running step has ended
     assert stage.engine.stats().pages_held == held
     return result
 
@@ -156,7 +156,7 @@ def test_a_call_is_run_and_its_result_goes_back_through_the_template(staged: Mak
 
 def check_tokens_are_the_template_s(stage: Stage, ctx: hw.Context) -> None:
     """The context holds what the template makes of its messages, but for the spelling of what the model wrote."""
-    template, conversation = stage.engine.chat_template, ctx.conversation
+    template, conversation = stage.engine.chat_template, ctx._conversation
     assert template is not None
     assert stage.decode(ctx) == conversation.transcript
     rendered = template.render(conversation.messages, tools=[dict(t) for t in conversation.tools or ()])
@@ -212,7 +212,7 @@ def test_a_second_turn_follows_a_template_that_drops_reasoning_and_moves_the_too
             reply = ctx.chat("And now?", tools=[weather])
             shown = stage.decode(ctx)
             rendered = stage.engine.chat_template.render(  # type: ignore[union-attr]
-                ctx.messages, add_generation_prompt=True, tools=[dict(t) for t in ctx.conversation.tools or ()]
+                ctx.messages, add_generation_prompt=True, tools=[dict(t) for t in ctx._conversation.tools or ()]
             )
             if template != "harmony.jinja":
                 assert shown == rendered  # written anew, so to the letter
@@ -242,10 +242,10 @@ def test_a_context_with_other_text_is_not_written_anew(staged: Make) -> None:
 
     async def program(ctx: hw.Context) -> None:
         ctx.user("Hello.").fill("(something of my own)")
-        before = ctx.tokens, ctx.conversation, ctx.pending
+        before = ctx.tokens, ctx._conversation, ctx.pending
         with pytest.raises(hw.TemplateError, match="holds more than its messages"):
             ctx.chat("Weather?", tools=[weather])
-        assert (ctx.tokens, ctx.conversation, ctx.pending) == before
+        assert (ctx.tokens, ctx._conversation, ctx.pending) == before
 
     run(stage, program)
 
@@ -273,7 +273,7 @@ def test_a_fork_and_a_snapshot_keep_the_tools(staged: Make) -> None:
         await ctx.chat("One?", tools=[weather]).text()
         ctx.save("with-tools", durable=True)
         with ctx.fork() as fork, stage.engine.take("with-tools") or ctx as opened:
-            assert fork.conversation == opened.conversation == ctx.conversation
+            assert fork._conversation == opened._conversation == ctx._conversation
             assert opened.user("More?").tokens == fork.user("More?").tokens
 
     run(stage, program)
@@ -363,7 +363,7 @@ def test_a_stop_that_begins_inside_a_token_leaves_what_the_context_holds(staged:
     async def program(ctx: hw.Context) -> None:
         stage.say("<think>\nhm\n</think>\n\none <tool_call>", end="<|im_end|>")
         assert await ctx.chat("Count.", stop="call>").text() == "one <tool_"
-        assert ctx.conversation.transcript == stage.decode(ctx)
+        assert ctx._conversation.transcript == stage.decode(ctx)
         stage.say("<think>\nhm\n</think>\n\ntwo", end="<|im_end|>")
         assert await ctx.chat("Again.").text() == "two"  # the template drops the reasoning before it
 
@@ -464,10 +464,10 @@ def fails(staged: Make, error: type[Exception], match: str, *texts: str, tools: 
 
     async def program(ctx: hw.Context) -> None:
         ctx.system("Be brief.").user("Hello.")
-        before = ctx.tokens, ctx.pending, ctx.seq_len, ctx.conversation, ctx.written
+        before = ctx.tokens, ctx.pending, ctx.seq_len, ctx._conversation, ctx._written
         with pytest.raises(error, match=match):
             await ctx.chat("Go.", tools=tools, **options).text()
-        assert (ctx.tokens, ctx.pending, ctx.seq_len, ctx.conversation, ctx.written) == before
+        assert (ctx.tokens, ctx.pending, ctx.seq_len, ctx._conversation, ctx._written) == before
 
     run(stage, program)
 
@@ -526,13 +526,13 @@ def test_a_cancelled_reply_leaves_the_context_as_it_was(staged: Make) -> None:
     async def program(ctx: hw.Context) -> None:
         stage.say(tagged("hangs"), end="<|im_end|>")
         ctx.system("Be brief.")
-        before = ctx.tokens, ctx.pending, ctx.seq_len, ctx.conversation
+        before = ctx.tokens, ctx.pending, ctx.seq_len, ctx._conversation
         task = asyncio.ensure_future(ctx.chat("Go.", tools=[hangs]).text())
         await called.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert (ctx.tokens, ctx.pending, ctx.seq_len, ctx.conversation) == before
+        assert (ctx.tokens, ctx.pending, ctx.seq_len, ctx._conversation) == before
 
     run(stage, program)
 
@@ -594,10 +594,10 @@ def test_bad_input_is_refused_and_changes_nothing(
 
     async def program(ctx: hw.Context) -> None:
         ctx.user("Hello.")
-        before = ctx.tokens, ctx.pending, ctx.conversation
+        before = ctx.tokens, ctx.pending, ctx._conversation
         with pytest.raises(error, match=match):
             ctx.chat(**{"messages": "Go.", **options})
-        assert (ctx.tokens, ctx.pending, ctx.conversation) == before
+        assert (ctx.tokens, ctx.pending, ctx._conversation) == before
 
     run(stage, program)
 
@@ -626,10 +626,10 @@ def test_a_verb_that_is_refused_seals_nothing(staged: Make) -> None:
 
     async def program(ctx: hw.Context) -> None:
         ctx.user("Hi.").cue().fill("Hello.")
-        before = ctx.tokens, ctx.conversation, ctx.written
+        before = ctx.tokens, ctx._conversation, ctx._written
         with pytest.raises(hw.TemplateError, match=r"the role 'system' cannot be added"):
             ctx.system("Be brief.")
-        assert (ctx.tokens, ctx.conversation, ctx.written) == before
+        assert (ctx.tokens, ctx._conversation, ctx._written) == before
         assert [m["content"] for m in ctx.user("And?").messages] == ["Hi.", "Hello.", "And?"]
 
     run(stage, program)

@@ -160,7 +160,7 @@ def test_trim_goes_by_request(engines: Any) -> None:
     for i, twin in enumerate(twins):
         twin.run(random_tokens(V, 24, i))
     masks = [Mask.window(3), Mask.sink(2, 5), None]
-    with trimming.lock:
+    with trimming._lock:
         watcher.batches.clear()
         running = []
         for twin, mask in zip(twins, masks, strict=True):

@@ -172,10 +172,10 @@ def test_steps_behind_one_that_was_measured_are_not_measured(monkeypatch: pytest
     async def measured_in_the_middle(engine: hw.Engine) -> None:
         async with engine.context() as ctx:
             steps = ctx.fill([1, 2, 3]).generate(hw.Argmax(), max_tokens=40, stop_only=True)
-            engine.profiler.enabled = True  # as the Lab does for a pass of its own, whoever else generates
+            engine._profiler.enabled = True  # as the Lab does for a pass of its own, whoever else generates
             for _ in range(3):
                 await anext(steps)
-            engine.profiler.enabled = False
+            engine._profiler.enabled = False
             with watched(engine) as flights:
                 await steps.tokens()
             assert sum(flights.rows) > 10
@@ -183,7 +183,7 @@ def test_steps_behind_one_that_was_measured_are_not_measured(monkeypatch: pytest
     monkeypatch.setenv("HEADWAY_NATIVE", "triton")
     with hw.Engine(random_model(device=DEVICE), pages=16, threads=1) as engine:
         engine.run(measured_in_the_middle)
-        assert engine.profiler.take() is None  # nothing behind the last sample
+        assert engine._profiler.take() is None  # nothing behind the last sample
 
 
 @pytest.mark.parametrize("name", ["cuda:128", "cuda:256", "cuda:512", "cuda:999999"])

@@ -54,7 +54,7 @@ def test_a_page_that_cannot_be_cleared_fails_only_the_pass_that_got_it(hand: Ben
     running = [greedy(c, numbers(20, n)) for n, c in enumerate((before, bad, after))]
 
     def is_its(edit: Edit) -> bool:
-        pages = [p for job in hand.engine.loop.jobs() if job.table is bad.table for p in job.pages]
+        pages = [p for job in hand.engine._loop.jobs() if job.table is bad._table for p in job.pages]
         return isinstance(edit, Clear) and edit.page in pages
 
     hand.device.broken = is_its
@@ -91,7 +91,7 @@ def test_a_fork_of_a_fork_whose_copy_failed_is_not_right_by_chance(hand: Bench) 
     hand.compute(parent, numbers(20))
     child = parent.fork()
     grandchild = child.fork()
-    hand.device.broken = lambda edit: isinstance(edit, Copy) and edit.target in child.table.held()
+    hand.device.broken = lambda edit: isinstance(edit, Copy) and edit.target in child._table.held()
     executions = [greedy(child, [1])[0], greedy(grandchild, [1])[0]]
     hand.until(*executions)
     for execution in executions:
@@ -130,7 +130,7 @@ def test_a_context_that_cannot_be_copied_back_keeps_its_host_copy(hand: Bench) -
     kept.release()
     big = hand.engine.context(priority=1)
     hand.compute(big, numbers(16 * 7, 2))
-    assert victim.table.is_preempted
+    assert victim._table.is_preempted
     big.release()
     hand.device.broken = lambda edit: isinstance(edit, Import)
     execution, _ = greedy(victim, [3])
@@ -147,9 +147,9 @@ def test_a_pass_that_was_not_in_the_step_is_not_hurt_by_its_edits(hand: Bench) -
     hand.compute(idle, numbers(20, 1))
     hand.compute(running, numbers(20, 2))
     idle.truncate(2)  # its last page is zeroed behind the cut
-    hand.device.broken = lambda edit: isinstance(edit, Clear) and edit.page in idle.table.held()
+    hand.device.broken = lambda edit: isinstance(edit, Clear) and edit.page in idle._table.held()
     assert drawn(hand, running, [1]) == plain([*numbers(20, 2), 1])
-    assert idle.table.is_preempted
+    assert idle._table.is_preempted
     assert drawn(hand, idle, [9]) == plain([*numbers(20, 1)[:18], 9])
     check_pages(hand.engine)
 

@@ -244,7 +244,7 @@ class Machine(RuleBasedStateMachine):
         try:
             return flight.execution.result(0)
         except hw.OutOfPages:
-            assert self.engine.loop.kv_cache.pins or len(self.twins) > 1
+            assert self.engine._loop.kv_cache.pins or len(self.twins) > 1
         except hw.PassFailed as e:
             if "preparing pages" not in str(e) and not (POISON in flight.tokens and "poisoned" in str(e)):
                 raise
@@ -258,14 +258,14 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_for_ever(self) -> None:
         if hasattr(self, "engine"):
-            assert all(job.waited <= LONGEST_WAIT for job in self.engine.loop.jobs())
+            assert all(job.waited <= LONGEST_WAIT for job in self.engine._loop.jobs())
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        for name in list(self.engine.loop.kv_cache.pins):
-            with self.engine.lock:
-                self.engine.loop.kv_cache.unpin(name)
+        for name in list(self.engine._loop.kv_cache.pins):
+            with self.engine._lock:
+                self.engine._loop.kv_cache.unpin(name)
         for _ in range(5000):
             if all(t.flight is None for t in self.twins):
                 break

@@ -36,7 +36,7 @@ def drawn(hand: Hand, context: hw.Context, tokens: Sequence[int]) -> int:
 
 
 def aside(*contexts: hw.Context) -> list[bool]:
-    return [c.table.is_preempted for c in contexts]
+    return [c._table.is_preempted for c in contexts]
 
 
 # -- who goes --------------------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def test_saved_contexts_go_before_live_ones_whatever_their_bid_and_age(hand: Han
     saved.release()
     low = filled(hand, 3, 2, priority=-9)
     newest = filled(hand, 4, 3)
-    kept = hand.engine.snapshots.table("it")
+    kept = hand.engine._snapshots.table("it")
     assert kept is not None
     assert kept.is_preempted
     assert aside(low, newest) == [False, False]
@@ -273,9 +273,9 @@ def test_discarding_pages_of_a_context_that_is_aside_brings_it_back_first() -> N
         context.forward().input(numbers(40, 1)).execute().result()
         with engine.context() as other:
             other.forward().input(numbers(128, 2)).execute().result()
-        assert context.table.is_preempted
+        assert context._table.is_preempted
         context.inner().discard_pages(0, 1)
-        assert not context.table.is_preempted
+        assert not context._table.is_preempted
         attend = np.tril(np.ones((41, 41), bool))
         attend[40, :16] = False
         execution, handle = greedy(context, [6])
@@ -297,7 +297,7 @@ def test_a_context_that_is_aside_is_saved_to_disk_whole(tmp_path: Path, monkeypa
         context.forward().input(tokens).execute().result()
         with engine.context() as other:
             other.forward().input(numbers(128, 2)).execute().result()
-        assert context.table.is_preempted
+        assert context._table.is_preempted
         context.save("durable", durable=True)
         opened = engine.take("durable")
         assert opened is not None
@@ -370,7 +370,7 @@ def test_what_the_log_cannot_repeat_goes_to_host_memory(kind: str) -> None:
         async with engine.context() as other:
             other.fill(numbers(64, 9))
             await other.flush()
-            return context.table.host is not None
+            return context._table.host is not None
 
     with hw.Engine(random_model(), pages=4, threads=1) as engine:
         assert engine.run(program)

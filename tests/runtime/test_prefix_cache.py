@@ -72,7 +72,7 @@ def test_contexts_that_hit_share_pages(engine: hw.Engine) -> None:
     for context in contexts:
         asked(context, PROMPT)
     assert engine.stats().pages_held == 2 + 5
-    assert len({tuple(c.table.held()[:2]) for c in contexts}) == 1
+    assert len({tuple(c._table.held()[:2]) for c in contexts}) == 1
 
 
 def test_a_prompt_that_goes_another_way_hits_up_to_the_last_whole_page_in_common(engine: hw.Engine) -> None:
@@ -88,7 +88,7 @@ def test_forks_hit_each_other_s_pages(engine: hw.Engine) -> None:
     rest = numbers(33, 4)
     assert asked(one, rest) == (plain([*PROMPT[:16], *rest]), 0)
     assert asked(two, rest) == (plain([*PROMPT[:16], *rest]), 2)
-    assert two.table.held()[:3] == one.table.held()[:3]
+    assert two._table.held()[:3] == one._table.held()[:3]
 
 
 def test_what_was_generated_is_found_as_a_prompt_and_the_other_way_round(engine: hw.Engine) -> None:
@@ -147,7 +147,7 @@ def test_a_pass_that_reads_the_token_before_its_rows_hits_nothing_and_is_right(e
     if kept:
         start.sample([-1], hw.Argmax())  # else all of it is found, and nothing computed that could be kept
     start.execute().result()
-    assert (context.table.state is not None) == kept
+    assert (context._table.state is not None) == kept
     forward = context.forward().input(PROMPT[16:])
     handle = forward.sample([-25], hw.Argmax())
     out = forward.execute().result()
@@ -441,7 +441,7 @@ def test_pinned_pages_outlive_a_flood_and_unpinned_ones_do_not(engine: hw.Engine
     assert asked(engine.context(), PROMPT) == (plain(PROMPT), 2)
     assert engine.cache.unpin(PROMPT) is True
     assert engine.cache.unpin(PROMPT) is False
-    for context in list(engine.loop.kv_cache.tables):
+    for context in list(engine._loop.kv_cache.tables):
         context.close()
     flood(engine)
     assert asked(engine.context(), PROMPT) == (plain(PROMPT), 0)
@@ -527,7 +527,7 @@ def test_results_are_the_same_bit_for_bit_with_and_without_the_cache(family: str
 
     def run(*, caching: bool) -> list[np.ndarray]:
         with hw.Engine(decoder, pages=128, threads=1, deterministic=True, max_batch_tokens=24) as engine:
-            engine.loop.kv_cache.caching = caching
+            engine._loop.kv_cache.caching = caching
             found = []
             for prompt in prompts:
                 context = engine.context()
@@ -558,7 +558,7 @@ def test_generations_are_the_same_with_and_without_the_cache() -> None:
     found = []
     for caching in (True, False):
         with hw.Engine(decoder, pages=256, threads=1, deterministic=True) as engine:
-            engine.loop.kv_cache.caching = caching
+            engine._loop.kv_cache.caching = caching
             found.append(engine.run(program))
             assert (engine.stats().cache_hits > 0) == caching
     assert found[0] == found[1]

@@ -28,7 +28,7 @@ class Meanwhile:
 
 
 def job_of(context: hw.Context) -> Job:
-    job = context.engine.loop.last_job(context.table)
+    job = context.engine._loop.last_job(context._table)
     assert job is not None
     return job
 

@@ -84,15 +84,15 @@ def test_pages_that_cannot_be_cleared_before_a_flight_change_nothing(
             failed.extend(edits)
             raise RuntimeError("stuck")
 
-        edit = engine.loop._runner.edit
-        begin = engine.loop._begin
+        edit = engine._loop._runner.edit
+        begin = engine._loop._begin
 
         def begin_failing(plan: StepPlan | None, *rest: Any) -> Any:
             only_decodes = plan is not None and not plan.chunks
-            monkeypatch.setattr(engine.loop._runner, "edit", fail if only_decodes else edit)
+            monkeypatch.setattr(engine._loop._runner, "edit", fail if only_decodes else edit)
             return begin(plan, *rest)
 
-        monkeypatch.setattr(engine.loop, "_begin", begin_failing)
+        monkeypatch.setattr(engine._loop, "_begin", begin_failing)
         engine.run(alike)
         assert failed
         assert flights.rows
@@ -130,14 +130,14 @@ def test_a_program_that_lags_is_waited_for(engine: hw.Engine) -> None:
         async with engine.context().fill([1, 2, 3]) as context:
             generation = context.generate(hw.Argmax(), max_tokens=100, stop_only=True)
             first = await anext(generation)
-            while engine.loop.waiting():
+            while engine._loop.waiting():
                 await asyncio.sleep(0.001)
-            (job,) = engine.loop.jobs()
+            (job,) = engine._loop.jobs()
             assert job.resting
             ahead = len(job.decode.buffer)  # type: ignore[union-attr]
             assert 0 < ahead < 100
             assert list(context.tokens) == [1, 2, 3, *first.tokens]
-            assert engine.loop.jobs() == []
+            assert engine._loop.jobs() == []
             assert len(await generation.tokens()) == 100
 
     engine.run(program)

@@ -250,7 +250,7 @@ class Machine(RuleBasedStateMachine):
     def is_late(self, which: int) -> None:
         """Its deadline passes."""
         if self.twins:
-            self.twins[which % len(self.twins)].context.table.deadline = 0.0
+            self.twins[which % len(self.twins)].context._table.deadline = 0.0
 
     # -- the device ------------------------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class Machine(RuleBasedStateMachine):
     def excused(self, twin: Twin, error: BaseException) -> None:
         """A step failed: for a reason that there was, and the context is as before."""
         if isinstance(error, hw.DeadlineExceeded):
-            assert twin.context.table.deadline == 0.0
+            assert twin.context._table.deadline == 0.0
         elif not isinstance(error, hw.OutOfPages):
             assert isinstance(error, hw.PassFailed), error
             assert any(why in str(error) for why in ("preparing pages", "not a number", "failed")), error
@@ -313,7 +313,7 @@ class Machine(RuleBasedStateMachine):
 
     def agree(self, twin: Twin) -> None:
         context = twin.context
-        assert context.table.lost is None  # every slot can be computed again
+        assert context._table.lost is None  # every slot can be computed again
         assert list(context.tokens) == twin.tokens
         assert context.seq_len + len(context.pending) == len(twin.tokens)
         if context.seq_len > len(twin.rows) and twin.said:  # a first pass that stayed, though nobody waited for it
@@ -370,7 +370,7 @@ def hand(request: pytest.FixtureRequest) -> Iterator[Both]:
 
 
 def device(hand: Both) -> DecodingRunner:
-    runner = hand.engine.loop._runner
+    runner = hand.engine._loop._runner
     assert isinstance(runner, DecodingRunner)
     return runner
 
@@ -397,11 +397,11 @@ def rest(hand: Both) -> None:
     """Step until nothing is to be done."""
     for _ in range(200):
         hand.step()
-    assert hand.engine.loop.waiting() == 0
+    assert hand.engine._loop.waiting() == 0
 
 
 def streaks(hand: Both) -> list[Decode]:
-    return [job.decode for job in hand.engine.loop.jobs() if job.decode is not None]
+    return [job.decode for job in hand.engine._loop.jobs() if job.decode is not None]
 
 
 def test_a_released_context_gives_no_more_tokens(hand: Both) -> None:
@@ -417,7 +417,7 @@ def test_a_streak_that_has_failed_gives_no_tokens_of_a_released_context(hand: Bo
     twin, generation = begun(hand, [1, 2, 3])
     device(hand).moods = ["well"] * 3 + ["nan"]
     rest(hand)
-    assert not hand.engine.loop.busy(twin.context.table)
+    assert not hand.engine._loop.busy(twin.context._table)
     twin.context.release()
     with pytest.raises(hw.PassFailed, match="not a number"):
         hand.run(anext(generation), limit=5)
@@ -457,10 +457,10 @@ def test_a_flight_that_comes_to_nothing_is_taken_again(hand: Both, mood: str, le
 
 def spoil(hand: Both, twin: Twin, *, flying: bool = False) -> None:
     """A page of a streak is to be wiped behind its end, and cannot be: before a flight, or before an ordinary turn."""
-    table = twin.context.table
+    table = twin.context._table
     assert table.length // SIZE > table.committed  # a page is full of tokens that the program has not all taken
-    with hand.engine.lock:
-        hand.engine.allocator.edit(Clear(table.held()[-1], table.length % SIZE))
+    with hand.engine._lock:
+        hand.engine._allocator.edit(Clear(table.held()[-1], table.length % SIZE))
     device(hand).broken = 2  # with all others, and alone
     if flying:
         hand.step()
@@ -491,7 +491,7 @@ def test_a_sequence_whose_page_is_damaged_before_its_step_is_computed_again(
     twin, _ = begun(hand, list(range(length)))
     rest(hand)
     take(hand, twin, 8)
-    assert not any(job.resting for job in hand.engine.loop.jobs())
+    assert not any(job.resting for job in hand.engine._loop.jobs())
     spoil(hand, twin, flying=alone)
     take(hand, twin, 40)
     check_engine(hand.engine)
@@ -517,7 +517,7 @@ def test_a_flight_whose_next_page_cannot_be_cleared_is_taken_again(count: int, p
 @contextmanager
 def failing_flights(hand: Both) -> Iterator[list[Clear]]:
     """No page can be cleared before a flight; those that could not."""
-    loop, runner, failed = hand.engine.loop, device(hand), list[Clear]()
+    loop, runner, failed = hand.engine._loop, device(hand), list[Clear]()
     begin, edit = loop._begin, runner.edit
 
     def fail(edits: Sequence[Edit]) -> None:
@@ -555,20 +555,20 @@ def test_logits_that_are_not_numbers_leave_nothing_behind(hand: Both) -> None:
 
 def test_pages_may_be_others_behind_an_ordinary_turn(hand: Both) -> None:
     """A streak that flew alone, was set aside, came back, and flies alone again."""
-    loop = hand.engine.loop
+    loop = hand.engine._loop
     twin, _ = begun(hand, list(range(24)))
     rest(hand)
     take(hand, twin, 9)
     other = hand.start(hand.engine.context().fill([5] * 40).flush())
-    with hand.engine.lock:
-        loop.kv_cache.preempt(twin.context.table, loop._queue)
-        taken = hand.engine.allocator.take(3)  # those that it had
+    with hand.engine._lock:
+        loop.kv_cache.preempt(twin.context._table, loop._queue)
+        taken = hand.engine._allocator.take(3)  # those that it had
     while not other.done():
         hand.step()
-    assert not twin.context.table.is_preempted
+    assert not twin.context._table.is_preempted
     take(hand, twin, 40)
-    with hand.engine.lock:
-        hand.engine.allocator.drop(taken)
+    with hand.engine._lock:
+        hand.engine._allocator.drop(taken)
     check_engine(hand.engine)
     check_contents(hand.engine)
 
@@ -576,10 +576,10 @@ def test_pages_may_be_others_behind_an_ordinary_turn(hand: Both) -> None:
 def test_what_was_cut_while_it_was_aside_does_not_come_back(hand: Both) -> None:
     twin, _ = begun(hand, list(range(12)))
     rest(hand)
-    table = twin.context.table
-    with hand.engine.lock:
+    table = twin.context._table
+    with hand.engine._lock:
         assert not table.can_replay  # a page is full that the program has not taken
-        hand.engine.loop.kv_cache.preempt(table, hand.engine.loop._queue)
+        hand.engine._loop.kv_cache.preempt(table, hand.engine._loop._queue)
     assert list(twin.context.tokens) == twin.tokens
     take(hand, twin, 30)
     check_engine(hand.engine)
@@ -604,8 +604,8 @@ def test_a_lost_context_gives_its_pages_back_while_others_fly(hand: Both) -> Non
     twin, _ = begun(hand, [1, 2, 3])
     lost = begun(hand, [4, 5, 6])
     hand.step()
-    assert (hand.engine.loop._in_flight is not None) == isinstance(device(hand), OverlappingRunner)
-    table = lost[0].context.table
+    assert (hand.engine._loop._in_flight is not None) == isinstance(device(hand), OverlappingRunner)
+    table = lost[0].context._table
     del lost
     gc.collect()
     for _ in range(4):
@@ -616,15 +616,15 @@ def test_a_lost_context_gives_its_pages_back_while_others_fly(hand: Both) -> Non
 
 def test_nobody_holds_on_to_a_streak_that_has_failed(hand: Both) -> None:
     twin, generation = begun(hand, [1, 2, 3])
-    table = twin.context.table
+    table = twin.context._table
     device(hand).moods = ["nan"]
     with pytest.raises(hw.PassFailed):
         hand.run(_all(generation))
     rest(hand)
     del twin, generation
     gc.collect()
-    with hand.engine.lock:
-        hand.engine.loop.drain()
+    with hand.engine._lock:
+        hand.engine._loop.drain()
     assert table.closed
 
 
@@ -635,7 +635,7 @@ def test_a_streak_has_waited_for_its_next_token_alone() -> None:
         for _ in range(30):
             for twin in twins:
                 take(hand, twin)
-        assert all(job.waited + job.waited_before <= 3 for job in hand.engine.loop.jobs())
+        assert all(job.waited + job.waited_before <= 3 for job in hand.engine._loop.jobs())
 
 
 def test_a_generation_that_is_cut_short_leaves_no_streak(hand: Both) -> None:
@@ -651,7 +651,7 @@ def test_a_context_that_was_changed_after_a_failure_is_left_alone(hand: Both) ->
         twin, generation = begun(hand, [good, 2, 3, 4, 5, 6])
         device(hand).moods = ["well"] * good + ["nan"]
         task = hand.start(_all(generation))
-        while hand.engine.loop.busy(twin.context.table):
+        while hand.engine._loop.busy(twin.context._table):
             hand._step()  # and nobody hears of it yet
         twin.context.truncate(4).fill([7])
         left = twin.context.tokens
@@ -669,13 +669,13 @@ def test_whoever_comes_while_the_worker_sleeps_wakes_it(monkeypatch: pytest.Monk
     async def program(engine: hw.Engine) -> None:
         async with engine.context().fill([1, 2, 3]) as one, engine.context().fill([4]) as other:
             await anext(one.generate(hw.Argmax(), max_tokens=100, stop_only=True))
-            while engine.loop.waiting():
+            while engine._loop.waiting():
                 await asyncio.sleep(0.001)
-            wait = engine.loop._changed.wait
-            monkeypatch.setattr(engine.loop._changed, "wait", lambda timeout=None: wait())
-            with engine.lock:
-                engine.loop._returning = 5
-                engine.loop._changed.notify_all()
+            wait = engine._loop._changed.wait
+            monkeypatch.setattr(engine._loop._changed, "wait", lambda timeout=None: wait())
+            with engine._lock:
+                engine._loop._returning = 5
+                engine._loop._changed.notify_all()
             await asyncio.sleep(0.01)
             try:
                 await asyncio.wait_for(other.flush(), 30)
@@ -719,20 +719,20 @@ def test_whatever_a_streak_holds_is_given_back_before_its_next_token(hand: Both)
     """Pages that it was to come back into included, should it ever go on with some."""
     twin, _ = begun(hand, [1, 2, 3])
     rest(hand)
-    loop, pool = hand.engine.loop, hand.engine.allocator
+    loop, pool = hand.engine._loop, hand.engine._allocator
     (job,) = loop.jobs()
-    with hand.engine.lock:
+    with hand.engine._lock:
         job.pages, job.replay_pages = pool.take(1), pool.take(2)
         job.base = -1
         loop._scheduler._renewed(job)
-        assert (job.base, job.pages, job.replay_pages) == (twin.context.table.length, [], [])
+        assert (job.base, job.pages, job.replay_pages) == (twin.context._table.length, [], [])
     check_engine(hand.engine)
 
 
 def test_nobody_is_woken_for_tokens_that_wait(hand: Both) -> None:
     twin, _ = begun(hand, [1, 2, 3])
     take(hand, twin, 3)
-    (job,) = hand.engine.loop.jobs()
+    (job,) = hand.engine._loop.jobs()
     assert job.waiters == []
 
 
@@ -745,7 +745,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[hw.Engine]:
         yield made
         gc.collect()
         assert made.stats().pages_held == 0
-        assert not made.loop._runner.faults  # type: ignore[attr-defined]
+        assert not made._loop._runner.faults  # type: ignore[attr-defined]
 
 
 def test_many_generations_are_what_each_is_alone(engine: hw.Engine) -> None:
@@ -768,7 +768,7 @@ def test_where_pages_are_short_contexts_are_set_aside(kind: type[DecodingRunner]
         engine.run(abandoned, 1)
         gc.collect()
         assert engine.stats().pages_held == 0
-        assert not engine.loop._runner.faults  # type: ignore[attr-defined]
+        assert not engine._loop._runner.faults  # type: ignore[attr-defined]
 
 
 def test_steps_may_be_taken_from_many_event_loops(engine: hw.Engine) -> None:

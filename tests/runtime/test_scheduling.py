@@ -265,13 +265,13 @@ def test_a_bid_out_of_bounds_is_refused(bid: Any) -> None:
             context.set_bid(bid)
         with pytest.raises((hw.InvalidInput, hw.WrongType), match="-1000"):
             engine.context(priority=bid)
-        assert context.table.bid == 3
+        assert context._table.bid == 3
 
 
 def test_set_bid_chains_and_a_released_context_has_none() -> None:
     with scripted_engine(pages=8) as engine:
         context = engine.context()
-        assert context.set_bid(BID_LIMIT).table.bid == 1000
+        assert context.set_bid(BID_LIMIT)._table.bid == 1000
         context.release()
         with pytest.raises(hw.Closed):
             context.set_bid(1)
@@ -328,7 +328,7 @@ def test_a_cancelled_pass_costs_no_budget() -> None:
         context = engine.context(token_budget=3)
         context.forward().input([1, 2, 3]).execute().cancel()
         hand.compute(context, [1, 2, 3])
-        assert context.table.token_budget == 0
+        assert context._table.token_budget == 0
 
 
 @pytest.mark.parametrize("budget", [0, -1, 1.5, True, "9"])
@@ -347,7 +347,7 @@ def test_a_pass_after_the_deadline_is_refused_at_once() -> None:
     with scripted_engine(pages=8) as engine:
         context = engine.context(deadline=60)
         context.forward().input([1]).execute().result()
-        context.table.deadline = time.monotonic() - 1
+        context._table.deadline = time.monotonic() - 1
         with pytest.raises(hw.DeadlineExceeded, match="deadline has passed"):
             context.forward().input([2]).execute()
         with pytest.raises(TimeoutError):
@@ -391,10 +391,10 @@ def test_forks_inherit_bid_deadline_and_the_rest_of_the_budget() -> None:
         parent = engine.context(priority=4, deadline=0.1, token_budget=20)
         parent.forward().input(range(5)).execute().result()
         fork = parent.fork()
-        assert (fork.table.bid, fork.table.token_budget) == (4, 15)
+        assert (fork._table.bid, fork._table.token_budget) == (4, 15)
         fork.set_bid(1)
         fork.forward().input(range(10)).execute().result()
-        assert (parent.table.bid, parent.table.token_budget, fork.table.token_budget) == (4, 15, 5)
+        assert (parent._table.bid, parent._table.token_budget, fork._table.token_budget) == (4, 15, 5)
         time.sleep(0.11)
         for context in (parent, fork):
             with pytest.raises(hw.DeadlineExceeded):
@@ -552,7 +552,7 @@ def test_a_reader_that_lags_loses_the_oldest_events_and_is_told() -> None:
             context.forward().input([n]).execute().result()
         while engine.stats().steps < 10:
             time.sleep(0.001)
-        with engine.lock:
+        with engine._lock:
             assert events.lost == 7
             assert [e.step for e in iter(events.poll, None)] == [8, 9, 10]
     with scripted_engine(pages=8) as engine, pytest.raises(hw.InvalidInput, match="limit is 0"):
@@ -569,7 +569,7 @@ def test_events_come_to_threads_and_event_loops_and_end_when_closed() -> None:
     with scripted_engine(pages=8) as engine:
         assert engine.run(program) == [1]
         engine.context().forward().input([1]).execute().result()
-        assert engine.loop.listeners == []
+        assert engine._loop.listeners == []
 
 
 def test_the_worker_says_since_when_it_is_at_a_step_and_that_it_waits() -> None:
@@ -584,15 +584,15 @@ def test_the_worker_says_since_when_it_is_at_a_step_and_that_it_waits() -> None:
         execution, _ = greedy(engine.context(), [1, 2, 3])
         assert begun.wait(60)
         found: list[float | None] = []
-        with engine.lock:
-            asks = threading.Thread(target=lambda: found.append(engine.loop.busy_since))
+        with engine._lock:
+            asks = threading.Thread(target=lambda: found.append(engine._loop.busy_since))
             asks.start()
             asks.join()
         assert found[0] is not None
-        assert engine.loop.busy_since == found[0] <= time.monotonic()  # the same step
+        assert engine._loop.busy_since == found[0] <= time.monotonic()  # the same step
         ends.set()
         execution.result(60)
         asked = 0
-        while engine.loop.busy_since is not None:
+        while engine._loop.busy_since is not None:
             assert (asked := asked + 1) < 60_000, "the worker never came to wait"
             time.sleep(0.001)

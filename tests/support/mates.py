@@ -122,7 +122,7 @@ def run(engine: hw.Engine, crowd: list[tuple[Work, int]]) -> list[tuple[hw.Outpu
     contexts = [set_up(engine, work, seed) for work, seed in crowd]
     forwards = [context.forward() for context in contexts]
     handles = [work.build(forward) for (work, _), forward in zip(crowd, forwards, strict=True)]
-    with engine.lock:
+    with engine._lock:
         running = [forward.execute() for forward in forwards]
     outs = [execution.result() for execution in running]
     for context in contexts:

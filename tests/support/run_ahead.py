@@ -34,7 +34,7 @@ class Steps:
 @contextmanager
 def watched(engine: hw.Engine) -> Iterator[Steps]:
     """Count the decode rows of an engine."""
-    runner, steps = engine.loop._runner, Steps()
+    runner, steps = engine._loop._runner, Steps()
     begin = runner.begin
 
     def counted(batch: Batch) -> InFlight:

@@ -129,16 +129,16 @@ def greedy(context: hw.Context, tokens: Sequence[int]) -> tuple[Execution[hw.Out
 
 def check_pages(engine: hw.Engine) -> None:
     """Every page is free, cached or held by somebody known."""
-    loop = engine.loop
-    with engine.lock:
+    loop = engine._loop
+    with engine._lock:
         loop.drain()
         tables = [t.held() for t in loop.kv_cache.tables if not t.closed]
         jobs = [[*job.pages, *job.replay_pages] for job in known_jobs(engine)]
-        engine.allocator.check([*tables, *jobs, *(pin.pages for pin in loop.kv_cache.pins.values())])
+        engine._allocator.check([*tables, *jobs, *(pin.pages for pin in loop.kv_cache.pins.values())])
 
 
 def known_jobs(engine: hw.Engine) -> set[Job]:
     """The passes of a loop: those that wait and those on their way, though nobody may want them any more."""
-    loop = engine.loop
+    loop = engine._loop
     flying = [] if loop._in_flight is None else loop._in_flight.plan.jobs
     return {*loop.jobs(), *flying}

@@ -37,4 +37,4 @@ def tokens_of(served: Live, prompt: str = PROMPT, **more: Any) -> list[Any]:
 def at_rest(served: Live) -> None:
     """Wait until nothing is under way; then no page may be held, and every page be free or cached."""
     served.until(served.is_quiet)
-    served.engine.allocator.check([])
+    served.engine._allocator.check([])

@@ -62,7 +62,7 @@ class Stage:
     def say(self, *texts: str, end: str = "") -> None:
         """What the model says from now on; passes ahead of an end that still run are waited for."""
         replies = [self.engine.tokenizer.encode(text + end, special=True) for text in texts]
-        self.engine.loop.call(lambda: self.runner.say(*replies))
+        self.engine._loop.call(lambda: self.runner.say(*replies))
 
     def decode(self, ctx: hw.Context) -> str:
         return self.engine.tokenizer.decode(ctx.tokens)

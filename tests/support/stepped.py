@@ -28,14 +28,14 @@ class Both:
 
     def __enter__(self) -> Both:
         self.events = asyncio.new_event_loop()
-        loop = self.engine.loop
+        loop = self.engine._loop
         self._by_hand = stepping(self.engine, ahead=self.ahead)
         self._step, self._deliveries = self._by_hand.__enter__(), loop._deliveries
         loop._deliveries = self  # type: ignore[assignment]  # whom a second thread would wake, at a time of its own
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.engine.loop._deliveries = self._deliveries
+        self.engine._loop._deliveries = self._deliveries
         self._by_hand.__exit__(None, None, None)
         self.engine.close()
         self.pump()
@@ -80,20 +80,20 @@ async def _turns_of_the_loop() -> None:
 
 def check_engine(engine: hw.Engine) -> None:
     """Pages are held by whom they should, and hold what they should; the device was asked for nothing odd."""
-    runner = engine.loop._runner
+    runner = engine._loop._runner
     assert isinstance(runner, DecodingRunner)
-    with engine.lock:
+    with engine._lock:
         check_pages(engine)
         assert not runner.faults, runner.faults
-        assert engine.loop.kv_cache.computing.keys() <= {key for job in known_jobs(engine) for key in job.keys}
+        assert engine._loop.kv_cache.computing.keys() <= {key for job in known_jobs(engine) for key in job.keys}
 
 
 def check_contents(engine: hw.Engine) -> None:
     """Every slot of every table stands in its page as its log says."""
-    loop, runner = engine.loop, engine.loop._runner
+    loop, runner = engine._loop, engine._loop._runner
     assert isinstance(runner, DecodingRunner)
-    with engine.lock:
-        if runner.broken == 0 and (edits := engine.allocator.take_edits()):
+    with engine._lock:
+        if runner.broken == 0 and (edits := engine._allocator.take_edits()):
             runner.edit(edits)
         runner.catch_up()
         for table in [t for t in loop.kv_cache.tables if not t.closed and t.lost is None]:

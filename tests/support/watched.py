@@ -18,9 +18,9 @@ class WatchedRunner:
 
     def __init__(self, engine: hw.Engine) -> None:
         self.engine = engine
-        self.inner: Runner = engine.loop._runner
+        self.inner: Runner = engine._loop._runner
         self.overlaps = self.inner.overlaps
-        engine.loop._runner = self
+        engine._loop._runner = self
 
     def before(self, batch: Batch) -> None:
         """What it raises is the device's error."""

@@ -158,11 +158,11 @@ async def reply(engine: hw.Engine, session: ChatSession, text: str) -> tuple[Gen
     from headway.program.chat.reader import ReplyReader
 
     ctx, format = session.ctx, reply_format(engine.chat_template)
-    append_messages(ctx, text)
+    prompt = append_messages(ctx, text)
     write = (lambda piece: None) if session.as_json else write_text
     if format is None:
         return await stream(engine, ctx, session.name, session.decoding, write), ""
-    reader = ReplyReader(engine.tokenizer, format, ctx.conversation.rendered)
+    reader = ReplyReader(engine.tokenizer, format, prompt)
     printer = ReplyPrinter(reader, silent=session.as_json)
     answer = await stream(engine, ctx, session.name, session.decoding, write, each=printer.show)
     if answer.finish_reason != "length":

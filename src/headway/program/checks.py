@@ -82,7 +82,7 @@ def check_reread(table: PageTable, what: Sampling | Probe) -> None:
 
 def check_pass(context: Context, work: Pass) -> None:
     """Raise unless a pass that was built by hand fits this context, as one of the builder does."""
-    config, table, pending = context.engine.config, context.table, list(context.pending)
+    config, table, pending = context.engine.config, context._table, list(context.pending)
     token_ids(work.tokens, config.vocab_size)
     position_ids(work.positions, config.max_positions)
     if work.tokens and list(work.tokens[: work.pending]) != pending:

@@ -47,19 +47,19 @@ class Context:
     """One sequence's state. Verbs are synchronous; only passes are awaited. One pass is in flight at a time."""
 
     def __init__(self, engine: Engine, table: PageTable, seed: int | None = None) -> None:
-        self.engine, self.table, self.seed = engine, engine.loop.adopt(table), seed
+        self.engine, self._table, self.seed = engine, engine._loop.adopt(table), seed
         self._pending: list[int] = []
         self._conversation = Conversation()
-        self.retract: Callable[[], None] | None = None  # takes back a pass that a generation runs ahead
+        self._retract: Callable[[], None] | None = None  # takes back a pass that a generation runs ahead
         self._written = 0  # tokens in the context after the last chat verb, to tell what was written since
         self.cached_tokens = 0  # taken from the prefix cache instead of computed
-        self._finalizer = weakref.finalize(self, engine.loop.release_later, table)
+        self._finalizer = weakref.finalize(self, engine._loop.release_later, table)
 
     def __repr__(self) -> str:
-        with self.engine.lock:  # and not through seq_len and pending, which take back a pass that runs ahead
-            computed, pending = self.table.length, len(self._pending)
-            busy = self.engine.loop.last_job(self.table) is not None
-            state = "released" if self.table.closed else "lost" if self.table.lost else "busy" if busy else "idle"
+        with self.engine._lock:  # and not through seq_len and pending, which take back a pass that runs ahead
+            computed, pending = self._table.length, len(self._pending)
+            busy = self.engine._loop.last_job(self._table) is not None
+            state = "released" if self._table.closed else "lost" if self._table.lost else "busy" if busy else "idle"
         return f"<Context: {computed} tokens computed, {pending} pending, {state}>"
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class Context:
     def seq_len(self) -> int:
         """The number of computed slots, discarded ones included."""
         self._come_back()
-        return self.table.length
+        return self._table.length
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -79,19 +79,21 @@ class Context:
     @property
     def tokens(self) -> tuple[int, ...]:
         """Every token of the sequence, pending ones last."""
-        with self.engine.lock:
+        with self.engine._lock:
             self._come_back()
-            return (*self.table.tokens, *self._pending)
+            return (*self._table.tokens, *self._pending)
+
+    @property
+    def next_position(self) -> int:
+        """The position that the next token gets, after the pending ones."""
+        with self.engine._lock:
+            self._come_back()
+            return self._table.next_position + len(self._pending)
 
     @property
     def page_size(self) -> int:
-        return self.table.page_size
-
-    def room(self) -> int:
-        """How many more tokens the model's context limit allows at the positions that follow."""
-        with self.engine.lock:
-            self._come_back()
-            return self.engine.config.max_positions - self.table.next_position - len(self._pending)
+        """Slots in a page."""
+        return self._table.page_size
 
     @property
     def messages(self) -> tuple[Mapping[str, Any], ...]:
@@ -106,11 +108,11 @@ class Context:
         Text that opens an empty context gets the tokenizer's begin token if the model expects one. Names of special
         tokens inside text are plain text unless `special=True`.
         """
-        with self.changing():
+        with self._changing():
             if isinstance(text_or_ids, str):
                 tokenizer = self.engine.tokenizer
                 ids = tokenizer.encode(text_or_ids, special=special)
-                opens = self.table.length == 0 and not self._pending
+                opens = self._table.length == 0 and not self._pending
                 if opens and tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
                     ids = [tokenizer.bos_id, *ids]
                 ids = token_ids(ids, self.engine.vocab_size, "encoded text")
@@ -134,8 +136,8 @@ class Context:
 
     def cue(self) -> Self:
         """Append the generation prompt; twice in a row adds one."""
-        with self.changing():
-            self._conversation, ids = self.engine.chat.cue(self._conversation)
+        with self._changing():
+            self._conversation, ids = self.engine.chat_writer.cue(self._conversation)
             if ids:
                 self._pending += ids
             self._written = self._total()
@@ -143,31 +145,35 @@ class Context:
 
     def seal(self) -> Self:
         """Append what the template puts after an assistant text: the text after the cue becomes a message."""
-        with self.changing():
-            written = [*self.table.tokens, *self._pending][self._written :]
+        with self._changing():
+            written = [*self._table.tokens, *self._pending][self._written :]
             text = self.engine.tokenizer.decode(written, skip_special=True)
-            self._conversation, ids = self.engine.chat.seal(self._conversation, text)
+            self._conversation, ids = self.engine.chat_writer.seal(self._conversation, text)
             self._pending += ids
             self._written = self._total()
         return self
 
     def _say(self, message: Mapping[str, Any]) -> Self:
-        with self.changing(), self._all_or_nothing():
+        with self._changing(), self._all_or_nothing():
             if self._conversation.cued and self._total() > self._written:
                 self.seal()
-            self._conversation, ids = self.engine.chat.add(self._conversation, message)
+            self._conversation, ids = self.engine.chat_writer.add(self._conversation, message)
             self._pending += ids
             self._written = self._total()
         return self
 
+    def _room(self) -> int:
+        """How many more tokens the model's context limit allows at the positions that follow."""
+        return self.engine.config.max_positions - self.next_position
+
     def _total(self) -> int:
-        return self.table.length + len(self._pending)
+        return self._table.length + len(self._pending)
 
     def set_bid(self, bid: float) -> Self:
         """The priority of this context's passes, from -1000 to 1000; each step of waiting adds 1."""
-        with self.engine.lock:
+        with self.engine._lock:
             self._check_open()
-            self.table.bid = checked_bid(bid)
+            self._table.bid = checked_bid(bid)
         return self
 
     # -- computing -------------------------------------------------------------------------------------------------
@@ -190,12 +196,12 @@ class Context:
         await self._flush(attention_mask)
 
     async def _flush(self, attention_mask: Mask | Sequence[Sequence[int]] | None) -> None:
-        with self.changing():
+        with self._changing():
             waiting = self._pending
             forward = self.forward()
             if attention_mask is not None:
                 forward.attention_mask(attention_mask)
-            forward.flushing(len(waiting))
+            forward._flushing(len(waiting))
             execution = forward.execute()
         await execution
 
@@ -304,7 +310,7 @@ class Context:
                 sampler,
                 lambda: self.engine.generation_defaults,
                 prompt=len(self.tokens),
-                room=self.room(),
+                room=self._room(),
                 eos_ids=self.engine.eos_ids,
                 stop=stop,
                 stop_only=stop_only,
@@ -354,8 +360,8 @@ class Context:
 
     def fork(self) -> Context:
         """A second context that shares every committed page and has copies of the rest, pending tokens included."""
-        with self.changing():
-            twin = Context(self.engine, self.table.fork(), self.seed)
+        with self._changing():
+            twin = Context(self.engine, self._table.fork(), self.seed)
             twin._pending = list(self._pending)
             twin._conversation, twin._written = self._conversation, self._written
             return twin
@@ -363,12 +369,12 @@ class Context:
     def truncate(self, n: int) -> Self:
         """Drop the last n tokens, pending ones first."""
         (n,) = integers([n], "n")
-        with self.changing():
+        with self._changing():
             total = self._total()
             if not 0 <= n <= total:
                 raise InvalidInput(f"truncate({n}): the context has {total} tokens; give a number from 0 to {total}")
             waiting = min(n, len(self._pending))
-            self.table.truncate(n - waiting)
+            self._table.truncate(n - waiting)
             del self._pending[len(self._pending) - waiting :]
         return self
 
@@ -377,7 +383,7 @@ class Context:
 
         With durable=True it is written to disk, with a fingerprint of the weights, and survives the process.
         """
-        self.engine.snapshots.save(name, self, durable=durable)
+        self.engine._snapshots.save(name, self, durable=durable)
 
     def inner(self) -> RawPages:
         """The raw page operations."""
@@ -386,10 +392,10 @@ class Context:
 
     def release(self) -> None:
         """Release the pages; the context cannot be used after."""
-        with self.engine.lock:
+        with self.engine._lock:
             self._finalizer.detach()
-            self.engine.loop.release_later(self.table)
-            self.engine.loop.drain()
+            self.engine._loop.release_later(self._table)
+            self.engine._loop.drain()
 
     async def __aenter__(self) -> Self:
         return self
@@ -410,33 +416,33 @@ class Context:
     # -- for the builder and the page operations -------------------------------------------------------------------
 
     @contextmanager
-    def changing(self, after: Job | None = None) -> Iterator[tuple[Context, Job | None]]:
+    def _changing(self, after: Job | None = None) -> Iterator[tuple[Context, Job | None]]:
         """The engine's lock, with this context open and idle, or with just the pass `after` in flight.
 
         Yields the context and that pass, None when it has ended.
         """
-        with self.engine.lock:
+        with self.engine._lock:
             self._check_open()
-            self.engine.loop.drain()
+            self.engine._loop.drain()
             if after is None:
                 self._come_back()
-            running = self.engine.loop.last_job(self.table)
+            running = self.engine._loop.last_job(self._table)
             if running is not None and running is not after:
                 raise ContextBusy("this context has a pass in flight; await it before changing or forking the context")
             yield self, running
 
     def _come_back(self) -> None:
         """Take back a pass that a generation runs ahead, so that the context is seen as it is between two steps."""
-        with self.engine.lock:
-            retract, self.retract = self.retract, None
+        with self.engine._lock:
+            retract, self._retract = self._retract, None
             if retract is not None:
                 retract()
 
-    def view(self, ahead: Job | None) -> ContextView:
+    def _view(self, ahead: Job | None) -> ContextView:
         """The context as it is, or as it will be when the pass in flight has succeeded. The caller holds the lock."""
-        return ContextView.of(self.table, self._pending, ahead)
+        return ContextView.of(self._table, self._pending, ahead)
 
-    def submit(self, work: Pass, after: Job | None = None) -> Job:
+    def _submit(self, work: Pass, after: Job | None = None) -> Job:
         """Queue a pass over this context. The pending tokens it starts with leave the buffer when it succeeds."""
         buffer = self._pending  # not self: a job must not keep its context, and so its pages, alive
         waiting = buffer[: work.pending]
@@ -447,45 +453,37 @@ class Context:
         def undo() -> None:
             buffer[:0] = waiting
 
-        return self.engine.loop.submit(self.table, work, after, success, undo)
+        return self.engine._loop.submit(self._table, work, after, success, undo)
 
     def execute(self, work: Pass) -> Execution[PassResult]:
         """Submit a pass built by hand; it may take the pending tokens as its first ones (`pending=`)."""
-        with self.changing():
+        with self._changing():
             check_pass(self, work)
-            return Execution(self.submit(work), self, lambda result: result)
+            return Execution(self._submit(work), self, lambda result: result)
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Resume the context if it was preempted; waits in this thread until its pages are back."""
-        with self.changing():
-            coming = self.execute(Pass((), (), commit=False)) if self.table.is_preempted else None
+        with self._changing():
+            coming = self.execute(Pass((), (), commit=False)) if self._table.is_preempted else None
         if coming is not None:
             coming.result()
 
-    @property
-    def conversation(self) -> Conversation:
-        return self._conversation
-
-    @property
-    def written(self) -> int:
-        return self._written
-
-    def resume(self, pending: list[int], conversation: Conversation, written: int) -> None:
+    def _restore(self, pending: list[int], conversation: Conversation, written: int) -> None:
         """Restore what a snapshot has besides the pages."""
         self._pending, self._conversation, self._written = pending, conversation, written
 
-    def last_residual(self) -> np.ndarray:
+    def _last_residual(self) -> np.ndarray:
         """The last layer's output at the last token, before the final norm [E]."""
-        state = self.table.state
+        state = self._table.state
         assert state is not None
         return state.float().cpu().numpy()  # type: ignore[attr-defined]
 
     def _check_open(self) -> None:
-        self.engine.loop.check_open()
-        if self.table.closed:
+        self.engine._loop.check_open()
+        if self._table.closed:
             raise Closed("this context was released; create a new one with engine.context()")
-        if self.table.lost is not None:
-            raise PassFailed(f"this context's pages are lost; release it and create a new one: {self.table.lost}")
+        if self._table.lost is not None:
+            raise PassFailed(f"this context's pages are lost; release it and create a new one: {self._table.lost}")
 
 
 def checked_bid(bid: float) -> float:

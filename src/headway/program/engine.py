@@ -36,6 +36,7 @@ from headway.program.context import Context, checked_bid
 from headway.program.events import EventStream
 from headway.program.generation.defaults import GenerationDefaults
 from headway.program.model_text import ModelText
+from headway.program.page_map import PageMap, map_pages
 from headway.program.pool_size import PoolSize, weight_bytes
 from headway.program.prefix_cache import PrefixCache
 from headway.program.run_in_thread import run_in_thread
@@ -43,7 +44,7 @@ from headway.program.snapshots import Snapshots
 from headway.runtime.device import pick_device, pick_dtype, pick_threads
 from headway.runtime.loop import Loop
 from headway.runtime.memory import running_out
-from headway.runtime.profile import Profile, Profiler
+from headway.runtime.profile import Profile, Profiler, Sample
 from headway.runtime.runners.base import Runner
 from headway.runtime.runners.select import Backend, open_backend
 
@@ -167,7 +168,7 @@ class Engine:
         self._name = f"{self.config.family} in memory" if in_memory else str(model)
         self._allocator = Allocator(total)
         with running_out(decoder.device, f"making {total} pages"):
-            self.pool = pool = Pool(
+            self._pool = pool = Pool(
                 layers=self.config.layers,
                 pages=total,
                 page_size=page_size,
@@ -182,7 +183,7 @@ class Engine:
         if runner is None:
             runner = self._backend.runner(pool, page_size, deterministic=deterministic, profiler=self._profiler)
         native = self._backend.thread_pool is not None  # it has its own thread pool: torch does little next to it
-        self.loop = Loop(
+        self._loop = Loop(
             runner,
             self._allocator,
             budget=budget,
@@ -190,10 +191,8 @@ class Engine:
             positions=any(window is not None for window in self.config.windows),
             on_start=lambda: torch.set_num_threads(1 if native else count),
         )
-        weakref.finalize(
-            self, self.loop.close
-        )  # stops the worker of an engine that is garbage, or open when Python exits
-        self.snapshots = Snapshots(self, settings().cache / "snapshots")
+        weakref.finalize(self, self._loop.close)  # when the engine is garbage, or still open as Python exits
+        self._snapshots = Snapshots(self, settings().cache / "snapshots")
         with _engines_lock:
             _engines.add(self)
 
@@ -249,8 +248,8 @@ class Engine:
             raise WrongType(f"salt is {salt!r}; it must be a string")
         if deadline is not None and not (isinstance(deadline, int | float) and 0 < deadline < math.inf):
             raise InvalidInput(f"deadline is {deadline!r}; it must be a number of seconds above 0")
-        with self.lock:
-            self.loop.check_open()
+        with self._lock:
+            self._loop.check_open()
             table = PageTable(self._allocator, self._page_size, salt)
             table.bid = checked_bid(priority)
             if token_budget is not None:
@@ -266,23 +265,29 @@ class Engine:
 
     @property
     def page_size(self) -> int:
+        """Slots in a page."""
         return self._page_size
+
+    @property
+    def pages(self) -> int:
+        """Pages in the KV cache."""
+        return self._allocator.total
 
     def events(self, limit: int = 1024) -> EventStream:
         """Events from now on, one for each step: iterate in a thread or with `async for`."""
-        return EventStream(self.loop, limit)
+        return EventStream(self._loop, limit)
 
     def open(self, name: str) -> Context | None:
         """A fork of the context saved under a name, or None."""
-        return self.snapshots.open(name)
+        return self._snapshots.open(name)
 
     def take(self, name: str) -> Context | None:
         """The context saved under a name, which is then no longer saved; or None."""
-        return self.snapshots.take(name)
+        return self._snapshots.take(name)
 
     def delete(self, name: str) -> bool:
         """Forget the context saved under a name; False when there was none."""
-        return self.snapshots.delete(name)
+        return self._snapshots.delete(name)
 
     # -- the model -------------------------------------------------------------------------------------------------
 
@@ -293,6 +298,7 @@ class Engine:
 
     @property
     def has_tokenizer(self) -> bool:
+        """Whether the model takes text, and not only token ids."""
         return self._text.tokenizer is not None
 
     @property
@@ -309,7 +315,8 @@ class Engine:
         return self._text.template
 
     @cached_property
-    def chat(self) -> ChatWriter:
+    def chat_writer(self) -> ChatWriter:
+        """Turns messages into token ids by the chat template, as the chat verbs do."""
         return ChatWriter(self.chat_template, self.tokenizer)
 
     @property
@@ -352,25 +359,21 @@ class Engine:
         return fingerprint(self._path, self._decoder, self._quantize)
 
     @property
-    def allocator(self) -> Allocator:
-        return self._allocator
+    def decoder(self) -> Decoder | QuantizedDecoder:
+        """The loaded model; another `Engine` of it shares its weights."""
+        return self._decoder
 
     @property
-    def decoder(self) -> Decoder | QuantizedDecoder:
-        """The loaded model."""
-        return self._decoder
+    def _lock(self) -> threading.RLock:
+        return self._loop.lock  # type: ignore[return-value]
 
     # -- figures ---------------------------------------------------------------------------------------------------
 
-    @property
-    def lock(self) -> threading.RLock:
-        return self.loop.lock  # type: ignore[return-value]
-
     def stats(self) -> EngineStats:
         """Pages now, and steps and tokens so far."""
-        with self.lock:
-            self.loop.drain()
-            done = self.loop.counters
+        with self._lock:
+            self._loop.drain()
+            done = self._loop.counters
             return EngineStats(
                 pages_total=self._allocator.total,
                 pages_free=self._allocator.free,
@@ -381,19 +384,38 @@ class Engine:
                 passes=done.passes,
                 tokens=done.tokens,
                 batch_size_mean=done.batch_passes / done.steps if done.steps else 0.0,
-                queued=self.loop.waiting(),
-                cache_hits=self.loop.kv_cache.hits,
-                preemptions=self.loop.kv_cache.preemptions,
+                queued=self._loop.waiting(),
+                cache_hits=self._loop.kv_cache.hits,
+                preemptions=self._loop.kv_cache.preemptions,
             )
 
-    def enable_profiling(self, *, automatic: bool = True) -> None:
-        """Measure every step from now on; `profile()` has the figures."""
-        with self.lock:
-            self._profiler.enabled, self._profiler.automatic = True, automatic
+    def page_map(self) -> PageMap:
+        """The state of every page: free, cached, or held by contexts."""
+        return map_pages(self)
 
     @property
-    def profiler(self) -> Profiler:
-        return self._profiler
+    def busy_since(self) -> float | None:
+        """When the running step began, by `time.monotonic()`; None while the engine is idle. Never waits."""
+        return self._loop.busy_since
+
+    def enable_profiling(self, *, automatic: bool = True) -> None:
+        """Measure every step from now on; `profile()` has the figures.
+
+        Each step is a sample, or with automatic=False all steps until `disable_profiling()` returns them as one.
+        """
+        with self._lock:
+            self._profiler.enabled, self._profiler.automatic = True, automatic
+
+    def disable_profiling(self) -> Sample | None:
+        """Measure no further steps; returns what was measured and is not in a sample yet."""
+        with self._lock:
+            self._profiler.enabled = False
+            return self._profiler.take()
+
+    @property
+    def is_profiling(self) -> bool:
+        """Whether steps are measured."""
+        return self._profiler.enabled
 
     def profile(self) -> Profile:
         """The measurements so far."""
@@ -405,14 +427,14 @@ class Engine:
     def alive(self) -> bool:
         """Whether it can compute: its worker runs and it is not closed."""
         try:
-            self.loop.check_open()
+            self._loop.check_open()
         except Closed:
             return False
         return True
 
     def close(self) -> None:
         """Cancel waiting passes, let the running step end, stop the worker."""
-        self.loop.close()
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self

@@ -203,7 +203,7 @@ class Forward:
         self._asks.append(_Ask(row, probe, None, None))
         return handle
 
-    def flushing(self, tokens: int) -> Forward:
+    def _flushing(self, tokens: int) -> Forward:
         """This pass only computes pending tokens, and raw mask rows apply to them."""
         self._raw_pending = tokens
         return self
@@ -219,11 +219,11 @@ class Forward:
                 "the handles fed to this pass belong to several passes; only the one before it can feed it"
             )
         source = next((s._job for s in sources.values() if isinstance(s, Forward)), None)
-        with self._context.changing(after=source) as (context, ahead):
-            work = self._build(context, context.view(ahead))
+        with self._context._changing(after=source) as (context, ahead):
+            work = self._build(context, context._view(ahead))
             if source is not None and ahead is None:  # it has finished: its tokens are known
-                work = work.fed(_values(source), context.table.tokens)
-            job = self._job = context.submit(work, ahead)
+                work = work.fed(_values(source), context._table.tokens)
+            job = self._job = context._submit(work, ahead)
             if source is not None:
                 source.then = job
         self._executed = True
@@ -324,8 +324,8 @@ class Forward:
         index, n, pending = ask.row, len(self._tokens), len(view.pending)
         self._check_row(index, view)
         row = pending + (index if index >= 0 else n + index)
-        if row == BEFORE and view.length == context.table.length:  # else a pass in flight provides it
-            check_reread(context.table, ask.what)
+        if row == BEFORE and view.length == context._table.length:  # else a pass in flight provides it
+            check_reread(context._table, ask.what)
         return row
 
     def _check_row(self, index: int, view: ContextView) -> None:
@@ -385,11 +385,6 @@ class Execution(Generic[Result]):
             raise asyncio.CancelledError
         return self._delivered(job.outcome.result())
 
-    @property
-    def job(self) -> Job:
-        """The submitted pass."""
-        return self._job
-
     def result(self, timeout: float | None = None) -> Result:
         """Wait in this thread; a pass that does not end in time (seconds) is undone."""
         if timeout is not None and check_number(timeout, "timeout") < 0:
@@ -414,7 +409,7 @@ class Execution(Generic[Result]):
 
     def cancel(self) -> None:
         """Undo the pass."""
-        self._context.engine.loop.abandon(self._job)
+        self._context.engine._loop.abandon(self._job)
 
     def _delivered(self, result: PassResult) -> Result:
         if self._job.abandoned:

@@ -96,7 +96,7 @@ def _try_out(small: Small, rows: int, page_size: int) -> int:
             except PassFailed as error:
                 if NO_NUMBER not in str(error):  # broken weights raise where they are used
                     raise
-        return engine.pool.raw.nbytes
+        return engine._pool.raw.nbytes
 
 
 async def largest_step(engine: Engine, rows: int) -> list[int]:

@@ -39,25 +39,25 @@ class PrefixCache:
             raise InvalidInput(f"ttl is {ttl!r}; it must be a number of seconds above 0")
         until = math.inf if ttl is None else time.monotonic() + ttl
         engine = self._engine
-        with engine.lock:
+        with engine._lock:
             if isinstance(name_or_ids, str):
-                table = engine.snapshots.table(name_or_ids)
+                table = engine._snapshots.table(name_or_ids)
                 if table is None:
                     raise InvalidInput(f"no context is saved in memory as {name_or_ids!r}; save it, or give token ids")
                 name, pages = name_or_ids, table.held()
             else:
                 ids = token_ids(name_or_ids, engine.vocab_size)
-                name, pages = (salt, *ids), engine.loop.kv_cache.cached_prefix(salt, ids, engine.page_size)
-            engine.loop.kv_cache.pin(name, pages, until)
+                name, pages = (salt, *ids), engine._loop.kv_cache.cached_prefix(salt, ids, engine.page_size)
+            engine._loop.kv_cache.pin(name, pages, until)
         return len(pages)
 
     def unpin(self, name_or_ids: str | Iterable[int], *, salt: str = "") -> bool:
         """Unpin pages; False when they were not pinned."""
         name = name_or_ids if isinstance(name_or_ids, str) else (salt, *token_ids(name_or_ids, self._engine.vocab_size))
-        with self._engine.lock:
-            return self._engine.loop.kv_cache.unpin(name)
+        with self._engine._lock:
+            return self._engine._loop.kv_cache.unpin(name)
 
     def clear(self) -> int:
         """Forget every cached page; returns how many became free. Pages in use stay, but are not matched again."""
-        with self._engine.lock:
-            return self._engine.allocator.clear_cache()
+        with self._engine._lock:
+            return self._engine._allocator.clear_cache()

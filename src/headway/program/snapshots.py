@@ -45,16 +45,16 @@ class Snapshots:
                 copy.release()
             self._forget(name)
             return
-        with self._engine.lock:
+        with self._engine._lock:
             self._forget(name)
-            copy.table.idle_first = True
+            copy._table.idle_first = True
             self._kept[name] = copy
         path.unlink(missing_ok=True)
 
     def open(self, name: str) -> Context | None:
         """A fork of what was saved, or None."""
         path = self._path(name)
-        with self._engine.lock:
+        with self._engine._lock:
             if name in self._kept:
                 return self._kept[name].fork()
         return self._load(path) if path.exists() else None
@@ -62,10 +62,10 @@ class Snapshots:
     def take(self, name: str) -> Context | None:
         """What was saved, which is then no longer saved; or None."""
         path = self._path(name)
-        with self._engine.lock:
+        with self._engine._lock:
             kept = self._kept.pop(name, None)
         if kept is not None:
-            kept.table.idle_first = False
+            kept._table.idle_first = False
             return kept
         context = self._load(path) if path.exists() else None
         path.unlink(missing_ok=True)
@@ -82,10 +82,10 @@ class Snapshots:
         """The table of what was saved in memory under a name."""
         self._path(name)
         kept = self._kept.get(name)
-        return None if kept is None else kept.table
+        return None if kept is None else kept._table
 
     def _forget(self, name: str) -> bool:
-        with self._engine.lock:
+        with self._engine._lock:
             kept = self._kept.pop(name, None)
             if kept is not None:
                 kept.release()
@@ -101,18 +101,18 @@ class Snapshots:
     # -- to disk ---------------------------------------------------------------------------------------------------
 
     def _pack(self, context: Context) -> Snapshot:
-        table, engine = context.table, self._engine
-        context.settle()
+        table, engine = context._table, self._engine
+        context._settle()
         arrays: list[np.ndarray] = []
 
         def read() -> None:
             pages = table.held()
-            kv = engine.pool.read(pages).movedim(2, 0).contiguous().cpu()
+            kv = engine._pool.read(pages).movedim(2, 0).contiguous().cpu()
             arrays.append(_bytes(kv).reshape(len(pages), kv[:1].nbytes if len(pages) else 0))
             state = table.state
             arrays.append(_bytes(state.cpu()) if isinstance(state, torch.Tensor) else np.empty(0, np.uint8))
 
-        engine.loop.call(read)
+        engine._loop.call(read)
         return Snapshot(
             fingerprint=engine.fingerprint,
             page_size=table.page_size,
@@ -146,7 +146,7 @@ class Snapshots:
         try:
             same = saved.page_size == context.page_size and saved.dtype == _kv_type(engine)
             if same and (not engine.deterministic or saved.maker == _maker(engine)):
-                self._restore(context.table, saved)
+                self._restore(context._table, saved)
             else:
                 self._recompute(context, saved, path.stem)
             _restore_program(context, saved.program, engine.vocab_size)
@@ -158,29 +158,29 @@ class Snapshots:
     def _restore(self, table: PageTable, saved: Snapshot) -> None:
         """Restore the pages."""
         engine = self._engine
-        layers, _, *page = engine.pool.keys.shape
+        layers, _, *page = engine._pool.keys.shape
         shape = (len(saved.kv), layers, 2, *page)
         pages = -(-len(saved.tokens) // saved.page_size)
         self._check(saved, shape, pages)
-        with engine.lock:
-            fresh = iter(engine.allocator.take(len(saved.kv)))
+        with engine._lock:
+            fresh = iter(engine._allocator.take(len(saved.kv)))
             table.pages = [None if i in saved.discarded else next(fresh) for i in range(pages)]
             table.spans, table.repeatable = list(saved.spans), saved.repeatable  # first: they say which pages have keys
             table.restore(saved.tokens.tolist(), saved.positions.tolist(), list(saved.masks), saved.committed)
 
         def fill() -> None:
-            raw = engine.pool.raw
+            raw = engine._pool.raw
             if table.held():
                 data = torch.from_numpy(np.ascontiguousarray(saved.kv)).view(raw.dtype).view(shape).movedim(0, 2)
-                engine.pool.write(table.held(), data)
+                engine._pool.write(table.held(), data)
             if saved.state.size:
                 table.state = torch.from_numpy(saved.state.copy()).view(raw.dtype).to(raw.device)
 
-        engine.loop.call(fill)
+        engine._loop.call(fill)
 
     def _check(self, saved: Snapshot, shape: tuple[int, ...], pages: int) -> None:
         """Raise unless the saved bytes have the size of this model's pages and last token: kernels do not check."""
-        item = self._engine.pool.raw.element_size()
+        item = self._engine._pool.raw.element_size()
         fits = saved.kv.nbytes == int(np.prod(shape)) * item and len(saved.kv) + len(set(saved.discarded)) == pages
         if not fits or saved.kv.dtype != np.uint8:
             raise SnapshotError("the snapshot's pages do not have this model's shape; delete it and save it again")
@@ -230,7 +230,7 @@ def _bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _program_data(context: Context) -> dict[str, Any]:
-    conversation = context.conversation
+    conversation = context._conversation
     return {
         "pending": list(context.pending),
         "messages": [dict(m) for m in conversation.messages],
@@ -239,9 +239,9 @@ def _program_data(context: Context) -> dict[str, Any]:
         "tools": None if conversation.tools is None else [dict(t) for t in conversation.tools],
         "described": conversation.described,
         "transcript": conversation.transcript,
-        "written": context.written,
+        "written": context._written,
         "seed": context.seed,
-        "salt": context.table.salt,
+        "salt": context._table.salt,
     }
 
 
@@ -256,4 +256,4 @@ def _restore_program(context: Context, data: dict[str, Any] | Any, vocab: int) -
         bool(data.get("described")),
         str(data.get("transcript", "")),
     )
-    context.resume(pending, conversation, int(data["written"]))
+    context._restore(pending, conversation, int(data["written"]))

@@ -169,7 +169,7 @@ class InferenceEngine:
         layers = [forward.probe(-1, Hidden(l)) for l in range(1, context.engine.config.layers)]
         logits = forward.probe(-1, Logits())
         out = forward.execute().result()
-        last = context.last_residual()  # Hidden(L) is normed; the last layer's own output is what was kept
+        last = context._last_residual()  # Hidden(L) is normed; the last layer's own output is what was kept
         return Trace([*(out.hidden(h) for h in layers), last], out.logits(logits))
 
     def _validated(self, state: DecodeState, ids: list[int]) -> None:
@@ -246,7 +246,7 @@ class InferenceEngine:
 
     def record_profiling_sample(self) -> None:
         """Add what was measured since the last call to the profile, as one sample."""
-        self.engine.profiler.record()
+        self.engine._profiler.record()
 
     def profile(self) -> Profile:
         """All recorded samples and their sums."""

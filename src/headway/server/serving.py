@@ -82,7 +82,7 @@ class Serving:
     @property
     def step_seconds(self) -> float:
         """How long the engine's current step has been running; 0 while it is idle."""
-        since = None if self._engine is None else self._engine.loop.busy_since
+        since = None if self._engine is None else self._engine.busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     @property

@@ -32,12 +32,12 @@ class Checkpoint:
 
     @classmethod
     def of(cls, context: Context) -> Checkpoint:
-        with context.changing():
-            return cls(context.tokens, context.seq_len, context.conversation, context.written)
+        with context._changing():
+            return cls(context.tokens, context.seq_len, context._conversation, context._written)
 
     def restore(self, context: Context) -> None:
         """Set the context back; one that is released or busy is left alone."""
-        with suppress(Closed, ContextBusy), context.changing():
+        with suppress(Closed, ContextBusy), context._changing():
             keep = min(common(self.tokens, context.tokens), self.computed)
             _rewrite(context, keep, self.tokens[keep:], self.conversation, self.written)
 
@@ -48,27 +48,28 @@ def append_messages(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     described: bool = False,
-) -> None:
-    """Append messages and the generation prompt.
+) -> str:
+    """Append messages and the generation prompt; returns the chat as the template renders it.
 
     A text after the last prompt is closed first. `tools` are shown to the model from now on; None leaves those that
     were shown. Unlike the verbs, this works with a template that rewrites earlier messages.
     """
     new_messages = as_messages(messages)
-    with context.changing():
-        shown = context.conversation.tools or ()
+    with context._changing():
+        shown = context._conversation.tools or ()
         if not new_messages and not context.messages:
             raise InvalidInput("there is no message to reply to; give chat a text, or call ctx.user first")
-        if not new_messages and context.conversation.cued and (tools is None or tuple(tools) == shown):
-            return  # the reply continues after the prompt, and after what follows it
-        if context.conversation.cued and len(context.tokens) > context.written:
+        if not new_messages and context._conversation.cued and (tools is None or tuple(tools) == shown):
+            return context._conversation.rendered  # the reply continues after the prompt and what follows it
+        if context._conversation.cued and len(context.tokens) > context._written:
             context.seal()
-        conversation, chat = context.conversation, context.engine.chat
+        conversation, chat = context._conversation, context.engine.chat_writer
         new = replace(conversation, messages=(*conversation.messages, *new_messages))
         if tools is not None:
             new = replace(new, tools=tuple(tools) or None, described=described and bool(tools))
         new, keep, ids = chat.follow(conversation, new, context.tokens)
         _rewrite(context, keep, ids, new)
+        return new.rendered
 
 
 def close_message(context: Context, reader: ReplyReader) -> list[str]:
@@ -76,15 +77,15 @@ def close_message(context: Context, reader: ReplyReader) -> list[str]:
 
     Returns the ids of its calls. A call without an id gets one of nine letters and digits, as some templates require.
     """
-    with context.changing():
+    with context._changing():
         reply = reader.reply
         earlier = sum(len(message.get("tool_calls") or ()) for message in context.messages)
         ids = [call.id or f"call{(earlier + i) % 100_000:05d}" for i, call in enumerate(reply.calls)]
         message = assistant_message(reply, ids)
         # Not reader.text: a token that holds the beginning of a stop was read in part, and is no longer in the context.
-        tokenizer, tokens = context.engine.tokenizer, context.tokens[context.written :]
+        tokenizer, tokens = context.engine.tokenizer, context.tokens[context._written :]
         text = tokenizer.decode(token for token in tokens if token < tokenizer.vocab_size)
-        conversation, tail = context.engine.chat.close(context.conversation, text, message)
+        conversation, tail = context.engine.chat_writer.close(context._conversation, text, message)
         _rewrite(context, len(context.tokens), tail, conversation)
         return ids
 
@@ -143,4 +144,4 @@ def _rewrite(
     """Keep the first tokens of a context, append ids to the pending ones, and set its conversation."""
     context.truncate(len(context.tokens) - keep)
     pending = [*context.pending, *ids]
-    context.resume(pending, conversation, context.seq_len + len(pending) if written is None else written)
+    context._restore(pending, conversation, context.seq_len + len(pending) if written is None else written)

@@ -101,7 +101,7 @@ class ChatReply:
         self._context, self._sampler = context, sampler
         self._stop = stop if isinstance(stop, str) else list(stop)
         self._raises, self._runs = on_error == "raise", tool_choice != "none"
-        self._tools = ToolSet((context.conversation.tools or ()) if tools is None else tools)
+        self._tools = ToolSet((context._conversation.tools or ()) if tools is None else tools)
         chosen = _chosen_tool(tool_choice, self._tools)
         self._before = Checkpoint.of(context)
         self._parts: deque[Part | ToolResult] = deque()
@@ -231,7 +231,7 @@ class ChatReply:
         if not self._tools:
             append_messages(self._context, messages, tools=() if new_tools else None)
             return reply_format(template, requested)
-        if not new_tools and self._context.conversation.described:
+        if not new_tools and self._context._conversation.described:
             requested = "hermes"
         format, described = tool_format(template, requested)
         append_messages(self._context, messages, tools=self._tools.schemas if new_tools else None, described=described)
@@ -239,10 +239,10 @@ class ChatReply:
 
     def _begin_message(self, choice: str | None) -> None:
         """Prepare for one message of the model. `choice` is a tool it must call, "" for any, None for no constraint."""
-        prompt = self._context.conversation.rendered
+        prompt = self._context._conversation.rendered
         self._reader = ReplyReader(self._context.engine.tokenizer, self._format, prompt)
         self._drawn = 0
-        following = self._context.tokens[self._context.written :]
+        following = self._context.tokens[self._context._written :]
         self._parts.extend(self._reader.write(self._context.engine.tokenizer.decode(following)))
         self._script = free()
         if choice is not None:

@@ -101,7 +101,7 @@ async def beam_search(
         draws=_draws(context, do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
     )
     _check_lengths(context, rules)
-    search = BeamSearch(rules, context.tokens, context.engine.config.max_positions - context.room() - 1)
+    search = BeamSearch(rules, context.tokens, context.engine.config.max_positions - context._room() - 1)
     with _BeamContexts(context.fork(), attention_mask) as beams:
         following = search.step(await beams.read())
         while following is not None:
@@ -136,7 +136,7 @@ class _BeamContexts:
         self._attention_mask = attention_mask
         self._contexts = [first]
         self._open = {first}
-        self._lock = first.engine.lock
+        self._lock = first.engine._lock
 
     async def read(self, tokens: Sequence[int] = ()) -> np.ndarray:
         """The logits of every beam [B, V], after feeding each beam its token, if any are given."""
@@ -395,7 +395,7 @@ def _check_lengths(context: Context, rules: BeamRules) -> None:
         raise InvalidInput("the context is empty, so there is nothing to continue; fill it first")
     if rules.min_tokens > rules.max_tokens:
         raise InvalidInput(f"min_tokens is {rules.min_tokens} and max_tokens {rules.max_tokens}; it must not be larger")
-    if rules.max_tokens > (room := context.room()):
+    if rules.max_tokens > (room := context._room()):
         raise ContextLengthExceeded(
             f"max_tokens is {rules.max_tokens}; after the {len(context.tokens)} tokens of the context this model's "
             f"limit of {context.engine.config.max_positions} leaves {max(room, 0)}"

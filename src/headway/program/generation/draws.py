@@ -83,7 +83,7 @@ class Drawing:
 
     def repeats(self, context: Context, transcript: Transcript) -> bool:
         """Whether the passes after the next differ only by their token and its mask, and nobody counts them."""
-        table, windows = context.table, context.engine.config.windows
+        table, windows = context._table, context.engine.config.windows
         plain = self.probe is None and not table.has_discards
         known = self.attention is None or all(window is None for window in windows)
         free = not self.end_ids or len(transcript.generated) + 1 >= self.least

@@ -275,7 +275,7 @@ class Generation:
 
     def _rest(self) -> None:
         """Take back what is in flight."""
-        with self._context.engine.lock:
+        with self._context.engine._lock:
             self._ahead.check_idle()
             self._come_back()
 
@@ -286,7 +286,7 @@ class Generation:
 
     def _retract(self, token: int | None) -> None:
         """Take back what is in flight; its token waits in the pending buffer instead."""
-        with self._context.engine.lock:
+        with self._context.engine._lock:
             self._ahead.take_back()
             if token is not None:
                 self._context.fill([token])
@@ -294,9 +294,9 @@ class Generation:
 
     def _marked(self) -> object:
         """What stays equal as long as nobody changes the context."""
-        with self._context.engine.lock:
+        with self._context.engine._lock:
             pending = self._context.pending  # first: it takes back what another generation has in flight
-            return self._context.table.stamp, pending
+            return self._context._table.stamp, pending
 
     def _follow(self) -> None:
         """Notice what the program has done to the context since the last step."""
@@ -318,7 +318,7 @@ class Generation:
         if self._transcript.finished:
             return "constraint"
         # A last token at the limit of positions cannot be computed.
-        return "length" if self._left <= 0 or (self._transcript.generated and self._context.room() < 0) else None
+        return "length" if self._left <= 0 or (self._transcript.generated and self._context._room() < 0) else None
 
     def _compile(self) -> None:
         """Compile the grammar, if it is not. The first time it may take a second, in the caller's thread."""
@@ -337,7 +337,7 @@ class Generation:
 
     def _can_run_ahead(self) -> bool:
         """Whether the next pass can be built before this one's token is known."""
-        return self._ahead.can_follow() and not self._drawing.sampler.penalizes and self._context.room() > 1
+        return self._ahead.can_follow() and not self._drawing.sampler.penalizes and self._context._room() > 1
 
     def _run_ahead(self, step: StepInFlight) -> None:
         """Queue the next pass with the token that this one samples, so that the device never waits for the program.
@@ -345,8 +345,8 @@ class Generation:
         Where it takes nothing but the token, it continues by itself from then on.
         """
         # What prevents it is raised by its own step, or by this step's outcome if that has failed already.
-        with suppress(OutOfPages, TokenBudgetExceeded, DeadlineExceeded, PassFailed), self._context.engine.lock:
-            left = min(self._left, self._context.room()) - 1
+        with suppress(OutOfPages, TokenBudgetExceeded, DeadlineExceeded, PassFailed), self._context.engine._lock:
+            left = min(self._left, self._context._room()) - 1
             self._ahead.start(self._drawing.prepared(self._context, self._transcript, step.token, self._ahead.mask()))
             if self._drawing.repeats(self._context, self._transcript):
                 self._ahead.decode(self._drawing.attention, left)
@@ -356,7 +356,7 @@ class Generation:
         try:
             return await self._ahead.wait(job)
         except BaseException as error:
-            with suppress(Closed, ContextBusy, PassFailed), self._context.engine.lock:
+            with suppress(Closed, ContextBusy, PassFailed), self._context.engine._lock:
                 if self._ahead.is_untouched():
                     self._come_back()
                 else:  # it failed, and somebody changed the context before this was known
@@ -376,7 +376,7 @@ class Generation:
         if transcript.stopped or len(transcript.generated) >= self._most or ahead.is_spent:
             self._retract(token)
             return self._step([token])
-        self._context.retract = self._come_back
+        self._context._retract = self._come_back
         if transcript.constraint is not None:
             return self._step([token])
         return Step.of_token(token, *transcript.take_text())
@@ -394,7 +394,7 @@ class Generation:
 
         A context that is gone, or that somebody has changed meanwhile, is left alone.
         """
-        with suppress(Closed, ContextBusy, PassFailed), self._context.changing():
+        with suppress(Closed, ContextBusy, PassFailed), self._context._changing():
             if self._transcript.lacks_last(self._context.tokens):
                 self._context.fill([self._transcript.generated[-1]])
                 self._seen = self._marked()
@@ -426,7 +426,7 @@ class Generation:
         if alone:
             self._retract(token)
         else:
-            self._context.retract = self._come_back
+            self._context._retract = self._come_back
         return self._step([token], probes)
 
     def _append(self, ids: list[int], *, whole: bool = False, end: int | None = None) -> Step:

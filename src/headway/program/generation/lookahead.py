@@ -34,7 +34,7 @@ class Lookahead:
         self, context: Context, transcript: Transcript, end_ids: frozenset[int], dense_steps: int | None = None
     ) -> None:
         self._context, self._transcript, self._end_ids = context, transcript, end_ids
-        self._loop, self._lock = context.engine.loop, context.engine.lock
+        self._loop, self._lock = context.engine._loop, context.engine._lock
         self._step: StepInFlight | None = None
         self._mask: GrammarMask | None = None  # its mask, if a grammar binds it
         self._cursor: GrammarCursor | None = None  # those of a decoding sequence
@@ -61,12 +61,12 @@ class Lookahead:
 
     @property
     def _decode(self) -> Decode | None:
-        return None if self._step is None else self._step.execution.job.decode
+        return None if self._step is None else self._step.execution._job.decode
 
     def check_idle(self) -> None:
         """Raise while a step is in flight: the pass ahead then follows one whose token nobody has yet."""
         with self._lock:
-            if self._step is not None and self._context.retract is None:
+            if self._step is not None and self._context._retract is None:
                 raise ContextBusy("this generation has a step in flight; await it before steering the generation")
 
     # -- starting --------------------------------------------------------------------------------------------------
@@ -93,12 +93,12 @@ class Lookahead:
     def decode(self, attention: Mask | None, left: int) -> None:
         """The pass takes nothing but its token: let it continue by itself, for at most `left` tokens."""
         assert self._step is not None
-        engine, job, constraint = self._context.engine, self._step.execution.job, self._transcript.constraint
+        engine, job, constraint = self._context.engine, self._step.execution._job, self._transcript.constraint
         if isinstance(constraint, GrammarMatcher):
             assert self._mask is not None
             self._cursor = GrammarCursor(self._mask, constraint, self._end_ids, engine.vocab_size)
         readout = replace(job.work.readouts[0], async_mask=None)
-        engine.loop.decode(job, Decode(readout, attention, self._end_ids, left, self._cursor))
+        engine._loop.decode(job, Decode(readout, attention, self._end_ids, left, self._cursor))
 
     # -- the step that it makes ------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Lookahead:
             self.check_idle()
             step = self._step
             if step is not None:
-                self._step = self._context.retract = None
+                self._step = self._context._retract = None
             return step
 
     def take(self) -> tuple[Job | None, int | None]:
@@ -118,12 +118,12 @@ class Lookahead:
         """
         with self._lock:
             step = self._step
-            job = None if step is None else step.execution.job
+            job = None if step is None else step.execution._job
             if job is None or job.decode is None:
                 return None, None
-            if self._context.retract is None:
+            if self._context._retract is None:
                 self.check_idle()
-            self._context.retract = None
+            self._context._retract = None
             return job, self._loop.next_token(job)
 
     async def wait(self, job: Job) -> int | None:
@@ -146,7 +146,7 @@ class Lookahead:
     def is_untouched(self) -> bool:
         """Whether the context is as the decoding sequence has left it."""
         decode, context = self._decode, self._context
-        return decode is not None and context.table.stamp is decode.stamp and not context.pending
+        return decode is not None and context._table.stamp is decode.stamp and not context.pending
 
     @property
     def is_spent(self) -> bool:
@@ -179,7 +179,7 @@ class Lookahead:
     def take_back(self) -> None:
         """Cancel the pass, and drop its tokens that were not taken."""
         decode, step, cursor = self._decode, self._step, self._cursor
-        self._step = self._mask = self._cursor = self._context.retract = None
+        self._step = self._mask = self._cursor = self._context._retract = None
         if step is not None:
             step.execution.cancel()
         if cursor is not None and decode is not None:

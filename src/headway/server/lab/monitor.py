@@ -18,17 +18,18 @@ from starlette.responses import Response
 
 from headway.program.engine import Engine
 from headway.program.events import EventStream
+from headway.program.page_map import PageState
 from headway.server.errors import bad_request
 from headway.server.openai.tokens import text_of
 from headway.server.serving import Serving
 
 STEPS = 256  # latest ones that are kept
-STATES: tuple[str, ...] = ("free", "cached", "working", "committed", "shared")
+STATES = tuple(state.name.lower() for state in PageState)
 
 router = APIRouter()
 
 
-class PageMap(BaseModel):
+class PageMapResponse(BaseModel):
     """The state of every page as runs [state, length] over pages 1 … total, and the number of pages in each state."""
 
     total: int
@@ -84,7 +85,7 @@ async def model(request: Request) -> dict[str, Any]:
         "threads": facts.threads,
         "runner": facts.runner,
         "page_size": engine.page_size,
-        "pages": engine.allocator.total,
+        "pages": engine.pages,
         "has_tokenizer": engine.has_tokenizer,
         "has_chat": engine.chat_template is not None,
         "eos_ids": list(engine.eos_ids),
@@ -117,37 +118,24 @@ def _spelled(engine: Engine) -> bytes:
 
 
 @router.get("/lab/api/pages", summary="The state of every page")
-async def pages(request: Request) -> PageMap:
+async def pages(request: Request) -> PageMapResponse:
     """Which pages are free, cached, working, committed, or shared by several contexts."""
     serving: Serving = request.app.state.serving
     return await serving.writers.run(page_map, serving.engine)
 
 
-def page_map(engine: Engine) -> PageMap:
-    """The state of every page. Copies under the engine's lock, counts without it."""
-    with engine.lock:
-        engine.loop.drain()
-        tables = [(list(table.held()), table.pages, table.committed) for table in list(engine.loop.kv_cache.tables)]
-        cached = engine.allocator.cached_pages()
-        total, queued = engine.allocator.total, engine.loop.waiting()
-    states = [0] * (total + 1)
-    for page in cached:
-        states[page] = 1
-    holders = Counter(page for held, _, _ in tables for page in held)
-    for _, numbers, committed in tables:
-        for number, page in enumerate(numbers):
-            if page:  # neither discarded nor preempted
-                states[page] = 4 if holders[page] > 1 else 3 if number < committed else 2
-    runs = [(state, len(list(group))) for state, group in groupby(states[1:])]
-    counts = Counter(states[1:])
-    return PageMap(
-        total=total,
+def page_map(engine: Engine) -> PageMapResponse:
+    """The state of every page, as runs."""
+    pages = engine.page_map()
+    counts = Counter(pages.states)
+    return PageMapResponse(
+        total=len(pages.states),
         page_size=engine.page_size,
         states=list(STATES),
-        runs=runs,
-        counts={name: counts[i] for i, name in enumerate(STATES)},
-        contexts=sum(bool(held) for held, _, _ in tables),
-        queued=queued,
+        runs=[(int(state), len(list(group))) for state, group in groupby(pages.states)],
+        counts={state.name.lower(): counts[state] for state in PageState},
+        contexts=pages.contexts,
+        queued=pages.queued,
     )
 
 

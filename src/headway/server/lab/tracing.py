@@ -279,7 +279,7 @@ class _TraceResult:
 
 async def _run_profiled(forward: Forward, engine: Engine) -> tuple[Output, Sample | None]:
     """Run the pass and profile its steps, which may include passes of other requests."""
-    if engine.profiler.enabled:
+    if engine.is_profiling:
         raise ApiError(
             409,
             "another pass is being profiled, one at a time; try again, or without profile",
@@ -290,9 +290,7 @@ async def _run_profiled(forward: Forward, engine: Engine) -> tuple[Output, Sampl
     try:
         out = await forward.execute()
     finally:
-        with engine.lock:
-            engine.profiler.enabled = False
-            sample = engine.profiler.take()
+        sample = engine.disable_profiling()
     return out, sample
 
 
@@ -304,18 +302,7 @@ def token_score(rank: Rank, entropy: float) -> TokenScore:
 
 def pages_of(context: Context) -> list[PageInfo]:
     """The pages of a context, and the number of their holders."""
-    engine, table = context.engine, context.table
-    with engine.lock:
-        result = []
-        for number, page in enumerate(table.pages):
-            if page is None:
-                result.append(PageInfo(page=None, state="discarded", holders=0))
-            elif page == 0:
-                result.append(PageInfo(page=None, state="preempted", holders=0))
-            else:
-                state = "committed" if number < table.committed else "working"
-                result.append(PageInfo(page=page, state=state, holders=engine.allocator.holders(page)))
-        return result
+    return [PageInfo(page=one.page, state=one.state, holders=one.holders) for one in context.inner().pages]
 
 
 # -- the response ------------------------------------------------------------------------------------------------------

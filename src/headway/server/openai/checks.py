@@ -150,7 +150,7 @@ class RequestChecks:
 
     def max_new_tokens(self, prompt: int, max_tokens: int | None, min_tokens: int, param: str) -> int:
         """The most tokens to generate after a prompt: `max_tokens`, or what the context length leaves."""
-        pool = self.engine.allocator.total * self.engine.page_size
+        pool = self.engine.pages * self.engine.page_size
         limit = min(self.engine.config.max_positions, pool)
         what = "this server's KV cache holds" if limit == pool else "this model's context length is"
         if max_tokens is not None and min_tokens > max_tokens:

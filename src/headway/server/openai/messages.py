@@ -54,7 +54,7 @@ def read_chat_prompt(
     if not described and "tool_calls" not in source:  # the template would omit calls
         converted = tuple(as_text(message) for message in converted)
     new = Conversation(messages=converted, tools=box.schemas or None, described=described)
-    conversation, _, ids = engine.chat.follow(Conversation(), new, (), cue=cue)
+    conversation, _, ids = engine.chat_writer.follow(Conversation(), new, (), cue=cue)
     _check_names(messages, new, conversation.rendered, engine, cue=cue)
     form = None if format is None or not box else call_syntax(format, source)
     return ChatPrompt(tuple(token_ids(ids, engine.vocab_size)), conversation.rendered, format, box, form)
@@ -95,7 +95,7 @@ def _check_names(
             {key: value for key, value in one.items() if key != "name"} if message.role == role else one
             for message, one in zip(messages, new.messages, strict=True)
         )
-        conversation, _, _ = engine.chat.follow(Conversation(), replace(new, messages=bare), (), cue=cue)
+        conversation, _, _ = engine.chat_writer.follow(Conversation(), replace(new, messages=bare), (), cue=cue)
         if conversation.rendered == rendered:
             raise bad_request(
                 f"messages[{i}].name is not supported by this model's chat template; write the name into the content",
