@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE, CompletedProcess, Popen
@@ -15,9 +14,9 @@ from headway.cli.answer import weights
 from headway.cli.profile import show_profile
 from headway.models.hub import store
 from headway.runtime.profile import Phase, Profile
+from support.forked import forked
 
 Run = Callable[..., CompletedProcess[str]]
-COMMAND = (sys.executable, "-m", "headway.cli.main")
 STORY = ("run", "--raw", "--threads", "1", "--max-tokens", "4000", "Once upon a time")
 
 
@@ -60,7 +59,7 @@ def test_sampling_flags_work_with_a_temperature(headway: Run, model: Path) -> No
 
 @pytest.mark.parametrize("arguments", [("--help",), STORY], ids=["help", "a story"])
 def test_a_closed_pipe_ends_the_command_without_a_word(arguments: tuple[str, ...], model: Path) -> None:
-    process = Popen([*COMMAND, *arguments], stdin=subprocess.DEVNULL, stdout=PIPE, stderr=PIPE)
+    process = Popen(forked("-m", "headway.cli.main", *arguments), stdin=subprocess.DEVNULL, stdout=PIPE, stderr=PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
     if arguments == STORY:
@@ -71,7 +70,7 @@ def test_a_closed_pipe_ends_the_command_without_a_word(arguments: tuple[str, ...
 
 
 def test_ctrl_c_ends_the_line(model: Path) -> None:
-    process = Popen([*COMMAND, *STORY], stdin=subprocess.DEVNULL, stdout=PIPE, stderr=PIPE)
+    process = Popen(forked("-m", "headway.cli.main", *STORY), stdin=subprocess.DEVNULL, stdout=PIPE, stderr=PIPE)
     assert process.stdout is not None
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)

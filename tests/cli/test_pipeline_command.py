@@ -22,8 +22,9 @@ from headway.cli.main import dispatch
 from headway.jobs.journal import Journal
 from headway.jobs.records import records
 from support import encoders
+from support.forked import forked
 
-COMMAND = (sys.executable, "-m", "headway.cli.main", "pipeline")
+COMMAND = ("-m", "headway.cli.main", "pipeline")
 TEXTS = encoders.texts(40, seed=2)
 
 
@@ -130,7 +131,7 @@ class TestFiles:
     def test_from_a_pipe_to_a_pipe(self, model: str, expected: list[Any]) -> None:
         asked = ("--model", model, "--device", "cpu", "--input", "-", "--output", "-")
         done = subprocess.run(
-            [*COMMAND, "text-classification", *asked],
+            forked(*COMMAND, "text-classification", *asked),
             input="".join(json.dumps({"text": text}) + "\n\n" for text in TEXTS[:5]),
             capture_output=True,
             text=True,
@@ -357,7 +358,7 @@ class TestGoingOn:
         asked = ["text-classification", "--model", model, "--device", "cpu", "--input", "-"]
         target = tmp_path / "out.jsonl"
         process = subprocess.Popen(
-            [*COMMAND, *asked, "--output", str(target)], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+            forked(*COMMAND, *asked, "--output", str(target)), stdin=subprocess.PIPE, stderr=subprocess.PIPE
         )
         assert process.stdin is not None
         os.write(process.stdin.fileno(), b"".join(json.dumps(text).encode() + b"\n" for text in TEXTS[:7]))
