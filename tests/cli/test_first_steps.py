@@ -30,9 +30,9 @@ def model() -> Path:
     ("arguments", "words"),
     [
         (("run", "Name", "the", "capital"), "a prompt of several words needs quotes: headway run 'Name the capital of"),
-        (("rnu", "hi"), "Did you mean 'run'; `headway --help` lists what there is"),
+        (("rnu", "hi"), "Did you mean 'run'; `headway --help` lists the commands"),
         (("run", "hi", "--top-k", "3"), "--top-k is 3 and has no effect at temperature 0"),
-        (("run", "hi", "--top-p", "0.9"), "draw with --temperature 1, or leave --top-p out"),
+        (("run", "hi", "--top-p", "0.9"), "set --temperature 1, or leave --top-p out"),
         (("chat", "--min-p", "0.1"), "--min-p is 0.1 and has no effect at temperature 0"),
         (("serve", "--limit", "max_n"), "--limit 'max_n' has ''; it must be NAME=N, where N is an integer"),
         (("serve", "--limit", "max_n=x"), "--limit 'max_n=x' has 'x'; it must be NAME=N, where N is an integer"),
@@ -40,7 +40,7 @@ def model() -> Path:
         (("bench", "overhead", "--rows", "x"), "--rows has 'x'; it must be integers in [1, 512]"),
         (("bench", "overhead", "--rows", "1,0"), "--rows has '0'; it must be integers in [1, 512]"),
         (("top", "--url", "http://127.0.0.1:1"), "Connection refused; start one with `headway serve`"),
-        (("pipeline", "fill-mask", "-i", "/no.jsonl", "-o", "-"), "--input is '/no.jsonl', and there is no such file"),
+        (("pipeline", "fill-mask", "-i", "/no.jsonl", "-o", "-"), "--input is '/no.jsonl', which does not exist"),
     ],
 )
 def test_a_mistake_says_what_to_do(

@@ -236,7 +236,7 @@ class TestChat:
         screen.until(b"\n")
         time.sleep(2)
         os.write(ours, b"\x03")
-        screen.until(b"that turn is forgotten")
+        screen.until(b"this turn was discarded")
         screen.until(b"> ")
         os.write(ours, b"\x04")
         assert process.wait(timeout=30) == 0
