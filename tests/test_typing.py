@@ -19,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
+STUBS = ROOT / "typings"
 PASSING = sorted([*(ROOT / "tests/typing").glob("*.py"), *(ROOT / "examples").glob("*.py")])
 FAILING = sorted((ROOT / "tests/typing/must_fail").glob("*.py"))
 MARK = re.compile(r"# expect: (\w+)$")
@@ -30,10 +31,10 @@ Found = dict[Path, dict[int, list[tuple[str, str]]]]  # by file and line: (rule,
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Every error that pyright sees. The project's own settings leave the files that must fail out."""
     settings = tmp_path_factory.mktemp("pyright") / "pyrightconfig.json"
-    files = [os.path.relpath(file, settings.parent) for file in (SOURCE, *PASSING, *FAILING)]
+    stubs, *files = [os.path.relpath(file, settings.parent) for file in (STUBS, SOURCE, *PASSING, *FAILING)]
     ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
     how = {name: ours[name] for name in ("pythonVersion", "typeCheckingMode")}
-    settings.write_text(json.dumps(how | {"include": files, "extraPaths": files[:1]}))
+    settings.write_text(json.dumps(how | {"include": files, "extraPaths": files[:1], "stubPath": stubs}))
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(settings)]
     run = subprocess.run(command, text=True, capture_output=True, timeout=500, check=False)
     assert run.returncode in (0, 1), run.stderr or run.stdout

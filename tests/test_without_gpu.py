@@ -15,7 +15,7 @@ EVERYTHING = """
 import pkgutil, importlib, headway
 names = [m.name for m in pkgutil.walk_packages(headway.__path__, "headway.")]
 names = [name for name in names if not name.endswith(("__main__", "._headway"))]
-needs_triton = ("headway.kernels.triton.", "headway.runtime.runners.cuda.runner")
+needs_triton = ("headway.kernels.triton.", "headway.runtime.runners.cuda.", "headway.models.quantized.cuda")
 failed = []
 for name in names:
     try:

@@ -109,6 +109,8 @@ def _serve(listener: socket.socket) -> list[str]:
                 _, streams, _, _ = socket.recv_fds(connection, 1, 3)
                 request = json.loads(connection.makefile("rb").readline())
                 if (pid := os.fork()) == 0:
+                    connection.close()
+                    _close(selector)
                     _become(request, streams)
                     return request["arguments"]
                 for stream in streams:
@@ -137,11 +139,21 @@ def _end(program: Program, selector: selectors.BaseSelector) -> None:
     program.connection.close()
 
 
+def _close(selector: selectors.BaseSelector) -> None:
+    """Close what the server waits for, in a program's process."""
+    for key in list(selector.get_map().values()):
+        if isinstance(key.fileobj, socket.socket):
+            key.fileobj.close()
+        elif key.fd != 0:
+            os.close(key.fd)
+    selector.close()
+
+
 def _become(request: dict, streams: list[int]) -> None:
-    """Turn a fork into the program's process: no file open but its streams, its folder and its environment."""
+    """Turn a fork into the program's process: its streams, its folder and its environment."""
     for target, stream in enumerate(streams):
         os.dup2(stream, target)
-    os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+        os.close(stream)
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
