@@ -72,12 +72,17 @@ except hw.Unsupported as error:
 
 
 def test_the_doctor_says_what_is_missing_for_a_gpu() -> None:
-    program = "from headway.cli.main import main; main(['doctor', '--json', '--threads', '1'])"
-    report = json.loads(python(WITHOUT + program))
+    program = """
+from headway.cli.main import dispatch
+dispatch(["doctor", "--json", "--threads", "1"])
+print("for people:")
+dispatch(["doctor", "--threads", "1"])
+"""
+    shown, text = python(WITHOUT + program).split("for people:")
+    report = json.loads(shown)
     assert report["cuda"] == []
     assert "CUDA" in report["gpu"]["missing"]
     assert report["gpu"]["reason"].startswith("the package triton is not installed")
     assert report["gpu"]["graphs"] == "off: there is no CUDA device"
-    text = python(WITHOUT + "from headway.cli.main import main; main(['doctor', '--threads', '1'])")
     line = next(line for line in text.splitlines() if "CUDA devices" in line)
     assert "none: torch" in line
