@@ -312,7 +312,7 @@ def _twin(engine: hw.Engine) -> Any:
     model.to_empty(device=d.device)
     model.to(dtype=d.dtype)  # type: ignore[call-arg]
     model.load_state_dict({f"{name}.weight": tensor for name, tensor in weights.items()}, strict=False)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are no weights
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are not weights
     return model.eval()
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks run, on a tiny model, and write what they say they write."""
+"""The benchmarks run, on a tiny model, and write what they say they write; whole runs are slow tests."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import headway as hw
 from headway.bench.models import SHAPES
 from headway.kernels.native.library import open_library
 from headway.models.files.gguf import GgufFile
+from support.forked import forked
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -26,9 +27,15 @@ from cpu_runner import Command, PeerFailed, Runner  # noqa: E402
 from mixed import Request, Window, summarize  # noqa: E402
 
 
+def _benchmark(script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        forked(f"benchmarks/{script}", *options), cwd=ROOT, text=True, capture_output=True, timeout=500, check=False
+    )
+
+
+@pytest.mark.slow
 def test_concurrency_measures_every_section_and_describes_the_machine(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/concurrency.py", "--quick", "--threads", "1", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=300, check=False)
+    done = _benchmark("concurrency.py", "--quick", "--threads", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "concurrency.json").read_text())
     assert data["about"]["machine"]["cpu"]
@@ -49,8 +56,7 @@ def test_concurrency_measures_every_section_and_describes_the_machine(tmp_path: 
 
 
 def test_an_unknown_engine_is_refused() -> None:
-    command = [sys.executable, "benchmarks/concurrency.py", "--quick", "--against", "abacus"]
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60, check=False)
+    done = _benchmark("concurrency.py", "--quick", "--against", "abacus")
     assert done.returncode == 2
     assert "'abacus'" in done.stderr
 
@@ -58,6 +64,7 @@ def test_an_unknown_engine_is_refused() -> None:
 # -- mixed load --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_mixed_load_reports_throughput_and_latency_at_the_client(tmp_path: Path) -> None:
     done = _benchmark("mixed.py", "--quick", "--requests", "12", "--temperature", "0.8", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -91,20 +98,10 @@ def test_mixed_load_counts_only_what_arrives_in_the_window() -> None:
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bandwidth_measures_every_limit(tmp_path: Path) -> None:
-    options = [
-        "--threads",
-        "1",
-        "--megabytes",
-        "16",
-        "--tries",
-        "2",
-        "--cube",
-        "128",
-        "--out",
-        str(tmp_path / "l.json"),
-    ]
-    done = _benchmark("bandwidth.py", *options)
+    quick = ("--threads", "1", "--megabytes", "16", "--tries", "2", "--cube", "128")
+    done = _benchmark("bandwidth.py", *quick, "--out", str(tmp_path / "l.json"))
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "l.json").read_text())
     rates = [value for value in data["limits"].values() if isinstance(value, dict)]
@@ -116,6 +113,7 @@ def test_bandwidth_measures_every_limit(tmp_path: Path) -> None:
 # -- accuracy ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(open_library().calls is None, reason=open_library().missing or "-")
 def test_accuracy_holds_the_file_against_its_floats(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HEADWAY_NATIVE", "auto")
@@ -138,11 +136,7 @@ def test_accuracy_holds_the_file_against_its_floats(monkeypatch: pytest.MonkeyPa
 # -- Headway and others ------------------------------------------------------------------------------------------------
 
 
-def _benchmark(script: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, f"benchmarks/{script}", *options]
-    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=500, check=False)
-
-
+@pytest.mark.slow
 def test_engines_run_in_turns_on_the_same_model(tmp_path: Path) -> None:
     options = ["--quick", "--threads", "1", "--rounds", "2", "--path", "any", "--out", str(tmp_path)]
     works = [f"--only=tiny f32 {work}" for work in ("decode 1", "prompt 24")] + ["--only=tiny bf16 decode 1"]
@@ -167,6 +161,7 @@ def test_engines_run_in_turns_on_the_same_model(tmp_path: Path) -> None:
     assert "transformers f32" in (tmp_path / "cpu.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_figure_from_another_path_is_a_failure(tmp_path: Path) -> None:
     options = ["--quick", "--threads", "1", "--rounds", "1", "--out", str(tmp_path), "--only", "tiny f32 decode 1"]
     done = _benchmark("cpu.py", *options, "--path", "abacus")
@@ -175,6 +170,7 @@ def test_a_figure_from_another_path_is_a_failure(tmp_path: Path) -> None:
     assert "FELL BACK" in (tmp_path / "cpu.txt").read_text()
 
 
+@pytest.mark.slow
 def test_forks_windows_and_fresh_processes_are_measured(tmp_path: Path) -> None:
     options = ["--quick", "--threads", "1", "--rounds", "1", "--path", "any", "--out", str(tmp_path)]
     works = [f"--only=tiny q4_0 {work}" for work in ("3 forks", "window", "process start", "first token")]

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from support.forked import forked
 from support.live import Live, live
 from support.pages import check_lm_eval, check_pipeline, check_serve, check_top
 
@@ -97,7 +97,7 @@ def at_server(text: str, request: pytest.FixtureRequest) -> str:
 def test_snippets_print_what_the_page_shows(page: Path, smollm2_path: Path, request: pytest.FixtureRequest) -> None:
     blocks = with_output(page)
     done = subprocess.run(
-        [sys.executable, "-c", RUNNER, str(page)],
+        forked("-c", RUNNER, str(page)),
         input=json.dumps([(block.line, at_server(block.text, request)) for block, _ in blocks]),
         text=True,
         capture_output=True,
@@ -131,7 +131,7 @@ def test_commands_run(page: Path, command: str, smollm2_path: Path, request: pyt
         case ["headway", "serve", *arguments]:
             check_serve(*arguments)
         case ["headway", "lab", *arguments]:
-            _run(sys.executable, "-m", "headway.cli.main", "lab", *arguments, "--help")
+            _run(*forked("-m", "headway.cli.main", "lab", *arguments, "--help"))
         case ["headway", "pipeline", *arguments]:
             check_pipeline(arguments)
         case ["headway", "top", "--url", url]:
@@ -143,7 +143,7 @@ def test_commands_run(page: Path, command: str, smollm2_path: Path, request: pyt
         case ["sudo" | "docker", *arguments]:
             assert [path for path in arguments if path.startswith("deploy/") and not (ROOT / path).is_file()] == []
         case ["headway", *arguments]:
-            _run(sys.executable, "-m", "headway.cli.main", *arguments)
+            _run(*forked("-m", "headway.cli.main", *arguments))
         case ["pip" | ".venv/bin/pip", "install", *arguments]:
             _check_install(arguments)
         case [".venv/bin/pre-commit", "install"]:
@@ -208,16 +208,12 @@ def test_the_readme_shows_the_files_that_are_there() -> None:
 def test_the_first_example_is_the_program_of_the_readme(smollm2_path: Path) -> None:
     shown = with_output(README)[0][1]
     assert shown is not None
-    assert_alike(_run(sys.executable, "examples/hello.py"), shown, "README.md")
+    assert_alike(_run(*forked("examples/hello.py")), shown, "README.md")
 
 
 def test_the_guide_shows_a_family_as_it_is() -> None:
     shown = [block.text for block, _ in with_output(ROOT / "CONTRIBUTING.md")]
     assert (ROOT / "src/headway/models/families/qwen3.py").read_text() in shown
-
-
-def test_layers_import_only_layers_below_them() -> None:
-    _run(str(Path(sys.executable).parent / "lint-imports"))
 
 
 # -- make --------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""pyright on what users write: `typing/*.py` and the examples must pass, marked lines of `typing/must_fail` must not.
+"""pyright on the package and on what users write: `typing/*.py` and the examples must pass, marked lines of
+`typing/must_fail` must not.
 
 A marked line ends in `# expect: rule`. pyright runs once for all files.
 """
@@ -10,12 +11,15 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src"
+STUBS = ROOT / "typings"
 PASSING = sorted([*(ROOT / "tests/typing").glob("*.py"), *(ROOT / "examples").glob("*.py")])
 FAILING = sorted((ROOT / "tests/typing/must_fail").glob("*.py"))
 MARK = re.compile(r"# expect: (\w+)$")
@@ -27,9 +31,10 @@ Found = dict[Path, dict[int, list[tuple[str, str]]]]  # by file and line: (rule,
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Every error that pyright sees. The project's own settings leave the files that must fail out."""
     settings = tmp_path_factory.mktemp("pyright") / "pyrightconfig.json"
-    files = [os.path.relpath(file, settings.parent) for file in (*PASSING, *FAILING)]
-    paths = [os.path.relpath(ROOT / "src", settings.parent)]
-    settings.write_text(json.dumps({"include": files, "extraPaths": paths, "typeCheckingMode": "standard"}))
+    stubs, *files = [os.path.relpath(file, settings.parent) for file in (STUBS, SOURCE, *PASSING, *FAILING)]
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
+    how = {name: ours[name] for name in ("pythonVersion", "typeCheckingMode")}
+    settings.write_text(json.dumps(how | {"include": files, "extraPaths": files[:1], "stubPath": stubs}))
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(settings)]
     run = subprocess.run(command, text=True, capture_output=True, timeout=500, check=False)
     assert run.returncode in (0, 1), run.stderr or run.stdout
@@ -42,6 +47,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
             place = errors.setdefault(Path(entry["file"]), {}).setdefault(line, [])
             place.append((entry.get("rule", "none"), entry["message"].splitlines()[0]))
     return errors
+
+
+def test_the_package_passes(found: Found) -> None:
+    assert {file: errors for file, errors in found.items() if file.is_relative_to(SOURCE)} == {}
 
 
 def ids(files: Iterable[Path]) -> list[str]:

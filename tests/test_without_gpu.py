@@ -15,7 +15,7 @@ EVERYTHING = """
 import pkgutil, importlib, headway
 names = [m.name for m in pkgutil.walk_packages(headway.__path__, "headway.")]
 names = [name for name in names if not name.endswith(("__main__", "._headway"))]
-needs_triton = ("headway.kernels.triton.", "headway.runtime.runners.cuda.runner")
+needs_triton = ("headway.kernels.triton.", "headway.runtime.runners.cuda.", "headway.models.quantized.cuda")
 failed = []
 for name in names:
     try:
@@ -72,12 +72,17 @@ except hw.Unsupported as error:
 
 
 def test_the_doctor_says_what_is_missing_for_a_gpu() -> None:
-    program = "from headway.cli.main import main; main(['doctor', '--json', '--threads', '1'])"
-    report = json.loads(python(WITHOUT + program))
+    program = """
+from headway.cli.main import dispatch
+dispatch(["doctor", "--json", "--threads", "1"])
+print("for people:")
+dispatch(["doctor", "--threads", "1"])
+"""
+    shown, text = python(WITHOUT + program).split("for people:")
+    report = json.loads(shown)
     assert report["cuda"] == []
     assert "CUDA" in report["gpu"]["missing"]
     assert report["gpu"]["reason"].startswith("the package triton is not installed")
     assert report["gpu"]["graphs"] == "off: there is no CUDA device"
-    text = python(WITHOUT + "from headway.cli.main import main; main(['doctor', '--threads', '1'])")
     line = next(line for line in text.splitlines() if "CUDA devices" in line)
     assert "none: torch" in line

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import pty
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-COMMAND = (sys.executable, "-m", "headway.cli.main")
+from support.forked import forked
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -20,7 +20,7 @@ def headway() -> Run:
     """Run `headway …` in a pipe: `headway("run", "hi", input=…, env={…})`."""
 
     def run(*arguments: str, input: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        command = [*COMMAND, *arguments]
+        command = forked("-m", "headway.cli.main", *arguments)
         environment = os.environ | (env or {})
         return subprocess.run(
             command, input=input, env=environment, text=True, capture_output=True, timeout=300, check=False
@@ -36,8 +36,9 @@ def on_terminal() -> Callable[..., tuple[int, str]]:
     def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str]:
         ours, theirs = pty.openpty()
         environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100"} | (env or {})
+        command = forked("-m", "headway.cli.main", *arguments)
         process = subprocess.Popen(
-            [*COMMAND, *arguments], env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+            command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
         )
         os.close(theirs)
         shown = b""

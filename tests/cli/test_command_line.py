@@ -14,6 +14,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from headway.models.hub import store
+from support.forked import forked
 
 Run = Callable[..., CompletedProcess[str]]
 
@@ -154,7 +155,7 @@ def test_sampling_values_that_make_no_sense_are_refused_before_loading(
 
 
 def test_piped_input_that_is_not_text_is_refused(empty_cache: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "headway.cli.main", "run"]
+    command = forked("-m", "headway.cli.main", "run")
     done = subprocess.run(command, input=b"abc\xff", capture_output=True, env=os.environ | empty_cache, check=False)
     assert done.returncode == 2
     assert b"not UTF-8 text (byte 3 is 0xff)" in done.stderr

@@ -198,7 +198,7 @@ def test_check_refuses_a_context_the_model_does_not_have(headway: Run) -> None:
     store.resolve("smollm2")
     done = headway("doctor", "--check", "smollm2", "--context", "8193")
     assert done.returncode == 2
-    assert "--context is 8193; this model takes 1 to 8192 positions" in done.stderr
+    assert "--context is 8193; it must be an integer in [1, 8192] for this model" in done.stderr
 
 
 def test_check_keeps_to_a_fraction_of_the_memory(headway: Run) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE, CompletedProcess, Popen
@@ -15,9 +14,9 @@ from headway.cli.answer import weights
 from headway.cli.profile import show_profile
 from headway.models.hub import store
 from headway.runtime.profile import Phase, Profile
+from support.forked import forked
 
 Run = Callable[..., CompletedProcess[str]]
-COMMAND = (sys.executable, "-m", "headway.cli.main")
 STORY = ("run", "--raw", "--threads", "1", "--max-tokens", "4000", "Once upon a time")
 
 
@@ -31,9 +30,9 @@ def model() -> Path:
     ("arguments", "words"),
     [
         (("run", "Name", "the", "capital"), "a prompt of several words needs quotes: headway run 'Name the capital of"),
-        (("rnu", "hi"), "Did you mean 'run'; `headway --help` lists what there is"),
+        (("rnu", "hi"), "Did you mean 'run'; `headway --help` lists the commands"),
         (("run", "hi", "--top-k", "3"), "--top-k is 3 and has no effect at temperature 0"),
-        (("run", "hi", "--top-p", "0.9"), "draw with --temperature 1, or leave --top-p out"),
+        (("run", "hi", "--top-p", "0.9"), "set --temperature 1, or leave --top-p out"),
         (("chat", "--min-p", "0.1"), "--min-p is 0.1 and has no effect at temperature 0"),
         (("serve", "--limit", "max_n"), "--limit 'max_n' has ''; it must be NAME=N, where N is an integer"),
         (("serve", "--limit", "max_n=x"), "--limit 'max_n=x' has 'x'; it must be NAME=N, where N is an integer"),
@@ -41,7 +40,7 @@ def model() -> Path:
         (("bench", "overhead", "--rows", "x"), "--rows has 'x'; it must be integers in [1, 512]"),
         (("bench", "overhead", "--rows", "1,0"), "--rows has '0'; it must be integers in [1, 512]"),
         (("top", "--url", "http://127.0.0.1:1"), "Connection refused; start one with `headway serve`"),
-        (("pipeline", "fill-mask", "-i", "/no.jsonl", "-o", "-"), "--input is '/no.jsonl', and there is no such file"),
+        (("pipeline", "fill-mask", "-i", "/no.jsonl", "-o", "-"), "--input is '/no.jsonl', which does not exist"),
     ],
 )
 def test_a_mistake_says_what_to_do(
@@ -60,7 +59,7 @@ def test_sampling_flags_work_with_a_temperature(headway: Run, model: Path) -> No
 
 @pytest.mark.parametrize("arguments", [("--help",), STORY], ids=["help", "a story"])
 def test_a_closed_pipe_ends_the_command_without_a_word(arguments: tuple[str, ...], model: Path) -> None:
-    process = Popen([*COMMAND, *arguments], stdin=subprocess.DEVNULL, stdout=PIPE, stderr=PIPE)
+    process = Popen(forked("-m", "headway.cli.main", *arguments), stdin=subprocess.DEVNULL, stdout=PIPE, stderr=PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
     if arguments == STORY:
@@ -71,7 +70,7 @@ def test_a_closed_pipe_ends_the_command_without_a_word(arguments: tuple[str, ...
 
 
 def test_ctrl_c_ends_the_line(model: Path) -> None:
-    process = Popen([*COMMAND, *STORY], stdin=subprocess.DEVNULL, stdout=PIPE, stderr=PIPE)
+    process = Popen(forked("-m", "headway.cli.main", *STORY), stdin=subprocess.DEVNULL, stdout=PIPE, stderr=PIPE)
     assert process.stdout is not None
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)

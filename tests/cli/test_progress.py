@@ -8,7 +8,6 @@ import logging
 import os
 import pty
 import subprocess
-import sys
 
 import pytest
 
@@ -16,6 +15,7 @@ from headway.base import log as notes
 from headway.base.log import log_event
 from headway.cli.render import EngineLog, loading
 from headway.server import logs
+from support.forked import forked
 
 ON_A_TERMINAL = """
 import time
@@ -32,7 +32,7 @@ with render.loading() as progress:
 def on_a_terminal(program: str) -> str:
     """What a program writes to standard error when that is a terminal."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", program]
+    command = forked("-c", program)
     done = subprocess.Popen(command, stderr=theirs, stdout=subprocess.DEVNULL, env=os.environ | {"TERM": "xterm"})
     os.close(theirs)
     text = b""

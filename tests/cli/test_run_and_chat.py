@@ -20,6 +20,7 @@ import pytest
 import headway as hw
 from headway.cli.render import visible
 from headway.models.hub import store
+from support.forked import forked
 
 Run = Callable[..., CompletedProcess[str]]
 PODS = "Kubernetes pods are scheduled by the"
@@ -161,18 +162,7 @@ def test_values_that_make_no_sense(headway: Run, flag: str, value: str) -> None:
 
 
 def test_an_interrupt_ends_cleanly() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "headway.cli.main",
-        "run",
-        "--threads",
-        "1",
-        "--raw",
-        "Count:",
-        "--max-tokens",
-        "4000",
-    ]
+    command = forked("-m", "headway.cli.main", "run", "--threads", "1", "--raw", "Count:", "--max-tokens", "4000")
     process = subprocess.Popen(
         command, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -185,18 +175,7 @@ def test_an_interrupt_ends_cleanly() -> None:
 
 
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "headway.cli.main",
-        "run",
-        "--threads",
-        "1",
-        "--raw",
-        "Count:",
-        "--max-tokens",
-        "40",
-    ]
+    command = forked("-m", "headway.cli.main", "run", "--threads", "1", "--raw", "Count:", "--max-tokens", "40")
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -257,7 +236,7 @@ class TestChat:
         screen.until(b"\n")
         time.sleep(2)
         os.write(ours, b"\x03")
-        screen.until(b"that turn is forgotten")
+        screen.until(b"this turn was discarded")
         screen.until(b"> ")
         os.write(ours, b"\x04")
         assert process.wait(timeout=30) == 0

@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-HEADWAY = [sys.executable, "-m", "headway.cli.main"]
+from support.forked import forked
+
+HEADWAY = ("-m", "headway.cli.main")
 PATIENCE = 120.0  # seconds until a test gives up; nothing is asserted about times
 
 
@@ -27,7 +28,7 @@ def check_serve(*arguments: str) -> None:
             return _make_key(folder, arguments)
         if "--keys" in arguments:
             _make_key(folder, ["--keys", arguments[arguments.index("--keys") + 1], "--new-key", "ada"])
-        with _process([*HEADWAY, "serve", *arguments, "--port", "0", "--json"], cwd=folder) as server:
+        with _process(forked(*HEADWAY, "serve", *arguments, "--port", "0", "--json"), cwd=folder) as server:
             assert server.stdout is not None
             assert any(json.loads(line)["message"] == "ready" for line in server.stdout), server.communicate()
             server.send_signal(signal.SIGTERM)
@@ -36,7 +37,7 @@ def check_serve(*arguments: str) -> None:
 
 
 def _make_key(folder: str, arguments: Sequence[str]) -> None:
-    command = [*HEADWAY, "serve", *arguments]
+    command = forked(*HEADWAY, "serve", *arguments)
     made = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     assert made.stdout.startswith("hw-")
 
@@ -47,7 +48,7 @@ def check_pipeline(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
         (Path(folder) / "table.csv").write_text("id,text\n" + "".join(f"{i},{text}\n" for i, text in enumerate(texts)))
-        command = [*HEADWAY, "pipeline", *arguments]
+        command = forked(*HEADWAY, "pipeline", *arguments)
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=PATIENCE)
         output = arguments[arguments.index("--output") + 1]
         assert len(done.stdout.splitlines()) == 2 if output == "-" else (Path(folder) / output).stat().st_size > 0
@@ -55,7 +56,7 @@ def check_pipeline(arguments: Sequence[str]) -> None:
 
 def check_top(url: str) -> None:
     """`headway top --url` shows the server's model."""
-    with _process([*HEADWAY, "top", "--url", url]) as top:
+    with _process(forked(*HEADWAY, "top", "--url", url)) as top:
         assert top.stderr is not None
         assert "smollm2" in top.stderr.readline()
 

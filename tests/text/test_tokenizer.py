@@ -295,7 +295,7 @@ def test_unknown_names_are_refused_with_the_list():
         ({"merges": None}, "merges is missing"),
         ({"merges": ["ab"]}, r"merges\[0\] is 'ab'"),
         ({"merges": ["a "]}, r"merges\[0\] is 'a '"),
-        ({"merges": ["zz yy"]}, "do not make a tokenizer"),
+        ({"merges": ["zz yy"]}, "do not form a tokenizer"),
         ({"merges": 4}, "merges is a int"),
         ({"token_type": [1]}, "token_type has 1 entries"),
         ({"token_type": 3}, "token_type is a int"),

@@ -166,7 +166,7 @@ _TABLE = (
         faces=_CALLS,
     ),
     Parameter(
-        "num_beams", int, 1, "Beams of a beam search.", low=1, high=1024, hint="1 is no search", faces=_CALLS,
+        "num_beams", int, 1, "Beams of a beam search.", low=1, high=1024, hint="1 turns it off", faces=_CALLS,
         differs={"seq2seq": "transformers sets no limit"},
     ),
     Parameter(

@@ -100,7 +100,8 @@ def _usage_sentence(error: Exception) -> str:
     command = getattr(context, "command_path", "headway")
     if command == "headway run" and message.startswith("Got unexpected extra argument"):
         return f"{message}; a prompt of several words needs quotes: headway run 'Name the capital of France.'"
-    return f"{message}; `{command} --help` lists the options"
+    listed = "commands" if hasattr(getattr(context, "command", None), "commands") else "options"
+    return f"{message}; `{command} --help` lists the {listed}"
 
 
 def _abandon_stdout() -> int:

@@ -87,14 +87,14 @@ class Journal:
     def add(self, record: Record, result: Any, item: Any = None) -> None:
         """Append a finished record."""
         more = {} if item is None else {"input": item}
+        self._added = True  # before the write: an interrupt in it must not remove what was written
         self._write({"line": record.line, "crc": record.crc, **more, "result": result})
-        self._added = True
 
     def add_failure(self, record: Record, error: str) -> None:
         """Append a record that failed."""
         self.failed.append(record.line)
-        self._write({"line": record.line, "crc": record.crc, "error": error})
         self._added = True
+        self._write({"line": record.line, "crc": record.crc, "error": error})
 
     def _write(self, value: dict[str, Any]) -> None:
         self._file.write(dumped(value) + b"\n")

@@ -15,7 +15,7 @@ from support.fuzzing import Fuzzer
 from support.live import Live
 from support.small import at_rest, tokens_of
 
-SHORT = 12.0  # seconds
+SHORT = 6.0  # seconds
 LONG = float(os.environ.get("HEADWAY_FUZZ_SECONDS", "1200"))
 ANSWERED = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 

@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -18,10 +17,11 @@ from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
 from headway.server.lab.page import STATIC
+from support.forked import forked
 from support.live import Live
 
 ROOT = Path(__file__).parents[3]
-LAB = [sys.executable, "-m", "headway.cli.main", "lab"]
+LAB = ("-m", "headway.cli.main", "lab")
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 
 
@@ -31,7 +31,7 @@ def test_it_serves_the_page_and_opens_a_browser(smollm2_path: Path, tmp_path: Pa
     browser.chmod(0o755)
     environment = os.environ | QUIET | {"BROWSER": str(browser)}
     with subprocess.Popen(
-        [*LAB, "--threads", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        forked(*LAB, "--threads", "1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
@@ -54,7 +54,7 @@ def test_it_serves_the_page_and_opens_a_browser(smollm2_path: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(("arguments", "words"), [(["--port", "99999"], "65535"), (["--colour"], "--help")])
 def test_mistakes_are_one_sentence(arguments: list[str], words: str) -> None:
-    done = subprocess.run([*LAB, *arguments], capture_output=True, text=True, check=False, env=os.environ | QUIET)
+    done = subprocess.run(forked(*LAB, *arguments), capture_output=True, text=True, check=False, env=os.environ | QUIET)
     assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.forked import forked
+
 ROOT = Path(__file__).parents[3]
 SCRIPT = str(ROOT / "benchmarks" / "serve_load.py")
 
@@ -44,6 +46,6 @@ def test_growth_is_measured_from_when_all_pages_were_in_use() -> None:
 
 @pytest.mark.parametrize("wrong", [("--clients", "0"), ("--seconds", "0"), ("--leave", "2"), ("--crowd", "1")])
 def test_options_that_make_no_sense_are_refused(wrong: tuple[str, str]) -> None:
-    done = subprocess.run([sys.executable, SCRIPT, *wrong], text=True, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(forked(SCRIPT, *wrong), text=True, capture_output=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "error:" in done.stderr

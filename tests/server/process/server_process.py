@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import Any
 
 import headway as hw
 from headway.testing import scripted_engine
+from support.forked import forked
 
 SCRIPT = Path(__file__).with_name("scripted_server.py")
 PATIENCE = 60.0  # seconds until a test gives up; no test asserts times
@@ -189,4 +189,4 @@ def alone(prompt: list[int], count: int) -> list[int]:
 
 
 def command(settings: Mapping[str, Any] | None = None, **engine: Any) -> list[str]:
-    return [sys.executable, str(SCRIPT), json.dumps({"settings": dict(settings or {}), "engine": engine})]
+    return forked(str(SCRIPT), json.dumps({"settings": dict(settings or {}), "engine": engine}))

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from headway.server import logs
 from headway.server.keys import Keys, add_key
 from headway.server.serving import Serving
 from headway.server.settings import ServerSettings
+from support.forked import forked
 
 SECRET = [7, 7, 42, 42, 77]
 SENT = "my secret prompt"
@@ -213,7 +213,7 @@ def test_a_server_is_watched_until_it_ends(locked: tuple[Server, str], monkeypat
 @pytest.mark.slow
 def test_top_shows_a_server_line_by_line(locked: tuple[Server, str]) -> None:
     server, key = locked
-    command = [sys.executable, "-m", "headway.cli.main", "top", "--url", f"http://127.0.0.1:{server.port}"]
+    command = forked("-m", "headway.cli.main", "top", "--url", f"http://127.0.0.1:{server.port}")
     env = os.environ | QUIET | {"HEADWAY_API_KEY": key}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as top:
         assert top.stderr is not None
@@ -229,7 +229,7 @@ def test_top_shows_a_server_line_by_line(locked: tuple[Server, str]) -> None:
 
 
 def headway(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "headway.cli.main", "serve", *arguments]
+    command = forked("-m", "headway.cli.main", "serve", *arguments)
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | QUIET)
 
 

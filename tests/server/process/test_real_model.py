@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,13 +13,15 @@ from typing import Any
 import pytest
 from server_process import Reply, Server, post
 
+from support.forked import forked
+
 ASKED: dict[str, Any] = {"prompt": "Kubernetes pods are scheduled by the", "max_tokens": 24, "temperature": 0}
 JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture
 def server(smollm2_path: Path) -> Iterator[Server]:
-    command = [sys.executable, "-m", "headway.cli.main", "serve", "--model", "smollm2", "--port", "0", "--json"]
+    command = forked("-m", "headway.cli.main", "serve", "--model", "smollm2", "--port", "0", "--json")
     server = Server([*command, "--pages", "512", "--threads", "1", "--limit", "write_timeout=1"]).ready()
     yield server
     server.stop()

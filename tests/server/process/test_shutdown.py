@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,13 +23,14 @@ from headway.runtime.runners.base import SegmentResult
 from headway.server.run import serve
 from headway.server.settings import ServerSettings
 from headway.testing import ScriptedRunner, random_model, scripted_engine
+from support.forked import forked
 from support.live import live
 from support.small import small_folder
 from support.speaker import Speaker
 
 PROMPT = list(range(20, 40))
 DEADLY = [13] * 40
-COMMAND = [sys.executable, "-m", "headway.cli.main", "serve", "--json", "--port", "0"]
+COMMAND = ("-m", "headway.cli.main", "serve", "--json", "--port", "0")
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_server_that_is_told_to_stop_while_it_loads_stops(start: Callable[...,
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_process_with_its_reason(tmp_path: Path) -> None:
-    server = Server([*COMMAND, "--model", str(tmp_path / "nothing")])
+    server = Server(forked(*COMMAND, "--model", str(tmp_path / "nothing")))
     assert server.end() == 2
     assert "nothing" in server.lines[-1]["error"]["message"]
 

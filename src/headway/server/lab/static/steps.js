@@ -102,8 +102,9 @@ const greedy = {
 
 async function showRuns(facts, place) {
   try {
-    facts.runs ??= await Promise.all([facts.source.greedy(facts.prompt, 24), facts.source.greedy(facts.prompt, 24), facts.source.greedy(facts.prompt, 96)]);
-    const [one, two, long] = facts.runs;
+    // The promise is kept, not its value: the steps are drawn again while it is pending.
+    facts.runs ??= Promise.all([facts.source.greedy(facts.prompt, 24), facts.source.greedy(facts.prompt, 24), facts.source.greedy(facts.prompt, 96)]);
+    const [one, two, long] = await facts.runs;
     const marks = repeats(long.tokens);
     fill(place,
       [one, two].map((run, i) => [h("p", { class: "soft small" }, `Run ${i + 1}`), h("div", { class: "run" }, run.text)]),
@@ -112,6 +113,7 @@ async function showRuns(facts, place) {
       h("div", { class: "run" }, long.tokens.map((text, i) => (marks[i] ? h("mark", {}, text) : text))),
       h("p", {}, `${marks.filter(Boolean).length} of ${long.tokens.length} tokens belong to a repeated phrase of four or more tokens.`));
   } catch (error) {
+    facts.runs = undefined;
     fill(place, h("div", { class: "note" }, h("p", {}, error.message)));
   }
 }
