@@ -219,7 +219,7 @@ def test_colours_can_be_chosen_and_stay(lab_server: Live, visit: Callable[..., A
 
 def test_nothing_moves_for_those_who_want_it_so(lab_server: Live, visit: Callable[..., Any]) -> None:
     page = visit(lab_server.url, "/lab/#lab", reduced_motion="reduce").page
-    page.locator(".fill").first.wait_for()
+    page.locator("#distribution .fill").first.wait_for()
     assert page.evaluate("getComputedStyle(document.querySelector('.fill')).transitionDuration") == "0s"
 
 

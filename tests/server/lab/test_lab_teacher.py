@@ -116,6 +116,17 @@ QUESTIONS: list[tuple[str, Callable[[Truth], list[str]]]] = [
     ("What does a repetition penalty do?", lambda t: ["already occurred", "repetition 1, presence 0"]),
     ("How many layers does the model have?", lambda t: ["30 layers, 9 heads", t.model["format"]]),
     ("What is the KV cache?", lambda t: ["1 page of 16 slots"]),
+    ("what's the second most likely token?", lambda t: [f"“ town” {t.best(rank=1)}"]),
+    (
+        "How much probability do the top 3 have?",
+        lambda t: [f"best 3 together have {percent(np.sort(t.at(1))[-3:].sum())}"],
+    ),
+    ("What does the model predict next?", lambda t: [f"“ girl” {t.best()}"]),
+    ("What is the probability of girl at temperature 2?", lambda t: [f"At T = 2 it has {t.best(2)}"]),
+    ("Why is town more likely than boy?", lambda t: [f"{t.best(rank=1)} against {t.best(rank=4)}"]),
+    ("Why not always pick the best token?", lambda t: [f"{percent(1 - t.at(1).max())} of the probability"]),
+    ("How do logits become probabilities?", lambda t: ["the exponential of each", f"is {t.best()}"]),
+    ("How many tokens stay with top-p 95%?", lambda t: [f"top-p = 0.95 keeps {t.reach(0.95)} of"]),
 ]
 
 
@@ -159,7 +170,8 @@ def test_the_models_words_come_below_and_are_marked(lab_server: Live, visit: Cal
     assert "“ girl” 37.3%" in composed.inner_text()
     assert "From this page's numbers and glossary" in composed.inner_text()
     assert "smollm2's words · generated, may be wrong" in generated.inner_text()
-    assert composed.bounding_box()["y"] < generated.bounding_box()["y"]
+    assert 0 <= composed.bounding_box()["y"] < generated.bounding_box()["y"]
+    assert composed.bounding_box()["y"] < page.viewport_size["height"] - 100  # it is in view without scrolling
     system_message = sent.value.post_data_json["messages"][0]["content"]
     assert '" girl" 37' in system_message
     assert "the likeliest tokens are “ girl” 37.3%" in system_message

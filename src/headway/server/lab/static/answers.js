@@ -9,6 +9,8 @@ import { TERMS } from "./words.js";
 
 const MEANING = new Map(TERMS);
 const MOST = 3; // subjects of one answer
+const LIKELY = 300; // tokens that a question may name without quotation marks
+const HEAT = "(?:temperature|\\bt)";
 
 const quoted = (text) => `“${text.replaceAll("\n", "↵")}”`;
 const named = (seen, id) => quoted(seen.text(id));
@@ -35,7 +37,7 @@ function kept(seen, name, value) {
 function heat(seen, question) {
   const { row, params } = seen;
   const best = row.order[0];
-  const asked = numberAfter(question, "(?:temperature|\\bt)", (value) => value > 0 && value <= 100);
+  const asked = numberAfter(question, HEAT, (value) => value > 0 && value <= 100);
   const heats = asked ? [...new Set([asked, 1])] : [0.1, 1, 2];
   const lines = heats.map((T) => {
     const probs = softmax(row.logits, T);
@@ -50,28 +52,34 @@ function zero(seen) {
   return [`At temperature 0 the formula would divide by zero, so the engine does not divide: it takes the token with the highest logit, here ${named(seen, seen.row.order[0])}, every time. That is greedy decoding: the same prompt gives the same text, which is what evaluations need.`];
 }
 
-function whyLikely(seen) {
+function whyLikely(seen, question) {
   const { row } = seen;
-  const [best, second] = row.order;
-  const gap = row.logits[best] - row.logits[second];
+  const [one, two] = tokensIn(question, seen);
+  const best = one ?? row.order[0];
+  const other = two ?? (best === row.order[0] ? row.order[1] : row.order[0]);
+  const gap = row.logits[best] - row.logits[other];
   let mean = 0;
   for (const value of row.logits) mean += value / row.size;
   return [
-    `${named(seen, best)} has the highest logit of all ${whole(row.size)} tokens: ${fixed(row.logits[best])}. The next one, ${named(seen, second)}, has ${fixed(row.logits[second])}, and the average is ${fixed(mean)}.`,
-    `Softmax makes a difference of ${fixed(gap)} a ratio of e^${fixed(gap)} = ${Math.exp(gap).toFixed(2)}: ${percent(row.probs[best])} against ${percent(row.probs[second])}.`,
-    `The logit itself is the model's: what its ${many(seen.source.model.layers, "layer")} made of ${quoted(tailOf(seen))}, compared with the token's own vector. The logit lens shows at which layer the token takes the lead.`,
+    `${named(seen, best)} has ${best === row.order[0] ? `the highest logit of all ${whole(row.size)} tokens:` : "a logit of"} ${fixed(row.logits[best])}. ${named(seen, other)} has ${fixed(row.logits[other])}, and the average is ${fixed(mean)}.`,
+    `Softmax makes a difference of ${fixed(gap)} a ratio of e^${fixed(gap)} = ${Math.exp(gap).toFixed(2)}: ${percent(row.probs[best])} against ${percent(row.probs[other])}.`,
+    `The logits themselves are the model's: what its ${many(seen.source.model.layers, "layer")} made of ${quoted(tailOf(seen))}, compared with each token's own vector. The logit lens shows at which layer the final token takes the lead.`,
   ];
 }
+
+const whyNotBest = (seen) => [`${named(seen, seen.row.order[0])} has ${percent(seen.row.probs[seen.row.order[0]])}, so ${percent(1 - seen.row.probs[seen.row.order[0]])} of the probability is with the others. Always taking the best gives one text per prompt, which often repeats itself; a draw gives the others their share, and top-k or top-p keep it from the unlikely ones.`];
 
 const tailOf = (seen) => {
   const text = seen.trace.texts.join("");
   return text.length > 40 ? `…${text.slice(-40)}` : text;
 };
 
-function likeliest(seen) {
+function likeliest(seen, question) {
   const { row, result } = seen;
-  const top = Array.from(row.order.slice(0, 5));
-  const lines = [`After ${quoted(tailOf(seen))} the likeliest tokens are ${top.map((id) => `${named(seen, id)} ${percent(row.probs[id])}`).join(", ")}. Together they have ${percent(top.reduce((sum, id) => sum + row.probs[id], 0))}.`];
+  const count = numberAfter(question, "(?:top|best|likeliest)", (value) => Number.isInteger(value) && value >= 1 && value <= row.size) ?? 5;
+  const top = Array.from(row.order.slice(0, count));
+  const listed = top.slice(0, 12).map((id) => `${named(seen, id)} ${percent(row.probs[id])}`).join(", ");
+  const lines = [`After ${quoted(tailOf(seen))} the likeliest tokens are ${listed}${count > 12 ? ", …" : ""}. The best ${whole(count)} together have ${percent(top.reduce((sum, id) => sum + row.probs[id], 0))}.`];
   if (changed(seen)) {
     const { ids, probs } = distribution(result);
     const best = ids[probs.reduce((at, p, i) => (p > probs[at] ? i : at), 0)];
@@ -82,28 +90,30 @@ function likeliest(seen) {
 
 const changed = (seen) => seen.bias.size > 0 || Object.keys(OFF).some((name) => seen.params[name] !== OFF[name]);
 
-const COMMON = new Set("a an and are at be best by chance do does first for has have how if in is it last likely logit mean model most next not odds of on or page probability rank sampled second so than that the this to token tokens top was what when which why will with word words".split(" "));
+const COMMON = new Set("a an and answer any are at be become best by chance do does first for has have high higher how i if in is it last layer less low lower made make model more much my likely logit mean most next no not odds of on or page probability rank sampled second so than that the this to token tokens top was what when which why will with word words".split(" "));
 
-/** A token that the question names: in quotation marks, or as a word that is among the likeliest. */
-function tokenIn(question, seen) {
+/** The tokens that a question names: in quotation marks, or as words that are among the likeliest. */
+function tokensIn(question, seen) {
   const same = (text) => (id) => seen.text(id).trim().toLowerCase() === text;
-  const marked = question.match(/["“”'`‘’]\s*([^"“”'`‘’]+?)\s*["“”'`‘’]/);
-  if (marked) return seen.row.order.find(same(marked[1].toLowerCase())) ?? null;
-  const words = question.toLowerCase().match(/[\p{L}\p{N}]+/gu) ?? [];
-  for (const word of words) if (!COMMON.has(word)) {
-    const found = seen.row.order.slice(0, 300).find(same(word));
-    if (found !== undefined) return found;
-  }
-  return null;
+  const marked = [...question.matchAll(/["“”'`‘’]\s*([^"“”'`‘’]+?)\s*["“”'`‘’]/g)].map(([, text]) => seen.row.order.find(same(text.toLowerCase())));
+  const words = (question.toLowerCase().match(/[\p{L}\p{N}]+/gu) ?? []).filter((word) => !COMMON.has(word));
+  const likely = seen.row.order.slice(0, LIKELY);
+  const found = marked.some((id) => id !== undefined) ? marked : words.map((word) => likely.find(same(word)));
+  return [...new Set(found)].filter((id) => id !== undefined);
 }
 
 function oneToken(seen, question) {
   const { row, result } = seen;
-  const id = tokenIn(question, seen);
-  const last = probAt(result.at(-1), id);
-  const lines = [`${named(seen, id)} has a probability of ${percent(row.probs[id])}. It is number ${whole(row.order.indexOf(id) + 1)} of ${whole(row.size)} tokens, with a logit of ${fixed(row.logits[id])}, ${fixed(row.logits[row.order[0]] - row.logits[id])} below the best one.`];
-  if (changed(seen)) lines.push(last > 0 ? `With your sampling parameters it has ${percent(last)}.` : "Your sampling parameters cut it.");
-  return lines;
+  const heat = numberAfter(question, HEAT, (value) => value > 0 && value <= 100);
+  return tokensIn(question, seen).slice(0, 2).flatMap((id) => {
+    const last = probAt(result.at(-1), id);
+    const below = row.logits[row.order[0]] - row.logits[id];
+    return [
+      `${named(seen, id)} has a probability of ${percent(row.probs[id])}. It is number ${whole(row.order.indexOf(id) + 1)} of ${whole(row.size)} tokens, with a logit of ${fixed(row.logits[id])}, ${below > 0 ? `${fixed(below)} below the best one` : "the highest"}.`,
+      ...(heat ? [`At T = ${heat} it has ${percent(softmax(row.logits, heat)[id])}.`] : []),
+      ...(changed(seen) ? [last > 0 ? `With your sampling parameters it has ${percent(last)}.` : "Your sampling parameters cut it."] : []),
+    ];
+  });
 }
 
 function filter(name, label, usual, fits) {
@@ -206,22 +216,23 @@ const SUBJECTS = {
   lens: [/\blens\b|(which|what) layer/, ["Logit lens"], lens, ["logit", "model"]],
   zero: [/(temperature|\bt\b)\s*(=|of|is|to|at)?\s*(0|zero)(?![.\d])|divi\w* by (0|zero)/, ["Temperature"], zero, ["heat", "greedy"]],
   advice: [/\beval|reproduc|determinis|same (text|answer|output)|which (settings|temperature)|\bchat\b|conversation|creativ|recommend|should i (use|set)/, [], advice, ["heat", "greedy", "choosing"]],
-  promptTokens: [/(my|the) prompt.*tokens?|tokens?.*(my|the) prompt/, ["Token"], promptTokens, ["vocabulary", "token", "likeliest"]],
-  oneToken: [/how (likely|probable)|probability|chance|\brank\b|\bodds\b|\blogit of\b/, [], oneToken, ["likeliest", "whyLikely", "logit", "distribution", "token"], (question, seen) => tokenIn(question, seen) !== null],
-  whyLikely: [/\bwhy\b.*(likel|probab|first|best|top\b|high|favou?rite|chosen|win)/, [], whyLikely, ["likeliest", "token", "choosing"]],
-  choosing: [/how.*(chosen|choose|pick|select|decode|sampled?\b|draw)|(?<!greedy )decod|\bsampling\b|become.*token|logits?.*(to|into).*token/, ["Decoding"], choosing, ["likeliest", "logit", "token"]],
-  heat: [/temperature|\bt\s*=/, ["Temperature"], heat],
-  topK: [/top[- ]?k\b/, ["Top-k"], topK, ["likeliest"]],
-  topP: [/top[- ]?p\b|nucleus/, ["Top-p"], topP, ["likeliest"]],
-  minP: [/min[- ]?p\b/, ["Min-p"], minP],
-  typical: [/\btypical/, ["Typical"], typical],
-  tail: [/\btail\b|derail|nonsense|long shots?/, [], tail],
+  promptTokens: [/\bprompt\b/, ["Token"], promptTokens, ["vocabulary", "token", "likeliest"]],
+  oneToken: [/how (likely|probable)|probability|chance|\brank\b|\bodds\b|\blogit of\b/, [], oneToken, ["likeliest", "logit", "distribution", "token", "whyLikely"], (question, seen) => !/\bwhy\b/i.test(question) && tokensIn(question, seen).length > 0],
+  whyNotBest: [/why (not|don.t|shouldn.t|wouldn.t|isn.t).*(best|greed|likeliest|top|first)|not (just|always)|always (take|pick|use)/, ["Greedy"], whyNotBest, ["whyLikely", "greedy", "choosing", "likeliest"]],
+  whyLikely: [/\bwhy\b/, [], whyLikely, ["likeliest", "token", "choosing", "distribution"], (question, seen) => /likel|probab|\b(first|best|top)\b(?![- ][kp]\b)|favou?rite|chosen|win/i.test(question) || tokensIn(question, seen).length > 0],
+  choosing: [/how.*(chosen|choose|pick|select|decode|sampled?\b|draw)|(?<!greedy )decod|(?<!nucleus |top-p |top-k )\bsampling\b|become.*token|logits?.*(to|into).*token/, ["Decoding"], choosing, ["likeliest", "logit", "token"]],
+  heat: [/temperature|(?<!['’])\bt\b/, ["Temperature"], heat],
+  topK: [/top[- ]?k\b/, ["Top-k"], topK, ["likeliest", "vocabulary"]],
+  topP: [/top[- ]?p\b|nucleus/, ["Top-p"], topP, ["likeliest", "vocabulary"]],
+  minP: [/min[- ]?p\b/, ["Min-p"], minP, ["vocabulary"]],
+  typical: [/\btypical/, ["Typical"], typical, ["vocabulary"]],
+  tail: [/\btail\b|derail|nonsense|long shots?|unlikely|improbable|\brare/, [], tail],
   entropy: [/entropy|uncertain|\bsure\b|perplex|confiden/, ["Entropy"], entropy],
-  softmax: [/softmax/, ["Softmax"], softmaxOf],
+  softmax: [/softmax|logits?.*(become|into|to).*probab/, ["Softmax"], softmaxOf, ["distribution"]],
   forwardPass: [/forward pass|come(s)? out/, ["Forward pass"], forwardPass, ["token"]],
   logit: [/\blogits?\b|raw scores?/, ["Logit"], logit],
   greedy: [/greedy|argmax/, ["Greedy", "Argmax"], greedy],
-  likeliest: [/likeliest|most likely|(next|best|top) (token|word)|what comes next/, [], likeliest, ["token"]],
+  likeliest: [/likeliest|most likely|(next|best|top|first) (tokens?|words?|\d+)|top \d+|(come|comes|predicts?) next|predict/, [], likeliest, ["token", "distribution"]],
   vocabulary: [/vocab|how many tokens/, ["Vocabulary"], vocabulary, ["token"]],
   seed: [/\bseed|random/, ["Seed"], seedOf],
   penalties: [/penalt|repetition|presence|frequency|repeat/, ["Penalty"], penalties],
@@ -231,7 +242,7 @@ const SUBJECTS = {
   model: [/(which|what) model|parameters does|how many (layers|heads|parameters)|weights?\b|quanti[sz]/, [], model],
   mask: [/\bmask/, ["Mask"], () => []],
   context: [/\bcontext\b/, ["Context"], () => []],
-  distribution: [/distribution/, ["Distribution"], likeliest],
+  distribution: [/distribution|probabilit/, ["Distribution"], likeliest],
   token: [/what.*\btokens?\b/, ["Token"], promptTokens],
 };
 

@@ -25,7 +25,9 @@ export function teacher(app, onScreen) {
     const known = seen ? answer(question, seen) : [];
     log.hidden = false;
     const asked = h("p", { class: "mine" }, question);
-    log.append(asked, composed(known, generates));
+    const reply = composed(known, generates);
+    log.append(asked, reply);
+    reply.scrollIntoView({ block: "nearest", behavior: "instant" });
     log.scrollTop = asked.offsetTop;
     if (generates) await generate(question, seen, known, asked);
   }
