@@ -6,7 +6,7 @@ import { heated, TOP } from "./facts.js";
 import { entropyOf, OFF, probAt, softmax, stages } from "./sampling.js";
 
 export const HEATS = [0.1, 1, 2];
-export const SHARE = 0.9;
+const SHARE = 0.9;
 
 /** Every logit, and the probabilities of the best. */
 export function logitsFigure({ row, text }) {

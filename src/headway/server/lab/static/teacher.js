@@ -76,7 +76,7 @@ function composed(known, generates) {
 }
 
 /** The system message. */
-export function systemPrompt(source, seen, known = []) {
+function systemPrompt(source, seen, known = []) {
   const lines = [`You are a patient teacher of how language models choose the next token. You are the model ${source.model.name} with ${whole(source.model.vocab_size)} tokens and ${source.model.layers} layers. Answer in at most five short sentences.`];
   if (seen) {
     const top = Array.from(seen.row.order.slice(0, 8), (id) => `${JSON.stringify(source.text(id))} ${percent(seen.row.probs[id])}`);
