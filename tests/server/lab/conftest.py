@@ -6,8 +6,11 @@ HEADWAY_NO_BROWSER=1 says that there is to be none.
 
 from __future__ import annotations
 
+import functools
+import http.server
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +20,7 @@ import pytest
 from lab_serving import lab_live
 
 import headway as hw
+from headway.server.lab.page import STATIC
 from support.live import Live
 
 if TYPE_CHECKING:
@@ -98,3 +102,20 @@ def visit(browser: Browser) -> Iterator[Callable[..., Watched]]:
     for watched, may_refuse in opened:
         assert watched.problems == []
         assert may_refuse or watched.refused == []
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def plain_files() -> Iterator[str]:
+    """The page's files and nothing behind them."""
+    handler = functools.partial(_Quiet, directory=str(STATIC))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()

@@ -93,6 +93,9 @@ def test_lens_and_attention_are_the_oracles(small: tuple[Live, Oracle]) -> None:
     check_close(unpacked(result["logits"]), wanted.logits[-1].numpy())
     for layer, scores in zip(wanted.attention, unpacked(result["attention"]["array"]), strict=True):
         assert np.allclose(scores, layer[:, -1].numpy(), atol=1e-5)
+    matrix = unpacked(traced(server, tokens, attention={"layers": [1], "rows": len(tokens)})["attention"]["array"])
+    assert np.allclose(matrix[0], wanted.attention[1].transpose(0, 1).numpy(), atol=1e-5)
+    assert matrix.shape[:2] == (1, len(tokens))
     for one in result["lens"][:-1]:
         lens = torch.softmax(oracle.unembed(wanted.hidden[one["layer"]][-1]).double(), -1)
         assert np.allclose(one["probs"], lens.sort(descending=True).values[:4].numpy(), atol=1e-5)
@@ -224,6 +227,8 @@ def test_a_measured_pass_says_where_its_time_went_and_leaves_nothing_behind(lab_
         ({"prompt": "a", "lens": {"layers": [31]}}, "lens.layers", "[0, 30]"),
         ({"prompt": "a", "attention": {"layers": [30]}}, "attention.layers", "[0, 29]"),
         ({"prompt": [5] * 8000, "attention": {"layers": [3] * 400}}, "attention.layers", "pass fewer"),
+        ({"prompt": [5, 6], "attention": {"rows": 3}}, "attention.rows", "[1, 2]"),
+        ({"prompt": [5] * 2000, "attention": {"rows": 500}}, "attention.layers", "pass fewer"),
         ({"prompt": "a b c", "mask": {"window": 0}}, "mask", "at least 1"),
         ({"prompt": "a b c", "mask": {"rows": 9}}, "mask.rows", "[1, 3]"),
         ({"prompt": "a b c", "mask": {"runs": [[0, 3]]}}, "mask", "at least 1"),
@@ -300,3 +305,8 @@ def test_what_is_recorded_is_a_real_distribution() -> None:
     assert 1 < -(probs / probs.sum() * np.log(probs / probs.sum())).sum() < math.log(len(logits))
     assert "".join(result["trace"]["texts"]) == result["prompt"] == PROMPT
     assert len(result["greedy"]) == 96
+
+
+def test_the_model_route_has_the_format_of_the_weights_in_memory(lab_server: Live) -> None:
+    result = lab_server.get("/lab/api/model").json
+    assert result["format"] == lab_server.engine.info.format == "int4 in groups of 32, int8 in groups of 32"

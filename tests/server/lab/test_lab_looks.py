@@ -39,6 +39,9 @@ RULES = """() => {
     }
     if (document.querySelectorAll("main h1").length !== 1) wrong.push(["headings", "not one h1"]);
     if (document.documentElement.scrollWidth > innerWidth) wrong.push(["wider than the screen", String(innerWidth)]);
+    for (const e of document.querySelectorAll("main *"))
+        if (["auto", "scroll"].includes(getComputedStyle(e).overflowX) && e.scrollWidth > e.clientWidth + 1
+            && e.tagName !== "TEXTAREA") wrong.push(["scrolls sideways", e.outerHTML.slice(0, 120)]);
     const rgb = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
     const light = (c) => {
         const [r, g, b] = c.map((v) => { v /= 255; return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
@@ -121,9 +124,9 @@ class Tour:
         self.page.click(f"#reveal-{step}")
 
     def other_pages(self) -> None:
-        for view in ("read", "glossary"):
+        for view, sign in (("read", ".figure mark"), ("glossary", "dt")):
             self.page.goto(f"{self.url}/lab/#{view}")
-            self.page.locator("h2, dt").nth(3).wait_for()
+            self.page.locator(sign).first.wait_for()
             self.look(view)
 
     def lab(self) -> None:
@@ -144,7 +147,7 @@ class Tour:
         page.locator(".lens tbody tr").first.wait_for()
         self.look("lens")
         page.click("#tab-attention")
-        page.locator(".heat").wait_for()
+        page.locator(".heat").first.wait_for()
         page.click("#mask-kind-sink")
         page.locator("#mask-result[data-distance]").wait_for()
         self.look("attention")
@@ -216,7 +219,7 @@ def test_colours_can_be_chosen_and_stay(lab_server: Live, visit: Callable[..., A
 
 def test_nothing_moves_for_those_who_want_it_so(lab_server: Live, visit: Callable[..., Any]) -> None:
     page = visit(lab_server.url, "/lab/#lab", reduced_motion="reduce").page
-    page.locator(".fill").first.wait_for()
+    page.locator("#distribution .fill").first.wait_for()
     assert page.evaluate("getComputedStyle(document.querySelector('.fill')).transitionDuration") == "0s"
 
 

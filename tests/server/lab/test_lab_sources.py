@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from lab_serving import lab_live, listening
 
 import headway as hw
 from headway.server.keys import add_key
-from headway.server.lab.page import STATIC
 from headway.testing import random_model
 
 
@@ -105,23 +102,6 @@ def test_a_server_with_keys_gives_the_page_and_nothing_else_without_one(
         assert page.request.post(f"http://127.0.0.1:{port}/lab/").status == 401
 
 
-class _Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *args: Any) -> None:
-        """Say nothing."""
-
-
-@pytest.fixture
-def plain_files() -> Iterator[str]:
-    """The page's files and nothing behind them."""
-    handler = functools.partial(_Quiet, directory=str(STATIC))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
-
-
 def test_without_a_server_the_page_runs_on_a_recording_and_says_so(plain_files: str, visit: Callable[..., Any]) -> None:
     watched = visit(plain_files, "/index.html", may_refuse=True)
     page = watched.page
@@ -136,15 +116,18 @@ def test_without_a_server_the_page_runs_on_a_recording_and_says_so(plain_files: 
     page.click("#commit-greedy")
     page.click("#reveal-greedy")
     page.locator("#answer-greedy mark").first.wait_for()
-    assert page.locator("#teacher-question").is_disabled()
+    page.fill("#teacher-question", "Which token is the likeliest?")
+    page.keyboard.press("Enter")
+    page.locator(".composed", has_text="“ girl” 37.3%").wait_for()
+    assert page.locator(".generated").count() == 0  # there is no model
     page.goto(f"{plain_files}/index.html#lab")
-    page.locator(".bars li", has_text="37.3%").wait_for()
+    page.locator("#distribution .bars li", has_text="37.3%").wait_for()
     page.get_by_role("button", name="Chat: T 0.7, top-p 0.9").click()
     page.locator(".strip", has_text="3 stay").wait_for()
     page.locator("#tab-lens").click()
     page.locator(".lens tbody tr").nth(30).wait_for()
     page.locator("#tab-attention").click()
-    page.locator(".heat").wait_for()
+    page.locator(".heat").first.wait_for()
     page.locator("#mask-kind-window").click()
     page.locator("#mask-result", has_text="no server behind this page").wait_for()
     page.locator("#tab-engine").click()

@@ -81,6 +81,7 @@ async def model(request: Request) -> dict[str, Any]:
         "weight_bytes": facts.weight_bytes,
         "kv_bytes_per_token": facts.kv_bytes_per_token,
         "dtype": facts.dtype,
+        "format": facts.format,
         "device": facts.device,
         "threads": facts.threads,
         "runner": facts.runner,

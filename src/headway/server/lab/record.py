@@ -25,7 +25,18 @@ from headway.server.settings import ServerSettings
 
 PROMPT = "Once upon a time, there was a little"
 GREEDY = 96  # tokens
-NEEDED = ("name", "vocab_size", "layers", "heads", "page_size", "pages", "max_positions", "parameters", "dtype")
+NEEDED = (
+    "name",
+    "vocab_size",
+    "layers",
+    "heads",
+    "page_size",
+    "pages",
+    "max_positions",
+    "parameters",
+    "dtype",
+    "format",
+)
 
 
 def record(model: str = "smollm2") -> dict[str, Any]:
@@ -41,7 +52,10 @@ def record(model: str = "smollm2") -> dict[str, Any]:
     try:
         while "vocab_size" not in (facts := _call(port, "GET", "/lab/api/model")):
             time.sleep(0.2)
-        trace = _call(port, "POST", "/lab/api/trace", prompt=PROMPT, lens={"k": 16}, attention={}, scores=4)
+        count = len(_call(port, "POST", "/lab/api/trace", prompt=PROMPT, logits=False)["tokens"])
+        trace = _call(
+            port, "POST", "/lab/api/trace", prompt=PROMPT, lens={"k": 16}, attention={"rows": count}, scores=4
+        )
         greedy = _call(
             port, "POST", "/v1/completions",
             prompt=PROMPT, max_tokens=GREEDY, temperature=0, repetition_penalty=1, logprobs=0, ignore_eos=True,

@@ -56,9 +56,13 @@ class LensOptions(RequestSchema):
 
 
 class AttentionOptions(RequestSchema):
-    """The attention of the last token to each slot, for each head of these layers. Default: all layers."""
+    """The attention of the last token, or of the last `rows` tokens, to each slot, for each head of these layers.
+
+    Default: all layers.
+    """
 
     layers: Ids | None = None
+    rows: int | None = None
 
 
 class MaskRule(RequestSchema):
@@ -124,7 +128,7 @@ class LensLayer(LabResponse):
 
 
 class AttentionArray(LabResponse):
-    """Attention, [layers, heads, slots]; 0 where masked."""
+    """Attention, [layers, heads, slots], or with `rows` [layers, rows, heads, slots]; 0 where masked."""
 
     layers: list[int]
     array: Base64Array

@@ -32,6 +32,7 @@ from headway.runtime.profile import Sample, measure_bandwidth
 from headway.server.errors import ApiError, bad_request
 from headway.server.lab.schema import (
     AttentionArray,
+    AttentionOptions,
     Base64Array,
     BoundMask,
     LensLayer,
@@ -85,6 +86,7 @@ class TracePlan:
     draws: int
     lens: LogitLens | None
     layers: tuple[int, ...]  # whose attention is read
+    attended: int  # of how many of the last tokens
     scores: int
 
 
@@ -126,7 +128,12 @@ def plan_trace(body: TraceRequest, sequence: TokenSequence, check: RequestChecks
     count, layers = len(sequence.tokens), check.engine.config.layers
     scores = check.in_range("scores", body.scores, 0, min(MAX_ROWS, count) - 1) or 0
     masks = () if body.mask is None else _row_masks(body.mask, count, check)
-    rows = max(1, len(masks), scores + 1)
+    attended = (
+        1
+        if body.attention is None
+        else check.in_range("attention.rows", body.attention.rows, 1, min(MAX_ROWS, count)) or 1
+    )
+    rows = max(1, len(masks), scores + 1, attended)
     open_ = [Brle.ones(count - i) for i in range(rows - 1, len(masks) - 1, -1)]  # rows before the masked ones
     draws = 0 if body.sampling is None else check.in_range("sampling.draws", body.sampling.draws, 0, MAX_DRAWS) or 0
     return TracePlan(
@@ -136,7 +143,8 @@ def plan_trace(body: TraceRequest, sequence: TokenSequence, check: RequestChecks
         sampler=None if body.sampling is None else _sampler(body.sampling, check),
         draws=draws,
         lens=None if body.lens is None else _lens(body.lens.k, body.lens.layers, layers, check),
-        layers=() if body.attention is None else _layers(body.attention.layers, check, count),
+        layers=() if body.attention is None else _layers(body.attention.layers, check, count * attended),
+        attended=attended,
         scores=scores,
     )
 
@@ -237,7 +245,10 @@ class _Handles:
         self._how = plan
         self._logits = forward.probe(-1, Logits())
         self._lens = None if plan.lens is None else forward.probe(-1, plan.lens)
-        self._attention = [forward.probe(-1, AttentionScores(layer)) for layer in plan.layers]
+        self._attention = [
+            [forward.probe(row, AttentionScores(layer)) for row in range(plan.rows - plan.attended, plan.rows)]
+            for layer in plan.layers
+        ]
         self._ranks, self._entropies = [], []
         for i in range(plan.scores):  # the row before each scored token has its probability
             row, token = plan.rows - 1 - plan.scores + i, tokens[len(tokens) - plan.scores + i]
@@ -256,7 +267,7 @@ class _Handles:
             logits=out.logits(self._logits),
             tokens=[] if self._sampling_result is None else out.tokens(self._sampling_result),
             lens=[] if self._lens is None else out.lens(self._lens),
-            attention=[out.attention(handle) for handle in self._attention],
+            attention=[[out.attention(handle) for handle in rows] for rows in self._attention],
             scores=[token_score(rank, entropy) for rank, entropy in zip(ranks, entropies, strict=True)],
             pages=pages,
             sample=sample,
@@ -271,7 +282,7 @@ class _TraceResult:
     logits: np.ndarray
     tokens: list[int]
     lens: list[tuple[np.ndarray, np.ndarray]]
-    attention: list[np.ndarray]
+    attention: list[list[np.ndarray]]  # of each layer, of each row, [H, slots]
     scores: list[TokenScore]
     pages: list[PageInfo]
     sample: Sample | None
@@ -324,7 +335,7 @@ def _response(result: _TraceResult, plan: TracePlan, body: TraceRequest, model: 
         logits=Base64Array.of(result.logits, "float32") if body.logits else None,
         sampling=None if plan.sampler is None else _sampling_result(plan.sampler, plan.sequence, result),
         lens=None if plan.lens is None else _lens_layers(plan.lens, result),
-        attention=_attention(plan.layers, result) if body.attention is not None else None,
+        attention=None if body.attention is None else _attention(body.attention, plan, result),
         mask=None if plan.masks is None else _mask_response(plan.masks, len(tokens), engine.page_size),
         scores=result.scores if body.scores else None,
         time=None if result.sample is None else _timing(result.sample, engine),
@@ -355,9 +366,14 @@ def _lens_layers(lens: LogitLens, result: _TraceResult) -> list[LensLayer]:
     ]
 
 
-def _attention(layers: tuple[int, ...], result: _TraceResult) -> AttentionArray:
-    array = np.stack(result.attention) if layers else np.zeros((0, 0, 0), np.float32)  # [L, H, slots]
-    return AttentionArray(layers=list(layers), array=Base64Array.of(array, "float32"))
+def _attention(options: AttentionOptions, plan: TracePlan, result: _TraceResult) -> AttentionArray:
+    shape = (len(plan.layers), plan.attended, *(result.attention[0][-1].shape if plan.layers else (0, 0)))
+    array = np.zeros(shape, np.float32)  # [L, R, H, slots]; a row ends at its own slot
+    for layer, rows in enumerate(result.attention):
+        for i, row in enumerate(rows):
+            array[layer, i, :, : row.shape[-1]] = row
+    array = array[:, -1] if options.rows is None else array
+    return AttentionArray(layers=list(plan.layers), array=Base64Array.of(np.ascontiguousarray(array), "float32"))
 
 
 def _mask_response(masks: tuple[Brle, ...], count: int, size: int) -> BoundMask:

@@ -1,12 +1,15 @@
-// What the last token attends to, head by head, and a mask editor: which slots a token may see, as runs in both
+// What tokens attend to, head by head, with the sink set apart, and a mask editor: which slots a token may see, as runs in both
 // polarities, which pages attention skips, and the effect on the distribution.
 
 import { unpack } from "./api.js";
-import { bars, tint } from "./charts.js";
-import { announce, chip, fill, h, percent, settled, tokenName, whole } from "./dom.js";
+import { bars, logKey, logTint, withOthers } from "./charts.js";
+import { announce, chip, fill, h, percent, settled, shares, table, tokenName, whole } from "./dom.js";
 import { Row } from "./sampling.js";
 
-const WIDE = 64; // slots to draw
+const QUERIES = 24; // rows of the matrix: the last tokens
+const VALUES = 1_000_000; // attention values in one response
+const LISTED = 12; // slots to list
+const SINK = 0.2; // weight from which the first slot counts as a sink
 const SQUARE = 40; // at most this many tokens to paint every row
 const ROWS = 512;
 
@@ -23,14 +26,16 @@ export function attentionPanel(lab, body) {
 
 // -- attention --------------------------------------------------------------------------------------------------------
 
+/** A layer's attention: `at(head, row)` is a row of weights over the slots; the last row is the last token's. */
 async function scoresOf(lab, now, layer) {
   const known = (now.extra.attention ??= new Map());
   if (!known.has(layer)) {
     const { tokens, prompt_tokens: count, attention } = now.trace;
-    const result = attention ?? (await lab.source.trace({ prompt: tokens.slice(0, count), take: tokens.slice(count), logits: false, attention: { layers: [layer] } })).attention;
-    const [, heads, slots] = result.array.shape;
+    const most = Math.max(1, Math.min(QUERIES, tokens.length, Math.floor(VALUES / (lab.source.model.heads * tokens.length))));
+    const result = attention ?? (await lab.source.trace({ prompt: tokens.slice(0, count), take: tokens.slice(count), logits: false, attention: { layers: [layer], rows: most } })).attention;
+    const [, rows, heads, slots] = result.array.shape;
     const all = unpack(result.array);
-    result.layers.forEach((one, i) => known.set(one, { heads, slots, at: (head) => all.subarray((i * heads + head) * slots, (i * heads + head + 1) * slots) }));
+    result.layers.forEach((one, i) => known.set(one, { heads, rows, slots, at: (head, row = rows - 1) => all.subarray(((i * rows + row) * heads + head) * slots, ((i * rows + row) * heads + head + 1) * slots) }));
   }
   return known.get(layer);
 }
@@ -38,7 +43,8 @@ async function scoresOf(lab, now, layer) {
 async function drawHeads(lab, place) {
   const now = lab.now;
   const { layers, heads } = lab.source.model;
-  const grid = h("div", {});
+  const picture = h("div", { class: "picture" });
+  const rest = h("div", { class: "rest" });
   const pick = (name, label, count) => {
     const shown = h("output", { for: `pick-${name}` }, lab[name]);
     const slider = h("input", { type: "range", id: `pick-${name}`, min: 0, max: count - 1, step: 1, value: lab[name] });
@@ -49,35 +55,71 @@ async function drawHeads(lab, place) {
     try {
       const scores = await scoresOf(lab, now, lab.layer);
       if (now !== lab.now || !place.isConnected) return;
-      const from = Math.max(0, scores.slots - WIDE);
-      const texts = now.trace.texts.slice(from);
-      const mine = Array.from(scores.at(lab.head).subarray(from));
-      const many = texts.length > 20;
-      const lines = texts.map((text, i) => ({ text, value: mine[i], label: percent(mine[i]) }));
-      const half = Math.ceil(lines.length / 2);
-      fill(grid, h("div", { class: many ? "heads stacked" : "heads" }, heat(scores, from, texts, lab.head), h("div", {}, h("h3", {}, `Layer ${lab.layer}, head ${lab.head}`),
-        from > 0 && h("p", { class: "soft small" }, `The last ${WIDE} of ${whole(scores.slots)} slots; those before have ${percent(scores.at(lab.head).subarray(0, from).reduce((a, b) => a + b, 0))}.`),
-        many ? h("div", { class: "two" }, [lines.slice(0, half), lines.slice(half)].map((part) => bars(part, { max: 1, dense: true }))) : bars(lines, { max: 1, dense: texts.length > 12 }))));
+      fill(picture, headMatrix(lab, scores, now.trace.texts));
+      fill(rest, headNumbers(lab, scores, now.trace.texts));
     } catch (error) {
-      if (now === lab.now) fill(grid, h("div", { class: "note" }, h("p", {}, error.message)));
+      if (now === lab.now) fill(picture, h("div", { class: "note" }, h("p", {}, error.message)));
     }
   };
   const again = settled(60, show);
-  fill(place, h("h2", {}, "Attention of the last token"), h("p", { class: "soft" }, "Each head of each layer spreads a weight of 1 over the slots it may see."),
-    h("div", { class: "two" }, pick("layer", "Layer", layers), pick("head", "Head", heads)), grid);
+  fill(place, h("h2", {}, "Attention"), h("p", { class: "soft" }, "Each head of each layer spreads a weight of 100% over the slots that a token may see."),
+    h("div", { class: "attention-view" }, picture, h("div", { class: "pickers" }, pick("layer", "Layer", layers), pick("head", "Head", heads)), rest));
   await show();
 }
 
-/** All heads of a layer: rows are heads, columns are slots. */
-function heat(scores, from, texts, chosen) {
-  const lines = Array.from({ length: scores.heads }, (_, head) => {
-    const row = Array.from(scores.at(head).subarray(from));
-    return h("tr", { class: head === chosen ? "chosen" : "" }, h("th", { scope: "row", class: "num" }, head), row.map((value) => h("td", { style: tint(Math.sqrt(value)), title: percent(value) }, h("span", { class: "unseen" }, percent(value)))));
-  });
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Attention of all heads of this layer" },
-    h("p", { class: "soft small" }, "Rows are heads, columns are slots. Dark is 0, yellow is 1; the numbers of the selected head are next to it."),
-    h("table", { class: "heat" },
-      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "head"), texts.map((text) => h("th", { scope: "col" }, h("span", { class: "slanted" }, chip(text)))))), h("tbody", {}, lines)));
+/** One head of a layer: what each token attends to. */
+function headMatrix(lab, scores, texts) {
+  const first = scores.slots - scores.rows;
+  const rows = Array.from({ length: scores.rows }, (_, i) => ({ name: chip(texts[first + i]), cells: scores.at(lab.head, i), own: first + i }));
+  return [h("h3", {}, `Layer ${lab.layer}, head ${lab.head}`), matrix("Rows are tokens, columns are the slots they attend to.", rows, texts), logKey()];
+}
+
+/** The sink, the last token's weights in this head, and in the other heads. */
+function headNumbers(lab, scores, texts) {
+  const heads = Array.from({ length: scores.heads }, (_, head) => ({ name: head, cells: scores.at(head), own: scores.slots - 1, chosen: head === lab.head }));
+  return [h("p", { id: "sink" }, sinkText(lab, scores, texts[0])),
+    h("div", { class: "two" }, h("div", {}, h("h3", {}, "The last token"), lastRow(Array.from(scores.at(lab.head)), texts)),
+      h("div", {}, h("h3", {}, `The last token, every head of layer ${lab.layer}`), matrix("Rows are heads, columns are slots.", heads, texts)))];
+}
+
+/** The first slot, by its name where it is one. */
+function sinkText(lab, scores, first) {
+  if (scores.slots === 1) return "There is only one slot, and it has all the weight.";
+  const here = scores.at(lab.head)[0];
+  let mean = 0;
+  for (let head = 0; head < scores.heads; head++) mean += scores.at(head)[0] / scores.heads;
+  const figures = `${percent(here)} of the last token's weight in this head, ${percent(mean)} on average over the heads of this layer`;
+  return Math.max(here, mean) >= SINK
+    ? [h("strong", {}, "The sink: "), "the first slot, ", chip(first), `, has ${figures}. Heads leave there what they do not need, whatever its token is, so it is set apart.`]
+    : ["The first slot, ", chip(first), `, often a sink, has ${figures}. It is set apart all the same.`];
+}
+
+/** The last token's weights: the sink by itself, then the others as shares of what is left. */
+function lastRow(weights, texts) {
+  const [sink, ...others] = weights;
+  const left = others.reduce((sum, value) => sum + value, 0);
+  const all = [h("p", { class: "soft small" }, "Of 100%:"), sinkBars(sink, left, texts[0])];
+  if (!others.length || left <= 0) return all;
+  const chosen = new Set(others.map((_, i) => i).sort((a, b) => others[b] - others[a]).slice(0, LISTED));
+  const rows = others.flatMap((value, i) => (chosen.has(i) ? [{ text: texts[i + 1], value: value / left, second: true }] : []));
+  return [...all, h("p", { class: "soft small" }, `The ${percent(left)} beside the sink, as 100%:`), h("div", { class: "beside" }, bars(withOthers(rows, others.length - rows.length), { dense: true }))];
+}
+
+function sinkBars(sink, left, first) {
+  const labels = shares([sink, left]);
+  return h("div", { class: "sink-bars" }, bars([{ text: first, value: sink, label: labels[0] }, { name: "all others", value: left, second: true, label: labels[1] }], { dense: true }));
+}
+
+/** Cells in the colors of a logarithmic scale: [{name, cells, own, chosen?}]. The first slot stands apart. */
+function matrix(about, rows, texts) {
+  const last = texts.length;
+  const from = Math.max(1, last - (document.documentElement.clientWidth < 560 ? 20 : 40));
+  const slots = [0, ...Array.from({ length: last - from }, (_, i) => from + i)];
+  const cell = (row, slot) => (slot > row.own ? h("td", { class: "unreached" }) : h("td", { class: slot === 0 ? "sink" : "", style: logTint(row.cells[slot]), title: percent(row.cells[slot]) }, h("span", { class: "unseen" }, percent(row.cells[slot]))));
+  return [h("p", { class: "soft small" }, about, from > 1 ? ` Slots 1 to ${whole(from - 1)} are not drawn.` : ""),
+    h("table", { class: "heat", "aria-label": about, style: { "max-width": `${6 + 1.9 * slots.length}rem` } },
+      h("thead", {}, h("tr", {}, h("td", {}), slots.map((slot) => h("th", { scope: "col", class: slot === 0 ? "sink" : "" }, h("span", { class: "slanted" }, chip(texts[slot])))))),
+      h("tbody", {}, rows.map((row) => h("tr", { class: row.chosen ? "chosen" : "" }, h("th", { scope: "row", class: "num" }, row.name), slots.map((slot) => cell(row, slot))))))];
 }
 
 // -- the mask ---------------------------------------------------------------------------------------------------------
@@ -206,7 +248,7 @@ function paintGrid(lab, place, cells, count, changed) {
     return box;
   })));
   const single = cells.length === 1;
-  fill(place, h("div", { class: "scroll" }, h("div", { class: `mask-grid ${single ? "single" : ""}`, role: "grid", "aria-label": "Attention mask: rows are tokens, columns are the slots they may attend to" },
+  fill(place, h("div", { class: "mask-wrap", style: { "--count": count } }, h("div", { class: `mask-grid ${single ? "single" : ""}`, role: "grid", "aria-label": "Attention mask: rows are tokens, columns are the slots they may attend to" },
     boxes.map((line, r) => h("div", { class: "mask-row", role: "row" }, h("span", { class: "mask-name", role: "rowheader" }, chip(texts[count - cells.length + r])), line.map((box, c) => (single ? h("span", { class: "labelled", role: "none" }, box, h("span", { class: "mono clip soft", "aria-hidden": "true" }, texts[c])) : box))))),
   h("p", { class: "legend small soft" }, h("i", { class: "cell sees" }), "sees", h("i", { class: "cell" }), "masked")));
 }
@@ -214,9 +256,8 @@ function paintGrid(lab, place, cells, count, changed) {
 function drawRuns(place, cells, count) {
   place.querySelector("#mask-runs")?.remove();
   const first = count - cells.length;
-  const rows = cells.map((row, r) => h("tr", {}, h("th", { scope: "row", class: "num" }, first + r), h("td", { class: "mono" }, `[${rawRuns(row).join(", ")}]`), h("td", { class: "mono" }, `[${runs(row).join(", ")}]`)));
-  place.querySelector("#mask-result").before(h("div", { id: "mask-runs", class: "scroll", tabindex: "0", role: "region", "aria-label": "The mask as runs" }, h("table", {},
-    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Row"), h("th", { scope: "col" }, "Raw runs: 0 = attend, 1 = masked, zeros first"), h("th", { scope: "col" }, "Runs of attend: 1 = attend, zeros first"))), h("tbody", {}, rows))));
+  const rows = cells.map((row, r) => [first + r, h("span", { class: "mono" }, `[${rawRuns(row).join(", ")}]`), h("span", { class: "mono" }, `[${runs(row).join(", ")}]`)]);
+  place.querySelector("#mask-result").before(h("div", { id: "mask-runs" }, table("The mask as runs", ["Row", "Raw runs: 0 = attend, 1 = masked, zeros first", "Runs of attend: 1 = attend, zeros first"], rows)));
 }
 
 async function compare(lab, place) {
@@ -238,8 +279,8 @@ async function compare(lab, place) {
     place.dataset.distance = distance;
     fill(place, h("h3", {}, "Effect on the distribution"),
       h("p", {}, `${percent(distance)} of the probability has moved; the causal distribution is ${surprise.toFixed(3)} nats away (Kullback–Leibler).`),
-      h("div", { class: "two" }, h("div", {}, h("h3", {}, "Causal"), bars(union.map((id) => ({ text: lab.text(id), value: now.row.probs[id] })), { max: 1 })),
-        h("div", {}, h("h3", {}, "With the mask"), bars(union.map((id) => ({ text: lab.text(id), value: masked.probs[id], second: true })), { max: 1 }))),
+      h("div", { class: "two" }, h("div", {}, h("h3", {}, "Causal"), bars(withOthers(union.map((id) => ({ text: lab.text(id), value: now.row.probs[id] })), now.row.size - union.length))),
+        h("div", {}, h("h3", {}, "With the mask"), bars(withOthers(union.map((id) => ({ text: lab.text(id), value: masked.probs[id], second: true })), now.row.size - union.length)))),
       pageStrip(response));
   } catch (error) {
     if (now === lab.now) fill(place, h("div", { class: "note" }, h("p", {}, error.message)));

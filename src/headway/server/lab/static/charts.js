@@ -1,23 +1,48 @@
 // Charts, each with its numbers as text.
 
-import { chip, fixed, h, percent, s, whole } from "./dom.js";
+import { chip, fixed, h, percent, s, shares, whole } from "./dom.js";
 
 /**
- * Bars, one line each: [{text, value, label?, guess?, cut?, second?, onclick?}] with values from 0 to `max`.
- * `cutAfter` draws a line after that many of them.
+ * Bars, one line each, on the one scale of this page, 0 to 100%:
+ * [{text | name, value, label?, guess?, cut?, second?, onclick?}] with values from 0 to 1. `text` is a token's, `name`
+ * is plain. `cutAfter` draws a line after that many of them.
  */
-export function bars(rows, { max = null, cutAfter = null, cutLabel = "", kind = "", dense = false } = {}) {
-  const most = max ?? Math.max(...rows.map((row) => row.value), 1e-300);
-  const items = rows.map((row) => h("li", { class: row.cut ? "cut" : "" },
-    chip(row.text, row.onclick ? { onclick: row.onclick, title: row.title } : {}),
-    h("span", { class: "track", "aria-hidden": "true" },
-      h("span", { class: `fill ${row.cut ? "ghost" : ""} ${row.second ? "second" : kind}`, style: { width: `${Math.min(100, (100 * row.value) / most)}%` } }),
-      row.guess !== undefined && h("span", { class: "guess-mark", style: { left: `${Math.min(100, (100 * row.guess) / most)}%` } })),
+export function bars(rows, { cutAfter = null, cutLabel = "", dense = false } = {}) {
+  const items = rows.map((row) => h("li", { class: row.cut ? "cut" : "" }, barName(row),
+    h("span", { class: "track", "aria-hidden": "true" }, fillOf(row.value, `${row.cut ? "ghost" : ""} ${row.second ? "second" : ""}`), guessMark(row.guess)),
     h("span", { class: "num" }, row.label ?? percent(row.value))));
   if (cutAfter !== null && cutAfter > 0 && cutAfter < rows.length) {
     items.splice(cutAfter, 0, h("li", { class: "cut-line", "aria-hidden": "true" }, h("span", {}, cutLabel)));
   }
-  return h("ul", { class: dense ? "bars dense" : "bars" }, items);
+  return h("ul", { class: dense ? "bars dense" : "bars" }, items, scale());
+}
+
+const barName = (row) => (row.name === undefined ? chip(row.text, row.onclick ? { onclick: row.onclick, title: row.title } : {}) : h("span", { class: "bar-name soft" }, row.name));
+const fillOf = (value, kind) => h("span", { class: `fill ${kind}`, style: { width: `${Math.min(100, 100 * value)}%` } });
+const guessMark = (value) => value !== undefined && h("span", { class: "guess-mark", style: { left: `${Math.min(100, 100 * value)}%` } });
+const ticks = () => h("span", { class: "ticks" }, [0, 25, 50, 75, 100].map((at) => h("i", { style: { left: `${at}%` } }, at === 100 ? "100%" : at)));
+const scale = () => h("li", { class: "scale", "aria-hidden": "true" }, h("span", {}), ticks(), h("span", {}));
+
+/** Rows for `bars`: some tokens of a distribution and all others in one row, so that the labels add up to 100%. */
+export function withOthers(rows, others) {
+  const value = Math.max(0, 1 - rows.reduce((sum, row) => sum + row.value, 0));
+  const all = others > 0 ? [...rows, { name: othersName(others), value, second: rows[0]?.second }] : rows;
+  const labels = shares(all.map((row) => row.value), { rest: others > 0 });
+  return all.map((row, i) => ({ ...row, label: labels[i] }));
+}
+
+export const othersName = (count) => (count === 1 ? "1 other" : `${whole(count)} others`);
+
+/**
+ * Several distributions over the same tokens in one chart, 0 to 100%: rows [{text | name, values, guesses?}] with one
+ * value for each of `series`, which are [short name, name] of the distributions.
+ */
+export function compared(rows, series) {
+  const labels = series.map((_, k) => shares(rows.map((row) => row.values[k]), { rest: rows.at(-1).name !== undefined }));
+  return h("div", { class: "compared" },
+    h("ul", { class: "legend-list" }, series.map(([, name], k) => h("li", {}, h("i", { class: `swatch series-${k}`, "aria-hidden": "true" }), name))),
+    h("ul", { class: "bars" }, rows.map((row, i) => h("li", {}, barName(row), h("span", { class: "group" }, series.map(([short], k) => h("span", { class: "lane" },
+      h("span", { class: "lane-name soft" }, short), h("span", { class: "track", "aria-hidden": "true" }, fillOf(row.values[k], `series-${k}`), guessMark(row.guesses?.[k])), h("span", { class: "num" }, labels[k][i])))))), h("li", { class: "scale", "aria-hidden": "true" }, h("span", {}), h("span", { class: "group" }, h("span", { class: "lane" }, h("span", { class: "lane-name" }), ticks(), h("span", { class: "num" }))))));
 }
 
 /** The available width, so that text in a chart is as large as text around it. */
@@ -100,6 +125,17 @@ export function cumulative(sorted, cut, share, guess = null) {
 /** Samples as small squares; those from the tail are dots of another color. */
 export function dots(flags, label) {
   return h("div", { class: "dots", role: "img", "aria-label": label }, flags.map((tail) => h("i", { class: tail ? "tail" : "" })));
+}
+
+const LEAST = 1e-3; // the dark end of the logarithmic scale
+
+/** A color for a share on a logarithmic scale: 0.1% and less is dark, 100% is yellow. */
+export const logTint = (share) => tint(share <= LEAST ? 0 : 1 - Math.log10(share) / Math.log10(LEAST));
+
+/** The key to `logTint`. */
+export function logKey() {
+  const steps = [0.001, 0.01, 0.1, 1];
+  return h("div", { class: "log-key" }, h("span", { class: "soft small" }, "logarithmic:"), steps.map((share) => h("span", { class: "num", style: logTint(share) }, share === LEAST ? "≤ 0.1%" : `${100 * share}%`)));
 }
 
 /** A color for a number from 0 to 1, dark blue to yellow. Callers also show the number as text. */

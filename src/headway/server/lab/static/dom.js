@@ -67,6 +67,18 @@ export function chip(text, attributes = {}, ...more) {
     h("span", { class: "chip-text" }, tokenText(text)), ...more);
 }
 
+/**
+ * A table: columns are titles, or [title, "num"]; rows are lists of cells, or {class, cells}. On a narrow screen each
+ * row is a block in which every cell has its column's title, so nothing scrolls sideways.
+ */
+export function table(label, columns, rows, { class: kind = "" } = {}) {
+  const titles = columns.map((column) => (Array.isArray(column) ? column : [column, ""]));
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, h("table", { class: `stack ${kind}`, role: "table" },
+    h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, titles.map(([title, number]) => h("th", { scope: "col", role: "columnheader", class: number }, title)))),
+    h("tbody", { role: "rowgroup" }, rows.map((row) => h("tr", { role: "row", class: row.class ?? "" }, (row.cells ?? row).map((cell, i) =>
+      h("td", { role: "cell", class: titles[i][1], "data-title": titles[i][0] }, h("div", {}, cell))))))));
+}
+
 /** A count and its noun: 1 page, 2 pages. */
 export const many = (n, noun, plural = `${noun}s`) => `${whole(n)} ${n === 1 ? noun : plural}`;
 
@@ -84,8 +96,29 @@ export function percent(p) {
   return `${v.toExponential(1)}%`;
 }
 
-/** The same, shorter. */
-export const brief = (p) => (p > 0 && p < 1e-4 ? "< 0.01%" : percent(p));
+/**
+ * Parts of a whole as percentages with one decimal that add up to exactly 100%; what rounds to nothing is "< 0.1%".
+ * With `rest` the last part is everything else and takes the rounding errors; without, the largest remainders do.
+ */
+export function shares(values, { rest = false } = {}) {
+  const units = tenths(values, rest);
+  return units.map((unit, i) => (unit === 0 && values[i] > 0 ? "< 0.1%" : `${(unit / 10).toFixed(1)}%`));
+}
+
+/** The same as integers, in tenths of a percent. */
+export function tenths(values, rest = false) {
+  const exact = values.map((value) => value * 1000);
+  const goal = Math.round(exact.reduce((sum, value) => sum + value, 0));
+  const total = (units) => units.reduce((sum, unit) => sum + unit, 0);
+  if (rest) {
+    const first = exact.slice(0, -1).map(Math.round);
+    if (goal >= total(first)) return [...first, goal - total(first)];
+  }
+  const units = exact.map(Math.floor);
+  const order = exact.map((_, i) => i).sort((a, b) => exact[b] - units[b] - (exact[a] - units[a]));
+  for (const i of order.slice(0, goal - total(units))) units[i]++;
+  return units;
+}
 
 /** A percentage that may exceed 100%. */
 export const ratio = (x) => `${(100 * x).toFixed(x < 0.1 ? 1 : 0)}%`;

@@ -1,8 +1,8 @@
 // Inside the engine, live: the state of every page, where the time of a pass goes, and the latest steps.
 
 import { ask } from "./api.js";
-import { bars } from "./charts.js";
-import { bytes, fill, h, many, percent, ratio, s, seconds, whole } from "./dom.js";
+import { bars, withOthers } from "./charts.js";
+import { bytes, fill, h, many, ratio, s, seconds, table, whole } from "./dom.js";
 
 const POLL_INTERVAL = 700; // milliseconds
 const STEPS = 60;
@@ -95,9 +95,9 @@ async function measure(lab, place) {
     const moved = phases.reduce((sum, phase) => sum + phase.bytes, 0);
     fill(place, h("h2", {}, "Time of one pass"),
       h("p", {}, `${seconds(all)} in phases for ${response.time.tokens} ${response.time.tokens === 1 ? "token" : "tokens"}; ${bytes(moved)} moved, ${bytes(moved / all)}/s, which is ${ratio(moved / all / limit)} of the ${bytes(limit)}/s memory bandwidth measured with a plain sum.`),
-      bars(phases.map((phase) => ({ text: phase.name, value: phase.seconds / all, label: `${seconds(phase.seconds)} · ${percent(phase.seconds / all)}` })), { max: 1 }),
-      h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Phases of the pass" }, h("table", {}, h("thead", {}, h("tr", {}, ["Phase", "Time", "Bytes", "Bandwidth", "Of the limit"].map((text, i) => h("th", { scope: "col", class: i ? "num" : "" }, text)))),
-        h("tbody", {}, phases.map((phase) => h("tr", {}, h("td", {}, phase.name), h("td", { class: "num" }, seconds(phase.seconds)), h("td", { class: "num" }, bytes(phase.bytes)), h("td", { class: "num" }, `${bytes(phase.bytes / phase.seconds)}/s`), h("td", { class: "num" }, ratio(phase.bytes / phase.seconds / limit))))))),
+      bars(withOthers(phases.map((phase) => ({ name: phase.name, value: phase.seconds / all })), 0)),
+      table("Phases of the pass", ["Phase", ...["Time", "Bytes", "Bandwidth", "Of the limit"].map((text) => [text, "num"])],
+        phases.map((phase) => [phase.name, seconds(phase.seconds), bytes(phase.bytes), `${bytes(phase.bytes / phase.seconds)}/s`, ratio(phase.bytes / phase.seconds / limit)])),
       h("p", { class: "soft small" }, `Pages: ${response.stats.pages}, from the prefix cache: ${response.stats.cache_hits}; passes in the step: ${response.stats.batch_size}.`),
       h("button", { type: "button", id: "measure", onclick: () => measure(lab, place) }, "Measure again"));
   } catch (error) {

@@ -1,7 +1,7 @@
 // Exports what is on the page: everything as JSON, the distribution as an image.
 
 import { fixed, percent, whole } from "./dom.js";
-import { distribution, probAt } from "./sampling.js";
+import { distribution, entropyOf, probAt } from "./sampling.js";
 
 /** Everything, including the logits. */
 export function exportJson(lab) {
@@ -11,7 +11,7 @@ export function exportJson(lab) {
   const data = {
     made_by: "Headway Lab", link: lab.address, model: lab.source.model.name, recorded: !lab.source.isLive,
     prompt: lab.state.prompt, tokens: trace.tokens, texts: trace.texts, params: lab.state.params, seed: lab.state.seed,
-    bias: Object.fromEntries(lab.state.bias), mask: lab.state.mask, tree: lab.state.tree, at: lab.state.at, entropy: row.entropy,
+    bias: Object.fromEntries(lab.state.bias), mask: lab.state.mask, tree: lab.state.tree, at: lab.state.at, entropy: { model: row.entropy, final: entropyOf(probs) },
     stages: result.map(({ name, ids: kept, kept: share }) => ({ name, tokens: kept.length, share })),
     top: Array.from(row.order.slice(0, 64), (id) => ({ id, text: lab.text(id), logit: row.logits[id], model: row.probs[id], final: probAt(result.at(-1), id) })),
     final: ids.length <= 4096 ? { ids: Array.from(ids), probs: Array.from(probs) } : null,
@@ -42,14 +42,13 @@ export function exportPng(lab) {
   write(`${prompt.length > 90 ? "…" : ""}${prompt.slice(-90).replaceAll("\n", "↵")}`, 40, 56, { font: "600 24px Georgia, serif", most: width - 80 });
   const k = lab.state.params;
   write(`${lab.source.model.name} · T ${k.temperature} · top-k ${k.top_k || "off"} · top-p ${k.top_p < 1 ? k.top_p : "off"} · min-p ${k.min_p || "off"} · typical ${k.typical_p < 1 ? k.typical_p : "off"} · seed ${lab.state.seed}`, 40, 88, { ink: "--soft", most: width - 80 });
-  write(`${whole(last.ids.length)} of ${whole(row.size)} tokens stay · entropy of the model ${fixed(row.entropy)} nats`, 40, 114, { ink: "--soft", most: width - 80 });
-  const most = Math.max(...top.map((id) => probAt(last, id)), 1e-12);
+  write(`${whole(last.ids.length)} of ${whole(row.size)} tokens stay · entropy ${fixed(entropyOf(distribution(result).probs))} nats · bars from 0 to 100%`, 40, 114, { ink: "--soft", most: width - 80 });
   top.forEach((id, i) => {
     const y = 150 + i * 34;
     const p = probAt(last, id);
     write(JSON.stringify(lab.text(id)).slice(1, -1).replaceAll(" ", "·").slice(0, 18), 230, y + 16, { font: "16px monospace", align: "right", most: 185, ink: p > 0 ? "--ink" : "--soft" });
     pen.fillStyle = color("--bar");
-    pen.fillRect(245, y, Math.max(1, 590 * (p / most)), 22);
+    pen.fillRect(245, y, Math.max(1, 590 * p), 22);
     write(p > 0 ? percent(p) : "cut", width - 40, y + 16, { font: "16px monospace", align: "right" });
   });
   canvas.toBlob((blob) => save(blob, "headway-lab.png"));

@@ -153,6 +153,13 @@ export class LabView {
 
   text(id) { return this.source.text(id); }
 
+  /** What the teacher sees: the distribution, and what the sampling parameters make of it. */
+  get screen() {
+    if (!this.now) return null;
+    const { params, bias, seed } = this.state;
+    return { ...this.now, source: this.source, past: this.past, params, bias, seed, result: this.stages, text: (id) => this.text(id) };
+  }
+
   // -- changing ---------------------------------------------------------------------------------------------------------
 
   /** Add a token: go to its node, which is created if it does not exist. */
@@ -208,7 +215,7 @@ export class LabView {
             h("button", { type: "button", class: "quiet small", onclick: () => this.now && exportPng(this) }, "PNG"))),
         this.message, this.crumbs),
       this.tabs(), this.body,
-      teacher(this.app, () => this.now && { trace: this.now.trace, row: this.now.row, params: this.state.params })));
+      teacher(this.app, () => this.screen)));
   }
 
   run(event) {
@@ -294,7 +301,6 @@ function fresh() {
 function facts(source) {
   const { model } = source;
   const parts = [model.name, `${whole(model.vocab_size)} tokens`, `${model.layers} layers`, `${model.heads} heads`, `${(model.parameters / 1e6).toFixed(0)} M parameters`];
-  if (source.isLive) parts.push(`${model.dtype} on ${model.device}`);
-  else parts.push("recorded");
+  parts.push(`weights ${model.format}`, source.isLive ? `computed in ${model.dtype} on ${model.device}` : "recorded");
   return parts.join(" · ");
 }

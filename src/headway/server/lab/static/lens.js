@@ -1,7 +1,7 @@
 // The logit lens: which token would the model predict if it ended at each layer?
 
 import { bars } from "./charts.js";
-import { chip, fill, h, percent } from "./dom.js";
+import { chip, fill, h, percent, table } from "./dom.js";
 
 const DEPTH = 64; // likeliest tokens of each layer in which to look for the final token
 const COLUMNS = 5;
@@ -10,7 +10,7 @@ export function lensPanel(lab, body) {
   const now = lab.now;
   fill(body, h("p", { class: "soft", role: "status" }, "Reading every layer …"));
   load(lab, now).then((layers) => {
-    if (now === lab.now && lab.main && lab.state.tab === "lens") fill(body, table(lab, layers));
+    if (now === lab.now && lab.main && lab.state.tab === "lens") fill(body, view(lab, layers));
   }).catch((error) => {
     if (now === lab.now && lab.main) fill(body, h("div", { class: "note" }, h("p", {}, error.message)));
   });
@@ -25,7 +25,7 @@ async function load(lab, now) {
   return now.extra.lens;
 }
 
-function table(lab, layers) {
+function view(lab, layers) {
   const answer = layers.at(-1).ids[0];
   const rank = (layer) => layer.ids.indexOf(answer) + 1;
   let wins = layers.length - 1;
@@ -37,11 +37,10 @@ function table(lab, layers) {
     bars(layers.map((layer, i) => {
       const place = rank(layer);
       return { text: layer.layer === 0 ? "emb" : `L${layer.layer}`, value: place ? layer.probs[place - 1] : 0, second: i >= wins, label: place ? `${percent(layer.probs[place - 1])} · #${place}` : `> #${layer.ids.length}` };
-    }), { max: 1, dense: true }),
+    }), { dense: true }),
     h("p", { class: "soft small" }, "Each bar: the probability of that token if the model ended at this layer, and its rank there. Orange from the layer where it leads.")),
   h("details", { class: "panel", open: true }, h("summary", {}, h("h2", {}, "Layer by layer")),
-    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "The likeliest tokens of each layer" }, h("table", { class: "lens" },
-      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Layer"), Array.from({ length: COLUMNS }, (_, i) => h("th", { scope: "col" }, `#${i + 1}`)))),
-      h("tbody", {}, [...layers].reverse().map((layer) => h("tr", {}, h("th", { scope: "row", class: "num" }, layer.layer === 0 ? "embedding" : layer.layer),
-        layer.ids.slice(0, COLUMNS).map((id, i) => h("td", { class: id === answer ? "answer-cell" : "" }, chip(lab.text(id)), " ", h("span", { class: "num soft small" }, percent(layer.probs[i])))))))))));
+    table("The likeliest tokens of each layer", ["Layer", ...Array.from({ length: COLUMNS }, (_, i) => `#${i + 1}`)], [...layers].reverse().map((layer) => [
+      layer.layer === 0 ? "embedding" : layer.layer,
+      ...layer.ids.slice(0, COLUMNS).map((id, i) => h("span", { class: id === answer ? "answer-cell" : "" }, chip(lab.text(id)), " ", h("span", { class: "num soft small" }, percent(layer.probs[i]))))]), { class: "lens" })));
 }

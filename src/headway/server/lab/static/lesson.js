@@ -1,11 +1,10 @@
 // The lesson: one guess at a time. A step asks a question, and shows the answer only after a guess was committed.
 
-import { unpack } from "./api.js";
-import { announce, fill, h } from "./dom.js";
-import { history, Row } from "./sampling.js";
+import { announce, fill, h, table } from "./dom.js";
+import { lessonFacts, lessonScreen } from "./facts.js";
 import { STEPS } from "./steps.js";
 import { teacher } from "./teacher.js";
-import { analogies, COLLEAGUE, LESSON_PROMPT, modes, RECALL } from "./words.js";
+import { analogies, COLLEAGUE, modes, RECALL } from "./words.js";
 
 const STORE = "headway-lesson-1";
 const RECALL_AFTER = { greedy: "pass", cut: "params" };
@@ -15,6 +14,7 @@ export class LessonView {
     this.app = app;
     this.source = null;
     this.facts = null; // the data for the answers
+    this.main = null; // where it is drawn, while it is
     this.state = load();
   }
 
@@ -28,19 +28,21 @@ export class LessonView {
     else this.fetch();
   }
 
+  leave() {
+    this.main = null;
+  }
+
   async fetch() {
     const source = this.source;
     fill(this.main, this.head(), h("p", { class: "lesson soft", role: "status" }, "Running one forward pass …"));
     try {
-      const prompt = source.model.has_tokenizer ? LESSON_PROMPT : [1, 2, 3, 4, 5];
-      const trace = await source.trace({ prompt });
+      const facts = await lessonFacts(source);
       if (source !== this.source) return;
-      const row = new Row(unpack(trace.logits));
-      this.facts = { source, trace, prompt, row, past: history(trace.tokens, []), text: (id) => source.text(id), runs: null };
-      this.draw();
+      this.facts = facts;
+      if (this.main) this.draw();
     } catch (error) {
       this.app.trouble(error);
-      if (this.main.isConnected && source === this.source && !this.facts) {
+      if (this.main && source === this.source && !this.facts) {
         fill(this.main, this.head(), h("div", { class: "lesson" }, h("div", { class: "note", role: "alert" }, h("p", {}, error.message)),
           h("button", { type: "button", class: "main", onclick: () => this.fetch() }, "Try again")));
       }
@@ -72,10 +74,11 @@ export class LessonView {
     STEPS.forEach((step, i) => {
       const mine = (this.state[step.id] ??= { guess: {}, committed: false, revealed: false });
       parts.push(open ? this.card(step, i, mine) : lockedCard(step, i));
+      if (open && mine.revealed && step.id === "output") parts.push(h("section", { class: "step" }, h("h2", {}, "In the kitchen, in the engine"), analogies()));
       if (open && mine.revealed && RECALL_AFTER[step.id]) parts.push(recall(...RECALL[RECALL_AFTER[step.id]]));
       open = open && mine.revealed;
     });
-    if (open) parts.push(this.score());
+    if (open) parts.push(this.score(), colleague(this.state));
     fill(this.steps, parts);
   }
 
@@ -116,9 +119,8 @@ export class LessonView {
       h("h2", { id: "score-title" }, "Your score"),
       h("div", { class: "score" }, h("p", {}, h("b", { id: "score" }, `${total}`), ` of ${STEPS.length * 100} points`),
         h("button", { type: "button", onclick: () => this.again() }, "Start over")),
-      h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Points by step" }, h("table", {},
-        h("thead", {}, h("tr", {}, ["Step", "You said", "It is", "Points"].map((text, i) => h("th", { scope: "col", class: i === 3 ? "num" : "" }, text)))),
-        h("tbody", {}, rows.map(({ step, points }, i) => h("tr", {}, h("td", {}, `${i + 1} · ${step.title}`), h("td", {}, step.guessText(this.facts, this.state[step.id].guess)), h("td", {}, step.truth(this.facts)), h("td", { class: "num" }, points)))))));
+      table("Points by step", ["Step", "You said", "It is", ["Points", "num"]],
+        rows.map(({ step, points }, i) => [`${i + 1} · ${step.title}`, step.guessText(this.facts, this.state[step.id].guess), step.truth(this.facts), points])));
   }
 
   again() {
@@ -130,12 +132,11 @@ export class LessonView {
   }
 
   tail() {
-    return h("div", { class: "lesson" }, colleague(this.state),
-      h("section", { class: "step" }, h("h2", {}, "In the kitchen, in the engine"), analogies()),
+    return h("div", { class: "lesson" },
       h("section", { class: "step panel" }, h("h2", {}, "On your machine, live"),
         h("p", {}, "Temperature 0 for evaluations: the same prompt, the same answer. Around 0.7 with top-p 0.9 for conversation. Your Lab has every sampling parameter on any prompt, and a view inside the pass."),
         h("p", {}, h("a", { class: "button main", href: "#lab" }, "Open your Lab"))),
-      teacher(this.app, () => this.facts && { trace: this.facts.trace, row: this.facts.row }));
+      teacher(this.app, () => this.facts && lessonScreen(this.facts)));
   }
 }
 

@@ -4,7 +4,8 @@ import { connect, Failure, recording, setKey, ask } from "./api.js";
 import { announce, fill, h } from "./dom.js";
 import { LabView } from "./lab.js";
 import { LessonView } from "./lesson.js";
-import { glossary, reading } from "./words.js";
+import { reading } from "./reading.js";
+import { glossary } from "./words.js";
 
 const POLL_INTERVAL = 5000; // milliseconds between checks of the server
 const RETRY_INTERVAL = 1500;
@@ -139,10 +140,10 @@ function show() {
   const main = document.getElementById("main");
   const moved = shown !== null && shown !== page;
   shown = page;
-  views.lab.leave();
+  for (const view of Object.values(views)) view.leave();
   if (page === "lab") views.lab.enter(main, new URLSearchParams(query));
   else if (page === "glossary") fill(main, glossary());
-  else if (page === "read") fill(main, reading(app.source));
+  else if (page === "read") fill(main, reading(app));
   else views.lesson.enter(main);
   for (const link of document.querySelectorAll(".top nav a")) {
     const to = link.getAttribute("href").slice(1);

@@ -2,9 +2,9 @@
 // numbers are computed here in float64 for the whole vocabulary, and compared with the engine's own `Sampling`.
 
 import { unpack } from "./api.js";
-import { bars } from "./charts.js";
-import { chip, fill, fixed, freshId, h, percent, settled, whole } from "./dom.js";
-import { distribution, draw, OFF, probAt, Row, stages } from "./sampling.js";
+import { bars, othersName, withOthers } from "./charts.js";
+import { chip, fill, fixed, freshId, h, percent, settled, shares, table, whole } from "./dom.js";
+import { distribution, draw, entropyOf, OFF, probAt, Row, stages } from "./sampling.js";
 
 const PARAMS = [
   ["temperature", "Temperature", 0, 2, 0.01, "0 is greedy"], ["top_k", "Top-k", 0, 200, 1, "0 is off"], ["top_p", "Top-p", 0.01, 1, 0.01, "1 is off"],
@@ -16,10 +16,12 @@ const PRESETS = [
 ];
 const STAGES = [["penalties", "Bias & penalties"], ["temperature", "Temperature"], ["top_k", "Top-k"], ["top_p", "Top-p"], ["min_p", "Min-p"], ["typical_p", "Typical"]];
 const SHOWN = 12;
+const PEEK = 4;
 const DRAWS = 200;
 
 export function nextPanel(lab, body) {
-  const numbers = h("div", { class: "numbers" });
+  const numbers = h("div", { class: "numbers" }); // the chart: beside the sliders, so that it is in view while one moves
+  const below = h("div", { class: "below" });
   const peek = h("div", { class: "peek", "aria-hidden": "true" });
   const check = h("div", { class: "check", id: "engine-check", role: "status" });
   let more = false;
@@ -33,30 +35,46 @@ export function nextPanel(lab, body) {
     const { row, trace } = lab.now;
     const ranked = row.scored(lab.state.params, lab.past, lab.state.bias).order;
     const top = Array.from(ranked.slice(0, more ? 40 : SHOWN));
-    const kept = top.filter((id) => probAt(last, id) > 0).length;
-    const hot = result[1];
-    fill(peek, top.slice(0, 3).map((id) => h("span", {}, chip(lab.text(id)), " ", h("span", { class: "num" }, percent(probAt(last, id))))), h("span", { class: "soft" }, `${whole(last.ids.length)} stay`));
-    fill(numbers, strip(lab, result), check,
-      h("div", { class: "panel" },
-        h("div", { class: "spread" }, h("h2", {}, "Next token"), h("span", { class: "soft small" }, `entropy ${row.entropy.toFixed(3)} nats`)),
-        h("p", { class: "soft small" }, "Press a token to add it. Bars show the final probability; striped ones were cut, and show what it was."),
-        bars(top.map((id) => {
-          const p = probAt(last, id);
-          return { text: lab.text(id), value: p || probAt(hot, id), cut: p === 0, label: p === 0 ? `cut (${percent(probAt(hot, id))})` : percent(p), onclick: () => lab.take(id), title: `token ${id}` };
-        }), { cutAfter: last.ids.length < row.size ? kept : null, cutLabel: `cut: ${whole(last.ids.length)} stay` }),
-        h("div", { class: "row" },
-          h("button", { type: "button", id: "more", class: "quiet small", onclick: () => { more = !more; renumber(); } }, more ? "Fewer" : "More tokens"),
-          h("button", { type: "button", id: "draw-take", class: "small", onclick: () => lab.take(draw(result, lab.state.seed, trace.position)[0]) }, "Sample one and add it"),
-          h("button", { type: "button", id: "draw-many", class: "small", onclick: () => { drawn = DRAWS; renumber(); } }, `${DRAWS} draws`)),
-        drawn && draws(lab, result, drawn)),
-      stageTable(lab, result, top.slice(0, SHOWN), open, (now) => { open = now; }));
+    const best = top.filter((id) => probAt(last, id) > 0).slice(0, PEEK);
+    const lines = nextRows(lab, result, top);
+    fill(peek, bars(withOthers(best.map((id) => ({ text: lab.text(id), value: probAt(last, id) })), last.ids.length - best.length), { dense: true }));
+    fill(numbers, h("div", { class: "panel", id: "distribution" },
+      h("div", { class: "spread" }, h("h2", {}, "Next token"), entropyText(lab, result)),
+      h("p", { class: "soft small" }, "Press a token to add it. Bars show the final probability; striped ones were cut, and show what it was."),
+      bars(lines, { cutAfter: lines.filter(({ cut }) => !cut).length, cutLabel: `cut: ${whole(last.ids.length)} stay` }),
+      h("div", { class: "row" },
+        h("button", { type: "button", id: "more", class: "quiet small", onclick: () => { more = !more; renumber(); } }, more ? "Fewer" : "More tokens"),
+        h("button", { type: "button", id: "draw-take", class: "small", onclick: () => lab.take(draw(result, lab.state.seed, trace.position)[0]) }, "Sample one and add it"),
+        h("button", { type: "button", id: "draw-many", class: "small", onclick: () => { drawn = DRAWS; renumber(); } }, `${DRAWS} draws`)),
+      drawn && draws(lab, result, drawn)));
+    fill(below, strip(lab, result), check, stageTable(lab, result, top.slice(0, SHOWN), open, (now) => { open = now; }));
     check.textContent = lab.source.isLive ? "Comparing with the engine …" : "Recorded: there is no engine to compare with.";
     if (lab.source.isLive) compare();
   }
 
-  fill(body, h("div", { class: "next" }, peek, h("div", { class: "side" }, params(lab, renumber)), numbers));
+  fill(body, h("div", { class: "next" }, h("div", { class: "sliders-and-chart" }, h("div", { class: "side" }, peek, params(lab, renumber)), numbers), below));
   renumber();
   return { numbers: renumber };
+}
+
+/** The entropy of the bars: of the final distribution, and of the model's own where they differ. */
+function entropyText(lab, result) {
+  const shown = entropyOf(distribution(result).probs);
+  const model = lab.now.row.entropy;
+  return h("span", { class: "soft small", id: "entropy" }, `entropy ${shown.toFixed(3)} nats`, Math.abs(shown - model) > 5e-4 ? ` · the model's own ${model.toFixed(3)}` : "");
+}
+
+/** Bars of the final distribution: kept tokens and all other kept ones add up to 100%; cut tokens show what they had. */
+function nextRows(lab, result, top) {
+  const [last, hot] = [result.at(-1), result[1]];
+  const inside = top.filter((id) => probAt(last, id) > 0);
+  const others = last.ids.length - inside.length;
+  const rest = Math.max(0, 1 - inside.reduce((sum, id) => sum + probAt(last, id), 0));
+  const labels = shares([...inside.map((id) => probAt(last, id)), ...(others ? [rest] : [])], { rest: others > 0 });
+  const taking = (id) => ({ text: lab.text(id), onclick: () => lab.take(id), title: `token ${id}` });
+  const kept = inside.map((id, i) => ({ ...taking(id), value: probAt(last, id), label: labels[i] }));
+  const cut = top.filter((id) => probAt(last, id) === 0).map((id) => ({ ...taking(id), value: probAt(hot, id), cut: true, label: `cut (${percent(probAt(hot, id))})` }));
+  return [...kept, ...(others ? [{ name: othersName(others), value: rest, label: labels.at(-1) }] : []), ...cut];
 }
 
 function params(lab, redraw) {
@@ -140,12 +158,11 @@ function strip(lab, result) {
 function stageTable(lab, result, top, open, opened) {
   const { row } = lab.now;
   const { scores } = row.scored(lab.state.params, lab.past, lab.state.bias);
-  const cell = (p) => h("td", { class: "num" }, p > 0 ? percent(p) : h("span", { class: "soft" }, "cut"));
+  const cell = (p) => (p > 0 ? percent(p) : h("span", { class: "soft" }, "cut"));
+  const titles = ["Token", ...["Logit", "After bias & penalties", "Temperature", "Top-k", "Top-p", "Min-p", "Typical"].map((text) => [text, "num"])];
   return h("details", { class: "panel", open, ontoggle: (event) => opened(event.target.open) }, h("summary", { id: "stages-summary" }, h("h2", {}, "Every stage, token by token")),
-    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Every stage, token by token" }, h("table", { class: "stages" },
-      h("thead", {}, h("tr", {}, ["Token", "Logit", "After bias & penalties", "Temperature", "Top-k", "Top-p", "Min-p", "Typical"].map((text, i) => h("th", { scope: "col", class: i ? "num" : "" }, text)))),
-      h("tbody", {}, top.map((id) => h("tr", {}, h("td", {}, chip(lab.text(id)), " ", h("span", { class: "soft small num" }, id)),
-        h("td", { class: "num" }, fixed(row.logits[id], 3)), h("td", { class: "num" }, fixed(scores[id], 3)), result.slice(1).map((stage) => cell(probAt(stage, id)))))))));
+    table("Every stage, token by token", titles, top.map((id) => [
+      [chip(lab.text(id)), " ", h("span", { class: "soft small num" }, id)], fixed(row.logits[id], 3), fixed(scores[id], 3), ...result.slice(1).map((stage) => cell(probAt(stage, id)))]), { class: "stages" }));
 }
 
 function draws(lab, result, count) {
@@ -153,9 +170,11 @@ function draws(lab, result, count) {
   const counts = new Map();
   for (const id of tokens) counts.set(id, (counts.get(id) ?? 0) + 1);
   const rows = [...counts].sort((a, b) => b[1] - a[1] || a[0] - b[0]);
-  return h("div", { id: "draws" }, h("h3", {}, `${count} draws: ${whole(counts.size)} different tokens`),
-    bars(rows.slice(0, 12).map(([id, n]) => ({ text: lab.text(id), value: n / count, second: true, label: `${n}× · expected ${(count * probAt(result.at(-1), id)).toFixed(1)}` }))),
-    rows.length > 12 && h("p", { class: "soft small" }, `… and ${whole(rows.length - 12)} more, drawn ${whole(rows.slice(12).reduce((sum, [, n]) => sum + n, 0))} times.`));
+  const sumOf = (values) => values.reduce((sum, value) => sum + value, 0);
+  const drawnRow = (row, n, p) => ({ ...row, value: n / count, second: true, label: `${n}× (${(count * p).toFixed(1)})` });
+  return h("div", { id: "draws" }, h("h3", {}, `${count} draws: ${whole(counts.size)} different tokens`), h("p", { class: "soft small" }, "How often each was drawn, and in parentheses how often it is expected."),
+    bars([...rows.slice(0, 12).map(([id, n]) => drawnRow({ text: lab.text(id) }, n, probAt(result.at(-1), id))),
+      ...(rows.length > 12 ? [drawnRow({ name: othersName(rows.length - 12) }, sumOf(rows.slice(12).map(([, n]) => n)), sumOf(rows.slice(12).map(([id]) => probAt(result.at(-1), id))))] : [])]));
 }
 
 /** Compare the page's numbers with the engine's `Sampling` on the same row. */

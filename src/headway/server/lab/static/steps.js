@@ -5,14 +5,13 @@
 //
 // `facts` has the trace of the lesson's prompt, its row of logits, and the source for more passes.
 
-import { bars, cumulative, dots, histogram } from "./charts.js";
-import { brief, chip, fill, fixed, freshId, h, percent, whole } from "./dom.js";
-import { draw, OFF, probAt, softmax, stages } from "./sampling.js";
+import { dots } from "./charts.js";
+import { chip, fixed, freshId, h, percent, table, tenths, whole } from "./dom.js";
+import { heated } from "./facts.js";
+import { cutFigure, greedyFigure, headOf, HEATS, logitsFigure, temperatureFigure, zeroRows } from "./figures.js";
+import { draw, OFF, stages } from "./sampling.js";
 
-const TOP = 8;
 const DRAWN = 3; // bars that are guessed for each temperature
-const HEATS = [0.1, 1, 2];
-const SHARE = 0.9;
 const DRAWS = 200;
 const SEED = 7;
 
@@ -65,19 +64,7 @@ const output = {
   guessText: (facts, guess) => `${OUTPUTS[guess.choice]}; ${whole(guess.count)} numbers`,
   truth: (facts) => `One score for each of ${whole(facts.row.size)} tokens`,
   points: (facts, guess) => (guess.choice === 1 ? 50 : 0) + nearness(guess.count, facts.row.size) / 2,
-  answer: (facts) => {
-    const { row } = facts;
-    const top = Array.from(row.order.slice(0, TOP));
-    let sum = 0;
-    for (const p of row.probs) sum += p;
-    return [
-      h("p", {}, `This model has ${whole(row.size)} tokens, so every pass outputs ${whole(row.size)} raw scores, called logits. Here they all are:`),
-      histogram(row.logits, { marks: [{ value: row.logits[top[0]], label: `best: ${fixed(row.logits[top[0]], 1)}` }] }),
-      h("p", {}, `Softmax turns them into probabilities. They add up to ${sum.toFixed(12)}; these eight hold ${percent(top.reduce((all, id) => all + row.probs[id], 0))} of it.`),
-      bars(top.map((id) => ({ text: facts.text(id), value: row.probs[id], label: `${fixed(row.logits[id], 2)} → ${percent(row.probs[id])}` }))),
-      h("p", { class: "soft small" }, "Beside each bar: the logit, and the probability it becomes."),
-    ];
-  },
+  answer: logitsFigure,
 };
 
 // -- step 2 -----------------------------------------------------------------------------------------------------------
@@ -93,51 +80,48 @@ const greedy = {
   guessText: (facts, guess) => RUNS[guess.choice],
   truth: () => RUNS[2],
   points: (facts, guess) => (guess.choice === 2 ? 100 : 0),
-  answer: (facts) => {
-    const place = h("div", { "aria-live": "polite" }, h("p", { class: "soft" }, "Running two greedy generations …"));
-    showRuns(facts, place);
-    return [h("p", {}, `At the first step argmax takes `, chip(facts.text(facts.row.order[0])), `, whose probability is ${percent(facts.row.probs[facts.row.order[0]])}. Nothing about it is random.`), place];
-  },
+  answer: (facts) => [
+    h("p", {}, `At the first step argmax takes `, chip(facts.text(facts.row.order[0])), `, whose probability is ${percent(facts.row.probs[facts.row.order[0]])}. Nothing about it is random.`),
+    greedyFigure(facts),
+  ],
 };
-
-async function showRuns(facts, place) {
-  try {
-    // The promise is kept, not its value: the steps are drawn again while it is pending.
-    facts.runs ??= Promise.all([facts.source.greedy(facts.prompt, 24), facts.source.greedy(facts.prompt, 24), facts.source.greedy(facts.prompt, 96)]);
-    const [one, two, long] = await facts.runs;
-    const marks = repeats(long.tokens);
-    fill(place,
-      [one, two].map((run, i) => [h("p", { class: "soft small" }, `Run ${i + 1}`), h("div", { class: "run" }, run.text)]),
-      h("p", {}, h("strong", {}, one.text === two.text ? "Identical, token for token." : "They differ, which greedy decoding should not do.")),
-      h("p", {}, "Let it continue, and it starts to repeat itself. Repeated phrases are marked:"),
-      h("div", { class: "run" }, long.tokens.map((text, i) => (marks[i] ? h("mark", {}, text) : text))),
-      h("p", {}, `${marks.filter(Boolean).length} of ${long.tokens.length} tokens belong to a repeated phrase of four or more tokens.`));
-  } catch (error) {
-    facts.runs = undefined;
-    fill(place, h("div", { class: "note" }, h("p", {}, error.message)));
-  }
-}
-
-/** Which tokens belong to a repeated run of four or more. */
-function repeats(tokens, length = 4) {
-  const seen = new Set();
-  const marks = new Array(tokens.length).fill(false);
-  for (let i = 0; i + length <= tokens.length; i++) {
-    const key = JSON.stringify(tokens.slice(i, i + length));
-    if (seen.has(key)) marks.fill(true, i, i + length);
-    seen.add(key);
-  }
-  return marks;
-}
 
 // -- step 3 -----------------------------------------------------------------------------------------------------------
 
-/** Probabilities of the top tokens at a temperature: of these alone, and of the whole vocabulary. */
-function heated(row, temperature) {
-  const all = softmax(row.logits, temperature);
-  const top = Array.from(row.order.slice(0, TOP));
-  const mass = top.reduce((sum, id) => sum + all[id], 0);
-  return { top, mass, ofAll: top.map((id) => all[id]), ofTop: top.map((id) => all[id] / mass) };
+const firstOnes = Array.from({ length: DRAWN }, (_, i) => i);
+const barKey = (heat, i) => `${heat}:${i}`;
+const leftOver = (bars, heat) => 100 - firstOnes.reduce((sum, i) => sum + (bars[barKey(heat, i)] ?? 0), 0);
+
+/** The sliders of one temperature. Together they are at most 100: what is left belongs to the other tokens. */
+function drawnBars(facts, heat, drawn, changed) {
+  const left = h("p", { class: "small soft", "aria-live": "polite" });
+  const tell = () => { left.textContent = `${leftOver(drawn, heat)}% left for the other five`; };
+  tell();
+  return h("div", { class: "sub" }, h("h3", {}, `T = ${heat}`),
+    Array.from(facts.row.order.slice(0, DRAWN)).map((id, i) => {
+      const key = barKey(heat, i);
+      const field = `bar-${String(heat).replace(".", "-")}-${i}`;
+      const shown = h("output", { for: field }, drawn[key] === undefined ? "?" : `${drawn[key]}%`);
+      const slider = h("input", { type: "range", id: field, min: 0, max: 100, step: 1, value: drawn[key] ?? 0, "aria-label": `T = ${heat}, token ${facts.text(id).trim() || id}, percent` });
+      slider.addEventListener("input", () => {
+        drawn[key] = Math.min(Number(slider.value), leftOver(drawn, heat) + (drawn[key] ?? 0));
+        slider.value = drawn[key];
+        shown.textContent = `${drawn[key]}%`;
+        tell();
+        changed();
+      });
+      return h("div", { class: "draw-bar" }, h("span", {}, chip(facts.text(id))), shown, slider);
+    }), left);
+}
+
+/** "50 / 31 / 4%, others 15%": shares that add up to 100. */
+const barText = (values) => `${values.slice(0, -1).join(" / ")}%, others ${values.at(-1)}%`;
+
+function trueBars(facts, heat) {
+  const { ofTop } = heated(facts.row, heat);
+  const units = tenths(ofTop);
+  const others = units.slice(DRAWN).reduce((sum, unit) => sum + unit, 0);
+  return barText([...units.slice(0, DRAWN), others].map((unit) => (unit / 10).toFixed(1)));
 }
 
 const temperature = {
@@ -147,42 +131,17 @@ const temperature = {
   form: (facts, mine, changed) => {
     const drawn = (mine.guess.bars ??= {});
     return h("fieldset", { disabled: mine.committed }, h("legend", {}, "Your bars, in percent of the top eight"),
-      h("div", { class: "trio" }, HEATS.map((heat) => h("div", { class: "sub" }, h("h3", {}, `T = ${heat}`),
-        Array.from(facts.row.order.slice(0, DRAWN)).map((id, i) => {
-          const key = `${heat}:${i}`;
-          const field = `bar-${String(heat).replace(".", "-")}-${i}`;
-          const shown = h("output", { for: field }, drawn[key] === undefined ? "?" : `${drawn[key]}%`);
-          const slider = h("input", { type: "range", id: field, min: 0, max: 100, step: 1, value: drawn[key] ?? 0, "aria-label": `T = ${heat}, token ${facts.text(id).trim() || id}, percent` });
-          slider.addEventListener("input", () => {
-            drawn[key] = Number(slider.value);
-            shown.textContent = `${drawn[key]}%`;
-            changed();
-          });
-          return h("div", { class: "draw-bar" }, h("span", {}, chip(facts.text(id))), shown, slider);
-        })))));
+      h("div", { class: "trio" }, HEATS.map((heat) => drawnBars(facts, heat, drawn, changed))));
   },
-  ready: (guess) => HEATS.every((heat) => Array.from({ length: DRAWN }, (_, i) => i).some((i) => guess.bars?.[`${heat}:${i}`] !== undefined)),
-  guessText: (facts, guess) => HEATS.map((heat) => `T ${heat}: ${Array.from({ length: DRAWN }, (_, i) => guess.bars[`${heat}:${i}`] ?? 0).join(" / ")}%`).join("\n"),
-  truth: (facts) => HEATS.map((heat) => `T ${heat}: ${heated(facts.row, heat).ofTop.slice(0, DRAWN).map((p) => Math.round(100 * p)).join(" / ")}%`).join("\n"),
+  ready: (guess) => HEATS.every((heat) => firstOnes.some((i) => guess.bars?.[barKey(heat, i)] !== undefined)),
+  guessText: (facts, guess) => HEATS.map((heat) => `T ${heat}: ${barText([...firstOnes.map((i) => guess.bars[barKey(heat, i)] ?? 0), leftOver(guess.bars, heat)])}`).join("\n"),
+  truth: (facts) => HEATS.map((heat) => `T ${heat}: ${trueBars(facts, heat)}`).join("\n"),
   points: (facts, guess) => {
     let off = 0;
-    for (const heat of HEATS) heated(facts.row, heat).ofTop.slice(0, DRAWN).forEach((p, i) => { off += Math.abs(100 * p - (guess.bars[`${heat}:${i}`] ?? 0)); });
+    for (const heat of HEATS) heated(facts.row, heat).ofTop.slice(0, DRAWN).forEach((p, i) => { off += Math.abs(100 * p - (guess.bars[barKey(heat, i)] ?? 0)); });
     return Math.max(0, 100 - (2 * off) / (HEATS.length * DRAWN));
   },
-  answer: (facts, guess) => [
-    h("h3", {}, "Of the top eight"),
-    h("p", { class: "soft small" }, "◆ is your bar."),
-    h("div", { class: "trio" }, HEATS.map((heat) => {
-      const { top, ofTop } = heated(facts.row, heat);
-      return h("div", { class: "sub" }, h("h3", {}, `T = ${heat}`), bars(top.map((id, i) => ({ text: facts.text(id), value: ofTop[i], label: brief(ofTop[i]), guess: i < DRAWN ? (guess.bars[`${heat}:${i}`] ?? 0) / 100 : undefined })), { max: 1 }));
-    })),
-    h("h3", {}, "Of the whole vocabulary"),
-    h("div", { class: "trio" }, HEATS.map((heat) => {
-      const { top, ofAll, mass } = heated(facts.row, heat);
-      return h("div", { class: "sub" }, h("h3", {}, `T = ${heat}`), bars(top.map((id, i) => ({ text: facts.text(id), value: ofAll[i], label: brief(ofAll[i]), second: true })), { max: 1 }), h("p", { class: "small" }, `Together ${percent(mass)}.`));
-    })),
-    h("p", {}, `Why the two differ: the other ${whole(facts.row.size - TOP)} tokens. Each has next to nothing, but a high temperature raises all of them. At T = 2 the best eight keep only ${percent(heated(facts.row, 2).mass)} of the whole; at T = 0.1 they have ${percent(heated(facts.row, 0.1).mass)}. A chart of the top eight alone hides that.`),
-  ],
+  answer: (facts, guess) => temperatureFigure(facts, (heat, i) => (i < DRAWN ? (guess.bars[barKey(heat, i)] ?? 0) / 100 : undefined)),
 };
 
 // -- step 4 -----------------------------------------------------------------------------------------------------------
@@ -203,14 +162,10 @@ const zero = {
     const best = row.order[0];
     const peak = row.logits[best];
     const naive = (peak - peak) / 0;
-    const rows = [1, 0.5, 0.1, 0.02].map((heat) => [heat, softmax(row.logits, heat)[best]]);
     return [
       h("p", {}, "As the temperature approaches 0, the best token gets all the probability. At 0 itself the formula is undefined:"),
-      h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "The best token at low temperatures" }, h("table", {},
-        h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Temperature"), h("th", { scope: "col", class: "num" }, "Probability of the best"))),
-        h("tbody", {}, rows.map(([heat, p]) => h("tr", {}, h("td", {}, `T = ${heat}`), h("td", { class: "num" }, percent(p)))),
-          h("tr", {}, h("td", {}, "T = 0, by the formula: (z − z) ÷ 0"), h("td", { class: "num" }, fixed(naive))),
-          h("tr", {}, h("td", {}, "T = 0, in the engine: argmax"), h("td", { class: "num" }, percent(1)))))),
+      table("The best token at low temperatures", ["Temperature", ["Probability of the best", "num"]],
+        [...zeroRows(facts), ["T = 0, by the formula: (z − z) ÷ 0", fixed(naive)], ["T = 0, in the engine: argmax", percent(1)]]),
       h("p", {}, "So the engine has a branch: at temperature 0 it does not divide but takes ", chip(facts.text(best)), ". The same prompt gives the same answer, which is why evaluations run at 0."),
     ];
   },
@@ -218,7 +173,6 @@ const zero = {
 
 // -- step 5 -----------------------------------------------------------------------------------------------------------
 
-const headOf = (facts, heat) => stages(facts.row, { ...OFF, temperature: heat, top_p: SHARE }, facts.past);
 const plainOf = (facts, heat) => stages(facts.row, { ...OFF, temperature: heat }, facts.past);
 const keptBy = (facts) => headOf(facts, 1).at(-1).ids.length;
 
@@ -231,22 +185,12 @@ const cut = {
   guessText: (facts, guess) => `${whole(guess.count)} tokens`,
   truth: (facts) => `${whole(keptBy(facts))} tokens`,
   points: (facts, guess) => nearness(guess.count, keptBy(facts)),
-  answer: (facts, guess) => {
-    const result = headOf(facts, 1);
-    const last = result.at(-1);
-    const sorted = Float64Array.from(facts.row.order, (id) => facts.row.probs[id]);
-    const top = Array.from(facts.row.order.slice(0, TOP));
-    return [
-      h("p", {}, `${whole(last.ids.length)} tokens hold ${percent(result.find(({ name }) => name === "top_p").kept)} of the probability. The other ${whole(facts.row.size - last.ids.length)} share the rest.`),
-      cumulative(sorted, last.ids.length, SHARE, guess.count),
-      h("p", { class: "soft small" }, "Horizontal: rank of the token, logarithmic. Vertical: cumulative probability."),
-      h("p", {}, "The kept probabilities are normalized to 1. The best eight, before → after the cut:"),
-      bars(top.map((id) => ({ text: facts.text(id), value: probAt(last, id), label: `${percent(facts.row.probs[id])} → ${percent(probAt(last, id))}` }))),
-      h("h3", {}, `${DRAWS} draws, with and without the cut`),
-      h("p", {}, `The same ${DRAWS} random numbers (seed ${SEED}) each time. A draw from the tail, ●, is a token that top-p would have cut: that is where a text derails.`),
-      [1, 1.5].map((heat) => drawsAt(facts, heat)),
-    ];
-  },
+  answer: (facts, guess) => [
+    cutFigure(facts, guess.count),
+    h("h3", {}, `${DRAWS} draws, with and without the cut`),
+    h("p", {}, `The same ${DRAWS} random numbers (seed ${SEED}) each time. A draw from the tail, ●, is a token that top-p would have cut: that is where a text derails.`),
+    [1, 1.5].map((heat) => drawsAt(facts, heat)),
+  ],
 };
 
 function drawsAt(facts, heat) {

@@ -2,7 +2,7 @@
 // pages that the branches share.
 
 import { tint } from "./charts.js";
-import { chip, fill, h, many, percent, settled } from "./dom.js";
+import { chip, fill, h, many, percent, settled, table } from "./dom.js";
 import { draw } from "./sampling.js";
 
 const GROW = 8;
@@ -131,7 +131,7 @@ function drawShared(place, response, lab) {
   for (const one of response.branches) for (const { page } of one.pages) uses.set(page, (uses.get(page) ?? 0) + 1);
   return fill(place, h("h2", {}, "Pages the branches share"),
     h("p", {}, h("strong", {}, many(response.pages, "page")), ` for ${many(response.branches.length, "branch", "branches")}; without sharing it would be `, h("strong", { class: "num" }, response.pages_alone), `. A page has ${response.page_size} slots, and is shared once it is full. ${response.batch_size > 1 ? `${response.batch_size} branches were computed in one step.` : ""}`),
-    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Pages of each branch" }, h("table", { class: "pages" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Branch"), h("th", { scope: "col" }, "Pages, first to last"))),
-      h("tbody", {}, response.branches.map((one) => h("tr", {}, h("td", {}, h("span", { class: "mono clip" }, one.tokens.map((id) => lab.text(id)).join(""))),
-        h("td", {}, h("span", { class: "chips" }, one.pages.map(({ page, state }) => h("span", { class: `page ${uses.get(page) > 1 ? "shared" : state}` }, h("span", { class: "num" }, `#${page ?? "–"}`), h("small", {}, uses.get(page) > 1 ? `shared by ${uses.get(page)}` : state)))))))))));
+    table("Pages of each branch", ["Branch", "Pages, first to last"], response.branches.map((one) => [
+      h("span", { class: "mono clip" }, one.tokens.map((id) => lab.text(id)).join("")),
+      h("span", { class: "chips" }, one.pages.map(({ page, state }) => h("span", { class: `page ${uses.get(page) > 1 ? "shared" : state}` }, h("span", { class: "num" }, `#${page ?? "–"}`), h("small", {}, uses.get(page) > 1 ? `shared by ${uses.get(page)}` : state))))]), { class: "pages" }));
 }

@@ -1,10 +1,10 @@
-// The lesson's text: glossary, analogies, reading mode, recall cards, and the points of a good explanation.
+// The lesson's text: glossary, analogies, recall cards, and the points of a good explanation.
 
-import { h, whole } from "./dom.js";
+import { h, table } from "./dom.js";
 
 export const LESSON_PROMPT = "Once upon a time, there was a little";
 
-const TERMS = [
+export const TERMS = [
   ["Argmax", "The token with the highest score. Among equals, the one with the lowest id."],
   ["Attention", "How a token gathers from the tokens before it. Each head of each layer spreads a weight of 1 over the slots it may see."],
   ["Context", "One sequence: its tokens, and the pages in which their keys and values are kept."],
@@ -47,11 +47,7 @@ const KITCHEN = [
   ["Noting which dice were rolled, to cook the same evening again", "seed"],
 ];
 
-export function analogies() {
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "In the kitchen and in the engine" },
-    h("table", { class: "analogy" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "In the kitchen"), h("th", { scope: "col" }, "In the engine"))),
-      h("tbody", {}, KITCHEN.map(([kitchen, engine]) => h("tr", {}, h("td", {}, kitchen), h("td", {}, engine))))));
-}
+export const analogies = () => table("In the kitchen and in the engine", ["In the kitchen", "In the engine"], KITCHEN, { class: "analogy" });
 
 export const RECALL = {
   pass: ["From forward pass to token, in one line", "The layers give a score to every token of the vocabulary; softmax turns the scores into probabilities; a decoder takes one token: the best one, or one that is drawn."],
@@ -69,37 +65,6 @@ export const COLLEAGUE = {
     ["temperature 0 is greedy", /(temperature|t)\s*(=|of|is)?\s*(0|zero)|deterministic|reproducible/i],
   ],
 };
-
-/** The lesson as text: four sections to read instead of guessing. */
-export function reading(source) {
-  const count = whole(source.model.vocab_size);
-  const name = source.model.name;
-  return h("article", { class: "prose reading" },
-    h("h1", {}, "The forward pass and sampling"), modes("read"),
-    h("p", { class: "lead" }, "How a prompt becomes one token, in four short sections. The guided mode asks you questions first; this one just explains."),
-    section(1, "A forward pass scores every token",
-      ["Your text goes in as tokens. They run through all layers, each of which lets every token gather from those before it. At the end, one projection gives a logit for each token of the vocabulary.",
-        `For ${name} these are ${count} numbers, every time, whatever the prompt. Softmax takes the exponential of each and divides by the sum: the results are probabilities and add up to 1. The whole model exists to compute this one list.`],
-      "In the kitchen: the menu is always the whole menu. What changes with the guest is the score of each dish."),
-    section(2, "Greedy: take the best one",
-      ["The simplest decoder takes the token with the highest score and goes on from there. It is not random, so the text is the same each time. That is what you want when you compare two versions of a system.",
-        "It is also how models get stuck. Once a phrase is the likeliest continuation of itself, greedy never leaves it."],
-      "In the kitchen: the favorite, every night. Nobody complains, nobody is surprised."),
-    section(3, "Temperature: reshape, then draw",
-      ["Instead of taking the best, draw one token with its probability. Temperature divides the logits first. Below 1 the differences grow, and the favorite takes nearly all; above 1 they shrink, and unlikely tokens get a chance.",
-        "At 0 the formula would divide by zero, so 0 is a special case: it is greedy."],
-      "In the kitchen: temperature is how heavily the dice are loaded."),
-    section(4, "Top-k and top-p: cut the tail",
-      [`Of ${count} tokens most are nonsense at any given position. Each is very unlikely; together they are not. Draw often enough and one of them comes up, and the text has to continue from it.`,
-        "Top-k keeps the k best and drops the rest. Top-p keeps as many of the best as it takes to reach p: few when the model is sure, many when it is not. The kept probabilities are normalized to 1, and then a token is sampled. Min-p and typical are two other ways to cut."],
-      "In the kitchen: remove the dishes that nobody has ordered in years from tonight's menu."),
-    h("section", {}, h("h2", {}, "In the kitchen, in the engine"), analogies()),
-    h("p", {}, h("a", { class: "button main", href: "#lab" }, "Try it in your Lab"), " "));
-}
-
-function section(number, title, paragraphs, aside) {
-  return h("section", {}, h("h2", {}, `${number} · ${title}`), paragraphs.map((text) => h("p", {}, text)), h("p", { class: "aside" }, aside));
-}
 
 export function modes(current) {
   const link = (to, label) => h("a", { href: `#${to}`, ...(to === current ? { "aria-current": "page" } : {}) }, label);
