@@ -511,7 +511,7 @@ def test_probes_of_masked_and_certain_rows():
 # Refusals.
 def test_what_does_not_fit_is_refused():
     row = torch.zeros(1, 4)
-    with pytest.raises(InvalidInput, match=r"\(1, 4\) for 2 draws"):
+    with pytest.raises(InvalidInput, match=r"\(1, 4\) for 2 samplers"):
         sample(row, [RowSampler(Sampling())] * 2)
     with pytest.raises(InvalidInput, match=r"\(4,\)"):
         sample(row[0], [RowSampler(Sampling())])

@@ -29,6 +29,7 @@ from support.hf import random_hf, save_hf  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 KINDS = pytest.mark.parametrize("kind", quantized.KINDS)
+SLOWER = () if DEVICE == "cuda" else pytest.mark.slow  # in the interpreter
 LIMIT = 3e-6  # sums are float32, in another order
 HALF = 5e-4  # what comes out in float16 has eleven bits
 
@@ -110,7 +111,7 @@ def test_a_matrix_is_written_out_as_it_is(kind: QuantKind, n: int, k: int, gated
 
 
 @KINDS
-@pytest.mark.parametrize("rows", range(1, 18))
+@pytest.mark.parametrize("rows", [1, 2, 9, 17, *(pytest.param(n, marks=SLOWER) for n in range(3, 17) if n != 9)])
 def test_matmul_with_rows(kind: QuantKind, rows: int) -> None:
     n, k = [(5, 32), (33, 96), (18, 320)][rows % 3]
     x, w = draw(rows, k).half(), matrix(kind, n, k)
@@ -125,7 +126,7 @@ def test_matmul_with_rows(kind: QuantKind, rows: int) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=SLOWER), 9])
 def test_gate_times_up(kind: QuantKind, rows: int) -> None:
     for n, k in ((21, 96), (48, 320)):
         x, w = draw(rows, k).half(), matrix(kind, 2 * n, k, gated=True)
@@ -142,8 +143,8 @@ def test_gate_times_up(kind: QuantKind, rows: int) -> None:
     "tile",
     [
         QuantizedTile(1, 8, 8),
-        QuantizedTile(2, 2, 2),
-        QuantizedTile(2, 16, 4),
+        pytest.param(QuantizedTile(2, 2, 2), marks=SLOWER),
+        pytest.param(QuantizedTile(2, 16, 4), marks=SLOWER),
         QuantizedTile(2, 1, 4, wide=True),
         QuantizedTile(1, 1, 2, wide=True, columns=4),
     ],
@@ -156,7 +157,9 @@ def test_every_tile_gives_the_same(kind: QuantKind, tile: QuantizedTile) -> None
 
 
 @KINDS
-@pytest.mark.parametrize("tile", [None, QuantizedTile(1, 1, 1), QuantizedTile(1, 4, 2), QuantizedTile(1, 8, 8)])
+@pytest.mark.parametrize(
+    "tile", [None, *(pytest.param(QuantizedTile(1, *tile), marks=SLOWER) for tile in ((1, 1), (4, 2), (8, 8)))]
+)
 def test_one_row_alone(kind: QuantKind, tile: QuantizedTile | None) -> None:
     for n, k, gated in ((20, 96, False), (48, 2048, False), (42, 576, True)):
         x, w = draw(1, k).half(), matrix(kind, n, k, gated=gated)

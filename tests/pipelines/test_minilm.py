@@ -34,7 +34,7 @@ def minilm() -> Iterator[hw.Pipeline]:
 def test_the_name_is_a_folder_of_pinned_files() -> None:
     folder = resolve("minilm")
     assert folder.is_dir()
-    assert all((folder / pinned.file).stat().st_size == pinned.bytes for pinned in (MINILM, *MINILM.beside))
+    assert all((folder / pinned.file).stat().st_size == pinned.bytes for pinned in (MINILM, *MINILM.extra_files))
     assert not list(folder.glob("*.py"))
 
 

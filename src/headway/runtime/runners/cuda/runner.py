@@ -63,7 +63,7 @@ class CudaRunner:
         self._decode_reader = CudaReader(self.model, self._graphs, "decode")
         self.model.sampled = self._decode_reader.tokens  # what decode rows of the next step are fed with
         self._readers = [CudaReader(self.model, self._graphs, f"read {i}") for i in range(2)]
-        self._owners: list[CudaStep | None] = [None, None]  # the last step of each reader
+        self._last_read: tuple[CudaStep, CudaReader] | None = None  # the last step with segments, and its reader
         self._layout = StepInts(self.model.windows, page_size)
         self._fixed = Upload(GRAPH_INTS, torch.int32, decoder.device)
         self._fixed_buffers: Buffers | None = None
@@ -89,21 +89,24 @@ class CudaRunner:
             inside = any(not reads_final_state(r.what) for s in batch.segments for _, _, r in s.readouts)
             hooks = make_hooks(batch, self.model, self.page_size) if inside else None
             self.profiler.begin(batch.computed)
+            step = CudaStep(self, batch, is_measured=self.profiler.measuring)
             x, count = self._forward(batch, hooks) if batch.rows else None, batch.decode_count
-            step = CudaStep(self, batch)
             if x is not None and count:
                 step.logits = self._decode_reader.row_logits(x, count)
             if x is not None and batch.segments:
                 step.kept = _kept(batch, x[count:])
             if batch.segments:
-                step.read = self._free_reader(step).begin(batch, x, self.profiler.mark, hooks)
+                mark = self.profiler.mark if step.is_measured else _unmarked
+                step.read = self._free_reader(step).begin(batch, x, mark, hooks)
             return step
 
     def _free_reader(self, step: CudaStep) -> CudaReader:
-        """A reader whose logits no step in flight still needs. At most one other step is in flight."""
-        at = next(i for i, owner in enumerate(self._owners) if owner is None or owner.is_over)
-        self._owners[at] = step
-        return self._readers[at]
+        """The first reader, unless the step before reads with it and may still be in flight. Some steps never end."""
+        reader, last = self._readers[0], self._last_read
+        if last is not None and last[1] is reader and not last[0].is_over:
+            reader = self._readers[1]
+        self._last_read = step, reader
+        return reader
 
     def _where(self) -> AbstractContextManager[object]:
         """Triton launches on the thread's own device, whatever device the tensors are on."""
@@ -177,7 +180,7 @@ class CudaRunner:
         with torch.inference_mode(), self._where():
             values = {} if step.read is None else step.read()
         step.is_over = True
-        if self.profiler.measuring:
+        if step.is_measured:
             self.profiler.end(step_bytes(self.decoder, step.batch, self.page_size))
         return [
             SegmentResult({index: values[i, index] for index, _, _ in segment.readouts}, step.kept[i])
@@ -188,8 +191,8 @@ class CudaRunner:
 class CudaStep:
     """A step in flight: its values, and the logits [N, V] of its decode rows, are on their way."""
 
-    def __init__(self, runner: CudaRunner, batch: Batch) -> None:
-        self._runner, self.batch = runner, batch
+    def __init__(self, runner: CudaRunner, batch: Batch, *, is_measured: bool) -> None:
+        self._runner, self.batch, self.is_measured = runner, batch, is_measured
         self.logits: Tensor | None = None
         self.kept: Sequence[Tensor | None] = (None,) * len(batch.segments)
         self.read: Callable[[], Values] | None = None
@@ -221,7 +224,7 @@ class CudaStep:
 
 
 def _unmarked(name: str) -> None:
-    """No time is taken of what may be captured: waiting for the device would end the capture."""
+    """No time is taken of a step that is not measured, nor of what may be captured: waiting would end the capture."""
 
 
 def _kept(batch: Batch, x: Tensor) -> list[Tensor | None]:
