@@ -114,7 +114,7 @@ def test_probes_stay_in_graphs_and_leave_the_draw_to_the_device(monkeypatch: pyt
     with engine("auto", monkeypatch) as fast:
         runner: Any = fast._loop._runner
         calls: list[str] = []
-        slow = runner._reader._slow
+        slow = runner._readers[0]._slow
         whole, ranked = slow.answers, slow.ranked
         monkeypatch.setattr(slow, "answers", lambda *a: (calls.append("answers"), whole(*a))[1])
         monkeypatch.setattr(slow, "ranked", lambda *a: (calls.append("ranked"), ranked(*a))[1])
