@@ -187,9 +187,9 @@ def test_an_index_cannot_name_files_outside_its_folder(tmp_path: Path, name: obj
 def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path: Path) -> None:
     one, two = {"w": torch.ones(1), "u": torch.ones(1)}, {"v": torch.ones(1)}
     files = {"1.safetensors": one, "2.safetensors": two}
-    with pytest.raises(BadModelFile, match=r"'x' in '1\.safetensors', which does not hold it"):
+    with pytest.raises(BadModelFile, match=r"'x' in '1\.safetensors', which lacks it"):
         open_weights(shard(tmp_path / "a", files, x="1.safetensors"))
-    with pytest.raises(BadModelFile, match=r"'w' in '2\.safetensors', which does not hold it"):
+    with pytest.raises(BadModelFile, match=r"'w' in '2\.safetensors', which lacks it"):
         open_weights(shard(tmp_path / "b", files, w="2.safetensors"))
     with pytest.raises(BadModelFile, match=r"lists the file '3\.safetensors', which is not in the folder"):
         open_weights(shard(tmp_path / "c", files, w="3.safetensors"))

@@ -43,7 +43,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tiny(**options: Any) -> Decoder:
     """The interpreter takes its time for every row, head and tile, so there are few of them."""
-    sizes = {"layers": 1, "hidden_size": 32, "intermediate_size": 32, "heads": 2, "kv_heads": 1}
+    sizes: dict[str, Any] = {"layers": 1, "hidden_size": 32, "intermediate_size": 32, "heads": 2, "kv_heads": 1}
     return random_model(device=DEVICE, **(sizes | options))
 
 
