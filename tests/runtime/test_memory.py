@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import headway as hw
 from headway.program.pool_size import _try_out, largest_step
 from headway.runtime.batch import Batch
-from headway.runtime.memory import Room, Wish, pick_pages, read_memory, running_out, step_error
+from headway.runtime.memory import MemoryBudget, Wish, pick_pages, read_memory, running_out, step_error
 from headway.runtime.runners.base import SegmentResult
 from headway.testing import ScriptedRunner, random_model
 
@@ -21,17 +21,19 @@ CPU = torch.device("cpu")
 
 
 def test_pages_get_what_weights_a_step_and_graphs_leave() -> None:
-    room = Room("cuda:0", total=100 * GIB, free=80 * GIB, fraction=0.9, taken=16 * GIB, work=GIB, graphs=GIB)
+    room = MemoryBudget("cuda:0", total=100 * GIB, free=80 * GIB, fraction=0.9, taken=16 * GIB, work=GIB, graphs=GIB)
     assert room.allowed == 90 * GIB
     assert room.left == 72 * GIB  # of the share that is Headway's
     assert pick_pages(None, Wish(GIB, 1000, 4), room) == 72
     assert pick_pages(None, Wish(GIB, 50, 4), room) == 50  # more would never be used
-    others = Room("cuda:0", total=100 * GIB, free=30 * GIB, fraction=0.9, taken=16 * GIB, work=GIB, graphs=GIB)
+    others = MemoryBudget("cuda:0", total=100 * GIB, free=30 * GIB, fraction=0.9, taken=16 * GIB, work=GIB, graphs=GIB)
     assert others.left == 28 * GIB  # another process has the rest
 
 
 def test_too_little_is_refused_with_the_sum_and_a_way_out() -> None:
-    room = Room("cuda:0", total=24 * GIB, free=6 * GIB, fraction=0.75, taken=16 * GIB, work=GIB, graphs=GIB // 2)
+    room = MemoryBudget(
+        "cuda:0", total=24 * GIB, free=6 * GIB, fraction=0.75, taken=16 * GIB, work=GIB, graphs=GIB // 2
+    )
     with pytest.raises(hw.OutOfMemory) as refused:
         pick_pages(None, Wish(GIB // 4, 1000, 4), room)
     told = str(refused.value)
@@ -50,14 +52,14 @@ def test_too_little_is_refused_with_the_sum_and_a_way_out() -> None:
 
 
 def test_nothing_left_is_no_negative_number() -> None:
-    room = Room("cpu", total=GIB, free=GIB, fraction=0.1, taken=GIB // 2)
+    room = MemoryBudget("cpu", total=GIB, free=GIB, fraction=0.1, taken=GIB // 2)
     assert room.left == 0
     with pytest.raises(hw.OutOfMemory, match="0 B are left, which is 0 pages"):
         pick_pages(None, Wish(1 << 20, 10, 1), room)
 
 
 def test_pages_that_were_asked_for_stay_within_the_share() -> None:
-    room = Room("cpu", total=10 * GIB, free=8 * GIB, fraction=0.5, taken=GIB)
+    room = MemoryBudget("cpu", total=10 * GIB, free=8 * GIB, fraction=0.5, taken=GIB)
     assert pick_pages(4, Wish(GIB, 100, 1), room) == 4
     with pytest.raises(hw.OutOfPages, match=r"5 pages .* 4.0 GiB are left; at most 4 fit, or give a higher"):
         pick_pages(5, Wish(GIB, 100, 1), room)
@@ -69,7 +71,7 @@ def test_pages_that_were_asked_for_stay_within_the_share() -> None:
 def test_pages_never_take_more_than_the_share_or_what_is_free(
     total: int, free: int, fraction: float, taken: int
 ) -> None:
-    room = Room("cpu", total, min(free, total), fraction, taken)
+    room = MemoryBudget("cpu", total, min(free, total), fraction, taken)
     try:
         pages = pick_pages(None, Wish(4096, 1 << 30, 1), room)
     except hw.OutOfMemory:

@@ -1,1 +1,1 @@
-"""Pages: who holds which, what each context's table says, and the tensors behind them."""
+"""Pages: who holds which, what each context's table says, and the tensors that hold them."""

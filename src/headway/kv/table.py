@@ -86,7 +86,7 @@ class PageTable:
 
     @property
     def pages(self) -> Sequence[int | None]:
-        """The page behind each page number, None where one was discarded. It is replaced, never changed in place."""
+        """The page of each page number, None where one was discarded. It is replaced, never changed in place."""
         return self._pages
 
     @pages.setter
@@ -160,7 +160,7 @@ class PageTable:
         self.stamp = object()
 
     def append(self, token: int, mask: Brle | None, page: int | None, state: object) -> None:
-        """One token more, at the position behind all others, computed alone; its page stays a working page for now."""
+        """One more token, at the position after all others, computed alone; its page stays a working page for now."""
         if page is not None:
             self.pages = [*self.pages, page]
         position = self.next_position
@@ -351,7 +351,7 @@ class PageTable:
         self._give_up()
 
     def recover(self, host: HostPages | None, why: str) -> None:
-        """Its pages are spoilt and given up: to be computed again, or to be copied from `host`; else it is lost."""
+        """Give up damaged pages: to be computed again, or copied from `host`; else the table is lost."""
         if self._log_suffices:
             self.host = None
             self._give_up()
@@ -432,7 +432,7 @@ class PageTable:
             self.wipe()
 
     def wipe(self) -> None:
-        """Zero what was written behind the last slot: an infinity there would show through every mask."""
+        """Zero what was written after the last slot: an infinity there would show through every mask."""
         whole, part = divmod(self.length, self.page_size)
         for number in range(max(whole, self.committed), len(self.pages)):
             page = self.pages[number]

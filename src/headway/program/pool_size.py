@@ -18,7 +18,7 @@ from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.quantized.cpu import QuantizedDecoder
 from headway.runtime import memory
-from headway.runtime.memory import Memory, Room, Wish
+from headway.runtime.memory import Memory, MemoryBudget, Wish
 from headway.runtime.readout import NO_NUMBER
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class PoolSize:
         fraction = self.fraction
         if fraction is None and self.pages is None and device.type == "cuda":
             fraction = memory.FRACTION
-        room = Room(str(device), now.total, now.free, fraction, taken, work, graphs)
-        return memory.pick_pages(self.pages, self.wish(decoder.config, decoder.dtype), room)
+        budget = MemoryBudget(str(device), now.total, now.free, fraction, taken, work, graphs)
+        return memory.pick_pages(self.pages, self.wish(decoder.config, decoder.dtype), budget)
 
     def wish(self, config: ModelConfig, dtype: torch.dtype) -> Wish:
         """The pool that a model can use; it holds one step at least."""

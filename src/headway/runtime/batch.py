@@ -191,7 +191,7 @@ def pack(chunks: Sequence[Chunk], decode: DecodeRows | None = None, *, positions
 
 
 def _physical(pages: np.ndarray, size: int, begin: int, end: int) -> list[int]:
-    """The physical slots behind slots `begin` to `end` of a sequence."""
+    """The physical slots of slots `begin` to `end` of a sequence."""
     if end - begin == 1:  # a decode
         return [int(pages[begin // size]) * size + begin % size]
     slots = np.arange(begin, end)

@@ -1,7 +1,7 @@
-"""Edits of pages on a device that may fail: what is done, and what is spoilt when something is not.
+"""Edits of pages on a device that may fail: what is done, and what is damaged when one fails.
 
-An edit that fails must not take other contexts with it, so it is told apart by doing each again alone. That is safe
-while no edit reads a page that a later one may have written already: edits are done in runs of which this is true.
+An edit that fails must not take other contexts with it, so it is found by doing each again alone. That is safe while
+no edit reads a page that a later one may have written already: edits are done in runs of which this is true.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Damage:
         return bool(self.pages or self.hosts)
 
     def of(self, pages: Sequence[int], host: HostPages | None = None) -> HeadwayError | None:
-        """Why one of these was spoilt; None when none was."""
+        """Why one of these is damaged; None if none is."""
         if host is not None and host in self.hosts:
             return self.hosts[host]
         return next((self.pages[p] for p in pages if p in self.pages), None)
 
     @property
     def first(self) -> HeadwayError:
-        """Why the first of all that was spoilt was."""
+        """Why the first damaged page is damaged."""
         return next(iter([*self.pages.values(), *self.hosts.values()]))
 
     def add(self, edit: Edit, error: HeadwayError) -> None:

@@ -20,9 +20,9 @@ from headway.base.errors import HeadwayError, OutOfMemory, OutOfPages, PassFaile
 from headway.base.machine import read_machine
 from headway.base.text import format_bytes
 
-SEQUENCES = 32  # how many sequences of full length the automatic pool has room for
+SEQUENCES = 32  # sequences of full length that the automatic pool can hold
 SHARE = 0.4  # of the free memory of a CPU's machine that the automatic pool may take
-FRACTION = 0.9  # of a CUDA device's memory that Headway may use, unless it is told
+FRACTION = 0.9  # of a CUDA device's memory that Headway may use, by default
 GRAPHS, GRAPHS_OF_LAYER = 128 << 20, 12 << 20  # bytes held back for captured graphs: 92 of them at 128 KiB a layer
 RAN_OUT = "memory ran out"
 # What torch, Triton and cuBLAS say.
@@ -50,14 +50,14 @@ def read_memory(device: torch.device) -> Memory:
 
 
 def tidy(device: torch.device) -> None:
-    """Let a device's memory be free that is only kept for later: what an engine takes can then be told from it."""
+    """Free memory that is only kept for reuse, so that what an engine takes can be measured."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """What the number of pages follows from, in bytes."""
 
     device: str
@@ -65,7 +65,7 @@ class Room:
     free: int
     fraction: float | None  # of the total that Headway may use; None: a share of what is free
     taken: int = 0  # by the engine so far: weights, and what its libraries keep
-    work: int = 0  # the largest step needs beside that
+    work: int = 0  # what the largest step needs in addition
     graphs: int = 0  # held back for captured graphs
 
     @property
@@ -78,7 +78,7 @@ class Room:
         """What pages may take."""
         return max(0, min(self.allowed - self.taken, self.free) - self.work - self.graphs)
 
-    def tell(self) -> str:
+    def describe(self) -> str:
         """The sum in words."""
         parts = [f"weights and libraries take {format_bytes(self.taken)}"]
         parts += [f"a step {format_bytes(self.work)}"] if self.work else []
@@ -99,36 +99,36 @@ class Wish:
     least: int
 
 
-def pick_pages(pages: int | None, wish: Wish, room: Room) -> int:
+def pick_pages(pages: int | None, wish: Wish, budget: MemoryBudget) -> int:
     """How many pages the pool has: as asked, or as many as fit and make sense."""
     if pages is not None:
-        return _as_asked(pages, wish.page, room)
-    if room.fraction is None:
-        fitting = int(room.free * SHARE) // wish.page
+        return _as_asked(pages, wish.page, budget)
+    if budget.fraction is None:
+        fitting = int(budget.free * SHARE) // wish.page
         if fitting < 1:
-            raise OutOfPages(f"a page takes {wish.page} bytes and only {room.free >> 20} MiB of memory are free")
+            raise OutOfPages(f"a page takes {wish.page} bytes and only {budget.free >> 20} MiB of memory are free")
         return min(wish.most, fitting)
-    fitting = room.left // wish.page
+    fitting = budget.left // wish.page
     if fitting < wish.least:
         raise OutOfMemory(
-            f"there is no room for keys and values: {room.tell()}; {format_bytes(room.left)} are left, which is "
-            f"{fitting} pages of {format_bytes(wish.page)}, and a step needs "
+            f"there is no room for keys and values: {budget.describe()}; {format_bytes(budget.left)} are left, which "
+            f"is {fitting} pages of {format_bytes(wish.page)}, and a step needs "
             f"{wish.least} ({format_bytes(wish.least * wish.page)}); try {WAYS_OUT}"
         )
     return min(wish.most, fitting)
 
 
-def _as_asked(pages: int, page: int, room: Room) -> int:
+def _as_asked(pages: int, page: int, budget: MemoryBudget) -> int:
     check_integer(pages, "pages", 1)
-    if pages * page > room.free:
+    if pages * page > budget.free:
         raise OutOfPages(
-            f"{pages} pages of {page} bytes need {pages * page >> 20} MiB and {room.free >> 20} MiB are free; "
-            f"at most {room.free // page} fit"
+            f"{pages} pages of {page} bytes need {pages * page >> 20} MiB and {budget.free >> 20} MiB are free; "
+            f"at most {budget.free // page} fit"
         )
-    if room.fraction is not None and pages * page > room.left:
+    if budget.fraction is not None and pages * page > budget.left:
         raise OutOfPages(
-            f"{pages} pages of {page} bytes need {pages * page >> 20} MiB: {room.tell()}, and "
-            f"{format_bytes(room.left)} are left; at most {room.left // page} fit, or give a higher memory_fraction"
+            f"{pages} pages of {page} bytes need {pages * page >> 20} MiB: {budget.describe()}, and "
+            f"{format_bytes(budget.left)} are left; at most {budget.left // page} fit, or give a higher memory_fraction"
         )
     return pages
 
@@ -168,7 +168,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _of_device(error: BaseException) -> bool:
-    """Whether it is a CUDA device's memory: torch's allocator, or a driver or library that takes some beside it."""
+    """Whether it is a CUDA device's memory: torch's allocator, or a driver or library that allocates some itself."""
     return isinstance(error, torch.OutOfMemoryError) or any(said in str(error) for said in OF_DEVICE)
 
 

@@ -47,7 +47,7 @@ def windowed(segment: Segment, mask: np.ndarray, window: int | None, page_size: 
 
 
 def segment_slots(segment: Segment, page_size: int) -> np.ndarray:
-    """The sequence's slot behind each column of the segment's mask."""
+    """The sequence's slot at each column of the segment's mask."""
     return (segment.numbers[:, None] * page_size + np.arange(page_size)).ravel()
 
 

@@ -49,7 +49,7 @@ class Backend:
         if isinstance(self.decoder, QuantizedDecoder):
             return ", ".join(self.decoder.formats())
         matrices = (self.decoder.layers[0].qkv, self.decoder.output)
-        found = [getattr(m, "label", None) for m in matrices]  # a matrix that is no float has one
+        found = [getattr(m, "label", None) for m in matrices]  # a quantized matrix has one
         return ", ".join(dict.fromkeys(filter(None, found))) or str(self.decoder.dtype).removeprefix("torch.")
 
     def runner(self, pool: Pool, page_size: int, *, deterministic: bool, profiler: Profiler) -> Runner:
@@ -146,6 +146,6 @@ def why_not_triton(device: torch.device, settings: Settings) -> str | None:
 def _torch_model(model: Path | Decoder, dtype: str, device: torch.device, progress: LoadProgress | None) -> Decoder:
     if isinstance(model, Decoder):
         return model
-    # Rows stay floats here: torch's products round by their shape, and rows coded in 8 bits would tell one batch from
-    # another by far more than that.
+    # Rows stay floats here: torch's matmuls round by their shape, and rows in 8 bits would make batches differ
+    # by far more than that.
     return load_model(model, dtype=pick_dtype(dtype, device), device=device, progress=progress)

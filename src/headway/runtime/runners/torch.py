@@ -28,7 +28,7 @@ class TorchRunner:
         self.decoder, self.pool, self.page_size, self.profiler = decoder, pool, page_size, profiler
         self.tile = TILE if deterministic else None
         if deterministic and not rows_are_alike(decoder, TILE):
-            self.tile = 1  # this machine's products treat rows of one tile differently: take them one by one
+            self.tile = 1  # this machine's matmuls treat the rows of a tile differently: take them one by one
         self.reader = Reader(decoder, self.tile)
         self.windows = set(decoder.config.windows)
 

@@ -174,13 +174,13 @@ def _put_tables(host: np.ndarray, columns: np.ndarray, numbers: StepNumbers, at:
 
 def _put_runs(host: np.ndarray, columns: np.ndarray, where: np.ndarray, pairs: np.ndarray, at: int) -> int:
     """Write a set of masks from `at` on, and its columns; where it ends."""
-    first, behind = 2 * where[:-1], 2 * where[1:]
+    first, end = 2 * where[:-1], 2 * where[1:]
     columns[layout.RUN_AT] = at + first
-    columns[layout.RUN_COUNT] = (behind - first) // 2
-    some = slice(None) if (first < behind).all() else first < behind
+    columns[layout.RUN_COUNT] = (end - first) // 2
+    some = slice(None) if (first < end).all() else first < end
     columns[layout.FIRST] = columns[layout.END] = 0  # of a row that sees nothing
     columns[layout.FIRST, some] = pairs[first[some]]
-    columns[layout.END, some] = pairs[behind[some] - 1]
+    columns[layout.END, some] = pairs[end[some] - 1]
     host[at : at + len(pairs)] = pairs
     return at + len(pairs)
 

@@ -22,7 +22,7 @@ MOST = 4 * len(SIZES)  # graphs that are kept: steps, heads and samplers of ever
 
 
 def padded(rows: int) -> int | None:
-    """The size of the graph that holds so many rows; None when there are too many."""
+    """The size of the graph that holds this many rows; None if there are too many."""
     return next((size for size in SIZES if size >= rows), None)
 
 
@@ -62,7 +62,7 @@ class Graphs:
     def _captured(self, key: Hashable, work: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
         """What the work launches, not yet run; None when there is no memory for it."""
         start = time.perf_counter()
-        log_event(f"capturing a graph of {told(key)}", graphs=self.captured)
+        log_event(f"capturing a graph of {describe(key)}", graphs=self.captured)
         try:
             if self._capture is None:
                 self._capture = _Capture()
@@ -71,10 +71,10 @@ class Graphs:
             if not is_out_of_memory(error):
                 raise
             self._refused.add(key)
-            log_event(f"no memory is left for a graph of {told(key)}; it is launched kernel by kernel")
+            log_event(f"no memory is left for a graph of {describe(key)}; it is launched kernel by kernel")
             return None
         seconds = round(time.perf_counter() - start, 3)
-        log_event(f"captured a graph of {told(key)}", seconds=seconds, graphs=self.captured)
+        log_event(f"captured a graph of {describe(key)}", seconds=seconds, graphs=self.captured)
         return graph
 
     def forget(self, which: Callable[[tuple[object, ...]], bool]) -> None:
@@ -99,7 +99,7 @@ class Graphs:
             self._refused &= self.graphs.keys()
 
 
-def told(key: Hashable) -> str:
+def describe(key: Hashable) -> str:
     """A key in words: "step", 64 are 64 rows of a step."""
     if isinstance(key, tuple) and len(key) > 1:
         return f"{key[1] or 1} rows ({key[0]})"

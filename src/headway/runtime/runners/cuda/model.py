@@ -1,10 +1,10 @@
 """A decoder's forward on a CUDA device, kernel by kernel: the same for eager steps, prompts and captured graphs.
 
 Everything that varies lies in device memory (the step's numbers), every intermediate in a `Buffers`; a forward of so
-many rows launches the same kernels whatever the batch. One row goes through Triton products with the norms inside,
-several through cuBLAS, or about 64 through tiles of ours, with the small steps between these products fused.
+many rows launches the same kernels whatever the batch. One row goes through Triton matvecs with the norms inside,
+several through cuBLAS, or about 64 through our own tiles, with the small operations between these matmuls fused.
 
-In deterministic mode a row's bits depend on the row alone: products have fixed tiles, attention takes every row by
+In deterministic mode a row's bits depend on the row alone: matmuls have fixed tiles, attention takes every row by
 itself and cuts its keys at fixed slots, and nothing is chosen by how many rows there are.
 """
 
@@ -35,8 +35,8 @@ PROGRAMS = 264  # that keep the device busy: two a multiprocessor
 MIXED = Splits(8, 256)  # of a few single rows in a step with longer segments
 MANY_SINGLES = 32  # from here on they are divided as in a step of single rows alone
 FIXED = Splits(16, 64, fixed=True)  # of every row in deterministic mode
-SINGLES = 512  # single rows beside longer segments that attention takes in one call
-AT_ONCE = 128  # rows that attention takes in one call in deterministic mode: they have room for FIXED.most parts each
+SINGLES = 512  # single rows of a mixed step that attention takes in one call
+AT_ONCE = 128  # rows that attention takes in one call in deterministic mode: each has scratch for FIXED.most parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Step:
     singles: Tensor | None = None
     items: Tensor | None = None
     hooks: Hooks | None = None
-    taps_from: int = 0  # the row that hooks count from: decode rows have none
+    hooks_from: int = 0  # the row that hooks count from: decode rows have none
 
 
 class Buffers:
@@ -102,44 +102,44 @@ class CudaModel:
         self._shared = shared_memory(self.device)
         self.deterministic = deterministic
         self._wide: bool | None = None  # whether many rows take wider tiles in deterministic mode
-        self.coded = isinstance(decoder.output, CudaQuantizedMatrix)
+        self.is_quantized = isinstance(decoder.output, CudaQuantizedMatrix)
         self._written: Tensor | None = None
         self._numbers = torch.arange(512, dtype=torch.int32, device=self.device)
         self._given: list[Tensor] = []  # earlier ones, that graphs go on using
 
-    def forward(self, step: Step, room: Buffers, mark: Mark) -> Tensor:
+    def forward(self, step: Step, buffers: Buffers, mark: Mark) -> Tensor:
         """Residual rows [T, E] before the final norm; keys and values are in their pages."""
-        x = room.x[: step.count]
+        x = buffers.x[: step.count]
         fused.embed(step.ints, step.rows, self.decoder.embedding, x, self.sampled)
         mark("embed")
-        fused.angles(step.ints, step.rows, room.cs[: step.count], self.decoder.inv_freq, self.config.rope.scale)
+        fused.angles(step.ints, step.rows, buffers.cs[: step.count], self.decoder.inv_freq, self.config.rope.scale)
         mark("rope")
-        if self.coded and (self.deterministic or step.count <= quantized.FEW):
-            self._coded_rows(step, room, mark)
+        if self.is_quantized and (self.deterministic or step.count <= quantized.FEW):
+            self._quantized_rows(step, buffers, mark)
         elif self.deterministic:
-            self._rows(step, room, mark)
+            self._rows(step, buffers, mark)
         elif step.count == 1:
-            self._one_row(step, room, mark)
+            self._one_row(step, buffers, mark)
         else:
-            self._rows(step, room, mark)
+            self._rows(step, buffers, mark)
         if step.hooks is not None:
-            step.hooks.on_hidden(self.config.layers, x[step.taps_from :])
+            step.hooks.on_hidden(self.config.layers, x[step.hooks_from :])
         return x
 
-    def _one_row(self, step: Step, room: Buffers, mark: Mark) -> None:
-        x, inner, mixed = room.x[0], room.inner[0], room.mixed[0].flatten()
+    def _one_row(self, step: Step, buffers: Buffers, mark: Mark) -> None:
+        x, inner, mixed = buffers.x[0], buffers.inner[0], buffers.mixed[0].flatten()
         for l, layer in enumerate(self.decoder.layers):
             norm = RmsNorm(layer.input_norm, layer.eps)
-            self._product(x, layer.qkv, room.qkv[0], norm=norm)
+            self._matvec(x, layer.qkv, buffers.qkv[0], norm=norm)
             mark("qkv")
-            self._attention(l, step, room, mark)
-            self._product(mixed, layer.out, x, add=True)
+            self._attention(l, step, buffers, mark)
+            self._matvec(mixed, layer.out, x, add=True)
             mark("output projection")
-            self._product(x, layer.gate_up, inner, norm=RmsNorm(layer.mlp_norm, layer.eps), gated=True)
-            self._product(inner, layer.down, x, add=True)
+            self._matvec(x, layer.gate_up, inner, norm=RmsNorm(layer.mlp_norm, layer.eps), gated=True)
+            self._matvec(inner, layer.down, x, add=True)
             mark("feed-forward")
 
-    def _product(
+    def _matvec(
         self,
         x: Tensor,
         w: Linear,
@@ -151,23 +151,23 @@ class CudaModel:
     ) -> None:
         matvec(x, w.weight, y, bias=w.bias, norm=norm, gated=gated, add=add, ahead=self.ahead)
 
-    def _coded_rows(self, step: Step, room: Buffers, mark: Mark) -> None:
-        """The same of few rows with matrices in codes, whose products take rows in float16."""
+    def _quantized_rows(self, step: Step, buffers: Buffers, mark: Mark) -> None:
+        """The same for a few rows with quantized weights, whose matmuls take rows in float16."""
         n = step.count
-        x, (h, inner, mixed) = room.x[:n], room.halves(n)
+        x, (h, inner, mixed) = buffers.x[:n], buffers.halves(n)
         for l, layer in enumerate(self.decoder.layers):
             fused.norm(x, layer.input_norm, layer.eps, h, ahead=self.ahead)
-            self._coded_product(h, layer.qkv, room.qkv[:n])
+            self._quantized_matmul(h, layer.qkv, buffers.qkv[:n])
             mark("qkv")
-            self._attention(l, step, room, mark, mixed)
-            self._coded_product(mixed.flatten(1), layer.out, x, add=True)
+            self._attention(l, step, buffers, mark, mixed)
+            self._quantized_matmul(mixed.flatten(1), layer.out, x, add=True)
             mark("output projection")
             fused.norm(x, layer.mlp_norm, layer.eps, h, ahead=self.ahead)
-            self._coded_product(h, layer.gate_up, inner)
-            self._coded_product(inner, layer.down, x, factor=1 / quantized.INNER, add=True)
+            self._quantized_matmul(h, layer.gate_up, inner)
+            self._quantized_matmul(inner, layer.down, x, factor=1 / quantized.INNER, add=True)
             mark("feed-forward")
 
-    def _coded_product(self, x: Tensor, w: object, y: Tensor, *, factor: float = 1.0, add: bool = False) -> None:
+    def _quantized_matmul(self, x: Tensor, w: object, y: Tensor, *, factor: float = 1.0, add: bool = False) -> None:
         assert isinstance(w, CudaQuantizedMatrix)
         quantized.matmul(x, w, y, factor=factor, add=add, ahead=self.ahead, alone=not self.deterministic)
 
@@ -183,22 +183,22 @@ class CudaModel:
         quantized.dequantize_into(w, found)
         return found
 
-    def _rows(self, step: Step, room: Buffers, mark: Mark) -> None:
+    def _rows(self, step: Step, buffers: Buffers, mark: Mark) -> None:
         n, layers = step.count, self.decoder.layers
-        many = self._multiplied(n, room)
-        x, h, delta = room.x[:n], room.h[:many], room.delta[:many]
+        many = self._padded_rows(n, buffers)
+        x, h, delta = buffers.x[:n], buffers.h[:many], buffers.delta[:many]
         fused.norm(x, layers[0].input_norm, layers[0].eps, h[:n])
         mark("norm")
         for l, layer in enumerate(layers):
-            self._linear(h, layer.qkv, room.qkv[:many])
+            self._linear(h, layer.qkv, buffers.qkv[:many])
             mark("qkv")
-            self._attention(l, step, room, mark)
-            self._linear(room.mixed[:many].flatten(1), layer.out, delta)
+            self._attention(l, step, buffers, mark)
+            self._linear(buffers.mixed[:many].flatten(1), layer.out, delta)
             mark("output projection")
             fused.norm(x, layer.mlp_norm, layer.eps, h[:n], add=delta[:n], ahead=self.ahead)
             mark("norm")
-            self._gate_times_up(h, layer.gate_up, room)
-            self._linear(room.inner[:many], layer.down, delta)
+            self._gate_times_up(h, layer.gate_up, buffers)
+            self._linear(buffers.inner[:many], layer.down, delta)
             mark("feed-forward")
             following: DecoderLayer | None = layers[l + 1] if l + 1 < len(layers) else None
             if following is None:
@@ -207,25 +207,25 @@ class CudaModel:
                 fused.norm(x, following.input_norm, following.eps, h[:n], add=delta[:n], ahead=self.ahead)
             mark("norm")
 
-    def _multiplied(self, rows: int, room: Buffers) -> int:
-        """How many rows products take: a whole tile of them where that is faster, the last ones in vain."""
-        if tiled.LEAST <= rows <= tiled.MOST <= room.rows and self._in_tiles(tiled.MOST):
+    def _padded_rows(self, rows: int, buffers: Buffers) -> int:
+        """How many rows matmuls take: a whole tile where that is faster, the last rows for nothing."""
+        if tiled.LEAST <= rows <= tiled.MOST <= buffers.rows and self._in_tiles(tiled.MOST):
             return tiled.MOST
         return rows
 
-    def _attention(self, l: int, step: Step, room: Buffers, mark: Mark, out: Tensor | None = None) -> None:
+    def _attention(self, l: int, step: Step, buffers: Buffers, mark: Mark, out: Tensor | None = None) -> None:
         n, (keys, values) = step.count, self._kv[l]
-        q, mixed = room.q[:n], room.mixed[:n] if out is None else out
+        q, mixed = buffers.q[:n], buffers.mixed[:n] if out is None else out
         fused.rotate_and_write(
-            room.qkv[:n], q, keys, values, step.ints, step.rows, room.cs[:n], self._heads[l], self.ahead
+            buffers.qkv[:n], q, keys, values, step.ints, step.rows, buffers.cs[:n], self._heads[l], self.ahead
         )
         mark("rope")
         paged = PagedKV(keys, values, step.ints, step.rows, self._run_at[l], self.config.head_dim**-0.5)
         self._attend(q, mixed, paged, step)
         mark("attention")
         if step.hooks is not None:  # what a layer writes comes after its attention: x is still what entered it
-            step.hooks.on_hidden(l, room.x[step.taps_from : n])
-            step.hooks.on_attention(l, q[step.taps_from :], keys, paged.scale)
+            step.hooks.on_hidden(l, buffers.x[step.hooks_from : n])
+            step.hooks.on_attention(l, q[step.hooks_from :], keys, paged.scale)
 
     def _attend(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: Step) -> None:
         n = step.count
@@ -233,7 +233,7 @@ class CudaModel:
             for start in range(0, n, AT_ONCE):
                 which = self._first(n)[start : start + AT_ONCE]
                 attention.attend_rows(
-                    q, mixed, paged, FIXED, self._room(FIXED, AT_ONCE),
+                    q, mixed, paged, FIXED, self._scratch_for(FIXED, AT_ONCE),
                     which=which, tile=fixed_tile(q.shape[2], q.dtype), ahead=self.ahead,
                 )  # fmt: skip
             return
@@ -243,16 +243,16 @@ class CudaModel:
             few = which is not None and count < MANY_SINGLES
             splits = MIXED if few else pick_splits(count, self.config.kv_heads)
             attention.attend_rows(
-                q, mixed, paged, splits, self._room(splits, count),
+                q, mixed, paged, splits, self._scratch_for(splits, count),
                 which=which, tile=pick_tile(count, splits, row_bytes), ahead=self.ahead,
             )  # fmt: skip
         if step.items is not None:
             attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
 
-    def _room(self, splits: Splits, rows: int) -> Scratch:
+    def _scratch_for(self, splits: Splits, rows: int) -> Scratch:
         """Room for the parts of so many rows. It is never given back, since graphs go on using it: so each is for the
         next power of two, and all of them have fewer than four times the rows of the largest step."""
-        found = [room for room in self._scratch.get(splits, ()) if len(room.arrived) >= rows]
+        found = [scratch for scratch in self._scratch.get(splits, ()) if len(scratch.arrived) >= rows]
         if found:
             return found[0]
         c, wide = self.config, 1 << max(0, rows - 1).bit_length()
@@ -267,8 +267,8 @@ class CudaModel:
             self._numbers = torch.arange(2 * count, dtype=torch.int32, device=self.device)
         return self._numbers[:count]
 
-    def _gate_times_up(self, h: Tensor, w: Linear, room: Buffers) -> None:
-        gate_up, inner = room.gate_up[: len(h)], room.inner[: len(h)]
+    def _gate_times_up(self, h: Tensor, w: Linear, buffers: Buffers) -> None:
+        gate_up, inner = buffers.gate_up[: len(h)], buffers.inner[: len(h)]
         if self._in_tiles(len(h)):
             self._tiled(h, w.weight, inner, w.bias, gated=True)
         else:
@@ -276,8 +276,8 @@ class CudaModel:
             fused.gated(gate_up, inner, ahead=self.ahead)
 
     def _in_tiles(self, rows: int) -> bool:
-        """Whether products of so many rows are ours; cuBLAS does better with others, and in float32."""
-        own_ways = self.coded or self.deterministic
+        """Whether matmuls of this many rows use our kernel; cuBLAS is faster with others, and in float32."""
+        own_ways = self.is_quantized or self.deterministic
         return rows == tiled.MOST and not own_ways and self.dtype != torch.float32
 
     def _tiled(self, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> None:
@@ -295,7 +295,7 @@ class CudaModel:
             torch.addmm(w.bias, x, self._dense(w).t(), out=y)
 
     def _exact(self, rows: int) -> tiled.MatmulTile | None:
-        """The tile of products in deterministic mode; None for that of any number of rows."""
+        """The tile of matmuls in deterministic mode; None for the one that fits any number of rows."""
         if rows <= exact.MANY:
             return None
         if self._wide is None:  # the first step of a size is never captured
@@ -323,12 +323,12 @@ class CudaModel:
         return self.decoder.sample(logits, samplers)
 
     def head(self, x: Tensor, rows: Tensor | None, h: Tensor, logits: Tensor) -> None:
-        """Logits into [R, V] float32, of residual rows x, or of those that `rows` [R] int32 names. h [R, E] is room."""
+        """Logits into [R, V] float32, of residual rows x, or of the `rows` [R] int32 of it. h [R, E] is scratch."""
         d = self.decoder
         if isinstance(d.output, CudaQuantizedMatrix):
             half = torch.empty_like(h, dtype=torch.float16)
             fused.norm(x, d.final_norm, self.config.norm_eps, half, rows=rows, ahead=self.ahead)
-            self._coded_product(half, d.output, logits)
+            self._quantized_matmul(half, d.output, logits)
             return
         if self.deterministic:
             fused.norm(x, d.final_norm, self.config.norm_eps, h, rows=self._first(len(h)) if rows is None else rows)
@@ -357,7 +357,7 @@ def _in_calls(singles: Tensor | None) -> Sequence[Tensor | None]:
 
 
 def pick_splits(rows: int, kv_heads: int) -> Splits:
-    """How the keys of so many single rows are divided: enough programs for the device, none with too little to do."""
+    """How the keys of this many single rows are split: enough programs for the device, none with too little to do."""
     programs = rows * kv_heads
     most = 1
     while most < 32 and most * programs < PROGRAMS:

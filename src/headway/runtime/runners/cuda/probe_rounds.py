@@ -2,7 +2,7 @@
 
 A probe becomes questions (kernels/triton/probes): measure a row, look up single scores, count what is above them; or
 a row's best. All of this is the host's part, and pure. Where the answers do not decide a value (two scores meet at the
-edge of the best, a NaN, a temperature that float32 has no room for) it is the torch reader's.
+edge of the best, a NaN, a temperature that float32 cannot hold) it is the torch reader's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Asked = tuple[int, Ask]  # a row of logits and what is asked of it
 
 
 class Drawn(NamedTuple):
-    """A token drawn beside a probe: -1 - i when it is at place i of the device's tokens, else the token.
+    """A token sampled at a probe's row: -1 - i when it is at place i of the device's tokens, else the token.
 
     `row` has the logits it is drawn from, bias and penalties included, and `temperature` and `allowed` what they go
     through; they are None where more happens to them than that.
@@ -126,11 +126,11 @@ def plan(asked: Sequence[Asked], drawn: Mapping[Key, Sequence[Drawn | None]], vo
     rounds, known, left = [Round(vocab)], {}, []
     for row, ask in asked:
         part, key = rounds[-1], (ask.segment, ask.index)
-        beside = drawn.get(key, ())
-        if len(part.jobs) == JOBS or len(part.pairs) + _pairs(ask) + len(beside) > PAIRS:
+        mates = drawn.get(key, ())
+        if len(part.jobs) == JOBS or len(part.pairs) + _pairs(ask) + len(mates) > PAIRS:
             rounds.append(part := Round(vocab))
         try:
-            make = _asked(part, row, ask, beside)
+            make = _asked(part, row, ask, mates)
         except _Edge:
             left.append((row, ask))
         except HeadwayError as error:  # the mask that was to come later did not

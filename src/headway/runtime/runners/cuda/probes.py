@@ -51,9 +51,9 @@ class CudaProbes:
         self._words, self._pieces = -(-self._vocab // 32), probing.pieces(self._vocab)
         self._asked = Upload(JOBS * JOB_INTS + PAIRS * PAIR_INTS, torch.int32, self._device)
         self._masks = Upload(self._words, torch.int32, self._device)
-        room = JOBS * self._pieces * NUMBERS + PAIRS * (PAIR_HEADER + self._pieces)
-        self._found = torch.empty(room, dtype=torch.int32, device=self._device)
-        self._back = torch.empty(room, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        size = JOBS * self._pieces * NUMBERS + PAIRS * (PAIR_HEADER + self._pieces)
+        self._found = torch.empty(size, dtype=torch.int32, device=self._device)
+        self._back = torch.empty(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
     def begin(
         self,
@@ -87,10 +87,10 @@ class CudaProbes:
         jobs, pairs = self._send(part)
         measured = jobs * self._pieces * NUMBERS
         back = measured + pairs * (PAIR_HEADER + self._pieces)
-        behind = jobs * JOB_INTS
+        pairs_at = jobs * JOB_INTS
         asked = ProbeQueries(
-            self._asked.device[:behind].view(jobs, JOB_INTS),
-            self._asked.device[behind : behind + pairs * PAIR_INTS].view(pairs, PAIR_INTS),
+            self._asked.device[:pairs_at].view(jobs, JOB_INTS),
+            self._asked.device[pairs_at : pairs_at + pairs * PAIR_INTS].view(pairs, PAIR_INTS),
             self._masks.device.view(-1, self._words),
             tokens,
         )
@@ -128,18 +128,18 @@ class CudaProbes:
         """Upload a round's questions; how many there are, with padding."""
         jobs, pairs = _room(len(part.jobs)), _room(len(part.pairs))
         self._asked.wait()
-        host, behind = self._asked.host, jobs * JOB_INTS
-        asked = host[:behind].reshape(jobs, JOB_INTS)
+        host, pairs_at = self._asked.host, jobs * JOB_INTS
+        asked = host[:pairs_at].reshape(jobs, JOB_INTS)
         asked[len(part.jobs) :, 0] = -1
         if part.jobs:
             rows, masks, rates = zip(*part.jobs, strict=True)
             asked[: len(rows), 0], asked[: len(rows), 1] = rows, masks
             asked[: len(rows), 2] = np.array(rates, np.float32).view(np.int32)
-        named = host[behind : behind + pairs * PAIR_INTS].reshape(pairs, PAIR_INTS)
+        named = host[pairs_at : pairs_at + pairs * PAIR_INTS].reshape(pairs, PAIR_INTS)
         named[len(part.pairs) :, 0] = -1
         if part.pairs:
             named[: len(part.pairs)] = part.pairs
-        self._asked.send(behind + pairs * PAIR_INTS)
+        self._asked.send(pairs_at + pairs * PAIR_INTS)
         self._send_masks(part.masks)
         return jobs, pairs
 
@@ -158,7 +158,7 @@ class CudaProbes:
     def _ordered(
         self, asked: list[tuple[int, int]], masks: Sequence[np.ndarray], logits: Tensor, count: int
     ) -> list[tuple[Tensor, Tensor]]:
-        """The `count` best scores of these rows, each behind its mask, and their ids, on their way to the host."""
+        """The `count` best scores of these rows, each under its mask, and their ids, on their way to the host."""
         found = []
         for start in range(0, len(asked), SLAB):
             slab = asked[start : start + SLAB]

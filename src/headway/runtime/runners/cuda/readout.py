@@ -43,8 +43,8 @@ class _Work(NamedTuple):
     quick: list[tuple[int, Ask]]  # tokens that the device can draw
     slow: list[tuple[int, Ask]]  # tokens that it cannot
     probes: list[tuple[int, Ask]]
-    beside: list[list[tuple[int, Ask]]]  # by row: all tokens that are drawn there
-    copied: list[int]  # rows whose logits stand once more behind the last, for bias and penalties of one ask each
+    samplers: list[list[tuple[int, Ask]]]  # by row: all tokens that are sampled there
+    copied: list[int]  # rows whose logits are copied after the last row, for bias and penalties of one sampler each
 
 
 class _Begun(NamedTuple):
@@ -215,9 +215,9 @@ class CudaReader:
     def _look(
         self, work: _Work, logits: Tensor, begun: _Begun | None, values: Values
     ) -> Callable[[Values], list[tuple[int, Ask]]]:
-        """Have the device answer the probes, beside the tokens that it draws or, where it has drawn them, behind."""
+        """Have the device answer the probes, together with the tokens that it samples or after them."""
         drawn = {
-            (ask.segment, ask.index): [self._drawn(row, mate, work, begun, values) for row, mate in work.beside[at]]
+            (ask.segment, ask.index): [self._drawn(row, mate, work, begun, values) for row, mate in work.samplers[at]]
             for at, ask in work.probes
             if isinstance(ask.what.what, Ranking)
         }
@@ -233,7 +233,7 @@ class CudaReader:
         if not isinstance(token, int):
             return None
         filters = how.top_k or how.top_p < 1 or how.min_p or how.typical_p < 1
-        adjusted = row >= len(work.beside) or not self._draws.way(how).adjusts
+        adjusted = row >= len(work.samplers) or not self._draws.way(how).adjusts
         known = adjusted and (how.temperature == 0 or not filters)
         return Drawn(token, row, how.temperature if known else None, ask.what.permitted() if known else None)
 
@@ -244,7 +244,7 @@ class CudaReader:
             values.update(self._slow.answers([a for _, a in rest], [at for at, _ in rest], logits, batch))
         for at, ask in left:
             if isinstance(what := ask.what.what, Ranking):
-                mates = [mate for _, mate in work.beside[at]]
+                mates = [mate for _, mate in work.samplers[at]]
                 tokens = [values[mate.segment, mate.index] for mate in mates]
                 bad = bool(logits[at].isnan().any())
                 found = not_a_number() if bad else self._slow.ranked(what, logits[at], mates, tokens, batch)
@@ -253,7 +253,7 @@ class CudaReader:
     # -- logits ----------------------------------------------------------------------------------------------------
 
     def _grow(self, rows: int) -> None:
-        """Have room for the logits of so many rows; graphs that write to the old room go."""
+        """Make the logits buffer hold this many rows; graphs that write to the old one go."""
         if rows <= self._room:
             return
         self._room = rows if rows < 64 else max(rows, MOST)
@@ -263,7 +263,7 @@ class CudaReader:
         self._h = torch.empty(self._room, c.hidden_size, dtype=self.model.dtype, device=device)
 
     def _logits(self, places: Sequence[_Place], batch: Batch, x: Tensor | None, copied: list[int]) -> Tensor:
-        """Logits [R, V] of these places, in the reader's own room, and behind them once more those of `copied` rows."""
+        """Logits [R, V] of these places, in the reader's own buffer, followed by a copy of the `copied` rows."""
         if any(place.row == BEFORE for place in places):
             rows = [self._residual(place, batch, x) for place in places]
             logits = self.model.logits(torch.stack(rows), None)
@@ -312,7 +312,7 @@ class CudaReader:
         """What is asked at each row of logits, by who does it."""
         work = _Work([], [], [], [], [])
         for at, asks in enumerate(asked):
-            work.beside.append([])
+            work.samplers.append([])
             for ask in asks:
                 row, what = at, ask.what.what
                 if not isinstance(what, Sampling):
@@ -325,7 +325,7 @@ class CudaReader:
                     work.copied.append(at)
                 quick = way.quick and (row != at or not apart)
                 (work.quick if quick else work.slow).append((row, ask))
-                work.beside[-1].append((row, ask))
+                work.samplers[-1].append((row, ask))
         return work
 
     def _draw(self, asked: list[tuple[int, Ask]], logits: Tensor, batch: Batch, values: Values) -> _Begun:
@@ -348,7 +348,7 @@ class CudaReader:
         self._draws.launch(logits, size, lasting=self._lasts(logits))
 
     def _lasts(self, logits: Tensor) -> bool:
-        """Whether these are in the reader's own room."""
+        """Whether these are in the reader's own buffer."""
         return logits.data_ptr() == self._out.data_ptr()
 
     def _tell(self, drawn: list[tuple[int, Ask]], values: Values) -> list[tuple[int, Ask]]:

@@ -39,7 +39,7 @@ from headway.runtime.runners.cuda.graphs import SIZES, Graphs, padded
 from headway.runtime.runners.cuda.model import Buffers, CudaModel, Step
 from headway.runtime.runners.cuda.readout import CudaReader, Values
 
-GRAPH_INTS = 1 << 20  # numbers that a captured step has room for
+GRAPH_INTS = 1 << 20  # numbers that a captured step can hold
 FEW = 4  # rows of a sequence that attention takes one by one
 MUCH = 1 << 17  # rows × slots of long segments above which attention wants the matrix units
 
@@ -156,7 +156,7 @@ class CudaRunner:
             singles=device[after:needed],
             items=device[used : used + len(items)].view(-1, 2) if items else None,
             hooks=hooks,
-            taps_from=first,
+            hooks_from=first,
         )
         if self._free_buffers is None or self._free_buffers.rows < count:
             self._free_buffers = None  # the old ones go before the new ones come

@@ -31,7 +31,7 @@ Key = tuple[int, int]  # a segment and the index of one of its readouts
 
 
 class Way(NamedTuple):
-    """How a sampler draws, as the device is told."""
+    """How a sampler draws, in the numbers that the device takes."""
 
     numbers: tuple[float, float, float]  # temperature, top-p, min-p
     top_k: int
@@ -146,12 +146,12 @@ class CudaDraws:
             self._masks.grow((len(masks) if len(masks) < 64 else MOST) * self._words)
         self._masks.wait()
         # Not by numpy, which would let the interpreter's lock go for each row.
-        room, size = self._masks.host.data.cast("B"), self._words * 4
+        buffer, size = self._masks.host.data.cast("B"), self._words * 4
         for at, mask in zip(range(0, len(masks) * size, size), masks, strict=True):
             end = at + mask.nbytes
-            room[at:end] = mask.data.cast("B")
+            buffer[at:end] = mask.data.cast("B")
             if end < at + size:
-                room[end : at + size] = bytes(at + size - end)
+                buffer[end : at + size] = bytes(at + size - end)
         self._masks.send(len(masks) * self._words)
 
     def adjust(self, asked: list[tuple[int, Ask]], logits: Tensor) -> None:
