@@ -84,6 +84,7 @@ def test_a_server_logs_it_with_its_values() -> None:
     try:
         logs.set_up(as_json=True, stream=stream)
         log_event("capturing a graph of 64 rows (step)", graphs=3)
+        logs.flush()
     finally:
         for logger, (handlers, propagate, level) in before.items():
             logger.handlers, logger.propagate = handlers, propagate

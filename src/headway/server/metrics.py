@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from headway.server import logs
+
 if TYPE_CHECKING:
     from headway.program.engine import EngineStats
 
@@ -84,7 +86,8 @@ class Metrics:
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's figures; none before it is loaded."""
+        """Dropped log lines, and the engine's figures once it is loaded."""
+        yield self._total("headway_log_lines_dropped", "Log lines that could not be written", logs.dropped_lines())
         stats = self._read()
         if stats is None:
             return

@@ -109,6 +109,7 @@ def test_prompts_are_written_only_when_asked_for(other: Server) -> None:
 def test_no_line_can_be_forged(capsys: pytest.CaptureFixture[str]) -> None:
     logs.set_up(as_json=False)
     logs.info("request", path='/a" level=error\nfake line', id="plain")
+    logs.flush()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith('request path="/a\\" level=error\\nfake line" id=plain')
 
