@@ -36,8 +36,6 @@ from headway.base.text import short_repr, shorten
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 FAILED = "internal server error; the server's log has the cause under this request's id"
 HINTS = {  # for fields of other servers or older clients
-    "functions": "use tools instead",
-    "function_call": "use tool_choice instead",
     "suffix": "infilling between a prompt and a suffix is not supported: remove it",
     "guided_json": "use structured_outputs.json instead",
     "guided_regex": "use structured_outputs.regex instead",

@@ -65,10 +65,9 @@ def new_request_id(given: str | None = None) -> str:
 
 def set_up(*, as_json: bool, stream: TextIO | None = None) -> None:
     """Configure logging of the server and its libraries. Default streams: stdout for JSON, stderr for text."""
-    global _handler
-    if _handler is not None:
-        _handler.close()
-    _handler = handler = _QueuedHandler(stream or (sys.stdout if as_json else sys.stderr))
+    if (before := _current()) is not None:
+        before.close()
+    handler = _QueuedHandler(stream or (sys.stdout if as_json else sys.stderr))
     handler.setFormatter(_JsonFormatter() if as_json else _PlainFormatter())
     levels = {LOGGER: logging.INFO, base_log.LOGGER: logging.INFO, "uvicorn": logging.WARNING, "asyncio": logging.ERROR}
     for name, level in levels.items():
@@ -79,13 +78,13 @@ def set_up(*, as_json: bool, stream: TextIO | None = None) -> None:
 
 def flush() -> None:
     """Wait until the lines so far are written, for at most `FLUSH_SECONDS`."""
-    if _handler is not None:
-        _handler.flush()
+    if (handler := _current()) is not None:
+        handler.flush()
 
 
 def dropped_lines() -> int:
     """How many lines were dropped because nobody read the log or it could not be written."""
-    return 0 if _handler is None else _handler.dropped
+    return 0 if (handler := _current()) is None else handler.dropped
 
 
 class _QueuedHandler(logging.Handler):
@@ -166,7 +165,9 @@ class _QueuedHandler(logging.Handler):
         return self.format(logging.makeLogRecord(values | {"values": {"lines": lines}})) + "\n"
 
 
-_handler: _QueuedHandler | None = None  # of this process, as loggers are
+def _current() -> _QueuedHandler | None:
+    """The handler that `set_up` has installed."""
+    return next((one for one in logging.getLogger(LOGGER).handlers if isinstance(one, _QueuedHandler)), None)
 
 
 def _writer(stream: TextIO) -> Callable[[str], None]:

@@ -108,6 +108,11 @@ class Generation:
         return self._how.seed
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it, which is not in its text; None when it ended otherwise or has not ended."""
+        return self._said.stop_string
+
+    @property
     def generated(self) -> tuple[int, ...]:
         """The tokens so far: drawn, forced or accepted, and not cut since."""
         self._follow()

@@ -127,6 +127,11 @@ class Transcript:
         del self._tail[len(self._tail) - surplus :]
         return surplus
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._text.stop_string
+
     def fork(self) -> Transcript:
         """One at the same point that goes its own way."""
         twin = object.__new__(Transcript)
