@@ -59,13 +59,20 @@ Names = Annotated[
 ]
 Embed = Annotated[
     str | None,
-    typer.Option("--embed", metavar="MODEL", help="A model for /v1/embeddings and /pooling.", rich_help_panel=POOLING),
+    typer.Option(
+        "--embed",
+        metavar="[NAME=]MODEL",
+        help="A model for /v1/embeddings and /pooling, and its name for clients.",
+        rich_help_panel=POOLING,
+    ),
 ]
 Rerank = Annotated[
-    str | None, typer.Option("--rerank", metavar="MODEL", help="A reranker for /rerank.", rich_help_panel=POOLING)
+    str | None,
+    typer.Option("--rerank", metavar="[NAME=]MODEL", help="A reranker for /rerank.", rich_help_panel=POOLING),
 ]
 Classify = Annotated[
-    str | None, typer.Option("--classify", metavar="MODEL", help="A classifier for /classify.", rich_help_panel=POOLING)
+    str | None,
+    typer.Option("--classify", metavar="[NAME=]MODEL", help="A classifier for /classify.", rich_help_panel=POOLING),
 ]
 KeyFile = Annotated[
     Path | None,

@@ -33,6 +33,8 @@ MAX_QUEUED_LINES = 4096
 MAX_QUEUED_CHARACTERS = 16 << 20  # with log_prompts a single line may have megabytes
 FLUSH_SECONDS = 1.0  # for the lines in the queue to be written, when the server ends
 request_id: ContextVar[str] = ContextVar("headway_request_id", default="")
+request_values: ContextVar[dict[str, Any] | None] = ContextVar("headway_request_values", default=None)
+"""What the access log adds to the request's line; a route changes the dictionary."""
 _WELL_FORMED = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 

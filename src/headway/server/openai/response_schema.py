@@ -39,6 +39,13 @@ class Health(ResponseSchema):
     since: str | None = None
 
 
+class Index(ResponseSchema):
+    """Links by what they lead to."""
+
+    server: Literal["headway"]
+    links: dict[str, str]
+
+
 class ServedModel(ResponseSchema):
     name: str
     dtype: str
