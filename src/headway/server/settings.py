@@ -33,6 +33,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()  # in addition to this machine's own names; "*" allows any
     log_prompts: bool = False
     log_json: bool = False
+    log_requests: bool = True  # also those that succeed
     metrics_style: str = "headway"
 
     max_connections: int = 512
