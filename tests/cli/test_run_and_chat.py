@@ -269,7 +269,8 @@ class TestChat:
         os.write(ours, b"/system One\nTwo\nThree\n")  # pasted
         screen.until(b"> ")
         os.write(ours, b"/system\n")
-        screen.until(b"One\r\nTwo\r\nThree")
+        for line in (b"One", b"Two", b"Three"):
+            screen.until(line)
         screen.until(b"> ")
         os.write(ours, b"\x03")
         screen.until(b"ctrl-C again")

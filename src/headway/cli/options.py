@@ -230,7 +230,7 @@ class Decoding:
         if self.temperature is not None:
             return Sampling(temperature=self.temperature, **given)
         drawn = any(name in given for name in ("top_k", "top_p", "min_p"))
-        return defaults.sampler(**given, **({"do_sample": True} if drawn else {}))
+        return defaults.sampler(do_sample=True if drawn else None, **given)
 
     def _given(self) -> dict[str, Any]:
         names = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
