@@ -127,6 +127,65 @@ def test_on_a_terminal_top_stays_below_the_scripts_output(on_terminal: Callable,
     assert "llama in memory · float32 · cpu · closed" in plain
 
 
+TABLES = """
+import os, subprocess, sys, time
+from rich.console import Console
+from rich.table import Table
+from headway.testing import scripted_engine
+
+with scripted_engine(pages=8):
+    table = Table("row")
+    for row in range(12):
+        table.add_row(f"cell {row}")
+    Console().print(table)
+    time.sleep(0.4)  # the view is drawn again meanwhile
+    print("several\\nlines\\nat once")
+    sys.stdout.write("begun, ")
+    sys.stdout.flush()
+    time.sleep(0.3)
+    print("ended")
+    subprocess.run(["echo", "from a child"], check=True)
+    os.write(1, b"past the buffer\\n")
+    print("an error", file=sys.stderr)
+    time.sleep(0.3)
+"""
+
+
+def screen(shown: str) -> list[str]:
+    """The lines that a terminal shows at the end: cursor movements and erased lines are carried out."""
+    lines, row, column = [""], 0, 0
+    for text, moves, command in re.findall(r"([^\x1b\r\n]+|\r|\n)|\x1b\[([\d;?]*)([A-Za-z])", shown):
+        if command == "A":
+            row = max(0, row - int(moves or 1))
+        elif command == "K":
+            lines[row] = ""
+        elif command == "J":
+            lines[row + 1 :], lines[row] = [], lines[row][:column]
+        elif text == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif text == "\r":
+            column = 0
+        elif text:
+            lines[row] = lines[row][:column].ljust(column) + text + lines[row][column + len(text) :]
+            column += len(text)
+    return [line.rstrip() for line in lines]
+
+
+def test_nothing_that_a_script_prints_is_erased(on_terminal: Callable, tmp_path: Path) -> None:
+    script = tmp_path / "tables.py"
+    script.write_text(TABLES.replace("\\\\n", "\\n"))
+    code, shown = on_terminal("top", str(script))
+    assert code == 0
+    lines = screen(shown)
+    cells = [line for line in lines if "cell" in line]
+    assert [int(re.findall(r"cell (\d+)", line)[0]) for line in cells] == list(range(12))
+    at = lines.index("several")
+    rest = ["several", "lines", "at once", "begun, ended", "from a child", "past the buffer", "an error"]
+    assert lines[at : at + 7] == rest
+    assert any("held" in line for line in lines[at + 7 :])  # the view is below
+
+
 @pytest.mark.parametrize(
     ("line", "code", "says"),
     [

@@ -13,6 +13,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from headway.cli import render
 from headway.models.hub import store
 from support.forked import forked
 
@@ -39,7 +40,9 @@ Run = Callable[..., CompletedProcess[str]]
             ),
         ),
         (("chat", "--help"), ("--model", "--system", "--temperature", "--seed", "--json")),
-        (("models",), ("list", "pull", "show", "rm")),
+        (("models", "--help"), ("list", "pull", "show", "rm")),
+        (("help",), ("run", "chat", "models", "doctor", "--version")),
+        (("help", "run"), ("--model", "--quiet")),
         (("doctor", "-h"), ("--check", "--context", "--json")),
     ],
 )
@@ -48,6 +51,55 @@ def test_help_names_what_there_is(headway: Run, arguments: tuple[str, ...], word
     assert done.returncode == 0
     assert done.stderr == ""
     assert [word for word in words if word not in done.stdout] == []
+
+
+@pytest.mark.parametrize("command", ["run", "lab", "models list"])
+def test_flags_show_no_type_in_the_help(headway: Run, command: str) -> None:
+    shown = headway(*command.split(), "--help", env={"COLUMNS": "120"}).stdout
+    assert "<bool>" not in shown
+    assert "--help" in shown
+
+
+def test_models_alone_lists_them(headway: Run) -> None:
+    assert headway("models").stdout == headway("models", "list").stdout
+    assert "smollm2" in headway("models").stdout
+    assert any(model["name"] == "smollm2" for model in json.loads(headway("models", "--json").stdout))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("ls",), "headway models list"),
+        (("pull", "smollm2"), "headway models pull"),
+        (("srve",), "headway serve"),
+        (("models", "remove"), "headway models rm"),
+        (("models", "lst"), "headway models list"),
+    ],
+)
+def test_a_near_name_gets_a_hint(headway: Run, arguments: tuple[str, ...], hint: str) -> None:
+    done = headway(*arguments)
+    assert done.returncode == 2
+    assert f"you may mean `{hint}`" in done.stderr
+
+
+def test_the_shell_completes_commands(headway: Run) -> None:
+    asked = {"_HEADWAY_COMPLETE": "complete_bash", "COMP_WORDS": "headway mo", "COMP_CWORD": "1"}
+    assert headway(env=asked).stdout.split() == ["models"]
+    assert "--install-completion" in headway("--help").stdout
+
+
+def test_a_quiet_command_prints_its_answer_alone(headway: Run) -> None:
+    done = headway("run", "--raw", "One", "-q", "--max-tokens", "2", "--threads", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()
+
+
+def test_a_long_start_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "LOADING_SECONDS", 0.0)
+    with render.loading() as progress:
+        assert progress is not None
+        progress(3, 30)
+    assert capsys.readouterr().err == "loading: 3 of 30 layers\n"
 
 
 def test_help_loads_no_torch() -> None:

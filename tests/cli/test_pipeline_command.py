@@ -128,6 +128,17 @@ class TestFiles:
             if i != 3:
                 assert (row["label"], row["score"]) == (want["label"], pytest.approx(want["score"], rel=1e-5))
 
+    def test_every_line_of_a_text_file_is_an_item(self, tmp_path: Path) -> None:
+        file = tmp_path / "in.txt"
+        file.write_bytes(b"\xef\xbb\xbfone, two\r\n\n{not json}\nbad \xff\nlast")
+        read = [(record.line, record.value, record.error) for record in records(str(file))]
+        assert read == [
+            (1, "one, two", None),
+            (3, "{not json}", None),
+            (4, None, "not valid UTF-8 at byte 4"),
+            (5, "last", None),
+        ]
+
     def test_from_a_pipe_to_a_pipe(self, model: str, expected: list[Any]) -> None:
         asked = ("--model", model, "--device", "cpu", "--input", "-", "--output", "-")
         done = subprocess.run(
@@ -225,7 +236,8 @@ MISTAKES = [
     (("--quantize", "int3"), "quantize is 'int3'"),
     (("--device", "tpu"), "there is no TPU backend"),
     (("--input", "/nowhere.jsonl"), "does not exist"),
-    (("--input", "in.txt"), "--input is 'in.txt'; it must end in .jsonl, .csv, .parquet, or be -"),
+    (("--input", "in.pdf"), "--input is 'in.pdf'; it must end in .jsonl, .csv, .parquet, .txt, or be -"),
+    (("--output", "out.txt"), "--output is 'out.txt'; it must end in .jsonl, .csv, .parquet, or be -"),
     (("--column", "frob"), "line 1: --column frob was given, but this is a str"),
 ]
 

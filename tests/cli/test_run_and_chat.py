@@ -18,8 +18,12 @@ from subprocess import CompletedProcess
 import pytest
 
 import headway as hw
-from headway.cli.render import visible
+from headway.base.config import settings
+from headway.base.samplers import Sampling
+from headway.cli.options import Decoding
+from headway.cli.render import WordWrapper, visible
 from headway.models.hub import store
+from headway.program.generation.defaults import GenerationDefaults
 from support.forked import forked
 
 Run = Callable[..., CompletedProcess[str]]
@@ -218,7 +222,7 @@ class TestChat:
         assert done.returncode == 2
         assert "there is no command /frobnicate" in done.stderr
 
-    def test_on_a_terminal_an_interrupt_stops_the_answer_and_the_end_of_input_ends(self) -> None:
+    def test_on_a_terminal_an_interrupt_stops_the_answer_and_the_end_of_input_ends(self, tmp_path: Path) -> None:
         ours, theirs = pty.openpty()
         command = [sys.executable, "-m", "headway.cli.main", "chat", "--threads", "1", "--max-tokens", "2000"]
         process = subprocess.Popen(
@@ -227,20 +231,60 @@ class TestChat:
             stdout=theirs,
             stderr=theirs,
             preexec_fn=_own_terminal,  # noqa: PLW1509  ctrl-C reaches only the owner of a terminal
-            env=os.environ | {"TERM": "xterm"},
+            env=os.environ | {"TERM": "xterm", "HEADWAY_CACHE": str(self.cache(tmp_path))},
         )
         os.close(theirs)
         screen = _Screen(ours)
         screen.until(b"> ")
         os.write(ours, b"Write a very long story about the sea, in great detail.\n")
         screen.until(b"\n")
-        time.sleep(2)
+        screen.until(b" ")  # between two words of the answer
         os.write(ours, b"\x03")
-        screen.until(b"this turn was discarded")
+        screen.until(b"keeps this part of the answer")
+        screen.until(b"> ")
+        os.write(ours, b"/tok\t\n")  # completed
+        screen.until(b" tokens")
+        screen.until(b"> ")
+        os.write(ours, b"/system One\nTwo\nThree\n")  # pasted
+        screen.until(b"> ")
+        os.write(ours, b"/system\n")
+        for line in (b"One", b"Two", b"Three"):
+            screen.until(line)
+        screen.until(b"> ")
+        os.write(ours, b"\x03")
+        screen.until(b"ctrl-C again")
         screen.until(b"> ")
         os.write(ours, b"\x04")
         assert process.wait(timeout=30) == 0
         os.close(ours)
+        history = tmp_path / "chat_history"
+        assert "/tokens" in history.read_text()
+        assert history.stat().st_mode & 0o077 == 0
+
+    @staticmethod
+    def cache(folder: Path) -> Path:
+        """A cache with the models of the real one and nothing else."""
+        for entry in settings().cache.iterdir():
+            if entry.name != "chat_history":
+                (folder / entry.name).symlink_to(entry)
+        return folder
+
+    def test_tokens_are_drawn_as_the_models_files_say(self) -> None:
+        file = GenerationDefaults(do_sample=True, temperature=0.6, top_p=0.95)
+        assert Decoding(8, temperature=None).sampler(file) == Sampling(temperature=0.6, top_p=0.95)
+        assert Decoding(8, temperature=None, top_k=5).sampler(file) == Sampling(temperature=0.6, top_p=0.95, top_k=5)
+        assert Decoding(8, temperature=0.0).sampler(file) == Sampling(temperature=0.0)
+        assert Decoding(8, temperature=None).sampler(GenerationDefaults()) == Sampling(temperature=0.0)
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 100])
+def test_words_are_wrapped_whole(pieces: int) -> None:
+    text = "The quick brown fox jumps over the lazy dog.\n\nEnd 漢字漢字 x"
+    wrapper, size = WordWrapper(True, width=12), -(-len(text) // pieces)
+    shown = "".join(wrapper.push(text[i : i + size]) for i in range(0, len(text), size)) + wrapper.flush()
+    lines = [line.rstrip() for line in shown.split("\n")]
+    assert lines == ["The quick", "brown fox", "jumps over", "the lazy", "dog.", "", "End 漢字漢字", "x"]
+    assert WordWrapper(False).push(text) == text
 
 
 def test_control_characters_of_a_model_never_reach_a_terminal() -> None:

@@ -157,7 +157,7 @@ def test_fields_inside_fields_are_named() -> None:
     text = section(CLIENTS, "Of completions and chats")
     for model in (StreamOptions, StructuredOutputs):
         assert field_names(model) <= set(NAME.findall(text))
-    sent_back = {"annotations", "audio", "function_call", "parsed"}  # what the classes of clients add
+    sent_back = {"annotations", "audio", "parsed"}  # what the classes of clients add
     assert field_names(ChatMessage) - sent_back <= set(NAME.findall(section(CLIENTS, "Of chats")))
 
 

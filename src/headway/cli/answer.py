@@ -123,7 +123,8 @@ async def stream(
     probe = Distribution(k=decoding.logprobs) if decoding.logprobs else None
     prompt_tokens, start, first = len(ctx.pending), time.perf_counter(), None
     text, probes, finish = "", [], None
-    steps = ctx.generate(decoding.sampler(), max_tokens=decoding.max_tokens, stop=list(decoding.stop), probe=probe)
+    sampler = decoding.sampler(engine.generation_defaults)
+    steps = ctx.generate(sampler, max_tokens=decoding.max_tokens, stop=list(decoding.stop), probe=probe)
     async for step in steps:
         first = first or time.perf_counter() - start
         probes += step.probes

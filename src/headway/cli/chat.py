@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -11,19 +11,28 @@ from headway.base.errors import HeadwayError, InvalidInput
 from headway.cli import options
 from headway.cli.answer import GeneratedAnswer, show_choices, stream, weights
 from headway.cli.options import Decoding, EngineOptions, open_engine
-from headway.cli.render import counted, emit_json, note, write_aside, write_text
+from headway.cli.render import WordWrapper, counted, emit_json, note, report, write_aside, write_text
+from headway.cli.terminal_input import typed_messages
 from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     import headway as hw
     from headway.program.chat.reader import ReplyReader
 
-PROMPT = "> "
 HELP = """/help            this list
 /reset           forget the conversation, keep the system message
 /system [TEXT]   start over with TEXT as the system message; without TEXT, show it
 /tokens          the number of tokens in the conversation
-/exit            leave (so does ctrl-D); ctrl-C stops an answer"""
+/exit            leave (so does ctrl-D); ctrl-C stops an answer and keeps what there is of it
+
+A pasted block of lines is one message. Tab completes commands."""
+EMPTY = {
+    "eos": "the answer is empty: the model ended it at once; say more, or try --temperature 1",
+    "stop": "the answer is empty: it began with a --stop text",
+    "length": "the answer is empty: --max-tokens were spent on reasoning or spaces; raise it",
+}
+LONG_PROMPT = 1024  # tokens; reading them takes a moment
+COMMANDS = ("/exit", "/help", "/reset", "/system", "/tokens")
 
 
 def chat(
@@ -36,7 +45,7 @@ def chat(
     memory_fraction: options.MemoryFraction = None,
     system: options.System = None,
     max_tokens: options.MaxTokens = 512,
-    temperature: options.Temperature = 0.0,
+    temperature: options.ChatTemperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
@@ -44,13 +53,17 @@ def chat(
     seed: options.Seed = None,
     stop: options.Stop = None,
     logprobs: options.Logprobs = 0,
+    quiet: options.Quiet = False,
     json: options.Json = False,
 ) -> None:
-    """Chat with the model. In a pipe, every line is a turn; with --json every answer is a line of JSON."""
+    """Chat with the model. In a pipe, every line is a turn; with --json every answer is a line of JSON.
+
+    Without sampling flags, tokens are drawn as the model's generation_config.json says.
+    """
     decoding = Decoding(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ()), logprobs
     )
-    decoding.sampler()  # refuses bad values before the model is loaded
+    decoding.check()
     with open_engine(EngineOptions(model, dtype, device, threads, quantize, memory_fraction)) as engine:
         if engine.chat_template is None:
             raise InvalidInput(f"{model} has no chat template; `headway run --raw` continues text with it")
@@ -59,7 +72,7 @@ def chat(
             info = engine.info
             note(f"{model} · {weights(info.format)} · {info.device} · /help lists commands, ctrl-D ends")
         try:
-            for line in _lines():
+            for line in _messages():
                 if not session.take(line.strip()):
                     break
         finally:
@@ -76,6 +89,7 @@ class ChatSession:
     system: str | None
     as_json: bool
     ctx: hw.Context = field(init=False)
+    partial: str = ""  # what was shown of the answer that is being written
 
     def __post_init__(self) -> None:
         self.ctx = self._fresh()
@@ -111,17 +125,36 @@ class ChatSession:
         self.ctx = self._fresh()
 
     def turn(self, text: str) -> None:
-        """Answer one message. A turn that fails or is interrupted leaves the conversation as it was."""
-        before = self.ctx.fork()
+        """Answer one message. One that fails leaves the conversation as it was; one that is interrupted stays as far
+        as it came."""
+        before, self.partial = self.ctx.fork(), ""
         try:
             answer, reasoning = self.engine.run(reply, self, text)
         except (HeadwayError, KeyboardInterrupt) as error:
             self.ctx.release()
             self.ctx = before
-            self._refuse(error)
+            if isinstance(error, KeyboardInterrupt) and sys.stdin.isatty():
+                self._keep_partial(text)
+            else:
+                self._refuse(error)
         else:
             before.release()
             self._show(answer, reasoning)
+
+    def _keep_partial(self, text: str) -> None:
+        """Go on with what was shown of an answer that was stopped."""
+        write_text("\n")
+        if not self.partial.strip():
+            note("stopped before the first word; this turn was discarded")
+            return
+        try:
+            self.ctx.user(text)
+            self.ctx.assistant(self.partial)
+        except HeadwayError as error:  # a template that rewrites earlier messages
+            note(f"stopped; the partial answer cannot be kept: {error}")
+            self.start_over(self.system)
+        else:
+            note("stopped; the conversation keeps this part of the answer")
 
     def close(self) -> None:
         self.ctx.release()
@@ -136,11 +169,7 @@ class ChatSession:
         """Report an error and go on; in a pipe, it ends the session."""
         if not sys.stdin.isatty():
             raise error
-        if isinstance(error, KeyboardInterrupt):
-            write_text("\n")
-            note("stopped; this turn was discarded")
-        else:
-            note(f"headway: {error}")
+        report(f"headway: {error}")
 
     def _show(self, answer: GeneratedAnswer, reasoning: str) -> None:
         if self.as_json:
@@ -148,6 +177,8 @@ class ChatSession:
             return
         if not answer.text.endswith("\n"):
             write_text("\n")
+        if not answer.text.strip():
+            note(EMPTY.get(answer.finish_reason or "", "the answer is empty"))
         show_choices(answer.choices)
         note(answer.figures.line())
 
@@ -159,12 +190,23 @@ async def reply(engine: hw.Engine, session: ChatSession, text: str) -> tuple[Gen
 
     ctx, format = session.ctx, reply_format(engine.chat_template)
     prompt = append_messages(ctx, text)
-    write = (lambda piece: None) if session.as_json else write_text
+    if len(ctx.pending) >= LONG_PROMPT and sys.stdin.isatty():
+        note(f"reading {counted(len(ctx.pending), 'token')} …")
+    wrapper = WordWrapper(sys.stdout.isatty())
+
+    def write(piece: str) -> None:
+        session.partial += piece
+        if not session.as_json:
+            write_text(wrapper.push(piece))
+
     if format is None:
-        return await stream(engine, ctx, session.name, session.decoding, write), ""
+        answer = await stream(engine, ctx, session.name, session.decoding, write)
+        write_text("" if session.as_json else wrapper.flush())
+        return answer, ""
     reader = ReplyReader(engine.tokenizer, format, prompt)
-    printer = ReplyPrinter(reader, silent=session.as_json)
+    printer = ReplyPrinter(reader, write, silent=session.as_json)
     answer = await stream(engine, ctx, session.name, session.decoding, write, each=printer.show)
+    write_text("" if session.as_json else wrapper.flush())
     if answer.finish_reason != "length":
         close_message(ctx, reader)
     return replace(answer, text=reader.reply.content), reader.reply.reasoning
@@ -175,6 +217,7 @@ class ReplyPrinter:
     """Prints a reply as it is parsed: content as is, reasoning dimmed, each on its own lines."""
 
     reader: ReplyReader
+    write: Callable[[str], None]
     silent: bool
     _thinking: bool = False
 
@@ -205,19 +248,9 @@ class ReplyPrinter:
         if self._thinking:
             self._thinking = False
             write_aside("\n\n")
-        write_text(shown)
+        self.write(shown)
 
 
-def _lines() -> Iterator[str]:
-    """Lines of input, with a prompt and line editing on a terminal."""
-    if not sys.stdin.isatty():
-        yield from sys.stdin
-        return
-    import readline  # noqa: F401  gives `input` editing and history
-
-    while True:
-        try:
-            yield input(PROMPT)
-        except EOFError:
-            write_text("\n")
-            return
+def _messages() -> Iterator[str]:
+    """Messages typed at a terminal, or the lines of a pipe."""
+    return typed_messages(COMMANDS) if sys.stdin.isatty() else iter(sys.stdin)

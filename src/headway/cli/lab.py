@@ -39,7 +39,8 @@ def lab(
             threading.Thread(target=_open_browser, args=(f"{url}/lab/",), daemon=True).start()
 
     options = EngineOptions(model, dtype, device, threads, quantize, memory_fraction)
-    code = serve(ServerSettings(port=port, model=model), lambda: open_served(options), [pages.router], show)
+    settings = ServerSettings(port=port, model=model, log_requests=False)  # so that the address stays on the screen
+    code = serve(settings, lambda: open_served(options), [pages.router], show)
     raise typer.Exit(code)
 
 

@@ -5,10 +5,12 @@ Modules that load torch are imported inside commands, so that `--help` is quick.
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +21,33 @@ from headway.cli.render import emit_json
 EXIT_MISTAKE = 2
 EXIT_INTERRUPT = 130
 EXIT_BROKEN_PIPE = 141
+MEANT = {  # commands of other tools
+    "ls": "models list",
+    "list": "models list",
+    "pull": "models pull",
+    "download": "models pull",
+    "fetch": "models pull",
+    "show": "models show",
+    "info": "models show",
+    "rm": "models rm",
+    "remove": "models rm",
+    "delete": "models rm",
+    "generate": "run",
+    "complete": "run",
+    "ask": "run",
+    "repl": "chat",
+    "server": "serve",
+    "start": "serve",
+    "api": "serve",
+    "ps": "top --url URL",
+    "stats": "top --url URL",
+    "check": "doctor",
+    "env": "doctor",
+    "version": "--version",
+    "embed": "pipeline sentence-embedding",
+    "batch": "pipeline",
+    "ui": "lab",
+}
 
 # Typer's class for usage errors; its import path differs between versions, its place in the MRO does not.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -26,7 +55,6 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 app = typer.Typer(
     name="headway",
     help="A programmable inference engine for transformer models: the forward pass is the API.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -54,10 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def dispatch(arguments: list[str]) -> int:
     """Run one command line; its exit code."""
-    if arguments in ([], ["models"], ["bench"]):
-        arguments = [*arguments, "--help"]
+    arguments = _completed(arguments)
     try:
-        return app(arguments, prog_name="headway", standalone_mode=False) or 0
+        return _command().main(arguments, prog_name="headway", standalone_mode=False) or 0
     except HeadwayError as error:
         return _mistake(type(error).__name__, str(error), arguments)
     except _UsageError as error:
@@ -70,6 +97,34 @@ def dispatch(arguments: list[str]) -> int:
         if isinstance(end.__context__, BrokenPipeError):
             return _abandon_stdout()
         raise
+
+
+def _completed(arguments: list[str]) -> list[str]:
+    """The command line with what it leaves out: `headway` is its help, `headway models` lists them."""
+    match arguments:
+        case [] | ["bench"]:
+            return [*arguments, "--help"]
+        case ["help", *rest]:
+            return [*rest, "--help"]
+        case ["models"] | ["models", "--json"]:
+            return ["models", "list", *arguments[1:]]
+    return arguments
+
+
+def _command() -> Any:
+    """The command tree, with flags that show no type in their help."""
+    command = typer.main.get_command(app)
+    _hide_flag_types(command)
+    return command
+
+
+def _hide_flag_types(command: Any, parent: Any = None) -> None:
+    context = command.context_class(command, parent=parent, **command.context_settings)
+    for parameter in (*command.params, command.get_help_option(context)):
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for inner in getattr(command, "commands", {}).values():
+        _hide_flag_types(inner, context)
 
 
 @app.callback(invoke_without_command=True)
@@ -98,10 +153,25 @@ def _usage_sentence(error: Exception) -> str:
     message = getattr(error, "format_message", lambda: str(error))().rstrip(".?")
     context = getattr(error, "ctx", None)
     command = getattr(context, "command_path", "headway")
+    if match := re.fullmatch(r"No such command '([^']*)'.*", message, re.DOTALL):
+        return f"No such command '{match[1]}'; {_hint(match[1], context)}"
     if command == "headway run" and message.startswith("Got unexpected extra argument"):
         return f"{message}; a prompt of several words needs quotes: headway run 'Name the capital of France.'"
     listed = "commands" if hasattr(getattr(context, "command", None), "commands") else "options"
     return f"{message}; `{command} --help` lists the {listed}"
+
+
+def _hint(name: str, context: Any) -> str:
+    """What somebody may have meant by a command that does not exist."""
+    command = getattr(context, "command_path", "headway")
+    known = list(getattr(getattr(context, "command", None), "commands", {}))
+    if command == "headway" and name in MEANT:
+        return f"you may mean `headway {MEANT[name]}`"
+    if command == "headway models" and MEANT.get(name, "").startswith("models "):
+        return f"you may mean `headway {MEANT[name]}`"
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f"you may mean `{command} {near[0]}`"
+    return f"`{command} --help` lists the commands"
 
 
 def _abandon_stdout() -> int:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from headway.base.errors import InvalidInput
-from headway.cli.options import Json
+from headway.cli.options import Json, Quiet
 from headway.cli.render import counted, emit_json, fetching, note, show_pairs, show_table, size
 from headway.models.hub import store
 from headway.models.hub.registry import DEFAULT_MODEL, KNOWN
@@ -32,7 +32,7 @@ def list_(json: Json = False) -> None:
 
 
 @app.command()
-def pull(name: Name = None, model: Flag = None, json: Json = False) -> None:
+def pull(name: Name = None, model: Flag = None, quiet: Quiet = False, json: Json = False) -> None:
     """Fetch a model into the cache, or verify the one that is there."""
     wanted = _one(name, model, default=DEFAULT_MODEL)
     with fetching() as progress:

@@ -17,6 +17,7 @@ from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     import headway as hw
+    from headway.program.generation.defaults import GenerationDefaults
 
 ENGINE = "Model and device"
 SAMPLING = "Sampling"
@@ -92,6 +93,18 @@ MemoryFraction = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+
+
+def _be_quiet(value: bool) -> bool:
+    from headway.cli.render import be_quiet
+
+    be_quiet(value)
+    return value
+
+
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", callback=_be_quiet, help="Show no notes and no progress, only errors.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, errors too.")]
 
 MaxTokens = Annotated[
@@ -101,6 +114,16 @@ Temperature = Annotated[
     float,
     typer.Option(
         "--temperature", "-t", **NUMBER, help="0 takes the likeliest token each time.", rich_help_panel=SAMPLING
+    ),
+]
+ChatTemperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        "-t",
+        **NUMBER,
+        help="0 takes the likeliest token each time; by default as the model's files say.",
+        rich_help_panel=SAMPLING,
     ),
 ]
 TopK = Annotated[
@@ -167,10 +190,13 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Sampling parameters and stop conditions. None means the flag was not given."""
+    """Sampling parameters and stop conditions. None means the flag was not given.
+
+    Without a temperature, the parameters that were not given are those of the model's generation_config.json.
+    """
 
     max_tokens: int
-    temperature: float = 0.0
+    temperature: float | None = 0.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -194,11 +220,21 @@ class Decoding:
                     f"likeliest token; set --temperature 1, or leave {flag} out"
                 )
 
-    def sampler(self) -> Sampling:
-        """The sampler for these parameters; it refuses values out of range."""
+    def check(self) -> None:
+        """Refuse values out of range, before the model is loaded."""
+        Sampling(temperature=1.0 if self.temperature is None else self.temperature, **self._given())
+
+    def sampler(self, defaults: GenerationDefaults) -> Sampling:
+        """The sampler for these parameters."""
+        given = self._given()
+        if self.temperature is not None:
+            return Sampling(temperature=self.temperature, **given)
+        drawn = any(name in given for name in ("top_k", "top_p", "min_p"))
+        return defaults.sampler(do_sample=True if drawn else None, **given)
+
+    def _given(self) -> dict[str, Any]:
         names = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return Sampling(temperature=self.temperature, **given)
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 @contextmanager

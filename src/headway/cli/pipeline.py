@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from headway.base.errors import HeadwayError, InvalidInput
-from headway.cli.options import ENGINE, Device
-from headway.cli.render import PLAIN_SECONDS, fetched, note
+from headway.cli.options import ENGINE, Device, Quiet
+from headway.cli.render import PLAIN_SECONDS, fetched, is_quiet, note
 from headway.jobs.journal import Journal, dumped
 from headway.jobs.records import PIPE, Record, check_input, item_of, kind_of, pyarrow_parquet, records
 
@@ -48,7 +48,11 @@ BatchSize = Annotated[
 Input = Annotated[
     str,
     typer.Option(
-        "--input", "-i", metavar="FILE", help=".jsonl, .csv, .parquet; - reads a pipe.", rich_help_panel=FILES
+        "--input",
+        "-i",
+        metavar="FILE",
+        help=".jsonl, .csv, .parquet, .txt with a text on each line; - reads a pipe.",
+        rich_help_panel=FILES,
     ),
 ]
 Output = Annotated[
@@ -109,6 +113,7 @@ def pipeline(
     on_error: OnError = "stop",
     overwrite: Overwrite = False,
     restart: Restart = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run TASK over every line of a file. An interrupted job resumes when the same command is given again.
 
@@ -290,7 +295,7 @@ def _open(task: str, model: str | None, arguments: dict[str, Any], options: dict
 @contextmanager
 def _progress() -> Iterator[Callable[[Record], None]]:
     """A callback for finished records: a bar on a terminal, a line now and then in a pipe."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or is_quiet():
         plain = _PlainLines()
         try:
             yield plain

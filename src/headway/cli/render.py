@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import shutil
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from headway.models.hub.fetch import FetchProgress
 
 PLAIN_SECONDS = 5.0  # between two progress lines in a pipe
+LOADING_SECONDS = 20.0  # until the first line about loading in a pipe, and between two of them
 QUICK_SECONDS = 0.5  # a load shorter than this shows no bar
 
 
@@ -27,14 +31,78 @@ def emit_json(value: Any, *, indent: int | None = 2) -> None:
     print(json.dumps(value, ensure_ascii=False, indent=indent), flush=True)
 
 
+class _Verbosity:
+    """Whether notes and progress are shown; a command line has one."""
+
+    quiet = False
+
+
+def be_quiet(quiet: bool) -> None:
+    """Show no notes and no progress from now on; errors are still shown."""
+    _Verbosity.quiet = quiet
+
+
+def is_quiet() -> bool:
+    return _Verbosity.quiet
+
+
 def note(text: str) -> None:
-    """Print one line on standard error."""
+    """Print one line on standard error, unless the command is to be quiet."""
+    if _Verbosity.quiet:
+        return
     if sys.stderr.isatty():
         from rich.console import Console
 
         Console(stderr=True, highlight=False).print(text, style="dim", markup=False, soft_wrap=True)
     else:
         print(text, file=sys.stderr, flush=True)
+
+
+def report(text: str) -> None:
+    """Print an error on standard error, also when the command is to be quiet."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class WordWrapper:
+    """Breaks streamed text between words at the terminal's width; without a terminal it leaves the text as it is.
+
+    The last word is held back until it ends.
+    """
+
+    def __init__(self, terminal: bool, width: int | None = None) -> None:
+        self._width = (width or shutil.get_terminal_size().columns) if terminal else None
+        self._column, self._word = 0, ""
+
+    def push(self, text: str) -> str:
+        """What can be shown of the text so far."""
+        if self._width is None:
+            return text
+        pieces = re.split(r"(\s)", self._word + text)
+        self._word = pieces.pop()
+        return "".join(map(self._place, pieces))
+
+    def flush(self) -> str:
+        """The rest, at the end."""
+        word, self._word = self._word, ""
+        return self._place(word)
+
+    def _place(self, piece: str) -> str:
+        assert self._width is not None or not piece
+        if piece == "\n":
+            self._column = 0
+            return piece
+        size = cell_len(piece)
+        if self._width is not None and self._column and self._column + size > self._width:
+            self._column = 0
+            piece = "\n" + piece.lstrip()
+            size = cell_len(piece.lstrip())
+        self._column += size
+        return piece
+
+
+def cell_len(text: str) -> int:
+    """How many columns a text takes on a terminal; a wide character takes two."""
+    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
 
 
 def write_text(text: str) -> None:
@@ -115,7 +183,7 @@ def fetched(model: str) -> Path:
 @contextmanager
 def fetching() -> Iterator[FetchProgress]:
     """A progress callback on standard error: a bar on a terminal, a line now and then in a pipe."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or _Verbosity.quiet:
         yield PlainProgress()
         return
     from rich.console import Console
@@ -149,9 +217,9 @@ def fetching() -> Iterator[FetchProgress]:
 
 @contextmanager
 def loading() -> Iterator[Callable[[int, int], None] | None]:
-    """A callback for (layers loaded, total layers): a bar on a terminal if loading takes a while, else None."""
-    if not sys.stderr.isatty():
-        yield None
+    """A callback for (layers loaded, total layers), if loading takes a while: a bar on a terminal, lines in a pipe."""
+    if not sys.stderr.isatty() or _Verbosity.quiet:
+        yield PlainLoading()
         return
     began, bars = time.monotonic(), list[Any]()
 
@@ -194,6 +262,18 @@ class EngineLog(logging.Handler):
         logger.setLevel(self._before)
 
 
+class PlainLoading:
+    """Loading as lines, now and then."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + LOADING_SECONDS
+
+    def __call__(self, done: int, total: int) -> None:
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + LOADING_SECONDS
+            note(f"loading: {done} of {total} layers")
+
+
 class PlainProgress:
     """Progress as lines: for every new label, every few seconds, and at the end."""
 
@@ -207,7 +287,7 @@ class PlainProgress:
             return
         self._label, self._next = label, now + PLAIN_SECONDS
         part = f" {size(received)}" if received else ""
-        print(f"{label}{part}{f' of {size(total)}' if total and received else ''}", file=sys.stderr, flush=True)
+        note(f"{label}{part}{f' of {size(total)}' if total and received else ''}")
 
 
 def _picture(char: str) -> str:

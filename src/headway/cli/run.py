@@ -61,6 +61,7 @@ def run(
     profile_json: Annotated[
         Path | None, typer.Option("--profile-json", metavar="FILE", help="Write the profile to a file.")
     ] = None,
+    quiet: options.Quiet = False,
     json: options.Json = False,
 ) -> None:
     """Answer PROMPT through the model's chat template, or continue it with --raw.
@@ -70,7 +71,7 @@ def run(
     decoding = Decoding(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ()), logprobs
     )
-    decoding.sampler()  # refuses bad values before the model is loaded
+    decoding.check()
     check_target(profile_json)
     if raw and system is not None:
         raise InvalidInput("--system needs the chat template, which --raw does not use; leave one of them out")

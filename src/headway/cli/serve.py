@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.base.errors import HeadwayError, InvalidInput
+from headway.base.log import log_event
 from headway.cli.options import (
     ENGINE,
     INTEGER,
@@ -25,7 +27,7 @@ from headway.cli.options import (
     integer,
     number,
 )
-from headway.cli.render import emit_json, fetched, note
+from headway.cli.render import PLAIN_SECONDS, emit_json, fetched, note
 from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -59,13 +61,20 @@ Names = Annotated[
 ]
 Embed = Annotated[
     str | None,
-    typer.Option("--embed", metavar="MODEL", help="A model for /v1/embeddings and /pooling.", rich_help_panel=POOLING),
+    typer.Option(
+        "--embed",
+        metavar="[NAME=]MODEL",
+        help="A model for /v1/embeddings and /pooling, and its name for clients.",
+        rich_help_panel=POOLING,
+    ),
 ]
 Rerank = Annotated[
-    str | None, typer.Option("--rerank", metavar="MODEL", help="A reranker for /rerank.", rich_help_panel=POOLING)
+    str | None,
+    typer.Option("--rerank", metavar="[NAME=]MODEL", help="A reranker for /rerank.", rich_help_panel=POOLING),
 ]
 Classify = Annotated[
-    str | None, typer.Option("--classify", metavar="MODEL", help="A classifier for /classify.", rich_help_panel=POOLING)
+    str | None,
+    typer.Option("--classify", metavar="[NAME=]MODEL", help="A classifier for /classify.", rich_help_panel=POOLING),
 ]
 KeyFile = Annotated[
     Path | None,
@@ -204,9 +213,21 @@ def open_served(options: EngineOptions, pages: int | None = None, max_batch_toke
     import headway as hw
 
     path = fetched(options.model)
-    engine = hw.Engine(path, **options.given(), pages=pages, max_batch_tokens=max_batch_tokens)
+    engine = hw.Engine(path, **options.given(), pages=pages, max_batch_tokens=max_batch_tokens, progress=LoadingLog())
     _ = engine.chat_template, engine.generation_defaults
     return engine
+
+
+class LoadingLog:
+    """Logs how much of a model is loaded, every few seconds."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + PLAIN_SECONDS
+
+    def __call__(self, done: int, total: int) -> None:
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + PLAIN_SECONDS
+            log_event("loading layers", done=done, total=total)
 
 
 def _make_key(path: Path | None, name: str, limits: Sequence[str], as_json: bool) -> None:

@@ -240,10 +240,22 @@ def _showing(view: TopView) -> Iterator[None]:
     """Show the view while the body runs, and once more at the end."""
     view.refresh()  # imports happen here, not while the script runs
     if sys.stdout.isatty():
+        from rich.console import Console
         from rich.live import Live
+        from rich.text import Text
 
-        with Live(get_renderable=view.render, refresh_per_second=REFRESH_RATE):
-            yield
+        from headway.cli.script_output import terminal_behind_output
+
+        with terminal_behind_output() as (terminal, output):
+            live = Live(
+                get_renderable=view.render,
+                console=Console(file=terminal),
+                refresh_per_second=REFRESH_RATE,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            with live, output.printed_by(lambda lines: live.console.print(Text.from_ansi(lines), soft_wrap=True)):
+                yield
         return
     end = threading.Event()
     thread = threading.Thread(target=_lines, args=(view, end), name="headway-top", daemon=True)

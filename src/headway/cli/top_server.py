@@ -30,6 +30,8 @@ class ServerWatch(EngineFigures):
         self._known = {field.name for field in fields(EngineStats)}
         try:
             first = self._poll()
+        except urllib.error.HTTPError as error:
+            raise InvalidInput(_refusal(error, url)) from None
         except (OSError, ValueError) as error:
             raise InvalidInput(
                 f"no server answers at {url}: {_reason(error)}; start one with `headway serve`"
@@ -62,6 +64,15 @@ class ServerWatch(EngineFigures):
         from headway.program.engine import EngineStats
 
         return EngineStats(**{name: value for name, value in response["stats"].items() if name in self._known})
+
+
+def _refusal(error: urllib.error.HTTPError, url: str) -> str:
+    """What to do about a server that answers with an error."""
+    if error.code == 401:
+        wrong, missing = "the key in HEADWAY_API_KEY is not one of its keys", "HEADWAY_API_KEY is not set"
+        given = wrong if settings().api_key else missing
+        return f"the server at {url} requires an API key, and {given}; set it to a key from `headway serve --new-key`"
+    return f"the server at {url} answers {error.code}: {_reason(error)}"
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Files of items, read one record at a time: .jsonl, .csv, .parquet, or JSON lines from a pipe.
+"""Files of items, read one record at a time: .jsonl, .csv, .parquet, .txt, or JSON lines from a pipe.
 
 A record knows its line number and how much of the file is read; one that cannot be read carries the error instead of a
 value, so that the caller decides what to do. Nothing is read ahead.
@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from headway.base.errors import InvalidInput, Unsupported
 
 KINDS = (".jsonl", ".csv", ".parquet")
+TEXT = ".txt"  # a text on each line; only read, as results are not plain text
 PIPE = "-"
 PARQUET = "parquet files need pyarrow, which is not installed: pip install 'headway[parquet]'"
 FIELD_BYTES = 1 << 30  # limit of a CSV field; the default of the csv module is 128 kB
@@ -40,8 +41,9 @@ class Record:
 def kind_of(name: str, what: str) -> str:
     """The format of a file, from its name."""
     kind = ".jsonl" if name == PIPE else Path(name).suffix.lower()
-    if kind not in KINDS:
-        raise InvalidInput(f"{what} is {name!r}; it must end in {', '.join(KINDS)}, or be - for a pipe")
+    kinds = (*KINDS, TEXT) if what == "--input" else KINDS
+    if kind not in kinds:
+        raise InvalidInput(f"{what} is {name!r}; it must end in {', '.join(kinds)}, or be - for a pipe")
     return kind
 
 
@@ -59,6 +61,8 @@ def records(name: str) -> Iterator[Record]:
         return _parquet(name)
     if name == PIPE:
         return _json_lines(sys.stdin.buffer, None)
+    if kind == TEXT:
+        return _text_lines(Path(name))
     return _csv(Path(name)) if kind == ".csv" else _opened(Path(name))
 
 
@@ -80,6 +84,20 @@ def _json_lines(file: BinaryIO, size: int | None) -> Iterator[Record]:
         except (ValueError, RecursionError) as problem:
             error = f"not valid JSON: {problem}"
         yield Record(line, value, zlib.crc32(raw.strip()), reached, error)
+
+
+def _text_lines(path: Path) -> Iterator[Record]:
+    size, read = path.stat().st_size, 0
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, start=1):
+            read += len(raw)
+            value = error = None
+            try:
+                value = raw.decode("utf-8-sig" if line == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as problem:
+                error = f"not valid UTF-8 at byte {problem.start}"
+            if error is not None or (value and value.strip()):  # an empty line is not an item
+                yield Record(line, value, zlib.crc32(raw.strip()), read / size, error)
 
 
 def _csv(path: Path) -> Iterator[Record]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +14,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.middleware import Middleware
 
-from headway.server import logs, openai, pooling
+from headway.server import index, logs, openai, pooling
 from headway.server.errors import install_handlers
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.middleware import MIDDLEWARE
@@ -61,9 +61,17 @@ def create_app(
     )
     app.state.serving, app.state.pooling_models = serving, extra_models
     install_handlers(app)
-    for routes in (router, openai.router, pooling.router, *routers):
+    for routes in (index.router, router, openai.router, pooling.router, *routers):
         app.include_router(routes)
+    app.state.routes = tuple(_all_routes(app.routes))
     return app
+
+
+def _all_routes(routes: Iterable[Any]) -> Iterator[Any]:
+    """The routes themselves: newer FastAPIs keep those of included routers together."""
+    for route in routes:
+        included = getattr(route, "original_router", None)
+        yield from [route] if included is None else _all_routes(included.routes)
 
 
 class Api(FastAPI):

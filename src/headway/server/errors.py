@@ -32,12 +32,11 @@ from headway.base.errors import (
     WrongType,
 )
 from headway.base.text import short_repr, shorten
+from headway.server.unknown_paths import not_found
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 FAILED = "internal server error; the server's log has the cause under this request's id"
 HINTS = {  # for fields of other servers or older clients
-    "functions": "use tools instead",
-    "function_call": "use tool_choice instead",
     "suffix": "infilling between a prompt and a suffix is not supported: remove it",
     "guided_json": "use structured_outputs.json instead",
     "guided_regex": "use structured_outputs.regex instead",
@@ -118,6 +117,8 @@ def install_handlers(app: FastAPI) -> None:
 
     async def respond(request: Request, error: Exception) -> Response:
         known = as_api_error(error)
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            known = ApiError(404, not_found(request.url.path), code="path_not_found")
         if known is None or (known.status == 500 and not isinstance(error, ApiError | HTTPException)):
             raise error
         return Response(error_body(known), known.status, known.headers, "application/json")

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from headway.server import logs
 
 if TYPE_CHECKING:
     from headway.program.engine import EngineStats
@@ -33,6 +35,8 @@ VLLM_NAMES = {
     "headway_request_generated_tokens": "vllm:request_generation_tokens",
     "headway_pages_used_ratio": "vllm:kv_cache_usage_perc",
     "headway_preemptions": "vllm:num_preemptions",
+    "headway_prefix_cache_query_tokens": "vllm:prefix_cache_queries",
+    "headway_prefix_cache_hit_tokens": "vllm:prefix_cache_hits",
 }
 
 
@@ -59,6 +63,12 @@ class Metrics:
         self.generated_size = self._histogram(
             "headway_request_generated_tokens", "Generated tokens per request", TOKEN_COUNTS
         )
+        self.cache_queries = self._counter(
+            "headway_prefix_cache_query_tokens", "Prompt tokens that were looked up in the prefix cache"
+        )
+        self.cache_hits = self._counter(
+            "headway_prefix_cache_hit_tokens", "Prompt tokens that were in the prefix cache"
+        )
         reason = "finished_reason" if self._vllm else "reason"
         self._finished = self._family(Counter, "headway_requests_finished", "Requests that ended, by reason", reason)
         self._rejected = self._family(
@@ -66,6 +76,7 @@ class Metrics:
         )
         self._responses = self._family(Counter, "headway_http_responses", "HTTP responses", "method", "route", "status")
         self.registry.register(self)
+        ProcessCollector(registry=self.registry)
 
     def finished(self, reason: str) -> None:
         """Count a request that ended: stop, length, tool_calls, abort or error."""
@@ -84,7 +95,8 @@ class Metrics:
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's figures; none before it is loaded."""
+        """Dropped log lines, and the engine's figures once it is loaded."""
+        yield self._total("headway_log_lines_dropped", "Log lines that could not be written", logs.dropped_lines())
         stats = self._read()
         if stats is None:
             return

@@ -59,9 +59,12 @@ def serve(
         settings, open_engine, routers=routers, pooling_models=pooling_models, on_engine_end=shutdown.engine_ended
     )
     serving: Serving = app.state.serving
-    with _listen(settings) as listener:
-        on_listening(f"http://{_address(listener)}")
-        asyncio.run(_serve(serving, app, shutdown, listener))
+    try:
+        with _listen(settings) as listener:
+            on_listening(f"http://{_address(listener)}")
+            asyncio.run(_serve(serving, app, shutdown, listener))
+    finally:
+        logs.flush()
     if serving.failure is not None:
         raise serving.failure
     if serving.is_stuck:

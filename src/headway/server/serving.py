@@ -152,15 +152,17 @@ class Serving:
                 load.remove(tokens)
 
     @asynccontextmanager
-    async def admit(self, tenant: Tenant, *, tokens: int) -> AsyncIterator[AdmittedRequest]:
+    async def admit(self, tenant: Tenant, *, tokens: int, model: str | None = None) -> AsyncIterator[AdmittedRequest]:
         """Admit a request to the queue until the `async with` block ends.
 
         `tokens` is the most it may compute: its prompt and max_tokens, over all its choices. Raises an `ApiError`: 429
         with Retry-After when the queue or the tenant's share of it is full, 503 while loading or draining, 400 when the
         request alone exceeds the queue's limit. Report the prompt, the tokens and the finish reason to the result.
+        `model` is the name for the log; by default that of the engine's model.
         """
         with self.queue_slot(tenant, tokens=tokens):
-            admitted = AdmittedRequest(logs.request_id.get() or logs.new_request_id(), tenant, self.metrics)
+            id = logs.request_id.get() or logs.new_request_id()
+            admitted = AdmittedRequest(id, tenant, self.metrics, model or self.model_name)
             try:
                 yield admitted
             except (asyncio.CancelledError, GeneratorExit):
@@ -250,10 +252,12 @@ class _QueueLoad:
 
 
 class AdmittedRequest:
-    """One admitted request: reports its progress to the metrics."""
+    """One admitted request: reports its progress to the metrics, and what it came to also to the access log."""
 
-    def __init__(self, request_id: str, tenant: Tenant, metrics: Metrics) -> None:
-        self.request_id, self.tenant = request_id, tenant
+    def __init__(self, request_id: str, tenant: Tenant, metrics: Metrics, model: str) -> None:
+        self.request_id, self.tenant, self._model = request_id, tenant, model
+        self._log_values = logs.request_values.get()
+        self._first_token: float | None = None
         self._metrics, self._start = metrics, time.perf_counter()
         self._token_times: dict[int, float] = {}  # choice → when its latest token came
         self._prompt = self._generated = 0
@@ -272,12 +276,18 @@ class AdmittedRequest:
             self._metrics.waiting.dec()
             self._metrics.running.inc()
         if before is None:
+            self._first_token = self._first_token or now - self._start
             self._metrics.first_token.observe(now - self._start)
         for _ in range(count if before is not None else count - 1):
             self._metrics.inter_token.observe((now - (before or now)) / count)
         self._token_times[choice] = now
         self._generated += count
         self._metrics.generated_tokens.inc(count)
+
+    def cached(self, tokens: int) -> None:
+        """Count how many of the prompt's tokens were in the prefix cache."""
+        self._metrics.cache_queries.inc(self._prompt)
+        self._metrics.cache_hits.inc(tokens)
 
     def finish(self, reason: str) -> None:
         """Set the finish reason: stop, length or tool_calls (`admit` sets abort and error). The first one counts."""
@@ -290,6 +300,14 @@ class AdmittedRequest:
         metrics.prompt_size.observe(self._prompt)
         metrics.generated_size.observe(self._generated)
         metrics.finished(self._reason or "stop")
+        if self._log_values is not None:
+            self._log_values |= {"model": self._model, "prompt_tokens": self._prompt}
+            if self._first_token is not None:
+                self._log_values |= {
+                    "tokens": self._generated,
+                    "finish": self._reason or "stop",
+                    "first_token_ms": round(self._first_token * 1e3, 1),
+                }
 
 
 def _queue_full(message: str, code: str, wait: int) -> ApiError:

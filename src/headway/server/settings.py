@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -32,6 +33,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()  # in addition to this machine's own names; "*" allows any
     log_prompts: bool = False
     log_json: bool = False
+    log_requests: bool = True  # also those that succeed
     metrics_style: str = "headway"
 
     max_connections: int = 512
@@ -97,8 +99,19 @@ def public_name(model: str) -> str:
     """The name that clients see for a model: never the folder it is in."""
     path = Path(model)
     if path.is_absolute() or model.startswith((".", "~")) or path.suffix == ".gguf" or path.exists():
-        return path.resolve().name.removesuffix(".gguf") or "default"
+        return Path(os.path.abspath(path)).name.removesuffix(".gguf") or "default"  # a link keeps its own name
     return model or "default"
+
+
+def named_model(text: str) -> tuple[str, str]:
+    """The name that clients use for a model, and the model, from NAME=MODEL or MODEL."""
+    name, equals, model = text.partition("=")
+    if not equals or Path(text).exists():
+        return public_name(text), text
+    _check_each("model name", (name,), _NAME, "printable characters without spaces, as in NAME=MODEL")
+    if not model:
+        raise InvalidInput(f"{text!r} has no model after '='; it must be MODEL or NAME=MODEL")
+    return name, model
 
 
 def _is_loopback(host: str) -> bool:

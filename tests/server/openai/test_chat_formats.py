@@ -44,6 +44,8 @@ CALLS = {
     ),
 }
 
+FINAL = {"harmony.jinja": "<|channel|>final<|message|>"}
+
 Scene = tuple[Stage, Live]
 
 
@@ -148,6 +150,129 @@ def test_a_form_is_the_content_of_every_family(scenes, template):
     assert json.loads(message["content"]) in ("yes", "no")
     assert "reasoning_content" not in message
     assert finish == "stop"
+
+
+@pytest.mark.parametrize("template", CALLS)
+def test_a_form_and_tools_are_one_or_the_other(scenes, template):
+    """With both, as agent libraries send them, the model calls a tool or its content follows the format."""
+    text, end = CALLS[template]
+    form = {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "x",
+            "schema": {
+                "type": "object",
+                "properties": {"sky": {"enum": ["blue", "gray"]}},
+                "required": ["sky"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    message, finish = said(scenes(template), text, end, tools=[WEATHER], response_format=form)
+    (call,) = message["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
+    assert finish == "tool_calls"
+    content = FINAL.get(template, "") + '{"sky": "purple"}'
+    message, finish = said(scenes(template), content, end, tools=[WEATHER], response_format=form)
+    assert json.loads(message["content"])["sky"] in ("blue", "gray")
+    assert "tool_calls" not in message
+    assert finish == "stop"
+    wrong = text.replace("Oslo", "Atlantis")
+    message, finish = said(scenes(template), wrong, end, tools=[STRICT], response_format=form)
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"])["city"] in ("Oslo", "Bergen")
+
+
+def test_a_form_and_a_required_call(scenes):
+    form = {"type": "json_object"}
+    message, finish = said(
+        scenes("qwen.jinja"), "x", "<|im_end|>", tools=[WEATHER], tool_choice="required", response_format=form
+    )
+    assert message["tool_calls"][0]["function"]["name"] == "weather"
+    assert finish == "tool_calls"
+
+
+OTHER = {"type": "function", "function": {"name": "sing", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_only_allowed_tools_are_called(scenes):
+    def allow(mode: str, *names: str) -> dict[str, Any]:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    message, finish = said(
+        scenes("qwen.jinja"), "No.", "<|im_end|>", tools=[OTHER, WEATHER], tool_choice=allow("required", "weather")
+    )
+    assert (message["tool_calls"][0]["function"]["name"], finish) == ("weather", "tool_calls")
+    message, finish = said(
+        scenes("qwen.jinja"), "Fine.", "<|im_end|>", tools=[OTHER, WEATHER], tool_choice=allow("auto", "weather")
+    )
+    assert (message["content"], finish) == ("Fine.", "stop")
+    _, server = scenes("qwen.jinja")
+    shown, both = (
+        server.chat(USER, max_tokens=1, temperature=0, return_token_ids=True, tools=[OTHER, WEATHER], **more)
+        for more in ({"tool_choice": allow("auto", "weather")}, {})
+    )
+    assert len(shown["prompt_token_ids"]) < len(both["prompt_token_ids"])
+
+
+def test_functions_are_the_older_tools(scenes):
+    stage, server = scenes("qwen.jinja")
+    functions = {"functions": [WEATHER["function"]], "temperature": 0, "max_tokens": 200}
+    stage.say(CALL, end="<|im_end|>")
+    choice = server.chat(USER, **functions)["choices"][0]
+    call = choice["message"]["function_call"]
+    assert (call["name"], json.loads(call["arguments"])) == ("weather", {"city": "Oslo"})
+    assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("function_call", False)
+    stage.say(CALL, end="<|im_end|>")
+    events = server.post("/v1/chat/completions", messages=USER, stream=True, **functions).events
+    deltas = [one["choices"][0]["delta"].get("function_call") for one in events]
+    given = [delta for delta in deltas if delta]
+    assert given[0]["name"] == "weather"
+    assert "".join(delta.get("arguments", "") for delta in given) == call["arguments"]
+    assert events[-1]["choices"][0]["finish_reason"] == "function_call"
+    stage.say("Sunny.", end="<|im_end|>")
+    history = [
+        *USER,
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "weather", "content": "sun"},
+    ]
+    assert server.chat(history, **functions)["choices"][0]["message"]["content"] == "Sunny."
+    stage.say("No.", end="<|im_end|>")
+    named = server.chat(USER, function_call={"name": "weather"}, **functions)["choices"][0]["message"]
+    assert named["function_call"]["name"] == "weather"
+
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+EFFORT = (
+    "Reasoning: {{ reasoning_effort | default('medium') }}, {{ verbosity | default('medium') }}\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+
+
+def prompted(scene: Scene, **fields: Any) -> str:
+    """The text of the prompt of a chat."""
+    stage, server = scene
+    ids = server.chat(USER, max_tokens=1, temperature=0, return_token_ids=True, **fields)["prompt_token_ids"]
+    return stage.engine.tokenizer.decode(ids)
+
+
+def test_thinking_is_turned_off_through_the_template(scenes):
+    scene = scenes(THINKING)
+    plain = prompted(scene)
+    assert "<think>" not in plain
+    assert prompted(scene, chat_template_kwargs={"enable_thinking": False}).endswith("<think>\n\n</think>\n\n")
+    assert prompted(scene, reasoning_effort="none").endswith("<think>\n\n</think>\n\n")
+    assert prompted(scene, chat_template_kwargs={"enable_thinking": True}) == plain
+    assert prompted(scene, reasoning_effort="low") == plain  # a hint that this template has no place for
+
+
+def test_effort_and_verbosity_reach_a_template_that_reads_them(scenes):
+    assert prompted(scenes(EFFORT)).startswith("Reasoning: medium, medium")
+    assert prompted(scenes(EFFORT), reasoning_effort="high", verbosity="low").startswith("Reasoning: high, low")
 
 
 def test_several_calls_or_one(scenes):

@@ -81,6 +81,11 @@ COMMON = [
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", ["JSON"]),
     ({"structured_outputs": {"json": {"enum": ["x" * 300_000]}}}, "structured_outputs.json", ["262144"]),
     ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml", ["unknown"]),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ["0", "8192"]),
+    ({"truncate_prompt_tokens": 8193}, "truncate_prompt_tokens", ["8193", "8192"]),
+    ({"cache_salt": ""}, "cache_salt", ["1"]),
+    ({"use_beam_search": True}, "use_beam_search", ["unknown"]),
+    ({"length_penalty": True}, "length_penalty", ["unknown"]),
 ]
 COMPLETIONS = [
     ({"suffix": "end"}, "suffix", ["suffix"]),
@@ -133,7 +138,6 @@ CHATS = [
         "messages[0].content[0].image_url",
         ["image_url", "text"],
     ),
-    ({"messages": [{"role": "user", "content": "a", "name": "ada"}]}, "messages[0].name", ["template"]),
     (
         {"messages": [*USER, {"role": "assistant", "content": "a", "reasoning_content": "b"}, *USER]},
         "messages[1].reasoning_content",
@@ -179,9 +183,36 @@ CHATS = [
     ({"top_logprobs": 2}, "top_logprobs", ["logprobs"]),
     ({"logprobs": True, "top_logprobs": 65}, "logprobs", ["65", "64"]),
     ({"logprobs": 2}, "logprobs", ["boolean"]),
-    ({"functions": []}, "functions", ["tools"]),
-    ({"function_call": "auto"}, "function_call", ["tool_choice"]),
-    ({"reasoning_effort": "high"}, "reasoning_effort", ["unknown"]),
+    ({"functions": [{"name": "f"}], "tools": [F]}, "functions", ["tools"]),
+    ({"function_call": {"name": "f"}}, "function_call", ["no functions"]),
+    (
+        {"messages": [CALLED | {"function_call": {"name": "f", "arguments": "{}"}}, *USER]},
+        "messages[0].function_call",
+        ["both"],
+    ),
+    ({"reasoning_effort": "enormous"}, "reasoning_effort", ["enormous"]),
+    ({"verbosity": "loud"}, "verbosity", ["loud"]),
+    ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking", ["template"]),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", ["server"]),
+    ({"continue_final_message": True}, "continue_final_message", ["assistant"]),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+        ["add_generation_prompt"],
+    ),
+    (
+        {
+            "tools": [F],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]},
+            },
+        },
+        "tool_choice",
+        ["'g'", "f"],
+    ),
+    ({"best_of": 2}, "best_of", ["unknown"]),
+    ({"add_special_tokens": True}, "add_special_tokens", ["unknown"]),
     ({"modalities": ["audio"]}, "modalities[0]", ["text"]),
     ({"audio": {}}, "audio", ["text"]),
     ({"tool_choice": "required"}, "tool_choice", ["no tools"]),
@@ -204,7 +235,6 @@ CHATS = [
         "structured_outputs",
         ["both"],
     ),
-    ({"response_format": {"type": "json_object"}, "tools": [F]}, "response_format", ["tools"]),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
         "response_format.json_schema.schema",

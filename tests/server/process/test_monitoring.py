@@ -17,7 +17,7 @@ from server_process import QUIET, Server
 from headway.base.errors import InvalidInput
 from headway.cli.top_server import ServerWatch
 from headway.server import logs
-from headway.server.keys import Keys, add_key
+from headway.server.keys import Keys, TenantLimits, add_key
 from headway.server.serving import Serving
 from headway.server.settings import ServerSettings
 from support.forked import forked
@@ -109,6 +109,7 @@ def test_prompts_are_written_only_when_asked_for(other: Server) -> None:
 def test_no_line_can_be_forged(capsys: pytest.CaptureFixture[str]) -> None:
     logs.set_up(as_json=False)
     logs.info("request", path='/a" level=error\nfake line', id="plain")
+    logs.flush()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith('request path="/a\\" level=error\\nfake line" id=plain')
 
@@ -314,3 +315,72 @@ def test_a_model_is_never_called_by_its_folder(model: str, shown: str) -> None:
 def test_a_setting_that_makes_no_sense_is_refused(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         ServerSettings(**wrong)
+
+
+# -- what a request came to, and where to look -------------------------------------------------------------------------
+
+
+def test_a_line_has_the_model_tokens_reason_and_first_token(server: Server) -> None:
+    server.ask("POST", "/tokens", {"prompt": SECRET, "max_tokens": 3}, {"X-Request-Id": "facts"})
+    (line,) = server.until(lambda: server.logged("request", request_id="facts"))
+    assert (line["model"], line["prompt_tokens"], line["tokens"], line["finish"]) == ("scripted", 5, 3, "length")
+    assert 0 < line["first_token_ms"] <= line["ms"]
+
+
+def test_the_process_is_among_the_metrics(server: Server) -> None:
+    values = figures(server)
+    assert values["process_resident_memory_bytes"] > 1e6
+    assert values["process_open_fds"] > 3
+
+
+def test_rejected_requests_count_under_their_own_route(start: Callable[..., Server], tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    key = add_key(keys, "ada", TenantLimits(requests_per_minute=1))
+    server = start({"key_file": str(keys)}).ready()
+    mine = {"Authorization": f"Bearer {key}"}
+    assert server.ask("POST", "/v1/completions", {}).status == 401
+    assert server.ask("POST", "/v1/completions", {}, mine).status == 400
+    assert server.ask("POST", "/v1/completions", {}, mine).status == 429
+    text = server.get("/metrics", mine).body.decode()
+    for status in ("401", "429"):
+        assert re.search(rf'headway_http_responses_total{{.*route="/v1/completions",status="{status}"}} 1\.0', text)
+
+
+def test_top_without_a_key_says_so(
+    start: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys.json"
+    add_key(keys, "ada")
+    server = start({"key_file": str(keys)}).ready()
+    monkeypatch.delenv("HEADWAY_API_KEY", raising=False)
+    with pytest.raises(InvalidInput, match="requires an API key, and HEADWAY_API_KEY is not set"):
+        ServerWatch(f"http://127.0.0.1:{server.port}")
+    monkeypatch.setenv("HEADWAY_API_KEY", "wrong")
+    with pytest.raises(InvalidInput, match="HEADWAY_API_KEY is not one of its keys"):
+        ServerWatch(f"http://127.0.0.1:{server.port}")
+
+
+def test_the_root_links_to_what_there_is(server: Server) -> None:
+    links = server.get("/").json["links"]
+    assert {"models", "api", "health"} <= set(links)
+    assert "lab" not in links  # this server has none
+    page = server.get("/", {"Accept": "text/html,*/*"})
+    assert page.headers["content-type"].startswith("text/html")
+    assert b'href="/v1/models"' in page.body
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "hint"),
+    [
+        ("POST", "/api/chat", "/v1"),
+        ("POST", "/chat/completions", "base URL must end in /v1"),
+        ("POST", "/v1/v1/chat/completions", "must not end in /v1"),
+        ("POST", "/v1/responses", "POST /v1/chat/completions"),
+        ("GET", "/docs", "/openapi.json"),
+        ("GET", "/nothing", "GET /"),
+    ],
+)
+def test_a_path_that_does_not_exist_names_one_that_does(server: Server, method: str, path: str, hint: str) -> None:
+    reply = server.ask(method, path, {} if method == "POST" else None)
+    assert reply.status == 404
+    assert hint in reply.error["message"]

@@ -34,6 +34,7 @@ class Conversation:
     tools: tuple[Mapping[str, Any], ...] | None = field(default=None)
     described: bool = False  # the system message has the tools, because the template has no place for them
     transcript: str = ""
+    variables: Mapping[str, Any] = field(default_factory=dict)  # for the template, such as enable_thinking
 
 
 class ChatWriter:
@@ -93,6 +94,19 @@ class ChatWriter:
         same = common(ids, tokens)
         return replace(new, rendered=text, cued=cue, transcript=_show(text, self._names)), same, ids[same:]
 
+    def continued(self, new: Conversation) -> tuple[Conversation, list[int]]:
+        """`new` cut after the text of its last message, which the model is to continue, and all its tokens."""
+        rendered = self._render(new.messages, new, prompt=False)
+        whole = _hide(new.messages[-1]["content"], self._hiding, self._names)
+        at = rendered.rfind(whole.strip())
+        if not whole.strip() or at < 0:
+            raise TemplateError(
+                "the chat template does not write the last message's text as it is, so it cannot be cut"
+            )
+        own = whole.lstrip() if rendered.startswith(whole.lstrip(), at) else whole.strip()  # it may trim texts
+        text = rendered[: at + len(own)]
+        return replace(new, rendered=text, cued=True, transcript=_show(text, self._names)), self._encode(text)
+
     def _sealed(
         self, old: Conversation, messages: tuple[Mapping[str, Any], ...], rendered: str, text: str, tail: str
     ) -> tuple[Conversation, list[int]]:
@@ -132,7 +146,8 @@ class ChatWriter:
             messages = describe_tools(messages, old.tools)
         hidden = [_hide(m, self._hiding, self._names) for m in messages]
         tools = None if not old.tools or old.described else _hide(old.tools, self._hiding, self._names)
-        return self.template.render(hidden, add_generation_prompt=prompt, tools=tools)
+        variables = _hide(old.variables, self._hiding, self._names)
+        return self.template.render(hidden, add_generation_prompt=prompt, tools=tools, **variables)
 
     def _encode(self, text: str) -> list[int]:
         """Ids of a rendering: special tokens from the template are special, those inside messages are plain text."""

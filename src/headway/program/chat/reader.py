@@ -12,11 +12,11 @@ class ReplyReader:
     """Content, reasoning and calls of one assistant message, however many generations write it.
 
     Markers of some formats are special tokens, which the text of a step leaves out. So tokens are parsed, each when all
-    of its text is certain. Without a format everything is content.
+    of its text is certain. Without a format everything is content; `special` keeps special tokens in it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, format: str | None, prompt: str = "") -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, format: str | None, prompt: str = "", *, special: bool = False) -> None:
+        self._tokenizer, self._special = tokenizer, special
         self._parser = None if format is None else reply_parser(format, prompt=prompt)
         self._parts: list[Part] = []
         self.text = ""  # all that was read, special tokens included
@@ -31,7 +31,7 @@ class ReplyReader:
 
     def push(self, step: Step) -> list[Part]:
         """The parts that a step completes."""
-        if self._parser is None:
+        if self._parser is None and not self._special:
             return self.write(step.text)
         for token in step.tokens:
             if token < self._tokenizer.vocab_size:  # ids the tokenizer lacks have no text

@@ -110,6 +110,11 @@ class Generation:
         return self._drawing.seed
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it, which is not in its text; None when it ended otherwise or has not ended."""
+        return self._transcript.stop_string
+
+    @property
     def generated(self) -> tuple[int, ...]:
         """The tokens so far: sampled, forced or accepted, and not cut since."""
         self._follow()

@@ -55,6 +55,7 @@ class StopText:
         self._given: list[str] = []
         self._certain: list[str] = []
         self.stopped = False
+        self.stop_string: str | None = None  # the one that ended the text
 
     def push(self, token: int) -> None:
         """One more token."""
@@ -118,9 +119,9 @@ class StopText:
         return twin
 
     def _look(self, text: str) -> None:
-        begins = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        begins = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if begins:
-            first = min(begins)
+            first, self.stop_string = min(begins, key=lambda begin: begin[0])
             self._cut = self._known - len(text) + first
             self.stopped, self._held = True, ""
             self._certain.append(text[:first])

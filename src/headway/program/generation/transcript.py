@@ -128,6 +128,11 @@ class Transcript:
         del self._tail[len(self._tail) - surplus :]
         return surplus
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._text.stop_string
+
     def fork(self) -> Transcript:
         """An independent copy."""
         twin = object.__new__(Transcript)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headway.server import logs
@@ -32,7 +34,8 @@ class AccessLog:
             return await send({"type": "websocket.close", "code": 1008})
         headers = Headers(scope=scope)
         id = logs.new_request_id(headers.get("x-request-id"))
-        token = logs.request_id.set(id)
+        values: dict[str, Any] = {}
+        tokens = logs.request_id.set(id), logs.request_values.set(values)
         scope.setdefault("state", {})["request_id"] = id
         exchange = _Exchange(id, receive, send, may_drain="expect" not in headers)
         start = time.perf_counter()
@@ -41,8 +44,9 @@ class AccessLog:
         except Exception as error:
             await self._send_error(error, exchange)
         finally:
-            self._record(scope, exchange, time.perf_counter() - start)
-            logs.request_id.reset(token)
+            self._record(scope, exchange, time.perf_counter() - start, values)
+            logs.request_id.reset(tokens[0])
+            logs.request_values.reset(tokens[1])
 
     async def _send_error(self, error: Exception, exchange: _Exchange) -> None:
         if not isinstance(error, ApiError):
@@ -51,11 +55,11 @@ class AccessLog:
         if exchange.status is None:
             await exchange.send_error(error)
 
-    def _record(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
+    def _record(self, scope: Scope, exchange: _Exchange, seconds: float, values: dict[str, Any]) -> None:
         method = scope["method"] if scope["method"] in METHODS else "other"
         status = CLIENT_CLOSED_REQUEST if exchange.status is None else exchange.status
-        self._serving.metrics.responded(method, getattr(scope.get("route"), "path", "other"), status)
-        if scope["path"] in POLLED_PATHS and status < 400:
+        self._serving.metrics.responded(method, _route(scope), status)
+        if status < 400 and (scope["path"] in POLLED_PATHS or not self._serving.settings.log_requests):
             return
         tenant = scope["state"].get("tenant")
         client = scope.get("client")
@@ -68,9 +72,19 @@ class AccessLog:
             ms=round(seconds * 1e3, 1),
             bytes_in=exchange.bytes_in,
             bytes_out=exchange.bytes_out,
+            **values,
             **({} if tenant is None else {"tenant": tenant.name}),
             **({} if not client else {"client": client[0]}),
         )
+
+
+def _route(scope: Scope) -> str:
+    """The path pattern of a request's route, also when it was rejected before it got there."""
+    if "route" not in scope:
+        matches = ((route.matches(scope)[0], route) for route in scope["app"].state.routes)
+        routes = [route for match, route in matches if match is not Match.NONE]
+        return getattr(next(iter(routes), None), "path", "other")
+    return getattr(scope["route"], "path", "other")
 
 
 class _Exchange:

@@ -39,7 +39,7 @@ class KeyCheck:
 
 
 def _is_open(scope: Scope) -> bool:
-    """Whether a path needs no key: health, and the Lab's files, since a browser needs the page to ask for the key."""
+    """Whether a path needs no key: health, the links at /, and the Lab's files, as its page asks for the key."""
     path = scope["path"]
     files = path == "/lab" or (path.startswith("/lab/") and "/" not in path.removeprefix("/lab/"))
-    return path == "/health" or (files and scope["method"] in ("GET", "HEAD"))
+    return path == "/health" or ((files or path == "/") and scope["method"] in ("GET", "HEAD"))

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from headway.program.engine import Engine
 from headway.server.errors import bad_request
+from headway.server.openai.chat_fields import template_variables
 from headway.server.openai.checks import RequestChecks, unknown_token
 from headway.server.openai.messages import read_chat_prompt, texts_of
 from headway.server.openai.parsing import JsonRoute
@@ -101,7 +102,7 @@ def _text_ids(body: TokenizeRequest, engine: Engine) -> tuple[int, ...]:
     one such name is that token, so that clients can look up its id.
     """
     assert body.prompt is not None
-    for field in ("tools", "add_generation_prompt"):
+    for field in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
         if getattr(body, field) is not None:
             raise bad_request(f"{field} can only be used with messages; remove it", field)
     begin = body.add_special_tokens is not False
@@ -123,8 +124,14 @@ def _chat_ids(body: TokenizeRequest, engine: Engine) -> tuple[int, ...]:
             raise bad_request(
                 f"{field} can only be used with prompt, since the template decides for messages; remove it", field
             )
-    cue = body.add_generation_prompt is not False
-    return read_chat_prompt(body.messages, body.tools or [], engine, cue=cue).ids
+    return read_chat_prompt(
+        body.messages,
+        body.tools or [],
+        engine,
+        cue=body.add_generation_prompt is not False,
+        continue_last=bool(body.continue_final_message),
+        variables=template_variables(body.chat_template_kwargs, engine),
+    ).ids
 
 
 @router.post("/detokenize", summary="Decode tokens", response_model=None, responses=ok(Detokenized))

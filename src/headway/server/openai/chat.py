@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,6 +13,7 @@ from headway.program.constraints.grammar import Grammar
 from headway.program.context import Context
 from headway.server.errors import bad_request
 from headway.server.keys import Tenant
+from headway.server.openai.chat_fields import modern_request, template_variables
 from headway.server.openai.checks import RequestChecks
 from headway.server.openai.message_stream import MessageDelta, MessageStream, ToolPolicy, call_id
 from headway.server.openai.messages import ChatPrompt, read_chat_prompt, texts_of
@@ -49,12 +50,13 @@ async def _plan_chat(body: ChatRequest, serving: Serving, tenant: Tenant) -> Cha
     """The job of a request that passes all checks, with its prompt."""
     check = RequestChecks(serving)
     engine, threads = check.engine, check.threads
+    body = modern_request(body)
     policy, grammar = _tool_policy(body), await threads.run(_response_format, body, check.settings)
-    _check_compatible(body, policy)
     plan = await plan_request(body, serving, tenant, top_logprobs=_top_logprobs(body), grammar=grammar)
     prompt = await threads.run(_read_prompt, body, check)
     await plan.prepare(await threads.run(_argument_grammars, prompt, policy), "tools")
     max_tokens = check.in_range("max_tokens", _max_tokens(body), 1, engine.config.max_positions)
+    prompt = replace(prompt, ids=check.truncated(prompt.ids, body.truncate_prompt_tokens, max_tokens))
     limit = check.max_new_tokens(len(prompt.ids), max_tokens, plan.min_tokens, "messages")
     if max_tokens is None and (default := engine.generation_defaults.max_new_tokens) is not None:
         limit = min(limit, default)
@@ -66,8 +68,24 @@ async def _plan_chat(body: ChatRequest, serving: Serving, tenant: Tenant) -> Cha
 def _read_prompt(body: ChatRequest, check: RequestChecks) -> ChatPrompt:
     tools = [] if body.tool_choice == "none" else body.tools or []
     check_tools(tools, check.settings)
-    check.text(texts_of(body.messages), "messages")
-    return read_chat_prompt(body.messages, tools, check.engine)
+    if body.truncate_prompt_tokens is None:
+        check.text(texts_of(body.messages), "messages")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise bad_request(
+            "continue_final_message continues the last message and add_generation_prompt begins another; remove one "
+            "of them",
+            "continue_final_message",
+        )
+    return read_chat_prompt(
+        body.messages,
+        tools,
+        check.engine,
+        cue=body.add_generation_prompt is not False,
+        continue_last=bool(body.continue_final_message),
+        variables=template_variables(
+            body.chat_template_kwargs, check.engine, effort=body.reasoning_effort, verbosity=body.verbosity
+        ),
+    )
 
 
 def _top_logprobs(body: ChatRequest) -> int | None:
@@ -96,21 +114,6 @@ def _tool_policy(body: ChatRequest) -> ToolPolicy:
     if name and name not in names:
         raise bad_request(f"tool_choice names {name!r:.80}; the tools are {', '.join(names)}", "tool_choice")
     return ToolPolicy(name, strict, True)
-
-
-def _check_compatible(body: ChatRequest, policy: ToolPolicy) -> None:
-    """Raise if both a format and tools are requested: a message can have only one of them."""
-    constrained = body.structured_outputs is not None or (
-        body.response_format is not None and body.response_format.type != "text"
-    )
-    if constrained and body.tools and body.tool_choice != "none":
-        field = "response_format" if body.structured_outputs is None else "structured_outputs"
-        raise bad_request(
-            f"{field} cannot be combined with tools, since a message that may call a tool has no fixed format; remove "
-            "one of them, or pass tool_choice: none",
-            field,
-            "unsupported",
-        )
 
 
 def _response_format(body: ChatRequest, settings: ServerSettings) -> Grammar | None:
@@ -194,6 +197,11 @@ class ChatJob:
             lambda: prompt_logprobs(scored_tokens(prompt, scores, k, engine), engine)
         )
 
+    @property
+    def _legacy(self) -> bool:
+        """Whether the client passed functions, and gets function_call instead of tool_calls."""
+        return bool(self._body.functions)
+
     async def _generate(self, context: Context, number: int, put: Put[ChoiceDelta]) -> None:
         stream = MessageStream(self._plan, self._prompt, self._policy, context, number)
         async for message in stream.deltas():
@@ -209,12 +217,15 @@ class ChatJob:
             admitted.tokens(message.new, choice=delta.index)
         if message.finish is not None:
             admitted.finish(message.finish)
-            choice.finish = message.finish
+            choice.finish = self._finish_reason(message.finish)
         if self._body.stream:
             return
         choice.tokens += message.tokens
         for part in message.parts:
             self._keep(part, choice)
+
+    def _finish_reason(self, finish: str) -> str:
+        return "function_call" if finish == "tool_calls" and self._legacy else finish
 
     def _keep(self, part: Part, choice: ChoiceState) -> None:
         match part:
@@ -232,8 +243,16 @@ class ChatJob:
         return {"id": call_id(self._prompt.format), "type": "function", "function": {"name": name, "arguments": ""}}
 
     def response(self) -> dict[str, Any]:
-        result = {"choices": [self._choice(i, choice) for i, choice in enumerate(self._choices)]}
-        return result if self._scores is None else result | {"prompt_logprobs": self._scores}
+        result: dict[str, Any] = {"choices": [self._choice(i, choice) for i, choice in enumerate(self._choices)]}
+        if self._scores is not None:
+            result["prompt_logprobs"] = self._scores
+        return result | self._prompt_ids()
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self._prompt.ids)} if self._body.return_token_ids else {}
+
+    def _token_ids(self, tokens: Iterable[ScoredToken]) -> dict[str, Any]:
+        return {"token_ids": [token.id for token in tokens]} if self._body.return_token_ids else {}
 
     def _choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
         content = "".join(choice.contents)
@@ -242,12 +261,18 @@ class ChatJob:
             message["reasoning_content"] = "".join(choice.reasonings)
         if choice.calls:
             message["content"] = content or None
-            message["tool_calls"] = [
+            calls = [
                 call | {"function": call["function"] | {"arguments": "".join(choice.arguments[i])}}
                 for i, call in choice.calls.items()
             ]
-        logprobs = chat_logprobs(choice.tokens, self._plan.engine) if self._body.logprobs else None
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+            message |= {"function_call": calls[0]["function"]} if self._legacy else {"tool_calls": calls}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": chat_logprobs(choice.tokens, self._plan.engine) if self._body.logprobs else None,
+            "finish_reason": choice.finish,
+            **self._token_ids(choice.tokens),
+        }
 
     def chunk_size(self, deltas: Iterable[ChoiceDelta]) -> int:
         if not self._body.logprobs or self._plan.top_logprobs is None:
@@ -265,12 +290,12 @@ class ChatJob:
         choice.unsent += delta.message.tokens
         if not choice.begun:
             choice.begun = True
-            yield self._chunk(delta.index, {"role": "assistant", "content": "", "refusal": None})
+            yield self._chunk(delta.index, {"role": "assistant", "content": "", "refusal": None}) | self._prompt_ids()
         for part in delta.message.parts:
             if (fields := self._delta_fields(part)) is not None:
-                yield self._chunk(delta.index, fields, self._unsent_logprobs(choice))
+                yield self._chunk(delta.index, fields, choice)
         if delta.message.finish is not None:
-            yield self._chunk(delta.index, {}, self._unsent_logprobs(choice), delta.message.finish)
+            yield self._chunk(delta.index, {}, choice, self._finish_reason(delta.message.finish))
 
     def _delta_fields(self, part: Part) -> dict[str, Any] | None:
         match part:
@@ -278,19 +303,23 @@ class ChatJob:
                 return {"content": text}
             case Reasoning(text):
                 return {"reasoning_content": text}
+            case ToolCallStart(_, name) if self._legacy:
+                return {"function_call": self._call(name)["function"]}
+            case ToolCallArguments(_, more) if self._legacy:
+                return {"function_call": {"arguments": more}}
             case ToolCallStart(index, name):
                 return {"tool_calls": [{"index": index} | self._call(name)]}
             case ToolCallArguments(index, more):
                 return {"tool_calls": [{"index": index, "function": {"arguments": more}}]}
         return None
 
-    def _unsent_logprobs(self, choice: ChoiceState) -> dict[str, Any] | None:
-        """The log-probabilities of tokens that were not in a chunk yet."""
-        tokens, choice.unsent = choice.unsent, []
-        return chat_logprobs(tokens, self._plan.engine) if self._body.logprobs and tokens else None
-
-    @staticmethod
     def _chunk(
-        index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
+        self, index: int, delta: dict[str, Any], choice: ChoiceState | None = None, finish: str | None = None
     ) -> dict[str, Any]:
-        return {"choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}]}
+        """A chunk, with the tokens of its choice that were not in one yet."""
+        tokens: list[ScoredToken] = []
+        if choice is not None:
+            tokens, choice.unsent = choice.unsent, []
+        logprobs = chat_logprobs(tokens, self._plan.engine) if self._body.logprobs and tokens else None
+        fields = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return {"choices": [fields | self._token_ids(tokens)]}

@@ -148,6 +148,20 @@ class RequestChecks:
                 "context_length_exceeded",
             )
 
+    def truncated(self, ids: tuple[int, ...], limit: int | None, max_tokens: int | None) -> tuple[int, ...]:
+        """The last tokens of a prompt, as `truncate_prompt_tokens` says; -1 is what the context length leaves."""
+        longest = self.engine.config.max_positions
+        if limit is None:
+            return ids
+        if limit != -1 and not 1 <= limit <= longest:
+            raise bad_request(
+                f"truncate_prompt_tokens is {limit}; it must be an integer in [1, {longest}], or -1 for as many as fit",
+                "truncate_prompt_tokens",
+                "out_of_range",
+            )
+        count = limit if limit != -1 else max(1, longest - (1 if max_tokens is None else max_tokens))
+        return ids[-count:]
+
     def max_new_tokens(self, prompt: int, max_tokens: int | None, min_tokens: int, param: str) -> int:
         """The most tokens to generate after a prompt: `max_tokens`, or what the context length leaves."""
         pool = self.engine.pages * self.engine.page_size

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headway.program.chat.reader import ReplyReader
 from headway.program.context import Context
+from headway.program.generation.generator import Generation
+from headway.program.generation.steps import Step
 from headway.server.errors import bad_request
 from headway.server.keys import Tenant
 from headway.server.openai.checks import RequestChecks
@@ -23,6 +26,7 @@ from headway.server.openai.response_schema import Completion, whole_or_stream
 from headway.server.openai.streaming import Put, forks, run_all
 from headway.server.openai.tokens import ScoredToken, TokenStream, completion_logprobs, prompt_logprobs
 from headway.server.serving import AdmittedRequest, Serving
+from headway.text.replies.parts import Content
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI has it
 CONCURRENT_PROMPTS = 16  # of one request
@@ -50,7 +54,7 @@ async def _plan_completion(body: CompletionRequest, serving: Serving, tenant: Te
     plan = await plan_request(body, serving, tenant, top_logprobs=top_logprobs, grammar=None)
     plan = replace(plan, count=count)
     max_tokens = _max_tokens(body, check)
-    prompts = await read_prompts(body.prompt, check)
+    prompts = await read_prompts(body.prompt, check, truncate=body.truncate_prompt_tokens, max_tokens=max_tokens)
     for prompt in prompts:
         check.max_new_tokens(len(prompt.ids), max_tokens, plan.min_tokens, "prompt")
     job = CompletionJob(body, plan, prompts, max_tokens)
@@ -124,6 +128,7 @@ class CompletionJob:
         self._sequences = [SequenceState() for _ in range(len(prompts) * plan.count)]
         self._scores: dict[int, list[Any]] = {}  # `prompt_logprobs` by the prompt's number, for all its choices
         self._echoed: dict[int, dict[str, Any]] = {}  # `logprobs` of echoed prompts
+        self._begun: set[int] = set()  # sequences whose first chunk was sent
         self.usage = TokenUsage(prompt=sum(len(prompt.ids) for prompt in prompts))
         self.tokens = self.usage.prompt + len(prompts) * plan.count * max_tokens  # upper bound of what is computed
 
@@ -169,14 +174,30 @@ class CompletionJob:
     async def _generate(self, context: Context, number: int, index: int, offset: int, put: Put[SequenceDelta]) -> None:
         generation = self._plan.generation(context, number, self._plan.grammar, self._max_tokens)
         token_stream, before = TokenStream(self._plan.engine, offset), 0
+        text_of_step = self._text_reader(generation)
         async for step in generation:
             kept = before + len(step.tokens) if step.finish is None else len(generation.generated)
-            tokens = token_stream.push(step, kept)
+            tokens, text = token_stream.push(step, kept), text_of_step(step)
             finish = None if step.finish is None else FINISH_REASONS[step.finish]
-            if step.text or tokens or finish or kept > before:
-                await put(SequenceDelta(index, step.text, tuple(tokens), max(0, kept - before), finish))
+            if text or tokens or finish or kept > before:
+                await put(SequenceDelta(index, text, tuple(tokens), max(0, kept - before), finish))
             before = kept
         self.usage.completion += before
+
+    def _text_reader(self, generation: Generation) -> Callable[[Step], str]:
+        """A function of each step of a sequence: its text, with special tokens and the stop string where requested."""
+        plan = self._plan
+        special = plan.show_special and plan.engine.has_tokenizer
+        reader = ReplyReader(plan.engine.tokenizer, None, special=True) if special else None
+
+        def read(step: Step) -> str:
+            text = step.text
+            if reader is not None:
+                text = "".join(part.text for part in reader.push(step) if isinstance(part, Content))
+            stopped = plan.show_stop and step.finish == "stop"
+            return text + (generation.stop_string or "") if stopped else text
+
+        return read
 
     # -- the response ----------------------------------------------------------------------------------------------
 
@@ -208,7 +229,15 @@ class CompletionJob:
             "logprobs": self._logprobs(sequence.tokens, number),
             "finish_reason": sequence.finish,
             **({"prompt_logprobs": self._scores[number]} if number in self._scores else {}),
+            **self._ids(sequence.tokens, number),
         }
+
+    def _ids(self, tokens: Iterable[ScoredToken], prompt: int | None) -> dict[str, Any]:
+        """The ids of tokens and of the prompt, if requested."""
+        if not self._body.return_token_ids:
+            return {}
+        own = {"token_ids": [token.id for token in tokens]}
+        return own if prompt is None else own | {"prompt_token_ids": list(self._prompts[prompt].ids)}
 
     def _logprobs(self, tokens: Sequence[ScoredToken], prompt: int | None) -> dict[str, Any] | None:
         """The log-probabilities of tokens, after those of the echoed prompt."""
@@ -240,4 +269,10 @@ class CompletionJob:
         shown = delta.tokens or (delta.prompt in self._echoed)
         logprobs = self._logprobs(delta.tokens, delta.prompt) if shown else None
         choice = {"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
-        yield {"choices": [choice]}
+        yield {"choices": [choice | self._chunk_ids(delta)]}
+
+    def _chunk_ids(self, delta: SequenceDelta) -> dict[str, Any]:
+        """The ids of a chunk; the first one of each sequence has the prompt's too."""
+        first = self._body.return_token_ids and delta.index not in self._begun
+        self._begun.add(delta.index)
+        return self._ids(delta.tokens, delta.index // self._plan.count if first else None)

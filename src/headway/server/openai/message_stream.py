@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 from headway.program.chat.forced_calls import Item, Script, forced_call, free
 from headway.program.chat.reader import ReplyReader
+from headway.program.constraints.constraint import Constraint
 from headway.program.constraints.grammar import Grammar
 from headway.program.context import Context
+from headway.server.openai.format_or_call import FormatOrCall, call_marker
 from headway.server.openai.messages import ChatPrompt
 from headway.server.openai.plan import RequestPlan
 from headway.server.openai.respond import FINISH_REASONS
@@ -89,7 +91,22 @@ class MessageStream:
             return forced_call(self._prompt.tools, self._prompt.form, self._policy.must_call, lead)
         if self._plan.grammar is None:
             return free()
+        if self._may_call:  # the final channel is one of the two ways to go on
+            return _constrained(self._plan.grammar, lead)
         return _constrained(self._plan.grammar, FINAL if self._format == "harmony" else lead)
+
+    @property
+    def _may_call(self) -> bool:
+        """Whether the model may call a tool instead of following the requested format."""
+        return bool(self._prompt.tools) and self._prompt.form is not None and self._policy.must_call is None
+
+    def _format_or_call(self, format: Constraint) -> Constraint:
+        """A constraint that also lets the model begin a call."""
+        assert self._prompt.form is not None
+        encode = self._tokenizer.encode
+        lead = encode(FINAL, special=True) if self._format == "harmony" else ()
+        marker = encode(call_marker(self._prompt.form), special=True)
+        return FormatOrCall(self._plan.engine.vocab_size, format, marker, lead)
 
     def _next_item(self) -> Item:
         """The script's next item; raises StopIteration after the last."""
@@ -108,7 +125,8 @@ class MessageStream:
                 return
             self._context.fill(ids)
             self.count += len(ids)
-            yield MessageDelta(self._reader.write(item), (), len(ids), "constraint")
+            filled = [ScoredToken(id, 0) for id in ids]  # nothing was drawn, so they have no rank
+            yield MessageDelta(self._reader.write(item), filled, len(ids), "constraint")
         elif left < 1:
             yield MessageDelta(finish="length")
         else:
@@ -116,13 +134,22 @@ class MessageStream:
                 yield delta
 
     async def _generate(self, item: Grammar | None, left: int) -> AsyncIterator[MessageDelta]:
-        is_free = item is None or item is self._plan.grammar
-        generation = self._plan.generation(self._context, self._number, item, left, free=is_free)
+        is_format = item is not None and item is self._plan.grammar
+        generation = self._plan.generation(
+            self._context,
+            self._number,
+            item,
+            left,
+            free=item is None or is_format,
+            wrap=self._format_or_call if is_format and self._may_call else None,
+        )
         self._reader.begin()
         token_stream, before = TokenStream(self._plan.engine), 0
         async for step in generation:
             kept = before + len(step.tokens) if step.finish is None else len(generation.generated)
             parts, tokens = self._reader.push(step), token_stream.push(step, kept)
+            if self._plan.show_stop and step.finish == "stop":
+                parts = [*parts, *self._reader.write(generation.stop_string or "")]
             self.count += kept - before
             new, before = max(0, kept - before), kept
             at = next((i + 1 for i, part in enumerate(parts) if self._ends_item(part, item)), None)
@@ -137,7 +164,8 @@ class MessageStream:
     def _ends_item(self, part: Part, item: Item) -> bool:
         """Whether free text ends with this part: a call to constrain by its schema, or the only call allowed."""
         if isinstance(part, ToolCallStart):
-            return item is None and part.name in self._policy.strict and part.index not in self._announced
+            is_free = item is None or item is self._plan.grammar
+            return is_free and part.name in self._policy.strict and part.index not in self._announced
         return self._policy.one_call and isinstance(part, ToolCallEnd)
 
     # -- calls of strict tools -------------------------------------------------------------------------------------
@@ -172,7 +200,7 @@ class MessageStream:
             yield None
 
     def _new_reader(self) -> ReplyReader:
-        return ReplyReader(self._tokenizer, self._format, self._prompt.rendered)
+        return ReplyReader(self._tokenizer, self._format, self._prompt.rendered, special=self._plan.show_special)
 
     # -- what the client gets --------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from headway.base.errors import InvalidInput, WrongType
@@ -36,9 +36,19 @@ class ChatPrompt:
 
 
 def read_chat_prompt(
-    messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition], engine: Engine, *, cue: bool = True
+    messages: Sequence[ChatMessage],
+    tools: Sequence[ToolDefinition],
+    engine: Engine,
+    *,
+    cue: bool = True,
+    continue_last: bool = False,
+    variables: Mapping[str, Any] | None = None,
 ) -> ChatPrompt:
-    """The prompt of a chat, with the tools the model may call."""
+    """The prompt of a chat, with the tools the model may call.
+
+    With `continue_last` it ends in the text of the last message, which the model continues. `variables` are for the
+    template.
+    """
     template = engine.chat_template
     if template is None:
         raise bad_request("this model has no chat template; use /v1/completions", "messages", "unsupported")
@@ -53,11 +63,24 @@ def read_chat_prompt(
         raise bad_request("messages is empty; pass at least one", "messages")
     if not described and "tool_calls" not in source:  # the template would omit calls
         converted = tuple(as_text(message) for message in converted)
-    new = Conversation(messages=converted, tools=box.schemas or None, described=described)
-    conversation, _, ids = engine.chat_writer.follow(Conversation(), new, (), cue=cue)
-    _check_names(messages, new, conversation.rendered, engine, cue=cue)
+    new = Conversation(messages=converted, tools=box.schemas or None, described=described, variables=variables or {})
+    if continue_last:
+        _check_continued(messages[-1], len(messages) - 1)
+        conversation, ids = engine.chat_writer.continued(new)
+    else:
+        conversation, _, ids = engine.chat_writer.follow(Conversation(), new, (), cue=cue)
     form = None if format is None or not box else call_syntax(format, source)
     return ChatPrompt(tuple(token_ids(ids, engine.vocab_size)), conversation.rendered, format, box, form)
+
+
+def _check_continued(message: ChatMessage, number: int) -> None:
+    """Raise unless a message can be continued."""
+    if message.role != "assistant" or message.tool_calls or not _content(message, f"messages[{number}]").strip():
+        raise bad_request(
+            "continue_final_message requires that the last message is an assistant's and has text; add it, or remove "
+            "continue_final_message",
+            "continue_final_message",
+        )
 
 
 def texts_of(messages: Sequence[ChatMessage]) -> Iterator[str]:
@@ -81,27 +104,6 @@ def _template_messages(messages: Sequence[ChatMessage], source: str) -> tuple[di
         result.append(as_message(message, calls, source, f"messages[{i}]"))
         calls |= {call.id: call.function.name for call in message.tool_calls or ()}
     return tuple(result)
-
-
-def _check_names(
-    messages: Sequence[ChatMessage], new: Conversation, rendered: str, engine: Engine, *, cue: bool
-) -> None:
-    """Raise if the template ignores a message's name: the prompt is the same without it."""
-    named = {
-        message.role: i for i, message in reversed(list(enumerate(messages))) if message.name and message.role != "tool"
-    }
-    for role, i in named.items():
-        bare = tuple(
-            {key: value for key, value in one.items() if key != "name"} if message.role == role else one
-            for message, one in zip(messages, new.messages, strict=True)
-        )
-        conversation, _, _ = engine.chat_writer.follow(Conversation(), replace(new, messages=bare), (), cue=cue)
-        if conversation.rendered == rendered:
-            raise bad_request(
-                f"messages[{i}].name is not supported by this model's chat template; write the name into the content",
-                f"messages[{i}].name",
-                "unsupported",
-            )
 
 
 def _takes_tools(engine: Engine) -> bool:

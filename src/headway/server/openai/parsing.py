@@ -106,6 +106,7 @@ def check_counts(body: Any, settings: ServerSettings) -> None:
     limits = {
         "messages": settings.max_messages,
         "tools": settings.max_tools,
+        "functions": settings.max_tools,
         "tokens": settings.max_detokenize,
         "stop": settings.max_stops,
         "stop_token_ids": settings.max_ids,

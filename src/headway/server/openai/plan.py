@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,12 +58,15 @@ class RequestPlan:
     prompt_logprobs: int | None = None  # the same for prompt tokens
     processed: bool = False
     priority: float = 0.0
+    salt: str = ""  # of the prefix cache
+    show_special: bool = False  # special tokens are in the text
+    show_stop: bool = False  # the stop string is in the text
     no_repeat_ngram_size: int | None = None
     constraints: dict[Grammar, Any] = field(default_factory=dict)  # compiled grammars, in their initial state
 
     def context(self) -> Context:
         """An empty context for one prompt."""
-        return self.engine.context(priority=self.priority, salt=self.tenant.salt)
+        return self.engine.context(priority=self.priority, salt=self.salt)
 
     async def prepare(self, grammars: Iterable[Grammar], where: str) -> None:
         """Compile the grammars of a field before anything is computed, within the server's time limit."""
@@ -82,9 +85,19 @@ class RequestPlan:
                 raise bad_request(str(error), where, "invalid_grammar") from error
 
     def generation(
-        self, context: Context, number: int, grammar: Grammar | None, max_tokens: int, *, free: bool = True
+        self,
+        context: Context,
+        number: int,
+        grammar: Grammar | None,
+        max_tokens: int,
+        *,
+        free: bool = True,
+        wrap: Callable[[Constraint], Constraint] | None = None,
     ) -> Generation:
-        """The generation of the choice with this number. One that is not `free` ends only by its grammar."""
+        """The generation of the choice with this number. One that is not `free` ends only by its grammar.
+
+        `wrap` makes a constraint from that of the grammar.
+        """
         assert self.sampler.seed is not None
         return context.generate(
             replace(self.sampler, seed=derived_seed(self.sampler.seed, number)),
@@ -92,17 +105,21 @@ class RequestPlan:
             min_tokens=min(self.min_tokens, max_tokens) if free else 0,
             stop=self.stop if free else (),
             stop_only=self.ignore_eos and free,
-            constrain=self._constraint(grammar),
+            constrain=self._constraint(grammar, wrap),
             probe=None if self.top_logprobs is None else Ranking(self.top_logprobs, processed=self.processed),
             no_repeat_ngram_size=self.no_repeat_ngram_size,
             penalize_prompt=False,
         )
 
-    def _constraint(self, grammar: Grammar | None) -> Grammar | Constraint | None:
+    def _constraint(
+        self, grammar: Grammar | None, wrap: Callable[[Constraint], Constraint] | None
+    ) -> Grammar | Constraint | None:
         bounded = self.allowed is not None or self.words is not None
-        if not bounded and (grammar is None or self.top_logprobs is None):
+        if not bounded and wrap is None and (grammar is None or self.top_logprobs is None):
             return grammar
         other = None if grammar is None else self.constraints[grammar].copy()
+        if other is not None and wrap is not None:
+            other = wrap(other)
         return TokenBounds(self.engine.vocab_size, self.allowed, self.words, other)
 
 
@@ -137,6 +154,9 @@ async def plan_request(
         prompt_logprobs=prompt_logprobs,
         processed=body.logprobs_mode == "processed",
         priority=priority,
+        salt=tenant.salt if body.cache_salt is None else f"{tenant.salt}\0{body.cache_salt}",
+        show_special=body.skip_special_tokens is False,
+        show_stop=bool(body.include_stop_str_in_output),
         no_repeat_ngram_size=engine.generation_defaults.no_repeat_ngram_size,
     )
     if grammar is not None:

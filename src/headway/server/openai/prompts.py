@@ -31,8 +31,10 @@ class Prompt:
     from_text: bool  # it was sent as text, so its text does not include special tokens
 
 
-async def read_prompts(given: Any, check: RequestChecks) -> list[Prompt]:
-    """The prompts of a request, tokenized in a thread."""
+async def read_prompts(
+    given: Any, check: RequestChecks, *, truncate: int | None = None, max_tokens: int | None = None
+) -> list[Prompt]:
+    """The prompts of a request, tokenized in a thread; `truncate` is `truncate_prompt_tokens`."""
     listed = given if isinstance(given, list) else [given]
     if set(map(type, listed)) == {int}:
         listed = [listed]
@@ -42,7 +44,13 @@ async def read_prompts(given: Any, check: RequestChecks) -> list[Prompt]:
     types = {type(one) for one in listed}
     if types not in ({str}, {list}):
         raise _wrong_types(listed)
-    return await check.threads.run(lambda: [_prompt(one, i, check) for i, one in enumerate(listed)])
+
+    def read(one: Any, number: int) -> Prompt:
+        prompt = _prompt(one, number, check, may_truncate=truncate is not None)
+        ids = check.truncated(prompt.ids, truncate, max_tokens)
+        return prompt if ids == prompt.ids else Prompt(ids, decode(ids, check.engine), prompt.from_text)
+
+    return await check.threads.run(lambda: [read(one, i) for i, one in enumerate(listed)])
 
 
 def _wrong_types(listed: list[Any]) -> ApiError:
@@ -50,12 +58,14 @@ def _wrong_types(listed: list[Any]) -> ApiError:
     return bad_request(f"prompt is a list of {names}; pass {FORMS}", "prompt", "invalid_value")
 
 
-def _prompt(given: str | list[Any], number: int, check: RequestChecks) -> Prompt:
+def _prompt(given: str | list[Any], number: int, check: RequestChecks, *, may_truncate: bool = False) -> Prompt:
     engine = check.engine
     if isinstance(given, str):
-        check.text([given], "prompt")
+        if not may_truncate:
+            check.text([given], "prompt")
         return Prompt(encode(given, engine), given, True)
-    check.max_new_tokens(len(given), None, 0, "prompt")
+    if not may_truncate or not given:
+        check.max_new_tokens(len(given), None, 0, "prompt")
     vocab = engine.vocab_size
     for i, id in enumerate(given):
         if type(id) is not int:

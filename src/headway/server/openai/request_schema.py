@@ -1,12 +1,13 @@
 """The fields of a request and their types, without anything that needs the model.
 
-Unknown fields are rejected by name. Those in `IGNORED` are OpenAI's and cannot change a response: they are accepted, so
-that clients need not remove them, and never used. Limits that depend on the server or the model are checked in `plan`.
+Unknown fields are rejected by name, unless their value is null or turns off a feature that does not exist here
+(`OFF_VALUES`). Those in `IGNORED` are OpenAI's and cannot change a response: they are accepted, so that clients need
+not remove them, and never used. Limits that depend on the server or the model are checked in `plan`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -22,6 +23,29 @@ IGNORED = (
     "user",
 )
 """Fields of OpenAI's API that are accepted and have no effect: about users, storage and billing."""
+
+
+OFF_VALUES: dict[str, Any] = {
+    "cache_prompt": True,
+    "detokenize": True,
+    "documents": [],
+    "dry_multiplier": 0,
+    "early_stopping": False,
+    "length_penalty": 1,
+    "logits_processors": [],
+    "mirostat": 0,
+    "mm_processor_kwargs": {},
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "repeat_penalty": 1,
+    "spaces_between_special_tokens": True,
+    "tfs_z": 1,
+    "top_a": 0,
+    "use_beam_search": False,
+    "vllm_xargs": {},
+    "xtc_probability": 0,
+}
+"""Fields of other servers that are not supported, and the value that changes nothing, which is accepted."""
 
 
 class FailAtFirst(FailFast):
@@ -52,17 +76,25 @@ class RequestSchema(BaseModel):
     """One object of a body: unknown fields, other types, NaN and infinities are rejected."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    off_values: ClassVar[dict[str, Any]] = {}  # unknown fields that are accepted with this value
 
     @model_validator(mode="before")
     @classmethod
     def _reject_unknown(cls, value: Any) -> Any:
-        """Reject the first unknown field."""
-        if isinstance(value, dict):
-            known = {info.alias or name for name, info in cls.model_fields.items()}
-            for name in value:
-                if name not in known:
-                    raise PydanticCustomError("unknown_field", "unknown", {"name": str(name)})
-        return value
+        """Reject the first unknown field that asks for something; drop the others."""
+        if not isinstance(value, dict):
+            return value
+        known = {info.alias or name for name, info in cls.model_fields.items()}
+        unknown = [name for name in value if name not in known]
+        for name in unknown:
+            if value[name] is not None and not _is_off(value[name], cls.off_values.get(name)):
+                raise PydanticCustomError("unknown_field", "unknown", {"name": str(name)})
+        return {name: one for name, one in value.items() if name in known} if unknown else value
+
+
+def _is_off(value: Any, off: Any) -> bool:
+    """Whether a value is the one that turns its feature off; 1.0 is 1, and True is not."""
+    return off is not None and isinstance(value, bool) == isinstance(off, bool) and value == off
 
 
 class StreamOptions(RequestSchema):
@@ -86,6 +118,8 @@ BIAS = described(additionalProperties={"type": "number"}, propertyNames={"patter
 
 class GenerationRequest(RequestSchema):
     """The fields that all requests for text have."""
+
+    off_values: ClassVar[dict[str, Any]] = OFF_VALUES
 
     model: str | None = None
     stream: bool | None = None
@@ -116,6 +150,12 @@ class GenerationRequest(RequestSchema):
     logprobs_mode: Literal["raw", "processed"] | None = None
     structured_outputs: StructuredOutputs | None = None
 
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, described(minimum=-1)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+
     metadata: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
@@ -138,6 +178,8 @@ PROMPT: dict[str, Any] = {
 
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
+
+    off_values: ClassVar[dict[str, Any]] = OFF_VALUES | {"suffix": "", "add_special_tokens": True}
 
     prompt: Annotated[Any, Field(json_schema_extra=PROMPT)]  # parsed in `prompts`, not by trying each type
     best_of: Count | None = None
@@ -166,6 +208,18 @@ class NamedFunction(RequestSchema):
 class NamedTool(RequestSchema):
     type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(RequestSchema):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], FailAtFirst(), Field(min_length=1)]
+
+
+class AllowedToolChoice(RequestSchema):
+    """Only these tools may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
 
 
 class JsonSchema(RequestSchema):
@@ -221,12 +275,14 @@ class ChatMessage(RequestSchema):
     refusal: str | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
-    function_call: None = None
+    function_call: MessageFunctionCall | None = None  # OpenAI's older form of tool_calls
     parsed: Any = None  # added by client libraries; ignored
 
 
 class ChatRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
+
+    off_values: ClassVar[dict[str, Any]] = OFF_VALUES | {"best_of": 1, "echo": False, "add_special_tokens": False}
 
     messages: Annotated[list[ChatMessage], FailAtFirst(), described(minItems=1)]
     max_completion_tokens: Count | None = None
@@ -234,8 +290,15 @@ class ChatRequest(GenerationRequest):
     top_logprobs: NonNegative | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[ToolDefinition], FailAtFirst()] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[FunctionDefinition], FailAtFirst()] | None = None
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     modalities: Annotated[list[Literal["text"]], FailAtFirst()] | None = None
 
 
@@ -248,6 +311,8 @@ class TokenizeRequest(RequestSchema):
     tools: Annotated[list[ToolDefinition], FailAtFirst()] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     special: bool | None = None
     return_token_strs: bool | None = None
 

@@ -94,6 +94,7 @@ async def respond(
             async for batch in batches:
                 for delta in batch:
                     job.add(delta, admitted)
+            admitted.cached(job.usage.cached)
             return Response(await _whole_body(job, head, serving.writers), media_type="application/json")
         head["object"] = job.chunk_object
         if body.stream_options is not None and body.stream_options.include_usage:
@@ -142,6 +143,7 @@ async def _event_pieces(
         admitted.finish("error")
         yield b"data: " + error_body(_client_error(error, log_text=serving.settings.log_prompts)) + b"\n\n"
         return
+    admitted.cached(job.usage.cached)
     if "usage" in head:
         yield event(head | {"choices": [], "usage": job.usage.fields()}, json_bytes)
     yield DONE

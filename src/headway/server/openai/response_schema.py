@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-Finish = Literal["stop", "length", "tool_calls"]
+Finish = Literal["stop", "length", "tool_calls", "function_call"]
 Responses = dict[int | str, dict[str, Any]]
 
 
@@ -37,6 +37,13 @@ class Health(ResponseSchema):
 
     status: Literal["ready", "loading", "draining", "stuck", "dead", "failed"]
     since: str | None = None
+
+
+class Index(ResponseSchema):
+    """Links by what they lead to."""
+
+    server: Literal["headway"]
+    links: dict[str, str]
 
 
 class ServedModel(ResponseSchema):
@@ -96,6 +103,8 @@ class CompletionChoice(ResponseSchema):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
     prompt_logprobs: PromptLogprobs = []
+    token_ids: list[int] = []
+    prompt_token_ids: list[int] = []
 
 
 class Completion(ResponseSchema):
@@ -153,6 +162,7 @@ class AssistantMessage(ResponseSchema):
     refusal: None
     reasoning_content: str = ""
     tool_calls: list[ChatToolCall] = []
+    function_call: ChatFunctionCall | None = None
 
 
 class ChatChoice(ResponseSchema):
@@ -160,6 +170,7 @@ class ChatChoice(ResponseSchema):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: Finish
+    token_ids: list[int] = []
 
 
 class ChatCompletion(ResponseSchema):
@@ -170,6 +181,7 @@ class ChatCompletion(ResponseSchema):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs = []
+    prompt_token_ids: list[int] = []
 
 
 class FunctionDelta(ResponseSchema):
@@ -190,6 +202,7 @@ class ChatDelta(ResponseSchema):
     refusal: None = None
     reasoning_content: str = ""
     tool_calls: list[ToolCallDelta] = []
+    function_call: FunctionDelta | None = None
 
 
 class ChatChunkChoice(ResponseSchema):
@@ -197,6 +210,7 @@ class ChatChunkChoice(ResponseSchema):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: Finish | None
+    token_ids: list[int] = []
 
 
 class ChatChunk(ResponseSchema):
@@ -208,6 +222,7 @@ class ChatChunk(ResponseSchema):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] = []
 
 
 # -- about the model ---------------------------------------------------------------------------------------------------

@@ -102,8 +102,8 @@ class TokenBounds:
         other: Constraint | None = None,
     ) -> None:
         self._vocab = vocab
-        self._allowed = None if allowed is None else _packed(allowed, vocab)
-        self._all = _packed(range(vocab), vocab) if words else None
+        self._allowed = None if allowed is None else packed_mask(allowed, vocab)
+        self._all = packed_mask(range(vocab), vocab) if words else None
         self._words = words.fresh() if words else None
         self._other = other
         self._count = 0
@@ -113,7 +113,7 @@ class TokenBounds:
         if self._allowed is not None:
             bits = self._allowed if bits is None else bits & self._allowed
         if forbidden := self._forbidden():
-            all_but = ~_packed(forbidden, self._vocab)
+            all_but = ~packed_mask(forbidden, self._vocab)
             assert self._all is not None
             bits = (self._all if bits is None else bits) & all_but
         if bits is not None and not bits.any():
@@ -161,7 +161,7 @@ class TokenBounds:
         return frozenset() if self._words is None else self._words.forbidden()
 
 
-def _packed(ids: Iterable[int], vocab: int) -> np.ndarray:
+def packed_mask(ids: Iterable[int], vocab: int) -> np.ndarray:
     """A packed mask that allows these ids: uint32 words, bit i % 32 of word i // 32."""
     bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
     bits[np.fromiter(ids, np.int64)] = 1

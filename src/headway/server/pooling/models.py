@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import InvalidInput, UnsupportedModel
 from headway.server.errors import ApiError, bad_request
-from headway.server.settings import public_name
+from headway.server.settings import named_model
 
 if TYPE_CHECKING:
     from headway.pipelines.pipeline import Pipeline
@@ -38,8 +38,10 @@ class PoolingModels:
     def __init__(
         self, models: Mapping[str, str] | None = None, *, device: str = "auto", find: Callable[[str], Any] = str
     ) -> None:
-        """`models` maps roles to names, folders or hub ids; `find` turns one of these into what is loaded."""
-        self._models, self._device, self._find = dict(models or {}), device, find
+        """`models` maps roles to names, folders or hub ids, each also as NAME=MODEL with the name for clients; `find`
+        turns one of these into what is loaded."""
+        self._models = {role: named_model(text) for role, text in (models or {}).items()}
+        self._device, self._find = device, find
         for role in self._models:
             if role not in ROLES:
                 raise InvalidInput(f"{role!r} is not a role of a model; the roles are {', '.join(ROLES)}")
@@ -48,8 +50,8 @@ class PoolingModels:
 
     def open(self) -> None:
         """Load all models."""
-        for role, source in self._models.items():
-            pool = PoolingModel(role, public_name(source), source, self._open_pipeline(role, source))
+        for role, (name, source) in self._models.items():
+            pool = PoolingModel(role, name, source, self._open_pipeline(role, source))
             with self._lock:
                 if self._closed:
                     pool.pipeline.close()

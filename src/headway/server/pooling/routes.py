@@ -232,7 +232,7 @@ async def _compute(
     """The rows' arrays from the shared batcher, once the request is admitted. Rows are dropped if it is canceled."""
     tokens = sum(row.length for row in rows)
     _check_size(serving, pool, len(rows) if options.get("level") != "token" else tokens)
-    async with serving.admit(serving.tenant(request), tokens=tokens) as admitted:
+    async with serving.admit(serving.tenant(request), tokens=tokens, model=pool.name) as admitted:
         admitted.prompt(tokens)
         arrays = await asyncio.gather(*(pool.pipeline.submit(row, **options) for row in rows))
         return PoolingResult(arrays, admitted.request_id, tokens)

@@ -1,0 +1,38 @@
+"""What a request to a path that does not exist is told: what to use, if it is a path of an API that clients know."""
+
+from __future__ import annotations
+
+PATHS = "GET / lists the paths of this server, and GET /openapi.json describes them"
+HINTS = {  # beginnings of paths that clients of other APIs call, the longest match counts
+    "/api/": "this is not Ollama's API; clients of OpenAI's API work, with the base URL ending in /v1",
+    "/chat/completions": "the path is /v1/chat/completions: the client's base URL must end in /v1",
+    "/completions": "the path is /v1/completions: the client's base URL must end in /v1",
+    "/completion": "llama.cpp's own API is not supported; use POST /v1/completions",
+    "/embeddings": "the path is /v1/embeddings: the client's base URL must end in /v1",
+    "/models": "the path is /v1/models: the client's base URL must end in /v1",
+    "/generate": "use POST /v1/completions",
+    "/docs": "GET /openapi.json is the API's description",
+    "/redoc": "GET /openapi.json is the API's description",
+    "/v1/v1/": "the client adds /v1 itself: its base URL must not end in /v1",
+    "/v1/messages": "Anthropic's API is not supported; use POST /v1/chat/completions",
+    "/v1/complete": "use POST /v1/chat/completions",
+    "/v1/responses": "OpenAI's Responses API is not supported; use POST /v1/chat/completions",
+    "/v1/assistants": "OpenAI's Assistants API is not supported; use POST /v1/chat/completions",
+    "/v1/threads": "OpenAI's Assistants API is not supported; use POST /v1/chat/completions",
+    "/v1/audio": "speech is not supported over HTTP; use hw.pipeline in Python",
+    "/v1/images": "images are not supported",
+    "/v1/moderations": "moderation is not supported; POST /classify serves a classifier",
+    "/v1/files": "files are not supported over HTTP",
+    "/v1/batches": "batches are not supported over HTTP",
+    "/v1/fine_tuning": "training is not supported",
+    "/v1/score": "use POST /v1/rerank",
+    "/score": "use POST /rerank",
+    "/lab": "this server has no Lab",
+}
+
+
+def not_found(path: str) -> str:
+    """The message of a 404. It repeats nothing that the client sent."""
+    known = [known for known in HINTS if path.startswith(known)]
+    hint = HINTS[max(known, key=len)] if known else PATHS
+    return f"there is no such path; {hint}"
