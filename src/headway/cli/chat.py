@@ -163,6 +163,7 @@ async def reply(engine: hw.Engine, session: ChatSession, text: str) -> tuple[Gen
     if format is None:
         return await stream(engine, ctx, session.name, session.decoding, write), ""
     reader = ReplyReader(engine.tokenizer, format, ctx.conversation.rendered)
+    reader.begin(ctx.text_before)
     printer = ReplyPrinter(reader, silent=session.as_json)
     answer = await stream(engine, ctx, session.name, session.decoding, write, each=printer.show)
     if answer.finish_reason != "length":

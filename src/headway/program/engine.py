@@ -7,7 +7,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from inspect import isawaitable
@@ -323,11 +323,11 @@ class Engine:
         """The model's generation_config.json; all values are None if it has no such file."""
         return GenerationDefaults.from_folder(self._path)
 
-    def stream(self) -> TextStream:
-        """A decoder for tokens that arrive one by one."""
+    def stream(self, *, after: Sequence[int] = ()) -> TextStream:
+        """A decoder for tokens that arrive one by one, at the beginning of a text or `after` other tokens."""
         from headway.text.stream import TextStream
 
-        return TextStream(self.tokenizer)
+        return TextStream(self.tokenizer, after=after)
 
     @property
     def info(self) -> EngineInfo:

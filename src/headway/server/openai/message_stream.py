@@ -118,8 +118,9 @@ class MessageStream:
     async def _generate(self, item: Grammar | None, left: int) -> AsyncIterator[MessageDelta]:
         is_free = item is None or item is self._plan.grammar
         generation = self._plan.generation(self._context, self._number, item, left, free=is_free)
-        self._reader.begin()
-        token_stream, before = TokenStream(self._plan.engine), 0
+        before_text = self._context.text_before
+        self._reader.begin(before_text)
+        token_stream, before = TokenStream(self._plan.engine, before_text), 0
         async for step in generation:
             kept = before + len(step.tokens) if step.finish is None else len(generation.generated)
             parts, tokens = self._reader.push(step), token_stream.push(step, kept)
