@@ -40,7 +40,7 @@ from headway.program.pool_size import PoolSize, weight_bytes
 from headway.program.prefix_cache import PrefixCache
 from headway.program.run_in_thread import run_in_thread
 from headway.program.snapshots import Snapshots
-from headway.runtime.device import pick_device, pick_dtype, pick_threads
+from headway.runtime.device import dtype_name, pick_device, pick_dtype, pick_threads
 from headway.runtime.loop import Loop
 from headway.runtime.memory import running_out
 from headway.runtime.profile import Profile, Profiler
@@ -73,6 +73,7 @@ class EngineInfo:
     kv_bytes_per_token: int
     runner: str = "torch"  # what computes: torch, or the native step and its instruction set
     format: str = ""  # how the weights are kept
+    stored: str = ""  # the float type of the file's matrices; empty if they are quantized, of several types or no file
 
 
 @dataclass(frozen=True)
@@ -344,6 +345,7 @@ class Engine:
             kv_bytes_per_token=self.config.kv_values_per_token * decoder.dtype.itemsize,
             runner=self._backend.name,
             format=self._backend.format,
+            stored=dtype_name(self._backend.stored),
         )
 
     @cached_property
