@@ -101,6 +101,29 @@ def test_the_leading_space_is_cut_once():
     assert [named.push(id) for id in (1, hi)] == ["<s>", " hi"]
 
 
+def test_a_continuation_keeps_its_leading_space():
+    tokenizer = TOKENIZERS["sentencepiece"]
+    hi = tokenizer.backend.token_to_id("▁hi")
+    beyond = tokenizer.vocab_size + 5  # ids of the model that the tokenizer lacks have no text
+    for before, text in (([], "hi"), ([1], "hi"), ([1, beyond], "hi"), ([hi], " hi"), ([1, hi, 2], " hi")):
+        stream = TextStream(tokenizer, after=before)
+        assert stream.copy().push(hi) == stream.push(hi) == text, before
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_a_prompt_and_its_continuation_make_the_whole(name, data):
+    tokenizer = TOKENIZERS[name]
+    visible = [id for id in range(tokenizer.vocab_size) if id not in tokenizer.special_ids]
+    if name != "wordpiece":  # a prompt that ends inside a character has no text to add to
+        visible = [id for id in visible if b"\x20" <= tokenizer.token_bytes(id)[:1] < b"\x80"]
+    ids = data.draw(st.lists(st.sampled_from(visible), max_size=8))
+    cut = data.draw(st.integers(0, len(ids)))
+    stream = TextStream(tokenizer, after=ids[:cut])
+    assert tokenizer.decode(ids[:cut]) + stream.push(ids[cut:]) + stream.flush() == tokenizer.decode(ids)
+
+
 def test_neighbours_matter_for_wordpiece_so_it_waits():
     stream = TextStream(TOKENIZERS["wordpiece"])
     assert stream.push([1, 2, 3, 4]) == ""

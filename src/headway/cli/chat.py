@@ -204,6 +204,7 @@ async def reply(engine: hw.Engine, session: ChatSession, text: str) -> tuple[Gen
         write_text("" if session.as_json else wrapper.flush())
         return answer, ""
     reader = ReplyReader(engine.tokenizer, format, prompt)
+    reader.begin(ctx.text_before)
     printer = ReplyPrinter(reader, write, silent=session.as_json)
     answer = await stream(engine, ctx, session.name, session.decoding, write, each=printer.show)
     write_text("" if session.as_json else wrapper.flush())

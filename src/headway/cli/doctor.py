@@ -245,11 +245,12 @@ def _show(report: dict[str, Any]) -> None:
 def _fit(
     path: Path, device: torch.device, machine: Machine, dtype: str, *, context: int | None, fraction: float | None
 ) -> MemoryFit:
+    from headway.models.load import stored_dtype
     from headway.runtime.device import pick_dtype
     from headway.runtime.memory import read_memory
     from headway.runtime.runners.select import why_not_native
 
-    facts, kind = read_model(path), pick_dtype(dtype, device)
+    facts, kind = read_model(path), pick_dtype(dtype, device, stored_dtype(path))
     if context is not None and not 1 <= context <= facts.max_positions:
         raise InvalidInput(
             f"--context is {context}; it must be an integer in [1, {facts.max_positions}] for this model"

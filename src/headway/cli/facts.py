@@ -43,6 +43,7 @@ class ModelFacts:
     parameters: int
     file_bytes: int
     stored_types: tuple[tuple[str, int], ...]  # type, tensors
+    gpu_dtype: str  # with dtype auto
     layers: int
     hidden_size: int
     heads: int
@@ -59,8 +60,12 @@ class ModelFacts:
 
 def read_model(path: Path) -> ModelFacts:
     """Facts about the model at `path`, without reading its weights."""
+    import torch
+
     from headway.models.config import read_config
     from headway.models.files.weights import open_weights
+    from headway.models.load import stored_dtype
+    from headway.runtime.device import dtype_name, pick_dtype
 
     config = read_config(path)
     with open_weights(path) as weights:
@@ -73,6 +78,7 @@ def read_model(path: Path) -> ModelFacts:
         parameters=config.parameters,
         file_bytes=stored,
         stored_types=tuple(kinds.most_common()),
+        gpu_dtype=dtype_name(pick_dtype("auto", torch.device("cuda"), stored_dtype(path))),
         **{name: getattr(config, name) for name in _SHAPE},
     )
 

@@ -64,6 +64,7 @@ def show(name: Anything = None, model: Flag = None, json: Json = False) -> None:
         ("parameters", f"{facts.parameters:,}"),
         ("weights on disk", size(facts.file_bytes)),
         ("stored as", ", ".join(f"{kind} ({counted(count, 'tensor')})" for kind, count in facts.stored_types)),
+        ("computed in", f"float32 on a CPU, {facts.gpu_dtype} on a GPU, unless --dtype says otherwise"),
         ("layers", facts.layers),
         ("hidden size", facts.hidden_size),
         ("heads", f"{facts.heads} queries, {facts.kv_heads} keys, {facts.head_dim} wide"),

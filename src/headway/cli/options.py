@@ -60,7 +60,7 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="TYPE",
-        help="auto (as the file has it), float32, bfloat16, float16.",
+        help="auto (as the file has it; on a GPU float32 and quantized become bfloat16), float32, bfloat16, float16.",
         rich_help_panel=ENGINE,
     ),
 ]

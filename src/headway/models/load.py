@@ -121,6 +121,13 @@ def load_quantized_model(
         weights.close()
 
 
+def stored_dtype(path: Path) -> torch.dtype | None:
+    """The float type of all matrices in a model's files; None if they are quantized or of several types."""
+    with open_weights(path) as weights:
+        kinds = {weights.stored(name) for name in weights.names() if len(weights.shape(name)) == 2}
+    return FLOATS.get(kinds.pop()) if len(kinds) == 1 else None
+
+
 def _check_floats(path: Path, weights: Weights, quantize: str) -> None:
     """Raise if there is nothing to quantize: matrices quantized in the file stay as they are."""
     stored = {weights.stored(name) for name in weights.names() if len(weights.shape(name)) == 2}

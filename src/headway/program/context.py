@@ -468,6 +468,16 @@ class Context:
         if coming is not None:
             coming.result()
 
+    @property
+    def text_start(self) -> int:
+        """Where the text begins that a generation continues: at the message after a cue, else at the first token."""
+        return min(self._written, self._total()) if self._conversation.cued else 0
+
+    @property
+    def text_before(self) -> tuple[int, ...]:
+        """The tokens of the text that a generation continues."""
+        return self.tokens[self.text_start :]
+
     def _restore(self, pending: list[int], conversation: Conversation, written: int) -> None:
         """Restore what a snapshot has besides the pages."""
         self._pending, self._conversation, self._written = pending, conversation, written

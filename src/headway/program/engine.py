@@ -7,7 +7,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from inspect import isawaitable
@@ -41,7 +41,7 @@ from headway.program.pool_size import PoolSize, weight_bytes
 from headway.program.prefix_cache import PrefixCache
 from headway.program.run_in_thread import run_in_thread
 from headway.program.snapshots import Snapshots
-from headway.runtime.device import pick_device, pick_dtype, pick_threads
+from headway.runtime.device import dtype_name, pick_device, pick_dtype, pick_threads
 from headway.runtime.loop import Loop
 from headway.runtime.memory import running_out
 from headway.runtime.profile import Profile, Profiler, Sample
@@ -74,6 +74,7 @@ class EngineInfo:
     kv_bytes_per_token: int
     runner: str = "torch"  # what computes: torch, or the native step and its instruction set
     format: str = ""  # how the weights are kept
+    stored: str = ""  # the float type of the file's matrices; empty if they are quantized, of several types or no file
 
 
 @dataclass(frozen=True)
@@ -330,11 +331,11 @@ class Engine:
         """The model's generation_config.json; all values are None if it has no such file."""
         return GenerationDefaults.from_folder(self._path)
 
-    def stream(self) -> TextStream:
-        """A decoder for tokens that arrive one by one."""
+    def stream(self, *, after: Sequence[int] = ()) -> TextStream:
+        """A decoder for tokens that arrive one by one, at the beginning of a text or `after` other tokens."""
         from headway.text.stream import TextStream
 
-        return TextStream(self.tokenizer)
+        return TextStream(self.tokenizer, after=after)
 
     @property
     def info(self) -> EngineInfo:
@@ -351,6 +352,7 @@ class Engine:
             kv_bytes_per_token=self.config.kv_values_per_token * decoder.dtype.itemsize,
             runner=self._backend.name,
             format=self._backend.format,
+            stored=dtype_name(self._backend.stored),
         )
 
     @cached_property

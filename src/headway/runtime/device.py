@@ -39,13 +39,23 @@ def pick_device(name: str) -> torch.device:
     raise Unsupported(f"device {name!r} is not available here; it takes auto, cpu, cuda, cuda:N or mps")
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype weights and activations have. auto is float32 on a CPU and bfloat16 elsewhere."""
+def pick_dtype(name: str, device: torch.device, stored: torch.dtype | None = None) -> torch.dtype:
+    """The dtype weights and activations have; `stored` is the float type of the file's matrices, if they have one.
+
+    auto is float32 on a CPU. Elsewhere float16 and bfloat16 stay what they are, and everything else becomes bfloat16.
+    """
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
+        if device.type == "cpu":
+            return torch.float32
+        return torch.float16 if stored == torch.float16 else torch.bfloat16
     if not isinstance(name, str) or name not in DTYPES:
         raise InvalidInput(f"dtype {name!r} is not known; it takes auto, float32, bfloat16 or float16")
     return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """float16 for torch.float16, and so on; empty for None."""
+    return str(dtype).removeprefix("torch.") if dtype is not None else ""
 
 
 def pick_threads(threads: int | None) -> int:

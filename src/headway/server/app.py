@@ -165,7 +165,8 @@ def _log_stuck(serving: Serving, state: str) -> None:
 
 def _facts(engine: Engine) -> dict[str, Any]:
     facts, pages = engine.info, engine.stats().pages_total
-    return {"dtype": facts.dtype, "device": facts.device, "threads": facts.threads, "pages": pages}
+    stored = {"stored": facts.stored} if facts.stored else {}
+    return {"dtype": facts.dtype, **stored, "device": facts.device, "threads": facts.threads, "pages": pages}
 
 
 router = APIRouter(responses=COMMON)

@@ -1,7 +1,8 @@
 """Incremental detokenization: ids in, text out, never half a character.
 
-The pieces add up to exactly `tokenizer.decode` of all ids. Bytes that may still become a character are held back;
-invalid ones become U+FFFD at once. Each id is decoded once.
+The pieces add up to exactly `tokenizer.decode` of all ids; those of a stream that goes on after other ids, to what they
+add to the text. A SentencePiece decoder strips a leading space: here, only where the text really begins. Bytes that may
+still become a character are held back; invalid ones become U+FFFD at once. Each id is decoded once.
 
 A decoder that depends on neighboring tokens (WordPiece etc.: `decoding.kind == "opaque"`) cannot stream: all its text
 comes with `flush`.
@@ -10,20 +11,21 @@ comes with `flush`.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from headway.base.errors import Closed
 from headway.text.tokenizer import Tokenizer, strip_front
 
 
 class TextStream:
-    """The text of a growing sequence of ids."""
+    """The text of a growing sequence of ids, which may go on `after` others."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, *, after: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
         self.skip_special = skip_special
+        self._last = tokenizer.last_with_text(after, skip_special=skip_special)  # None where the text begins
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip = tokenizer.decoding.strip  # leading spaces still to be stripped
+        self.strip = tokenizer.decoding.strip if self._last is None else 0  # leading spaces still to be stripped
         self._opaque: list[int] | None = [] if tokenizer.decoding.kind == "opaque" else None
         self._done = False
 
@@ -50,17 +52,23 @@ class TextStream:
             return ""
         self._done = True
         if self._opaque is not None:
-            return self.tokenizer.decode(self._opaque)
+            return self._decode_opaque(self._opaque)
         return self._cut(self._utf8.decode(b"", final=True))
 
     def copy(self) -> TextStream:
         """An independent stream in the same state."""
         twin = TextStream(self.tokenizer, self.skip_special)
         twin._utf8.setstate(self._utf8.getstate())
-        twin._strip, twin._done = self._strip, self._done
+        twin._last, twin.strip, twin._done = self._last, self.strip, self._done
         twin._opaque = None if self._opaque is None else list(self._opaque)
         return twin
 
+    def _decode_opaque(self, ids: list[int]) -> str:
+        if self._last is None:
+            return self.tokenizer.decode(ids)
+        before, whole = self.tokenizer.decode([self._last]), self.tokenizer.decode([self._last, *ids])
+        return whole[len(before) :] if whole.startswith(before) else self.tokenizer.decode(ids)
+
     def _cut(self, text: str) -> str:
-        text, self._strip = strip_front(text, self._strip)
+        text, self.strip = strip_front(text, self.strip)
         return text

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import operator
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -142,6 +142,14 @@ class Tokenizer:
     def token_bytes(self, id: int) -> bytes:
         """The bytes of token `id`; for a special token, its name."""
         return self._token_bytes(self.check_ids((id,))[0])
+
+    def last_with_text(self, ids: Sequence[int], *, skip_special: bool = True) -> int | None:
+        """The last of `ids` that has text, or None: then what follows them begins a text."""
+        for id in reversed(ids):
+            known = 0 <= id < self.vocab_size and self._name(id) is not None
+            if known and not (skip_special and id in self.special_ids) and self._token_bytes(id):
+                return id
+        return None
 
     def token_text(self, id: int) -> str:
         """Token `id` as printable text, with escapes (`\\n`, `\\xf0`) for the rest."""

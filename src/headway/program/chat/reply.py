@@ -201,7 +201,7 @@ class ChatReply:
             self._end_message("length")
             return
         self._item = False
-        self._reader.begin()
+        self._reader.begin(self._context.text_before)
         stop = self._stop if item is None else ()
         self._generation = self._context.generate(self._sampler, max_tokens=left, stop=stop, constrain=item)
 

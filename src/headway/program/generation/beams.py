@@ -101,6 +101,7 @@ async def beam_search(
         draws=_draws(context, do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
     )
     _check_lengths(context, rules)
+    text_before = context.text_before
     search = BeamSearch(rules, context.tokens, context.engine.config.max_positions - context._room() - 1)
     with _BeamContexts(context.fork(), attention_mask) as beams:
         following = search.step(await beams.read())
@@ -110,14 +111,14 @@ async def beam_search(
         best = search.results()
         if adopt and best[0].tokens:
             await _masked(context, attention_mask).input(best[0].tokens).execute()
-    return [replace(one, text=decoded(context.engine, one.tokens)) for one in best]
+    return [replace(one, text=decoded(context.engine, one.tokens, text_before)) for one in best]
 
 
-def decoded(engine: Engine, tokens: Iterable[int]) -> str:
-    """The text of generated tokens, as a stream of them would give it; "" for a model without a tokenizer."""
+def decoded(engine: Engine, tokens: Iterable[int], prompt: Sequence[int]) -> str:
+    """The text of tokens generated after a prompt, as a stream would give it; "" without a tokenizer."""
     if not engine.has_tokenizer:
         return ""
-    stream, words = engine.stream(), engine.tokenizer.vocab_size
+    stream, words = engine.stream(after=prompt), engine.tokenizer.vocab_size
     return stream.push([token for token in tokens if token < words]) + stream.flush()
 
 

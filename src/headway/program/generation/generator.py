@@ -312,7 +312,7 @@ class Generation:
             return
         self._seen = mark
         if before is None:
-            self._transcript.begin(self._context.tokens)
+            self._transcript.begin(self._context.tokens, self._context.text_start)
         else:
             self._transcript.follow(self._context.tokens)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import InvalidInput, Unsupported, WrongType
@@ -40,14 +40,19 @@ def listed_stops(stop: str | Iterable[str | int]) -> list[str | int]:
 
 
 class StopText:
-    """The text of the tokens pushed so far: returned, certain and not returned yet, or held back."""
+    """The text of the tokens pushed so far: returned, certain and not returned yet, or held back.
 
-    def __init__(self, engine: Engine, stops: tuple[str, ...]) -> None:
+    It goes on after the tokens of a prompt, so a leading space is stripped only where those have no text.
+    """
+
+    def __init__(self, engine: Engine, stops: tuple[str, ...], prompt: Sequence[int] = ()) -> None:
         if stops and engine.tokenizer.decoding.kind == "opaque":
             raise Unsupported("this tokenizer decodes only whole sequences, so it supports no stop strings")
         self._engine, self._stops = engine, stops
-        self._stream = engine.stream() if engine.has_tokenizer else None
+        self._before = prompt
+        self._stream = engine.stream(after=prompt) if engine.has_tokenizer else None
         self._words = engine.tokenizer.vocab_size if self._stream is not None else 0
+        self._pushed: list[int] = []
         self._held = ""  # text that may still become a stop string
         self._ends: list[int] = []  # characters that tokens up to each one have any part of
         self._known = 0  # characters decoded so far
@@ -61,6 +66,7 @@ class StopText:
         """One more token."""
         if self._stream is None:
             return
+        self._pushed.append(token)
         text = self._stream.push([token]) if token < self._words else ""  # ids the tokenizer lacks have no text
         self._known += len(text)
         self._ends.append(self._known + self._stream.holds)
@@ -82,11 +88,19 @@ class StopText:
         self._certain.append(self._held + rest)
         self._held = ""
 
-    def border(self) -> None:
-        """Other tokens follow in the context: no character and no stop string spans them."""
+    def begin(self, prompt: Sequence[int]) -> None:
+        """The text goes on after these tokens; none has been pushed yet."""
+        self._before = prompt
+        if self._stream is not None:
+            self._stream = self._engine.stream(after=prompt)
+
+    def border(self, token: int) -> None:
+        """A token of the program follows in the context: no character and no stop string spans it."""
         if self._stream is not None:
             self.close()
-            self._stream = self._engine.stream()
+            last = self._engine.tokenizer.last_with_text([*self._pushed, token])
+            self._before, self._pushed = self._before if last is None else (last,), []
+            self._stream = self._engine.stream(after=self._before)
 
     def surplus(self) -> int:
         """How many trailing tokens hold any part of the stop string."""
@@ -97,14 +111,15 @@ class StopText:
         """All text returned so far."""
         return "".join(self._given)
 
-    def again(self, tail: Iterable[tuple[int, bool]]) -> tuple[StopText, int]:
-        """The text of other tokens, each with whether it was generated, and how many returned characters it lacks."""
-        new = StopText(self._engine, self._stops)
+    def again(self, prompt: Sequence[int], tail: Iterable[tuple[int, bool]]) -> tuple[StopText, int]:
+        """The text of other tokens after a prompt, each with whether it was generated, and how many returned characters
+        it lacks."""
+        new = StopText(self._engine, self._stops, prompt)
         for token, generated in tail:
             if generated:
                 new.push(token)
             else:
-                new.border()
+                new.border(token)
         before, now = self.whole(), "".join(new._certain)
         same = common(before, now)
         new._given, new._certain = [now[:same]], [now[same:]]
@@ -115,7 +130,8 @@ class StopText:
         twin = object.__new__(StopText)
         twin.__dict__.update(self.__dict__)
         twin._stream = None if self._stream is None else self._stream.copy()
-        twin._ends, twin._given, twin._certain = list(self._ends), list(self._given), list(self._certain)
+        twin._pushed, twin._ends = list(self._pushed), list(self._ends)
+        twin._given, twin._certain = list(self._given), list(self._certain)
         return twin
 
     def _look(self, text: str) -> None:

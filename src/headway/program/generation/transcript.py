@@ -25,6 +25,7 @@ class Transcript:
         self.constraint = constraint
         self.generated: list[int] = []
         self._prompt: tuple[int, ...] = ()
+        self._text_start = 0  # where the text begins that the generated tokens continue
         self._tail: list[tuple[int, bool]] = []  # tokens after the prompt, each with whether it was generated
         self._text = StopText(engine, stops)
         self._lost = 0  # characters returned that no longer stand
@@ -90,9 +91,10 @@ class Transcript:
 
     # -- going back ------------------------------------------------------------------------------------------------
 
-    def begin(self, tokens: tuple[int, ...]) -> None:
-        """These tokens are the prompt."""
-        self._prompt = tokens
+    def begin(self, tokens: tuple[int, ...], text_start: int = 0) -> None:
+        """These tokens are the prompt; the text that goes on begins at one of them."""
+        self._prompt, self._text_start = tokens, text_start
+        self._text.begin(tokens[text_start:])
 
     def follow(self, tokens: tuple[int, ...]) -> None:
         """Take over the context's tokens: what was cut is forgotten, what is new was written by the program."""
@@ -165,7 +167,7 @@ class Transcript:
 
     def reopen(self) -> None:
         """Tokens will follow after all."""
-        self._text, lost = self._text.again(self._tail)
+        self._text, lost = self._text.again(self._prompt[self._text_start :], self._tail)
         self._lost += lost
 
     def whole(self) -> str:

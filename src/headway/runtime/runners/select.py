@@ -13,7 +13,7 @@ from headway.kernels import triton
 from headway.kernels.native.library import ISA_NAMES, ThreadPool, open_library, use_isa
 from headway.kv.pool import Pool
 from headway.models.decoder import Decoder
-from headway.models.load import LoadProgress, load_model, load_quantized_model
+from headway.models.load import LoadProgress, load_model, load_quantized_model, stored_dtype
 from headway.models.quantized.cpu import QuantizedDecoder, interleave_decoder
 from headway.models.quantized.repack import check_quantize
 from headway.runtime.device import pick_dtype
@@ -31,6 +31,7 @@ class Backend:
     thread_pool: ThreadPool | None
     reason: str
     triton: bool = False
+    stored: torch.dtype | None = None  # the float type of the file's matrices, if they have one
 
     @property
     def name(self) -> str:
@@ -99,21 +100,23 @@ def open_backend(
             from headway.models.quantized.cuda import load_cuda_quantized_model
 
             assert isinstance(model, Path)
-            kept, kind = pick_dtype(dtype, device), as_kind(quantize)
+            stored = stored_dtype(model)
+            kept, kind = pick_dtype(dtype, device, stored), as_kind(quantize)
             found = load_cuda_quantized_model(model, kind, dtype=kept, device=device, progress=progress)
-            return Backend(found, None, "", triton=True)
+            return Backend(found, None, "", triton=True, stored=stored)
         if quantize is not None:
             needs, why = ("Triton kernels", fast) if device.type == "cuda" else ("the native step", reason)
             raise Unsupported(f"quantize={quantize!r} needs {needs}, and {why}")
-        found = _torch_model(model, dtype, device, progress)
-        return Backend(found, None, reason if fast else "", triton=fast is None)
+        stored = stored_dtype(model) if isinstance(model, Path) else None
+        found = _torch_model(model, pick_dtype(dtype, device, stored), device, progress)
+        return Backend(found, None, reason if fast else "", triton=fast is None, stored=stored)
     thread_pool = _thread_pool(threads, settings)
     if isinstance(model, Decoder):
         return Backend(interleave_decoder(model), thread_pool, "")
     packed = load_quantized_model(
         model, thread_pool=thread_pool, keep=dtype == "auto", quantize=quantize, progress=progress
     )
-    return Backend(packed, thread_pool, "")
+    return Backend(packed, thread_pool, "", stored=stored_dtype(model))
 
 
 def _thread_pool(threads: int, settings: Settings) -> ThreadPool:
@@ -143,9 +146,11 @@ def why_not_triton(device: torch.device, settings: Settings) -> str | None:
     return triton.missing()
 
 
-def _torch_model(model: Path | Decoder, dtype: str, device: torch.device, progress: LoadProgress | None) -> Decoder:
+def _torch_model(
+    model: Path | Decoder, dtype: torch.dtype, device: torch.device, progress: LoadProgress | None
+) -> Decoder:
     if isinstance(model, Decoder):
         return model
     # Rows stay floats here: torch's matmuls round by their shape, and rows in 8 bits would make batches differ
     # by far more than that.
-    return load_model(model, dtype=pick_dtype(dtype, device), device=device, progress=progress)
+    return load_model(model, dtype=dtype, device=device, progress=progress)

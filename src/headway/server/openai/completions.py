@@ -173,7 +173,7 @@ class CompletionJob:
 
     async def _generate(self, context: Context, number: int, index: int, offset: int, put: Put[SequenceDelta]) -> None:
         generation = self._plan.generation(context, number, self._plan.grammar, self._max_tokens)
-        token_stream, before = TokenStream(self._plan.engine, offset), 0
+        token_stream, before = TokenStream(self._plan.engine, context.text_before, offset), 0
         text_of_step = self._text_reader(generation)
         async for step in generation:
             kept = before + len(step.tokens) if step.finish is None else len(generation.generated)

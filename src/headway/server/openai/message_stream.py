@@ -143,8 +143,9 @@ class MessageStream:
             free=item is None or is_format,
             wrap=self._format_or_call if is_format and self._may_call else None,
         )
-        self._reader.begin()
-        token_stream, before = TokenStream(self._plan.engine), 0
+        before_text = self._context.text_before
+        self._reader.begin(before_text)
+        token_stream, before = TokenStream(self._plan.engine, before_text), 0
         async for step in generation:
             kept = before + len(step.tokens) if step.finish is None else len(generation.generated)
             parts, tokens = self._reader.push(step), token_stream.push(step, kept)

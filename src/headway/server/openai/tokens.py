@@ -34,8 +34,8 @@ class ScoredToken:
 class TokenStream:
     """The tokens of a generation as their text becomes final: one that may belong to a stop string is held back."""
 
-    def __init__(self, engine: Engine, offset: int = 0) -> None:
-        self._stream = engine.stream() if engine.has_tokenizer else None
+    def __init__(self, engine: Engine, prompt: Sequence[int], offset: int = 0) -> None:
+        self._stream = engine.stream(after=prompt) if engine.has_tokenizer else None
         self._vocab = engine.tokenizer.vocab_size if self._stream is not None else 0
         self._decoded = self._final = offset
         self._held: list[tuple[ScoredToken, int]] = []  # with the end of its text
