@@ -94,15 +94,12 @@ class TextGenerationOptions(TaskOptions):
         return tuple(text for some in both for text in ([some] if isinstance(some, str) else some))
 
     def keywords(self) -> dict[str, Any]:
-        """The keywords of `ctx.generate`."""
+        """The keywords of `ctx.generate`, without what ends a text."""
         names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
         parameters = [field.name for field in dataclasses.fields(self)][:PARAMETERS]
         given = {name: getattr(self, name) for name in parameters}
         renamed = {names.get(name, name): value for name, value in given.items() if value is not None}
-        if self.eos_ids is None:
-            return renamed | {"stop": self.stop}
-        stops = [self.stop] if isinstance(self.stop, str) else list(self.stop)
-        return renamed | {"stop": [*stops, *self.eos_ids], "stop_only": True}
+        return renamed | {"stop_only": True}
 
 
 PARAMETERS = [field.name for field in dataclasses.fields(TextGenerationOptions)].index("stop")  # those before it

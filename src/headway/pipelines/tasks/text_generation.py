@@ -293,6 +293,8 @@ class TextGenerationPipeline:
         `tail` is the text that a stop string may begin in.
         """
         keywords = self._settled(options).keywords()
+        end_ids = self._end_ids(options)
+        keywords |= {"stop": [*([options.stop] if isinstance(options.stop, str) else options.stop), *end_ids]}
         if {"num_return_sequences", "num_beams"} & set(keywords):
             if options.ends_after:
                 raise Unsupported(
@@ -300,8 +302,8 @@ class TextGenerationPipeline:
                 )
             sequences = await ctx.generate(**keywords).sequences()  # type: ignore[attr-defined]
             return [self._finished(one.tokens, one.text, one.finish, None, options, ends=ends) for one in sequences]
-        several = ends and len(self._end_ids(options)) > 1
-        generation = ctx.generate(**keywords, **({"probe": Ranking()} if several else {}))
+        unclear = ends and (len(end_ids) > 1 or bool(options.stop))  # which token it ends with
+        generation = ctx.generate(**keywords, **({"probe": Ranking()} if unclear else {}))
         tokens: list[int] = []
         text, last = "", None
         async for step in generation:
@@ -317,8 +319,8 @@ class TextGenerationPipeline:
         self, tokens: tuple[int, ...], text: str, finish: str | None, last: int | None, options: Any, *, ends: bool
     ) -> tuple[tuple[int, ...], str]:
         end_ids = self._end_ids(options)
-        if ends and end_ids and (finish == "eos" or (finish == "stop" and options.eos_ids is not None)):
-            end = last if last is not None else end_ids[0]
+        if ends and end_ids and finish in ("eos", "stop"):
+            end = end_ids[0] if last is None and not options.stop else last
             if end in end_ids:
                 tokens = (*tokens, end)
         tokenizer = self.engine.tokenizer
@@ -353,9 +355,9 @@ class TextGenerationPipeline:
         return dataclasses.replace(options, do_sample=True, **open_)
 
     def _end_ids(self, options: TextGenerationOptions) -> tuple[int, ...]:
-        if options.eos_ids is not None:
-            return options.eos_ids
-        return tuple(dict.fromkeys((*self.engine.eos_ids, *(self.engine.generation_defaults.eos_ids or ()))))
+        """As in transformers: the call's, or those of generation_config.json; the model's own where there is none."""
+        own = (options.eos_ids, self.engine.generation_defaults.eos_ids)
+        return next((ids for ids in own if ids is not None), self.engine.eos_ids)
 
     def _pad_id(self, options: TextGenerationOptions) -> int:
         """What fills up shorter rows: as given, or of the model's files, or the end token."""
@@ -376,6 +378,11 @@ class TextGenerationPipeline:
 
                 self._tokenizer = transformers().AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         return self._tokenizer
+
+    @property
+    def model(self) -> DecoderModel:
+        """What code for transformers reads from a pipeline's model: its configs, device, dtype and `generate`."""
+        return DecoderModel(self)
 
     @property
     def device(self) -> Any:
@@ -416,6 +423,30 @@ class TextGenerationPipeline:
 
     def __repr__(self) -> str:
         return f"TextGenerationPipeline({self.engine.info.name})"
+
+
+class DecoderModel:
+    """The engine's model as transformers shows one. `config` and `generation_config` need the model's folder."""
+
+    def __init__(self, pipeline: TextGenerationPipeline) -> None:
+        self.generate, self.forward = pipeline.generate, pipeline.forward
+        self.device, self.dtype = pipeline.device, pipeline.dtype
+        self._path = pipeline.engine.info.path
+
+    @property
+    def config(self) -> Any:
+        return self._read("AutoConfig")
+
+    @property
+    def generation_config(self) -> Any:
+        return self._read("GenerationConfig")
+
+    def _read(self, kind: str) -> Any:
+        from headway.pipelines.backends.loading import transformers
+
+        if self._path is None or not Path(self._path).is_dir():
+            raise Unsupported("a GGUF file has no config of transformers; engine.config has the model's shape")
+        return getattr(transformers(), kind).from_pretrained(self._path)
 
 
 def is_prompt(value: Any) -> bool:
