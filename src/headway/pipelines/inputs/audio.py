@@ -1,7 +1,8 @@
 """Recordings in any form, as mono float32 samples at a model's sampling rate.
 
 WAV files are read here (integers of 8 to 32 bits, floats of 32 and 64, any number of channels); FLAC, Ogg and MP3 by
-the package `soundfile` (extra `audio`); other formats are an error that names them. Resampling is a windowed sinc, the same filter as torchaudio's default. Never uses the network.
+the package `soundfile` (extra `audio`); other formats are an error that names them. Resampling is a windowed sinc, the
+same filter as torchaudio's default. Never uses the network.
 """
 
 from __future__ import annotations
