@@ -6,6 +6,7 @@ compared. Models are small and random, in folders that both load.
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,19 @@ def test_arguments_have_their_meaning(folders: dict[str, Any]) -> None:
     given = {"device": torch.device("cpu"), "torch_dtype": torch.float16, "trust_remote_code": False, "token": None}
     with hw.pipeline("text-classification", folders["classifier"], **given) as p:
         assert p.dtype == torch.float16
+
+
+def test_a_revision_is_a_folder_of_its_own(
+    folders: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    shutil.copytree(folders["classifier"], tmp_path / "hub" / "org" / "name@refs--pr--1")
+    with hw.pipeline("text-classification", "org/name", revision="refs/pr/1", device=-1) as p:
+        assert p("the film")[0]["label"]
+    for arguments in ({}, {"revision": "v2"}, {"local_files_only": True}, {"token": "hf_x"}):
+        with pytest.raises(hw.ModelError, match="org/name is not in the cache"):
+            hw.pipeline("text-classification", "org/name", **arguments)
 
 
 def test_a_saved_pipeline_loads_again(folders: dict[str, Any], tmp_path: Path) -> None:
