@@ -100,8 +100,10 @@ class TestGeneration:
                 p("One", colour=1)
             kept = p(["One", None], max_new_tokens=2, on_error="return")
             assert isinstance(kept[1], hw.WrongType)
-        with pytest.raises(hw.Unsupported, match="takes no batch_size"):
-            hw.pipeline("text-generation", smollm2, batch_size=4)
+        with pytest.raises(hw.InvalidInput, match="batch_size is 0; it must be an integer of at least 1"):
+            hw.pipeline("text-generation", smollm2, batch_size=0)
+        with pytest.raises(hw.Unsupported, match="takes no compile"):
+            hw.pipeline("text-generation", smollm2, compile=True)
         with pytest.raises(hw.Closed):
             p("One")
 

@@ -217,8 +217,13 @@ class TestOutputs:
         assert "loss" not in out
         assert len(out) == len(out.to_tuple()) == 6
         assert out[:2] == out.to_tuple()[:2]
-        assert list(out)[:2] == ["logits", "states"]
-        assert dict(out)["label"] == "good"
+        logits, states, *_ = out
+        assert logits is out.logits
+        assert states is out["states"]
+        assert list(out.keys())[:2] == ["logits", "states"]
+        assert dict(out)["label"] == {**out}["label"] == "good"
+        assert ("label", "good") in out.items()
+        assert "logits" in out
         assert "logits" in dir(out)
         assert "float32[2, 3]" in repr(out)
         with pytest.raises(AttributeError, match=r"no 'loss'; it has logits, states"):

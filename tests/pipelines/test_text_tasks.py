@@ -42,7 +42,7 @@ class TestAgainstTransformers:
             close(mine(texts), peer(texts))
             close(mine(texts, top_k=2), peer(texts, top_k=2))
             close(mine(texts[0], top_k=None), peer(texts[0], top_k=None))
-            close([mine(texts[0])], peer(texts[0]))
+            close(mine(texts[0]), peer(texts[0]))
             pair = {"text": texts[0], "text_pair": texts[1]}
             close(mine(pair), peer(pair))
             close(mine(texts, function_to_apply="sigmoid"), peer(texts, function_to_apply="sigmoid"))
@@ -217,5 +217,5 @@ def test_truncation_is_transformers_truncation() -> None:
     text = " ".join(encoders.texts(30))
     with ours("text-classification", model, "roberta") as mine:
         peer = theirs("text-classification", model, "roberta")
-        close([mine(text, truncation=True)], peer(text, truncation=True))
-        close([mine(text, truncation=True, max_length=9)], peer(text, truncation=True, max_length=9))
+        close(mine(text, truncation=True), peer(text, truncation=True))
+        close(mine(text, truncation=True, max_length=9), peer(text, truncation=True, max_length=9))

@@ -394,7 +394,8 @@ def test_options_are_checked() -> None:
             ({"top_k": 0}, "top_k is 0"),
             ({"function_to_apply": "max"}, "function_to_apply is 'max'"),
             ({"max_pixels": True}, "max_pixels is True"),
-            ({"timeout": 3}, "'timeout' is not an option of this task"),
+            ({"timeout": 0}, "timeout is 0; it must be a number of seconds above 0"),
+            ({"colour": 3}, "'colour' is not an option of this task"),
         ]:
             with pytest.raises((InvalidInput, hw.WrongType), match=words):
                 mine(senses.images(1)[0], **given)

@@ -19,8 +19,8 @@ from headway.base.generation import FACES, PARAMETERS, Parameter, parameters_of
 from headway.cli.chat import chat
 from headway.cli.options import Decoding
 from headway.cli.run import run
+from headway.pipelines.generation.decoder_options import TextGenerationOptions
 from headway.pipelines.generation.options import GenerationOptions
-from headway.pipelines.tasks.text_generation import TextGenerationOptions
 from headway.program.generation.parameters import Options
 from headway.server import lab
 from headway.server.lab.schema import TraceRequest
@@ -64,7 +64,7 @@ DECLARED: dict[tuple[str, str], Callable[[], Fields]] = {
 }
 # What a face has besides parameters of generating.
 OTHERS = {
-    "generate": "sampler",
+    "generate": "sampler unknown",
     "file": "eos_ids bos_id pad_id unknown",
     "cli": "model dtype device threads quantize memory_fraction system prompt raw profile profile_json json",
     "http": "model stream stream_options priority allowed_token_ids bad_words stop_token_ids prompt_logprobs "
@@ -72,7 +72,8 @@ OTHERS = {
     "user prompt best_of echo messages max_completion_tokens top_logprobs response_format tools tool_choice "
     "parallel_tool_calls modalities",
     "lab": "draws",
-    "decoder": "return_full_text",
+    "decoder": "stop_strings stop_sequence eos_token_id pad_token_id return_full_text return_text return_tensors "
+    "continue_final_message prefix skip_special_tokens batch_size",
     "seq2seq": "encoder_repetition_penalty encoder_no_repeat_ngram_size bad_words_ids suppress_tokens "
     "forced_bos_token_id forced_eos_token_id decoder_start_token_id eos_token_id pad_token_id renormalize_logits "
     "use_cache",
@@ -224,5 +225,5 @@ def test_a_row_is_complete(parameter: Parameter) -> None:
 
 
 def test_the_types_for_type_checkers_are_those_of_the_call() -> None:
-    names = set(of_function(hw.Context.generate)) - {"sampler"}
+    names = set(of_function(hw.Context.generate)) - {"sampler", "unknown"}
     assert names == {*Options.__annotations__, "num_beams", "num_return_sequences"}

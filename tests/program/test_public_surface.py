@@ -15,12 +15,13 @@ SURFACE = {
     """,
     hw.Context: """
         assistant cached_tokens chat cue engine execute fill flush fork forward generate inner messages next_position
-        page_size pending release save seal seed seq_len set_bid system tokens truncate user
+        page_size pending release save seal seed seq_len set_bid system text_before text_start tokens truncate
+        user
     """,
     hw.Forward: "adapter attention_mask defer_commit execute input input_at mask mask_async probe sample",
     hw.Execution: "cancel done result",
     hw.Output: "attention distribution entropy hidden lens logits logprobs ranking stats token tokens",
-    hw.Generation: "accept context finish forced fork generated json prepare reseed resume seed text tokens",
+    hw.Generation: "accept context finish forced fork generated json prepare reseed resume seed stop_string text tokens",
 }
 
 

@@ -8,6 +8,7 @@ and pipeline options are declared where they are used; tests/program/test_genera
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -210,3 +211,52 @@ PARAMETERS: Mapping[str, Parameter] = MappingProxyType({parameter.name: paramete
 def parameters_of(face: str) -> tuple[Parameter, ...]:
     """The parameters that a face offers, in the table's order."""
     return tuple(parameter for parameter in _TABLE if face in parameter.faces)
+
+
+# Arguments of transformers' and vLLM's `generate` that are called something else here, and what to give instead.
+ELSEWHERE: Mapping[str, str] = MappingProxyType({
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "max_completion_tokens": "max_tokens",
+    "n": "num_return_sequences",
+    "best_of": "num_return_sequences",
+    "stop_strings": "stop, which leaves the string out of the text",
+    "stop_sequence": "stop, which leaves the string out of the text",
+    "stop_token_ids": "stop, which takes token ids too",
+    "eos_token_id": "stop with stop_only=True, which takes token ids",
+    "ignore_eos": "stop_only",
+    "pad_token_id": "nothing: rows are not padded",
+    "bad_words_ids": "constrain, or Forward.mask(forbid=...)",
+    "prefix_allowed_tokens_fn": "constrain, an object with mask() and accept()",
+    "logits_processor": "constrain, or a Forward with .bias(...) and .mask(...)",
+    "guided_json": "constrain=hw.Grammar.json_schema(...), or gen.json(schema)",
+    "response_format": "constrain=hw.Grammar.json_schema(...), or gen.json(schema)",
+    "grammar": "constrain",
+    "streamer": "an async for over the generation",
+    "stream": "an async for over the generation",
+    "seed": "a sampler with a seed, or engine.context(seed=...)",
+    "presence_penalty": "a sampler: hw.Sampling(presence_penalty=...)",
+    "frequency_penalty": "a sampler: hw.Sampling(frequency_penalty=...)",
+    "logit_bias": "a sampler: hw.Sampling(logit_bias=...)",
+    "repeat_penalty": "repetition_penalty",
+    "num_predict": "max_tokens",
+    "logprobs": "probe=hw.Ranking(k)",
+    "output_scores": "probe=hw.Logits()",
+    "output_hidden_states": "probe=hw.Hidden(layer)",
+    "output_attentions": "probe=hw.AttentionScores(layer)",
+    "use_cache": "nothing: the context keeps the KV cache",
+    "generation_config": "its values by name; the model's own generation_config.json is used already",
+    "assistant_model": "speculate",
+    "prompt_lookup_num_tokens": "speculate",
+})  # fmt: skip
+
+
+def unknown_parameter(name: str, face: str = "generate") -> WrongType:
+    """The error for an argument that a face does not have, with what to give instead."""
+    known = [parameter.name_on(face) for parameter in parameters_of(face)]
+    close = difflib.get_close_matches(name, known, n=1)
+    if name in ELSEWHERE:
+        hint = f"give {ELSEWHERE[name]}"
+    else:
+        hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(known)}"
+    return WrongType(f"{face} takes no argument {name!r}; {hint}")

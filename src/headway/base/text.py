@@ -1,9 +1,11 @@
-"""Text for people: byte counts, and values cut to a length that an error message can hold."""
+"""Text for people: byte counts, values cut to the length of an error message; and a check of what people write."""
 
 from __future__ import annotations
 
 from reprlib import Repr
 from typing import Any
+
+from headway.base.errors import InvalidInput
 
 UNITS = {1000: ("B", "kB", "MB", "GB", "TB"), 1024: ("B", "KiB", "MiB", "GiB", "TiB")}
 SHOWN = 80  # characters of a value in a message
@@ -27,3 +29,16 @@ def shorten(text: str, limit: int = SHOWN) -> str:
 def short_repr(value: Any, limit: int = SHOWN) -> str:
     """`repr(value)` cut to `limit` characters; a large container or string is never spelled out whole."""
     return shorten(_REPR.repr(value), limit)
+
+
+def check_unicode(text: str) -> None:
+    """Raise InvalidInput for a text with a lone surrogate, which has no UTF-8 encoding and so no tokens."""
+    if text.isascii():
+        return
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidInput(
+            f"the text has a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; "
+            "it is not valid Unicode: decode its source with errors='replace'"
+        ) from error

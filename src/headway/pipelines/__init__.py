@@ -1,7 +1,7 @@
 """Pipelines: tasks for models other than decoders, with batching across all callers.
 
     clf = hw.pipeline("text-classification", model="path-or-name")
-    clf("great film")                      # a dict
+    clf("great film")                      # [{"label": ..., "score": ...}], as in transformers
     clf(["great film", "dull film"])       # a list of dicts
     for result in clf(stream): ...         # lazily, in order, in constant memory
     await clf.submit("great film")         # from many tasks, threads and event loops, batched together
@@ -29,6 +29,7 @@ in transformers overrides `Task.open` and returns an object with Pipeline's inte
 Who owns what:
 
     factory       `pipeline(...)`: arguments, loading, choice of the backend;  registry: the names of tasks
+    arguments     those of transformers' pipeline, in our words;  infer_task: the task of a model, from its config
     pipeline      Pipeline: calls, streams, `submit`, `preprocess`/`forward`/`postprocess` by hand, closing
     batcher       the one thread that computes;  row_queue: which rows are next;  budget: how many tokens
     stream        items of an iterable in order, read ahead
@@ -36,6 +37,7 @@ Who owns what:
     outputs       ModelOutput: attribute, item and tuple access; JSON and safetensors
     inputs/       text, images, audio → rows;  arrays: rows ↔ tensors;  same_shape: tasks that padding would change
     backends/     loading; torch, compiled, onnx; unpadded (variable-length batches), cuda_graphs; quantize, linear
-    generation/   parameters and calls of transformers' `generate`; the encoder-decoder pipeline
+    generation/   parameters and calls of transformers' `generate`; the encoder-decoder pipeline;
+                  decoders on the engine: causal (forward and generate by hand), decoder_options, decoder_model
     tasks/        one file per family of tasks
 """

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.machine import read_machine
+from headway.pipelines.arguments import (
+    call_options,
+    checked,
+    device_of,
+    dtype_of,
+    loading_arguments,
+    model_of,
+    refuse_remote_code,
+)
 from headway.pipelines.backends.compiled import CompiledBackend
 from headway.pipelines.backends.cuda_graphs import CudaGraphEncoder
 from headway.pipelines.backends.linear import int8_factory
@@ -18,21 +29,22 @@ from headway.pipelines.backends.quantize import compare_outputs, quantize_linear
 from headway.pipelines.backends.torch import TorchBackend, place
 from headway.pipelines.backends.unpadded import UnpaddedEncoder, VarlenAttention, attention_for, can_unpad
 from headway.pipelines.budget import budget_key
+from headway.pipelines.infer_task import task_of
 from headway.pipelines.inputs.same_shape import SameShapeTask
 from headway.pipelines.pipeline import Pipeline
 from headway.pipelines.registry import task_named
-from headway.pipelines.task import Task
+from headway.pipelines.task import Task, known_options
 
 BACKENDS = ("torch", "onnxruntime")
 
 
 def pipeline(
-    task: str,
+    task: str | None = None,
     model: Any = None,
     *,
-    device: str = "auto",
-    dtype: str = "auto",
-    batch_size: int | str = "auto",
+    device: str | int | torch.device | None = "auto",
+    dtype: str | torch.dtype | None = "auto",
+    batch_size: int | str | None = "auto",
     quantize: str | None = None,
     compile: bool = False,
     backend: str = "torch",
@@ -41,18 +53,30 @@ def pipeline(
     image_processor: Any = None,
     feature_extractor: Any = None,
     processor: Any = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+    device_map: Any = None,
+    torch_dtype: Any = None,
     **options: Any,
 ) -> Pipeline:
     """A model ready for a task: `hw.pipeline("text-classification", model="path-or-name")`.
 
-    `model` is a known name, a folder, a hub id or a torch module in memory (then pass its tokenizer). `dtype` is auto
-    (float32 on a CPU, bfloat16 elsewhere), float32, bfloat16, float16, or autocast[:bfloat16|:float16] for float32
-    weights. `batch_size` is a number of rows, or auto: a token budget chosen by measurement. `quantize="int8"` computes
-    linear layers in 8 bits on a CPU; `compile=True` compiles for a few lengths; `backend="onnxruntime"` exports once
-    and runs there. `unpadded=False` never uses variable-length batches. Further keywords become defaults of the task's
-    options.
+    `model` is a known name, a folder, a hub id (of which `revision` and `token` fetch a version or a private one) or a
+    torch module in memory (then pass its tokenizer); without a task, the model's config tells which. `device` is auto,
+    cpu, cuda:N, mps, a GPU's number (-1: the CPU) or a torch.device. `dtype` is auto (float32 on a CPU, bfloat16
+    elsewhere), float32, bfloat16, float16, or autocast[:bfloat16|:float16] for float32 weights. `batch_size` is a
+    number of rows, or auto: a token budget chosen by measurement. `quantize="int8"` computes linear layers in 8 bits
+    on a CPU; `compile=True` compiles for a few lengths; `backend="onnxruntime"` exports once and runs there.
+    `unpadded=False` never uses variable-length batches. Further keywords become defaults of the task's options.
+
+    Code written for `transformers.pipeline` runs with this one: docs/coming-from.md lists its other arguments.
     """
-    name, kind = task_named(task)
+    loading = loading_arguments(model_kwargs)
+    options = _without_idle_arguments(options)
+    local_only = options.pop("local_files_only", loading.get("local_files_only", False))
+    model = model_of(model, revision or loading.get("revision"), _first(token, loading.get("token")), local_only)
+    name, kind = task_named(task_of(model) if task is None else task)
     _check_arguments(quantize, compile, backend, unpadded)
     parts = {
         "tokenizer": tokenizer,
@@ -64,9 +88,9 @@ def pipeline(
         name=name,
         kind=kind,
         model=model,
-        device=device,
-        dtype=dtype,
-        batch_size=batch_size,
+        device=device_of(device, _first(device_map, loading.get("device_map"))),
+        dtype=dtype_of(dtype, _first(torch_dtype, loading.get("torch_dtype"), loading.get("dtype"))),
+        batch_size="auto" if batch_size is None else batch_size,
         quantize=quantize,
         compile=compile,
         backend=backend,
@@ -75,6 +99,30 @@ def pipeline(
         options=options,
     )
     return kind.open(spec)
+
+
+def _first(*values: Any) -> Any:
+    """The first value that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
+def _without_idle_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` without the arguments of `transformers.pipeline` that change no result here; others are refused."""
+    rest = dict(options)
+    refuse_remote_code(rest.pop("trust_remote_code", None))
+    checked(
+        rest.pop("use_fast", None), (None, True), "use_fast",
+        "pass the slow tokenizer itself: tokenizer=AutoTokenizer.from_pretrained(..., use_fast=False)",
+    )  # fmt: skip
+    checked(rest.pop("framework", None), (None, "pt"), "framework", "models run in torch; leave it out")
+    checked(rest.pop("binary_output", None), (None, False), "binary_output", "pickle the results yourself")
+    checked(rest.pop("config", None), (None,), "config", "build the torch module with it and pass that (model=...)")
+    checked(rest.pop("pipeline_class", None), (None,), "pipeline_class", "write a hw.Task and hw.register_task it")
+    checked(rest.pop("video_processor", None), (None,), "video_processor", "no task here takes videos")
+    checked(rest.pop("assistant_model", None), (None,), "assistant_model", "leave it out")
+    if (workers := rest.pop("num_workers", None)) is not None:
+        check_integer(workers, "num_workers", 0)
+    return rest
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +154,7 @@ def open_pipeline(spec: PipelineSpec, pipeline_class: type[Pipeline] = Pipeline)
     )
     task = spec.kind(choose_backend(spec, loaded))
     task.name = spec.name
-    defaults = task.options(task.Options(), spec.options)
+    defaults = task.options(task.Options(), call_options(spec.options, known_options(task.Options)))
     return pipeline_class(task, batch_size=spec.batch_size, key=_budget_key(spec, loaded), defaults=defaults)
 
 

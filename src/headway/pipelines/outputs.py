@@ -1,13 +1,14 @@
 """ModelOutput: a model's output, by attribute, by name and by index, and on disk.
 
 Holds arrays, tensors, tuples of them and plain values in the order of the model's output; fields that are None are left
-out, as in transformers. `to_json`/`from_json` and `save`/`load` (safetensors) are lossless.
+out, as in transformers. It iterates its values, so that `logits, hidden = out` unpacks it like a tuple; `keys()`,
+`items()`, `in` and `dict(out)` go by name. `to_json`/`from_json` and `save`/`load` (safetensors) are lossless.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from os import PathLike
 from typing import Any, overload
 
@@ -19,7 +20,7 @@ from headway.base.errors import BadModelFile, InvalidInput, WrongType
 
 
 class ModelOutput(Mapping[str, Any]):
-    """A model's output: `out.logits`, `out["logits"]` and `out[0]` are the same; `a, b = out.to_tuple()`."""
+    """A model's output: `out.logits`, `out["logits"]` and `out[0]` are the same; `logits, hidden = out`."""
 
     __slots__ = ("_fields",)
     _fields: dict[str, Any]
@@ -49,8 +50,20 @@ class ModelOutput(Mapping[str, Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"outputs are immutable; {name!r} cannot be set")
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
+    def __iter__(self) -> Iterator[Any]:  # values, not names: it unpacks like the model's tuple
+        return iter(self._fields.values())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields
+
+    def keys(self) -> KeysView[str]:
+        return self._fields.keys()
+
+    def values(self) -> ValuesView[Any]:
+        return self._fields.values()
+
+    def items(self) -> ItemsView[str, Any]:
+        return self._fields.items()
 
     def __len__(self) -> int:
         return len(self._fields)

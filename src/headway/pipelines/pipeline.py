@@ -9,18 +9,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from os import PathLike
 from typing import Any, Self
 
 import torch
 
-from headway.base.errors import Closed, InvalidInput
+from headway.base.errors import Closed, InvalidInput, Unsupported
 from headway.base.machine import read_machine
+from headway.pipelines.arguments import INPUTS, call_options
 from headway.pipelines.backends.torch import FORWARD_PARAMETERS, HostCopy, to_host
 from headway.pipelines.batcher import Batcher, ItemJob
 from headway.pipelines.budget import TokenBudget
 from headway.pipelines.outputs import ModelOutput
 from headway.pipelines.stream import Stream, gc_relaxed, item_failed
-from headway.pipelines.task import MISSING, Batch, PreparedItem, Task
+from headway.pipelines.task import MISSING, Batch, PreparedItem, Task, known_options
 
 ON_ERROR = ("raise", "return")
 DEPTH = 2  # batches queued behind the running one on a GPU
@@ -55,17 +57,18 @@ class Pipeline:
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
-    def __call__(self, inputs: Any = MISSING, /, *, on_error: str = "raise", **given: Any) -> Any:
+    def __call__(self, inputs: Any = MISSING, /, *more: Any, on_error: str = "raise", **given: Any) -> Any:
         """The result of one item, a list of results for a list, or a lazy iterator of results for an iterable.
 
         Task options are keywords. `on_error="return"` returns the error of an item that fails in place of its result.
         """
         if on_error not in ON_ERROR:
             raise InvalidInput(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
-        inputs, given = self.task.gather(inputs, given)
+        inputs, given = self.task.gather(*by_keyword(self.task, inputs, more, given))
         options = self._options(given)
         if self.task.is_item(inputs) or inputs is None:
-            return self._one(inputs, options, on_error)
+            result = self._one(inputs, options, on_error)
+            return result if isinstance(result, Exception) else self.task.single(inputs, result, given)
         if isinstance(inputs, (list, tuple)):
             return list(self._stream(inputs, options, on_error))
         if not (hasattr(inputs, "__iter__") or hasattr(inputs, "__getitem__")):
@@ -74,14 +77,20 @@ class Pipeline:
 
     async def submit(self, item: Any = MISSING, /, **given: Any) -> Any:
         """The result of one item; concurrent calls are batched together."""
-        item, given = self.task.gather(item, given)
+        item, given = self.task.gather(*by_keyword(self.task, item, (), given))
         return await self._intake.put(item, self._options(given))
 
     def _options(self, given: dict[str, Any]) -> Any:
         for name in FORWARD_PARAMETERS:
             if name in given and name not in getattr(self.defaults, "__dataclass_fields__", {}):
                 raise InvalidInput(f"{name!r} is a parameter of the forward pass; call .forward(..., {name}=...)")
-        return self.task.options(self.defaults, given)
+        return self.task.options(self.defaults, call_options(given, known_options(self.defaults)))
+
+    def predict(self, X: Any, /) -> Any:
+        """The same as a call, by the name that scikit-learn has for it."""
+        return self(X)
+
+    transform = predict
 
     def _one(self, item: Any, options: Any, on_error: str) -> Any:
         try:
@@ -151,6 +160,16 @@ class Pipeline:
         rows = [{name: value[i] for name, value in arrays.items()} for i in range(len(prepared.rows))]
         return self.task.postprocess(prepared, rows, options)
 
+    def save_pretrained(self, folder: str | PathLike[str], **parameters: Any) -> None:
+        """Write the model and what prepares its inputs to a folder that `hw.pipeline` and transformers can load."""
+        loaded = self.task.loaded
+        if loaded.quantization is not None:
+            raise Unsupported("a model with quantize='int8' cannot be saved; save one without, and quantize it again")
+        parts = (loaded.tokenizer, loaded.feature_extractor, loaded.image_processor, loaded.processor)
+        self._batcher.call(lambda: loaded.module.save_pretrained(folder, **parameters))
+        for part in filter(None, parts):
+            part.save_pretrained(folder, **parameters)
+
     def _tensors(self, inputs: Any) -> Mapping[str, Any]:
         if isinstance(inputs, Batch):
             return inputs.inputs
@@ -175,8 +194,20 @@ class Pipeline:
         return self.task.loaded.tokenizer
 
     @property
+    def image_processor(self) -> Any:
+        return self.task.loaded.image_processor
+
+    @property
+    def feature_extractor(self) -> Any:
+        return self.task.loaded.feature_extractor
+
+    @property
     def device(self) -> torch.device:
         return self.task.loaded.backend.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.task.loaded.backend.placement.dtype
 
     def stats(self) -> dict[str, float]:
         """Batches and rows computed, tokens with and without padding, halvings for lack of memory, the token budget.
@@ -207,6 +238,19 @@ class Pipeline:
     def __repr__(self) -> str:
         loaded = self.task.loaded
         return f"Pipeline({self.name!r}, {type(loaded.module).__name__} of {loaded.name}, {loaded.backend.placement})"
+
+
+def by_keyword(task: Task, item: Any, more: Sequence[Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The item and the options of a call whose item may be `inputs=` and whose options may be positional."""
+    if len(more) > len(task.positional):
+        takes = f", and {', '.join(task.positional)}" if task.positional else "; give options by name"
+        raise InvalidInput(f"{1 + len(more)} positional arguments were given; {task.name} takes an item{takes}")
+    named = dict(zip(task.positional, more))
+    if twice := sorted(set(named) & set(given)):
+        raise InvalidInput(f"{twice[0]} is given both by position and by name; pass it once")
+    given = {**given, **named}
+    alias = next((name for name in INPUTS if name in given), None) if item is MISSING else None
+    return (item, given) if alias is None else (given.pop(alias), given)
 
 
 class _Waiter:

@@ -97,6 +97,7 @@ class Task:
     needs: ClassVar[tuple[str, ...]] = ("tokenizer",)  # tokenizer, image_processor, feature_extractor, processor
     default_model: ClassVar[str | None] = None
     lookahead: ClassVar[int] = 1024  # items of a stream that may be in progress
+    positional: ClassVar[tuple[str, ...]] = ()  # options that a call also takes by position, after the item
     reads: ClassVar[str | None] = None  # the states its head needs: all, first (of a row), marks; None: padded only
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -166,6 +167,10 @@ class Task:
         encoder = None if self.pads() else self.loaded.unpadded
         return self.collate(rows) if encoder is None else encoder.batch(rows)
 
+    def single(self, item: Any, result: Any, given: Mapping[str, Any]) -> Any:
+        """What a call returns for one item; `given` are the options of that call."""
+        return result
+
     def gather(self, item: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The item and the options of a call; a task whose items may be keywords builds them here."""
         if item is MISSING:
@@ -211,6 +216,18 @@ class Task:
                 listed = ", ".join(sorted(known)) or "nothing"
                 raise InvalidInput(f"{name!r} is not an option of this task; it takes {listed}")
         return dataclasses.replace(base, **given)
+
+
+class OneResult(list[Any]):
+    """`[result]`, as transformers returns it for one text in some tasks; `["label"]` reads the result itself."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(0)[key] if isinstance(key, str) else super().__getitem__(key)
+
+
+def known_options(options: Any) -> dict[str, Any]:
+    """The fields of a task's options, by name."""
+    return {field.name: field for field in dataclasses.fields(options)}
 
 
 class _Missing:

@@ -16,7 +16,7 @@ from headway.base.errors import (
     InvalidInput,
     PassFailed,
 )
-from headway.base.generation import PARAMETERS
+from headway.base.generation import PARAMETERS, unknown_parameter
 from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampler
@@ -263,6 +263,7 @@ class Context:
         penalize_prompt: bool = True,
         adapter: object = None,
         speculate: object = None,
+        **unknown: object,
     ) -> Generation | Generations:
         """Many passes: an async iterator of steps; `await gen.text()` collects. Adds the cue after a chat verb.
 
@@ -283,6 +284,8 @@ class Context:
         derived from this generation's seed.
         """
         self._check_open()
+        for name in unknown:
+            raise unknown_parameter(name)
         refuse(adapter=adapter, speculate=speculate)
         given = GenerationDefaults(
             do_sample=do_sample,

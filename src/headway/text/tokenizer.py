@@ -18,8 +18,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.base.errors import BadModelFile, InvalidInput, InvalidToken, Unsupported, WrongType
+from headway.base.errors import BadModelFile, InvalidToken, Unsupported, WrongType
 from headway.base.files import read_json
+from headway.base.text import check_unicode
 from headway.text.gguf_vocab import SPACE, read_vocab
 from headway.text.templates.chat_template import gguf_template_sources, template_sources
 
@@ -124,8 +125,7 @@ class Tokenizer:
         """The ids of `text`, without BOS or EOS. Names of special tokens are plain text unless `special`."""
         if not isinstance(text, str):
             raise WrongType(f"text is a {type(text).__name__}; it must be a str")
-        if not text.isascii():
-            _check_unicode(text)
+        check_unicode(text)
         backend = self.backend if special else self._plain_backend()
         return backend.encode(text, add_special_tokens=False).ids
 
@@ -219,16 +219,6 @@ def _byte_token(name: str) -> bytes | None:
         except ValueError:
             return None
     return None
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidInput(
-            f"the text has a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; "
-            "it is not valid Unicode: decode its source with errors='replace'"
-        ) from error
 
 
 def _token_decoding(backend: tokenizers.Tokenizer) -> TokenDecoding:

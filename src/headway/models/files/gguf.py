@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from headway.base.errors import BadModelFile, Closed
+from headway.base.errors import BadModelFile, Closed, UnsupportedModel
 from headway.base.gc_paused import gc_paused
 from headway.base.text import short_repr
 from headway.models.files.mapped import Span, identified_map, unmap
@@ -118,7 +118,7 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GgufFile:
-        """Map the file and check its whole header. Raises `ModelNotFound` or `BadModelFile`.
+        """Map the file and check its whole header. Raises `ModelNotFound`, `BadModelFile` or `UnsupportedModel`.
 
         The header of a file that has not changed is not parsed again while another user holds it.
         """
@@ -357,7 +357,10 @@ def _tensor_kind(cursor: _Cursor, what: str, number: int) -> str:
     name = _TYPE_NAMES.get(number)
     if name is None or name not in KINDS:
         known = f"{name} (type {number})" if name else f"the unknown type {number}"
-        cursor.fail(f"{what} is stored as {known}; Headway reads {', '.join(KINDS)}; convert the model to one of these")
+        raise UnsupportedModel(
+            f"{cursor.path}: {what} is stored as {known}; Headway reads {', '.join(KINDS)}; "
+            "convert the model to one of these"
+        )
     return name
 
 

@@ -241,12 +241,19 @@ def _pip_reason(text: str, code: int) -> str:
 # A whole repository ---------------------------------------------------------------------------------------------------
 
 
-def fetch_repo(repo: str, target: Path, *, progress: FetchProgress = silent) -> None:
+def fetch_repo(
+    repo: str,
+    target: Path,
+    *,
+    progress: FetchProgress = silent,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> None:
     """Put the config, weights and tokenizer of the hub's `repo` into the folder `target`.
 
     The folder gets its name when every file is complete; an interrupted download is resumed.
     """
-    info = _repo_info(repo)
+    info = _repo_info(repo, revision, token)
     files = _wanted_files(repo, info)
     partial = target.parent / f"{PARTIAL}{target.name}-{(info.sha or 'main')[:12]}"
     for stale in set(target.parent.glob(f"{PARTIAL}{target.name}-*")) - {partial}:
@@ -254,7 +261,7 @@ def fetch_repo(repo: str, target: Path, *, progress: FetchProgress = silent) -> 
     partial.mkdir(parents=True, exist_ok=True)
     total = sum(files.values()) or None
     with _watching(partial, total, f"{repo} from the hub", progress):
-        _download_repo(repo, info.sha, list(files), partial)
+        _download_repo(repo, info.sha, list(files), partial, token)
     for name, size in files.items():
         if not (partial / name).is_file() or (size and (partial / name).stat().st_size != size):
             raise ModelNotFound(f"{name} of {repo} was not completely downloaded from the hub; pull it again")
@@ -263,14 +270,15 @@ def fetch_repo(repo: str, target: Path, *, progress: FetchProgress = silent) -> 
     _sync_folder(target.parent)
 
 
-def _repo_info(repo: str) -> ModelInfo:
+def _repo_info(repo: str, revision: str | None, token: str | bool | None) -> ModelInfo:
     from huggingface_hub import HfApi
 
     answers: queue.Queue[Any] = queue.Queue()
 
     def work() -> None:
         try:
-            answers.put(HfApi().model_info(repo, timeout=ANSWER_SECONDS, files_metadata=True))
+            api = HfApi(token=token)
+            answers.put(api.model_info(repo, revision=revision, timeout=ANSWER_SECONDS, files_metadata=True))
         except Exception as error:  # raised in the caller's thread
             answers.put(error)
 
@@ -301,7 +309,7 @@ def _wanted_files(repo: str, info: ModelInfo) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if name in weights or name in REPO_FILES}
 
 
-def _download_repo(repo: str, revision: str | None, files: list[str], folder: Path) -> None:
+def _download_repo(repo: str, revision: str | None, files: list[str], folder: Path, token: str | bool | None) -> None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -310,6 +318,7 @@ def _download_repo(repo: str, revision: str | None, files: list[str], folder: Pa
         snapshot_download(
             repo,
             revision=revision,
+            token=token,
             local_dir=folder,
             allow_patterns=files,
             ignore_patterns=["*.bin", "*.pt", "*.py"],

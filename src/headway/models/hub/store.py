@@ -33,10 +33,18 @@ class StoredModel:
     installed: bool
 
 
-def resolve(model: str | Path, *, progress: FetchProgress | None = None, download: bool = True) -> Path:
+def resolve(
+    model: str | Path,
+    *,
+    progress: FetchProgress | None = None,
+    download: bool = True,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> Path:
     """The folder or `.gguf` file that `model` means: a known name, a path, or a hub id `org/name`.
 
-    A model that is not on this disk is fetched, unless `download` is False.
+    A model that is not on this disk is fetched, unless `download` is False. `revision` (a branch, tag or commit) and
+    `token` are for hub ids.
     """
     if not isinstance(model, str | os.PathLike):
         raise WrongType(f"the model is {model!r:.60}; it must be a name, a folder, a .gguf file or a hub id")
@@ -50,8 +58,12 @@ def resolve(model: str | Path, *, progress: FetchProgress | None = None, downloa
     if text.strip() and path.exists():
         return _checked_path(path)
     if isinstance(model, str) and is_hub_id(text):
-        folder = _hub_folder(text)
-        return folder if folder.is_dir() else _fetched(text, progress, download)
+        folder = _hub_folder(text, revision)
+        if folder.is_dir():
+            return folder
+        if download and (revision is not None or token is not None):
+            return _pull_repo(text, progress or silent, revision, token)
+        return _fetched(text, progress, download)
     raise _not_found(text)
 
 
@@ -141,8 +153,10 @@ def _fetched(name: str, progress: FetchProgress | None, download: bool) -> Path:
     return pull(name, progress=progress)
 
 
-def _pull_repo(repo: str, progress: FetchProgress) -> Path:
-    folder = _hub_folder(repo)
+def _pull_repo(
+    repo: str, progress: FetchProgress, revision: str | None = None, token: str | bool | None = None
+) -> Path:
+    folder = _hub_folder(repo, revision)
     with _locked(repo, progress):
         if folder.is_dir():
             return folder
@@ -153,7 +167,7 @@ def _pull_repo(repo: str, progress: FetchProgress) -> Path:
             )
         with _writing(folder.parent):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            fetch_repo(repo, folder, progress=progress)
+            fetch_repo(repo, folder, progress=progress, revision=revision, token=token)
     return folder
 
 
@@ -181,8 +195,10 @@ def _stored_known(model: KnownModel) -> StoredModel:
     return StoredModel(model.name, path, model.bytes, source, True)
 
 
-def _hub_folder(repo: str) -> Path:
-    return settings().cache / "hub" / repo
+def _hub_folder(repo: str, revision: str | None = None) -> Path:
+    """Where a repository is kept; a revision other than main has a folder of its own."""
+    name = repo if revision in (None, "main") else f"{repo}@{revision.replace('/', '--')}"
+    return settings().cache / "hub" / name
 
 
 def _bytes_under(folder: Path) -> int:

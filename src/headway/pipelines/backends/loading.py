@@ -91,6 +91,8 @@ def load(
     for part in needs:
         if given.get(part) is None:
             given[part] = _part(library, path, part, name)
+        elif isinstance(given[part], (str, Path)):
+            given[part] = _part(library, resolve(given[part]), part, str(given[part]))
     backend = TorchBackend(module, placement)
     config = getattr(module, "config", None)
     tokenizer = given.get("tokenizer") or getattr(given.get("processor"), "tokenizer", None)

@@ -142,7 +142,7 @@ def _states(given: Any) -> tuple[Any, Tensor | None]:
 
     if isinstance(given, Mapping):
         if "last_hidden_state" not in given:
-            raise InvalidInput(f"encoder_outputs has {', '.join(map(str, given))}; last_hidden_state is needed")
+            raise InvalidInput(f"encoder_outputs has {', '.join(map(str, given.keys()))}; last_hidden_state is needed")
         return BaseModelOutput(**{name: given[name] for name in STATES if name in given}), given.get("attention_mask")
     if isinstance(given, (tuple, list)) and given and all(isinstance(part, (Tensor, tuple)) for part in given):
         return BaseModelOutput(**dict(zip(STATES, given))), None

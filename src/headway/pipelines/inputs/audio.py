@@ -1,11 +1,13 @@
-"""Recordings in any form, as mono float32 samples at a model's sampling rate: numpy alone.
+"""Recordings in any form, as mono float32 samples at a model's sampling rate.
 
-WAV files are read here (integers of 8 to 32 bits, floats of 32 and 64, any number of channels); other formats are an
-error that names them. Resampling is a windowed sinc, the same filter as torchaudio's default. Never uses the network.
+WAV files are read here (integers of 8 to 32 bits, floats of 32 and 64, any number of channels); FLAC, Ogg and MP3 by
+the package `soundfile` (extra `audio`); other formats are an error that names them. Resampling is a windowed sinc, the
+same filter as torchaudio's default. Never uses the network.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import struct
@@ -16,13 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from headway.base.errors import InvalidInput, WrongType
+from headway.base.errors import InvalidInput, Unsupported, WrongType
 from headway.pipelines.inputs.images import is_cpu_tensor, read_file
 from headway.pipelines.task import wrong_type
 
 MAX_SECONDS = 4 * 3600.0
 RATES = (1_000, 768_000)
-EXPECTED = 'a recording: an array, {"array": ..., "sampling_rate": ...}, bytes or the path of a WAV file'
+EXPECTED = (
+    'a recording: an array, {"array": ..., "sampling_rate": ...}, bytes or the path of a WAV, FLAC, Ogg or MP3 file'
+)
 ZERO_CROSSINGS, ROLLOFF = 6, 0.99  # of the sinc on each side; the share of the band that passes
 OTHER_FORMATS = {
     b"fLaC": "FLAC",
@@ -36,6 +40,8 @@ OTHER_FORMATS = {
     b"#!AMR": "AMR",
     b"RF64": "RF64",
 }
+BY_SOUNDFILE = ("FLAC", "Ogg", "MP3", "AIFF", "CAF", "RF64")
+EXTRA = "pip install 'headway[audio]'"
 CODECS = {2: "ADPCM", 6: "A-law", 7: "µ-law", 17: "IMA ADPCM", 49: "GSM", 80: "MPEG", 85: "MP3"}
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
 
@@ -70,9 +76,9 @@ def _waveform(item: Any, rate: int) -> tuple[np.ndarray, int]:
     if isinstance(item, Mapping):
         return _of_dict(item, rate)
     if isinstance(item, (str, os.PathLike)):
-        return parse_wav(*read_file(item, "recording"))
+        return decode(*read_file(item, "recording"))
     if isinstance(item, (bytes, bytearray, memoryview)):
-        return parse_wav(bytes(item), f"the {len(bytes(item))} bytes")
+        return decode(bytes(item), f"the {len(bytes(item))} bytes")
     if isinstance(item, np.ndarray) or is_cpu_tensor(item):
         return _one_channel(np.asarray(item)), rate
     raise wrong_type(item, EXPECTED)
@@ -136,6 +142,31 @@ def _scaled(values: np.ndarray) -> np.ndarray:
     if kind in (np.int16, np.int32):
         return (values / -float(np.iinfo(kind).min)).astype(np.float32)
     raise WrongType(f"an array of {kind} is not a recording; use float, int16, int32 or uint8")
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def decode(data: bytes, name: str) -> tuple[np.ndarray, int]:
+    """[samples] in float32, channels averaged, and their rate, of a file in any format that can be read."""
+    kind = next((kind for magic, kind in OTHER_FORMATS.items() if data.startswith(magic)), None)
+    return _by_soundfile(data, name, kind) if kind in BY_SOUNDFILE else parse_wav(data, name)
+
+
+def _by_soundfile(data: bytes, name: str, kind: str) -> tuple[np.ndarray, int]:
+    try:
+        import soundfile  # type: ignore[import-not-found]
+    except (ImportError, OSError) as error:  # OSError: its library is missing
+        raise Unsupported(
+            f"{name} is {kind}, which needs the package soundfile: {EXTRA}; or convert it first "
+            "(ffmpeg -i FILE -ac 1 out.wav)"
+        ) from error
+    try:
+        values, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)  # [samples, channels]
+    except soundfile.SoundFileError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InvalidInput(f"{name} is {kind} and cannot be decoded ({reason}): damaged or truncated") from error
+    return values.mean(axis=1, dtype=np.float32), check_rate(int(rate))
 
 
 # -- WAV ---------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headway.base.errors import InvalidInput, Unsupported
+from headway.base.text import check_unicode
 from headway.pipelines.task import PreparedItem, Row, Task, TaskOptions, check_count, check_text
 
 UNLIMITED = 1 << 30  # tokenizers without a limit report a huge number
@@ -105,6 +106,9 @@ class TextEncoder:
         special: bool = True,
     ) -> list[list[Encoding]]:
         """The encodings of each text, with character `offsets` if set; `cut` is the truncation strategy for pairs."""
+        for text in texts:
+            for part in text if isinstance(text, tuple) else (text,):
+                check_unicode(part)
         limit = self._limit(options)
         if self._plain is None:
             return self._encode_slow(texts, options, limit, offsets, special)

@@ -131,7 +131,9 @@ class AudioTask(SameShapeTask):
 
 @dataclass(frozen=True)
 class AudioClassificationOptions(LabelOptions, AudioOptions):
-    """The options of audio classification."""
+    """The options of audio classification: all labels, unless `top_k` bounds them."""
+
+    top_k: int | None = None
 
 
 class AudioClassification(AudioTask):

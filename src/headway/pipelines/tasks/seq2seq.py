@@ -21,7 +21,7 @@ from headway.pipelines.generation.options import (
     resolve_lengths,
 )
 from headway.pipelines.inputs.text import TextEncoder, TextOptions
-from headway.pipelines.task import GENERATES, Batch, PreparedItem, Row, Task, check_text
+from headway.pipelines.task import GENERATES, Batch, OneResult, PreparedItem, Row, Task, check_text
 from headway.pipelines.tasks.languages import LanguagePair, ModelLanguages, languages_in_name
 
 if TYPE_CHECKING:
@@ -150,6 +150,10 @@ class Text2TextGeneration(Task):
         texts = [prefix + check_text(item) for item in items]
         parts = self.encoder(options).encode(texts, options.text_options())
         return [PreparedItem(tuple(_row(part.ids, new_tokens) for part in some)) for some in parts]
+
+    def single(self, item: Any, result: Any, given: Mapping[str, Any]) -> Any:
+        """As in transformers: a list of the text's sequences, even if there is one."""
+        return OneResult([result]) if isinstance(result, dict) else result
 
     def padding(self) -> Mapping[str, int]:
         # encoders count positions from the first token: pad on the right, whatever the tokenizer's side

@@ -10,7 +10,16 @@ import numpy as np
 
 from headway.base.errors import InvalidInput
 from headway.pipelines.inputs.text import TextOptions, TextTask
-from headway.pipelines.task import Batch, PreparedItem, TaskOptions, capturable, check_count, check_text, wrong_type
+from headway.pipelines.task import (
+    Batch,
+    OneResult,
+    PreparedItem,
+    TaskOptions,
+    capturable,
+    check_count,
+    check_text,
+    wrong_type,
+)
 
 if TYPE_CHECKING:
     from headway.pipelines.backends.loading import LoadedModel
@@ -65,6 +74,10 @@ class TextClassification(TextTask):
 
     def expected_input(self) -> str:
         return 'a string or {"text": ..., "text_pair": ...}'
+
+    def single(self, item: Any, result: Any, given: Mapping[str, Any]) -> Any:
+        """As in transformers: a list of one for a text, unless the call has a `top_k`."""
+        return OneResult([result]) if isinstance(item, str) and "top_k" not in given else result
 
     def batch_key(self, options: ClassificationOptions) -> Hashable:
         return (options.function_to_apply or self._function) if self._wants_best(options) else None

@@ -66,6 +66,7 @@ class ZeroShotClassification(Task):
     Options = ZeroShotOptions
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     reads: ClassVar[str | None] = "first"
+    positional: ClassVar[tuple[str, ...]] = ("candidate_labels",)
 
     def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)

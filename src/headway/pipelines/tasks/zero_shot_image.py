@@ -76,6 +76,7 @@ class ZeroShotImageClassification(ImageTask):
     Options = ZeroShotImageOptions
     auto_class: ClassVar[str] = "AutoModelForZeroShotImageClassification"
     needs: ClassVar[tuple[str, ...]] = ("image_processor", "tokenizer")
+    positional: ClassVar[tuple[str, ...]] = ("candidate_labels",)
 
     def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)

@@ -1,0 +1,138 @@
+"""The options of the text-generation pipeline, by the names they have in transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headway.base.checks import check_integer, check_token_id
+from headway.base.errors import InvalidInput, WrongType
+from headway.pipelines.arguments import checked
+from headway.pipelines.generation.generate import merge_generate_kwargs
+from headway.pipelines.generation.options import resolve_lengths
+from headway.pipelines.task import TaskOptions, check_text
+
+RETURNS = ("return_full_text", "return_text", "return_tensors")
+
+
+@dataclass(frozen=True)
+class TextGenerationOptions(TaskOptions):
+    """Generation parameters; None means the model's generation_config.json. `return_full_text` includes the prompt.
+
+    `max_length` and `min_length` count the prompt, `max_new_tokens` and `min_new_tokens` do not. `stop` ends a text
+    before a string; `stop_strings` and `stop_sequence`, as in transformers, after it. `eos_token_id` replaces the
+    model's own. `return_tensors` gives `generated_token_ids`, those of the prompt included. A chat that ends with an
+    assistant's message is continued, unless `continue_final_message=False`. Names of special tokens in a text are
+    those tokens, as in transformers.
+    """
+
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    min_new_tokens: int | None = None
+    min_length: int | None = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    num_return_sequences: int | None = None
+    stop: str | Sequence[str] = ()
+    seed: int | None = None
+    stop_strings: str | Sequence[str] | None = None
+    stop_sequence: str | Sequence[str] | None = None
+    eos_token_id: int | Sequence[int] | None = None
+    pad_token_id: int | None = None
+    return_full_text: bool | None = None
+    return_text: bool | None = None
+    return_tensors: bool | None = None
+    continue_final_message: bool | None = None
+    prefix: str | None = None
+    skip_special_tokens: bool | None = None
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in (*RETURNS, "continue_final_message"):
+            checked(getattr(self, name), (None, True, False), name, "it takes True or False")
+        kinds = [
+            name for name in ("return_full_text", "return_text", "return_tensors") if getattr(self, name) is not None
+        ]
+        if len(kinds) > 1:
+            raise InvalidInput(f"{kinds[0]} and {kinds[1]} were both given; pass one of them")
+        if self.return_text is False:
+            raise InvalidInput("return_text is False; pass return_tensors=True for token ids instead of text")
+        if self.batch_size is not None:
+            check_integer(self.batch_size, "batch_size", 1)
+        for id in self.eos_ids or ():
+            check_token_id(id, "eos_token_id")
+        if self.pad_token_id is not None:
+            check_token_id(self.pad_token_id, "pad_token_id")
+        for text in (*self.ends_after, self.prefix or ""):
+            check_text(text, "a stop string or prefix")
+        if "" in self.ends_after:
+            raise InvalidInput("a stop string is empty; it must have at least one character")
+
+    @property
+    def eos_ids(self) -> tuple[int, ...] | None:
+        """The end tokens of this call, None for the model's own."""
+        ids = self.eos_token_id
+        return None if ids is None else tuple(ids) if isinstance(ids, Sequence) else (ids,)
+
+    @property
+    def ends_after(self) -> tuple[str, ...]:
+        """The strings after which a text ends."""
+        both = (self.stop_strings or (), self.stop_sequence or ())
+        return tuple(text for some in both for text in ([some] if isinstance(some, str) else some))
+
+    def keywords(self) -> dict[str, Any]:
+        """The keywords of `ctx.generate`, without what ends a text."""
+        names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+        parameters = [field.name for field in dataclasses.fields(self)][:PARAMETERS]
+        given = {name: getattr(self, name) for name in parameters}
+        renamed = {names.get(name, name): value for name, value in given.items() if value is not None}
+        return renamed | {"stop_only": True}
+
+
+PARAMETERS = [field.name for field in dataclasses.fields(TextGenerationOptions)].index("stop")  # those before it
+
+
+def merged_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a call, with those of `generation_config` and `generate_kwargs`; idle ones are checked only."""
+    options = merge_generate_kwargs(given)
+    config = options.pop("generation_config", None)
+    if config is not None:
+        if not hasattr(config, "to_diff_dict"):
+            raise WrongType(f"generation_config is a {type(config).__name__}; it must be a GenerationConfig")
+        values = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
+        options = {**values, **options}
+    options.pop("tokenizer", None)  # transformers needs it for stop_strings; the model's own is used here
+    checked(options.pop("use_cache", None), (None, True, False), "use_cache", "leave it out")
+    checked(options.pop("clean_up_tokenization_spaces", None), (None, False), "clean_up_tokenization_spaces",
+            "clean the text yourself")  # fmt: skip
+    checked(options.pop("add_special_tokens", None), (None, True), "add_special_tokens",
+            "use hw.Engine and ctx.fill(ids)")  # fmt: skip
+    checked(options.pop("truncation", None), (None, False), "truncation", "cut the text before")
+    checked(options.pop("handle_long_generation", None), (None,), "handle_long_generation", "cut the text before")
+    for name in ("tools", "documents"):
+        checked(options.pop(name, None), (None,), name, "use hw.Engine and ctx.chat(...)")
+    return options
+
+
+def settled_lengths(base: TextGenerationOptions, given: dict[str, Any]) -> dict[str, Any]:
+    """As in transformers: of two maxima the one without the prompt decides, and what a call gives replaces defaults."""
+    for new, whole in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
+        if given.get(new) is not None and given.get(whole) is not None:
+            warnings.warn(f"{new}={given[new]} decides; {whole}={given[whole]} has no effect", stacklevel=4)
+            given = {name: value for name, value in given.items() if name != whole}
+    if any(given.get(name) is not None for name in RETURNS):
+        given = {**dict.fromkeys((name for name in RETURNS if getattr(base, name) is not None), None), **given}
+    return resolve_lengths(base, given)  # type: ignore[arg-type]  # it has the four lengths
