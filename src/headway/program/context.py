@@ -355,6 +355,7 @@ class Context:
     def fork(self) -> Context:
         """A second context that shares every committed page and has copies of the rest, pending tokens included."""
         with self.changing():
+            self.engine.loop.make_room(self.table.pages_to_fork, self.table)
             twin = Context(self.engine, self.table.fork(), self.seed)
             twin._pending = list(self._pending)
             twin._conversation, twin._written = self._conversation, self._written
@@ -368,6 +369,7 @@ class Context:
             if not 0 <= n <= total:
                 raise InvalidInput(f"truncate({n}): the context has {total} tokens; give a number from 0 to {total}")
             waiting = min(n, len(self._pending))
+            self.engine.loop.make_room(self.table.pages_to_truncate(n - waiting), self.table)
             self.table.truncate(n - waiting)
             del self._pending[len(self._pending) - waiting :]
         return self

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 import torch
 
-from headway.base.checks import check_fraction, check_integer
+from headway.base.checks import check_fraction, check_integer, check_text
 from headway.base.config import settings
 from headway.base.errors import Closed, InvalidInput, Unsupported, WrongType
 from headway.base.gc_paused import gc_paused
@@ -245,8 +245,7 @@ class Engine:
         """
         if seed is not None:
             seed = check_integer(seed, "seed", high=LIMIT - 1)
-        if not isinstance(salt, str):
-            raise WrongType(f"salt is {salt!r}; it must be a string")
+        check_text(salt, "salt")
         if deadline is not None and not (isinstance(deadline, int | float) and 0 < deadline < math.inf):
             raise InvalidInput(f"deadline is {deadline!r}; it must be a number of seconds above 0")
         with self.lock:
