@@ -198,11 +198,12 @@ class Snapshots:
         engine, raw = self._engine, self._engine.pool.raw
         pages = -(-len(saved.tokens) // saved.page_size)
         live = tuple(i for i in range(pages) if i not in set(saved.discarded))
+        flat = torch.from_numpy(saved.kv.copy())  # as the file has it, it may be unaligned
         with engine.lock:
             engine.loop.make_room(len(live), table)
             fresh = dict(zip(live, engine.allocator.take(len(live)), strict=True))
             if fresh:
-                data = torch.from_numpy(saved.kv.copy()).view(raw.dtype).view(self._shape(saved)).movedim(0, 2)
+                data = flat.view(raw.dtype).view(self._shape(saved)).movedim(0, 2)
                 source = HostPages(live, data)
                 engine.allocator.edit(Import(source, tuple(range(len(live))), tuple(fresh.values())))
             table.pages = [fresh.get(i) for i in range(pages)]

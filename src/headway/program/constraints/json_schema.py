@@ -43,8 +43,8 @@ FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4",
 
 def checked_schema(schema: Any) -> str:
     """The schema as JSON text. Takes a dict, a bool, JSON text, or a pydantic model class."""
-    if hasattr(schema, "model_json_schema"):
-        schema = schema.model_json_schema()
+    if is_pydantic(schema):
+        schema = _own_fields(_pydantic_schema(schema))
     if isinstance(schema, str | bytes):
         schema = _parsed(schema)
     walk = _Walk()
@@ -57,6 +57,36 @@ def checked_schema(schema: Any) -> str:
     if len(text.encode("utf-8", "surrogatepass")) > BYTES:
         raise InvalidInput(f"the JSON schema has {len(text)} characters; at most {BYTES} bytes are allowed")
     return text
+
+
+def is_pydantic(schema: Any) -> bool:
+    """Whether a schema is given as a pydantic model class."""
+    return isinstance(schema, type) and hasattr(schema, "model_json_schema")
+
+
+def _pydantic_schema(model: Any) -> Any:
+    try:
+        return model.model_json_schema()
+    except Exception as error:  # pydantic's own, and those of the model's own code
+        raise InvalidInput(f"{model.__name__} has no JSON schema: {shorten(str(error), 200)}") from error
+
+
+def _own_fields(schema: Any) -> Any:
+    """A pydantic model's schema with only its own fields, nested models' too. Where a model says what else it takes
+    (extra="allow"), and for dicts, that stands."""
+    if isinstance(schema, list):
+        return [_own_fields(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = dict(schema)
+    for keyword, value in schema.items():
+        if keyword in MAPS and isinstance(value, dict):
+            out[keyword] = {name: _own_fields(each) for name, each in value.items()}
+        elif keyword in ONE or keyword in LISTS or keyword == "items":
+            out[keyword] = _own_fields(value)
+    if "properties" in schema:
+        out.setdefault("additionalProperties", False)
+    return out
 
 
 class _Walk:

@@ -11,7 +11,6 @@ the generation, put tokens in by hand or take a step by hand; the next step star
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import CancelledError
 from contextlib import suppress
@@ -38,7 +37,7 @@ from headway.program.constraints.grammar import Grammar
 from headway.program.generation.draws import Drawing
 from headway.program.generation.lookahead import Lookahead
 from headway.program.generation.steps import Prepared, Step, Turn, probed
-from headway.program.generation.stops import read_stops
+from headway.program.generation.stops import parse_json, read_stops
 from headway.program.generation.transcript import Transcript
 from headway.program.ids import integers, token_ids
 from headway.program.output import Output
@@ -156,19 +155,17 @@ class Generation:
         return self._said.whole()
 
     async def json(self, schema: Any = None) -> Any:
-        """Run to the end; the text as JSON. With a schema (dict, text, pydantic model) only such a text can come."""
+        """Run to the end; the text as JSON. With a schema (dict, text, pydantic model) only such a text can come.
+
+        A pydantic model class means its own fields only, and gives an object of it.
+        """
         self._check_text()
         if schema is not None:
             begun = self._said.generated or self._ahead.is_there or self.finish is not None
             if begun or self._said.constraint is not None or self._grammar is not None:
                 raise InvalidInput("a schema can be given to json() before the first step, and to no other constraint")
             self._grammar = Grammar.json_schema(schema)
-        text = await self.text()
-        try:
-            return json.loads(text)
-        except ValueError as e:
-            cut = " (it was cut off: raise max_tokens)" if self.finish == "length" else ""
-            raise InvalidInput(f"the text is no JSON: {e}{cut}; constrain it with json(schema)") from None
+        return parse_json(await self.text(), self.finish, schema)
 
     def _check_text(self) -> None:
         """Raise before anything is computed where tokens have no text."""
