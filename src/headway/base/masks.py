@@ -39,7 +39,7 @@ from headway.base.mask_rules import (
     raw_rules,
     text_of,
 )
-from headway.base.text import shorten
+from headway.base.text import short_repr, shorten
 
 PICTURE_ROWS = 64
 PICTURE_SLOTS = 128
@@ -258,16 +258,16 @@ def _joined(kind: type[All] | type[Either], left: Mask, right: Mask) -> All | Ei
 
 
 def _raw_row(row: Any, index: int) -> Brle:
-    if not hasattr(row, "__iter__") and not isinstance(row, Brle):
+    if not isinstance(row, Brle) and (not hasattr(row, "__iter__") or getattr(row, "ndim", 1) == 0):
         raise WrongType(
-            f"row {index} of the attention mask is {row!r}; it must be a list of runs per row, e.g. [[3, 2]]"
+            f"row {index} of the attention mask is {short_repr(row)}; it must be a list of runs per row, e.g. [[3, 2]]"
         )
     return Brle.from_runs(row, where=f"row {index} of the attention mask ({READ_RUNS})")
 
 
 def _pair(pair: Any, blocks: int) -> tuple[int, int]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise WrongType(f"sees has {pair!r}; it must be pairs of block numbers (viewer, seen)")
+        raise WrongType(f"sees has {short_repr(pair)}; it must be pairs of block numbers (viewer, seen)")
     viewer, seen = (check_integer(block, f"block number in {tuple(pair)}", high=blocks - 1) for block in pair)
     return viewer, seen
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
 
 import numpy as np
 
@@ -15,11 +15,13 @@ from headway.base.errors import (
     ContextBusy,
     InvalidInput,
     PassFailed,
+    Unsupported,
 )
 from headway.base.generation import PARAMETERS
 from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampler
+from headway.base.text import short_repr
 from headway.kv.table import PageTable
 from headway.program.chat.conversation import Conversation
 from headway.program.chat.messages import Messages
@@ -61,6 +63,12 @@ class Context:
             busy = self.engine.loop.last_job(self.table) is not None
             state = "released" if self.table.closed else "lost" if self.table.lost else "busy" if busy else "idle"
         return f"<Context: {computed} tokens computed, {pending} pending, {state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise Unsupported(
+            "a context cannot be pickled or copied: fork() gives a second one, save(name, durable=True) writes it to "
+            "disk"
+        )
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -278,6 +286,8 @@ class Context:
         """
         self._check_open()
         refuse(adapter=adapter, speculate=speculate)
+        stop_only = PARAMETERS["stop_only"].check(stop_only)
+        penalize_prompt = PARAMETERS["penalize_prompt"].check(penalize_prompt)
         given = GenerationDefaults(
             do_sample=do_sample,
             temperature=temperature,
@@ -493,5 +503,5 @@ class Context:
 def checked_bid(bid: float) -> float:
     """The bid, if it is inside its limits."""
     if isinstance(bid, bool) or not isinstance(bid, int | float) or not -BID_LIMIT <= bid <= BID_LIMIT:
-        raise InvalidInput(f"the bid is {bid!r}; it must be a number in [{-BID_LIMIT:g}, {BID_LIMIT:g}]")
+        raise InvalidInput(f"the bid is {short_repr(bid)}; it must be a number in [{-BID_LIMIT:g}, {BID_LIMIT:g}]")
     return float(bid)

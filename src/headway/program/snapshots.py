@@ -43,6 +43,8 @@ class Snapshots:
     def save(self, name: str, context: Context, *, durable: bool) -> None:
         """Keep the context as it is now under a name; replaces what had the name before."""
         path = self._path(name)
+        if not isinstance(durable, bool):
+            raise WrongType(f"durable is {short_repr(durable)}; it must be True or False")
         if durable:
             files.write(path, self._pack(context))
             self._forget(name)
@@ -108,7 +110,7 @@ class Snapshots:
     def _path(self, name: str) -> Path:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise InvalidInput(
-                f"the snapshot name {str(name)[:140]!r} cannot be used; names have 1 to 128 of A–Z a–z 0–9 . _ -"
+                f"the snapshot name {short_repr(name)} cannot be used; names have 1 to 128 of A–Z a–z 0–9 . _ -"
             )
         return self._folder / f"{name}.safetensors"
 

@@ -47,12 +47,19 @@ def resolve(model: str | Path, *, progress: FetchProgress | None = None, downloa
             return model_path(known)
         return _fetched(text, progress, download)
     path = Path(model).expanduser()
-    if text.strip() and path.exists():
+    if text.strip() and _is_there(path):
         return _checked_path(path)
     if isinstance(model, str) and is_hub_id(text):
         folder = _hub_folder(text)
         return folder if folder.is_dir() else _fetched(text, progress, download)
     raise _not_found(text)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file can have: too long, or with a zero byte
+        return False
 
 
 def pull(model: str, *, progress: FetchProgress | None = None) -> Path:

@@ -31,6 +31,7 @@ from headway.base.errors import (
 from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampler
+from headway.base.text import short_repr
 from headway.program.constraints.constraint import Constraint, GrammarMatcher, compile_async
 from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
@@ -476,4 +477,6 @@ def _count(max_tokens: int) -> int:
 def _refuse(**later: object) -> None:
     for name, value in later.items():
         if value is not None:
-            raise Unsupported(f"{name}={value!r:.60} was given; generate does not support {name} yet, leave it out")
+            raise Unsupported(
+                f"{name}={short_repr(value)} was given; generate does not support {name} yet, leave it out"
+            )

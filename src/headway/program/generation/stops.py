@@ -36,8 +36,8 @@ def listed_stops(stop: str | Iterable[str | int]) -> list[str | int]:
     """Stops as a list: one stop string, or several strings and ids."""
     if isinstance(stop, str):
         return [stop]
-    if isinstance(stop, bytes) or not isinstance(stop, Iterable):
-        raise WrongType(f"stop is {stop!r:.60}; it must be a string, or a list of strings and token ids")
+    if isinstance(stop, bytes) or not isinstance(stop, Iterable) or getattr(stop, "ndim", 1) == 0:
+        raise WrongType(f"stop is {short_repr(stop)}; it must be a string, or a list of strings and token ids")
     return list(stop)
 
 
