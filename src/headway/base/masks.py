@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.base.brle import Brle, bool_array
+from headway.base.brle import LONGEST_RUN, Brle, bool_array
 from headway.base.checks import as_integer, check_integer, check_list
 from headway.base.errors import InvalidInput, InvalidMask, InvalidToken, WrongType
 from headway.base.mask_rules import (
@@ -202,7 +202,12 @@ class Mask:
         raw = next(raw_rules(self.rule), None)
         rows = (16 if raw is None else len(raw.rows)) if rows is None else rows
         first = (0 if raw is None else _guess_first(raw)) if first_slot is None else first_slot
-        bound = self.bind(first, rows, causal=causal)
+        first, rows = (
+            check_integer(first, "first_slot", high=LONGEST_RUN),
+            check_integer(rows, "rows", high=LONGEST_RUN),
+        )
+        drawn = min(rows, PICTURE_ROWS) if raw is None else rows  # of many rows only those that are drawn are computed
+        bound = self.bind(first, drawn, causal=causal, total=None if causal else first + rows)
         return first, bound[:PICTURE_ROWS], max(0, rows - PICTURE_ROWS)
 
 
