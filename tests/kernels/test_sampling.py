@@ -27,6 +27,7 @@ from headway.kernels.reference.sampling import (
     distribution,
     entropy,
     logprobs,
+    processed_logprobs,
     sample,
     sampling_distribution,
 )
@@ -553,3 +554,11 @@ def test_a_cuda_device_keeps_and_draws_the_same():
             far_ids, far_probs = sampling_distribution(logits[row].cuda(), far.sampling, **moved)
             assert torch.equal(far_ids.cpu(), ids)
             assert torch.allclose(far_probs.cpu(), probs, rtol=1e-12, atol=0)
+
+
+def test_processed_log_probabilities_do_not_underflow() -> None:
+    logits = torch.tensor([0.0, -50.0, 10.0, 9.9])
+    logs = processed_logprobs(logits, RowSampler(Sampling(temperature=0.02)))
+    torch.testing.assert_close(logs, torch.log_softmax(logits.double() / 0.02, 0))
+    kept = processed_logprobs(logits, RowSampler(Sampling(temperature=0.02, top_k=3)))
+    assert kept.isinf().tolist() == [False, True, False, False]

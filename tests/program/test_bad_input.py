@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -752,3 +755,105 @@ def test_arbitrary_values_are_used_or_refused_and_never_break_anything(engine: h
     with engine.context() as fresh:
         fresh.forward().input(random_tokens(V, DONE)).execute().result()
         assert_close(logit_rows(fresh, [1, 2]), expected)
+
+
+# -- found by calling everything with everything -------------------------------------------------------------------
+
+ARRAYS = (np.array([1, 2]), np.array([]), np.array(1), torch.tensor([1, 2]), torch.tensor(1), torch.tensor(0.5))
+TAKES_NO_ARRAY: dict[str, Callable[[hw.Context, Any], Any]] = {
+    "stop_only": lambda c, v: c.generate(stop_only=v),
+    "penalize_prompt": lambda c, v: c.generate(penalize_prompt=v),
+    "early_stopping": lambda c, v: c.generate(num_beams=2, early_stopping=v),
+    "dtype": lambda c, v: hw.Engine(c.engine.decoder, dtype=v),
+    "device": lambda c, v: hw.Engine(c.engine.decoder, device=v),
+    "quantize": lambda c, v: hw.Engine(c.engine.decoder, quantize=v),
+    "durable": lambda c, v: c.save("x", durable=v),
+}
+TAKES_NO_SCALAR: dict[str, Callable[[hw.Context, Any], Any]] = {
+    "logit_bias": lambda c, v: hw.Sampling(logit_bias=v),
+    "stop": lambda c, v: c.generate(stop=v),
+    "runs": lambda c, v: hw.Brle(v),
+    "attention rows": lambda c, v: c.forward().attention_mask([v]),
+    "choices": lambda c, v: hw.Grammar.choices(v),
+    "intervals": lambda c, v: hw.Brle.from_intervals(5, v),
+}
+
+
+@pytest.mark.parametrize("place", [*TAKES_NO_ARRAY, *TAKES_NO_SCALAR])
+def test_arrays_and_tensors_in_the_place_of_something_else_are_our_errors(ctx: hw.Context, place: str) -> None:
+    for value in ARRAYS:
+        if place in TAKES_NO_ARRAY:
+            refuses(TypeError, lambda value=value: TAKES_NO_ARRAY[place](ctx, value))
+        elif value.ndim == 0:
+            refuses(TypeError, lambda value=value: TAKES_NO_SCALAR[place](ctx, value))
+
+
+@pytest.mark.parametrize("run", [1 << 64, 1 << 63, 10**5000], ids=["2**64", "2**63", "5001 digits"])
+def test_runs_that_no_machine_can_index_are_our_errors(ctx: hw.Context, run: int) -> None:
+    refuses(ValueError, lambda: ctx.forward().mask([run]), "at most")
+    refuses(ValueError, lambda: ctx.forward().attention_mask([[run]]), "at most")
+    refuses(ValueError, lambda: Mask.window(2).picture(run, 2))
+
+
+@pytest.mark.parametrize("value", ["x" * 100_000, [1] * 100_000, "line\n" * 50], ids=["text", "list", "lines"])
+def test_echoed_values_are_cut_to_a_line(ctx: hw.Context, value: Any) -> None:
+    for act in (
+        lambda: ctx.set_bid(value),
+        lambda: ctx.forward().sample([-1], value),
+        lambda: hw.Sampling(logit_bias=value),
+        lambda: hw.Engine(ctx.engine.decoder, dtype=value),
+        lambda: hw.AttentionScores(0, value),
+        lambda: ctx.engine.context(deadline=value),
+    ):
+        with pytest.raises(hw.HeadwayError) as caught:
+            act()
+        assert len(str(caught.value)) < 300
+        assert "\n" not in str(caught.value)
+
+
+def test_a_value_whose_own_repr_fails_is_named_by_its_type(ctx: hw.Context) -> None:
+    class Odd:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    refuses(TypeError, lambda: ctx.forward().probe(-1, Odd()), "Odd")  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
+def test_a_model_name_that_no_file_can_have_is_not_found(name: str) -> None:
+    refuses(hw.ModelNotFound, lambda: hw.Engine(name))
+
+
+def test_engines_and_contexts_say_why_they_cannot_be_pickled(ctx: hw.Context) -> None:
+    for value in (ctx.engine, ctx, ctx.forward()):
+        refuses(hw.Unsupported, lambda value=value: pickle.dumps(value), "pickled")
+        refuses(hw.Unsupported, lambda value=value: deepcopy(value), "pickled")
+
+
+def test_an_error_out_of_run_is_the_program_s_own(engine: hw.Engine) -> None:
+    async def program(_: hw.Engine) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError) as caught:
+        engine.run(program)
+    assert caught.value.__context__ is None
+
+
+def test_a_pass_that_is_cancelled_just_after_its_end_is_cancelled(engine: hw.Engine) -> None:
+    with engine.context() as context:
+        execution = context.forward().input([1, 2]).execute()
+        while not execution.done():
+            threading.Event().wait(0.001)
+        execution.cancel()
+        with pytest.raises(CancelledError):
+            execution.result()
+        assert context.seq_len == 0
+
+
+def test_a_picture_of_a_huge_mask_computes_only_what_it_draws() -> None:
+    assert "more rows" in Mask.window(2).picture(0, 1 << 38)
+    assert "more rows" in Mask.window(2).picture(0, 1 << 20, causal=False)
+
+
+def test_a_salt_that_is_not_unicode_never_reaches_the_worker(engine: hw.Engine) -> None:
+    refuses(ValueError, lambda: engine.context(salt="\ud800"), "surrogate")

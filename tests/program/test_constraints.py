@@ -635,8 +635,9 @@ CROSS = {"allOf": [{"anyOf": [obj({f"p{i}": {"const": j}}) for j in range(6)]} f
         ({"type": "string", "nullable": True}, "nullable"),
         ({"type": "string", "minlength": 3}, "minlength"),
         ({"x-guidance": {"lenient": True}}, "x-guidance"),
-        (obj({"a": {"$defs": {"b": {"typo": 1}}}}), r"#/properties/a/\$defs/b"),
-        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
+        (obj({"a": {"$defs": {"b": {"propertys": 1}}}}), r"#/properties/a/\$defs/b.*write 'properties'"),
+        ({"type": "string", "format": "date_time"}, "#/format"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf.*use anyOf"),
         ({"type": "object", "minProperties": 2}, "minProperties"),
         ({"type": "string", "format": "iri"}, "format"),
         ({"type": "text"}, "type"),
@@ -769,3 +770,20 @@ def test_the_benchmark_measures_every_grammar(tmp_path, smollm2_path):
     assert all(0 <= row["hidden %"] <= 100 for row in found["generating"])
     free = next(row for row in found["generating"] if row["grammar"] == "free text (regex)")
     assert free["beside µs"] > 0
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "id": "http://a/b", "type": "null"}, "null", "1"),
+        ({"type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 9}, "4", "3"),
+        ({"type": "integer", "minimum": 3, "exclusiveMinimum": False, "maximum": 9}, "3", "2"),
+        ({"type": "string", "maxLength": 2.0}, '"ab"', '"abc"'),
+        ({"type": "integer", "format": "int32", "maximum": 9, "minimum": 0}, "7", "12"),
+        ({"type": "string", "enum": ["a"], "errorMessage": "no", "propertyOrder": 3, "ui": {"x": 1}}, '"a"', '"b"'),
+    ],
+)
+def test_older_drafts_and_annotations_of_others_are_taken(schema, good, bad, start, tokenizer):
+    grammar = Grammar.json_schema(schema, compact=True)
+    assert matches(start(grammar), tokenizer, good)
+    assert not matches(start(grammar), tokenizer, bad)

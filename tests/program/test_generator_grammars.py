@@ -6,13 +6,14 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import numpy as np
+import pydantic
 import pytest
 
 import headway as hw
@@ -294,7 +295,7 @@ def test_a_document_that_max_tokens_cut_goes_on_to_a_valid_end(words: hw.Engine)
             )
             first = await generation.text()
             assert generation.finish == "length"
-            with pytest.raises(hw.InvalidInput, match="raise max_tokens"):
+            with pytest.raises(hw.InvalidInput, match=r"cut off by max_tokens: .*raise max_tokens$"):
                 await generation.json()
             whole = json.loads(await generation.resume(max_tokens=100).text())
             assert json.dumps(whole, separators=(",", ":")).startswith(first)
@@ -341,5 +342,68 @@ def test_no_mask_is_computed_behind_the_last_token_of_a_text_that_is_cut(
         async with engine.context().fill("A text:") as context:
             whole = context.generate(hw.Multinomial(seed=1), max_tokens=limit + 3, constrain=grammar, probe=probe)
             assert await whole.tokens() == more
+
+    words.run(program)
+
+
+class Engine(pydantic.BaseModel):
+    maker: Literal["Rolls", "Saab"]
+    power: Annotated[int, pydantic.Field(ge=0, le=9)]
+
+
+class Car(pydantic.BaseModel):
+    engine: Engine
+    spare: Engine | None = None
+    doors: list[Annotated[int, pydantic.Field(ge=0, le=5)]] = pydantic.Field(max_length=2)
+    notes: dict[str, Literal["a", "b"]]
+
+
+def test_a_pydantic_class_means_its_own_fields_only_nested_ones_too() -> None:
+    schema = json.loads(hw.Grammar.json_schema(Car).text)
+    assert schema["additionalProperties"] is False
+    assert schema["$defs"]["Engine"]["additionalProperties"] is False
+    assert schema["properties"]["notes"]["additionalProperties"] != False  # noqa: E712 - a dict takes any name
+
+    class Open(pydantic.BaseModel, extra="allow"):
+        properties: int  # a name that is a keyword too
+
+    assert json.loads(hw.Grammar.json_schema(Open).text)["additionalProperties"] is not False
+
+
+def test_a_pydantic_class_gives_an_object_back(words: hw.Engine) -> None:
+    async def program(engine: hw.Engine) -> None:
+        for seed in range(5):
+            async with engine.context().fill("x") as context:
+                generation = context.generate(hw.Multinomial(seed=seed), max_tokens=400)
+                assert isinstance(await generation.json(Engine), Engine)
+        for options in ({"no_repeat_ngram_size": 40}, {"num_return_sequences": 2}):
+            async with engine.context().fill("x") as context:
+                assert isinstance(
+                    await context.generate(hw.Multinomial(seed=1), max_tokens=400, **options).json(Engine), Engine
+                )
+
+    words.run(program)
+
+
+def test_a_class_without_a_schema_and_an_object_that_its_validator_refuses_are_our_errors(words: hw.Engine) -> None:
+    class Odd(pydantic.BaseModel):
+        call: Callable[[], int]
+
+    class Never(pydantic.BaseModel):
+        kind: Literal["a"]
+
+        @pydantic.field_validator("kind")
+        @classmethod
+        def refuse(cls, kind: str) -> str:
+            raise ValueError(f"not {kind}")
+
+    with pytest.raises(hw.InvalidInput, match="Odd has no JSON schema"):
+        hw.Grammar.json_schema(Odd)
+
+    async def program(engine: hw.Engine) -> None:
+        async with engine.context().fill("x") as context:
+            with pytest.raises(hw.InvalidInput, match=r"does not fit the schema.*not a") as refused:
+                await context.generate(hw.Argmax(), max_tokens=400).json(Never)
+            assert "constrain" not in str(refused.value)
 
     words.run(program)

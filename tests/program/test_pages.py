@@ -197,16 +197,55 @@ def test_a_cut_that_finds_no_page_for_its_copy_changes_nothing(twin: Twin) -> No
     twin.context.inner().discard_pages(0, 1)  # so that it cannot be computed again from its log
     twin.world.gone = {0}
     fork = twin.fork()
-    rest = engine.context()
     engine.cache.clear()
-    rest.inner().reserve_working_pages(engine.stats().pages_free)
+    free = engine.stats().pages_free
+    twin.context.inner().reserve_working_pages(free)
     with pytest.raises(hw.OutOfPages, match="needs one free page"):
         twin.context.truncate(5)
+    twin.context.inner().release_working_pages(free)
     twin.check()
-    rest.release()
     twin.run([1])
     fork.run([2])
     fork.context.release()
+
+
+@pytest.mark.parametrize("act", ["fork", "save", "truncate", "open"])
+def test_verbs_that_need_pages_get_those_of_an_idle_context_as_a_pass_would(
+    twin: Twin, act: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = twin.context.engine
+    monkeypatch.setattr(engine._snapshots, "_folder", tmp_path)
+    other = Twin(engine.context(priority=9), twin.judge)
+    other.run(random_tokens(V, 48, seed=5))  # idle: whatever its bid, it can come back
+    twin.run(random_tokens(V, 40))
+    twin.context.inner().discard_pages(0, 1)  # so that it cannot be computed again from its log
+    twin.world.gone = {0}
+    shared = twin.fork()
+    twin.context.save("disk", durable=True)
+    engine.cache.clear()
+    with engine.context() as rest:
+        rest.inner().reserve_working_pages(engine.stats().pages_free)
+        made: hw.Context | None = None
+        if act == "fork":
+            made = twin.context.fork()
+        elif act == "save":
+            twin.context.save("memory")
+        elif act == "open":
+            made = engine.open("disk")
+        else:
+            twin.context.truncate(10)
+        assert rest.table.is_preempted or other.context._table.is_preempted
+        if act == "truncate":
+            twin.world.truncate(10)
+        elif act == "save":
+            made = engine.take("memory")
+        if made is not None:
+            Twin(made, twin.judge, twin.world.fork()).run([3])
+            made.release()
+    for each in (twin, other, shared):
+        each.run([1])
+        each.context.release()
+    assert engine.delete("disk")
 
 
 def test_a_cut_without_free_pages_is_computed_again_where_it_can_be(twin: Twin) -> None:

@@ -21,7 +21,9 @@ SURFACE = {
     hw.Forward: "adapter attention_mask defer_commit execute input input_at mask mask_async probe sample",
     hw.Execution: "cancel done result",
     hw.Output: "attention distribution entropy hidden lens logits logprobs ranking stats token tokens",
-    hw.Generation: "accept context finish forced fork generated json prepare reseed resume seed stop_string text tokens",
+    hw.Generation: """
+        accept context finish forced fork generated json prepare reseed resume seed stop_string text tokens
+    """,
 }
 
 

@@ -193,12 +193,12 @@ def test_a_step_whose_result_nobody_asks_for_takes_nothing_from_the_next(monkeyp
 
     monkeypatch.setenv("HEADWAY_NATIVE", "triton")
     with hw.Engine(tiny(), pages=16, threads=1) as engine:
-        runner, batches = engine.loop._runner, list[Batch]()
+        runner, batches = engine._loop._runner, list[Batch]()
         begin = runner.begin
         monkeypatch.setattr(runner, "begin", lambda batch: (batches.append(batch), begin(batch))[1])
         expected = engine.run(drawn)
         for _ in range(3):
-            engine.loop.call(lambda: (begin(batches[0]), None)[1])
+            engine._loop.call(lambda: (begin(batches[0]), None)[1])
         assert engine.run(drawn) == expected
 
 

@@ -16,9 +16,11 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from headway.base.checks import as_integer, check_integer
+from headway.base.checks import as_integer, check_integer, check_list
 from headway.base.errors import InvalidMask, WrongType
 from headway.base.text import short_repr
+
+LONGEST_RUN = 1 << 40  # lengths stay in what a machine can index
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,9 @@ class Brle:
     @classmethod
     def from_intervals(cls, length: int, intervals: Iterable[tuple[int, int]]) -> Brle:
         """`length` bits with ones in the half-open intervals, which may overlap and be unordered."""
-        length = check_integer(length, "length")
+        length = check_integer(length, "length", high=LONGEST_RUN)
         out, reached = _RunBuilder(), 0
-        for start, stop in sorted(intervals):
+        for start, stop in sorted(_pairs(intervals)):
             if not 0 <= start <= stop <= length:
                 raise InvalidMask(f"interval ({start}, {stop}) must lie in [0, {length}]")
             if stop > reached:
@@ -73,13 +75,13 @@ class Brle:
     @classmethod
     def ones(cls, length: int) -> Brle:
         """`length` ones."""
-        length = check_integer(length, "length")
+        length = check_integer(length, "length", high=LONGEST_RUN)
         return _canonical_brle((0, length) if length else ())
 
     @classmethod
     def zeros(cls, length: int) -> Brle:
         """`length` zeros."""
-        length = check_integer(length, "length")
+        length = check_integer(length, "length", high=LONGEST_RUN)
         return _canonical_brle((length,) if length else ())
 
     def __len__(self) -> int:
@@ -102,7 +104,9 @@ class Brle:
     def __getitem__(self, part: slice) -> Brle:
         """The bits `[start:stop]`, with Python's slice semantics."""
         if not isinstance(part, slice) or part.step not in (None, 1):
-            raise WrongType(f"a Brle is indexed by slices of step 1, not by {part!r}; use to_bool() for single bits")
+            raise WrongType(
+                f"a Brle is indexed by slices of step 1, not by {short_repr(part)}; use to_bool() for single bits"
+            )
         start, stop, _ = part.indices(len(self))
         out = _RunBuilder()
         for value, first, last in self._pieces(start, stop):
@@ -166,15 +170,26 @@ def bool_array(values: Any, name: str) -> np.ndarray:
 
 def _parse(runs: Any, where: str) -> list[int]:
     """The run lengths as Python integers; an error names the first bad one."""
-    if isinstance(runs, (str, bytes, bytearray, set, frozenset, dict)) or not hasattr(runs, "__iter__"):
+    scalar = not hasattr(runs, "__iter__") or getattr(runs, "ndim", 1) == 0
+    if scalar or isinstance(runs, (str, bytes, bytearray, set, frozenset, dict)):
         raise WrongType(f"{where} must be a list of run lengths, not {short_repr(runs)} of type {type(runs).__name__}")
     out = []
     for index, run in enumerate(runs.tolist() if isinstance(runs, np.ndarray) else runs):
         number = run if type(run) is int else as_integer(run, f"{where}: run {index}")
-        if number < 0:
-            raise InvalidMask(f"{where}: run {index} is {number}; a run length must be at least 0")
+        if not 0 <= number <= LONGEST_RUN:
+            allowed = "at least 0" if number < 0 else f"at most {LONGEST_RUN}"
+            raise InvalidMask(f"{where}: run {index} is {short_repr(number)}; a run length must be {allowed}")
         out.append(number)
     return out
+
+
+def _pairs(intervals: Any) -> list[tuple[int, int]]:
+    pairs = []
+    for pair in check_list(intervals, "intervals", "a list of (start, stop) pairs"):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise WrongType(f"intervals has {short_repr(pair)}; it must be a list of (start, stop) pairs")
+        pairs.append((as_integer(pair[0], "the start of an interval"), as_integer(pair[1], "the stop of an interval")))
+    return pairs
 
 
 class _RunBuilder:

@@ -68,6 +68,19 @@ def check_fraction(value: Any, name: str = "memory_fraction") -> float | None:
     return float(value)
 
 
+def check_text(value: Any, name: str) -> str:
+    """`value` as text that can be encoded: a lone surrogate is refused."""
+    if not isinstance(value, str):
+        raise WrongType(f"{name} is {short_repr(value)} of type {type(value).__name__}; it must be a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(
+            f"{name} has a lone surrogate U+{ord(value[error.start]):04X} at character {error.start}; it is not Unicode"
+        ) from None
+    return value
+
+
 def check_list(values: Any, name: str, of: str = "a list") -> list[Any]:
     """The elements of a list, array or other iterable; text and scalars are refused."""
     if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:

@@ -16,6 +16,7 @@ from typing import Any
 
 from headway.base.checks import as_integer, check_number
 from headway.base.errors import InvalidInput, WrongType
+from headway.base.text import short_repr
 
 FACES: Mapping[str, str] = {
     "generate": "the arguments of ctx.generate",
@@ -58,7 +59,7 @@ class Parameter:
         fits = (low is None or number >= low) and (above is None or number > above) and (high is None or number <= high)
         if not fits:
             hint = f" ({self.hint})" if self.hint else ""
-            raise InvalidInput(f"{name} is {number}; it must be {self.range}{hint}")
+            raise InvalidInput(f"{name} is {short_repr(number)}; it must be {self.range}{hint}")
         return number
 
     def name_on(self, face: str) -> str:
@@ -77,12 +78,12 @@ class Parameter:
         return " and ".join(filter(None, (low, above, high))) or "a number"
 
     def _flag(self, value: Any, name: str) -> bool | str:
-        if isinstance(value, bool) or value in self.words:
+        if isinstance(value, bool) or (isinstance(value, str) and value in self.words):
             return value
         choices = ", ".join(["true", *(["false"] if self.words else [])])
         last = repr(self.words[-1]) if self.words else "false"
         raised = InvalidInput if isinstance(value, str) and self.words else WrongType
-        raise raised(f"{name} is {value!r:.60}; it must be {choices} or {last}")
+        raise raised(f"{name} is {short_repr(value)}; it must be {choices} or {last}")
 
 
 def _on(faces: str) -> frozenset[str]:

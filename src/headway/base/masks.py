@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.base.brle import Brle, bool_array
+from headway.base.brle import LONGEST_RUN, Brle, bool_array
 from headway.base.checks import as_integer, check_integer, check_list
 from headway.base.errors import InvalidInput, InvalidMask, InvalidToken, WrongType
 from headway.base.mask_rules import (
@@ -39,7 +39,7 @@ from headway.base.mask_rules import (
     raw_rules,
     text_of,
 )
-from headway.base.text import shorten
+from headway.base.text import short_repr, shorten
 
 PICTURE_ROWS = 64
 PICTURE_SLOTS = 128
@@ -202,7 +202,12 @@ class Mask:
         raw = next(raw_rules(self.rule), None)
         rows = (16 if raw is None else len(raw.rows)) if rows is None else rows
         first = (0 if raw is None else _guess_first(raw)) if first_slot is None else first_slot
-        bound = self.bind(first, rows, causal=causal)
+        first, rows = (
+            check_integer(first, "first_slot", high=LONGEST_RUN),
+            check_integer(rows, "rows", high=LONGEST_RUN),
+        )
+        drawn = min(rows, PICTURE_ROWS) if raw is None else rows  # of many rows only those that are drawn are computed
+        bound = self.bind(first, drawn, causal=causal, total=None if causal else first + rows)
         return first, bound[:PICTURE_ROWS], max(0, rows - PICTURE_ROWS)
 
 
@@ -258,16 +263,16 @@ def _joined(kind: type[All] | type[Either], left: Mask, right: Mask) -> All | Ei
 
 
 def _raw_row(row: Any, index: int) -> Brle:
-    if not hasattr(row, "__iter__") and not isinstance(row, Brle):
+    if not isinstance(row, Brle) and (not hasattr(row, "__iter__") or getattr(row, "ndim", 1) == 0):
         raise WrongType(
-            f"row {index} of the attention mask is {row!r}; it must be a list of runs per row, e.g. [[3, 2]]"
+            f"row {index} of the attention mask is {short_repr(row)}; it must be a list of runs per row, e.g. [[3, 2]]"
         )
     return Brle.from_runs(row, where=f"row {index} of the attention mask ({READ_RUNS})")
 
 
 def _pair(pair: Any, blocks: int) -> tuple[int, int]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise WrongType(f"sees has {pair!r}; it must be pairs of block numbers (viewer, seen)")
+        raise WrongType(f"sees has {short_repr(pair)}; it must be pairs of block numbers (viewer, seen)")
     viewer, seen = (check_integer(block, f"block number in {tuple(pair)}", high=blocks - 1) for block in pair)
     return viewer, seen
 

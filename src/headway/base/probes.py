@@ -14,6 +14,7 @@ import numpy as np
 
 from headway.base.checks import check_integer, check_list, check_number, check_token_id
 from headway.base.errors import InvalidInput, WrongType
+from headway.base.text import short_repr
 
 REDUCTIONS = (None, "mean", "max")
 
@@ -116,9 +117,9 @@ class AttentionScores:
 
     def __post_init__(self) -> None:
         if not (self.reduce is None or isinstance(self.reduce, str)):
-            raise WrongType(f"reduce is {self.reduce!r}; it must be None, 'mean' or 'max'")
+            raise WrongType(f"reduce is {short_repr(self.reduce)}; it must be None, 'mean' or 'max'")
         if self.reduce not in REDUCTIONS:
-            raise InvalidInput(f"reduce is {self.reduce!r}; it must be None, 'mean' or 'max'")
+            raise InvalidInput(f"reduce is {short_repr(self.reduce)}; it must be None, 'mean' or 'max'")
         _set(self, layer=check_integer(self.layer, "layer"))
 
 
@@ -160,7 +161,7 @@ def _set(probe: Any, **fields: Any) -> None:
 
 def _flag(value: Any, name: str = "masked") -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise WrongType(f"{name} is {value!r}; it must be True or False")
+        raise WrongType(f"{name} is {short_repr(value)}; it must be True or False")
     return bool(value)
 
 

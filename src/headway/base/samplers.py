@@ -180,13 +180,14 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     """(id, bias) pairs in id order, from a mapping, pairs or None."""
     if value is None:
         return ()
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
-        raise WrongType(f"logit_bias is {value!r}; it must be a mapping from token id to number")
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0:
+        raise WrongType(f"logit_bias is {short_repr(value)}; it must be a mapping from token id to number")
     pairs = {}
     for pair in value.items() if isinstance(value, Mapping) else value:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise WrongType(
-                f"logit_bias has {pair!r}; it must be a mapping from token id to number, or (id, number) pairs"
+                f"logit_bias has {short_repr(pair)}; "
+                "it must be a mapping from token id to number, or (id, number) pairs"
             )
         token = check_token_id(pair[0], "a token id in logit_bias")
         if token in pairs:

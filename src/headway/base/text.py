@@ -9,6 +9,7 @@ from headway.base.errors import InvalidInput
 
 UNITS = {1000: ("B", "kB", "MB", "GB", "TB"), 1024: ("B", "KiB", "MiB", "GiB", "TiB")}
 SHOWN = 80  # characters of a value in a message
+LONGEST = 1024  # bits of an integer that is written out
 
 _REPR = Repr()
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = SHOWN
@@ -27,8 +28,13 @@ def shorten(text: str, limit: int = SHOWN) -> str:
 
 
 def short_repr(value: Any, limit: int = SHOWN) -> str:
-    """`repr(value)` cut to `limit` characters; a large container or string is never spelled out whole."""
-    return shorten(_REPR.repr(value), limit)
+    """`repr(value)` on one line, cut to `limit` characters; a large value is never spelled out whole."""
+    if isinstance(value, int) and abs(value) >> LONGEST:
+        return f"an integer of {value.bit_length()} bits"  # Python does not write out the largest ones
+    try:
+        return shorten(" ".join(_REPR.repr(value).split()), limit)
+    except Exception:  # a value's own repr may do anything
+        return f"a value of type {type(value).__name__}"
 
 
 def check_unicode(text: str) -> None:

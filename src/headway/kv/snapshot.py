@@ -1,21 +1,32 @@
-"""A context on disk: one safetensors file with its pages, its log and a fingerprint of the weights that made it."""
+"""A context on disk: one safetensors file with its pages, its log and a fingerprint of the weights that made it.
+
+A checksum covers every byte of the file, header and body. It stands in the header and is counted as zeros there.
+Whatever is wrong with a file, or keeps one from being written, is a `SnapshotError`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headway.base.brle import Brle
+from headway.base.checks import check_integer
 from headway.base.errors import SnapshotError
+from headway.base.text import shorten
 
-FORMAT = "headway-snapshot-1"
+FORMAT = "headway-snapshot-2"
+AGAIN = "delete it and save it again"
+BLANK = b"0" * 64
+CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')  # inside other strings the quotes would be escaped
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +56,57 @@ class Snapshot:
 
 def write(path: Path, snapshot: Snapshot) -> None:
     """The snapshot as a file that appears whole or not at all."""
+    try:
+        data = _packed(snapshot)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SnapshotError(f"the snapshot {path.stem!r} cannot be written: {shorten(str(error))}") from error
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise SnapshotError(
+            f"the snapshot {path.stem!r} cannot be written to {path.parent}: {error.strerror or error}; make room or "
+            "another folder there, or save it in memory (durable=False)"
+        ) from error
+
+
+def read(path: Path) -> Snapshot | None:
+    """The snapshot in a file, or None if there is no file; anything that does not hold together is refused."""
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise SnapshotError(f"the snapshot {path.name} cannot be read: {error.strerror or error}") from error
+    try:
+        return _parse(*_unpacked(data))
+    except Exception as error:  # a file may hold anything
+        raise SnapshotError(f"the snapshot {path.name} cannot be read: {shorten(str(error), 200)}; {AGAIN}") from error
+
+
+def remove(path: Path) -> bool:
+    """Delete a file; False if there was none."""
+    try:
+        path.unlink()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise SnapshotError(
+            f"the snapshot {path.name} cannot be deleted from {path.parent}: {error.strerror or error}"
+        ) from error
+    return True
+
+
+def _packed(snapshot: Snapshot) -> bytearray:
     from safetensors.numpy import save
 
     masked = [(i, m.runs) for i, m in enumerate(snapshot.masks) if m is not None]
@@ -68,64 +130,88 @@ def write(path: Path, snapshot: Snapshot) -> None:
         "program": dict(snapshot.program),
         "maker": snapshot.maker,
     }
-    data = save(arrays, metadata={"format": FORMAT, "facts": json.dumps(facts)})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    metadata = {"format": FORMAT, "checksum": BLANK.decode(), "facts": json.dumps(facts)}
+    data = bytearray(save(arrays, metadata=metadata))
+    start, stop = _checksum_at(data)
+    data[start:stop] = blake2b(data, digest_size=32).hexdigest().encode()
+    return data
 
 
-def read(path: Path) -> Snapshot:
-    """The snapshot in a file; anything that does not hold together is refused."""
-    from safetensors import SafetensorError, safe_open
+def _checksum_at(data: bytes | bytearray) -> tuple[int, int]:
+    """Where the checksum stands in the header."""
+    found = CHECKSUM.search(data, 8, 8 + int.from_bytes(data[:8], "little"))
+    if found is None:
+        raise SnapshotError("it has no checksum, so it is damaged or of another version")
+    return found.span(1)
 
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        if metadata.get("format") != FORMAT:
-            raise SnapshotError(f"{path.name} is no snapshot of this version; its format is {metadata.get('format')!r}")
-        return _parse(json.loads(metadata["facts"]), arrays)
-    except SnapshotError:
-        raise
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AssertionError) as e:
-        raise SnapshotError(f"the snapshot {path.name} cannot be read: {e}; delete it and save it again") from None
+
+def _unpacked(data: bytes) -> tuple[Mapping[str, Any], Mapping[str, np.ndarray]]:
+    """The facts and arrays of a file whose checksum is right."""
+    from safetensors.numpy import load
+
+    start, stop = _checksum_at(data)
+    digest = blake2b(digest_size=32)
+    for part in (memoryview(data)[:start], BLANK, memoryview(data)[stop:]):
+        digest.update(part)
+    if digest.hexdigest().encode() != data[start:stop]:
+        raise SnapshotError("its checksum does not match, so the file is damaged")
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    metadata = header["__metadata__"]
+    if metadata.get("format") != FORMAT:
+        raise SnapshotError(f"its format is {metadata.get('format')!r} and this version reads {FORMAT!r}")
+    return json.loads(metadata["facts"]), load(data)
 
 
 def _parse(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Snapshot:
-    tokens, positions = arrays["tokens"], arrays["positions"]
-    masks: list[Brle | None] = [None] * len(tokens)
-    ends = np.cumsum(arrays["mask_counts"])
-    for slot, count, end in zip(arrays["mask_slots"], arrays["mask_counts"], ends, strict=True):
-        masks[int(slot)] = Brle.from_runs(arrays["mask_runs"][end - count : end].tolist())
-    snapshot = Snapshot(
+    """The snapshot, if its parts fit each other."""
+    log = ("tokens", "positions", "mask_slots", "mask_counts", "mask_runs")
+    _require(all(arrays[name].ndim == 1 and arrays[name].dtype == np.int64 for name in log), "the log is not flat")
+    tokens, positions, kv = arrays["tokens"], arrays["positions"], arrays["kv"]
+    _require(len(tokens) == len(positions), "the log's lengths differ")
+    size = check_integer(facts["page_size"], "page_size", 1)
+    pages, committed = -(-len(tokens) // size), check_integer(facts["committed"], "committed")
+    discarded = [check_integer(i, "a discarded page", high=pages - 1) for i in facts["discarded"]]
+    spans = [(check_integer(a, "a span"), check_integer(b, "a span")) for a, b in facts["spans"]]
+    borders = [0, *(border for span in spans for border in span)]
+    _require(sorted(set(discarded)) == discarded, "discarded pages are out of order")
+    _require(sorted(borders) == borders and all(a < b for a, b in spans), "spans are out of order")
+    _require(all(a < len(tokens) for a, _ in spans), "a span lies after the last slot")
+    _require(committed * size <= len(tokens), "more is committed than there is")
+    _require(kv.ndim == 2 and len(kv) == pages - len(discarded), "pages are missing")
+    _require(isinstance(facts["repeatable"], bool) and isinstance(facts["program"], dict), "a field has another type")
+    _require(not facts["repeatable"] or all(b <= len(tokens) for _, b in spans), "a span is cut off")
+    return Snapshot(
         fingerprint=str(facts["fingerprint"]),
-        page_size=int(facts["page_size"]),
+        page_size=size,
         dtype=str(facts["dtype"]),
-        committed=int(facts["committed"]),
+        committed=committed,
         tokens=tokens,
         positions=positions,
-        masks=tuple(masks),
-        discarded=tuple(int(i) for i in facts["discarded"]),
-        spans=tuple((int(a), int(b)) for a, b in facts["spans"]),
-        repeatable=bool(facts["repeatable"]),
-        kv=arrays["kv"],
+        masks=_masks(len(tokens), spans, arrays),
+        discarded=tuple(discarded),
+        spans=tuple(spans),
+        repeatable=facts["repeatable"],
+        kv=kv,
         state=arrays["state"],
-        program=dict(facts["program"]),
-        maker=str(facts.get("maker", "")),
+        program=facts["program"],
+        maker=str(facts["maker"]),
     )
-    pages = -(-len(tokens) // snapshot.page_size)
-    assert tokens.ndim == positions.ndim == 1, "the log is not flat"
-    assert len(tokens) == len(positions), "the log's lengths differ"
-    assert snapshot.kv.ndim == 2, "the pages are not a table"
-    assert len(snapshot.kv) == pages - len(snapshot.discarded), "pages are missing"
-    assert 0 <= snapshot.committed * snapshot.page_size <= len(tokens), "more is committed than there is"
-    assert all(0 <= i < pages for i in snapshot.discarded), "a discarded page does not exist"
-    return snapshot
+
+
+def _masks(length: int, spans: list[tuple[int, int]], arrays: Mapping[str, np.ndarray]) -> tuple[Brle | None, ...]:
+    """What each slot attended to; each mask must end at its slot, or at the end of its pass if that was not causal."""
+    masks: list[Brle | None] = [None] * length
+    slots, counts, runs = arrays["mask_slots"], arrays["mask_counts"], arrays["mask_runs"].tolist()
+    _require(bool((counts >= 0).all()) and int(counts.sum()) == len(runs), "mask runs are missing")
+    for slot, count, end in zip(slots.tolist(), counts.tolist(), np.cumsum(counts).tolist(), strict=True):
+        _require(0 <= slot < length, "a mask has no slot")
+        mask = Brle.from_runs(runs[end - count : end])
+        ends = {slot + 1, *(b for a, b in spans if a <= slot < b)}
+        _require(len(mask) in ends and mask.any(), f"the mask of slot {slot} does not fit it")
+        masks[slot] = mask
+    return tuple(masks)
+
+
+def _require(holds: bool, why: str) -> None:
+    if not holds:
+        raise SnapshotError(why)

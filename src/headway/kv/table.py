@@ -300,11 +300,28 @@ class PageTable:
         self.pages = [None if i in chosen else p for i, p in enumerate(self.pages)]
         self.stamp = object()
 
+    @property
+    def pages_to_fork(self) -> int:
+        """Pages without which it cannot be forked: copies of working pages that cannot be computed again."""
+        return 0 if self.can_replay else len(self._filled_working())
+
+    def pages_to_truncate(self, n: int) -> int:
+        """Pages without which n tokens cannot be dropped: a copy of a shared page that cannot be computed again."""
+        whole, part = divmod(self.length - n, self.page_size)
+        if not part or whole >= self.committed or self.can_replay:
+            return 0
+        page = self.pages[whole]
+        return int(_is_there(page) and self.allocator.holders(page) > 1)
+
+    def _filled_working(self) -> list[int]:
+        """The numbers of the working pages that hold tokens."""
+        used = -(-self.length // self.page_size)
+        return [i for i in range(self.committed, used) if _is_there(self.pages[i])]
+
     def fork(self) -> PageTable:
         """A table that shares the committed pages and has copies of the working pages that hold tokens."""
         child = PageTable(self.allocator, self.page_size, self.salt)
-        used = -(-self.length // self.page_size)
-        copies = [i for i in range(self.committed, used) if _is_there(self.pages[i])]
+        used, copies = -(-self.length // self.page_size), self._filled_working()
         if len(copies) > self.allocator.available and self.can_replay:
             copies = []  # no room for copies: the fork computes these slots again when it needs them
         fresh = dict(zip(copies, self.allocator.take(len(copies)), strict=True))

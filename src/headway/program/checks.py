@@ -15,6 +15,7 @@ from headway.base.masks import check_rows, logit_mask, row_name
 from headway.base.probes import AttentionScores, Distribution, Hidden, LogitLens, Logprob, Logprobs, Probe, Ranking
 from headway.base.rng import LIMIT
 from headway.base.samplers import Sampling
+from headway.base.text import short_repr
 from headway.kv.table import PageTable
 from headway.models.config import ModelConfig
 from headway.program.ids import position_ids, token_ids
@@ -102,7 +103,7 @@ def _check_masks(table: PageTable, work: Pass) -> None:
     rows = [(i, m) for i, m in enumerate(work.masks or ()) if m is not None]
     for i, mask in rows:
         if not isinstance(mask, Brle):
-            raise WrongType(f"mask {i} is {mask!r}; it must be a Brle (1 = attend) or None")
+            raise WrongType(f"mask {i} is {short_repr(mask)}; it must be a Brle (1 = attend) or None")
         wanted = {base + i + 1} if work.causal else {base + i + 1, end}
         if len(mask) not in wanted:
             raise InvalidMask(f"mask {i} covers {len(mask)} slots; {sorted(wanted)} are possible")
@@ -117,7 +118,9 @@ def _check_readouts(config: ModelConfig, table: PageTable, work: Pass) -> None:
         if not first <= readout.row < len(work.tokens):
             raise OutOfRange(f"a readout names row {readout.row}; this pass has rows 0 to {len(work.tokens) - 1}")
         if not isinstance(readout.what, Sampling | Probe):
-            raise WrongType(f"a readout has {readout.what!r}; it must be a probe or a Sampling (samplers.resolve)")
+            raise WrongType(
+                f"a readout has {short_repr(readout.what)}; it must be a probe or a Sampling (samplers.resolve)"
+            )
         check_integer(readout.seed, "seed", high=LIMIT - 1)
         check_integer(readout.ordinal, "ordinal", high=LIMIT - 1)
         check_readout(config, readout.what)

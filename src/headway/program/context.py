@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
 
 import numpy as np
 
@@ -15,11 +15,13 @@ from headway.base.errors import (
     ContextBusy,
     InvalidInput,
     PassFailed,
+    Unsupported,
 )
 from headway.base.generation import PARAMETERS, unknown_parameter
 from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampler
+from headway.base.text import short_repr
 from headway.kv.table import PageTable
 from headway.program.chat.conversation import Conversation
 from headway.program.chat.messages import Messages
@@ -61,6 +63,12 @@ class Context:
             busy = self.engine._loop.last_job(self._table) is not None
             state = "released" if self._table.closed else "lost" if self._table.lost else "busy" if busy else "idle"
         return f"<Context: {computed} tokens computed, {pending} pending, {state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise Unsupported(
+            "a context cannot be pickled or copied: fork() gives a second one, save(name, durable=True) writes it to "
+            "disk"
+        )
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -287,6 +295,8 @@ class Context:
         for name in unknown:
             raise unknown_parameter(name)
         refuse(adapter=adapter, speculate=speculate)
+        stop_only = PARAMETERS["stop_only"].check(stop_only)
+        penalize_prompt = PARAMETERS["penalize_prompt"].check(penalize_prompt)
         given = GenerationDefaults(
             do_sample=do_sample,
             temperature=temperature,
@@ -364,6 +374,7 @@ class Context:
     def fork(self) -> Context:
         """A second context that shares every committed page and has copies of the rest, pending tokens included."""
         with self._changing():
+            self.engine._loop.make_room(self._table.pages_to_fork, self._table)
             twin = Context(self.engine, self._table.fork(), self.seed)
             twin._pending = list(self._pending)
             twin._conversation, twin._written = self._conversation, self._written
@@ -377,6 +388,7 @@ class Context:
             if not 0 <= n <= total:
                 raise InvalidInput(f"truncate({n}): the context has {total} tokens; give a number from 0 to {total}")
             waiting = min(n, len(self._pending))
+            self.engine._loop.make_room(self._table.pages_to_truncate(n - waiting), self._table)
             self._table.truncate(n - waiting)
             del self._pending[len(self._pending) - waiting :]
         return self
@@ -502,5 +514,5 @@ class Context:
 def checked_bid(bid: float) -> float:
     """The bid, if it is inside its limits."""
     if isinstance(bid, bool) or not isinstance(bid, int | float) or not -BID_LIMIT <= bid <= BID_LIMIT:
-        raise InvalidInput(f"the bid is {bid!r}; it must be a number in [{-BID_LIMIT:g}, {BID_LIMIT:g}]")
+        raise InvalidInput(f"the bid is {short_repr(bid)}; it must be a number in [{-BID_LIMIT:g}, {BID_LIMIT:g}]")
     return float(bid)

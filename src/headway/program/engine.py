@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 import weakref
@@ -13,15 +12,16 @@ from functools import cached_property, partial
 from inspect import isawaitable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar
 
 import torch
 
-from headway.base.checks import check_fraction, check_integer
+from headway.base.checks import check_fraction, check_integer, check_number, check_text
 from headway.base.config import settings
 from headway.base.errors import Closed, InvalidInput, Unsupported, WrongType
 from headway.base.gc_paused import gc_paused
 from headway.base.rng import LIMIT
+from headway.base.text import short_repr
 from headway.kv.allocator import Allocator
 from headway.kv.pool import Pool
 from headway.kv.table import PageTable
@@ -125,6 +125,7 @@ class Engine:
         total.
         """
         _check_flags(deterministic=deterministic, trim=trim)
+        _check_names(dtype=dtype, device=device, quantize=quantize)
         where = pick_device(device)
         count = pick_threads(threads)
         page_size = check_integer(page_size, "page_size", 1, 1024)
@@ -203,6 +204,12 @@ class Engine:
         pages = f"{allocator.free} of {allocator.total} pages free"
         return f"<Engine {self._name!r}: {dtype} on {decoder.device}, {pages}, {state}>"
 
+    def __reduce__(self) -> NoReturn:
+        raise Unsupported(
+            "an engine cannot be pickled or copied: it owns threads and a device's memory; give the other process the "
+            "model's name and create an engine there"
+        )
+
     # -- programs --------------------------------------------------------------------------------------------------
 
     def run(
@@ -213,21 +220,24 @@ class Engine:
         """Run `program(engine, *args)` to its end and return its value; works where an event loop runs already."""
 
         if not callable(program):
-            raise WrongType(f"the program is {program!r:.60}; give run an async function that takes the engine")
+            raise WrongType(f"the program is {short_repr(program)}; give run an async function that takes the engine")
 
         async def main() -> Result:
             running = program(self, *args)
             if not isawaitable(running):
                 raise WrongType(
-                    f"the program returned {running!r:.60}, which cannot be awaited; write it with async def"
+                    f"the program returned {short_repr(running)}, which cannot be awaited; write it with async def"
                 )
             return await running
 
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return asyncio.run(main())
-        return run_in_thread(main)
+            inside = False
+        else:
+            inside = True
+        # Outside of the `except`, or every error of the program would be shown as one during the handling of that one.
+        return run_in_thread(main) if inside else asyncio.run(main())
 
     def context(
         self,
@@ -245,10 +255,9 @@ class Engine:
         """
         if seed is not None:
             seed = check_integer(seed, "seed", high=LIMIT - 1)
-        if not isinstance(salt, str):
-            raise WrongType(f"salt is {salt!r}; it must be a string")
-        if deadline is not None and not (isinstance(deadline, int | float) and 0 < deadline < math.inf):
-            raise InvalidInput(f"deadline is {deadline!r}; it must be a number of seconds above 0")
+        check_text(salt, "salt")
+        if deadline is not None and check_number(deadline, "deadline") <= 0:
+            raise InvalidInput(f"deadline is {short_repr(deadline)}; it must be a number of seconds above 0")
         with self._lock:
             self._loop.check_open()
             table = PageTable(self._allocator, self._page_size, salt)
@@ -457,17 +466,26 @@ def _unchanged(decoder: Decoder | QuantizedDecoder, dtype: str, device: str) -> 
     """A decoder in memory, used as it is: another dtype or device than its own is refused."""
     where = decoder.device if device == "auto" else pick_device(device)
     if where.type != decoder.device.type or where.index not in (None, decoder.device.index):
-        raise InvalidInput(f"device {device!r} was asked for and this decoder is on {decoder.device}; move it first")
+        raise InvalidInput(
+            f"device {short_repr(device)} was asked for and this decoder is on {decoder.device}; move it first"
+        )
     if dtype != "auto" and pick_dtype(dtype, where) != decoder.dtype:
         has = str(decoder.dtype).removeprefix("torch.")
-        raise InvalidInput(f"dtype {dtype!r} was asked for and this decoder is in {has}; convert it first")
+        raise InvalidInput(f"dtype {short_repr(dtype)} was asked for and this decoder is in {has}; convert it first")
     return decoder
 
 
 def _check_flags(**flags: bool) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise WrongType(f"{name} is {value!r:.60}; it must be True or False")
+            raise WrongType(f"{name} is {short_repr(value)}; it must be True or False")
+
+
+def _check_names(**names: str | None) -> None:
+    """Raise for what is not text: an array, say, which would be compared element by element."""
+    for name, value in names.items():
+        if not isinstance(value, str) and not (value is None and name == "quantize"):
+            raise WrongType(f"{name} is {short_repr(value)} of type {type(value).__name__}; it must be a string")
 
 
 def _synchronizer(device: torch.device) -> Callable[[], None]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from headway.base.masks import Mask, check_rows, logit_mask
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, Sampling, resolve
+from headway.base.text import short_repr
 from headway.program.checks import check_readout, check_reread, check_windows
 from headway.program.ids import check_position, integers, position_ids, token_ids
 from headway.program.output import Output, ProbeHandle, SampleHandle
@@ -129,7 +132,7 @@ class Forward:
         if self._mask is not None:
             raise InvalidMask("attention_mask was called twice; combine masks with & and | and give them once")
         if not isinstance(causal, bool | np.bool_):
-            raise WrongType(f"causal is {causal!r}; expected True or False")
+            raise WrongType(f"causal is {short_repr(causal)}; expected True or False")
         self._mask = mask if isinstance(mask, Mask) else Mask.from_runs(mask)
         self._causal = bool(causal)
         return self
@@ -182,7 +185,7 @@ class Forward:
         vocab = self._context.engine.vocab_size
         if not isinstance(sampler, Sampler):
             raise WrongType(
-                f"{sampler!r} is not a sampler; give Argmax(), Multinomial(...), Sampling(...) or another one"
+                f"{short_repr(sampler)} is not a sampler; give Argmax(), Multinomial(...), Sampling(...) or another one"
             )
         what = resolve(sampler)
         check_readout(self._context.engine.config, what)
@@ -197,7 +200,9 @@ class Forward:
         self._check_open()
         (row,) = integers([index], "index")
         if not isinstance(probe, Probe):
-            raise WrongType(f"{probe!r} is not a probe; give Logits(), Distribution(...), Entropy() or another one")
+            raise WrongType(
+                f"{short_repr(probe)} is not a probe; give Logits(), Distribution(...), Entropy() or another one"
+            )
         check_readout(self._context.engine.config, probe)
         handle = ProbeHandle(self, len(self._asks), probe)
         self._asks.append(_Ask(row, probe, None, None))
@@ -365,11 +370,15 @@ class Execution(Generic[Result]):
 
     def __init__(self, job: Job, context: Context, finish: Callable[[PassResult], Result]) -> None:
         self._job, self._context, self._finish = job, context, finish
-        self._delivered_before = False
+        self._delivered_before = self._cancelled = False
 
     def __repr__(self) -> str:
         outcome = self._job.outcome
-        return f"<Execution: {'cancelled' if outcome.cancelled() else 'done' if outcome.done() else 'running'}>"
+        cancelled = outcome.cancelled() or self._is_undone
+        return f"<Execution: {'cancelled' if cancelled else 'done' if outcome.done() else 'running'}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise Unsupported("a submitted pass cannot be pickled or copied; await it and keep its output")
 
     def __await__(self) -> Generator[Any, None, Result]:
         job, loop = self._job, asyncio.get_running_loop()
@@ -381,18 +390,20 @@ class Execution(Generic[Result]):
         except asyncio.CancelledError:
             self.cancel()
             raise
-        if job.outcome.cancelled():
+        if job.outcome.cancelled() or self._is_undone:
             raise asyncio.CancelledError
         return self._delivered(job.outcome.result())
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait in this thread; a pass that does not end in time (seconds) is undone."""
-        if timeout is not None and check_number(timeout, "timeout") < 0:
+        seconds = None if timeout is None else check_number(timeout, "timeout")
+        if seconds is not None and seconds < 0:
             raise InvalidInput(
                 f"timeout is {timeout}; it must be a number of seconds of at least 0, or None to wait for the end"
             )
         try:
-            return self._delivered(self._job.outcome.result(timeout))
+            limit = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
+            return self._delivered(self._job.outcome.result(limit))
         except BaseException as error:
             if self._job.outcome.done():
                 raise
@@ -409,9 +420,17 @@ class Execution(Generic[Result]):
 
     def cancel(self) -> None:
         """Undo the pass."""
+        self._cancelled = True
         self._context.engine._loop.abandon(self._job)
 
+    @property
+    def _is_undone(self) -> bool:
+        """Whether it was cancelled here after its end, and undone: its outcome still has the result."""
+        return self._cancelled and self._job.abandoned
+
     def _delivered(self, result: PassResult) -> Result:
+        if self._is_undone:
+            raise CancelledError
         if self._job.abandoned:
             raise Closed("this pass was undone, because the one whose token it takes was cancelled")
         self._job.settle()

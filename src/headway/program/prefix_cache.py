@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from headway.base.errors import InvalidInput
+from headway.base.text import short_repr
 from headway.program.ids import token_ids
 
 if TYPE_CHECKING:
@@ -36,14 +37,16 @@ class PrefixCache:
         Returns how many pages are pinned: those that are cached now.
         """
         if ttl is not None and not (isinstance(ttl, int | float) and 0 < ttl < math.inf):
-            raise InvalidInput(f"ttl is {ttl!r}; it must be a number of seconds above 0")
+            raise InvalidInput(f"ttl is {short_repr(ttl)}; it must be a number of seconds above 0")
         until = math.inf if ttl is None else time.monotonic() + ttl
         engine = self._engine
         with engine._lock:
             if isinstance(name_or_ids, str):
                 table = engine._snapshots.table(name_or_ids)
                 if table is None:
-                    raise InvalidInput(f"no context is saved in memory as {name_or_ids!r}; save it, or give token ids")
+                    raise InvalidInput(
+                        f"no context is saved in memory as {short_repr(name_or_ids)}; save it, or give token ids"
+                    )
                 name, pages = name_or_ids, table.held()
             else:
                 ids = token_ids(name_or_ids, engine.vocab_size)

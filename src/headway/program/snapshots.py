@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,9 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from headway.base.errors import InvalidInput, SnapshotError
+from headway.base.checks import check_integer
+from headway.base.errors import InvalidInput, SnapshotError, WrongType
+from headway.base.rng import LIMIT
+from headway.base.text import short_repr, shorten
 from headway.base.version import VERSION
 from headway.kv import snapshot as files
+from headway.kv.allocator import Export, HostPages, Import
 from headway.kv.snapshot import Snapshot
 from headway.kv.table import PageTable
 from headway.models.quantized.cpu import QuantizedDecoder
@@ -35,21 +41,24 @@ class Snapshots:
         self._kept: dict[str, Context] = {}
 
     def save(self, name: str, context: Context, *, durable: bool) -> None:
-        """Keep a fork of the context under a name; replaces what had the name before."""
+        """Keep the context as it is now under a name; replaces what had the name before."""
         path = self._path(name)
-        copy = context.fork()
+        if not isinstance(durable, bool):
+            raise WrongType(f"durable is {short_repr(durable)}; it must be True or False")
         if durable:
-            try:
-                files.write(path, self._pack(copy))
-            finally:
-                copy.release()
+            files.write(path, self._pack(context))
             self._forget(name)
             return
+        copy = context.fork()
+        try:
+            files.remove(path)
+        except BaseException:
+            copy.release()
+            raise
         with self._engine._lock:
             self._forget(name)
             copy._table.idle_first = True
             self._kept[name] = copy
-        path.unlink(missing_ok=True)
 
     def open(self, name: str) -> Context | None:
         """A fork of what was saved, or None."""
@@ -57,26 +66,33 @@ class Snapshots:
         with self._engine._lock:
             if name in self._kept:
                 return self._kept[name].fork()
-        return self._load(path) if path.exists() else None
+        return self._load(path)
 
     def take(self, name: str) -> Context | None:
         """What was saved, which is then no longer saved; or None."""
         path = self._path(name)
         with self._engine._lock:
             kept = self._kept.pop(name, None)
-        if kept is not None:
-            kept._table.idle_first = False
-            return kept
-        context = self._load(path) if path.exists() else None
-        path.unlink(missing_ok=True)
+            if kept is not None:
+                kept._table.idle_first = False
+                return kept
+        context = self._load(path)
+        try:
+            gone = context is not None and not files.remove(path)  # somebody else has taken or deleted it meanwhile
+        except BaseException:
+            if context is not None:
+                context.release()
+            raise
+        if context is not None and gone:
+            context.release()
+            return None
         return context
 
     def delete(self, name: str) -> bool:
         """Forget what was saved; False if there was nothing."""
         path = self._path(name)
-        existed = self._forget(name) or path.exists()
-        path.unlink(missing_ok=True)
-        return existed
+        on_disk = files.remove(path)
+        return self._forget(name) or on_disk
 
     def table(self, name: str) -> PageTable | None:
         """The table of what was saved in memory under a name."""
@@ -94,101 +110,128 @@ class Snapshots:
     def _path(self, name: str) -> Path:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise InvalidInput(
-                f"the snapshot name {str(name)[:140]!r} cannot be used; names have 1 to 128 of A–Z a–z 0–9 . _ -"
+                f"the snapshot name {short_repr(name)} cannot be used; names have 1 to 128 of A–Z a–z 0–9 . _ -"
             )
         return self._folder / f"{name}.safetensors"
 
     # -- to disk ---------------------------------------------------------------------------------------------------
 
     def _pack(self, context: Context) -> Snapshot:
-        table, engine = context._table, self._engine
-        context._settle()
+        """The context as it is now. Its pages are copied as an edit, in order: whatever comes later changes nothing."""
+        engine = self._engine
+        while True:
+            context._settle()  # a preempted context resumes first
+            with context._changing():
+                if context._table.is_preempted:
+                    continue
+                table = context._table
+                used = table.pages[: -(-table.length // table.page_size)]
+                live = tuple(page for page in used if page is not None)
+                host, state = HostPages(tuple(i for i, page in enumerate(used) if page is not None)), table.state
+                engine._allocator.edit(Export(live, host))
+                saved = Snapshot(
+                    fingerprint="",
+                    page_size=table.page_size,
+                    dtype=_kv_type(engine),
+                    committed=table.committed,
+                    tokens=np.array(table.tokens, dtype=np.int64),
+                    positions=np.array(table.positions, dtype=np.int64),
+                    masks=tuple(table.masks),
+                    discarded=tuple(i for i, page in enumerate(used) if page is None),
+                    spans=tuple(table.spans),
+                    repeatable=table.repeatable,
+                    kv=np.empty((0, 0), np.uint8),
+                    state=np.empty(0, np.uint8),
+                    program=_program_data(context),
+                    maker=_maker(engine),
+                )
+                break
         arrays: list[np.ndarray] = []
-
-        def read() -> None:
-            pages = table.held()
-            kv = engine._pool.read(pages).movedim(2, 0).contiguous().cpu()
-            arrays.append(_bytes(kv).reshape(len(pages), kv[:1].nbytes if len(pages) else 0))
-            state = table.state
-            arrays.append(_bytes(state.cpu()) if isinstance(state, torch.Tensor) else np.empty(0, np.uint8))
-
-        engine._loop.call(read)
-        return Snapshot(
-            fingerprint=engine.fingerprint,
-            page_size=table.page_size,
-            dtype=_kv_type(engine),
-            committed=table.committed,
-            tokens=np.array(table.tokens, dtype=np.int64),
-            positions=np.array(table.positions, dtype=np.int64),
-            masks=tuple(table.masks),
-            discarded=tuple(i for i, p in enumerate(table.pages) if p is None),
-            spans=tuple(table.spans),
-            repeatable=table.repeatable,
-            kv=arrays[0],
-            state=arrays[1],
-            program=_program_data(context),
-            maker=_maker(engine),
-        )
+        engine._loop.call(lambda: arrays.append(_bytes(state.cpu())) if isinstance(state, torch.Tensor) else None)
+        if not isinstance(host.data, torch.Tensor):
+            raise SnapshotError("the device failed while the context's pages were read; nothing was saved")
+        kv = host.data.movedim(2, 0).contiguous()
+        pages = _bytes(kv).reshape(len(live), kv[:1].nbytes if live else 0)
+        last = arrays[0] if arrays else saved.state
+        return replace(saved, kv=pages, state=last, fingerprint=engine.fingerprint)
 
     # -- from disk -------------------------------------------------------------------------------------------------
 
-    def _load(self, path: Path) -> Context:
-        saved = files.read(path)
-        engine = self._engine
+    def _load(self, path: Path) -> Context | None:
+        """The context in a file, or None if there is no file. All of it is checked before anything is made of it."""
+        saved, engine = files.read(path), self._engine
+        if saved is None:
+            return None
         if saved.fingerprint != engine.fingerprint:
             raise SnapshotError(
-                f"the snapshot {path.stem!r} was saved by other weights (fingerprint {saved.fingerprint[:12]}…, "
-                f"this model has {engine.fingerprint[:12]}…); open it with the model that saved it, or delete it"
+                f"the snapshot {path.stem!r} was saved by other weights (fingerprint {saved.fingerprint[:12]!r}…, "
+                f"this model has {engine.fingerprint[:12]!r}…); open it with the model that saved it, or delete it"
             )
-        token_ids(saved.tokens, engine.vocab_size, "saved tokens")
-        position_ids(saved.positions, engine.config.max_positions, "saved positions")
-        context = engine.context(seed=saved.program.get("seed"), salt=saved.program.get("salt", ""))
         try:
-            same = saved.page_size == context.page_size and saved.dtype == _kv_type(engine)
-            if same and (not engine.deterministic or saved.maker == _maker(engine)):
+            token_ids(saved.tokens, engine.vocab_size, "saved tokens")
+            position_ids(saved.positions, engine.config.max_positions, "saved positions")
+            program = _Program.of(saved.program, engine.vocab_size)
+            same = saved.page_size == engine.page_size and saved.dtype == _kv_type(engine)
+            exact = same and (not engine.deterministic or saved.maker == _maker(engine))
+            if exact:
+                self._check(saved, path.name)
+            return self._opened(saved, program, path.stem, exact=exact)
+        except (LookupError, TypeError, ValueError) as error:  # InvalidInput and WrongType among them
+            raise SnapshotError(
+                f"the snapshot {path.name} cannot be opened: {shorten(str(error), 200)}; {files.AGAIN}"
+            ) from error
+
+    def _opened(self, saved: Snapshot, program: _Program, name: str, *, exact: bool) -> Context:
+        context = self._engine.context(seed=program.seed, salt=program.salt)
+        try:
+            if exact:
                 self._restore(context._table, saved)
             else:
-                self._recompute(context, saved, path.stem)
-            _restore_program(context, saved.program, engine.vocab_size)
+                self._recompute(context, saved, name)
+            context._restore(program.pending, program.conversation, program.written)
         except BaseException:
             context.release()
             raise
         return context
 
     def _restore(self, table: PageTable, saved: Snapshot) -> None:
-        """Restore the pages."""
-        engine = self._engine
-        layers, _, *page = engine._pool.keys.shape
-        shape = (len(saved.kv), layers, 2, *page)
+        """Restore the pages. They are written by an edit, noted before their keys: whoever finds a page finds it
+        written."""
+        engine, raw = self._engine, self._engine._pool.raw
         pages = -(-len(saved.tokens) // saved.page_size)
-        self._check(saved, shape, pages)
+        live = tuple(i for i in range(pages) if i not in set(saved.discarded))
+        flat = torch.from_numpy(saved.kv.copy())  # as the file has it, it may be unaligned
         with engine._lock:
-            fresh = iter(engine._allocator.take(len(saved.kv)))
-            table.pages = [None if i in saved.discarded else next(fresh) for i in range(pages)]
+            engine._loop.make_room(len(live), table)
+            fresh = dict(zip(live, engine._allocator.take(len(live)), strict=True))
+            if fresh:
+                data = flat.view(raw.dtype).view(self._shape(saved)).movedim(0, 2)
+                source = HostPages(live, data)
+                engine._allocator.edit(Import(source, tuple(range(len(live))), tuple(fresh.values())))
+            table.pages = [fresh.get(i) for i in range(pages)]
             table.spans, table.repeatable = list(saved.spans), saved.repeatable  # first: they say which pages have keys
             table.restore(saved.tokens.tolist(), saved.positions.tolist(), list(saved.masks), saved.committed)
 
-        def fill() -> None:
-            raw = engine._pool.raw
-            if table.held():
-                data = torch.from_numpy(np.ascontiguousarray(saved.kv)).view(raw.dtype).view(shape).movedim(0, 2)
-                engine._pool.write(table.held(), data)
-            if saved.state.size:
-                table.state = torch.from_numpy(saved.state.copy()).view(raw.dtype).to(raw.device)
+        def restore_state() -> None:
+            table.state = torch.from_numpy(saved.state.copy()).view(raw.dtype).to(raw.device)
 
-        engine._loop.call(fill)
+        if saved.state.size:
+            engine._loop.call(restore_state)
 
-    def _check(self, saved: Snapshot, shape: tuple[int, ...], pages: int) -> None:
+    def _shape(self, saved: Snapshot) -> tuple[int, ...]:
+        layers, _, *page = self._engine._pool.keys.shape
+        return (len(saved.kv), layers, 2, *page)
+
+    def _check(self, saved: Snapshot, name: str) -> None:
         """Raise unless the saved bytes have the size of this model's pages and last token: kernels do not check."""
         item = self._engine._pool.raw.element_size()
-        fits = saved.kv.nbytes == int(np.prod(shape)) * item and len(saved.kv) + len(set(saved.discarded)) == pages
-        if not fits or saved.kv.dtype != np.uint8:
-            raise SnapshotError("the snapshot's pages do not have this model's shape; delete it and save it again")
+        if saved.kv.dtype != np.uint8 or saved.kv.nbytes != int(np.prod(self._shape(saved))) * item:
+            raise SnapshotError(f"the pages of the snapshot {name} do not have this model's shape; {files.AGAIN}")
         needed = self._engine.config.hidden_size * item
         if saved.state.dtype != np.uint8 or saved.state.shape not in ((0,), (needed,)):
             raise SnapshotError(
-                f"the snapshot's last token has a state of {saved.state.nbytes} bytes and this model's has {needed}; "
-                "delete it and save it again"
+                f"the last token of the snapshot {name} has a state of {saved.state.nbytes} bytes and this model's has "
+                f"{needed}; {files.AGAIN}"
             )
 
     @staticmethod
@@ -245,15 +288,43 @@ def _program_data(context: Context) -> dict[str, Any]:
     }
 
 
-def _restore_program(context: Context, data: dict[str, Any] | Any, vocab: int) -> None:
-    pending = token_ids(data["pending"], vocab, "saved pending tokens")
-    tools = None if data.get("tools") is None else tuple(data["tools"])
-    conversation = Conversation(
-        tuple(data["messages"]),
-        str(data["rendered"]),
-        bool(data["cued"]),
-        tools,
-        bool(data.get("described")),
-        str(data.get("transcript", "")),
-    )
-    context._restore(pending, conversation, int(data["written"]))
+@dataclass(frozen=True)
+class _Program:
+    """What a snapshot has besides the sequence, checked."""
+
+    pending: list[int]
+    conversation: Conversation
+    written: int
+    seed: int | None
+    salt: str
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any], vocab: int) -> _Program:
+        seed, tools = data["seed"], data["tools"]
+        conversation = Conversation(
+            tuple(_objects(data["messages"], "messages")),
+            _text(data["rendered"], "rendered"),
+            bool(data["cued"]),
+            None if tools is None else tuple(_objects(tools, "tools")),
+            bool(data["described"]),
+            _text(data["transcript"], "transcript"),
+        )
+        return cls(
+            pending=token_ids(data["pending"], vocab, "saved pending tokens"),
+            conversation=conversation,
+            written=check_integer(data["written"], "written"),
+            seed=None if seed is None else check_integer(seed, "seed", high=LIMIT - 1),
+            salt=_text(data["salt"], "salt"),
+        )
+
+
+def _objects(values: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise WrongType(f"{name} is {short_repr(values)}; it must be a list of objects")
+    return values
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise WrongType(f"{name} is {short_repr(value)}; it must be text")
+    return value

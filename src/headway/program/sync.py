@@ -14,6 +14,7 @@ from headway.base.config import settings
 from headway.base.errors import Closed, ContextLengthExceeded, InvalidInput, WrongType
 from headway.base.probes import Hidden, Logits
 from headway.base.samplers import Argmax, Sampler, Sampling
+from headway.base.text import short_repr
 from headway.models.decoder import Decoder
 from headway.program.context import Context
 from headway.program.engine import Engine, EngineInfo
@@ -202,7 +203,7 @@ class InferenceEngine:
         """The next token under params: greedy when nothing else is active. `random` is a seed or a numpy Generator."""
         self._stepped(state)
         if not isinstance(params, SamplingParams):
-            raise WrongType(f"params is {params!r:.60}; it must be SamplingParams(temperature=..., top_p=...)")
+            raise WrongType(f"params is {short_repr(params)}; it must be SamplingParams(temperature=..., top_p=...)")
         if not params.requires_logits_readback():
             return self.sample_greedy(state)
         if isinstance(random, np.random.Generator):
@@ -210,7 +211,7 @@ class InferenceEngine:
         elif isinstance(random, int | np.integer) and not isinstance(random, bool):
             seed = int(random)
         else:
-            raise WrongType(f"random is {random!r}; give a seed or a numpy.random.Generator")
+            raise WrongType(f"random is {short_repr(random)}; give a seed or a numpy.random.Generator")
         return self._draw(state, params.sampling(seed), state.generated_tokens)
 
     def _draw(self, state: DecodeState, sampler: Sampler, history: Sequence[int]) -> int:
@@ -295,7 +296,7 @@ class InferenceEngine:
 
     def _context(self, state: DecodeState) -> Context:
         if not isinstance(state, DecodeState):
-            raise WrongType(f"the state is {state!r:.60}; it must be a DecodeState()")
+            raise WrongType(f"the state is {short_repr(state)}; it must be a DecodeState()")
         if state.closed:
             raise Closed("this decode state was closed; create a new DecodeState")
         if state.context is None:
@@ -330,7 +331,7 @@ def generate(
     `eos_token_id` is by default the model's own; an empty list never stops early.
     """
     if not isinstance(engine, InferenceEngine):
-        raise WrongType(f"the engine is {engine!r:.60}; it must be an InferenceEngine(model)")
+        raise WrongType(f"the engine is {short_repr(engine)}; it must be an InferenceEngine(model)")
     (count,) = integers([max_tokens], "max_tokens")
     if count < 0:
         raise InvalidInput(f"max_tokens is {count}; it must be an integer of at least 0")

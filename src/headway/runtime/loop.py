@@ -216,6 +216,12 @@ class Loop:
         with self.lock:
             return sum(not job.resting for job in self._queue)
 
+    def make_room(self, pages: int, table: PageTable) -> bool:
+        """Whether a context can take this many pages now, if idle contexts must be preempted for it. The caller holds
+        the lock."""
+        self.drain()
+        return self.kv_cache.make_room(pages, table, self._queue)
+
     def release_later(self, table: PageTable) -> None:
         """Give a table's pages back soon; safe in a finalizer."""
         self._released.append(table)
@@ -479,8 +485,8 @@ class Loop:
                 self._calls.clear()
                 if not calls:
                     self._changed.wait()
-            for call in calls:
-                call()
+            if calls:
+                self._run_calls(calls)
 
     def _deliver(self, *, now: bool = False) -> None:
         """Have the outbox delivered: now, or concurrently with the step that is about to run."""

@@ -102,9 +102,9 @@ def processed_logprobs(logits: Tensor, sampler: RowSampler) -> Tensor:
     if sampler.sampling.temperature == 0:
         open_ = replace(sampler.sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
         sampler = replace(sampler, sampling=open_)
-    ids, weights = _kept_weights(logits, sampler)
+    ids, kept, weights = _kept(logits, sampler)
     logs = torch.full((logits.numel(),), -torch.inf, dtype=torch.float64, device=logits.device)
-    logs[ids] = (weights / weights.sum()).log()
+    logs[ids] = kept - weights.sum().log()  # in the log domain: a weight may be too small for any float
     return logs
 
 
@@ -144,11 +144,17 @@ def _sample_one(logits: Tensor, sampler: RowSampler) -> Tensor | int:
 
 def _kept_weights(logits: Tensor, sampler: RowSampler) -> tuple[Tensor, Tensor]:
     """(ascending ids, float64 weights, the largest being 1) after every filter."""
+    ids, _, weights = _kept(logits, sampler)
+    return ids, weights
+
+
+def _kept(logits: Tensor, sampler: RowSampler) -> tuple[Tensor, Tensor, Tensor]:
+    """(ascending ids, float64 logarithms of their weights, weights) after every filter."""
     how = sampler.sampling
     ids, scores = _candidates(logits, sampler)
     if how.temperature == 0:
         best = scores.argmax().unsqueeze(0)
-        return ids[best], torch.ones_like(scores[best])
+        return ids[best], torch.zeros_like(scores[best]), torch.ones_like(scores[best])
     if 0 < how.top_k < ids.numel():
         ids, scores = _take(_best(scores, how.top_k), ids, scores)
     logs = _below_peak(scores) / how.temperature
@@ -159,8 +165,8 @@ def _kept_weights(logits: Tensor, sampler: RowSampler) -> tuple[Tensor, Tensor]:
         ids, logs, weights = _take((weights >= how.min_p).nonzero().squeeze(1), ids, logs, weights)
     if how.typical_p < 1:
         near = _nearness(logs, weights)
-        ids, weights = _take(_prefix(near, weights, how.typical_p), ids, weights)
-    return ids, weights
+        ids, logs, weights = _take(_prefix(near, weights, how.typical_p), ids, logs, weights)
+    return ids, logs, weights
 
 
 def _candidates(logits: Tensor, sampler: RowSampler) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ def resolve(
             return model_path(known)
         return _fetched(text, progress, download)
     path = Path(model).expanduser()
-    if text.strip() and path.exists():
+    if text.strip() and _is_there(path):
         return _checked_path(path)
     if isinstance(model, str) and is_hub_id(text):
         folder = _hub_folder(text, revision)
@@ -65,6 +65,13 @@ def resolve(
             return _pull_repo(text, progress or silent, revision, token)
         return _fetched(text, progress, download)
     raise _not_found(text)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file can have: too long, or with a zero byte
+        return False
 
 
 def pull(model: str, *, progress: FetchProgress | None = None) -> Path:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput
+from headway.base.text import short_repr
 from headway.kernels.native.library import ThreadPool, check
 from headway.kernels.reference.quantized import (
     LANES,
@@ -43,7 +44,7 @@ def check_quantize(quantize: str | None) -> str | None:
     """None, int8, int4 or fp8."""
     if quantize is not None and quantize not in QUANTIZE:
         raise InvalidInput(
-            f"quantize is {quantize!r}; it must be {', '.join(QUANTIZE[:-1])} or {QUANTIZE[-1]}, or left out"
+            f"quantize is {short_repr(quantize)}; it must be {', '.join(QUANTIZE[:-1])} or {QUANTIZE[-1]}, or left out"
         )
     return quantize
 

@@ -185,7 +185,10 @@ def brief(message: str) -> str:
     text = message.partition("<backtrace>")[0].partition(" Enable '")[0]
     lines = [line.strip() for line in text.splitlines() if line.strip() and not re.match(r"\s*(\d+ \||<|\^)", line)]
     reasons = [line for line in lines if line.startswith("error: ")]
-    return shorten("; ".join(reasons or lines), SHOWN)
+    said = shorten("; ".join(reasons or lines), SHOWN)
+    if "oneOf" in said:
+        said += "; its choices may overlap: use anyOf, or require a property with a const of its own in each choice"
+    return said
 
 
 # --- the tokenizer as the compiler sees it

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 
 from headway.base.errors import InvalidInput, InvalidToken, WrongType
+from headway.base.text import short_repr
 from headway.program.constraints.bitmask import MaskLayout
 from headway.program.constraints.cache import GrammarCache, brief, grammar_cache, named, ready_grammar_cache
 from headway.program.constraints.grammar import Grammar
@@ -64,7 +65,8 @@ def check_constraint(constrain: object) -> None:
     lacks = [verb for verb in ("mask", "accept", "rollback") if not callable(getattr(constrain, verb, None))]
     if lacks or isinstance(constrain, type):
         raise WrongType(
-            f"constrain is {constrain!r:.60}, which is not a Grammar and has no {', '.join(lacks) or 'state'}; give "
+            f"constrain is {short_repr(constrain)}, which is not a Grammar and has no {', '.join(lacks) or 'state'}; "
+            "give "
             "Grammar.json_schema(...), .regex, .lark or .choices, or an object with mask(), accept() and rollback()"
         )
 
@@ -75,7 +77,7 @@ def compile(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> GrammarM
     It may take about a second for the largest grammars that are allowed, without holding Python's global lock.
     """
     if not isinstance(grammar, Grammar):
-        raise WrongType(f"{grammar!r:.60} is not a Grammar; see Grammar.json_schema, .regex, .choices")
+        raise WrongType(f"{short_repr(grammar)} is not a Grammar; see Grammar.json_schema, .regex, .choices")
     cache = grammar_cache(tokenizer, min(vocab_size, tokenizer.vocab_size))
     matcher = cache.get(grammar.key)
     if matcher is None:

@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from headway.base.checks import check_list
 from headway.base.errors import InvalidInput, WrongType
+from headway.base.text import short_repr
 from headway.program.constraints.json_schema import checked_schema
 from headway.program.constraints.patterns import PATTERN
 
@@ -79,9 +81,8 @@ class Grammar:
     @classmethod
     def choices(cls, texts: Iterable[str]) -> Grammar:
         """One of `texts`, exactly."""
-        if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
-            raise WrongType(f"choices takes a list of strings, not {type(texts).__name__}")
-        given = list(dict.fromkeys(_text(text, "a choice") for text in texts))
+        listed = check_list(texts, "choices", "a list of strings")
+        given = list(dict.fromkeys(_text(text, "a choice") for text in listed))
         if not given:
             raise InvalidInput("the list of choices is empty; give at least one")
         size = sum(len(text.encode()) for text in given)
@@ -99,7 +100,7 @@ class Grammar:
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
-        raise WrongType(f"{what} is {value!r:.40} of type {type(value).__name__}; it must be a str")
+        raise WrongType(f"{what} is {short_repr(value)} of type {type(value).__name__}; it must be a str")
     try:
         value.encode()
     except UnicodeEncodeError as error:

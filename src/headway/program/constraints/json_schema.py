@@ -1,8 +1,9 @@
 """JSON schemas for constraints: checked keyword by keyword, so that nothing in them is ignored.
 
 `checked_schema` gives back the schema as JSON text for the grammar compiler, with patterns written in its dialect, or
-raises and names the place. Keywords that cannot be enforced token by token are refused, and so is every unknown one
-(a misspelled keyword would otherwise constrain nothing). It never resolves anything outside the schema.
+raises and names the place. Keywords that cannot be enforced token by token are refused, and so is one that looks like
+a misspelled one, which would constrain nothing; others that no draft knows are annotations. It never resolves anything
+outside the schema.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
@@ -34,17 +36,27 @@ TEXTS = {"pattern", "format", "$ref"}
 ENFORCED = {*ONE, *LISTS, *MAPS, *COUNTS, *NUMBERS, *TEXTS, "items", "type", "const", "enum", "required"}
 ANNOTATIONS = {
     *("$schema", "$id", "$anchor", "$comment", "title", "description", "default", "examples", "example", "deprecated"),
-    *("readOnly", "writeOnly", "contentMediaType", "contentEncoding", "contentSchema", "discriminator"),
+    *("id", "readOnly", "writeOnly", "contentMediaType", "contentEncoding", "contentSchema", "discriminator"),
 }
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-DRAFTS = ("draft/2020-12", "draft/2019-09", "draft-07", "draft-06")
+DRAFTS = ("draft/2020-12", "draft/2019-09", "draft-07", "draft-06", "draft-04", "draft-05", "json-schema.org/schema")
+# Keywords and formats of some draft that say what a document must be: to ignore one would be to break a promise.
+NOT_ENFORCED = {
+    *("not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "contains", "minContains"),
+    *("maxContains", "uniqueItems", "propertyNames", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef"),
+    *("$recursiveRef", "extends", "disallow", "divisibleBy", "nullable", "x-guidance"),
+}
+OTHER_FORMATS = {
+    *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer"),
+    *("relative-json-pointer", "regex"),
+}
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
 
 def checked_schema(schema: Any) -> str:
     """The schema as JSON text. Takes a dict, a bool, JSON text, or a pydantic model class."""
-    if hasattr(schema, "model_json_schema"):
-        schema = schema.model_json_schema()
+    if is_pydantic(schema):
+        schema = _own_fields(_pydantic_schema(schema))
     if isinstance(schema, str | bytes):
         schema = _parsed(schema)
     walk = _Walk()
@@ -57,6 +69,36 @@ def checked_schema(schema: Any) -> str:
     if len(text.encode("utf-8", "surrogatepass")) > BYTES:
         raise InvalidInput(f"the JSON schema has {len(text)} characters; at most {BYTES} bytes are allowed")
     return text
+
+
+def is_pydantic(schema: Any) -> bool:
+    """Whether a schema is given as a pydantic model class."""
+    return isinstance(schema, type) and hasattr(schema, "model_json_schema")
+
+
+def _pydantic_schema(model: Any) -> Any:
+    try:
+        return model.model_json_schema()
+    except Exception as error:  # pydantic's own, and those of the model's own code
+        raise InvalidInput(f"{model.__name__} has no JSON schema: {shorten(str(error), 200)}") from error
+
+
+def _own_fields(schema: Any) -> Any:
+    """A pydantic model's schema with only its own fields, nested models' too. Where a model says what else it takes
+    (extra="allow"), and for dicts, that stands."""
+    if isinstance(schema, list):
+        return [_own_fields(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = dict(schema)
+    for keyword, value in schema.items():
+        if keyword in MAPS and isinstance(value, dict):
+            out[keyword] = {name: _own_fields(each) for name, each in value.items()}
+        elif keyword in ONE or keyword in LISTS or keyword == "items":
+            out[keyword] = _own_fields(value)
+    if "properties" in schema:
+        out.setdefault("additionalProperties", False)
+    return out
 
 
 class _Walk:
@@ -77,11 +119,13 @@ class _Walk:
         if not isinstance(schema, dict):
             raise WrongType(f"the JSON schema has {short_repr(schema)} at {_place(at)}; a schema is an object or bool")
         out = {}
-        for keyword, value in schema.items():
+        for keyword, value in _modern(schema).items():
             if not isinstance(keyword, str):
                 raise WrongType(f"the JSON schema has the key {short_repr(keyword)} at {_place(at)}; keys are strings")
             if keyword in ENFORCED:
-                out[keyword] = self.keyword(keyword, value, f"{at}/{_escaped(keyword)}", depth + 1)
+                written = self.keyword(keyword, value, f"{at}/{_escaped(keyword)}", depth + 1)
+                if written is not None or keyword == "const":
+                    out[keyword] = written
             else:
                 _check_annotation(keyword, value, at)
         _check_properties(schema, at)
@@ -90,6 +134,7 @@ class _Walk:
         return _with_real_times(out)
 
     def keyword(self, keyword: str, value: Any, at: str, depth: int) -> Any:
+        """A keyword's value, rewritten; None for a format that is an annotation."""
         if keyword in ONE or (keyword == "items" and not isinstance(value, list)):
             return self.node(value, at, depth)
         if keyword in LISTS or keyword == "items":
@@ -104,6 +149,11 @@ class _Walk:
             self.literal(_typed(value, list, at) if keyword == "enum" else value, at, depth)
         else:
             _check_value(keyword, value, at)
+        if keyword in COUNTS:
+            assert isinstance(value, int | float)
+            return int(value)  # 2.0 is 2
+        if keyword == "format":
+            return value if value in FORMATS else None  # another name is an annotation
         return ecma_pattern(str(value)) if keyword == "pattern" else value
 
     def literal(self, value: Any, at: str, depth: int) -> None:
@@ -253,19 +303,33 @@ def _check_annotation(keyword: str, value: Any, at: str) -> None:
         known = any(draft in _typed(value, str, at) for draft in DRAFTS)
         if not known:
             raise InvalidInput(f"$schema is {short_repr(value)}; the drafts known are {', '.join(DRAFTS)}")
-    elif keyword == "$id" and at:
-        raise InvalidInput(f"the JSON schema has $id at {_place(at)}; it may only stand at the top")
-    elif keyword not in ANNOTATIONS and (not keyword.startswith("x-") or keyword == "x-guidance"):
+    elif keyword in ("$id", "id") and at:
+        raise InvalidInput(f"the JSON schema has {keyword} at {_place(at)}; it may only stand at the top")
+    elif keyword in NOT_ENFORCED:
         raise InvalidInput(
             f"the JSON schema has {short_repr(keyword)} at {_place(at)}, which cannot be enforced while generating; "
-            f"take it out and check it afterwards (enforced: {', '.join(sorted(ENFORCED))})"
+            "take it out and check it afterwards"
         )
+    elif keyword not in ANNOTATIONS and (meant := get_close_matches(keyword, ENFORCED, 1, 0.8)):
+        raise InvalidInput(
+            f"the JSON schema has {short_repr(keyword)} at {_place(at)}, which is not a keyword; write {meant[0]!r}, "
+            "or begin an annotation of your own with x-"
+        )
+
+
+def _modern(schema: dict[str, Any]) -> dict[str, Any]:
+    """A subschema with the bounds of draft 4, where "exclusiveMinimum": true changes "minimum", in today's form."""
+    out = dict(schema)
+    for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if isinstance(out.get(exclusive), bool) and out.pop(exclusive) and bound in out:
+            out[exclusive] = out.pop(bound)
+    return out
 
 
 def _check_value(keyword: str, value: Any, at: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if keyword in COUNTS:
-        good = number and float(value).is_integer() and 0 <= value < EXACT
+        good = number and 0 <= value < EXACT and float(value).is_integer()
         wanted = f"an integer in [0, {EXACT - 1}]"
     elif keyword in NUMBERS:
         good = number and abs(value) <= EXACT and not (keyword == "multipleOf" and value <= 0)
@@ -275,7 +339,9 @@ def _check_value(keyword: str, value: Any, at: str) -> None:
         good = bool(kinds) and all(isinstance(kind, str) and kind in TYPES for kind in kinds)
         wanted = f"one or a list of {', '.join(TYPES)}"
     elif keyword == "format":
-        good, wanted = value in FORMATS, f"one of {', '.join(FORMATS)}"
+        meant = isinstance(value, str) and (value in OTHER_FORMATS or get_close_matches(value, FORMATS, 1, 0.8))
+        good = isinstance(value, str) and (value in FORMATS or not meant)
+        wanted = f"one of {', '.join(FORMATS)}, which are enforced, or a name of your own, which is not"
     elif keyword == "required":
         good, wanted = isinstance(value, list) and all(isinstance(v, str) for v in value), "a list of property names"
     else:

@@ -26,6 +26,7 @@ from headway.base.errors import ContextLengthExceeded, InvalidInput, PassFailed
 from headway.base.generation import PARAMETERS
 from headway.base.probes import Logits
 from headway.base.rng import fresh_seed, uniform
+from headway.base.text import short_repr
 from headway.program.generation.ngrams import banned_by_ngrams
 from headway.program.ids import token_ids
 
@@ -381,7 +382,7 @@ def _ends(vocab: int, ids: Iterable[int]) -> tuple[int, ...]:
 def _draws(context: Context, do_sample: bool, **given: Any) -> BeamSampling | None:
     values = {name: _checked(name, value) for name, value in given.items() if value is not None}
     if not _checked("do_sample", do_sample):
-        if unused := [f"{name}={value!r}" for name, value in values.items()]:
+        if unused := [f"{name}={short_repr(value)}" for name, value in values.items()]:
             raise InvalidInput(f"{', '.join(unused)} has no effect without sampling; give do_sample=True, or leave it")
         return None
     if values.get("temperature") == 0:

@@ -18,6 +18,7 @@ from headway.base.errors import BadModelFile, InvalidInput, Unsupported, WrongTy
 from headway.base.files import read_json
 from headway.base.generation import PARAMETERS, parameters_of
 from headway.base.samplers import Sampling
+from headway.base.text import short_repr
 
 FILE = "generation_config.json"
 TOKENS = {"eos_token_id": "eos_ids", "bos_token_id": "bos_id", "pad_token_id": "pad_id"}  # names in the file, and ours
@@ -102,7 +103,9 @@ class GenerationDefaults:
     def overridden(self, **overrides: Any) -> Self:
         """The same with other values; an override of None changes nothing."""
         if strange := sorted(set(overrides) - NAMES):
-            raise InvalidInput(f"{strange[0]!r} is not a generation parameter; expected {', '.join(sorted(NAMES))}")
+            raise InvalidInput(
+                f"{short_repr(strange[0])} is not a generation parameter; expected {', '.join(sorted(NAMES))}"
+            )
         return replace(self, **{name: value for name, value in overrides.items() if value is not None})
 
     @property
@@ -148,7 +151,7 @@ class GenerationDefaults:
         chosen.check()
         given = [n for n in SAMPLED if overrides.get(n) is not None and (n, overrides[n]) != ("temperature", 0)]
         if given and not chosen.do_sample:
-            named = f"{given[0]}={overrides[given[0]]!r}"
+            named = f"{given[0]}={short_repr(overrides[given[0]])}"
             raise InvalidInput(f"{named} has no effect without sampling; give do_sample=True")
         drawing: dict[str, Any] = {"temperature": 0.0}
         if chosen.do_sample:
@@ -173,7 +176,7 @@ class GenerationDefaults:
     def check(self) -> None:
         """Raise if the file asks for something unsupported."""
         if unsupported := self.unsupported():
-            named = ", ".join(f"{key}={value!r:.60}" for key, value in unsupported.items())
+            named = ", ".join(f"{key}={short_repr(value)}" for key, value in unsupported.items())
             raise Unsupported(
                 f"{FILE} asks for {named}, which is not supported; generate with a sampler of your own, "
                 "or take it out of the file"

@@ -10,6 +10,7 @@ from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, Sampling, resolve
+from headway.base.text import short_repr
 from headway.program.constraints.async_mask import GrammarMask
 from headway.program.generation.steps import Prepared
 from headway.program.generation.transcript import Transcript
@@ -95,7 +96,7 @@ def _symbolic(mask: Mask | None) -> Mask | None:
     if mask is None or (isinstance(mask, Mask) and mask.rows is None):
         return mask
     if not isinstance(mask, Mask):
-        raise WrongType(f"attention_mask is {mask!r:.60}; a Mask is needed, such as Mask.window(64)")
+        raise WrongType(f"attention_mask is {short_repr(mask)}; a Mask is needed, such as Mask.window(64)")
     raise InvalidInput(
         f"attention_mask has {mask.rows} rows of its own, and a generation adds rows without end: give a mask "
         "that applies to any row, such as Mask.window(64) or Mask.sink(4, 64)"

@@ -13,7 +13,6 @@ What is in flight ahead of the program belongs to `lookahead.py`; this file neve
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import CancelledError
 from contextlib import suppress
@@ -34,13 +33,14 @@ from headway.base.errors import (
 from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampler
+from headway.base.text import short_repr
 from headway.program.constraints.constraint import Constraint, GrammarMatcher, compile_async
 from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.draws import Drawing
 from headway.program.generation.lookahead import Lookahead
 from headway.program.generation.steps import Prepared, Step, StepInFlight, probed
-from headway.program.generation.stops import read_stops
+from headway.program.generation.stops import parse_json, read_stops
 from headway.program.generation.transcript import Transcript
 from headway.program.ids import integers, token_ids
 from headway.program.output import Output
@@ -164,19 +164,17 @@ class Generation:
         return self._transcript.whole()
 
     async def json(self, schema: Any = None) -> Any:
-        """Run to the end; the text as JSON. With a schema (dict, text, pydantic model) only such a text can come."""
+        """Run to the end; the text as JSON. With a schema (dict, text, pydantic model) only such a text can come.
+
+        A pydantic model class means its own fields only, and gives an object of it.
+        """
         self._check_text()
         if schema is not None:
             begun = self._transcript.generated or self._ahead.is_there or self.finish is not None
             if begun or self._transcript.constraint is not None or self._grammar is not None:
                 raise InvalidInput("a schema can be given to json() before the first step, and to no other constraint")
             self._grammar = Grammar.json_schema(schema)
-        text = await self.text()
-        try:
-            return json.loads(text)
-        except ValueError as e:
-            cut = " (it was cut off: raise max_tokens)" if self.finish == "length" else ""
-            raise InvalidInput(f"the text is no JSON: {e}{cut}; constrain it with json(schema)") from None
+        return parse_json(await self.text(), self.finish, schema)
 
     def _check_text(self) -> None:
         """Raise before anything is computed where tokens have no text."""
@@ -493,4 +491,6 @@ def _count(max_tokens: int) -> int:
 def _refuse(**later: object) -> None:
     for name, value in later.items():
         if value is not None:
-            raise Unsupported(f"{name}={value!r:.60} was given; generate does not support {name} yet, leave it out")
+            raise Unsupported(
+                f"{name}={short_repr(value)} was given; generate does not support {name} yet, leave it out"
+            )

@@ -20,6 +20,7 @@ from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.generator import Generation
 from headway.program.generation.steps import Prepared, Step
+from headway.program.generation.stops import parse_json
 
 if TYPE_CHECKING:
     from headway.program.context import Context
@@ -188,7 +189,7 @@ class Unrepeating(Generation):
             if self.generated or self._rule.other is not None:
                 raise InvalidInput("a schema can be given to json() before the first step, and to no other constraint")
             self._rule.other = Grammar.json_schema(schema)
-        return await super().json()
+        return parse_json(await self.text(), self.finish, schema)
 
     def fork(self, *, seed: int | None = None) -> Generation:
         twin = super().fork(seed=seed)

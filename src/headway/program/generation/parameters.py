@@ -19,6 +19,7 @@ from headway.base.generation import PARAMETERS
 from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampler, Sampling, resolve
+from headway.base.text import short_repr
 from headway.program.constraints.constraint import Constraint, check_constraint
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.defaults import FILE, SAMPLED, GenerationDefaults
@@ -130,7 +131,9 @@ def refuse(**unsupported: object) -> None:
     """Raise for an argument that has a value and is not supported yet."""
     for name, value in unsupported.items():
         if value is not None:
-            raise Unsupported(f"{name}={value!r:.60} was given; generate does not support {name} yet, leave it out")
+            raise Unsupported(
+                f"{name}={short_repr(value)} was given; generate does not support {name} yet, leave it out"
+            )
 
 
 def _override(base: GenerationDefaults, given: GenerationDefaults) -> GenerationDefaults:
@@ -153,7 +156,9 @@ def _given_sampler(sampler: Sampling, given: GenerationDefaults) -> Sampling:
     """The call's sampler, with the repetition penalty of the call."""
     for name in SAMPLED:
         if (value := getattr(given, name)) is not None:
-            raise InvalidInput(f"{name}={value!r} was given with a sampler, which says how to draw; give it to that")
+            raise InvalidInput(
+                f"{name}={short_repr(value)} was given with a sampler, which says how to draw; give it to that"
+            )
     draws = sampler.temperature > 0
     if given.do_sample is not None and given.do_sample != draws:
         does = "draws" if draws else "takes the likeliest token"
@@ -203,7 +208,9 @@ def check_beams(settled: Parameters) -> None:
     for name, value in off.items():
         if (own := getattr(sampler, name)) != value:
             named = "logit_bias" if name == "bias" else name
-            raise Unsupported(f"{named}={own!r:.60} is not supported with num_beams={beams}; leave one of them out")
+            raise Unsupported(
+                f"{named}={short_repr(own)} is not supported with num_beams={beams}; leave one of them out"
+            )
     refused = {
         "constrain": settled.constrain is not None,
         "probe": settled.probe is not None,

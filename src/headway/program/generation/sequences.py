@@ -136,7 +136,7 @@ class Generations:
             if parameters.num_beams > 1:
                 check_beams(parameters)
             self._parameters = parameters
-        return parse_json(await self.text(), self.finish)
+        return parse_json(await self.text(), self.finish, schema)
 
     def __aiter__(self) -> AsyncIterator[Step]:
         return self

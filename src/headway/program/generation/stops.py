@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import InvalidInput, Unsupported, WrongType
+from headway.base.text import short_repr, shorten
+from headway.program.constraints.json_schema import is_pydantic
 from headway.program.ids import common, token_ids
 
 if TYPE_CHECKING:
@@ -34,8 +36,8 @@ def listed_stops(stop: str | Iterable[str | int]) -> list[str | int]:
     """Stops as a list: one stop string, or several strings and ids."""
     if isinstance(stop, str):
         return [stop]
-    if isinstance(stop, bytes) or not isinstance(stop, Iterable):
-        raise WrongType(f"stop is {stop!r:.60}; it must be a string, or a list of strings and token ids")
+    if isinstance(stop, bytes) or not isinstance(stop, Iterable) or getattr(stop, "ndim", 1) == 0:
+        raise WrongType(f"stop is {short_repr(stop)}; it must be a string, or a list of strings and token ids")
     return list(stop)
 
 
@@ -152,10 +154,17 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def parse_json(text: str, finish: str | None) -> Any:
-    """A generation's text as JSON; the error says how to get valid JSON."""
+def parse_json(text: str, finish: str | None, schema: Any = None) -> Any:
+    """A generation's text as JSON, or as an object of a pydantic class; the error says how to get valid JSON."""
     try:
-        return json.loads(text)
-    except ValueError as e:
-        cut = " (it was cut off: raise max_tokens)" if finish == "length" else ""
-        raise InvalidInput(f"the text is not valid JSON: {e}{cut}; constrain it with json(schema)") from None
+        return schema.model_validate_json(text) if is_pydantic(schema) else json.loads(text)
+    except ValueError as error:
+        raise InvalidInput(_not_json(text, finish, str(error), schema)) from None
+
+
+def _not_json(text: str, finish: str | None, why: str, schema: Any) -> str:
+    if finish == "length":
+        return f"the JSON was cut off by max_tokens: it ends with {short_repr(text[-40:])}; raise max_tokens"
+    if schema is not None:
+        return f"the text does not fit the schema: {shorten(' '.join(why.split()), 300)}"
+    return f"the text is not valid JSON: {why}; constrain it with json(schema)"

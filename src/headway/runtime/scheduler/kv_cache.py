@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -204,6 +204,18 @@ class KVCache:
 
     # -- preemption -------------------------------------------------------------------------------------------------
 
+    def make_room(self, pages: int, table: PageTable, queue: Queue) -> bool:
+        """Whether a context can take this many pages now, without a pass. Contexts without a pass are preempted for it,
+        as for a pass that could not run otherwise; as few as possible, or none."""
+        short = pages - self.allocator.available
+        if short <= 0:
+            return True
+        idle = [t for t in self.tables if t is not table and not t.closed and queue.last(t) is None]
+        victims = self._fewest(short, idle, PageTable.held)
+        for victim in victims or ():
+            self.preempt(victim, queue)
+        return victims is not None
+
     def _make_room(self, pages: int, job: Job, queue: Queue, force: bool) -> bool:
         """Whether this many pages can be taken now. As few contexts as possible are preempted for it, or none."""
         short = pages - self.allocator.available
@@ -261,9 +273,15 @@ class KVCache:
             own = waiting.get(table)
             return table.held() if own is None else [*table.held(), *own.pages, *own.replay_pages]
 
+        return self._fewest(pages, filter(may_go, self.tables), holdings)
+
+    def _fewest(
+        self, pages: int, tables: Iterable[PageTable], holdings: Callable[[PageTable], list[int]]
+    ) -> list[PageTable] | None:
+        """The first of these tables that free this many pages if all of them go; None if they do not have them."""
         left = Counter[int]()  # pages that would lose holders, and how many
         gained, chosen = 0, []
-        for table in sorted(filter(may_go, self.tables), key=lambda t: (not t.idle_first, t.bid, -t.born)):
+        for table in sorted(tables, key=lambda t: (not t.idle_first, t.bid, -t.born)):
             pages_here = holdings(table)
             left.update(pages_here)
             gained += sum(left[p] == self.allocator.holders(p) for p in pages_here)

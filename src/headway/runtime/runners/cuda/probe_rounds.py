@@ -40,13 +40,6 @@ class Drawn(NamedTuple):
     allowed: np.ndarray | None
 
 
-class _Way(NamedTuple):
-    """How scores become probabilities: at a temperature, and as a sampler does or as the model does."""
-
-    temperature: float
-    processed: bool
-
-
 class _Edge(Exception):
     """What came back does not decide a value."""
 
@@ -185,14 +178,14 @@ def _ask_ranking(part: Round, row: int, what: Ranking, drawn: Sequence[Drawn | N
     tokens = [d.token for d in drawn if d is not None]
     if len(tokens) < len(drawn):
         raise _Edge
-    way, allowed = _Way(1.0, False), None
+    temperature, allowed = 1.0, None
     if what.processed and drawn and (first := drawn[0]) is not None:
         if first.temperature is None:
             raise _Edge
-        row, way, allowed = first.row, _Way(first.temperature or 1.0, True), first.allowed
+        row, temperature, allowed = first.row, first.temperature or 1.0, first.allowed
     assert isinstance(what.ids, tuple)
     mask = part.bind(allowed)
-    job = part.measure(row, mask, way.temperature)
+    job = part.measure(row, mask, temperature)
     k = min(what.k, part.vocab)
     at = part.rank(row, mask, k) if k else None
     pairs = part.place(row, [*tokens, *what.ids], mask, ranked=True)
@@ -206,11 +199,9 @@ def _ask_ranking(part: Round, row: int, what: Ranking, drawn: Sequence[Drawn | N
         if any(token < 0 for token in ids):
             raise _Edge
         scores = found.scores[pairs]
-        logs = _as_drawn(measured, scores, way)
-        if (np.isneginf(logs) & (scores > -np.inf)).any():  # its rank is that of all that never come
-            raise _Edge
+        logs = measured.logs(scores, temperature)
         ranks = [Rank(*r) for r in zip(ids, logs.tolist(), found.ranks[pairs].tolist(), strict=True)]
-        best = () if at is None else _best(measured, found, at, k, way)
+        best = () if at is None else _best(measured, found, at, k, temperature)
         return Ranked(tuple(ranks[: len(ids) - len(names)]), tuple(ranks[len(ids) - len(names) :]), best)
 
     return make
@@ -240,21 +231,13 @@ def _filled(row: np.ndarray, allowed: np.ndarray | None) -> np.ndarray:
     return row
 
 
-def _as_drawn(measured: RowStats, scores: np.ndarray, way: _Way) -> np.ndarray:
-    """Log-probabilities of these scores; where a token's weight is nothing in float64, a draw never comes to it."""
-    logs = measured.logs(scores, way.temperature)
-    if way.processed:
-        logs[np.exp(logs + np.log(measured.mass)) == 0] = -np.inf
-    return logs
-
-
-def _best(measured: RowStats, found: Answers, at: int, k: int, way: _Way) -> tuple[Rank, ...]:
+def _best(measured: RowStats, found: Answers, at: int, k: int, temperature: float) -> tuple[Rank, ...]:
     """The k best that can come."""
     kept = int((found.best[at][0][:k] > -np.inf).sum())
     if kept == 0:
         return ()
     scores, ids = found.ranking(at, kept)
-    logs = _as_drawn(measured, scores, way)
+    logs = measured.logs(scores, temperature)
     firsts = np.searchsorted(-scores, -scores) + 1
     ranks = zip(ids.tolist(), logs.tolist(), firsts.tolist(), strict=True)
     return tuple(Rank(*found) for found in ranks if found[1] > -np.inf)
