@@ -125,7 +125,6 @@ class Engine:
         total.
         """
         _check_flags(deterministic=deterministic, trim=trim)
-        _check_names(dtype=dtype, device=device, quantize=quantize)
         where = pick_device(device)
         count = pick_threads(threads)
         page_size = check_integer(page_size, "page_size", 1, 1024)
@@ -464,28 +463,25 @@ def engines() -> list[Engine]:
 
 def _unchanged(decoder: Decoder | QuantizedDecoder, dtype: str, device: str) -> Decoder | QuantizedDecoder:
     """A decoder in memory, used as it is: another dtype or device than its own is refused."""
-    where = decoder.device if device == "auto" else pick_device(device)
+    where = decoder.device if _is_auto(device) else pick_device(device)
     if where.type != decoder.device.type or where.index not in (None, decoder.device.index):
         raise InvalidInput(
             f"device {short_repr(device)} was asked for and this decoder is on {decoder.device}; move it first"
         )
-    if dtype != "auto" and pick_dtype(dtype, where) != decoder.dtype:
+    if not _is_auto(dtype) and pick_dtype(dtype, where) != decoder.dtype:
         has = str(decoder.dtype).removeprefix("torch.")
         raise InvalidInput(f"dtype {short_repr(dtype)} was asked for and this decoder is in {has}; convert it first")
     return decoder
+
+
+def _is_auto(name: object) -> bool:
+    return isinstance(name, str) and name == "auto"  # an array would be compared element by element
 
 
 def _check_flags(**flags: bool) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise WrongType(f"{name} is {short_repr(value)}; it must be True or False")
-
-
-def _check_names(**names: str | None) -> None:
-    """Raise for what is not text: an array, say, which would be compared element by element."""
-    for name, value in names.items():
-        if not isinstance(value, str) and not (value is None and name == "quantize"):
-            raise WrongType(f"{name} is {short_repr(value)} of type {type(value).__name__}; it must be a string")
 
 
 def _synchronizer(device: torch.device) -> Callable[[], None]:

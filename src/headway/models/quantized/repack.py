@@ -42,7 +42,7 @@ class QuantizedParts:
 
 def check_quantize(quantize: str | None) -> str | None:
     """None, int8, int4 or fp8."""
-    if quantize is not None and quantize not in QUANTIZE:
+    if quantize is not None and not (isinstance(quantize, str) and quantize in QUANTIZE):
         raise InvalidInput(
             f"quantize is {short_repr(quantize)}; it must be {', '.join(QUANTIZE[:-1])} or {QUANTIZE[-1]}, or left out"
         )
