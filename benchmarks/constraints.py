@@ -33,7 +33,7 @@ import numpy as np
 import headway as hw
 from headway.base.machine import read_machine
 from headway.program.constraints import async_mask
-from headway.program.constraints.async_mask import AsyncLogitMask
+from headway.program.constraints.async_mask import GrammarMask
 from headway.program.constraints.batch import accept_all, masks_of
 from headway.program.constraints.constraint import GrammarMatcher, compile
 from headway.program.constraints.grammar import Grammar
@@ -208,7 +208,7 @@ def clocks() -> Iterator[dict[str, float]]:
     """Seconds of all constraints, in the thread beside the device and elsewhere, and of the device waiting for it."""
     spent: dict[str, float] = defaultdict(float)
     own = [(GrammarMatcher, name, "own") for name in ("accept", "_compute", "forced")]
-    parts: list[tuple[Any, str, str]] = [*own, (async_mask, "compute", "beside"), (AsyncLogitMask, "result", "waited")]
+    parts: list[tuple[Any, str, str]] = [*own, (async_mask, "compute", "beside"), (GrammarMask, "result", "waited")]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in parts]
     for owner, name, what in parts:
         setattr(owner, name, _timed(getattr(owner, name), spent, what))

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 import headway as hw
 from headway.base.errors import Closed, HeadwayError, InvalidInput, InvalidToken
 from headway.program.constraints import cache as grammar_cache
-from headway.program.constraints.async_mask import AsyncGrammarMasks, AsyncLogitMask, compute, one_per_grammar
+from headway.program.constraints.async_mask import GrammarCursor, GrammarMask, compute, one_per_grammar
 from headway.program.constraints.batch import FEW, accept_all, masks_of
 from headway.program.constraints.bitmask import MaskLayout
 from headway.program.constraints.constraint import GrammarMatcher, compile
@@ -234,14 +234,14 @@ def test_masks_are_laid_out_for_the_model(known: int, more: int, ends: list[int]
 
 def test_masks_of_one_grammar_are_computed_in_their_order() -> None:
     (one, other), a = text(2)
-    masks = [AsyncLogitMask(grammar, frozenset(), 300) for grammar in (one, other, one, one, other)]
+    masks = [GrammarMask(grammar, frozenset(), 300) for grammar in (one, other, one, one, other)]
     now, rest = one_per_grammar(masks)
     assert (now, rest) == (masks[:2], masks[2:])
     assert one_per_grammar(rest) == ([masks[2], masks[4]], [masks[3]])
     twin, (b, c) = one.copy(), tokenizer(1, 0).encode("b") + tokenizer(1, 0).encode("c")
-    first = AsyncLogitMask(one, frozenset(), 300)
+    first = GrammarMask(one, frozenset(), 300)
     first.start((a,))
-    following = AsyncGrammarMasks(first, one, frozenset(), 300)
+    following = GrammarCursor(first, one, frozenset(), 300)
     later = [first, *(following.advance(token) for token in (b, c, a, a))]
     for mask, token in zip(later, (a, b, c, a, a), strict=True):
         assert same(alone(twin, token)[1], mask.words())
@@ -252,7 +252,7 @@ def test_masks_of_one_grammar_are_computed_in_their_order() -> None:
 
 def test_a_token_that_ends_the_text_moves_no_grammar() -> None:
     grammars, a = text(FEW + 1)
-    masks = [AsyncLogitMask(grammar, frozenset({0}), 300) for grammar in grammars]
+    masks = [GrammarMask(grammar, frozenset({0}), 300) for grammar in grammars]
     for i, mask in enumerate(masks):
         mask.start((0 if i == 1 else a,))
     assert [mask.wait() for mask in masks] == [i != 1 for i in range(len(masks))]
@@ -265,7 +265,7 @@ def test_a_token_that_ends_the_text_moves_no_grammar() -> None:
 def test_nobody_is_left_waiting_after_a_fault_of_ours() -> None:
     grammars, a = text(FEW)
     masks = [
-        AsyncLogitMask(grammar, frozenset(), 300) for grammar in [*grammars, grammars[0]]
+        GrammarMask(grammar, frozenset(), 300) for grammar in [*grammars, grammars[0]]
     ]  # one twice: not allowed
     for mask in masks:
         mask.token = a

@@ -1,4 +1,4 @@
-"""Which graphs are kept, told of and tried: the bookkeeping, which needs no GPU."""
+"""Which graphs are kept, describe of and tried: the bookkeeping, which needs no GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from headway.runtime.runners.cuda.graphs import SIZES, Graphs, padded, told
+from headway.runtime.runners.cuda.graphs import SIZES, Graphs, padded, describe
 
 
 def test_work_without_graphs_runs_every_time() -> None:
@@ -70,9 +70,9 @@ def test_what_else_goes_wrong_in_a_capture_is_told() -> None:
 
 
 def test_keys_in_words() -> None:
-    assert told(("step", 64)) == "64 rows (step)"
-    assert told(("head", 0, 123456)) == "1 rows (head)"
-    assert told("odd") == "odd"
+    assert describe(("step", 64)) == "64 rows (step)"
+    assert describe(("head", 0, 123456)) == "1 rows (head)"
+    assert describe("odd") == "odd"
 
 
 def test_a_size_is_the_next_that_holds_the_rows() -> None:
