@@ -111,7 +111,7 @@ def test_a_machine_that_has_everything_gets_no_hint() -> None:
 
 def tiny_model() -> ModelFacts:
     shape = {"layers": 2, "hidden_size": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "intermediate_size": 16}
-    return ModelFacts(Path("m"), "GGUF", "llama", 1000, 500, (), vocab_size=32, max_positions=100, **shape)
+    return ModelFacts(Path("m"), "GGUF", "llama", 1000, 500, (), "bfloat16", vocab_size=32, max_positions=100, **shape)
 
 
 def test_the_sum_of_a_fit() -> None:

@@ -30,10 +30,9 @@ def model() -> Path:
     ("arguments", "words"),
     [
         (("run", "Name", "the", "capital"), "a prompt of several words needs quotes: headway run 'Name the capital of"),
-        (("rnu", "hi"), "Did you mean 'run'; `headway --help` lists the commands"),
+        (("rnu", "hi"), "No such command 'rnu'; you may mean `headway run`"),
         (("run", "hi", "--top-k", "3"), "--top-k is 3 and has no effect at temperature 0"),
         (("run", "hi", "--top-p", "0.9"), "set --temperature 1, or leave --top-p out"),
-        (("chat", "--min-p", "0.1"), "--min-p is 0.1 and has no effect at temperature 0"),
         (("serve", "--limit", "max_n"), "--limit 'max_n' has ''; it must be NAME=N, where N is an integer"),
         (("serve", "--limit", "max_n=x"), "--limit 'max_n=x' has 'x'; it must be NAME=N, where N is an integer"),
         (("serve", "--limit", "body_timeout=x"), "--limit 'body_timeout=x' has 'x'; it must be NAME=N"),

@@ -70,6 +70,8 @@ def test_a_command_shows_what_an_engine_says(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("headway"), "handlers", [])  # of servers that other tests ran
+    logging.getLogger(notes.LOGGER).setLevel(logging.NOTSET)
+    logging.getLogger("headway").setLevel(logging.NOTSET)
     with EngineLog():
         log_event("capturing a graph of 64 rows (step)", graphs=3)
     log_event("nobody hears this")

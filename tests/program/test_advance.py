@@ -264,9 +264,7 @@ def test_a_token_that_ends_the_text_moves_no_grammar() -> None:
 
 def test_nobody_is_left_waiting_after_a_fault_of_ours() -> None:
     grammars, a = text(FEW)
-    masks = [
-        GrammarMask(grammar, frozenset(), 300) for grammar in [*grammars, grammars[0]]
-    ]  # one twice: not allowed
+    masks = [GrammarMask(grammar, frozenset(), 300) for grammar in [*grammars, grammars[0]]]  # one twice: not allowed
     for mask in masks:
         mask.token = a
     compute(masks)

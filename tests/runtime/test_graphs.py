@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from headway.runtime.runners.cuda.graphs import SIZES, Graphs, padded, describe
+from headway.runtime.runners.cuda.graphs import SIZES, Graphs, describe, padded
 
 
 def test_work_without_graphs_runs_every_time() -> None:

@@ -178,8 +178,8 @@ def test_errors_are_the_clients_own(client):
         client.chat.completions.create(model="gpt-4", messages=HELLO)
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as strange:
-        client.chat.completions.create(model="smollm2", messages=HELLO, reasoning_effort="low")
-    assert strange.value.param == "reasoning_effort"
+        client.chat.completions.create(model="smollm2", messages=HELLO, extra_body={"frobnicate": 3})
+    assert strange.value.param == "frobnicate"
     with pytest.raises(openai.APIStatusError, match="--embed MODEL"):
         client.embeddings.create(model="smollm2", input="x")
 

@@ -65,9 +65,9 @@ def test_a_name_that_the_template_writes_reaches_the_model(tmp_path: Path):
             for more in ({}, {"name": "ada"})
         )
         assert named > plain
-        system = {"role": "system", "content": "b", "name": "bob"}
-        error = server.refused("/tokenize", messages=[system, {"role": "user", "content": "a", "name": "ada"}])
-        assert error["param"] == "messages[0].name"
+        system = {"role": "system", "content": "b", "name": "bob"}  # which this template leaves out
+        response = server.post("/tokenize", messages=[system, {"role": "user", "content": "a", "name": "ada"}])
+        assert response.status == 200, response.body
 
 
 def test_reasoning_goes_to_a_template_that_knows_it(tmp_path: Path):
