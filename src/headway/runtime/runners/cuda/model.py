@@ -40,7 +40,7 @@ AT_ONCE = 128  # rows that attention takes in one call in deterministic mode: ea
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class DeviceStep:
     """One forward of `count` rows. `ints` is laid out for `rows` of them; attention takes the rows of `singles` one by
     one (None: all of them) and those of `items` [n, 2] together. With `hooks` it is launched by hand."""
 
@@ -107,7 +107,7 @@ class CudaModel:
         self._numbers = torch.arange(512, dtype=torch.int32, device=self.device)
         self._given: list[Tensor] = []  # earlier ones, that graphs go on using
 
-    def forward(self, step: Step, buffers: Buffers, mark: Mark) -> Tensor:
+    def forward(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> Tensor:
         """Residual rows [T, E] before the final norm; keys and values are in their pages."""
         x = buffers.x[: step.count]
         fused.embed(step.ints, step.rows, self.decoder.embedding, x, self.sampled)
@@ -126,7 +126,7 @@ class CudaModel:
             step.hooks.on_hidden(self.config.layers, x[step.hooks_from :])
         return x
 
-    def _one_row(self, step: Step, buffers: Buffers, mark: Mark) -> None:
+    def _one_row(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
         x, inner, mixed = buffers.x[0], buffers.inner[0], buffers.mixed[0].flatten()
         for l, layer in enumerate(self.decoder.layers):
             norm = RmsNorm(layer.input_norm, layer.eps)
@@ -151,7 +151,7 @@ class CudaModel:
     ) -> None:
         matvec(x, w.weight, y, bias=w.bias, norm=norm, gated=gated, add=add, ahead=self.ahead)
 
-    def _quantized_rows(self, step: Step, buffers: Buffers, mark: Mark) -> None:
+    def _quantized_rows(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
         """The same for a few rows with quantized weights, whose matmuls take rows in float16."""
         n = step.count
         x, (h, inner, mixed) = buffers.x[:n], buffers.halves(n)
@@ -183,7 +183,7 @@ class CudaModel:
         quantized.dequantize_into(w, found)
         return found
 
-    def _rows(self, step: Step, buffers: Buffers, mark: Mark) -> None:
+    def _rows(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
         n, layers = step.count, self.decoder.layers
         many = self._padded_rows(n, buffers)
         x, h, delta = buffers.x[:n], buffers.h[:many], buffers.delta[:many]
@@ -213,7 +213,7 @@ class CudaModel:
             return tiled.MOST
         return rows
 
-    def _attention(self, l: int, step: Step, buffers: Buffers, mark: Mark, out: Tensor | None = None) -> None:
+    def _attention(self, l: int, step: DeviceStep, buffers: Buffers, mark: Mark, out: Tensor | None = None) -> None:
         n, (keys, values) = step.count, self._kv[l]
         q, mixed = buffers.q[:n], buffers.mixed[:n] if out is None else out
         fused.rotate_and_write(
@@ -227,7 +227,7 @@ class CudaModel:
             step.hooks.on_hidden(l, buffers.x[step.hooks_from : n])
             step.hooks.on_attention(l, q[step.hooks_from :], keys, paged.scale)
 
-    def _attend(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: Step) -> None:
+    def _attend(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: DeviceStep) -> None:
         n = step.count
         if self.deterministic:
             for start in range(0, n, AT_ONCE):

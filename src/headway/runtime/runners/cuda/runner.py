@@ -36,7 +36,7 @@ from headway.runtime.readout import make_hooks
 from headway.runtime.runners.base import SegmentResult, StepResult
 from headway.runtime.runners.cuda.arrays import StepInts, StepNumbers, Upload, even
 from headway.runtime.runners.cuda.graphs import SIZES, Graphs, padded
-from headway.runtime.runners.cuda.model import Buffers, CudaModel, Step
+from headway.runtime.runners.cuda.model import Buffers, CudaModel, DeviceStep
 from headway.runtime.runners.cuda.readout import CudaReader, Values
 
 GRAPH_INTS = 1 << 20  # numbers that a captured step can hold
@@ -128,7 +128,7 @@ class CudaRunner:
         assert size is not None
         self._fixed.wait()
         self._fixed.send(self._layout.fill(self._fixed.host, batch, numbers, rows))
-        buffers, step = self._graph_buffers(), Step(self._fixed.device, rows, size)
+        buffers, step = self._graph_buffers(), DeviceStep(self._fixed.device, rows, size)
         self._graphs.run(("step", size), lambda: self.model.forward(step, buffers, _unmarked))
         return buffers.x[: batch.rows]
 
@@ -149,7 +149,7 @@ class CudaRunner:
         host[used : used + len(items)] = items
         host[after:needed] = singles
         self._free.send(needed)
-        step = Step(
+        step = DeviceStep(
             device,
             rows,
             count,
