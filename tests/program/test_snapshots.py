@@ -31,9 +31,9 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hw.Engin
     with hw.Engine(random_model(vocab_size=V, max_positions=256), threads=1, pages=24, page_size=PAGE) as made:
         yield made
         made._loop.call(lambda: None)
-        with made.lock:
+        with made._lock:
             made._loop.drain()
-            made.allocator.check([t.held() for t in made._loop.kv_cache.tables])
+            made._allocator.check([t.held() for t in made._loop.kv_cache.tables])
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_a_context_that_is_preempted_while_it_is_saved_is_saved_whole(
     engine: hw.Engine, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = read(engine, [*TOKENS, 1])
-    settle, once = Context.settle, []
+    settle, once = Context._settle, []
 
     def disturbed(context: Context) -> None:
         settle(context)
@@ -123,7 +123,7 @@ def test_a_context_that_is_preempted_while_it_is_saved_is_saved_whole(
 
     context = engine.context(priority=-9)
     context.forward().input(TOKENS).execute().result()
-    monkeypatch.setattr(Context, "settle", disturbed)
+    monkeypatch.setattr(Context, "_settle", disturbed)
     context.save("again", durable=True)
     monkeypatch.undo()
     assert once

@@ -67,7 +67,7 @@ def test_the_parts_of_a_growing_number_of_rows_do_not_pile_up() -> None:
     model = model_of()
     rooms = {}
     for rows in range(1, 301):  # one decode more beside every prompt
-        room = model._room(MIXED, rows)
+        room = model._scratch_for(MIXED, rows)
         assert len(room.arrived) >= rows
         rooms[id(room)] = room
     assert sum(len(room.arrived) for room in rooms.values()) <= 4 * 300
