@@ -165,7 +165,7 @@ def accepts(face: str, engine: hw.Engine) -> Callable[[str, Any], bool]:
         "sync": lambda name, value: fits(lambda: hw.SamplingParams(**{name: value})),
         "file": lambda name, value: fits(lambda: hw.GenerationDefaults(**{name: value})),
         "cli": lambda name, value: fits(
-            lambda: Decoding(**{"max_tokens": 8, "temperature": 1.0, name: value}).sampler()
+            lambda: Decoding(**{"max_tokens": 8, "temperature": 1.0, name: value}).check()
         ),
         "http": lambda name, value: all(by_schema(kind, name, value) for kind in (CompletionRequest, ChatRequest)),
         "seq2seq": lambda name, value: fits(lambda: GenerationOptions(**{name: value})),

@@ -84,7 +84,7 @@ def test_masks_are_not_kept_when_they_have_served(words: hw.Engine) -> None:
     async def program(engine: hw.Engine) -> list[tuple[int, int]]:
         generation, found = started(engine, LONG), []
         async for _ in generation:
-            if (follower := generation._ahead._follower) is not None:
+            if (follower := generation._ahead._cursor) is not None:
                 found.append((follower.tokens, len(follower._masks)))
         return found
 
@@ -334,7 +334,7 @@ def test_no_mask_is_computed_behind_the_last_token_of_a_text_that_is_cut(
         async with engine.context().fill("A text:") as context:
             generation = context.generate(hw.Multinomial(seed=1), max_tokens=limit, constrain=grammar, probe=probe)
             await generation.tokens()
-            constraint = generation._said.constraint
+            constraint = generation._transcript.constraint
             assert isinstance(constraint, GrammarMatcher)
             assert (generation.finish, constraint.may_end) == ("length", False)
             assert constraint._mask is None

@@ -234,7 +234,7 @@ def test_verbs_that_need_pages_get_those_of_an_idle_context_as_a_pass_would(
             made = engine.open("disk")
         else:
             twin.context.truncate(10)
-        assert rest.table.is_preempted or other.context._table.is_preempted
+        assert rest._table.is_preempted or other.context._table.is_preempted
         if act == "truncate":
             twin.world.truncate(10)
         elif act == "save":
