@@ -78,6 +78,11 @@ OTHERS = {
     "forced_bos_token_id forced_eos_token_id decoder_start_token_id eos_token_id pad_token_id renormalize_logits "
     "use_cache",
 }
+OTHERS["cli"] = OTHERS.get("cli", "") + " quiet"  # no parameters of sampling
+OTHERS["http"] = (
+    OTHERS.get("http", "")
+    + " add_generation_prompt cache_salt chat_template_kwargs continue_final_message function_call functions include_stop_str_in_output reasoning_effort return_token_ids skip_special_tokens truncate_prompt_tokens verbosity"
+)  # no parameters of sampling
 SETTLED = ("sampler", "lab")  # faces whose defaults take effect; elsewhere None leaves a parameter open
 
 
@@ -164,9 +169,7 @@ def accepts(face: str, engine: hw.Engine) -> Callable[[str, Any], bool]:
         "sampler": lambda name, value: fits(lambda: hw.Sampling(**{name: value})),
         "sync": lambda name, value: fits(lambda: hw.SamplingParams(**{name: value})),
         "file": lambda name, value: fits(lambda: hw.GenerationDefaults(**{name: value})),
-        "cli": lambda name, value: fits(
-            lambda: Decoding(**{"max_tokens": 8, "temperature": 1.0, name: value}).check()
-        ),
+        "cli": lambda name, value: fits(lambda: Decoding(**{"max_tokens": 8, "temperature": 1.0, name: value}).check()),
         "http": lambda name, value: all(by_schema(kind, name, value) for kind in (CompletionRequest, ChatRequest)),
         "seq2seq": lambda name, value: fits(lambda: GenerationOptions(**{name: value})),
     }
