@@ -81,7 +81,7 @@ OTHERS = {
 OTHERS["cli"] = OTHERS.get("cli", "") + " quiet"  # no parameters of sampling
 OTHERS["http"] = (
     OTHERS.get("http", "")
-    + " add_generation_prompt cache_salt chat_template_kwargs continue_final_message function_call functions include_stop_str_in_output reasoning_effort return_token_ids skip_special_tokens truncate_prompt_tokens verbosity"
+    + " add_generation_prompt cache_salt chat_template_kwargs continue_final_message function_call functions include_stop_str_in_output reasoning_effort return_token_ids skip_special_tokens truncate_prompt_tokens verbosity"  # noqa: E501
 )  # no parameters of sampling
 SETTLED = ("sampler", "lab")  # faces whose defaults take effect; elsewhere None leaves a parameter open
 
