@@ -122,7 +122,8 @@ _TABLE = (
     Parameter(
         "temperature", float, 1.0, "Divides the logits before a draw; 0 takes the likeliest token.", low=0,
         hint="0 is argmax, 1 leaves the model as it is", faces=_DRAWING | _on("sync cli"),
-        defaults={"sync": 0.0, "cli": {"run": 0.0, "chat": None}}, differs={"seq2seq": "do_sample=False takes the likeliest token there"},
+        defaults={"sync": 0.0, "cli": {"run": 0.0, "chat": None}},
+        differs={"seq2seq": "do_sample=False takes the likeliest token there"},
     ),
     Parameter(
         "top_k", int, 0, "Draw among the k likeliest tokens.", low=0, hint="0 turns it off",
