@@ -13,6 +13,8 @@ from tokenizers import Tokenizer as Backend
 
 import headway as hw
 from headway.base.samplers import Sampling
+from headway.kv.allocator import Edit
+from headway.kv.pool import Pool
 from headway.runtime.passes import Readout
 from headway.testing import ScriptedRunner
 from headway.text.tokenizer import byte_of_character
@@ -35,7 +37,13 @@ class Speaker(ScriptedRunner):
     def __init__(self) -> None:
         super().__init__(V, 16)
         self.replies: list[list[int]] = []
+        self.pool: Pool | None = None
         self._start = 0
+
+    def edit(self, edits: Sequence[Edit]) -> None:
+        """Of the engine's own pool, whose pages durable snapshots hold: what a speaker says depends on no page."""
+        assert self.pool is not None
+        self.pool.apply(edits)
 
     def say(self, *replies: Sequence[int]) -> None:
         self.replies, self._start = [list(reply) for reply in replies], -1
@@ -58,6 +66,7 @@ class Stage:
     def __init__(self, folder: Path) -> None:
         self.runner = Speaker()
         self.engine = hw.Engine(folder, runner=self.runner, threads=1, pages=2000)
+        self.runner.pool = self.engine._pool
 
     def say(self, *texts: str, end: str = "") -> None:
         """What the model says from now on; passes ahead of an end that still run are waited for."""
