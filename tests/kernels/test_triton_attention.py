@@ -115,7 +115,8 @@ def by_chunks(case: Case, **paged: object) -> torch.Tensor:
     heads, dim = case.q.shape[1:]
     out = torch.full_like(case.q, float("nan"))
     tokens = attention.chunk_tokens(heads, case.keys.shape[2], dim, case.q.dtype)
-    items = torch.tensor(attention.chunk_items(case.segments, tokens), dtype=torch.int32).view(-1, 2).to(DEVICE)
+    numbers = [*attention.chunk_items(case.segments, tokens), 0, 0]  # the last item has no rows
+    items = torch.tensor(numbers, dtype=torch.int32).view(-1, 2).to(DEVICE)
     attention.attend_chunks(case.q, out, _paged(case, **paged), items, tokens)
     return out
 
@@ -216,7 +217,7 @@ def test_a_row_has_the_same_bits_whatever_shares_its_step_and_whatever_is_trimme
 
 def test_chosen_rows_alone_are_computed() -> None:
     case = make([Sequence(causal(1, n)) for n in (40, 50, 60)], heads=4, kv_heads=2, dim=16, page=16)
-    which = torch.tensor([2, 0], dtype=torch.int32, device=DEVICE)
+    which = torch.tensor([2, -1, 0, -1], dtype=torch.int32, device=DEVICE)
     found = by_rows(case, attention.Splits(2, 32), which)
     expected = reference(case, 0.25)
     close(found[[0, 2]], expected[[0, 2]])

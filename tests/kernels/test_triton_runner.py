@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 import headway as hw  # noqa: E402
 from headway.base.probes import Ranking  # noqa: E402
 from headway.runtime.runners.cuda import model as cuda_model  # noqa: E402
+from headway.runtime.runners.cuda import runner as cuda_runner  # noqa: E402
 from headway.testing import random_model  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -114,6 +115,13 @@ def agree(found: list[Any], expected: list[Any], limit: float) -> None:
 def test_every_kind_of_pass_equals_torch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = range(6 if DEVICE == "cuda" else 2)
     agree(run(monkeypatch, "triton", family, seeds), run(monkeypatch, "off", family, seeds), 1e-4)
+
+
+def test_steps_of_chunks_and_single_rows_equal_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts on the matrix units beside decode rows, in steps with room for more of both."""
+    monkeypatch.setattr(cuda_runner, "MUCH", 0)
+    seeds = range(6 if DEVICE == "cuda" else 2)
+    agree(run(monkeypatch, "triton", "mistral", seeds), run(monkeypatch, "off", "mistral", seeds), 1e-4)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="graphs need a CUDA device")

@@ -184,6 +184,23 @@ def test_a_pass_that_must_run_whole_runs_alone_when_it_is_larger_than_a_step() -
         assert out.token(handle) == scripted_result(range(20), range(20), np.ones((20, 20), bool), 0) % V
 
 
+def test_a_pass_that_must_run_whole_is_not_starved_by_sequences_that_decode_by_themselves() -> None:
+    async def program(engine: hw.Engine) -> int:
+        whole = engine.context().forward().input(range(20))
+        whole.attention_mask(hw.Mask.from_bool(np.ones((20, 20), bool)), causal=False)
+        context, execution, steps = engine.context().fill(numbers(3)), None, 0
+        async for _ in context.generate(hw.Argmax(), max_tokens=2000, stop_only=True):
+            if execution is None:
+                execution = whole.execute()
+            elif execution.done():
+                return steps
+            steps += 1
+        raise AssertionError("2000 tokens came first")
+
+    with scripted_engine(pages=400, max_batch_tokens=8) as engine:
+        assert engine.run(program) <= PATIENCE + 40
+
+
 # -- bids ------------------------------------------------------------------------------------------------------------
 
 

@@ -55,7 +55,11 @@ if TYPE_CHECKING:
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
-STEP_TOKENS, CUDA_STEP_TOKENS = 512, 2048  # rows of one step, by default
+STEP_TOKENS = 512  # rows of one step, by default
+CUDA_STEP_TOKENS, CUDA_MIXED_TOKENS = (
+    2048,
+    1024,
+)  # on a CUDA device; with decode rows as many as fill matmuls and graphs
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # for monitors
 _engines_lock = threading.Lock()
 
@@ -137,7 +141,9 @@ class Engine:
         given = _unchanged(model, dtype, device) if in_memory else self._path
         assert given is not None
         at = where if isinstance(given, Path) else given.device
-        budget = max_batch_tokens or (CUDA_STEP_TOKENS if at.type == "cuda" else STEP_TOKENS)
+        budget, mixed = (CUDA_STEP_TOKENS, CUDA_MIXED_TOKENS) if at.type == "cuda" else (STEP_TOKENS, STEP_TOKENS)
+        if max_batch_tokens is not None:
+            budget = mixed = max_batch_tokens
         self._text = ModelText(self._path)
         sizing = PoolSize.begin(at, pages=pages, fraction=fraction, page_size=page_size, rows=budget)
         if runner is not None and isinstance(given, Decoder):
@@ -188,6 +194,7 @@ class Engine:
             runner,
             self._allocator,
             budget=budget,
+            mixed_budget=mixed,
             trim=trim,
             positions=any(window is not None for window in self.config.windows),
             on_start=lambda: torch.set_num_threads(1 if native else count),

@@ -24,7 +24,7 @@ from headway.runtime.readout import NO_NUMBER
 if TYPE_CHECKING:
     from headway.program.engine import Engine
 
-READ = 512  # rows of logits that a CUDA runner holds at a time, and rows of its largest graph
+READ, CAPTURED = 512, 1024  # rows of logits that a CUDA runner holds at a time, rows of its largest graph
 Small = Callable[[int], "Engine"]  # creates an engine of n pages with the same weights
 
 
@@ -90,7 +90,7 @@ def trial(small: Small, rows: int, page_size: int, device: torch.device) -> int:
 def _try_out(small: Small, rows: int, page_size: int) -> int:
     """Run the largest steps, of prompts and of many sequences; returns the bytes of the pages used."""
     with small(-(-rows // page_size) + 1) as engine:
-        for count in dict.fromkeys((rows, min(rows, READ))):
+        for count in dict.fromkeys((rows, min(rows, CAPTURED), min(rows, READ))):
             try:
                 engine.run(largest_step, count)
             except PassFailed as error:

@@ -87,6 +87,11 @@ class Job:
         return old + len(self.work.tokens) - self.done
 
     @property
+    def is_divisible(self) -> bool:
+        """Whether it can be computed in chunks; a pass that is not causal runs whole."""
+        return self.work.causal or self.replay is not None
+
+    @property
     def pages_in_all(self) -> int:
         """Pages of its sequence once it has succeeded."""
         return -(-(self.base + len(self.work.tokens)) // self.table.page_size)

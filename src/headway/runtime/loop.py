@@ -71,6 +71,7 @@ class Loop:
         allocator: Allocator,
         *,
         budget: int,
+        mixed_budget: int,
         trim: bool,
         positions: bool = True,
         on_start: Callable[[], None] = lambda: None,
@@ -81,7 +82,9 @@ class Loop:
         self._changed = threading.Condition(self.lock)
         self._runner, self._allocator, self._trim = runner, allocator, trim
         self._queue = Queue()
-        self._scheduler = Scheduler(self._queue, self.kv_cache, runner, budget, trim=trim, positions=positions)
+        self._scheduler = Scheduler(
+            self._queue, self.kv_cache, runner, budget, mixed_budget, trim=trim, positions=positions
+        )
         self.counters = self._scheduler.counters
         self._orders = itertools.count()
         self._released: deque[PageTable] = deque()  # a finalizer only appends here

@@ -98,7 +98,7 @@ def attend_rows(
     tile: AttentionTile = AttentionTile(32),
     ahead: bool = False,
 ) -> None:
-    """q [T, H, D] → out [T, H, D], each row by itself. `which` [n] int32 selects rows; the default is all."""
+    """q [T, H, D] → out [T, H, D], each row by itself. `which` [n] int32 selects rows (-1: none), else all."""
     rows = q.shape[0] if which is None else which.shape[0]
     heads, kv_heads, dim = q.shape[1], paged.keys.shape[2], q.shape[2]
     group = heads // kv_heads
@@ -120,7 +120,7 @@ def attend_rows(
 def attend_chunks(q: Tensor, out: Tensor, paged: PagedKV, items: Tensor, tokens: int) -> None:
     """q [T, H, D] → out [T, H, D] for the rows of `items` [n, 2] int32: first row and count, each of one sequence.
 
-    `tokens` is the most rows an item has: `chunk_tokens` of this shape.
+    Items of no rows are skipped. `tokens` is the most rows an item has: `chunk_tokens` of this shape.
     """
     heads, kv_heads, dim = q.shape[1], paged.keys.shape[2], q.shape[2]
     group = heads // kv_heads
@@ -209,6 +209,8 @@ def _decode(
     wait(AHEAD)
     at, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(which + at) if CHOSEN else at
+    if row < 0:  # a captured step has room for more rows than it may need
+        return
     run = tl.load(ints + RUN_AT * rows + row)
     count = tl.load(ints + (RUN_AT + 1) * rows + row)
     start = tl.load(ints + (RUN_AT + 2) * rows + row)

@@ -17,7 +17,7 @@ from headway.base.masks import check_rows
 from headway.kv.table import Log, PageTable
 from headway.runtime.batch import Batch, Chunk, joined, lay_out, needed_pages, pack
 from headway.runtime.edits import Damage
-from headway.runtime.job import Delivery, Job, Queue
+from headway.runtime.job import PATIENCE, Delivery, Job, Queue
 from headway.runtime.passes import BEFORE, DecodeMask
 from headway.runtime.runners.base import Runner, SegmentResult, StepResult
 from headway.runtime.scheduler.kv_cache import KVCache, Start
@@ -58,13 +58,22 @@ class Scheduler:
     """Plans steps and applies their results. Deliveries gather in `outbox`: a job, and its error if it failed."""
 
     def __init__(
-        self, queue: Queue, kv_cache: KVCache, runner: Runner, budget: int, *, trim: bool, positions: bool
+        self,
+        queue: Queue,
+        kv_cache: KVCache,
+        runner: Runner,
+        budget: int,
+        mixed_budget: int,
+        *,
+        trim: bool,
+        positions: bool,
     ) -> None:
         self.counters = Counters()
         self.outbox: list[Delivery] = []
         self.run_ahead = RunAhead(kv_cache, runner, positions=positions, trim=trim)
         self._queue, self._kv_cache, self._runner = queue, kv_cache, runner
-        self._budget, self._trim, self._positions = budget, trim, positions
+        self._budget, self._mixed_budget = budget, min(budget, mixed_budget)
+        self._trim, self._positions = trim, positions
         self._draining = False  # a job waits that cannot be planned while a step is in flight
 
     # -- when a pass arrives ---------------------------------------------------------------------------------------
@@ -133,10 +142,11 @@ class Scheduler:
                     self._draining = in_flight is not None
                 if flies or not self._renewed(job):
                     continue  # it is computed as a pass, once its row in flight is applied
-            if left <= 0 and job.remaining > 0:
+            room = left if not decodes or not job.is_divisible else left - self._budget + self._mixed_budget
+            if room <= 0 and job.remaining > 0:
                 job.waited += 1
                 continue
-            chunk = self._start(job, left, blocked, ahead=in_flight is not None, alone=not (decodes or chunks))
+            chunk = self._start(job, room, blocked, ahead=in_flight is not None, alone=not (decodes or chunks))
             if chunk is None:
                 job.waited += 1
                 continue
@@ -160,8 +170,10 @@ class Scheduler:
         for job in self._queue:
             if job.after is None and not job.resting:
                 (decodes if job.decodes else others).append(job)
-        if len(decodes) + bool(others) <= self._budget:  # each decode gets its token, so their order does not matter
-            return [*decodes, *ordered(others)]
+        if len(decodes) + bool(others) <= self._mixed_budget:  # each decode gets its token: their order is free
+            whole = [job for job in others if not job.is_divisible and job.waited >= PATIENCE]
+            rest = others if not whole else [job for job in others if job not in whole]
+            return [*whole, *decodes, *ordered(rest)]
         return ordered([*decodes, *others])
 
     def _renewed(self, job: Job) -> bool:
@@ -424,7 +436,7 @@ def _share(job: Job, left: int, *, alone: bool) -> int | None:
     if job.replay is not None:
         return min(len(job.replay.tokens) - job.replayed, left)
     rest = len(job.work.tokens) - job.done
-    if not job.work.causal:
+    if not job.is_divisible:
         return rest if rest <= left or alone else None
     return min(rest, left)
 

@@ -8,7 +8,7 @@ replay. Of many sizes those used last are kept.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -18,12 +18,13 @@ from headway.base.log import log_event
 from headway.runtime.memory import is_out_of_memory
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+CHUNK_SIZES = (*range(64, 512, 64), *range(512, 1025, 128))  # of steps whose attention uses the matrix units
 MOST = 4 * len(SIZES)  # graphs that are kept: steps, heads and samplers of every size, and some that look elsewhere
 
 
-def padded(rows: int) -> int | None:
+def padded(rows: int, sizes: Sequence[int] = SIZES) -> int | None:
     """The size of the graph that holds this many rows; None if there are too many."""
-    return next((size for size in SIZES if size >= rows), None)
+    return next((size for size in sizes if size >= rows), None)
 
 
 @dataclass(eq=False)

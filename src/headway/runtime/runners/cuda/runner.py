@@ -1,7 +1,7 @@
 """The CUDA runner: the same batches and values as the torch runner, in Triton kernels and captured graphs.
 
     Batch ──arrays───▶ one buffer of int32 (kernels/triton/layout) ──one copy──▶ device
-          ──model────▶ residual rows, decode rows and chunks together: a graph up to 512 rows, launched above
+          ──model────▶ residual rows, decode rows and chunks together: a graph up to 1,024 rows, launched above
           ──readout──▶ head on the rows that are read, sampler (two more graphs), tokens back in one copy
 
 Data, and who owns it: the model's weights and the pool's pages belong to the engine; the runner has the uploads (pinned
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,13 +36,37 @@ from headway.runtime.profile import Profiler, step_bytes
 from headway.runtime.readout import make_hooks
 from headway.runtime.runners.base import SegmentResult, StepResult
 from headway.runtime.runners.cuda.arrays import StepInts, StepNumbers, Upload, even
-from headway.runtime.runners.cuda.graphs import SIZES, Graphs, padded
+from headway.runtime.runners.cuda.graphs import CHUNK_SIZES, SIZES, Graphs, padded
 from headway.runtime.runners.cuda.model import Buffers, CudaModel, DeviceStep
 from headway.runtime.runners.cuda.readout import CudaReader, Values
 
 GRAPH_INTS = 1 << 20  # numbers that a captured step can hold
 FEW = 4  # rows of a sequence that attention takes one by one
 MUCH = 1 << 17  # rows × slots of long segments above which attention wants the matrix units
+PART_INTS = 2 * CHUNK_SIZES[-1]  # room for the items of a captured step, or for its single rows
+ITEM_INTS = 64  # a captured step has room for a multiple of 32 items
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionParts:
+    """The rows that attention takes one by one, and items of long segments (flat: first row, count) for the matrix
+    units. `is_much`: the items attend to so much that the matrix units pay."""
+
+    singles: list[int]
+    items: list[int]
+    is_much: bool
+
+    @classmethod
+    def of(cls, batch: Batch, tokens: int) -> AttentionParts:
+        first, long = batch.decode_count, [s for s in batch.segments if len(s.rows) > FEW]
+        singles = [*range(first), *(first + row for s in batch.segments if len(s.rows) <= FEW for row in s.rows)]
+        much = sum(len(s.rows) * (int(s.slots[-1]) + 1) for s in long) > MUCH
+        return cls(singles, chunk_items([(first + s.rows.start, len(s.rows)) for s in long], tokens), much)
+
+    def padded(self) -> AttentionParts:
+        """The same with room for more, so that few sizes serve all steps: rows -1 and items of no rows."""
+        singles = self.singles + [-1] * ((1 << max(3, (len(self.singles) - 1).bit_length())) - len(self.singles))
+        return AttentionParts(singles, self.items + [0] * (-len(self.items) % ITEM_INTS), self.is_much)
 
 
 class CudaRunner:
@@ -66,6 +91,7 @@ class CudaRunner:
         self._last_read: tuple[CudaStep, CudaReader] | None = None  # the last step with segments, and its reader
         self._layout = StepInts(self.model.windows, page_size)
         self._fixed = Upload(GRAPH_INTS, torch.int32, decoder.device)
+        self._fixed_parts = Upload(2 * PART_INTS, torch.int32, decoder.device)
         self._fixed_buffers: Buffers | None = None
         self._free = Upload(1 << 14, torch.int32, decoder.device)
         self._free_buffers: Buffers | None = None
@@ -120,34 +146,48 @@ class CudaRunner:
 
     def _forward(self, batch: Batch, hooks: Hooks | None) -> Tensor:
         """Residual rows [T, E] of the whole step, decode rows first."""
-        numbers, size = self._layout.read(batch), padded(batch.rows)
+        numbers, parts = self._layout.read(batch), AttentionParts.of(batch, self.model.chunk)
+        with_chunks = parts.is_much and not self.model.deterministic
+        size = padded(batch.rows, CHUNK_SIZES if with_chunks else SIZES)
         rows = even(batch.rows if size is None else size)
-        large = size is None or self._layout.size(numbers, rows) > GRAPH_INTS or _attends_much(batch)
+        large = size is None or self._layout.size(numbers, rows) > GRAPH_INTS
         if large or hooks is not None or self.profiler.measuring:
-            return self._launch(batch, numbers, rows, hooks)
+            return self._launch(batch, numbers, parts, rows, hooks)
         assert size is not None
+        key, singles, items = ("step", size), None, None
+        if with_chunks:
+            singles, items = self._send_parts(parts.padded())
+            key = ("chunks", size, len(singles), len(items))
         self._fixed.wait()
         self._fixed.send(self._layout.fill(self._fixed.host, batch, numbers, rows))
-        buffers, step = self._graph_buffers(), DeviceStep(self._fixed.device, rows, size)
-        self._graphs.run(("step", size), lambda: self.model.forward(step, buffers, _unmarked))
+        buffers, step = self._graph_buffers(), DeviceStep(self._fixed.device, rows, size, singles=singles, items=items)
+        self._graphs.run(key, lambda: self.model.forward(step, buffers, _unmarked))
         return buffers.x[: batch.rows]
 
-    def _launch(self, batch: Batch, numbers: StepNumbers, rows: int, hooks: Hooks | None) -> Tensor:
+    def _send_parts(self, parts: AttentionParts) -> tuple[Tensor, Tensor]:
+        """The singles and the items of a captured step, where it looks for them."""
+        single, item = len(parts.singles), len(parts.items)
+        self._fixed_parts.wait()
+        host, device = self._fixed_parts.host, self._fixed_parts.device
+        host[:item], host[PART_INTS : PART_INTS + single] = parts.items, parts.singles
+        self._fixed_parts.send(PART_INTS + single)
+        return device[PART_INTS : PART_INTS + single], device[:item].view(-1, 2)
+
+    def _launch(
+        self, batch: Batch, numbers: StepNumbers, parts: AttentionParts, rows: int, hooks: Hooks | None
+    ) -> Tensor:
         """A step of any number of rows, kernel by kernel: long segments on the matrix units, other rows one by one."""
-        first, count = batch.decode_count, batch.rows
-        long = [s for s in batch.segments if len(s.rows) > FEW]
-        items = chunk_items([(first + s.rows.start, len(s.rows)) for s in long], self.model.chunk)
-        singles = [*range(first), *(first + row for s in batch.segments if len(s.rows) <= FEW for row in s.rows)]
+        count, items = batch.rows, parts.items
         used = even(self._layout.size(numbers, rows))
         after = used + even(len(items))
-        needed = after + len(singles)
+        needed = after + len(parts.singles)
         if needed > len(self._free):
             self._free.grow(2 * needed)
         self._free.wait()
         host, device = self._free.host, self._free.device
         self._layout.fill(host, batch, numbers, rows)
         host[used : used + len(items)] = items
-        host[after:needed] = singles
+        host[after:needed] = parts.singles
         self._free.send(needed)
         step = DeviceStep(
             device,
@@ -156,7 +196,7 @@ class CudaRunner:
             singles=device[after:needed],
             items=device[used : used + len(items)].view(-1, 2) if items else None,
             hooks=hooks,
-            hooks_from=first,
+            hooks_from=batch.decode_count,
         )
         if self._free_buffers is None or self._free_buffers.rows < count:
             self._free_buffers = None  # the old ones go before the new ones come
@@ -165,7 +205,7 @@ class CudaRunner:
 
     def _graph_buffers(self) -> Buffers:
         if self._fixed_buffers is None:
-            self._fixed_buffers = Buffers(self.decoder, SIZES[-1])
+            self._fixed_buffers = Buffers(self.decoder, CHUNK_SIZES[-1])
         return self._fixed_buffers
 
     def sample(self, batch: Batch, logits: Tensor, masks: Sequence[DecodeMask | None]) -> Callable[[], list[int]]:
@@ -233,8 +273,3 @@ def _kept(batch: Batch, x: Tensor) -> list[Tensor | None]:
         return [x[s.rows[-1]].clone() if s.keep_last else None for s in batch.segments]
     rows = x.clone().unbind()
     return [rows[s.rows[-1]] if s.keep_last else None for s in batch.segments]
-
-
-def _attends_much(batch: Batch) -> bool:
-    """Whether long segments attend to so much that the matrix units pay for launching kernel by kernel."""
-    return sum(len(s.rows) * (int(s.slots[-1]) + 1) for s in batch.segments if len(s.rows) > FEW) > MUCH
