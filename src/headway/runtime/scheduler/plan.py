@@ -374,6 +374,7 @@ class Scheduler:
         if job in self._queue:
             self._queue.remove(job)
         job.abandoned = True
+        self.run_ahead.forget()
         self._kv_cache.give_back(job)
         decode.cut(table)
         if job.running:
@@ -411,6 +412,7 @@ class Scheduler:
         """A pass failed: it is undone, and with it the passes that wait for its tokens."""
         self._queue.remove(job)
         job.abandoned = True
+        self.run_ahead.forget()  # its error keeps its program's frames alive, and with them the context
         if not job.running:  # else what it holds is given back when its step ends
             self._kv_cache.give_back(job)
         self.outbox.append((job, error))
