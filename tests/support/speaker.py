@@ -41,9 +41,11 @@ class Speaker(ScriptedRunner):
         self._start = 0
 
     def edit(self, edits: Sequence[Edit]) -> None:
-        """Of the engine's own pool, whose pages durable snapshots hold: what a speaker says depends on no page."""
-        assert self.pool is not None
-        self.pool.apply(edits)
+        """Of the engine's own pool, if it is known: its pages are what durable snapshots hold."""
+        if self.pool is None:
+            super().edit(edits)
+        else:
+            self.pool.apply(edits)
 
     def say(self, *replies: Sequence[int]) -> None:
         self.replies, self._start = [list(reply) for reply in replies], -1

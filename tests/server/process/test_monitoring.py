@@ -63,7 +63,7 @@ def test_errors_have_one_shape_and_nothing_of_the_inside(server: Server, method:
 
 def test_what_failed_is_in_the_log_under_its_id_without_its_text(server: Server) -> None:
     server.get("/fail", {"X-Request-Id": "mine-2"})
-    (line,) = server.logged("a request failed", request_id="mine-2")
+    (line,) = server.until(lambda: server.logged("a request failed", request_id="mine-2"))
     assert line["error"] == "RuntimeError"
     assert line["frames"][-1].endswith(" fail")
     assert "passwd" not in str(line)
