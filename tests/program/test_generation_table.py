@@ -229,4 +229,4 @@ def test_a_row_is_complete(parameter: Parameter) -> None:
 
 def test_the_types_for_type_checkers_are_those_of_the_call() -> None:
     names = set(of_function(hw.Context.generate)) - {"sampler", "unknown"}
-    assert names == {*Options.__annotations__, "num_beams", "num_return_sequences"}
+    assert names == {*Options.__annotations__, "probe", "num_beams", "num_return_sequences"}

@@ -69,16 +69,16 @@ def snapshots(engine: hw.Engine, ctx: hw.Context) -> hw.Context:
 
 
 async def several(ctx: hw.Context, beams: int | None) -> list[hw.Context]:
-    assert_type(ctx.generate(max_length=80, do_sample=True, no_repeat_ngram_size=3), hw.Generation)
-    assert_type(ctx.generate(hw.TopP(0.9), repetition_penalty=1.2, stop=[3, "x"]), hw.Generation)
+    assert_type(ctx.generate(max_length=80, do_sample=True, no_repeat_ngram_size=3), hw.Generation[None])
+    assert_type(ctx.generate(hw.TopP(0.9), repetition_penalty=1.2, stop=[3, "x"]), hw.Generation[None])
     found = ctx.generate(num_beams=4, length_penalty=0.6, early_stopping="never", max_tokens=8)
-    assert_type(found, hw.Generations)
+    assert_type(found, hw.Generations[None])
     assert_type(await found.texts(), list[str])
     assert_type(await found.text(), str)
     draws = ctx.generate(hw.Multinomial(), num_return_sequences=3, probe=hw.Entropy())
-    assert_type(draws, hw.Generations)
+    assert_type(draws, hw.Generations[float])
     best, *_ = await draws.sequences()
-    assert_type(best, hw.Continuation)
+    assert_type(best, hw.Continuation[float])
     assert_type(best.score, float)
     either: hw.Generation | hw.Generations = ctx.generate(num_beams=beams)
     assert_type(await either.tokens(), list[int])
@@ -93,6 +93,28 @@ def publisher(engine: hw.Engine) -> hw.Sampler:
 async def steps(ctx: hw.Context) -> str:
     text = ""
     async for step in ctx.generate(Argmax(), max_tokens=4, stop=["\n"], probe=hw.Entropy()):
-        assert_type(step, hw.Step)
+        assert_type(step, hw.Step[float])
+        assert_type(step.probes, tuple[float, ...])
         text += step.text
     return text
+
+
+async def probes(ctx: hw.Context, unknown: hw.Probe, optional: hw.Entropy | None) -> None:
+    """Each probe's value has its type, alone and among others."""
+    both = ctx.generate(Argmax(), probe=(hw.Entropy(), hw.Ranking(2)))
+    assert_type(both, hw.Generation[tuple[float, hw.Ranked]])
+    async for step in both:
+        for entropy, ranked in step.probes:
+            assert_type(entropy, float)
+            assert_type(ranked.best[0].logprob, float)
+    prepared = await both.prepare()
+    assert_type(await prepared.take(), hw.Step[tuple[float, hw.Ranked]])
+    three = ctx.generate(num_beams=2, probe=(hw.Hidden(0), hw.LogitLens([0], k=1), hw.Logprob(3)))
+    assert_type(three, hw.Generations[tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]], np.ndarray]])
+    alike = ctx.generate(num_return_sequences=2, probe=[hw.Logprobs([1, 2]), hw.AttentionScores(0), hw.Logits()])
+    assert_type((await alike.sequences())[0].probes, tuple[tuple[np.ndarray, ...], ...])
+    mixed = ctx.generate(probe=[hw.Entropy(), hw.Distribution(k=3)])
+    assert_type(mixed, hw.Generation[tuple[float | tuple[np.ndarray, np.ndarray], ...]])
+    assert_type(ctx.generate(probe=optional), hw.Generation[float])
+    either: hw.Generation = ctx.generate(probe=unknown)
+    print(either.context)

@@ -196,7 +196,7 @@ _TABLE = (
         names={"http": "structured_outputs"}, faces=_on("generate http"),
     ),
     Parameter(
-        "probe", object, None, "What to read at every step, as log-probabilities.",
+        "probe", object, None, "What to read at every step, as log-probabilities: one probe or a list.",
         names={"http": "logprobs", "cli": "logprobs"}, defaults={"cli": 0}, faces=_on("generate cli http"),
     ),
     Parameter("attention_mask", object, None, "What every new token attends to.", faces=_on("generate")),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -16,7 +16,18 @@ from headway.base.checks import check_integer, check_list, check_number, check_t
 from headway.base.errors import InvalidInput, WrongType
 from headway.base.text import short_repr
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    Value_co = TypeVarWithDefault("Value_co", covariant=True, default=Any)
+else:  # typing has defaults from Python 3.13
+    Value_co = TypeVar("Value_co", covariant=True)
+
 REDUCTIONS = (None, "mean", "max")
+
+
+class ProbeOf(Generic[Value_co]):
+    """A probe whose value has this type. What `ctx.generate(probe=...)` gives back is typed by it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,7 @@ class Ranked:
 
 
 @dataclass(frozen=True)
-class Logits:
+class Logits(ProbeOf[np.ndarray]):
     """The row's V logits, float32."""
 
     masked: bool = False
@@ -51,7 +62,7 @@ class Logits:
 
 
 @dataclass(frozen=True)
-class Distribution:
+class Distribution(ProbeOf[tuple[np.ndarray, np.ndarray]]):
     """The `k` likeliest tokens and their probabilities at this temperature; `k=0` is the whole vocabulary."""
 
     temperature: float = 1.0
@@ -67,7 +78,7 @@ class Distribution:
 
 
 @dataclass(frozen=True)
-class Logprob:
+class Logprob(ProbeOf[np.ndarray]):
     """The log-probability (nats) of one token."""
 
     id: int
@@ -78,7 +89,7 @@ class Logprob:
 
 
 @dataclass(frozen=True)
-class Logprobs:
+class Logprobs(ProbeOf[np.ndarray]):
     """The log-probabilities (nats) of several tokens, in the order given."""
 
     ids: Iterable[int]
@@ -89,7 +100,7 @@ class Logprobs:
 
 
 @dataclass(frozen=True)
-class Entropy:
+class Entropy(ProbeOf[float]):
     """The entropy of the row's distribution, in nats."""
 
     masked: bool = False
@@ -99,7 +110,7 @@ class Entropy:
 
 
 @dataclass(frozen=True)
-class Hidden:
+class Hidden(ProbeOf[np.ndarray]):
     """The hidden state that enters layer `layer`; 0 is the embedding, the number of layers is after the final norm."""
 
     layer: int
@@ -109,7 +120,7 @@ class Hidden:
 
 
 @dataclass(frozen=True)
-class AttentionScores:
+class AttentionScores(ProbeOf[np.ndarray]):
     """The row's attention to each slot in a layer, per head or reduced over heads."""
 
     layer: int
@@ -124,7 +135,7 @@ class AttentionScores:
 
 
 @dataclass(frozen=True)
-class Ranking:
+class Ranking(ProbeOf[Ranked]):
     """Ranks of tokens at the row: those its samplers draw, `ids`, and the `k` likeliest (0 for none).
 
     `processed` ranks them as the row's first sampler sees them: after mask, bias, penalties, temperature and filters
@@ -141,7 +152,7 @@ class Ranking:
 
 
 @dataclass(frozen=True)
-class LogitLens:
+class LogitLens(ProbeOf[list[tuple[np.ndarray, np.ndarray]]]):
     """Per layer, the `k` likeliest tokens if the model ended there; `k=0` is the whole vocabulary."""
 
     layers: Iterable[int]

@@ -50,6 +50,15 @@ def check_readout(config: ModelConfig, what: Sampling | Probe) -> None:
             token_ids(ids, vocab, "Logprobs ids")
 
 
+def check_probe(config: ModelConfig, probe: object, name: str = "") -> None:
+    """Raise unless this is a probe that the model can read."""
+    if not isinstance(probe, Probe):
+        raise WrongType(
+            f"{name}{short_repr(probe)} is not a probe; give Logits(), Distribution(...), Entropy() or another one"
+        )
+    check_readout(config, probe)
+
+
 def check_windows(
     config: ModelConfig, masks: Sequence[Brle | None], positions: Iterable[int], base: int, pending: int = 0
 ) -> None:

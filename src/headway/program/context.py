@@ -19,7 +19,7 @@ from headway.base.errors import (
 )
 from headway.base.generation import PARAMETERS, unknown_parameter
 from headway.base.masks import Mask
-from headway.base.probes import Probe
+from headway.base.probes import ProbeOf
 from headway.base.samplers import Sampler
 from headway.base.text import short_repr
 from headway.kv.table import PageTable
@@ -31,8 +31,9 @@ from headway.program.constraints.constraint import Constraint
 from headway.program.constraints.grammar import Grammar
 from headway.program.forward import Execution, Forward
 from headway.program.generation.defaults import GenerationDefaults
+from headway.program.generation.draws import checked_probes
 from headway.program.generation.generator import Generation
-from headway.program.generation.parameters import Options, refuse, settle
+from headway.program.generation.parameters import Beams, Draws, OneSequence, refuse, settle
 from headway.program.generation.sequences import Generations, start
 from headway.program.ids import integers, token_ids
 from headway.program.pages import RawPages
@@ -42,7 +43,13 @@ from headway.runtime.passes import Pass, PassResult
 from headway.runtime.scheduler.order import BID_LIMIT
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # with defaults, which typing has from Python 3.13
+
     from headway.program.engine import Engine
+
+    A = TypeVar("A", default=None)  # the values of probes; None without any
+    B = TypeVar("B", default=None)
+    C = TypeVar("C", default=None)
 
 
 class Context:
@@ -213,35 +220,78 @@ class Context:
             execution = forward.execute()
         await execution
 
+    # The type of a result: one sequence or several, and what their probes read.
     @overload
     def generate(
-        self,
-        sampler: Sampler | None = None,
-        *,
-        num_beams: None = None,
-        num_return_sequences: None = None,
-        **options: Unpack[Options],
-    ) -> Generation: ...
+        self, sampler: Sampler | None = None, *, probe: ProbeOf[A] | None = None, **options: Unpack[OneSequence]
+    ) -> Generation[A]: ...
+
+    @overload
+    def generate(
+        self, sampler: Sampler | None = None, *, probe: tuple[ProbeOf[A], ProbeOf[B]], **options: Unpack[OneSequence]
+    ) -> Generation[tuple[A, B]]: ...
 
     @overload
     def generate(
         self,
         sampler: Sampler | None = None,
         *,
-        num_beams: int,
-        num_return_sequences: int | None = None,
-        **options: Unpack[Options],
-    ) -> Generations: ...
+        probe: tuple[ProbeOf[A], ProbeOf[B], ProbeOf[C]],
+        **options: Unpack[OneSequence],
+    ) -> Generation[tuple[A, B, C]]: ...
+
+    @overload
+    def generate(
+        self, sampler: Sampler | None = None, *, probe: Iterable[ProbeOf[A]], **options: Unpack[OneSequence]
+    ) -> Generation[tuple[A, ...]]: ...
+
+    @overload
+    def generate(
+        self, sampler: Sampler | None = None, *, probe: ProbeOf[A] | None = None, **options: Unpack[Beams]
+    ) -> Generations[A]: ...
+
+    @overload
+    def generate(
+        self, sampler: Sampler | None = None, *, probe: tuple[ProbeOf[A], ProbeOf[B]], **options: Unpack[Beams]
+    ) -> Generations[tuple[A, B]]: ...
 
     @overload
     def generate(
         self,
         sampler: Sampler | None = None,
         *,
-        num_beams: None = None,
-        num_return_sequences: int,
-        **options: Unpack[Options],
-    ) -> Generations: ...
+        probe: tuple[ProbeOf[A], ProbeOf[B], ProbeOf[C]],
+        **options: Unpack[Beams],
+    ) -> Generations[tuple[A, B, C]]: ...
+
+    @overload
+    def generate(
+        self, sampler: Sampler | None = None, *, probe: Iterable[ProbeOf[A]], **options: Unpack[Beams]
+    ) -> Generations[tuple[A, ...]]: ...
+
+    @overload
+    def generate(
+        self, sampler: Sampler | None = None, *, probe: ProbeOf[A] | None = None, **options: Unpack[Draws]
+    ) -> Generations[A]: ...
+
+    @overload
+    def generate(
+        self, sampler: Sampler | None = None, *, probe: tuple[ProbeOf[A], ProbeOf[B]], **options: Unpack[Draws]
+    ) -> Generations[tuple[A, B]]: ...
+
+    @overload
+    def generate(
+        self,
+        sampler: Sampler | None = None,
+        *,
+        probe: tuple[ProbeOf[A], ProbeOf[B], ProbeOf[C]],
+        **options: Unpack[Draws],
+    ) -> Generations[tuple[A, B, C]]: ...
+
+    @overload
+    def generate(
+        self, sampler: Sampler | None = None, *, probe: Iterable[ProbeOf[A]], **options: Unpack[Draws]
+    ) -> Generations[tuple[A, ...]]: ...
 
     def generate(
         self,
@@ -266,13 +316,13 @@ class Context:
         stop: str | Iterable[str | int] = (),
         stop_only: bool = False,
         constrain: Grammar | Constraint | None = None,
-        probe: Probe | None = None,
+        probe: ProbeOf[Any] | Iterable[ProbeOf[Any]] | None = None,
         attention_mask: Mask | None = None,
         penalize_prompt: bool = True,
         adapter: object = None,
         speculate: object = None,
         **unknown: object,
-    ) -> Generation | Generations:
+    ) -> Generation[Any] | Generations[Any]:
         """Many passes: an async iterator of steps; `await gen.text()` collects. Adds the cue after a chat verb.
 
             text = await ctx.generate(hw.TopP(0.9), max_tokens=64, stop=["\\n"]).text()
@@ -297,6 +347,7 @@ class Context:
         refuse(adapter=adapter, speculate=speculate)
         stop_only = PARAMETERS["stop_only"].check(stop_only)
         penalize_prompt = PARAMETERS["penalize_prompt"].check(penalize_prompt)
+        probes = checked_probes(self.engine.config, probe)
         given = GenerationDefaults(
             do_sample=do_sample,
             temperature=temperature,
@@ -328,7 +379,7 @@ class Context:
                 stop=stop,
                 stop_only=stop_only,
                 constrain=constrain,
-                probe=probe,
+                probe=probes,
                 attention_mask=attention_mask,
                 penalize_prompt=penalize_prompt,
             )

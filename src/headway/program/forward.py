@@ -30,7 +30,7 @@ from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, Sampling, resolve
 from headway.base.text import short_repr
-from headway.program.checks import check_readout, check_reread, check_windows
+from headway.program.checks import check_probe, check_readout, check_reread, check_windows
 from headway.program.ids import check_position, integers, position_ids, token_ids
 from headway.program.output import Output, ProbeHandle, SampleHandle
 from headway.program.view import ContextView
@@ -199,11 +199,7 @@ class Forward:
         """Read something at a row without choosing a token."""
         self._check_open()
         (row,) = integers([index], "index")
-        if not isinstance(probe, Probe):
-            raise WrongType(
-                f"{short_repr(probe)} is not a probe; give Logits(), Distribution(...), Entropy() or another one"
-            )
-        check_readout(self._context.engine.config, probe)
+        check_probe(self._context.engine.config, probe)
         handle = ProbeHandle(self, len(self._asks), probe)
         self._asks.append(_Ask(row, probe, None, None))
         return handle

@@ -28,3 +28,12 @@ async def program(engine: hw.Engine, ctx: hw.Context) -> None:
     ctx.fill(3)  # expect: reportArgumentType
     engine.open("draft").fork()  # expect: reportOptionalMemberAccess
     (await fwd.execute()).stats.rows = 3  # expect: reportAttributeAccessIssue
+    ctx.generate(  # expect: reportCallIssue
+        probe=hw.Argmax(),  # expect: reportArgumentType
+    )
+    ctx.generate(  # expect: reportCallIssue
+        probe=[hw.Entropy(), 3],  # expect: reportArgumentType
+    )
+    async for step in ctx.generate(probe=(hw.Entropy(), hw.Ranking(1))):
+        print(step.probes[0][1].entropy)  # expect: reportAttributeAccessIssue
+    (await ctx.generate(probe=hw.Entropy()).prepare()).token = 3  # expect: reportAttributeAccessIssue

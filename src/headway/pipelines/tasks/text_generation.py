@@ -292,7 +292,7 @@ class TextGenerationPipeline:
 
         `tail` is the text that a stop string may begin in.
         """
-        keywords = self._settled(options).keywords()
+        keywords: dict[str, Any] = dict(self._settled(options).keywords())
         end_ids = self._end_ids(options)
         keywords |= {"stop": [*([options.stop] if isinstance(options.stop, str) else options.stop), *end_ids]}
         if {"num_return_sequences", "num_beams"} & set(keywords):
@@ -303,7 +303,7 @@ class TextGenerationPipeline:
             sequences = await ctx.generate(**keywords).sequences()  # type: ignore[attr-defined]
             return [self._finished(one.tokens, one.text, one.finish, None, options, ends=ends) for one in sequences]
         unclear = ends and (len(end_ids) > 1 or bool(options.stop))  # which token it ends with
-        generation = ctx.generate(**keywords, **({"probe": Ranking()} if unclear else {}))
+        generation = ctx.generate(**keywords, probe=Ranking() if unclear else None)
         tokens: list[int] = []
         text, last = "", None
         async for step in generation:

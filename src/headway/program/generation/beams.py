@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from headway.base.errors import ContextLengthExceeded, InvalidInput, PassFailed
 from headway.base.generation import PARAMETERS
-from headway.base.probes import Logits
+from headway.base.probes import Logits, Value_co
 from headway.base.rng import fresh_seed, uniform
 from headway.base.text import short_repr
 from headway.program.generation.ngrams import banned_by_ngrams
@@ -41,7 +41,7 @@ NEVER = -1.0e9  # the score of what must not be chosen; transformers' value, whi
 
 
 @dataclass(frozen=True)
-class Continuation:
+class Continuation(Generic[Value_co]):
     """One finished sequence: its tokens without the end token, its text, and why it ended.
 
     `score` is a beam's log-probability over length ** length_penalty, nan where no beams ran; `seed` is that of its
@@ -54,7 +54,7 @@ class Continuation:
     finish: str
     score: float = math.nan
     seed: int | None = None
-    probes: tuple[Any, ...] = field(default=(), compare=False)
+    probes: tuple[Value_co, ...] = field(default=(), compare=False)
 
 
 async def beam_search(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from headway.base.errors import InvalidInput, WrongType
 from headway.base.masks import Mask
@@ -11,13 +12,18 @@ from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, Sampling, resolve
 from headway.base.text import short_repr
+from headway.models.config import ModelConfig
+from headway.program.checks import check_probe
 from headway.program.constraints.async_mask import GrammarMask
-from headway.program.generation.steps import Prepared
+from headway.program.generation.steps import Prepared, ProbeHandles
 from headway.program.generation.transcript import Transcript
 from headway.program.output import SampleHandle
 
 if TYPE_CHECKING:
     from headway.program.context import Context
+    from headway.program.forward import Forward
+
+Probes: TypeAlias = Probe | tuple[Probe, ...] | None  # one, several, none
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Drawing:
     seeded: bool  # chosen by the user; otherwise every fork gets a seed of its own
     end_ids: frozenset[int]  # the tokens that end it
     least: int  # tokens that must come before an end token may
-    probe: Probe | None
+    probe: Probes
     attention: Mask | None  # what any row attends to
     penalize_prompt: bool
 
@@ -40,7 +46,7 @@ class Drawing:
         *,
         end_ids: frozenset[int],
         least: int,
-        probe: Probe | None,
+        probe: Probes,
         attention_mask: Mask | None,
         penalize_prompt: bool,
     ) -> Drawing:
@@ -50,9 +56,8 @@ class Drawing:
         seed = fresh_seed() if chosen is None else chosen
         if what.seed != seed:
             what = replace(what, seed=seed)
-        return Drawing(
-            what, seed, chosen is not None, end_ids, least, probe, _symbolic(attention_mask), penalize_prompt
-        )
+        attention = _symbolic(attention_mask)
+        return Drawing(what, seed, chosen is not None, end_ids, least, probe, attention, penalize_prompt)
 
     def reseeded(self, seed: int | None) -> Drawing:
         """With another seed, or with fresh entropy."""
@@ -80,7 +85,7 @@ class Drawing:
         counted = transcript.generated if self.sampler.penalizes else None
         history = None if self.penalize_prompt else counted
         handle = forward.sample([-1], self.sampler, history=history, generated=counted)
-        return Prepared(forward, handle, None if self.probe is None else forward.probe(-1, self.probe))
+        return Prepared(forward, handle, add_probes(forward, self.probe))
 
     def repeats(self, context: Context, transcript: Transcript) -> bool:
         """Whether the passes after the next differ only by their token and its mask, and nobody counts them."""
@@ -90,6 +95,28 @@ class Drawing:
         free = not self.end_ids or len(transcript.generated) + 1 >= self.least
         reserved = table.working > -(-table.working_tokens // table.page_size)
         return plain and known and free and not reserved and table.token_budget is None
+
+
+def checked_probes(config: ModelConfig, probe: object) -> Probes:
+    """What `probe=` of a call gives; raises where one is not a probe, or not one of this model."""
+    if probe is None:
+        return None
+    if isinstance(probe, Probe):
+        check_probe(config, probe)
+        return probe
+    if isinstance(probe, str | bytes) or not isinstance(probe, Iterable):
+        raise WrongType(f"probe is {short_repr(probe)}; it must be a probe, such as Entropy(), or a list of them")
+    several = tuple(probe)
+    for number, one in enumerate(several):
+        check_probe(config, one, f"probe[{number}]: ")
+    return several
+
+
+def add_probes(forward: Forward, probe: Probes) -> ProbeHandles:
+    """Read these at the last row of a pass."""
+    if probe is None or not isinstance(probe, tuple):
+        return None if probe is None else forward.probe(-1, probe)
+    return tuple(forward.probe(-1, one) for one in probe)
 
 
 def _symbolic(mask: Mask | None) -> Mask | None:

@@ -18,7 +18,7 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 from headway.base.errors import (
     Closed,
@@ -31,13 +31,13 @@ from headway.base.errors import (
     Unsupported,
 )
 from headway.base.masks import Mask
-from headway.base.probes import Probe
+from headway.base.probes import Value_co
 from headway.base.samplers import Sampler
 from headway.base.text import short_repr
 from headway.program.constraints.constraint import Constraint, GrammarMatcher, compile_async
 from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
-from headway.program.generation.draws import Drawing
+from headway.program.generation.draws import Drawing, Probes
 from headway.program.generation.lookahead import Lookahead
 from headway.program.generation.steps import Prepared, Step, StepInFlight, probed
 from headway.program.generation.stops import parse_json, read_stops
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from headway.program.context import Context
 
 
-class Generation:
+class Generation(Generic[Value_co]):
     """An async iterator of steps. Stops leave the context: tokens that hold any part of one are taken back.
 
     It stays ahead of the program: by one pass or, where a pass takes nothing but the token before it, by run-ahead
@@ -69,7 +69,7 @@ class Generation:
         stop: str | Iterable[str | int] = (),
         stop_only: bool = False,
         constrain: Grammar | Constraint | None = None,
-        probe: Probe | None = None,
+        probe: Probes = None,
         attention_mask: Mask | None = None,
         adapter: object = None,
         speculate: object = None,
@@ -122,10 +122,10 @@ class Generation:
 
     # -- running ---------------------------------------------------------------------------------------------------
 
-    def __aiter__(self) -> AsyncIterator[Step]:
+    def __aiter__(self) -> AsyncIterator[Step[Value_co]]:
         return self
 
-    async def __anext__(self) -> Step:
+    async def __anext__(self) -> Step[Value_co]:
         if self.finish is not None:
             raise StopAsyncIteration
         if self._ahead.is_there:
@@ -183,7 +183,7 @@ class Generation:
 
     # -- by hand ---------------------------------------------------------------------------------------------------
 
-    def accept(self, tokens: Iterable[int]) -> Step:
+    def accept(self, tokens: Iterable[int]) -> Step[Value_co]:
         """Add tokens by hand, as if they had been sampled: they go through the constraint, the text and the stops.
 
         A token that the constraint forbids, more tokens than max_tokens leaves and tokens after a stop raise, and
@@ -203,7 +203,7 @@ class Generation:
         step = self._append(first, whole=True, end=end)
         return self._end(self._reason(end), step)
 
-    async def prepare(self) -> Prepared:
+    async def prepare(self) -> Prepared[Value_co]:
         """The next step, to be taken by hand: a pass with the generation's masks, sampler and probe.
 
         Tokens that the constraint forces need no pass: `gen.accept(gen.forced())`.
@@ -223,7 +223,7 @@ class Generation:
         ends = [i for i, token in enumerate(tokens) if token in self._end_ids]
         return tokens[: ends[0]] if ends else tokens
 
-    def fork(self, *, seed: int | None = None) -> Generation:
+    def fork(self, *, seed: int | None = None) -> Generation[Value_co]:
         """A second generation that goes on from here, on a fork of the context: `.context`, which is the caller's.
 
         Explicit seeds come along, so the same tokens follow, unless `seed` gives another one; without, the fork samples
@@ -369,7 +369,7 @@ class Generation:
                 raise asyncio.CancelledError from None
             raise
 
-    def _buffered_step(self, token: int) -> Step:
+    def _buffered_step(self, token: int) -> Step[Value_co]:
         """The step of a token that was taken from the buffer. Most tokens come this way, so it is short."""
         if token in self._end_ids:
             self._retract(None)
@@ -402,7 +402,7 @@ class Generation:
                 self._context.fill([self._transcript.generated[-1]])
                 self._seen = self._marked()
 
-    async def _take(self, prepared: Prepared) -> Step:
+    async def _take(self, prepared: Prepared[Any]) -> Step[Value_co]:
         self._go_on()
         if prepared.mark != self._seen:
             raise Closed("the context was changed since this step was prepared; prepare another one")
@@ -411,7 +411,7 @@ class Generation:
 
     # -- what became of it -----------------------------------------------------------------------------------------
 
-    def _sampled_step(self, token: int, probes: tuple[Any, ...]) -> Step:
+    def _sampled_step(self, token: int, probes: tuple[Any, ...]) -> Step[Value_co]:
         """The step of a token that a pass has sampled."""
         if token in self._end_ids:
             self._retract(None)
@@ -432,7 +432,7 @@ class Generation:
             self._context._retract = self._come_back
         return self._step([token], probes)
 
-    def _append(self, ids: list[int], *, whole: bool = False, end: int | None = None) -> Step:
+    def _append(self, ids: list[int], *, whole: bool = False, end: int | None = None) -> Step[Value_co]:
         """Add tokens that were not sampled, up to a stop string; with `whole`, one before the last token is refused."""
         if len(ids) > self._left:
             raise InvalidInput(f"{len(ids)} tokens were given; max_tokens leaves room for {self._left}")
@@ -443,7 +443,7 @@ class Generation:
         self._seen = self._marked()
         return self._step(taken)
 
-    def _step(self, tokens: list[int], probes: tuple[Any, ...] = ()) -> Step:
+    def _step(self, tokens: list[int], probes: tuple[Any, ...] = ()) -> Step[Value_co]:
         """The step of these tokens, which is the last one if they end the generation."""
         if self._transcript.stopped:
             surplus = self._transcript.stop()
@@ -469,7 +469,7 @@ class Generation:
             return False
         return transcript.finished
 
-    def _end(self, why: str, step: Step | None = None) -> Step:
+    def _end(self, why: str, step: Step[Any] | None = None) -> Step[Value_co]:
         """The last step, with the text that was held back."""
         self.finish = why
         self._transcript.close()

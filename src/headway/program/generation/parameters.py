@@ -12,24 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Required, TypedDict
 
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.generation import PARAMETERS
 from headway.base.masks import Mask
-from headway.base.probes import Probe
 from headway.base.samplers import Sampler, Sampling, resolve
 from headway.base.text import short_repr
 from headway.program.constraints.constraint import Constraint, check_constraint
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.defaults import FILE, SAMPLED, GenerationDefaults
+from headway.program.generation.draws import Probes
 from headway.program.generation.stops import listed_stops
 
 MAX_TOKENS = PARAMETERS["max_tokens"].default
 
 
 class Options(TypedDict, total=False):
-    """The types of `ctx.generate`'s arguments, without the sampler, `num_beams` and `num_return_sequences`."""
+    """The types of `ctx.generate`'s arguments that change nothing about the type of its result."""
 
     max_tokens: int | None
     max_length: int | None
@@ -48,11 +48,31 @@ class Options(TypedDict, total=False):
     stop: str | Iterable[str | int]
     stop_only: bool
     constrain: Grammar | Constraint | None
-    probe: Probe | None
     attention_mask: Mask | None
     penalize_prompt: bool
     adapter: object
     speculate: object
+
+
+class OneSequence(Options, total=False):
+    """A call whose result is a `Generation`."""
+
+    num_beams: None
+    num_return_sequences: None
+
+
+class Beams(Options, total=False):
+    """A call whose result is `Generations` of a beam search."""
+
+    num_beams: Required[int]
+    num_return_sequences: int | None
+
+
+class Draws(Options, total=False):
+    """A call whose result is `Generations` of several draws."""
+
+    num_beams: None
+    num_return_sequences: Required[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +90,7 @@ class Parameters:
     stop: tuple[str | int, ...]
     stop_only: bool
     constrain: Grammar | Constraint | None
-    probe: Probe | None
+    probe: Probes
     attention_mask: Mask | None
     penalize_prompt: bool
 

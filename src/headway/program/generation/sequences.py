@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 from headway.base.errors import Closed, InvalidInput, Unsupported
+from headway.base.probes import Value_co
 from headway.base.rng import WORD, philox
 from headway.program.constraints.constraint import Constraint
 from headway.program.constraints.grammar import Grammar
@@ -38,7 +39,7 @@ def start(context: Context, parameters: Parameters, *, several: bool) -> Generat
     return _single(context, parameters)
 
 
-class Generations:
+class Generations(Generic[Value_co]):
     """Several continuations of one context, generated together: what `num_beams` or `num_return_sequences` gives.
 
         found = ctx.generate(num_beams=4, num_return_sequences=2, max_tokens=20)
@@ -54,7 +55,7 @@ class Generations:
     def __init__(self, context: Context, parameters: Parameters) -> None:
         self._parameters = parameters
         self._first = _single(context, replace(parameters, constrain=None, no_repeat_ngram_size=0))  # never run
-        self._sequences: list[Continuation] | None = None
+        self._sequences: list[Continuation[Value_co]] | None = None
         self._before = 0  # tokens of the context when it began
         self._stepped = False
 
@@ -84,7 +85,7 @@ class Generations:
         state = f"finish={self.finish!r}" if self._sequences is not None else "not run yet"
         return f"<Generations of {own.num_return_sequences}, {kind}, max_tokens={own.max_tokens}, {state}>"
 
-    async def sequences(self) -> list[Continuation]:
+    async def sequences(self) -> list[Continuation[Value_co]]:
         """Run to the end; every sequence with its tokens, text, score, finish and seed, the best first.
 
         A beam search may find fewer than were asked for, when no more have any probability.
@@ -138,10 +139,10 @@ class Generations:
             self._parameters = parameters
         return parse_json(await self.text(), self.finish, schema)
 
-    def __aiter__(self) -> AsyncIterator[Step]:
+    def __aiter__(self) -> AsyncIterator[Step[Value_co]]:
         return self
 
-    async def __anext__(self) -> Step:
+    async def __anext__(self) -> Step[Value_co]:
         """The first sequence, as one step."""
         if self._stepped:
             raise StopAsyncIteration
@@ -149,7 +150,7 @@ class Generations:
         self._stepped = True
         return Step(first.tokens, first.text, first.probes, first.finish)
 
-    def fork(self, *, seed: int | None = None) -> Generations:
+    def fork(self, *, seed: int | None = None) -> Generations[Value_co]:
         """The same on a fork of the context, with the same seed if it was given explicitly, or with `seed`."""
         twin = copy(self)
         twin._first = self._first.fork(seed=seed)
@@ -160,11 +161,11 @@ class Generations:
         self._first.reseed(seed)
         return self
 
-    def accept(self, tokens: Iterable[int]) -> Step:
+    def accept(self, tokens: Iterable[int]) -> Step[Value_co]:
         """Refused: there is no single sequence to put tokens into."""
         raise self._not_one("accept")
 
-    async def prepare(self) -> Prepared:
+    async def prepare(self) -> Prepared[Value_co]:
         """Refused: there is no single step to take."""
         raise self._not_one("prepare")
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeAlias
 
+from headway.base.probes import Value_co
 from headway.program.forward import Execution, Forward
 from headway.program.output import Output, ProbeHandle, SampleHandle
 
+ProbeHandles: TypeAlias = ProbeHandle[Any] | tuple[ProbeHandle[Any], ...] | None  # of one probe, of several, of none
+
 
 @dataclass(frozen=True)
-class Step:
-    """The tokens a step added, the text that became certain, its probe's values, and why the generation ended, if so.
+class Step(Generic[Value_co]):
+    """The tokens a step added, the text that became certain, what was probed, and why the generation ended, if so.
+
+    `probes` has an entry for each row that the step has read, none where tokens were put in without a pass: the value
+    of the probe, or, where `probe=` is a list, a tuple with the value of each.
 
     `retracted` is how many characters at the end of the text shown before no longer stand, because the program cut the
     context: delete them, then append `text`.
@@ -20,12 +26,12 @@ class Step:
 
     tokens: tuple[int, ...]
     text: str
-    probes: tuple[Any, ...] = ()
+    probes: tuple[Value_co, ...] = ()
     finish: str | None = None
     retracted: int = 0
 
     @classmethod
-    def of_token(cls, token: int, text: str, retracted: int) -> Step:
+    def of_token(cls, token: int, text: str, retracted: int) -> Step[Value_co]:
         """A step of one token; made for every token, so without the checks of a frozen dataclass's `__init__`."""
         step = object.__new__(cls)
         step.__dict__.update(tokens=(token,), text=text, retracted=retracted)
@@ -33,7 +39,7 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class Prepared(Generic[Value_co]):
     """A step that was not taken yet. `forward` is an ordinary pass that samples one token: add probes or masks to it.
 
     Then `await prepared.take()`. Or execute the pass yourself and hand `out.token(prepared.token)`, or any other token,
@@ -42,11 +48,11 @@ class Prepared:
 
     forward: Forward
     token: SampleHandle
-    probe: ProbeHandle[Any] | None  # what `probe=` of the generation reads
+    probe: ProbeHandles  # what `probe=` of the generation reads
     mark: object = field(default=None, repr=False)  # the context it was prepared for
-    taken: Callable[[Prepared], Awaitable[Step]] | None = field(default=None, repr=False)
+    taken: Callable[[Prepared[Any]], Awaitable[Step[Any]]] | None = field(default=None, repr=False)
 
-    async def take(self) -> Step:
+    async def take(self) -> Step[Value_co]:
         """Execute the pass and add the token it samples."""
         assert self.taken is not None
         return await self.taken(self)
@@ -62,13 +68,22 @@ class StepInFlight:
 
     execution: Execution[Output]
     token: SampleHandle
-    probe: ProbeHandle[Any] | None
+    probe: ProbeHandles
 
 
-def probed(out: Output, handle: ProbeHandle[Any] | None) -> tuple[Any, ...]:
+def probed(out: Output, handles: ProbeHandles) -> tuple[Any, ...]:
+    """What the probes have read at one row: the entry of `Step.probes`, if there are any."""
+    match handles:
+        case None:
+            return ()
+        case ProbeHandle():
+            return (_value(out, handles),)
+        case _:
+            return (tuple(_value(out, handle) for handle in handles),)
+
+
+def _value(out: Output, handle: ProbeHandle[Any]) -> Any:
     """What a probe of any kind has read."""
-    if handle is None:
-        return ()
     readers = (
         out.distribution,
         out.logits,
@@ -82,5 +97,5 @@ def probed(out: Output, handle: ProbeHandle[Any] | None) -> tuple[Any, ...]:
     for reader in readers:
         value = reader(handle)
         if value is not None:
-            return (value,)
+            return value
     raise AssertionError(handle)
