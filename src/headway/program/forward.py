@@ -295,11 +295,13 @@ class Forward:
         if self._mask is None:
             return None if view.live is None else tuple(plain)
         live = None if view.live is None else view.live(total)
+        at = np.fromiter(chain(view.positions, positions), np.int64) if self._mask.needs_positions else None
         masks: list[Brle | None] = [*plain[:pending]]
         if self._mask.covers_pending or self._raw_pending:
-            masks = [*self._over_live(self._mask.bind(base, pending), live)]
+            masks = [*self._over_live(self._mask.bind(base, pending, positions=at), live)]
         if not self._raw_pending:
-            bound = self._mask.bind(base + pending, rows, causal=self._causal, total=None if self._causal else total)
+            end = None if self._causal else total
+            bound = self._mask.bind(base + pending, rows, causal=self._causal, total=end, positions=at, pending=pending)
             masks += self._over_live(bound, live)
         before = pending - self._raw_pending  # the rows of a flush are its pending tokens
         check_rows(masks, read=self._mask.polarity, pending=before)
