@@ -76,7 +76,7 @@ def check_reread(table: PageTable, what: Sampling | Probe) -> None:
         return
     live, mask = table.live(table.length), table.masks[-1]
     lost = not live.all() if mask is None else (mask[0 : table.length] & ~live).any() or mask.any(table.length)
-    if lost:
+    if lost or table.length - 1 in table.partial:
         raise Unsupported(
             "the last token cannot be computed again: slots it attended to were discarded or cut off; "
             "read it in the pass that computes it, or give the pass an input"

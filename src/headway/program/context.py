@@ -54,6 +54,7 @@ class Context:
         self._conversation = Conversation()
         self._retract: Callable[[], None] | None = None  # takes back a pass that a generation runs ahead
         self._written = 0  # tokens in the context after the last chat verb, to tell what was written since
+        self._generations: weakref.WeakSet[Generation] = weakref.WeakSet()  # those that follow this context
         self.cached_tokens = 0  # taken from the prefix cache instead of computed
         self._finalizer = weakref.finalize(self, engine._loop.release_later, table)
 
@@ -449,6 +450,23 @@ class Context:
             if running is not None and running is not after:
                 raise ContextBusy("this context has a pass in flight; await it before changing or forking the context")
             yield self, running
+
+    @contextmanager
+    def _moving(self, start: int, kept: Sequence[int]) -> Iterator[None]:
+        """Slots move in this block: from `start` on those in `kept` stay. The caller holds the lock.
+
+        What generations have generated stays generated, though it may be in no slot any more.
+        """
+        followers = [generation for generation in self._generations if generation._has_begun]
+        for generation in followers:
+            generation._follow()
+        length = self._table.length
+        yield
+        if self._written > start:
+            waiting = max(0, self._written - length)
+            self._written = start + sum(slot < self._written for slot in kept) + waiting
+        for generation in followers:
+            generation._settle()
 
     def _come_back(self) -> None:
         """Take back a pass that a generation runs ahead, so that the context is seen as it is between two steps."""
