@@ -62,6 +62,7 @@ from headway.program.chat.reply import ToolResult as ToolResult
 from headway.program.constraints.constraint import Constraint as Constraint
 from headway.program.constraints.grammar import Grammar as Grammar
 from headway.program.context import Context as Context
+from headway.program.draw import draw as draw
 from headway.program.engine import Engine as Engine
 from headway.program.forward import Execution as Execution
 from headway.program.forward import Forward as Forward

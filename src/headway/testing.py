@@ -23,7 +23,7 @@ from headway.base.probes import Logits
 from headway.base.rng import uniform
 from headway.base.samplers import Sampling
 from headway.kernels.reference.rope import Rope, frequencies
-from headway.kv.allocator import Clear, Copy, Edit, Export, Import
+from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.families import FAMILIES
@@ -200,6 +200,8 @@ class ScriptedRunner:
 
     def _value(self, readout: Readout, result: int, position: int) -> object:
         match readout.what:
+            case Sampling() if readout.is_biased:
+                raise Unsupported("the scripted runner has no logits to add a bias to; use a random model")
             case Sampling(temperature=temperature):
                 if temperature > 0:
                     result = _hash(result, int(uniform(readout.seed, position, readout.ordinal) * (1 << 53)))
@@ -231,6 +233,11 @@ class ScriptedRunner:
                 self._page(page)[:, start:] = 0
             case Copy(source, target, slots):
                 self._page(target)[:, :slots] = self._page(source)[:, :slots]
+            case Gather(pages, places, target, start, _, shift):
+                if shift:
+                    raise Unsupported("the scripted runner has no keys to rotate; append pages without a shift")
+                found = [self._page(page)[:, place].copy() for page, place in zip(pages, places, strict=True)]
+                self._page(target)[:, start : start + len(found)] = np.stack(found, 1)
             case Export(pages, target):
                 target.data = [self._page(p).copy() for p in pages]
             case Import(source, places, pages):

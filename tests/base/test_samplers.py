@@ -64,7 +64,7 @@ def test_numbers_of_every_kind_are_kept_as_pythons_own():
     assert (how.temperature, how.top_k, how.top_p, how.min_p) == (0.5, 4, 0.5, 0.25)
     assert how.seed == 2**64 - 1
     kinds = [type(getattr(how, field.name)) for field in dataclasses.fields(how)]
-    assert kinds == [float, int, float, float, float, float, float, float, tuple, int]
+    assert kinds == [float, int, float, float, float, float, float, float, tuple, int, float, float]
 
 
 def test_a_bias_is_kept_sorted_and_survives_replace():

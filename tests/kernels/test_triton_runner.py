@@ -185,3 +185,35 @@ def test_deterministic_rows_have_the_same_bits_in_any_step(family: str, monkeypa
         for cuts in ([1, 17], [16], [5, 6, 7, 20]) if DEVICE == "cuda" else ([1, 17],):
             engine.cache.clear()
             assert np.array_equal(np.stack(engine.run(rows_of, prompts[1], cuts)), np.stack(alone[1]))
+
+
+async def biased(engine: hw.Engine, seed: int) -> list[int]:
+    """Tokens of rows with a bias for every token, next to rows without, and of a generation."""
+    rng = np.random.default_rng(seed)
+    async with engine.context() as ctx:
+        own, other = rng.normal(0, 3, (2, V))
+        forward = ctx.forward().input(tokens(5, seed)).bias(other, rows=[1, 3])
+        handles = [
+            forward.sample([0, 1, 2, 3], hw.TopP(0.9, seed=seed)),
+            forward.sample([1, 4], hw.Sampling(0.8, logit_bias=own, frequency_penalty=0.5, seed=seed)),
+            forward.sample([0, 1], hw.Argmax()),
+            forward.sample([2], hw.Sampling(epsilon_cutoff=0.01, eta_cutoff=0.02, seed=seed)),
+        ]
+        ranks = [forward.probe(i, Ranking(2, processed=True)) for i in (1, 3, 4)]
+        out = await forward.execute()
+        drawn = [token for handle in handles for token in out.tokens(handle)]
+        best = [rank.id for handle in ranks for rank in (*out.ranking(handle).drawn, *out.ranking(handle).best)]
+        how = hw.Sampling(0.9, logit_bias=own, seed=seed)
+        return [*drawn, *best, *await ctx.generate(how, max_tokens=4, stop_only=True).tokens()]
+
+
+def test_biases_for_every_token_equal_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def all_of_them(engine: hw.Engine) -> list[list[int]]:
+        return list(await asyncio.gather(*(biased(engine, seed) for seed in range(3))))
+
+    found = []
+    for mode in ("triton", "off"):
+        monkeypatch.setenv("HEADWAY_NATIVE", mode)
+        with hw.Engine(random_model("qwen3", device=DEVICE, **SIZES), pages=64, threads=1) as engine:
+            found.append(engine.run(all_of_them))
+    assert found[0] == found[1]

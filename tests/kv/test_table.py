@@ -157,7 +157,7 @@ def test_discarded_pages_are_free_and_everything_keeps_its_number() -> None:
         (lambda t: t.commit(1), hw.InvalidInput, "0 of 1 working pages are full"),
         (lambda t: t.release(2), hw.InvalidInput, "there are 1 working pages"),
         (lambda t: t.truncate_working(3), hw.InvalidInput, "hold 2 tokens"),
-        (lambda t: t.discard(0, 3), hw.OutOfRange, "pages 0 to 1 are full and not the last"),
+        (lambda t: t.discard(0, 3), hw.OutOfRange, "pages 0 to 1 are full"),
         (lambda t: t.discard(-1, 1), hw.InvalidInput, "the first page is -1"),
         (lambda t: t.discard(1.0, 1), hw.WrongType, r"the first page is 1\.0"),
     ],
@@ -172,10 +172,11 @@ def test_misuse_raises_and_changes_nothing(act: Callable[[PageTable], None], err
     assert pool.take_edits() == ()
 
 
-def test_the_page_of_the_last_token_and_a_page_that_is_gone_cannot_be_discarded() -> None:
-    table = filled(Allocator(8), 8)
-    with pytest.raises(hw.OutOfRange, match="pages 0 to 0"):
-        table.discard(1, 1)
+def test_the_last_full_page_can_be_discarded_and_a_page_that_is_gone_or_not_full_cannot() -> None:
+    table = filled(Allocator(8), 9)
+    with pytest.raises(hw.OutOfRange, match="pages 0 to 1"):
+        table.discard(2, 1)
+    table.discard(1, 1)
     table.discard(0, 1)
     with pytest.raises(hw.InvalidInput, match="page 0 was discarded before"):
         table.discard(0, 1)

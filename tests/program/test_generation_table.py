@@ -127,7 +127,7 @@ def values_near(parameter: Parameter) -> list[Any]:
     if parameter.type is bool:
         return [True, False, *parameter.words]
     step = 1 if parameter.type is int else 0.01
-    edges = [edge for edge in (parameter.low, parameter.above, parameter.high) if edge is not None]
+    edges = [edge for edge in (parameter.low, parameter.above, parameter.high, parameter.below) if edge is not None]
     near = {parameter.type(edge + by) for edge in edges for by in (-step, 0, step)}
     return [value for value in sorted(near | {parameter.type(1)}) if abs(value) < 1 << 53 or parameter.type is int]
 

@@ -33,6 +33,10 @@ def twin(pair: tuple[hw.Engine, Judge]) -> Iterator[Twin]:
         yield Twin(context, judge)
 
 
+def every_third(slot: int, slots: int) -> np.ndarray:
+    return (slot - np.arange(slots)) % 3 == 0
+
+
 BLOCKS = ([5, 11, 3, 7], [(1, 0), (3, 1), (2, 3)])
 SYMBOLIC: dict[str, tuple[Mask, w.Sees]] = {
     "causal": (Mask.causal(), w.causal),
@@ -43,6 +47,11 @@ SYMBOLIC: dict[str, tuple[Mask, w.Sees]] = {
     "blocks": (Mask.blocks(*BLOCKS), w.blocks(*BLOCKS)),
     "and": (Mask.blocks(*BLOCKS) & Mask.window(6), w.both(w.blocks(*BLOCKS), w.window(6))),
     "or": (Mask.blocks(*BLOCKS) | Mask.sink(2, 1), w.either(w.blocks(*BLOCKS), w.sink(2, 1))),
+    "rule": (Mask.rule(lambda row, slots: (row - slots) % 3 == 0), every_third),
+    "not a rule": (
+        ~Mask.rule(lambda row, slots: row - slots > 4) & Mask.causal(),
+        w.both(w.neither(lambda slot, slots: slot - np.arange(slots) > 4), w.causal),
+    ),
     "not": (~Mask.window(3) | Mask.window(1), w.either(w.neither(w.window(3)), w.window(1))),
 }
 
@@ -238,3 +247,99 @@ def test_the_last_token_of_a_cut_pass_that_was_not_causal_cannot_be_read_again(t
         with pytest.raises(hw.Unsupported, match="cut off"):
             forward.execute()
         twin.check()
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rule_is_given_position_ids_and_binds_pending_tokens(twin: Twin) -> None:
+    rng = np.random.default_rng(5)
+    twin.run(random_tokens(V, 6), at=(places := [3, 9, 4, 20, 11, 5]))
+    seen: list[tuple[int, list[int]]] = []
+
+    def rule(row: int, slots: np.ndarray) -> np.ndarray:
+        seen.append((row, slots.tolist()))
+        return (slots % 2 == row % 2) | (slots == row)
+
+    twin.fill(random_tokens(V, 3, 1))
+    places += [21, 22, 23]
+    rows = rng.integers(0, 40, 4).tolist()
+    places += rows
+
+    def sees(slot: int, slots: int) -> np.ndarray:
+        at = np.array(places[:slots])
+        return (at % 2 == places[slot] % 2) | (at == places[slot])
+
+    twin.run(random_tokens(V, 4, 2), at=rows, mask=Choice(Mask.rule(rule), sees=sees))
+    assert seen == [(places[i], places[: i + 1]) for i in range(6, 13)]
+
+
+@pytest.mark.parametrize("places", [None, [4, 2, 9]])
+def test_a_generation_under_a_rule_equals_one_under_the_same_rows(
+    pair: tuple[hw.Engine, Judge], places: list[int] | None
+) -> None:
+    def rule(row: int, slots: np.ndarray) -> np.ndarray:
+        return (slots < 3) | ((row - slots) % 4 == 0)
+
+    async def program(engine: hw.Engine) -> None:
+        async with engine.context() as ctx, engine.context() as by_hand:
+            for each in (ctx, by_hand):
+                mask = Mask.rule(rule)
+                at = range(3) if places is None else places
+                await each.forward().input_at([5, 6, 7], at).attention_mask(mask).execute()
+            found = await ctx.generate(
+                hw.Argmax(), max_tokens=14, attention_mask=Mask.rule(rule), stop_only=True
+            ).tokens()
+            expected: list[int] = []
+            positions = [*(range(3) if places is None else places)]
+            for _ in range(14):
+                forward = by_hand.forward()
+                if expected:
+                    positions.append(max(positions) + 1)
+                    forward.input(expected[-1:]).attention_mask(
+                        Mask.from_bool(rule(positions[-1], np.array(positions))[None])
+                    )
+                token = forward.sample([-1], hw.Argmax())
+                expected.append((await forward.execute()).token(token))
+            assert found == expected
+
+    pair[0].run(program)
+
+
+def test_a_rule_that_fails_or_answers_nonsense_changes_nothing(pair: tuple[hw.Engine, Judge]) -> None:
+    def broken(row: int, slots: np.ndarray) -> np.ndarray:
+        raise KeyError("mine")
+
+    def writes(row: int, slots: np.ndarray) -> np.ndarray:
+        slots[0] = 7
+        return slots == 0
+
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (broken, KeyError, "mine"),
+        (writes, ValueError, "read-only"),
+        (lambda row, slots: slots, hw.WrongType, "booleans"),
+        (lambda row, slots: True, hw.InvalidMask, r"shape \(\) for row 0; expected a boolean for each of 3 slots"),
+        (lambda row, slots: slots[:-1] > 0, hw.InvalidMask, r"shape \(2,\)"),
+        (lambda row, slots: slots < 0, hw.InvalidMask, "attends to none"),
+    ]
+    with pair[0].context() as ctx:
+        asyncio.run(ctx.fill([1, 2]).flush())
+        for rule, error, says in cases:
+            with pytest.raises(error, match=says):
+                ctx.forward().input([3]).attention_mask(Mask.rule(rule)).execute()
+            with pytest.raises(error):
+                asyncio.run(ctx.fork().fill([2]).generate(attention_mask=Mask.rule(rule)).tokens())
+            assert ctx.seq_len == 2
+    with pytest.raises(hw.WrongType, match="function"):
+        Mask.rule(3)  # type: ignore[arg-type]
+
+
+def test_errors_name_the_shape_with_pending_tokens(pair: tuple[hw.Engine, Judge]) -> None:
+    with pair[0].context() as ctx:
+        asyncio.run(ctx.fill([1, 2, 3, 4]).flush())
+        ctx.fill([5, 6, 7])
+        expected = r"shape \[2, 9\]: 4 computed slots, 3 pending tokens and 2 rows"
+        for wrong in (np.ones((2, 6), bool), np.ones((3, 9), bool), np.ones(9, bool)):
+            with pytest.raises(hw.InvalidMask, match=expected):
+                ctx.forward().input([8, 9]).attention_mask(Mask.from_bool(wrong)).execute()
+        ctx.forward().input([8, 9]).attention_mask(Mask.from_bool(np.ones((2, 9), bool))).execute().result()

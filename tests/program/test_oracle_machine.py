@@ -41,6 +41,7 @@ seeds = st.integers(0, 1 << 16)
 picks = st.integers(0, 1 << 10)
 flags = st.booleans()
 explicit = st.sampled_from([False, False, True])
+shifts = st.sampled_from([0, 0, 3, -2, 40])
 
 
 @dataclass(frozen=True)
@@ -418,7 +419,7 @@ class Machine(RuleBasedStateMachine):
     @rule(which=picks, start=st.integers(0, 6), n=st.integers(0, 3))
     def discard(self, which: int, start: int, n: int) -> None:
         context, world = self.pick(which)
-        allowed = range(max(0, (len(world.cells) - 1) // self.size))
+        allowed = range(len(world.cells) // self.size)
         chosen = range(start, start + n)
         if start + n > len(allowed) or any(p in world.gone for p in chosen):
             with pytest.raises((hw.OutOfRange, hw.InvalidInput)):
@@ -426,6 +427,41 @@ class Machine(RuleBasedStateMachine):
             return
         context.inner().discard_pages(start, n)
         world.gone |= set(chosen)
+
+    @rule(which=picks, start=picks, share=st.sampled_from([0.1, 0.5, 0.9]), seed=seeds, last=flags)
+    def keep(self, which: int, start: int, share: float, seed: int, last: bool) -> None:
+        context, world = self.pick(which)
+        if not world.cells:
+            return
+        first, rng = start % len(world.cells), np.random.default_rng(seed)
+        live = world.live(len(world.cells))
+        kept = [s for s in range(first, len(world.cells)) if live[s] and rng.random() < share]
+        if last and live[-1]:
+            kept = sorted({*kept, len(world.cells) - 1})
+        inside = first % self.size != 0 and first // self.size in world.gone
+        if not kept or inside:
+            with pytest.raises(hw.InvalidInput):
+                context.inner().keep_slots(kept, first)
+            return
+        need = -(-len(kept) // self.size) + 1
+        if self.attempt(lambda: context.inner().keep_slots(kept, first) or True, need):
+            world.keep(kept, first)
+
+    @precondition(lambda self: len(self.pairs) > 1)
+    @rule(which=picks, other=picks, pages=st.lists(st.integers(0, 4), max_size=3), shift=shifts)
+    def append(self, which: int, other: int, pages: list[int], shift: int) -> None:
+        (context, world), (source, theirs) = self.pick(which), self.pick(other)
+        if context is source or len(world.cells) + len(pages) * self.size > LONGEST:
+            return
+        cells = [c for p in pages for c in theirs.cells[p * self.size : (p + 1) * self.size]]
+        refused = any(p >= theirs.committed or p in theirs.gone for p in pages) or world.pending
+        refused = refused or any(not 0 <= c.position + shift < self.engine.config.max_positions for c in cells)
+        if refused:
+            with pytest.raises((hw.InvalidInput, hw.OutOfRange, hw.ContextLengthExceeded)):
+                context.inner().append_from(source, pages, shift)
+            return
+        if self.attempt(lambda: context.inner().append_from(source, pages, shift) or True, len(pages) + 1):
+            world.append(theirs, pages, shift)
 
     @rule(which=picks, n=st.integers(0, 3))
     def reserve(self, which: int, n: int) -> None:

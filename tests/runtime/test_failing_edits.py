@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import headway as hw
-from headway.kv.allocator import Clear, Copy, Edit, Export, HostPages, Import
+from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, HostPages, Import
 from headway.runtime.edits import carry_out, runs
 from headway.testing import ScriptedRunner
 from support.scripted import Hand, V, by_hand, check_pages, greedy, numbers, opened, plain
@@ -174,6 +174,8 @@ def test_a_run_ends_before_a_page_is_written_that_it_reads() -> None:
     host = HostPages((0, 1))
     edits: list[Edit] = [Clear(1), Copy(1, 2, 4), Clear(3), Clear(1), Export((3, 4), host), Import(host, (0,), (4,))]
     assert list(runs(edits)) == [tuple(edits[:3]), tuple(edits[3:5]), tuple(edits[5:])]
+    gathered: list[Edit] = [Clear(5), Gather((1, 2), (0, 3), 5, 0), Clear(1), Gather((3,), (1,), 1, 0), Clear(5)]
+    assert list(runs(gathered)) == [tuple(gathered[:2]), tuple(gathered[2:])]
     assert list(runs([])) == []
 
 

@@ -117,6 +117,32 @@ class World:
             self.pages = -(-len(self.cells) // self.page_size)
             self.gone = {p for p in self.gone if p < self.pages}
 
+    def keep(self, slots: Sequence[int], start: int) -> None:
+        """Keep these slots of the tail that begins at `start`, compacted."""
+        first, before = start, len(self.cells)
+        for slot in slots:
+            first += slot == first
+        if first == start + len(slots):
+            self.truncate(len(self.pending) + before - first) if before > first else None
+            return
+        deferred = before // self.page_size > self.committed
+        self.kept = self.kept and slots[-1] == before - 1
+        self.cells = [*self.cells[:start], *(self.cells[slot] for slot in slots)]
+        self.gone = {p for p in self.gone if p < first // self.page_size}
+        self.pages = -(-len(self.cells) // self.page_size)
+        kept = min(self.committed, first // self.page_size)
+        self.committed = kept if deferred else len(self.cells) // self.page_size
+
+    def append(self, other: World, pages: Sequence[int], shift: int) -> None:
+        """Another context's pages follow, each cell so many positions on."""
+        size, deferred = self.page_size, len(self.cells) // self.page_size > self.committed
+        chosen = [other.cells[slot] for page in pages for slot in range(page * size, (page + 1) * size)]
+        self.cells += copies(chosen, shift)
+        self.pages = max(self.pages, -(-len(self.cells) // size))
+        if not deferred:
+            self.committed = max(self.committed, len(self.cells) // size)
+        self.kept = False
+
     def release(self, n: int) -> None:
         self.pages -= n
         self.gone = {p for p in self.gone if p < self.pages}
@@ -125,6 +151,32 @@ class World:
     def new_pages(self, tokens: int) -> int:
         """How many pages a pass of so many tokens adds."""
         return max(0, -(-(len(self.cells) + tokens) // self.page_size) - self.pages)
+
+
+def copies(chosen: Sequence[Cell], shift: int) -> list[Cell]:
+    """Cells with the same contents: they attend to copies of what these attend to, all of it so many positions on.
+
+    Attention looks at differences of positions, so moving everything a cell depends on moves its keys and nothing else.
+    """
+    made: dict[int, Cell] = {}
+    waiting = list(chosen)
+    while waiting:
+        cell = waiting.pop()
+        if id(cell) not in made:
+            made[id(cell)] = Cell(cell.token, cell.position + shift)
+            waiting += cell.attends
+            made[id(cell)].attends = list(cell.attends)
+    for cell in made.values():
+        cell.attends = [made[id(each)] for each in cell.attends]
+    found, seen = [], set[int]()
+    for cell in chosen:
+        if id(cell) in seen:  # twice in one call: a cell of its own
+            twice = made[id(cell)]
+            found.append(Cell(twice.token, twice.position, [*twice.attends]))
+        else:
+            found.append(made[id(cell)])
+        seen.add(id(cell))
+    return found
 
 
 @dataclass(eq=False)

@@ -10,6 +10,8 @@ import numbers
 import operator
 from typing import Any
 
+import numpy as np
+
 from headway.base.errors import InvalidInput, InvalidToken, WrongType
 from headway.base.text import short_repr
 
@@ -66,6 +68,20 @@ def check_fraction(value: Any, name: str = "memory_fraction") -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise InvalidInput(f"{name} is {short_repr(value)}; it must be a number above 0 and at most 1")
     return float(value)
+
+
+def number_array(value: Any, name: str) -> np.ndarray:
+    """A list, array or tensor as a numpy array of numbers; text, booleans and other objects are refused."""
+    try:
+        if hasattr(value, "detach"):  # a tensor, which may be on a device or of a type that numpy lacks
+            value = value.detach().cpu()
+            value = value.float().numpy() if value.dtype.itemsize < 4 else value.numpy()
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise WrongType(f"{name} cannot be read as a numpy array: {error}") from None
+    if array.dtype.kind not in "iuf":
+        raise WrongType(f"{name} is an array of {array.dtype}; it must be one of numbers")
+    return array
 
 
 def check_text(value: Any, name: str) -> str:

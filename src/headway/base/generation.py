@@ -33,7 +33,7 @@ FACES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter. Bounds are inclusive, except `above`; `hint` says in errors what the edge of the range does."""
+    """One parameter. Bounds are inclusive, except `above` and `below`; `hint` says what the edge of the range does."""
 
     name: str
     type: type  # bool, int or float; object where the value is checked by its own module
@@ -42,6 +42,7 @@ class Parameter:
     low: float | None = None
     above: float | None = None
     high: float | None = None
+    below: float | None = None
     hint: str = ""
     words: tuple[str, ...] = ()  # values besides those of the type
     faces: frozenset[str] = frozenset()  # those of FACES that offer it; the others do not
@@ -55,9 +56,9 @@ class Parameter:
         if self.type is bool:
             return self._flag(value, name)
         number = as_integer(value, name) if self.type is int else check_number(value, name)
-        low, above, high = self.low, self.above, self.high
+        low, above, high, below = self.low, self.above, self.high, self.below
         fits = (low is None or number >= low) and (above is None or number > above) and (high is None or number <= high)
-        if not fits:
+        if not fits or (below is not None and number >= below):
             hint = f" ({self.hint})" if self.hint else ""
             raise InvalidInput(f"{name} is {short_repr(number)}; it must be {self.range}{hint}")
         return number
@@ -75,7 +76,8 @@ class Parameter:
         low = "" if self.low is None else f"{kind and kind + 'of '}at least {self.low}"
         above = "" if self.above is None else f"above {self.above}"
         high = "" if self.high is None else f"at most {self.high}"
-        return " and ".join(filter(None, (low, above, high))) or "a number"
+        below = "" if self.below is None else f"below {self.below}"
+        return " and ".join(filter(None, (low, above, high, below))) or "a number"
 
     def _flag(self, value: Any, name: str) -> bool | str:
         if isinstance(value, bool) or (isinstance(value, str) and value in self.words):
@@ -142,6 +144,14 @@ _TABLE = (
         above=0, high=1, hint="1 keeps every token", faces=_DRAWING,
     ),
     Parameter(
+        "epsilon_cutoff", float, 0.0, "Draw among tokens whose probabilities are at least this.", low=0, below=1,
+        hint="0 keeps every token", faces=_DRAWING - _on("lab"),
+    ),
+    Parameter(
+        "eta_cutoff", float, 0.0, "The same with a limit that falls where the distribution is flat.", low=0, below=1,
+        hint="0 keeps every token", faces=_DRAWING - _on("lab"),
+    ),
+    Parameter(
         "repetition_penalty", float, 1.0, "Above 1, tokens that occurred before are less likely.", above=0,
         hint="1 turns it off, higher values discourage repeats", faces=_DRAWING | _on("sync cli"),
     ),
@@ -154,7 +164,8 @@ _TABLE = (
         faces=_on("sampler sync http lab"),
     ),
     Parameter(
-        "logit_bias", object, None, "Added to the logits of the tokens named.", faces=_on("sampler http lab"),
+        "logit_bias", object, None, "Added to the logits: of the tokens named, or of all by an array.",
+        faces=_on("sampler http lab"),
     ),
     Parameter(
         "seed", int, None, "The same seed draws the same tokens.", low=0, high=(1 << 64) - 1,

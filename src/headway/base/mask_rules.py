@@ -7,12 +7,14 @@ from the start of the sequence. Users write them with `Mask` (masks.py).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from headway.base.brle import Brle
+import numpy as np
+
+from headway.base.brle import Brle, bool_array
 from headway.base.errors import InvalidMask
 
 READ_RUNS = "runs, zeros first, 0 = attend, 1 = masked"
@@ -48,6 +50,13 @@ class Blocks:
 
 
 @dataclass(frozen=True)
+class Function:
+    """Whatever a function says of the row's position id and those of the slots."""
+
+    fn: Callable[[int, np.ndarray], Any]
+
+
+@dataclass(frozen=True)
 class Raw:
     """One row of attend bits per input row, and how they were read."""
 
@@ -60,7 +69,7 @@ class Raw:
 class Not:
     """The complement of a symbolic rule."""
 
-    rule: Causal | Window | SinkWindow | Blocks
+    rule: Causal | Window | SinkWindow | Blocks | Function
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ class Either:
     parts: tuple[Rule, ...]
 
 
-Rule: TypeAlias = Causal | Window | SinkWindow | Blocks | Raw | Not | All | Either
+Rule: TypeAlias = Causal | Window | SinkWindow | Blocks | Function | Raw | Not | All | Either
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,8 @@ class RowPlace:
     first: int
     length: int
     causal: bool
+    pending: int = 0  # how many of the slots before the first row are pending tokens
+    positions: np.ndarray | None = None  # the position ids of all slots; None: their numbers
 
     @property
     def slot(self) -> int:
@@ -108,6 +119,8 @@ def attended(rule: Rule, place: RowPlace) -> Brle:
             )
         case Blocks():
             return Brle.from_intervals(place.length, _seen_blocks(rule, place))
+        case Function(fn):
+            return _called(fn, place)
         case Raw():
             return _fit(rule, place)
         case Not(inner):
@@ -139,6 +152,26 @@ def _seen_blocks(rule: Blocks, place: RowPlace) -> list[tuple[int, int]]:
     return [(starts[b], min(stops[b], place.length)) for b in seen if starts[b] < place.length]
 
 
+def _called(fn: Callable[[int, np.ndarray], Any], place: RowPlace) -> Brle:
+    known = np.arange(place.length) if place.positions is None else place.positions[: place.length]
+    slots = known.view()
+    slots.flags.writeable = False
+    found = bool_array(fn(int(known[place.slot]), slots), "what the mask's rule returned")
+    if found.shape != (place.length,):
+        raise InvalidMask(
+            f"the mask's rule returned an array of shape {found.shape} for row {place.row}; "
+            f"expected a boolean for each of {place.length} slots"
+        )
+    return Brle.from_bool(found)
+
+
+def pass_shape(first: int, rows: int, pending: int) -> str:
+    """The shape of a mask over a whole pass, in words."""
+    before = f"{first - pending} computed slots, {pending} pending tokens" if pending else f"{first} computed slots"
+    own = "1 row" if rows == 1 else f"{rows} rows"
+    return f"A mask over this whole pass has shape [{rows}, {first + rows}]: {before} and {own}"
+
+
 def _fit(raw: Raw, place: RowPlace) -> Brle:
     """A raw row over the slots of its place; a row of another length is an error."""
     row, slot = raw.rows[place.row], place.slot
@@ -149,8 +182,10 @@ def _fit(raw: Raw, place: RowPlace) -> Brle:
     if place.causal and raw.rectangular and len(row) == place.first + place.rows:
         return row[: slot + 1]
     expected = f"{slot} (those before its token) or {slot + 1} (with its own)" if place.causal else f"{place.length}"
+    shape = pass_shape(place.first, place.rows, place.pending)
     raise InvalidMask(
-        f"row {place.row} of the attention mask covers {len(row)} slots; expected {expected}. It was read as {raw.read}"
+        f"row {place.row} of the attention mask covers {len(row)} slots; expected {expected}. {shape}. "
+        f"It was read as {raw.read}"
     )
 
 
@@ -169,13 +204,20 @@ def complement(rule: Rule) -> Rule:
             return Not(leaf)
 
 
-def raw_rules(rule: Rule) -> Iterator[Raw]:
+def leaves(rule: Rule) -> Iterator[Rule]:
+    """The rules that are combined in a rule."""
     match rule:
-        case Raw():
-            yield rule
         case All(parts) | Either(parts):
             for part in parts:
-                yield from raw_rules(part)
+                yield from leaves(part)
+        case Not(inner):
+            yield inner
+        case leaf:
+            yield leaf
+
+
+def raw_rules(rule: Rule) -> Iterator[Raw]:
+    return (leaf for leaf in leaves(rule) if isinstance(leaf, Raw))
 
 
 def text_of(rule: Rule) -> str:
@@ -188,6 +230,8 @@ def text_of(rule: Rule) -> str:
             return f"Mask.sink({sink}, {window})"
         case Blocks(lengths, sees):
             return f"Mask.blocks({list(lengths)}" + (f", sees={list(sees)})" if sees else ")")
+        case Function(fn):
+            return f"Mask.rule({getattr(fn, '__name__', 'function')})"
         case Raw(rows, read):
             return f"Mask.{'from_runs' if read == READ_RUNS else 'from_bool'}(<{len(rows)} rows>)"
         case Not(inner):

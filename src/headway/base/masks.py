@@ -1,8 +1,8 @@
 """The masks users write: `Mask` for attention, `logit_mask` for tokens.
 
-A `Mask` is an immutable description: symbolic (causal, window, sink, blocks), raw rows, or a combination by `&`, `|`,
-`~`. `bind` applies it to the rows of a pass: one `Brle` per row, 1 = ATTEND, restricted to causal slots. Both external
-polarities end here: raw attention runs use 0 = attend, logit runs use 1 = allowed. It knows nothing of pages or tokens.
+A `Mask` is an immutable description: symbolic (causal, window, sink, blocks, a function), raw rows, or a combination by
+`&`, `|`, `~`. `bind` applies it to the rows of a pass: one `Brle` per row, 1 = ATTEND, restricted to causal slots. Both
+external polarities end here: raw attention runs use 0 = attend, logit runs use 1 = allowed. It knows nothing of pages.
 
         slots   0 1 2 3 4 5 6 7
     row at 5    · · · █ █ █         Mask.window(3)
@@ -12,7 +12,7 @@ polarities end here: raw attention runs use 0 = attend, logit runs use 1 = allow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -29,6 +29,7 @@ from headway.base.mask_rules import (
     Blocks,
     Causal,
     Either,
+    Function,
     Raw,
     RowPlace,
     Rule,
@@ -36,6 +37,8 @@ from headway.base.mask_rules import (
     Window,
     attended,
     complement,
+    leaves,
+    pass_shape,
     raw_rules,
     text_of,
 )
@@ -49,7 +52,7 @@ PICTURE_SLOTS = 128
 class Mask:
     """What each row of a pass may attend to. Combine with `&`, `|`, `~`; `picture()` shows it."""
 
-    rule: Rule
+    tree: Rule
 
     @classmethod
     def causal(cls) -> Mask:
@@ -77,6 +80,19 @@ class Mask:
         sizes = tuple(check_integer(length, f"lengths[{index}]") for index, length in enumerate(listed))
         pairs = {_pair(pair, len(sizes) + 1) for pair in check_list(sees, "sees")}
         return cls(Blocks(sizes, tuple(sorted(pairs))))
+
+    @classmethod
+    def rule(cls, fn: Callable[[int, np.ndarray], Any]) -> Mask:
+        """Any function of position ids: `fn(row, slots)` gives a boolean for each slot, True = attend.
+
+            Mask.rule(lambda row, slots: (slots < 4) | ((row - slots) % 8 == 0))
+
+        `row` is the row's position id, `slots` an array of those of the slots that it may see, its own last. The
+        function is called for each row while the pass is built, so it must be quick.
+        """
+        if not callable(fn):
+            raise WrongType(f"the rule is {short_repr(fn)}; it must be a function of a row's and the slots' positions")
+        return cls(Function(fn))
 
     @classmethod
     def from_bool(cls, attend: Any) -> Mask:
@@ -110,7 +126,7 @@ class Mask:
         return Mask(_joined(Either, self, other))
 
     def __invert__(self) -> Mask:
-        return Mask(complement(self.rule))
+        return Mask(complement(self.tree))
 
     def __bool__(self) -> bool:
         raise WrongType("a Mask has no truth value; combine masks with & | ~, and compare with None by 'is'")
@@ -118,7 +134,7 @@ class Mask:
     @property
     def rows(self) -> int | None:
         """The number of input rows it describes; None for a symbolic mask, which fits any number."""
-        raw = next(raw_rules(self.rule), None)
+        raw = next(raw_rules(self.tree), None)
         return None if raw is None else len(raw.rows)
 
     @property
@@ -129,14 +145,29 @@ class Mask:
     @property
     def polarity(self) -> str:
         """How its raw rows were read, for error messages."""
-        read = dict.fromkeys(raw.read for raw in raw_rules(self.rule))
+        read = dict.fromkeys(raw.read for raw in raw_rules(self.tree))
         return " and ".join(read) or "symbolic"
 
-    def bind(self, first_slot: int, rows: int, *, causal: bool = True, total: int | None = None) -> tuple[Brle, ...]:
+    @property
+    def needs_positions(self) -> bool:
+        """Whether it looks at position ids, so that `bind` must be told them where they are not the slot numbers."""
+        return any(isinstance(leaf, Function) for leaf in leaves(self.tree))
+
+    def bind(
+        self,
+        first_slot: int,
+        rows: int,
+        *,
+        causal: bool = True,
+        total: int | None = None,
+        positions: np.ndarray | None = None,
+        pending: int = 0,
+    ) -> tuple[Brle, ...]:
         """The effective rows, 1 = ATTEND, of `rows` consecutive tokens from slot `first_slot`.
 
         Each covers the slots up to and including its own or, with `causal=False`, `total` slots (by default all up to
-        the last row). A row may attend to nothing: `check_rows` refuses that.
+        the last row). `positions` are the position ids of all slots. Errors say that the last `pending` slots before
+        the first are pending tokens. A row may attend to nothing: `check_rows` refuses that.
         """
         first_slot, rows = check_integer(first_slot, "first_slot"), check_integer(rows, "rows")
         if causal and total is not None:
@@ -145,15 +176,17 @@ class Mask:
             )
         end = check_integer(first_slot + rows if total is None else total, "total", low=first_slot + rows)
         if self.rows not in (None, rows):
+            shape = pass_shape(first_slot, rows, pending)
             raise InvalidMask(
-                f"the attention mask has {self.rows} rows for {rows} input rows; give one row per input row"
+                f"the attention mask has {self.rows} rows for {rows} input rows; give one row per input row. {shape}"
             )
-        places = (RowPlace(i, rows, first_slot, first_slot + i + 1 if causal else end, causal) for i in range(rows))
-        return tuple(attended(self.rule, place) for place in places)
+        lengths = [first_slot + i + 1 if causal else end for i in range(rows)]
+        places = (RowPlace(i, rows, first_slot, n, causal, pending, positions) for i, n in enumerate(lengths))
+        return tuple(attended(self.tree, place) for place in places)
 
     def at(self, slot: int) -> Brle:
         """`bind(slot, 1)[0]`: what the token at a slot attends to. Fast for sliding masks, bound every step."""
-        match self.rule:
+        match self.tree:
             case Window(size) if size <= slot:
                 return Brle.from_canonical((slot + 1 - size, size))
             case SinkWindow(sink, window) if 0 < sink < slot + 1 - window:
@@ -185,7 +218,7 @@ class Mask:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return text_of(self.rule)
+        return text_of(self.tree)
 
     def _repr_html_(self) -> str:
         """The picture for a notebook."""
@@ -199,7 +232,7 @@ class Mask:
 
     def _view(self, first_slot: int | None, rows: int | None, causal: bool) -> tuple[int, tuple[Brle, ...], int]:
         """(first slot, bound rows, number of rows left out) of a picture."""
-        raw = next(raw_rules(self.rule), None)
+        raw = next(raw_rules(self.tree), None)
         rows = (16 if raw is None else len(raw.rows)) if rows is None else rows
         first = (0 if raw is None else _guess_first(raw)) if first_slot is None else first_slot
         first, rows = (
@@ -258,7 +291,7 @@ def _joined(kind: type[All] | type[Either], left: Mask, right: Mask) -> All | Ei
         raise InvalidMask(
             f"raw masks of {left.rows} and {right.rows} rows cannot be combined; the numbers of rows must be equal"
         )
-    sides = (side.rule for side in (left, right))
+    sides = (side.tree for side in (left, right))
     return kind(tuple(part for rule in sides for part in (rule.parts if isinstance(rule, kind) else (rule,))))
 
 

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
-from headway.base.checks import as_integer, check_number, check_token_id
+import numpy as np
+
+from headway.base.checks import as_integer, check_number, check_token_id, number_array
 from headway.base.errors import InvalidInput, WrongType
 from headway.base.generation import PARAMETERS
 from headway.base.text import short_repr
@@ -99,8 +101,9 @@ class Typical:
 class Sampling:
     """Every sampling parameter. The defaults turn each one off; `temperature=0` is argmax.
 
+    `logit_bias` has a number for some tokens, or is an array with one for every token; -inf there rules a token out.
     Order: logit mask, `logit_bias`, penalties (repetition, then presence and frequency), temperature, `top_k`,
-    `top_p`, `min_p`, `typical_p`; each filter works on the renormalized rest.
+    `top_p`, `min_p`, `typical_p`, `epsilon_cutoff`, `eta_cutoff`; each filter works on the renormalized rest.
     """
 
     temperature: float = 1.0
@@ -111,22 +114,49 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | None = None
+    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | np.ndarray | None = None
     seed: int | None = None
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
 
     def __post_init__(self) -> None:
         _set_checked(self, logit_bias=_bias(self.logit_bias))
 
     @property
     def bias(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as (id, bias) pairs in id order."""
-        assert isinstance(self.logit_bias, tuple)
-        return self.logit_bias
+        """`logit_bias` as (id, bias) pairs in id order; none where it is an array."""
+        return self.logit_bias if isinstance(self.logit_bias, tuple) else ()
+
+    @property
+    def dense_bias(self) -> np.ndarray | None:
+        """`logit_bias` as an array [V], where it was given as one."""
+        return self.logit_bias.array if isinstance(self.logit_bias, DenseBias) else None
+
+    @property
+    def filters_rarely(self) -> bool:
+        """Whether a filter is on that only the reference sampler has."""
+        return (self.typical_p, self.epsilon_cutoff, self.eta_cutoff) != (1.0, 0.0, 0.0)
 
     @property
     def penalizes(self) -> bool:
         """Whether any penalty is on, so that the tokens seen so far matter."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+class DenseBias:
+    """A bias for every token, as a value: equal where its numbers are."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DenseBias) and np.array_equal(self.array, other.array)
+
+    def __hash__(self) -> int:
+        return hash(self.array.tobytes())
+
+    def __repr__(self) -> str:
+        return f"<bias of {self.array.size} tokens>"
 
 
 Sampler: TypeAlias = Argmax | Multinomial | TopK | TopP | MinP | TopKTopP | Typical | Sampling
@@ -176,10 +206,28 @@ def _count(value: Any) -> int:
     return number
 
 
-def _bias(value: Any) -> tuple[tuple[int, float], ...]:
-    """(id, bias) pairs in id order, from a mapping, pairs or None."""
+def bias_array(value: Any, name: str, vocab: int | None = None) -> np.ndarray:
+    """An array of biases, one for each of `vocab` tokens, as float64 that nobody changes; -inf rules a token out."""
+    array = number_array(value, name)
+    if array.ndim != 1 or (vocab is not None and array.size != vocab):
+        wanted = "one number for every token" if vocab is None else f"({vocab},), one number for every token"
+        raise InvalidInput(f"{name} has shape {array.shape}; expected {wanted}")
+    array = array.astype(np.float64)
+    if np.isnan(array).any() or (array == np.inf).any():
+        worst = int(np.flatnonzero(np.isnan(array) | (array == np.inf))[0])
+        raise InvalidInput(f"{name} is {array[worst]} at token {worst}; it must be a number, or -inf to rule it out")
+    array.flags.writeable = False
+    return array
+
+
+def _bias(value: Any) -> tuple[tuple[int, float], ...] | DenseBias:
+    """(id, bias) pairs in id order, from a mapping, pairs or None; or a bias for every token, from an array."""
     if value is None:
         return ()
+    if isinstance(value, DenseBias):
+        return value
+    if hasattr(value, "dtype") and getattr(value, "ndim", 0) >= 1:
+        return DenseBias(bias_array(value, "logit_bias"))
     if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0:
         raise WrongType(f"logit_bias is {short_repr(value)}; it must be a mapping from token id to number")
     pairs = {}

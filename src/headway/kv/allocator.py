@@ -36,6 +36,21 @@ class Copy:
     slots: int
 
 
+@dataclass(frozen=True)
+class Gather:
+    """Copy single slots, each by its page and its place there, to consecutive slots of a page from `start` on.
+
+    Their keys are rotated by `shift` positions, from those in `positions`.
+    """
+
+    pages: tuple[int, ...]
+    places: tuple[int, ...]
+    target: int
+    start: int
+    positions: tuple[int, ...] = ()
+    shift: int = 0
+
+
 @dataclass(eq=False)
 class HostPages:
     """Pages of a preempted context, in host memory, by their numbers in the sequence.
@@ -64,7 +79,7 @@ class Import:
     pages: tuple[int, ...]
 
 
-Edit = Clear | Copy | Export | Import
+Edit = Clear | Copy | Gather | Export | Import
 
 
 class Allocator:

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from headway.kernels.reference import kv
+from headway.kernels.reference.rope import turn
 from headway.kernels.transfer import to_device
-from headway.kv.allocator import Clear, Copy, Edit, Export, Import
+from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
 
 
 class Pool:
@@ -32,7 +33,9 @@ class Pool:
         device: torch.device,
         by_head: bool = False,
         across: bool = False,
+        inv_freq: torch.Tensor | None = None,
     ) -> None:
+        self._inv_freq = inv_freq  # the model's angles for each position, by which keys are rotated
         shape = (layers, 2, pages + 1, page_size * kv_heads * head_dim)
         self.raw = _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
         keys, values = self.raw.unbind(1)
@@ -59,6 +62,8 @@ class Pool:
                 case Copy(source, target, slots):
                     kv.copy(self.keys, source, target, slots)
                     kv.copy(self.values, source, target, slots)
+                case Gather():
+                    self._gather(edit)
                 case Export(pages, target):
                     target.data = self.read(pages).cpu()
                 case Import(source, places, pages):
@@ -66,6 +71,16 @@ class Pool:
                     assert isinstance(data, torch.Tensor)
                     self.write(pages, data[:, :, list(places)])
         self._clear(run)
+
+    def _gather(self, edit: Gather) -> None:
+        pages, places, end = self._index(edit.pages), self._index(edit.places), edit.start + len(edit.pages)
+        keys = self.keys[:, pages, places]  # [L, slots, Hkv, D]
+        if edit.shift:
+            assert self._inv_freq is not None
+            positions = self._index(edit.positions)
+            keys = turn(keys, self._inv_freq, positions, positions + edit.shift)
+        self.keys[:, edit.target, edit.start : end] = keys
+        self.values[:, edit.target, edit.start : end] = self.values[:, pages, places]
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
         """Keys and values of these pages, [L, 2, pages, page, Hkv, D], however they lie in memory."""

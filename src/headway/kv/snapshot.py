@@ -52,6 +52,8 @@ class Snapshot:
     state: np.ndarray
     program: Mapping[str, Any]
     maker: str = ""
+    altered: int | None = None  # the first slot that the log does not explain
+    partial: tuple[int, ...] = ()  # slots that attended to more than the log says
 
 
 def write(path: Path, snapshot: Snapshot) -> None:
@@ -129,6 +131,8 @@ def _packed(snapshot: Snapshot) -> bytearray:
         "repeatable": snapshot.repeatable,
         "program": dict(snapshot.program),
         "maker": snapshot.maker,
+        "altered": snapshot.altered,
+        "partial": list(snapshot.partial),
     }
     metadata = {"format": FORMAT, "checksum": BLANK.decode(), "facts": json.dumps(facts)}
     data = bytearray(save(arrays, metadata=metadata))
@@ -179,6 +183,9 @@ def _parse(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Snapsh
     _require(committed * size <= len(tokens), "more is committed than there is")
     _require(kv.ndim == 2 and len(kv) == pages - len(discarded), "pages are missing")
     _require(isinstance(facts["repeatable"], bool) and isinstance(facts["program"], dict), "a field has another type")
+    altered = facts.get("altered")
+    if altered is not None:
+        check_integer(altered, "the first altered slot", high=max(0, len(tokens) - 1))
     _require(not facts["repeatable"] or all(b <= len(tokens) for _, b in spans), "a span is cut off")
     return Snapshot(
         fingerprint=str(facts["fingerprint"]),
@@ -195,6 +202,8 @@ def _parse(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Snapsh
         state=arrays["state"],
         program=facts["program"],
         maker=str(facts["maker"]),
+        altered=altered,
+        partial=tuple(check_integer(slot, "a partial slot", high=len(tokens) - 1) for slot in facts.get("partial", ())),
     )
 
 

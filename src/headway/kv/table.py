@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import NamedTuple, TypeGuard
@@ -77,6 +77,8 @@ class PageTable:
         self.masks: list[Brle | None] = []
         self.spans: list[tuple[int, int]] = []  # slots computed by passes that were not causal
         self.repeatable = True  # whether the log still says how every slot came to be
+        self.altered: int | None = None  # the first slot whose contents the log does not explain (kv/moves.py)
+        self.partial: set[int] = set()  # slots that attended to more than the log says, to slots that are gone
         self.state: object = None  # the last token's final residual, while the device keeps it
         self.closed = False
         self.lost: str | None = None  # why its contents are gone, when the device has failed
@@ -117,7 +119,7 @@ class PageTable:
 
     def held(self) -> list[int]:
         """The physical pages this table holds."""
-        return [p for p in self.pages if _is_there(p)]
+        return [p for p in self.pages if is_there(p)]
 
     @property
     def last_key(self) -> bytes | None:
@@ -179,7 +181,8 @@ class PageTable:
                 self._name(i, known[i - self.committed])
                 continue
             slots, before = slice(i * size, (i + 1) * size), self.last_key
-            if before is None or any(start < (i + 1) * size for start, _ in self.spans) or not self.repeatable:
+            ahead = any(start < (i + 1) * size for start, _ in self.spans)
+            if before is None or ahead or not self.repeatable or self.is_altered((i + 1) * size - 1):
                 self.keys.append(None)
                 continue
             self._name(i, page_key(before, self.tokens[slots], self.positions[slots], self.masks[slots]))
@@ -189,7 +192,7 @@ class PageTable:
         """Have a page found by its key."""
         self.keys.append(key)
         page = self.pages[number]
-        if _is_there(page):
+        if is_there(page):
             self.allocator.register(page, key)
 
     def restore(
@@ -207,14 +210,14 @@ class PageTable:
         """Undo a pass that nobody built on."""
         for number in range(mark.committed, min(mark.pages, self.committed)):  # the pass committed these
             page = self.pages[number]
-            if _is_there(page) and self.allocator.holders(page) > 1:
+            if is_there(page) and self.allocator.holders(page) > 1:
                 self._thaw(number, min(self.page_size, mark.length - number * self.page_size))
-            elif _is_there(page):
+            elif is_there(page):
                 self.allocator.forget(page)
         self._cut_pages(mark.pages)
         self.committed = mark.committed
         del self.keys[mark.committed :]
-        self._cut_log(mark.length)
+        self.cut_log(mark.length)
         self.state, self.stamp = mark.state, mark.stamp
 
     # -- page operations -------------------------------------------------------------------------------------------
@@ -244,7 +247,7 @@ class PageTable:
             raise InvalidInput(f"release_working_pages({n}): there are {self.working} working pages")
         keep = len(self.pages) - n
         self._cut_pages(keep)
-        self._cut_log(min(self.length, keep * self.page_size))
+        self.cut_log(min(self.length, keep * self.page_size))
 
     def truncate_working(self, n: int) -> None:
         """Drop the last n tokens, which must lie in working pages; the pages stay reserved."""
@@ -261,7 +264,7 @@ class PageTable:
                 f"truncate_working_page_tokens({n}) would cut into page {gone[0]}, which was discarded; "
                 "ctx.truncate can cut at its border"
             )
-        self._cut_log(keep)
+        self.cut_log(keep)
 
     def truncate(self, n: int) -> None:
         """Drop the last n tokens across pages; a cut inside a committed page copies what is kept."""
@@ -280,7 +283,7 @@ class PageTable:
         self.committed = min(self.committed, whole)
         del self.keys[self.committed :]
         self._cut_pages(whole + (1 if part else 0))
-        self._cut_log(keep)
+        self.cut_log(keep)
 
     def discard(self, start: int, n: int) -> None:
         """Free n full pages from page number `start`; their slots stay counted and can never be attended again."""
@@ -288,15 +291,14 @@ class PageTable:
         _count("discard_pages", n)
         check_integer(start, "discard_pages: the first page")
         full = self.length // self.page_size
-        limit = min(full, max(self.length - 1, 0) // self.page_size)  # the page of the last token stays
-        if start + n > limit:
-            can = f"pages 0 to {limit - 1} are" if limit else "no page is"
-            raise OutOfRange(f"discard_pages({start}, {n}): {can} full and not the last; others cannot be discarded")
+        if start + n > full:
+            can = f"pages 0 to {full - 1} are" if full else "no page is"
+            raise OutOfRange(f"discard_pages({start}, {n}): {can} full; others cannot be discarded")
         chosen = range(start, start + n)
         gone = [i for i in chosen if self.pages[i] is None]
         if gone:
             raise InvalidInput(f"discard_pages({start}, {n}): page {gone[0]} was discarded before")
-        self.allocator.drop([p for i in chosen if _is_there(p := self.pages[i])])
+        self.allocator.drop([p for i in chosen if is_there(p := self.pages[i])])
         self.pages = [None if i in chosen else p for i, p in enumerate(self.pages)]
         self.stamp = object()
 
@@ -311,12 +313,12 @@ class PageTable:
         if not part or whole >= self.committed or self.can_replay:
             return 0
         page = self.pages[whole]
-        return int(_is_there(page) and self.allocator.holders(page) > 1)
+        return int(is_there(page) and self.allocator.holders(page) > 1)
 
     def _filled_working(self) -> list[int]:
         """The numbers of the working pages that hold tokens."""
         used = -(-self.length // self.page_size)
-        return [i for i in range(self.committed, used) if _is_there(self.pages[i])]
+        return [i for i in range(self.committed, used) if is_there(self.pages[i])]
 
     def fork(self) -> PageTable:
         """A table that shares the committed pages and has copies of the working pages that hold tokens."""
@@ -325,10 +327,10 @@ class PageTable:
         if len(copies) > self.allocator.available and self.can_replay:
             copies = []  # no room for copies: the fork computes these slots again when it needs them
         fresh = dict(zip(copies, self.allocator.take(len(copies)), strict=True))
-        self.allocator.share([p for p in self.pages[: self.committed] if _is_there(p)])
+        self.allocator.share([p for p in self.pages[: self.committed] if is_there(p)])
         for i, target in fresh.items():
             source = self.pages[i]
-            assert _is_there(source)
+            assert is_there(source)
             self.allocator.edit(Copy(source, target, min(self.page_size, self.length - i * self.page_size)))
         tail = [fresh.get(i, None if self.pages[i] is None else ABSENT) for i in range(self.committed, used)]
         child.pages = [*self.pages[: self.committed], *tail]
@@ -337,6 +339,7 @@ class PageTable:
         child.committed, child.length, child.state = self.committed, self.length, self.state
         child.tokens, child.positions, child.peaks = self.tokens[:], self.positions[:], self.peaks[:]
         child.masks, child.spans, child.repeatable = self.masks[:], self.spans[:], self.repeatable
+        child.altered, child.partial = self.altered, set(self.partial)
         return child
 
     def close(self) -> None:
@@ -357,12 +360,12 @@ class PageTable:
     @property
     def _log_suffices(self) -> bool:
         """The same, full pages that are not committed yet included: nothing is lost while this is so."""
-        return self.repeatable and not self.spans and not self.has_discards
+        return self.repeatable and not self.spans and not self.has_discards and self.altered is None
 
     def preempt(self) -> None:
         """Give every page up: to be computed again from the log, or with a copy in host memory where that cannot be."""
         if not self.can_replay and not self.is_preempted:
-            held = [(i, p) for i, p in enumerate(self.pages) if _is_there(p)]
+            held = [(i, p) for i, p in enumerate(self.pages) if is_there(p)]
             self.host = HostPages(tuple(i for i, _ in held))
             self.allocator.edit(Export(tuple(p for _, p in held), self.host))
         self._give_up()
@@ -380,7 +383,7 @@ class PageTable:
 
     def _give_up(self) -> None:
         self.allocator.drop(self.held())
-        self.pages = [ABSENT if _is_there(p) else p for p in self.pages]
+        self.pages = [ABSENT if is_there(p) else p for p in self.pages]
 
     def absent(self) -> list[int]:
         """The numbers of the pages that must come back before anything can be computed."""
@@ -407,7 +410,7 @@ class PageTable:
     def _thaw(self, number: int, slots: int) -> None:
         """Replace a committed page by a working copy of its first slots."""
         page = self.pages[number]
-        if not _is_there(page):
+        if not is_there(page):
             return  # it was preempted: what is kept of it comes back as a working page
         if self.allocator.holders(page) == 1 and (self.allocator.available == 0 or not self.allocator.is_keyed(page)):
             self.allocator.forget(page)  # nobody else sees it, so it may become a working page itself
@@ -430,13 +433,28 @@ class PageTable:
         self.pages = [*self.pages[:number], page, *self.pages[number + 1 :]]
 
     def _cut_pages(self, keep: int) -> None:
-        self.allocator.drop([p for p in self.pages[keep:] if _is_there(p)])
+        self.allocator.drop([p for p in self.pages[keep:] if is_there(p)])
         if keep < len(self.pages):
             self.pages = self.pages[:keep]
         if self.host is not None and not self.is_preempted:
             self.host = None  # nothing of it is needed any more
 
-    def _cut_log(self, keep: int) -> None:
+    def is_altered(self, slot: int) -> bool:
+        """Whether the log does not explain a slot's contents."""
+        return self.altered is not None and slot >= self.altered
+
+    def alter(self, slot: int | None, partial: Iterable[int] = ()) -> None:
+        """The log explains nothing from this slot on."""
+        if slot is not None:
+            self.altered = slot if self.altered is None else min(self.altered, slot)
+        self.partial.update(partial)
+
+    def cut_log(self, keep: int) -> None:
+        """Forget the slots from `keep` on."""
+        if self.altered is not None and keep <= self.altered:
+            self.altered = None
+        if self.partial:
+            self.partial = {slot for slot in self.partial if slot < keep}
         if keep < self.length:
             self.state = None
             # A slot that attended to one that is now gone cannot be computed again from the log.
@@ -453,11 +471,11 @@ class PageTable:
         whole, part = divmod(self.length, self.page_size)
         for number in range(max(whole, self.committed), len(self.pages)):
             page = self.pages[number]
-            if _is_there(page):
+            if is_there(page):
                 self.allocator.edit(Clear(page, part if number == whole else 0))
 
 
-def _is_there(page: int | None) -> TypeGuard[int]:
+def is_there(page: int | None) -> TypeGuard[int]:
     """Whether an entry of `pages` is a physical page."""
     return page is not None and page > 0
 

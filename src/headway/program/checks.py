@@ -14,7 +14,7 @@ from headway.base.errors import InvalidInput, InvalidMask, OutOfRange, Unsupport
 from headway.base.masks import check_rows, logit_mask, row_name
 from headway.base.probes import AttentionScores, Distribution, Hidden, LogitLens, Logprob, Logprobs, Probe, Ranking
 from headway.base.rng import LIMIT
-from headway.base.samplers import Sampling
+from headway.base.samplers import Sampling, bias_array
 from headway.base.text import short_repr
 from headway.kv.table import PageTable
 from headway.models.config import ModelConfig
@@ -32,6 +32,8 @@ def check_readout(config: ModelConfig, what: Sampling | Probe) -> None:
     match what:
         case Sampling():
             token_ids([token for token, _ in what.bias], vocab, "logit_bias ids")
+            if what.dense_bias is not None:
+                bias_array(what.dense_bias, "logit_bias", vocab)
         case Hidden(layer) if layer > layers:
             raise OutOfRange(f"Hidden({layer}): this model has hidden states 0 to {layers}")
         case AttentionScores(layer) if layer >= layers:
@@ -83,7 +85,7 @@ def check_reread(table: PageTable, what: Sampling | Probe) -> None:
         return
     live, mask = table.live(table.length), table.masks[-1]
     lost = not live.all() if mask is None else (mask[0 : table.length] & ~live).any() or mask.any(table.length)
-    if lost:
+    if lost or table.length - 1 in table.partial:
         raise Unsupported(
             "the last token cannot be computed again: slots it attended to were discarded or cut off; "
             "read it in the pass that computes it, or give the pass an input"
@@ -137,5 +139,7 @@ def _check_readouts(config: ModelConfig, table: PageTable, work: Pass) -> None:
             check_reread(table, readout.what)
         if readout.allowed is not None:
             logit_mask(vocab, readout.allowed)
+        if readout.bias is not None:
+            bias_array(readout.bias, "a readout's bias", vocab)
         token_ids(readout.seen, vocab, "seen")
         token_ids(readout.generated, vocab, "generated")

@@ -61,6 +61,7 @@ class Context:
         self._conversation = Conversation()
         self._retract: Callable[[], None] | None = None  # takes back a pass that a generation runs ahead
         self._written = 0  # tokens in the context after the last chat verb, to tell what was written since
+        self._generations: weakref.WeakSet[Generation] = weakref.WeakSet()  # those that follow this context
         self.cached_tokens = 0  # taken from the prefix cache instead of computed
         self._finalizer = weakref.finalize(self, engine._loop.release_later, table)
 
@@ -307,6 +308,8 @@ class Context:
         top_p: float | None = None,
         min_p: float | None = None,
         typical_p: float | None = None,
+        epsilon_cutoff: float | None = None,
+        eta_cutoff: float | None = None,
         repetition_penalty: float | None = None,
         no_repeat_ngram_size: int | None = None,
         num_beams: int | None = None,
@@ -355,6 +358,8 @@ class Context:
             top_p=top_p,
             min_p=min_p,
             typical_p=typical_p,
+            epsilon_cutoff=epsilon_cutoff,
+            eta_cutoff=eta_cutoff,
             repetition_penalty=repetition_penalty,
             no_repeat_ngram_size=no_repeat_ngram_size,
             num_beams=num_beams,
@@ -496,6 +501,23 @@ class Context:
             if running is not None and running is not after:
                 raise ContextBusy("this context has a pass in flight; await it before changing or forking the context")
             yield self, running
+
+    @contextmanager
+    def _moving(self, start: int, kept: Sequence[int]) -> Iterator[None]:
+        """Slots move in this block: from `start` on those in `kept` stay. The caller holds the lock.
+
+        What generations have generated stays generated, though it may be in no slot any more.
+        """
+        followers = [generation for generation in self._generations if generation._has_begun]
+        for generation in followers:
+            generation._follow()
+        length = self._table.length
+        yield
+        if self._written > start:
+            waiting = max(0, self._written - length)
+            self._written = start + sum(slot < self._written for slot in kept) + waiting
+        for generation in followers:
+            generation._settle()
 
     def _come_back(self) -> None:
         """Take back a pass that a generation runs ahead, so that the context is seen as it is between two steps."""

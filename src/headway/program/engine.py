@@ -185,6 +185,7 @@ class Engine:
                 device=decoder.device,
                 by_head=self._backend.by_head,
                 across=self._backend.thread_pool is not None,
+                inv_freq=decoder.inv_freq,
             )
         self._profiler = Profiler(_synchronizer(decoder.device), str(decoder.device))
         if runner is None:

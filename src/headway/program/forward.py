@@ -12,6 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from headway.base.brle import Brle
 from headway.base.checks import check_number
@@ -28,7 +29,7 @@ from headway.base.errors import (
 from headway.base.masks import Mask, check_rows, logit_mask
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
-from headway.base.samplers import Sampler, Sampling, resolve
+from headway.base.samplers import Sampler, Sampling, bias_array, resolve
 from headway.base.text import short_repr
 from headway.program.checks import check_probe, check_readout, check_reread, check_windows
 from headway.program.ids import check_position, integers, position_ids, token_ids
@@ -55,9 +56,15 @@ class _Ask:
 
 
 @dataclass(frozen=True, eq=False)
-class _LogitMask:
-    allowed: np.ndarray
+class _OverTokens:
+    """An array over all tokens, a logit mask or a bias, and the rows that it is for."""
+
+    values: np.ndarray
     rows: tuple[int, ...] | None
+
+    def is_for(self, row: int, rows: int) -> bool:
+        """Whether it is for a row of so many; rows may be counted from the end."""
+        return self.rows is None or row - rows in self.rows or (row >= 0 and row in self.rows)
 
 
 class Forward:
@@ -70,7 +77,8 @@ class Forward:
         self._asks: list[_Ask] = []
         self._mask: Mask | None = None
         self._causal = True
-        self._logit_masks: list[_LogitMask] = []
+        self._logit_masks: list[_OverTokens] = []
+        self._biases: list[_OverTokens] = []
         self._async_mask: AsyncLogitMask | None = None
         self._commit = True
         self._executed = False
@@ -141,8 +149,17 @@ class Forward:
         """Which tokens samplers may choose (1 = allowed): runs, ids, a bool array or a packed bitmask. Calls AND."""
         self._check_open()
         allowed = logit_mask(self._context.engine.vocab_size, runs, allow=allow, forbid=forbid)
-        chosen = None if rows is None else tuple(integers(rows, "rows"))
-        self._logit_masks.append(_LogitMask(allowed, chosen))
+        self._logit_masks.append(_OverTokens(allowed, _rows(rows)))
+        return self
+
+    def bias(self, array: ArrayLike, *, rows: Iterable[int] | None = None) -> Forward:
+        """Add an array [V] to the logits before everything else that samplers do; -inf rules a token out.
+
+        Calls add up. A probe still reads the model's own logits.
+        """
+        self._check_open()
+        added = bias_array(array, "the bias", self._context.engine.vocab_size)
+        self._biases.append(_OverTokens(added, _rows(rows)))
         return self
 
     def mask_async(self, mask: AsyncLogitMask) -> Forward:
@@ -274,11 +291,13 @@ class Forward:
         if self._mask is None:
             return None if view.live is None else tuple(plain)
         live = None if view.live is None else view.live(total)
+        at = np.fromiter(chain(view.positions, positions), np.int64) if self._mask.needs_positions else None
         masks: list[Brle | None] = [*plain[:pending]]
         if self._mask.covers_pending or self._raw_pending:
-            masks = [*self._over_live(self._mask.bind(base, pending), live)]
+            masks = [*self._over_live(self._mask.bind(base, pending, positions=at), live)]
         if not self._raw_pending:
-            bound = self._mask.bind(base + pending, rows, causal=self._causal, total=None if self._causal else total)
+            end = None if self._causal else total
+            bound = self._mask.bind(base + pending, rows, causal=self._causal, total=end, positions=at, pending=pending)
             masks += self._over_live(bound, live)
         before = pending - self._raw_pending  # the rows of a flush are its pending tokens
         check_rows(masks, read=self._mask.polarity, pending=before)
@@ -298,7 +317,7 @@ class Forward:
         return [row & live[0 : len(row)] for row in rows]
 
     def _readouts(self, context: Context, view: ContextView, tokens: list[int]) -> tuple[Readout, ...]:
-        for row in {r for mask in self._logit_masks for r in mask.rows or ()}:
+        for row in {r for given in (*self._logit_masks, *self._biases) for r in given.rows or ()}:
             self._check_row(row, view)
         draws: Counter[int] = Counter()
         seed = None
@@ -315,8 +334,10 @@ class Forward:
             seen, counts = self._history(ask, view, tokens, row)
             by_rows = ask.what.penalizes and ask.history is None
             own_count = by_rows and ask.generated is None
-            mask, ordinal = self._async_mask, draws[row]
-            readouts.append(Readout(row, ask.what, allowed, own, ordinal, seen, counts, by_rows, own_count, mask))
+            mask, ordinal, bias = self._async_mask, draws[row], self._bias(row - len(view.pending))
+            drawn = Readout(row, ask.what, allowed, own, ordinal, seen, counts, by_rows, own_count, mask, bias)
+            _check_some_left(drawn)
+            readouts.append(drawn)
             draws[row] += 1
         return tuple(readouts)
 
@@ -351,14 +372,31 @@ class Forward:
 
     def _allowed(self, row: int) -> np.ndarray | None:
         """The logit masks of a row, ANDed."""
-        n = len(self._tokens)
         allowed = None
         for mask in self._logit_masks:
-            if mask.rows is None or row - n in mask.rows or (row >= 0 and row in mask.rows):
-                allowed = mask.allowed if allowed is None else allowed & mask.allowed
+            if mask.is_for(row, len(self._tokens)):
+                allowed = mask.values if allowed is None else allowed & mask.values
         if allowed is not None and not allowed.any():
             raise InvalidMask("the logit masks together allow no token; relax one of them (1 = allowed)")
         return allowed
+
+    def _bias(self, row: int) -> np.ndarray | None:
+        """The biases of a row, added up."""
+        biases = [bias.values for bias in self._biases if bias.is_for(row, len(self._tokens))]
+        return None if not biases else biases[0] if len(biases) == 1 else np.sum(biases, axis=0)
+
+
+def _rows(rows: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if rows is None else tuple(integers(rows, "rows"))
+
+
+def _check_some_left(readout: Readout) -> None:
+    """Raise if masks and biases together leave a sampler nothing."""
+    bias = readout.dense_bias
+    if bias is not None:
+        left = bias > -np.inf if readout.allowed is None else readout.allowed & (bias > -np.inf)
+        if not left.any():
+            raise InvalidMask("the bias is -inf for every token that the logit masks allow; leave at least one")
 
 
 class Execution(Generic[Result]):

@@ -144,6 +144,8 @@ class Snapshots:
                     state=np.empty(0, np.uint8),
                     program=_program_data(context),
                     maker=_maker(engine),
+                    altered=table.altered,
+                    partial=tuple(sorted(table.partial)),
                 )
                 break
         arrays: list[np.ndarray] = []
@@ -209,7 +211,9 @@ class Snapshots:
                 source = HostPages(live, data)
                 engine._allocator.edit(Import(source, tuple(range(len(live))), tuple(fresh.values())))
             table.pages = [fresh.get(i) for i in range(pages)]
-            table.spans, table.repeatable = list(saved.spans), saved.repeatable  # first: they say which pages have keys
+            # First: these say which pages have keys.
+            table.spans, table.repeatable = list(saved.spans), saved.repeatable
+            table.alter(saved.altered, saved.partial)
             table.restore(saved.tokens.tolist(), saved.positions.tolist(), list(saved.masks), saved.committed)
 
         def restore_state() -> None:
@@ -237,11 +241,11 @@ class Snapshots:
     @staticmethod
     def _recompute(context: Context, saved: Snapshot, name: str) -> None:
         """Compute the tokens again, under another page size or dtype."""
-        if saved.discarded or not saved.repeatable:
+        if saved.discarded or not saved.repeatable or saved.altered is not None:
             raise SnapshotError(
-                f"the snapshot {name!r} was saved with page size {saved.page_size} and {saved.dtype}; it has discarded "
-                "or cut-off slots and cannot be recomputed under others: open it with the same settings "
-                f"(it was saved by {saved.maker or 'another version'})"
+                f"the snapshot {name!r} was saved with page size {saved.page_size} and {saved.dtype}; it has "
+                "discarded, moved or cut-off slots and cannot be recomputed under others: open it with the same "
+                f"settings (it was saved by {saved.maker or 'another version'})"
             )
         cuts = sorted({0, len(saved.tokens), *(c for span in saved.spans for c in span)})
         for start, stop in pairwise(cuts):

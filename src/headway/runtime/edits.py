@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from headway.base.errors import HeadwayError, PassFailed
-from headway.kv.allocator import Clear, Copy, Edit, Export, HostPages, Import
+from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, HostPages, Import
 
 
 @dataclass(eq=False)
@@ -97,6 +97,8 @@ def _read(edit: Edit) -> tuple[int, ...]:
     match edit:
         case Copy(source):
             return (source,)
+        case Gather(pages):
+            return pages
         case Export(pages):
             return pages
     return ()
@@ -107,6 +109,8 @@ def _written(edit: Edit) -> tuple[int, ...]:
         case Clear(page):
             return (page,)
         case Copy(_, target):
+            return (target,)
+        case Gather(target=target):
             return (target,)
         case Import(_, _, pages):
             return pages

@@ -219,11 +219,11 @@ class Loop:
         with self.lock:
             return sum(not job.resting for job in self._queue)
 
-    def make_room(self, pages: int, table: PageTable) -> bool:
-        """Whether a context can take this many pages now, if idle contexts must be preempted for it. The caller holds
-        the lock."""
+    def make_room(self, pages: int, *tables: PageTable) -> bool:
+        """Whether this many pages can be taken now, if idle contexts other than these must be preempted for it. The
+        caller holds the lock."""
         self.drain()
-        return self.kv_cache.make_room(pages, table, self._queue)
+        return self.kv_cache.make_room(pages, tables, self._queue)
 
     def release_later(self, table: PageTable) -> None:
         """Give a table's pages back soon; safe in a finalizer."""

@@ -65,7 +65,8 @@ class Readout:
     """A sampler or a probe at one row. `row` counts the pass's tokens, pending ones included; -1 is the one before.
 
     A sampler draws with (seed, position of the row, ordinal); `allowed` is its logit mask [V]; `seen` are the ids that
-    the repetition penalty counts and `generated` how often presence and frequency count each id.
+    the repetition penalty counts and `generated` how often presence and frequency count each id; `bias` [V] is added to
+    the logits besides the sampler's own.
     """
 
     row: int
@@ -78,6 +79,20 @@ class Readout:
     seen_by_rows: bool = False  # `seen` is the sequence up to its row, tokens fed to the pass among them
     generated_by_rows: bool = False
     async_mask: AsyncLogitMask | None = None  # another logit mask, which depends on the tokens fed to the pass
+    bias: np.ndarray | None = None
+
+    @property
+    def dense_bias(self) -> np.ndarray | None:
+        """What is added to the logits of every token [V], the sampler's own array included; -inf rules one out."""
+        own = self.what.dense_bias if isinstance(self.what, Sampling) else None
+        if own is None or self.bias is None:
+            return self.bias if own is None else own
+        return own + self.bias
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether something is added to the logits of every token, so that fast samplers cannot draw."""
+        return self.bias is not None or (isinstance(self.what, Sampling) and self.what.dense_bias is not None)
 
     def permitted(self) -> np.ndarray | None:
         """The tokens that may be chosen [V]: `allowed` and, once it is there, the async mask."""

@@ -185,23 +185,7 @@ class Reader:
         return Ranked(tuple(ranks[: len(tokens)]), tuple(ranks[len(tokens) :]), tuple(Rank(*found) for found in best))
 
     def _draw(self, ask: Ask, batch: Batch) -> sampling.RowSampler:
-        what = ask.what
-        assert isinstance(what.what, Sampling)
-        device = self.decoder.device
-        position = _position(batch, ask)
-        greedy = what.what.temperature == 0
-        seen = generated = None
-        if what.what.penalizes:
-            seen = torch.tensor(sorted(what.seen), dtype=torch.int64, device=device)
-            ids = torch.tensor(list(what.generated), dtype=torch.int64, device=device)
-            generated = (ids, torch.tensor(list(what.generated.values()), dtype=torch.int64, device=device))
-        return sampling.RowSampler(
-            sampling=what.what,
-            uniform=0.0 if greedy else uniform(what.seed, position, what.ordinal),
-            allowed=None if (allowed := what.permitted()) is None else torch.from_numpy(allowed).to(device),
-            seen=seen,
-            generated=generated,
-        )
+        return row_sampler(ask.what, _position(batch, ask), self.decoder.device)
 
     def look(self, ask: Ask, batch: Batch, hooks: Hooks) -> object:
         """The value of a readout that looks inside the model."""
@@ -235,6 +219,31 @@ class Reader:
         elif reduce == "max":
             heads = heads.amax(0)
         return heads.cpu().numpy()
+
+
+def row_sampler(readout: Readout, position: int, device: torch.device | None = None) -> sampling.RowSampler:
+    """How the reference samples at a row with this position id."""
+    how = readout.what
+    assert isinstance(how, Sampling)
+    seen = generated = None
+    if how.penalizes:
+        seen = torch.tensor(sorted(readout.seen), dtype=torch.int64, device=device)
+        ids = torch.tensor(list(readout.generated), dtype=torch.int64, device=device)
+        generated = (ids, torch.tensor(list(readout.generated.values()), dtype=torch.int64, device=device))
+    bias = readout.dense_bias
+    return sampling.RowSampler(
+        sampling=how,
+        uniform=0.0 if how.temperature == 0 else uniform(readout.seed, position, readout.ordinal),
+        allowed=None if (allowed := readout.permitted()) is None else torch.from_numpy(allowed).to(device),
+        seen=seen,
+        generated=generated,
+        bias=None if bias is None else torch.tensor(bias, device=device),  # a copy: nobody may write to the array
+    )
+
+
+def sample_row(logits: np.ndarray, readout: Readout, position: int) -> int:
+    """The token that a sampler chooses from these logits [V], as at a row with this position id."""
+    return int(sampling.sample(torch.from_numpy(logits)[None], [row_sampler(readout, position)])[0])
 
 
 def segment_results(batch: Batch, x: Tensor | None, values: Mapping[tuple[int, int], object]) -> list[SegmentResult]:
@@ -294,6 +303,7 @@ def plainly_greedy(readout: Readout) -> bool:
         what.temperature == 0
         and readout.allowed is None
         and readout.async_mask is None
+        and readout.bias is None
         and not (what.penalizes or what.logit_bias)
     )
 

@@ -1,4 +1,4 @@
-"""Native sampling: the fast path of `kernels.reference.sampling.sample`, for every sampler but typical."""
+"""Native sampling: the fast path of `kernels.reference.sampling.sample`, for all but rare filters and dense biases."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def sample(thread_pool: ThreadPool, logits: Tensor, samplers: Sequence[RowSample
     """The token of each row of logits [R, V], as `reference.sampling.sample` gives it, up to rounding."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         raise WrongType(f"logits are of {logits.dtype} with strides {logits.stride()}; rows of float32 are needed")
-    typical = [i for i, sampler in enumerate(samplers) if sampler.sampling.typical_p < 1]
-    tokens = dict(zip(typical, sampling.sample(logits[typical], [samplers[i] for i in typical]).tolist(), strict=True))
+    rare = [i for i, each in enumerate(samplers) if each.sampling.filters_rarely or each.bias is not None]
+    tokens = dict(zip(rare, sampling.sample(logits[rare], [samplers[i] for i in rare]).tolist(), strict=True))
     rest = [i for i in range(len(samplers)) if i not in tokens]
     alive: list[Tensor] = []  # tensors that the structs point at
     jobs = (library.SamplingStruct * len(rest))(*(_job(logits[i], samplers[i], alive) for i in rest))

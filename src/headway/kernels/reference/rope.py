@@ -71,6 +71,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
 
 
+def turn(keys: Tensor, inv_freq: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Keys [L, T, Hkv, D] that were rotated for positions `before` [T], as they would be for `after` [T]."""
+    angles = [positions.float()[:, None] * inv_freq[None, :] for positions in (before, after)]  # rounded as there
+    by = (angles[1].double() - angles[0].double()).repeat(1, 2)[:, None, :]  # [T, 1, D]
+    return rotate(keys.float(), by.cos().float(), by.sin().float()).to(keys.dtype)
+
+
 def _llama3(plain: Tensor, rope: Rope) -> Tensor:
     wavelength = 2 * math.pi / plain
     low = rope.original_positions / rope.low_freq_factor

@@ -2,7 +2,8 @@
 
 Each row is computed alone, in float64 from its float32 logits, so a token depends on its own row and nothing else.
 The order is fixed: logit mask → bias → penalties (repetition, then presence and frequency) → temperature → top-k →
-top-p → min-p → typical, each filter on the renormalized rest. Tokens rank by probability, then by lower id.
+top-p → min-p → typical → epsilon → eta, each filter on the renormalized rest. Tokens rank by probability, then by lower
+id.
 
 Sampling walks the kept tokens in id order and takes the first whose cumulative probability exceeds `uniform`. Seeds
 are not handled here: a `RowSampler` brings its uniform number.
@@ -34,6 +35,7 @@ class RowSampler:
     allowed: Tensor | None = None  # [V] bool
     seen: Tensor | None = None  # distinct ids of prompt and generated tokens, for repetition
     generated: tuple[Tensor, Tensor] | None = None  # distinct ids and their counts, for presence and frequency
+    bias: Tensor | None = None  # [V] float64, added to the logits besides the sampler's own pairs
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.uniform < 1.0:
@@ -43,7 +45,8 @@ class RowSampler:
     def is_plain_argmax(self) -> bool:
         """Whether the token is simply the row's largest logit."""
         how = self.sampling
-        return how.temperature == 0 and self.allowed is None and not how.bias and not how.penalizes
+        changed = self.allowed is not None or self.bias is not None or how.bias or how.penalizes
+        return how.temperature == 0 and not changed
 
 
 def sample(logits: Tensor, samplers: Sequence[RowSampler]) -> Tensor:
@@ -100,7 +103,9 @@ def processed_logprobs(logits: Tensor, sampler: RowSampler) -> Tensor:
     At temperature 0 they are those before the temperature and the filters.
     """
     if sampler.sampling.temperature == 0:
-        open_ = replace(sampler.sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
+        how, seed = sampler.sampling, sampler.sampling.seed
+        penalties = (how.repetition_penalty, how.presence_penalty, how.frequency_penalty)
+        open_ = Sampling(1.0, 0, 1.0, 0.0, 1.0, *penalties, how.logit_bias, seed)
         sampler = replace(sampler, sampling=open_)
     ids, kept, weights = _kept(logits, sampler)
     logs = torch.full((logits.numel(),), -torch.inf, dtype=torch.float64, device=logits.device)
@@ -166,12 +171,16 @@ def _kept(logits: Tensor, sampler: RowSampler) -> tuple[Tensor, Tensor, Tensor]:
     if how.typical_p < 1:
         near = _nearness(logs, weights)
         ids, logs, weights = _take(_prefix(near, weights, how.typical_p), ids, logs, weights)
+    if how.epsilon_cutoff > 0:
+        ids, logs, weights = _take(_likely(weights, how.epsilon_cutoff), ids, logs, weights)
+    if how.eta_cutoff > 0:
+        ids, logs, weights = _take(_likely(weights, _eta(logs, weights, how.eta_cutoff)), ids, logs, weights)
     return ids, logs, weights
 
 
 def _candidates(logits: Tensor, sampler: RowSampler) -> tuple[Tensor, Tensor]:
     """(ids, float64 scores) of the tokens with a nonzero chance, after mask, bias and penalties."""
-    scores = _penalized(_biased(logits.double(), sampler.sampling), sampler)
+    scores = _penalized(_biased(_raised(logits.double(), sampler.bias), sampler.sampling), sampler)
     if sampler.allowed is None:
         ids = torch.arange(scores.numel(), device=scores.device)
     else:
@@ -181,6 +190,8 @@ def _candidates(logits: Tensor, sampler: RowSampler) -> tuple[Tensor, Tensor]:
             raise InvalidMask(f"the logit mask allows none of {logits.numel()} tokens; allow at least one")
     alive = scores > -torch.inf
     if bool(alive.all()) or not bool(alive.any()):
+        if sampler.bias is not None and not bool(alive.any()):
+            raise InvalidMask("the bias is -inf for every token that the logit mask allows; leave at least one")
         return ids, scores
     return ids[alive], scores[alive]
 
@@ -189,6 +200,11 @@ def check_bias(how: Sampling, vocab: int) -> None:
     """Raise for a bias on an id outside the vocabulary."""
     if how.bias and (largest := how.bias[-1][0]) >= vocab:
         raise InvalidToken(f"token id {largest} in logit_bias is outside the vocabulary; ids are 0 … {vocab - 1}")
+
+
+def _raised(scores: Tensor, bias: Tensor | None) -> Tensor:
+    """Scores with a bias for each token; -inf is out, whatever its score."""
+    return scores if bias is None else torch.where(bias == -torch.inf, -torch.inf, scores + bias)
 
 
 def _biased(scores: Tensor, how: Sampling) -> Tensor:
@@ -274,6 +290,18 @@ def _nearness(logs: Tensor, weights: Tensor) -> Tensor:
     whole = weights.sum()
     logs = logs - whole.log()
     return -(-logs - _entropy(logs, weights / whole)).abs()
+
+
+def _likely(weights: Tensor, least: Tensor | float) -> Tensor:
+    """The indices of the tokens at least this probable, and of the likeliest."""
+    return ((weights / weights.sum() >= least) | (weights == weights.max())).nonzero().squeeze(1)
+
+
+def _eta(logs: Tensor, weights: Tensor, epsilon: float) -> Tensor:
+    """The least probability of eta sampling: epsilon, or less where the entropy is large."""
+    whole = weights.sum()
+    entropy = _entropy(logs - whole.log(), weights / whole)
+    return torch.clamp(epsilon**0.5 * torch.exp(-entropy), max=epsilon)
 
 
 def log_softmax(logits: Tensor) -> Tensor:

@@ -39,6 +39,8 @@ class TextGenerationOptions(TaskOptions):
     top_p: float | None = None
     min_p: float | None = None
     typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
     repetition_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
     num_beams: int | None = None

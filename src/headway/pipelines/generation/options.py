@@ -36,6 +36,8 @@ class GenerationOptions(TaskOptions):
     top_p: float | None = None
     min_p: float | None = None
     typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
     num_beams: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
@@ -110,6 +112,7 @@ def _between(least: float, most: float, what: str, *, open_below: bool = False) 
 
 _BOOL: Check = _is_bool, "True or False"
 _PROBABILITY = _between(0, 1, "a number above 0 and at most 1", open_below=True)
+_CUTOFF: Check = (lambda value: _is_number(value) and 0 <= value < 1), "a number of at least 0 and below 1"
 _POSITIVE = _between(0, math.inf, "a number above 0", open_below=True)
 _ONE_OR_MORE: Check = (lambda value: _is_int(value, 0) or _are_ids(value)), "a token id or a list of them"
 
@@ -124,6 +127,8 @@ _CHECKS: dict[str, Check] = {
     "top_p": _PROBABILITY,
     "min_p": _between(0, 1, "a number from 0 to 1"),
     "typical_p": _PROBABILITY,
+    "epsilon_cutoff": _CUTOFF,
+    "eta_cutoff": _CUTOFF,
     "num_beams": _integer(1),
     "length_penalty": (_is_number, "a number"),
     "early_stopping": ((lambda value: _is_bool(value) or value == "never"), "True, False or 'never'"),
@@ -255,7 +260,7 @@ def _flat(value: Any) -> list[int]:
     return [id for one in value for id in _flat(one)]
 
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 BEAMS = ("length_penalty", "early_stopping")
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 AHEAD = 64  # items of a stream that run at once, unless `batch_size` sets it
 TEMPERATURE, TOP_K = 0.7, 50  # of transformers' pipeline, if neither the call nor the model's files set them
-DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 Message = Mapping[str, Any]
 
 

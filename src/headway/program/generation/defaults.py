@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
+import numpy as np
+
 from headway.base.checks import check_token_id
 from headway.base.errors import BadModelFile, InvalidInput, Unsupported, WrongType
 from headway.base.files import read_json
@@ -22,7 +24,9 @@ from headway.base.text import short_repr
 
 FILE = "generation_config.json"
 TOKENS = {"eos_token_id": "eos_ids", "bos_token_id": "bos_id", "pad_token_id": "pad_id"}  # names in the file, and ours
-SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # only these need do_sample
+SAMPLED = (  # only these need do_sample
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+)  # fmt: skip
 
 # Keys that change the tokens and are not supported, each with the values that have no effect; null never has one.
 ALWAYS: Mapping[str, tuple[Any, ...]] = {
@@ -44,7 +48,7 @@ ALWAYS: Mapping[str, tuple[Any, ...]] = {
     "token_healing": (False,),
     "watermarking_config": (),
 }
-WHEN_SAMPLED: Mapping[str, tuple[Any, ...]] = {"epsilon_cutoff": (0,), "eta_cutoff": (0,), "top_h": ()}
+WHEN_SAMPLED: Mapping[str, tuple[Any, ...]] = {"top_h": ()}
 WITH_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "diversity_penalty": (0,),
     "num_beam_groups": (1,),
@@ -64,6 +68,8 @@ class GenerationDefaults:
     top_p: float | None = None
     min_p: float | None = None
     typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
     repetition_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
     num_beams: int | None = None
@@ -138,7 +144,7 @@ class GenerationDefaults:
         *,
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
-        logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | None = None,
+        logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | np.ndarray | None = None,
         seed: int | None = None,
         **overrides: Any,
     ) -> Sampling:

@@ -91,7 +91,8 @@ class Drawing:
         """Whether the passes after the next differ only by their token and its mask, and nobody counts them."""
         table, windows = context._table, context.engine.config.windows
         plain = self.probe is None and not table.has_discards
-        known = self.attention is None or all(window is None for window in windows)
+        sliding = any(window is not None for window in windows)
+        known = self.attention is None or not (sliding or self.attention.needs_positions)
         free = not self.end_ids or len(transcript.generated) + 1 >= self.least
         reserved = table.working > -(-table.working_tokens // table.page_size)
         return plain and known and free and not reserved and table.token_budget is None

@@ -98,6 +98,7 @@ class Generation(Generic[Value_co]):
         self._seen: object = None  # the context as the last step left it; None before the first
         self._ahead = Lookahead(context, self._transcript, self._end_ids)
         self.finish: str | None = None
+        context._generations.add(self)
 
     @property
     def context(self) -> Context:
@@ -241,6 +242,7 @@ class Generation(Generic[Value_co]):
         twin._context, twin._transcript = context, transcript
         twin._ahead = self._ahead.fork(context, transcript)
         twin._seen = None if self._seen is None else twin._marked()
+        context._generations.add(twin)
         return twin.reseed(seed) if seed is not None or not self._drawing.seeded else twin
 
     def reseed(self, seed: int | None = None) -> Self:
@@ -313,6 +315,15 @@ class Generation(Generic[Value_co]):
             self._transcript.begin(self._context.tokens, self._context.text_start)
         else:
             self._transcript.follow(self._context.tokens)
+
+    @property
+    def _has_begun(self) -> bool:
+        return self._seen is not None
+
+    def _settle(self) -> None:
+        """The program has moved slots of the context: what was generated stays, wherever it is now."""
+        self._transcript.settle(self._context.tokens)
+        self._seen = self._marked()
 
     # -- one step --------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,8 @@ class Options(TypedDict, total=False):
     top_p: float | None
     min_p: float | None
     typical_p: float | None
+    epsilon_cutoff: float | None
+    eta_cutoff: float | None
     repetition_penalty: float | None
     no_repeat_ngram_size: int | None
     length_penalty: float | None
@@ -222,14 +224,13 @@ def check_beams(settled: Parameters) -> None:
     beams, count, sampler = settled.num_beams, settled.num_return_sequences, settled.sampler
     if count > beams:
         raise InvalidInput(f"num_return_sequences is {count}; with num_beams={beams} it is at most {beams}")
-    off: dict[str, Any] = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "bias": ()}
+    off: dict[str, Any] = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": ()}
     if settled.draws:
-        off |= {"min_p": 0.0, "typical_p": 1.0}
+        off |= {"min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
     for name, value in off.items():
         if (own := getattr(sampler, name)) != value:
-            named = "logit_bias" if name == "bias" else name
             raise Unsupported(
-                f"{named}={short_repr(own)} is not supported with num_beams={beams}; leave one of them out"
+                f"{name}={short_repr(own)} is not supported with num_beams={beams}; leave one of them out"
             )
     refused = {
         "constrain": settled.constrain is not None,

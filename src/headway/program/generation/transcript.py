@@ -27,6 +27,8 @@ class Transcript:
         self._prompt: tuple[int, ...] = ()
         self._text_start = 0  # where the text begins that the generated tokens continue
         self._tail: list[tuple[int, bool]] = []  # tokens after the prompt, each with whether it was generated
+        self._settled: list[tuple[int, bool]] = []  # those before them whose slots were moved: they are not cut
+        self._base: tuple[int, ...] | None = None  # the context's tokens then; None: the prompt
         self._text = StopText(engine, stops)
         self._lost = 0  # characters returned that no longer stand
 
@@ -96,39 +98,53 @@ class Transcript:
         self._prompt, self._text_start = tokens, text_start
         self._text.begin(tokens[text_start:])
 
+    def settle(self, tokens: tuple[int, ...]) -> None:
+        """Slots were moved and these tokens are left in the context: none of what was generated is cut."""
+        self._settled, self._tail, self._base = [*self._settled, *self._tail], [], tokens
+
     def follow(self, tokens: tuple[int, ...]) -> None:
         """Take over the context's tokens: what was cut is forgotten, what is new was written by the program."""
-        mine = (*self._prompt, *(token for token, _ in self._tail))
+        before = self._before
+        mine = (*before, *(token for token, _ in self._tail))
         kept = common(tokens, mine)
         if kept == len(tokens) == len(mine):
             return
-        base = len(self._prompt)
-        if kept < base:
+        base = len(before)
+        if kept >= base:
+            tail = [*self._tail[: kept - base], *((token, False) for token in tokens[kept:])]
+        elif self._base is None:
             self._prompt, tail = tokens, []
         else:
-            tail = [*self._tail[: kept - base], *((token, False) for token in tokens[kept:])]
-        left = [token for token, generated in tail if generated]
+            self._base, tail = tokens, []
+        left = [token for token, generated in (*self._settled, *tail) if generated]
         if self.constraint is not None and len(left) < len(self.generated):
             self.constraint.rollback(len(self.generated) - len(left))
         self._tail, self.generated = tail, left
         self.reopen()
 
+    @property
+    def _before(self) -> tuple[int, ...]:
+        """The context's tokens before those that can be cut."""
+        return self._prompt if self._base is None else self._base
+
     def lacks_last(self, tokens: tuple[int, ...]) -> bool:
         """Whether these are all tokens except the last one, which was generated."""
         last = self._tail[-1:]
         return [generated for _, generated in last] == [True] and tokens == (
-            *self._prompt,
+            *self._before,
             *(token for token, _ in self._tail[:-1]),
         )
 
     def stop(self) -> int:
-        """Forget the tokens that hold any part of the stop string; returns how many."""
+        """Forget the tokens that hold any part of the stop string; returns how many of them the context has."""
         surplus = self._text.surplus()
         if self.constraint is not None:
             self.constraint.rollback(surplus)
         del self.generated[len(self.generated) - surplus :]
-        del self._tail[len(self._tail) - surplus :]
-        return surplus
+        there = min(surplus, len(self._tail))
+        del self._tail[len(self._tail) - there :]
+        del self._settled[len(self._settled) - (surplus - there) :]
+        return there
 
     @property
     def stop_string(self) -> str | None:
@@ -141,6 +157,7 @@ class Transcript:
         twin.__dict__.update(self.__dict__)
         twin.constraint = self._copied_constraint()
         twin.generated, twin._tail, twin._text = list(self.generated), list(self._tail), self._text.copy()
+        twin._settled = list(self._settled)
         return twin
 
     def _copied_constraint(self) -> Constraint | None:
@@ -167,7 +184,7 @@ class Transcript:
 
     def reopen(self) -> None:
         """Tokens will follow after all."""
-        self._text, lost = self._text.again(self._prompt[self._text_start :], self._tail)
+        self._text, lost = self._text.again(self._prompt[self._text_start :], [*self._settled, *self._tail])
         self._lost += lost
 
     def whole(self) -> str:

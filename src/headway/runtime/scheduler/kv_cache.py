@@ -204,13 +204,13 @@ class KVCache:
 
     # -- preemption -------------------------------------------------------------------------------------------------
 
-    def make_room(self, pages: int, table: PageTable, queue: Queue) -> bool:
-        """Whether a context can take this many pages now, without a pass. Contexts without a pass are preempted for it,
-        as for a pass that could not run otherwise; as few as possible, or none."""
+    def make_room(self, pages: int, spared: Sequence[PageTable], queue: Queue) -> bool:
+        """Whether this many pages can be taken now, without a pass. Contexts without a pass, but the spared ones, are
+        preempted for it, as for a pass that could not run otherwise; as few as possible, or none."""
         short = pages - self.allocator.available
         if short <= 0:
             return True
-        idle = [t for t in self.tables if t is not table and not t.closed and queue.last(t) is None]
+        idle = [t for t in self.tables if t not in spared and not t.closed and queue.last(t) is None]
         victims = self._fewest(short, idle, PageTable.held)
         for victim in victims or ():
             self.preempt(victim, queue)

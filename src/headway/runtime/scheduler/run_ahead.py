@@ -59,7 +59,8 @@ class RunAhead:
         decode, table = _decode(job), job.table
         if decode.fast is None:
             what = decode.readout.what
-            decode.fast = isinstance(what, Sampling) and self._runner.samples(what)
+            plain = not decode.readout.is_biased
+            decode.fast = plain and isinstance(what, Sampling) and self._runner.samples(what)
         if table.is_preempted or decode.as_pass or not decode.fast or job.replay is not None or job.keys:
             return False
         if decode.mask is not None:

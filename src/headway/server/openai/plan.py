@@ -35,7 +35,8 @@ from headway.server.serving import Serving
 from headway.server.settings import ServerSettings
 from headway.server.threads import WorkerThreads
 
-SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+RARE_FIELDS = ("typical_p", "epsilon_cutoff", "eta_cutoff")  # those that the synchronous API does not have
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", *RARE_FIELDS, "repetition_penalty")
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,13 +176,14 @@ def sampler(body: GenerationRequest, check: RequestChecks) -> Sampling:
     base |= {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     if base.get("top_k") == -1:  # off, as other servers write it
         base["top_k"] = 0
-    typical, seed = base.pop("typical_p", 1.0), check.seed(body.seed)
+    rare = {name: base.pop(name) for name in RARE_FIELDS if name in base}
+    seed = check.seed(body.seed)
     try:
         params = SamplingParams(
             **base, presence_penalty=body.presence_penalty or 0.0, frequency_penalty=body.frequency_penalty or 0.0
         )
         sampling = params.sampling(fresh_seed() if seed is None else seed)
-        return replace(sampling, typical_p=typical, logit_bias=check.bias(body.logit_bias or {}))
+        return replace(sampling, **rare, logit_bias=check.bias(body.logit_bias or {}))
     except (InvalidInput, WrongType) as error:
         match = re.match(r"(\w+) is ", str(error))
         raise bad_request(str(error), match[1] if match else None) from error

@@ -68,6 +68,7 @@ Texts = Annotated[list[Text], FailAtFirst()]
 WordList = Annotated[list[Text | NonEmptyIds], FailAtFirst()]
 Count = Annotated[int, described(minimum=1)]
 NonNegative = Annotated[int, described(minimum=0)]
+Cutoff = Annotated[float, described(minimum=0, exclusiveMaximum=1)]
 Fraction = Annotated[float, described(exclusiveMinimum=0, maximum=1)]
 Penalty = Annotated[float, described(exclusiveMinimum=0)]
 
@@ -133,6 +134,8 @@ class GenerationRequest(RequestSchema):
     top_k: Annotated[int, described(minimum=-1)] | None = None
     min_p: Annotated[float, described(minimum=0, maximum=1)] | None = None
     typical_p: Fraction | None = None
+    epsilon_cutoff: Cutoff | None = None
+    eta_cutoff: Cutoff | None = None
     repetition_penalty: Penalty | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

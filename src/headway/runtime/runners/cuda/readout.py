@@ -2,7 +2,8 @@
 
 Tokens are sampled by sampling.py, probes are answered concurrently by probes.py. Bias and penalties go onto a row of
 logits in place, or onto a copy of it where others read the row too. What neither can do, typical-p above all, goes
-through the torch reader, over the same logits. The logits of a step are overwritten by the next.
+through the torch reader, over the same logits; so does a bias for every token. The logits of a step are overwritten by
+the next.
 """
 
 from __future__ import annotations
@@ -160,6 +161,8 @@ class CudaReader:
                 way = r.what, self._draws.way(r.what)
             if row == BEFORE or not way[1].plain or r.allowed is not None or r.async_mask is not None:
                 return False
+            if r.bias is not None:
+                return False
             rows.add(row)
         return len(rows) == len(asked)
 
@@ -232,8 +235,8 @@ class CudaReader:
             token = -1 - begun.places[key]
         if not isinstance(token, int):
             return None
-        filters = how.top_k or how.top_p < 1 or how.min_p or how.typical_p < 1
-        adjusted = row >= len(work.samplers) or not self._draws.way(how).adjusts
+        filters = how.top_k or how.top_p < 1 or how.min_p or how.filters_rarely
+        adjusted = row >= len(work.samplers) or not (self._draws.way(how).adjusts or ask.what.bias is not None)
         known = adjusted and (how.temperature == 0 or not filters)
         return Drawn(token, row, how.temperature if known else None, ask.what.permitted() if known else None)
 
@@ -319,11 +322,12 @@ class CudaReader:
                     work.probes.append((at, ask))
                     continue
                 way = self._draws.way(what)
-                apart = way.quick and way.adjusts and len(asks) > 1
+                can = way.quick and not ask.what.is_biased
+                apart = can and way.adjusts and len(asks) > 1
                 if apart and len(work.copied) < MOST:
                     row = len(asked) + len(work.copied)
                     work.copied.append(at)
-                quick = way.quick and (row != at or not apart)
+                quick = can and (row != at or not apart)
                 (work.quick if quick else work.slow).append((row, ask))
                 work.samplers[-1].append((row, ask))
         return work

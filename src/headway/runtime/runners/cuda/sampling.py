@@ -113,11 +113,12 @@ class CudaDraws:
         assert isinstance(what, Sampling)
         if len(self.ways) > 4 * MOST:
             self.ways.clear()
+        common = not what.filters_rarely and what.dense_bias is None
         way = Way(
             numbers=(what.temperature, what.top_p, what.min_p),
             top_k=min(what.top_k, self.model.config.vocab_size),
-            quick=what.typical_p == 1 and (what.temperature == 0 or COLDEST <= what.temperature <= HOTTEST),
-            adjusts=bool(what.penalizes or what.bias),
+            quick=common and (what.temperature == 0 or COLDEST <= what.temperature <= HOTTEST),
+            adjusts=bool(what.penalizes or what.logit_bias),
         )
         self.ways[id(what)] = what, way
         return way
