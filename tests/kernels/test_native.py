@@ -23,13 +23,13 @@ from headway.kernels.native import library
 from headway.kernels.native.library import ISAS, ThreadPool, check, open_library, use_isa
 from headway.kernels.native.matmul import dequantize_rows, linear, matrix_struct
 from headway.kernels.reference.norm import rms_norm
+from headway.kernels.reference.ordered_matmul import linear_reference
 from headway.kernels.reference.quantized import (
     QuantizedMatrix,
     dequantize,
     interleave_floats,
     interleave_groups,
     interleave_int8,
-    linear_reference,
     quantize_int4,
     quantize_int8,
     quantize_rows,
@@ -166,7 +166,7 @@ def test_a_matmul_is_that_of_the_reference(
     x = inputs(rows, w.k, seed)
     y = linear(thread_pool(threads), x, w)
     assert_matmul(y, x, w)
-    assert_matmul(linear_reference(x, w), x, w)
+    assert torch.equal(y, linear_reference(x, w))  # the same order of sums, so the same bits
 
 
 @pytest.mark.parametrize("name", FORMATS)

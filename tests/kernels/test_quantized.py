@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headway.base.errors import Unsupported
+from headway.kernels.reference.ordered_matmul import linear_reference
 from headway.kernels.reference.quantized import (
     QuantizedMatrix,
     dequantize,
     interleave_floats,
     interleave_groups,
     interleave_int8,
-    linear_reference,
     quantize_int4,
     quantize_int8,
     quantize_rows,

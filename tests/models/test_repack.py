@@ -16,6 +16,7 @@ import headway as hw
 from headway.kernels.native.library import ISAS, ThreadPool, open_library, use_isa
 from headway.kernels.native.matmul import dequantize_rows, linear
 from headway.kernels.reference.quantized import QuantizedMatrix, dequantize, quantize_rows
+from headway.kernels.reference.quantized import dequantize_rows as reference_rows
 from headway.models.files.dequant import FLOATS
 from headway.models.files.gguf import KINDS, GgufFile
 from headway.models.files.weights import GgufWeights, open_weights
@@ -74,6 +75,10 @@ def test_every_kind_keeps_the_bits_it_decodes_to(
             expected = plain if rows is None else plain[rows]
             w = load_matrix(weights, "w", thread_pool=thread_pool, keep=True, rows=rows)
             assert_same_bits(dequantize(w), expected)
+            by_torch = load_matrix(weights, "w", thread_pool=None, keep=True, rows=rows)
+            assert_same_bits(dequantize(by_torch), expected)
+            assert (by_torch.kind, by_torch.label, by_torch.has_min) == (w.kind, w.label, w.has_min)
+            assert_same_bits(reference_rows(w, torch.arange(n)), expected)
             assert_same_bits(dequantize_rows(thread_pool, w, torch.arange(n)), expected)
             as_floats = load_matrix(weights, "w", thread_pool=thread_pool, keep=False, rows=rows)
             assert (w.n, w.k, as_floats.kind) == (n, k, "f32")

@@ -130,11 +130,17 @@ def test_norms_that_lie_apart_in_memory_compute_the_same() -> None:
         np.testing.assert_array_equal(all_logits(one, tokens), all_logits(other, tokens))
 
 
-def test_a_packed_decoder_is_not_computed_where_native_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = interleave_decoder(random_model(vocab_size=V))
+def test_a_decoder_for_the_native_step_is_computed_by_torch_where_native_is_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, tokens = random_model(vocab_size=V), random_tokens(V, 20)
+    decoder = interleave_decoder(model)
     monkeypatch.setenv("HEADWAY_NATIVE", "off")
-    with pytest.raises(hw.Unsupported, match=r"HEADWAY_NATIVE is off, and only the native step computes a packed"):
-        Engine(decoder, pages=4)
+    with Engine(decoder, pages=8) as engine, Engine(model, pages=8) as plain:
+        assert engine.info.runner == "torch"
+        np.testing.assert_array_equal(all_logits(engine, tokens), all_logits(plain, tokens))
+    with pytest.raises(hw.InvalidInput, match="output"):
+        Engine(replace(decoder, output=decoder.layers[0].q), pages=4)
 
 
 # -- saved files ---------------------------------------------------------------------------------------------------

@@ -379,11 +379,11 @@ def test_what_the_native_step_does_not_compute_falls_back_or_is_refused(monkeypa
         hw.Engine(model, pages=4)
 
 
-def test_quantising_needs_the_native_step_and_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_quantizing_needs_float32_and_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = save_hf(tmp_path, random_hf("llama", 5)[1])
     monkeypatch.setenv("HEADWAY_NATIVE", "off")
     with pytest.raises(hw.Unsupported, match="quantize='int8' needs the native step, and HEADWAY_NATIVE is off"):
-        hw.Engine(folder, quantize="int8", pages=4)
+        hw.Engine(folder, quantize="int8", dtype="bfloat16", pages=4)
     monkeypatch.setenv("HEADWAY_NATIVE", "auto")
     with pytest.raises(hw.Unsupported, match="in memory already"):
         hw.Engine(random_model(), quantize="int8", pages=4)

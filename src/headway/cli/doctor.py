@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,10 +43,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights that the native runner keeps in the formats of their file."""
+    """Weights that stay in the formats of their file."""
 
     format: str  # most bytes first
     bytes: int
+    reference: int = 0  # of the float32 copy that torch computes with where there is no native step
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class MemoryFit:
 
     @property
     def weights(self) -> int:
-        return self.model.parameters * self.item if self.stored is None else self.stored.bytes
+        return self.model.parameters * self.item if self.stored is None else self.stored.bytes + self.stored.reference
 
     @property
     def kv_per_token(self) -> int:
@@ -245,7 +246,7 @@ def _show(report: dict[str, Any]) -> None:
 def _fit(
     path: Path, device: torch.device, machine: Machine, dtype: str, *, context: int | None, fraction: float | None
 ) -> MemoryFit:
-    from headway.models.load import stored_dtype
+    from headway.models.load import has_quantized, stored_dtype
     from headway.runtime.device import pick_dtype
     from headway.runtime.memory import read_memory
     from headway.runtime.runners.select import why_not_native
@@ -259,9 +260,11 @@ def _fit(
     free = min(memory.free, machine.memory_free) if device.type == "cpu" else memory.free
     if fraction is not None:
         free = min(free, int(fraction * memory.total))
-    stored = (
-        _stored_weights(path) if dtype == "auto" and why_not_native(path, dtype, device, settings()) is None else None
-    )
+    stored = None
+    if dtype == "auto" and why_not_native(path, dtype, device, settings()) is None:
+        stored = _stored_weights(path)
+    elif dtype == "auto" and device.type == "cpu" and has_quantized(path):
+        stored = replace(_stored_weights(path), reference=4 * facts.parameters)
     return MemoryFit(
         facts, str(kind).removeprefix("torch."), kind.itemsize, context or facts.max_positions, free, stored
     )
@@ -286,7 +289,8 @@ def _show_fit(fit: MemoryFit, device: str) -> None:
     kv = f"{fit.kv_per_token:,} bytes per token × {fit.context:,} = {size(fit.kv_per_token * fit.context)}"
     weights = f"{fit.model.parameters:,} × {fit.item} bytes ({fit.dtype}) = {size(fit.weights)}"
     if fit.stored is not None:
-        weights = f"{fit.model.parameters:,} as stored ({fit.stored.format}) = {size(fit.weights)}"
+        copy = ", and in float32 for torch" if fit.stored.reference else ""
+        weights = f"{fit.model.parameters:,} as stored ({fit.stored.format}){copy} = {size(fit.weights)}"
     pairs = [
         ("weights", weights),
         ("KV cache", kv),

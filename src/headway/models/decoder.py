@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,12 +18,12 @@ from headway.kernels.reference import kv as pages
 from headway.kernels.reference import sampling
 from headway.kernels.reference.attention import AttentionGroup, attend, attend_exact, scores
 from headway.kernels.reference.linear import by_rows, linear
-from headway.kernels.reference.norm import rms_norm
 from headway.kernels.reference.rope import rotation
 from headway.models.config import ModelConfig
 from headway.models.layers import DecoderLayer
 
 MarkPhase = Callable[[str], None]  # ends a phase of the profile
+Attention = Callable[[Tensor, Tensor, Tensor, Sequence[AttentionGroup], float], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +68,7 @@ class Decoder:
     final_norm: Tensor  # [E]
     output: Tensor  # [V, E]; the embedding itself when tied; callable when quantized
     inv_freq: Tensor  # [rope dim / 2]
+    ordered: ClassVar[bool] = False  # whether every sum has a fixed order, so that a row needs no tile
 
     @torch.inference_mode()
     def forward(
@@ -77,11 +79,11 @@ class Decoder:
         With a tile every row-wise function runs on exactly that many rows and attention sums in a fixed order, so
         that a row's bits depend only on the row.
         """
-        mix = attend if tile is None else attend_exact
+        mix = self.attention(tile)
         scale = self.config.head_dim**-0.5
-        x = self.embedding[step.tokens]
+        x = self.embed(step.tokens)
         mark("embed")
-        cos, sin = rotation(self.inv_freq, step.positions, self.config.rope.scale, x.dtype)
+        cos, sin = self.rotation(step.positions)
         mark("rope")
         for l, layer in enumerate(self.layers):
             hooks.on_hidden(l, x)
@@ -108,10 +110,22 @@ class Decoder:
         hooks.on_hidden(len(self.layers), x)
         return x
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Residual rows [T, E] of tokens [T]."""
+        return self.embedding[tokens]
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of every row's angles: positions [T] → two [T, 1, D]."""
+        return rotation(self.inv_freq, positions, self.config.rope.scale, self.dtype)
+
+    def attention(self, tile: int | None) -> Attention:
+        """What computes attention."""
+        return attend if tile is None else attend_exact
+
     @torch.inference_mode()
     def finish(self, x: Tensor, tile: int | None) -> Tensor:
         """The final norm of residual rows [R, E]."""
-        return by_rows(tile, lambda r: (rms_norm(r, self.final_norm, self.config.norm_eps),), x)[0]
+        return by_rows(tile, lambda r: (self.layers[0].norm(r, self.final_norm),), x)[0]
 
     @torch.inference_mode()
     def head(self, h: Tensor, tile: int | None) -> Tensor:

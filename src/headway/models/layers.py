@@ -45,8 +45,11 @@ class DecoderLayer:
     head_dim: int
     eps: float
 
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self.eps)
+
     def norm_in(self, x: Tensor) -> tuple[Tensor]:
-        return (rms_norm(x, self.input_norm, self.eps),)
+        return (self.norm(x, self.input_norm),)
 
     def project(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """h [R, E] → q [R, H, D], k and v [R, Hkv, D], before rotation."""
@@ -54,7 +57,7 @@ class DecoderLayer:
             self.qkv(h).unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         )
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
+            q, k = self.norm(q, self.q_norm), self.norm(k, self.k_norm)
         return q, k, v
 
     @staticmethod
@@ -66,7 +69,7 @@ class DecoderLayer:
         return (x + self.out(mixed.flatten(1)),)
 
     def norm_mlp(self, x: Tensor) -> tuple[Tensor]:
-        return (rms_norm(x, self.mlp_norm, self.eps),)
+        return (self.norm(x, self.mlp_norm),)
 
     def feed_forward(self, x: Tensor, h: Tensor, *, exact: bool) -> tuple[Tensor]:
         return (x + self.down(gated_silu(self.gate_up(h), exact=exact)),)

@@ -99,12 +99,14 @@ def load_model(
 def load_quantized_model(
     path: Path,
     *,
-    thread_pool: ThreadPool,
+    thread_pool: ThreadPool | None,
     keep: bool = True,
     quantize: str | None = None,
     progress: LoadProgress | None = None,
 ) -> QuantizedDecoder:
-    """The decoder for the CPU's native step. `keep` leaves each matrix in its stored type, else it becomes float32.
+    """The decoder for the CPU's native step, or for its torch reference, which has no thread pool.
+
+    `keep` leaves each matrix in its stored type, else it becomes float32.
 
     `quantize` is for float matrices: int8, or int4 (with the embedding and the output in int8).
     """
@@ -119,6 +121,12 @@ def load_quantized_model(
         return decoder
     finally:
         weights.close()
+
+
+def has_quantized(path: Path) -> bool:
+    """Whether a model's file has quantized matrices."""
+    with open_weights(path) as weights:
+        return any(len(weights.shape(name)) == 2 and weights.stored(name) not in FLOATS for name in weights.names())
 
 
 def stored_dtype(path: Path) -> torch.dtype | None:
@@ -279,7 +287,7 @@ class _QuantizedReader:
     """Reads the same weights as `QuantizedMatrix`."""
 
     reader: _Reader
-    thread_pool: ThreadPool
+    thread_pool: ThreadPool | None
     keep: bool
     quantize: str | None
 

@@ -169,7 +169,8 @@ class Engine:
             )  # fmt: skip
 
         with running_out(decoder.device, "trying out the largest step"):
-            total = sizing.pick(decoder, in_memory=in_memory, small=small if runner is None else None)
+            trial, more = small if runner is None else None, self._backend.reference_bytes
+            total = sizing.pick(decoder, in_memory=in_memory, small=trial, more=more)
         self._page_size, self._threads, self.deterministic = page_size, count, deterministic
         self._decoder = given if isinstance(given, Decoder) else decoder  # one in memory stays as it was given
         self._name = f"{self.config.family} in memory" if in_memory else str(model)

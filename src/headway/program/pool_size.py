@@ -47,10 +47,10 @@ class PoolSize:
             memory.tidy(device)
         return cls(pages, fraction, page_size, rows, memory.read_memory(device))
 
-    def pick(self, decoder: Decoder | QuantizedDecoder, *, in_memory: bool, small: Small | None) -> int:
+    def pick(self, decoder: Decoder | QuantizedDecoder, *, in_memory: bool, small: Small | None, more: int = 0) -> int:
         """The number of pages. `small` creates the engine of the trial; None for no trial.
 
-        A decoder that was `in_memory` before counts as memory of this engine too.
+        A decoder that was `in_memory` before counts as memory of this engine too, and so do `more` bytes of weights.
         """
         device, work, graphs = decoder.device, 0, 0
         if self.pages is None and small is not None and device.type == "cuda":
@@ -59,7 +59,7 @@ class PoolSize:
         if self.pages is None or self.fraction is not None:
             memory.tidy(device)
         now = memory.read_memory(device)
-        weights = taken = weight_bytes(decoder)
+        weights = taken = weight_bytes(decoder) + more
         if device.type == "cuda":
             grown = max(0, self.before.free - now.free)
             taken = grown + weights if in_memory else max(grown, weights)  # others may have freed some in the meantime

@@ -180,8 +180,12 @@ inline vf vf_add(vf a, vf b) { HW_EACH(a.v[i] += b.v[i]); return a; }
 inline vf vf_sub(vf a, vf b) { HW_EACH(a.v[i] -= b.v[i]); return a; }
 inline vf vf_mul(vf a, vf b) { HW_EACH(a.v[i] *= b.v[i]); return a; }
 inline vf vf_div(vf a, vf b) { HW_EACH(a.v[i] /= b.v[i]); return a; }
-// Multiply and add, each rounded: a true fused multiply-add would be a slow library call here.
-inline vf vf_fma(vf a, vf b, vf c) { HW_EACH(c.v[i] += a.v[i] * b.v[i]); return c; }
+#ifdef FP_FAST_FMAF
+inline vf vf_fma(vf a, vf b, vf c) { HW_EACH(c.v[i] = std::fma(a.v[i], b.v[i], c.v[i])); return c; }
+#else
+// In double, where the product is exact: a true fused multiply-add would be a slow library call here.
+inline vf vf_fma(vf a, vf b, vf c) { HW_EACH(c.v[i] = (float)((double)a.v[i] * b.v[i] + c.v[i])); return c; }
+#endif
 inline vf vf_max(vf a, vf b) { HW_EACH(a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]); return a; }
 inline vf vf_min(vf a, vf b) { HW_EACH(a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]); return a; }
 inline vf vf_abs(vf a) { HW_EACH(a.v[i] = std::fabs(a.v[i])); return a; }

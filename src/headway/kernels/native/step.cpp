@@ -317,9 +317,10 @@ struct Forward {
       dequantize_row(m.embedding, step.tokens[r], workspace.x.at + r * E);
       float* angles = workspace.angles.at + (size_t)r * 2 * m.rope_half;
       for (int d = 0; d < m.rope_half; d++) {
-        float angle = (float)step.positions[r] * m.inv_freq[d];
-        angles[d] = std::cos(angle) * m.rope_scale;
-        angles[m.rope_half + d] = std::sin(angle) * m.rope_scale;
+        // In double: libraries differ in the last bit of a float's cosine, and 8-bit activations would amplify that.
+        const double angle = (float)step.positions[r] * m.inv_freq[d];
+        angles[d] = (float)std::cos(angle) * m.rope_scale;
+        angles[m.rope_half + d] = (float)std::sin(angle) * m.rope_scale;
       }
     }
     for (int s = 0; s < step.segments; s++) {

@@ -59,7 +59,7 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[AttentionGrou
         n = len(group.rows)
         heads, dim = k.shape[2], k.shape[3]
         cost = SPLIT * q.shape[1] * dim
-        keys, values, seen = _aligned(k, v, group)  # [N, B, SPLIT, Hkv, D] twice, [N, M, B, SPLIT]
+        keys, values, seen = aligned(k, v, group)  # [N, B, SPLIT, Hkv, D] twice, [N, M, B, SPLIT]
         for i in range(n):
             for rows in group.rows[i].split(max(1, UNIT // (cost * keys.shape[1]))):
                 first = int(rows[0] - group.rows[i][0])
@@ -72,7 +72,7 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[AttentionGrou
 def scores(q: Tensor, k: Tensor, group: AttentionGroup, scale: float) -> Tensor:
     """Attention probabilities of one sequence's rows: q [T, H, D] → [M, H, S] float32, S in absolute slots."""
     heads = k.shape[2]
-    keys, _, seen = _aligned(k, k, group)
+    keys, _, seen = aligned(k, k, group)
     queries = q[group.rows[0]].float().unflatten(1, (heads, -1)) * scale
     weight, total = _weights(queries, keys[0], seen[0])
     return (weight / total[:, None, None]).flatten(1, 2).flatten(2).transpose(1, 2)  # from [M, B, SPLIT, Hkv, G]
@@ -84,12 +84,12 @@ def _gather(pool: Tensor, pages: Tensor) -> Tensor:
     return pool.index_select(0, pages.flatten()).view(n, -1, *pool.shape[2:]).transpose(1, 2)
 
 
-def _aligned(k: Tensor, v: Tensor, group: AttentionGroup) -> tuple[Tensor, Tensor, Tensor]:
+def aligned(k: Tensor, v: Tensor, group: AttentionGroup, split: int = SPLIT) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and mask by absolute slot: trimmed pages are masked zeros, padded to whole splits."""
     n, m = group.rows.shape
     page, heads, dim = k.shape[1:]
     last = int(group.numbers.max()) + 1
-    slots = -(-(last * page) // SPLIT) * SPLIT
+    slots = -(-(last * page) // split) * split
     index = (group.numbers[:, :, None] * page + torch.arange(page, device=k.device)).flatten(1)  # [N, S]
     index = torch.where(index < 0, slots, index)  # filler goes to a spare slot that is cut off
     keys = torch.zeros(n, slots + 1, heads, dim, dtype=torch.float32, device=k.device)
@@ -100,9 +100,9 @@ def _aligned(k: Tensor, v: Tensor, group: AttentionGroup) -> tuple[Tensor, Tenso
     values.scatter_(1, spread, _gather(v, group.pages).transpose(1, 2).float())
     seen.scatter_(2, index[:, None].expand(-1, m, -1), group.mask)
     return (
-        keys[:, :slots].unflatten(1, (-1, SPLIT)),
-        values[:, :slots].unflatten(1, (-1, SPLIT)),
-        seen[:, :, :slots].unflatten(2, (-1, SPLIT)),
+        keys[:, :slots].unflatten(1, (-1, split)),
+        values[:, :slots].unflatten(1, (-1, split)),
+        seen[:, :, :slots].unflatten(2, (-1, split)),
     )
 
 

@@ -1,21 +1,28 @@
-"""Quantized weights for the CPU, with 16 output rows interleaved, and the torch reference of their matmul.
+"""Quantized weights for the CPU, with 16 output rows interleaved, and what a format means for activations.
 
-A format also fixes how activations are quantized: to 8 bits with one scale for 32 inputs (`groups`) or for a row
-(`int8`), or not at all. `linear_reference` is what the native matmul computes; `dequantize` gives the weights back.
-native/api.h describes the memory layout.
+A format also fixes how activations are quantized and in which order products are summed, whatever computes:
+
+    f32, f16, bf16  activations as they are; one multiply-add per input, first to last
+    int8            a row to int8 with one scale, largest magnitude / 127; one exact integer sum, times both scales
+    groups          each 32 inputs to int8 with their scale; group after group, of 32 inputs or of 16, the exact integer
+                    sum times both scales is added, and then the minimum times the sum of the inputs
+
+An 8-bit value is x × (127 / largest), rounded half to even; inputs past the last are zeros; a group whose largest
+magnitude is below SMALLEST is zero, and one with a value that is not finite is NaN. `ordered_matmul` computes the
+product, to the bit as native code does; `dequantize` gives the weights back. native/api.h describes the memory layout.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from headway.base.errors import Unsupported, WrongType
+from headway.kernels.reference.ordered import LANES
 
-LANES = 16
 GROUP = 32
 SMALLEST = 1e-36  # a group whose largest value is smaller counts as zero
 HALF_LIMIT = 65504.0  # the largest float16
@@ -211,39 +218,49 @@ def dequantize(w: QuantizedMatrix) -> Tensor:
     """The weights [n, k] in float32."""
     if w.kind in FLOATS:
         return w.quants.transpose(1, 2).reshape(-1, w.k)[: w.n].float()
-    quants = _quants(w).float()  # [n, k]
+    quants = stored_quants(w).float()  # [n, k]
     if w.kind == "int8":
         assert w.scales is not None
         return w.scales[: w.n, None] * (quants - w.zero)
-    scale, minimum = _scales(w)
+    scale, minimum = stored_scales(w)
     scale = scale.repeat_interleave(w.group, 1)[:, : w.k]
     if minimum is None:
         return scale * (quants - w.zero)
     return scale * quants + minimum.repeat_interleave(w.group, 1)[:, : w.k]
 
 
-def linear_reference(x: Tensor, w: QuantizedMatrix) -> Tensor:
-    """x [R, k] float32 times the matrix → [R, n]: what the native matmul computes, up to float32 rounding."""
-    return F.linear(quantize_rows(x, w.row_quantization), dequantize(w), w.bias)
+def dequantize_rows(w: QuantizedMatrix, rows: Tensor) -> Tensor:
+    """These rows [T] of the weights → [T, k] in float32."""
+    blocks = rows // LANES
+    scales = w.scales
+    if scales is not None:
+        scales = scales.view(-1, LANES)[blocks].flatten() if w.kind == "int8" else scales[blocks]
+    above = None if w.super is None else w.super[blocks]
+    few = replace(w, n=LANES * len(rows), quants=w.quants[blocks], scales=scales, super=above, bias=None)
+    return dequantize(few).view(len(rows), LANES, w.k)[torch.arange(len(rows)), rows % LANES]
 
 
 def quantize_rows(x: Tensor, how: str | None) -> Tensor:
     """Rows as the matmul sees them: rounded to 8 bits by groups of 32 inputs or by row, or unchanged."""
     if how is None:
         return x
+    quants, scales = quantized(x, how)
+    return (quants * scales).flatten(-2)[..., : x.shape[-1]]
+
+
+def quantized(x: Tensor, how: str) -> tuple[Tensor, Tensor]:
+    """The 8-bit integers of x [R, K], as floats [R, G, S], and their scales [R, G, 1]; K is padded to whole groups."""
     padded = x if x.shape[-1] % GROUP == 0 else F.pad(x, (0, -x.shape[-1] % GROUP))
     parts = padded.unflatten(-1, (-1, GROUP)) if how == "groups" else padded.unsqueeze(-2)
     most = parts.abs().amax(-1, keepdim=True)
-    small = most < SMALLEST
-    top = torch.full_like(most, 127)  # number / tensor would compute number × reciprocal
+    small, top = most < SMALLEST, torch.full_like(most, 127)  # number / tensor would compute number × reciprocal
     quants = torch.round(parts * torch.where(small, 0, top / torch.where(small, 1, most)))
-    values = quants * torch.where(small, 0, most / 127)
-    # A group with an infinity or a NaN is all NaN: no 8-bit integer can represent it.
-    values = torch.where(most.isfinite(), values, torch.nan)
-    return values.flatten(-2)[..., : x.shape[-1]]
+    finite = most.isfinite()  # no 8-bit integer can represent an infinity: such a group is NaN
+    return torch.where(finite, quants, 0), torch.where(finite, torch.where(small, 0, most / top), torch.nan)
 
 
-def _quants(w: QuantizedMatrix) -> Tensor:
+def stored_quants(w: QuantizedMatrix) -> Tensor:
+    """The stored integers [n, k]."""
     blocks, groups = w.quants.shape[0], w.quants.shape[1]
     if w.bits == 8:
         parts = w.quants.view(blocks, groups, 8, LANES, 4)
@@ -253,7 +270,7 @@ def _quants(w: QuantizedMatrix) -> Tensor:
     return parts.permute(0, 3, 1, 2, 4, 5).reshape(blocks * LANES, -1)[: w.n, : w.k]
 
 
-def _scales(w: QuantizedMatrix) -> tuple[Tensor, Tensor | None]:
+def stored_scales(w: QuantizedMatrix) -> tuple[Tensor, Tensor | None]:
     """Scale and minimum [n, scale groups] in float32."""
     assert w.scales is not None
     if w.scale_kind == "k":

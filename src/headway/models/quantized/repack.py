@@ -53,7 +53,7 @@ def load_matrix(
     weights: Weights,
     name: str,
     *,
-    thread_pool: ThreadPool,
+    thread_pool: ThreadPool | None,
     keep: bool,
     quantize: str | None = None,
     rows: Tensor | None = None,
@@ -61,7 +61,8 @@ def load_matrix(
 ) -> QuantizedMatrix:
     """A matrix of the file in the interleaved layout. `rows` maps outputs to the file's rows.
 
-    `keep` leaves it in its stored type, else it becomes float32; `quantize` applies to float matrices.
+    `keep` leaves it in its stored type, else it becomes float32; `quantize` applies to float matrices. Without a thread
+    pool torch repacks, to the same values.
     """
     kind = weights.stored(name)
     if keep and kind not in FLOATS and isinstance(weights, GgufWeights):
@@ -101,11 +102,11 @@ def kept_size(kind: str, shape: Sequence[int]) -> tuple[str, int]:
 
 
 def _repack(
-    weights: GgufWeights, name: str, kind: str, thread_pool: ThreadPool, rows: Tensor | None
+    weights: GgufWeights, name: str, kind: str, thread_pool: ThreadPool | None, rows: Tensor | None
 ) -> QuantizedMatrix:
     n, k = weights.shape(name)
     raw = torch.from_numpy(weights.file.raw(name))
-    if kind in NATIVE:
+    if kind in NATIVE and thread_pool is not None:
         return _native(thread_pool, kind, raw, (n, k), rows)
     parts = _PARTS[kind](raw.view(-1, KINDS[kind].nbytes))
     order = slice(None) if rows is None else rows
@@ -157,6 +158,25 @@ def _with_bias(w: QuantizedMatrix, bias: Tensor | None) -> QuantizedMatrix:
 # Each takes blocks, uint8 [B, nbytes], and returns their quants and scales, in file order.
 
 
+def _q8_0(blocks: Tensor) -> QuantizedParts:
+    return QuantizedParts(blocks[:, 2:] ^ 128, half(blocks, 0).half(), None, bits=8, group=32, zero=128)
+
+
+def _q4_0(blocks: Tensor) -> QuantizedParts:
+    quants = planes(blocks[:, 2:], group=16, bits=4)
+    return QuantizedParts(quants, half(blocks, 0).half(), None, bits=4, group=32, zero=8)
+
+
+def _q4_1(blocks: Tensor) -> QuantizedParts:
+    quants = planes(blocks[:, 4:], group=16, bits=4)
+    return QuantizedParts(quants, half(blocks, 0).half(), half(blocks, 2).half(), bits=4, group=32)
+
+
+def _q4_k(blocks: Tensor) -> QuantizedParts:
+    scale, minimum = scales_and_mins(blocks)
+    return QuantizedParts(planes(blocks[:, 16:], group=32, bits=4), scale, -minimum, bits=4, group=32)
+
+
 def _q5_0(blocks: Tensor) -> QuantizedParts:
     quants = planes(blocks[:, 6:], group=16, bits=4) | (planes(blocks[:, 2:6], group=1, bits=1) << 4)
     return QuantizedParts(quants, half(blocks, 0).half(), None, bits=8, group=32, zero=16)
@@ -193,10 +213,14 @@ def _q6_k(blocks: Tensor) -> QuantizedParts:
 
 
 _PARTS: dict[str, Callable[[Tensor], QuantizedParts]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }

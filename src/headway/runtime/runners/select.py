@@ -1,4 +1,8 @@
-"""What computes: the native step on packed weights, Triton kernels on a CUDA device, else torch; and why."""
+"""What computes: the native step on interleaved weights, Triton kernels on a CUDA device, else torch; and why.
+
+A file's quantized matrices stay what they are on a CPU, whoever computes: torch then takes the reference of the native
+step, with the same bits. On other devices, and with a dtype that was asked for, they become floats.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,9 @@ from headway.kernels import triton
 from headway.kernels.native.library import ISA_NAMES, ThreadPool, open_library, use_isa
 from headway.kv.pool import Pool
 from headway.models.decoder import Decoder
-from headway.models.load import LoadProgress, load_model, load_quantized_model, stored_dtype
+from headway.models.load import LoadProgress, has_quantized, load_model, load_quantized_model, stored_dtype
 from headway.models.quantized.cpu import QuantizedDecoder, interleave_decoder
+from headway.models.quantized.reference import reference_bytes, reference_decoder
 from headway.models.quantized.repack import check_quantize
 from headway.runtime.device import pick_dtype
 from headway.runtime.profile import Profiler
@@ -25,12 +30,16 @@ from headway.runtime.runners.torch import TorchRunner
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """A loaded model and how its batches are computed. `reason` says why it is not native, if it is not."""
+    """A loaded model and how its batches are computed. `reason` says why it is not native, if it is not.
+
+    `reference` is the decoder that torch computes for quantized weights.
+    """
 
     decoder: Decoder | QuantizedDecoder
     thread_pool: ThreadPool | None
     reason: str
     triton: bool = False
+    reference: Decoder | None = None
     stored: torch.dtype | None = None  # the float type of the file's matrices, if they have one
 
     @property
@@ -53,7 +62,14 @@ class Backend:
         found = [getattr(m, "label", None) for m in matrices]  # a quantized matrix has one
         return ", ".join(dict.fromkeys(filter(None, found))) or str(self.decoder.dtype).removeprefix("torch.")
 
+    @property
+    def reference_bytes(self) -> int:
+        """What the torch reference takes beside the quantized weights."""
+        return 0 if self.reference is None else reference_bytes(self.reference)
+
     def runner(self, pool: Pool, page_size: int, *, deterministic: bool, profiler: Profiler) -> Runner:
+        if self.reference is not None:
+            return TorchRunner(self.reference, pool, page_size, deterministic=deterministic, profiler=profiler)
         if isinstance(self.decoder, QuantizedDecoder):
             assert self.thread_pool is not None
             return NativeRunner(self.decoder, pool, page_size, thread_pool=self.thread_pool, profiler=profiler)
@@ -81,12 +97,10 @@ def open_backend(
     if quantize == "fp8" and device.type != "cuda" and settings.native != "triton":
         raise Unsupported(f"quantize='fp8' is for CUDA devices, not for {device}; use int8, which is as small")
     if isinstance(model, QuantizedDecoder):
-        if settings.native == "off":
-            raise Unsupported(
-                "HEADWAY_NATIVE is off, and only the native step computes a packed decoder; unset it, "
-                "or give the model's file or a decoder of floats"
-            )
-        return Backend(model, _thread_pool(threads, settings), "")
+        reason = why_not_native(model, dtype, device, settings)
+        if settings.native == "require" and reason is not None:
+            raise Unsupported(f"HEADWAY_NATIVE asks for the native step, and {reason}")
+        return Backend(model, _thread_pool(threads, settings), "") if reason is None else _reference(model, reason)
     reason = why_not_native(model, dtype, device, settings)
     if reason is not None:
         fast = why_not_triton(device, settings)
@@ -104,6 +118,10 @@ def open_backend(
             kept, kind = pick_dtype(dtype, device, stored), as_kind(quantize)
             found = load_cuda_quantized_model(model, kind, dtype=kept, device=device, progress=progress)
             return Backend(found, None, "", triton=True, stored=stored)
+        if device.type == "cpu" and isinstance(model, Path) and _stays_quantized(model, dtype, quantize):
+            keep = dtype == "auto"
+            held = load_quantized_model(model, thread_pool=None, keep=keep, quantize=quantize, progress=progress)
+            return _reference(held, reason)
         if quantize is not None:
             needs, why = ("Triton kernels", fast) if device.type == "cuda" else ("the native step", reason)
             raise Unsupported(f"quantize={quantize!r} needs {needs}, and {why}")
@@ -119,19 +137,32 @@ def open_backend(
     return Backend(packed, thread_pool, "", stored=stored_dtype(model))
 
 
+def _stays_quantized(model: Path, dtype: str, quantize: str | None) -> bool:
+    """Whether a model on the CPU has quantized matrices: its file's own, or those that `quantize` makes."""
+    if quantize is not None:
+        return pick_dtype(dtype, torch.device("cpu")) == torch.float32
+    return dtype == "auto" and has_quantized(model)
+
+
+def _reference(model: QuantizedDecoder, reason: str) -> Backend:
+    return Backend(model, None, reason, reference=reference_decoder(model))
+
+
 def _thread_pool(threads: int, settings: Settings) -> ThreadPool:
     if settings.isa is not None:
         use_isa(settings.isa)
     return ThreadPool(threads)
 
 
-def why_not_native(model: Path | Decoder, dtype: str, device: torch.device, settings: Settings) -> str | None:
+def why_not_native(
+    model: Path | Decoder | QuantizedDecoder, dtype: str, device: torch.device, settings: Settings
+) -> str | None:
     """Why the native step does not serve, in words, or None."""
     if settings.native in ("off", "triton"):
         return f"HEADWAY_NATIVE is {settings.native}"
     if device.type != "cpu":
         return f"it runs on the CPU, not on {device}"
-    computed = model.dtype if isinstance(model, Decoder) else pick_dtype(dtype, device)
+    computed = pick_dtype(dtype, device) if isinstance(model, Path) else model.dtype
     if computed != torch.float32:
         return f"it computes in float32, not in {str(computed).removeprefix('torch.')}"
     return open_library().missing or None
@@ -151,6 +182,4 @@ def _torch_model(
 ) -> Decoder:
     if isinstance(model, Decoder):
         return model
-    # Rows stay floats here: torch's matmuls round by their shape, and rows in 8 bits would make batches differ
-    # by far more than that.
     return load_model(model, dtype=dtype, device=device, progress=progress)

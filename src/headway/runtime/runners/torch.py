@@ -26,8 +26,8 @@ class TorchRunner:
         self, decoder: Decoder, pool: Pool, page_size: int, *, deterministic: bool, profiler: Profiler
     ) -> None:
         self.decoder, self.pool, self.page_size, self.profiler = decoder, pool, page_size, profiler
-        self.tile = TILE if deterministic else None
-        if deterministic and not rows_are_alike(decoder, TILE):
+        self.tile = TILE if deterministic and not decoder.ordered else None
+        if self.tile is not None and not rows_are_alike(decoder, TILE):
             self.tile = 1  # this machine's matmuls treat the rows of a tile differently: take them one by one
         self.reader = Reader(decoder, self.tile)
         self.windows = set(decoder.config.windows)

@@ -22,7 +22,7 @@ from headway.kernels.native import sampling as drawing
 from headway.kernels.native.library import ThreadPool, check
 from headway.kernels.native.matmul import float_rows, matrix_struct
 from headway.kernels.reference.attention import scores
-from headway.kernels.reference.norm import rms_norm
+from headway.kernels.reference.ordered import rms_norm
 from headway.kernels.reference.sampling import RowSampler
 from headway.kv.allocator import Edit
 from headway.kv.pool import Pool
@@ -98,8 +98,8 @@ class NativeModel:
     # -- what the reader asks for ----------------------------------------------------------------------------------
 
     def finish(self, x: Tensor, tile: int | None) -> Tensor:
-        """The final norm of residual rows [R, E], each by itself."""
-        return torch.cat([rms_norm(row[None], self.decoder.final_norm, self.config.norm_eps) for row in x])
+        """The final norm of residual rows [R, E]."""
+        return rms_norm(x, self.decoder.final_norm, self.config.norm_eps)
 
     def logits(self, x: Tensor, tile: int | None) -> Tensor:
         """Logits [R, V] of residual rows [R, E]."""

@@ -1,0 +1,147 @@
+"""The arithmetic of quantized models, sum by sum: what the native step computes, in torch and to the bit.
+
+Activations in 8 bits amplify rounding: where two orders of summation differ in the last bit, a value may fall on the
+next of 255 steps, and a few layers later the logits differ as if all had been quantized anew. So a quantized format
+also fixes the order of every sum, for every runner: products are added by fused multiply-adds, in 16 lanes or one after
+the other, and keys are attended to in chunks of 128 slots. A row's bits then depend on the row alone.
+
+A fused multiply-add goes through float64, in which the product is exact; once in 2^29 the two roundings of the sum
+differ from one. `ordered_matmul` has the matmul; the native side is simd.h, step.cpp and attention.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from headway.kernels.reference.attention import AttentionGroup, aligned
+
+LANES = 16
+CHUNK = 128  # slots per partial sum
+ELEMENTS = 1 << 21  # of one intermediate of attention
+
+
+def fma_sum(shape: Sequence[int], factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """The sum of a × b over pairs of factors → [*shape], first to last, each multiply-add rounded once to float32."""
+    total, rounded = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape)
+    for a, b in factors:
+        total.addcmul_(a.double(), b.double())
+        total.copy_(rounded.copy_(total))
+    return rounded
+
+
+def fma(a: Tensor | float, b: Tensor, c: Tensor | float) -> Tensor:
+    """a × b + c, rounded once. Numbers are taken as float32."""
+    a, c = (v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float32) for v in (a, c))
+    return (a.double() * b.double() + c.double()).float()
+
+
+def lane_sum(x: Tensor) -> Tensor:
+    """The sum over 16 lanes [..., 16] → [..., 1], halves onto halves."""
+    while x.shape[-1] > 1:
+        first, last = x.chunk(2, -1)
+        x = first + last
+    return x
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x by the native step's polynomial."""
+    x = x.clamp(-104.0, 89.0)
+    n = torch.round(x * 1.44269504088896341)
+    r = fma(2.12194440e-4, n, fma(-0.693359375, n, x))
+    p = torch.full_like(r, 1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = fma(p, r, c)
+    p = fma(p, r * r, r + 1)
+    return (p.double() * torch.exp2(n.double())).float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., E] scaled to unit mean square, times weight [E]."""
+    e, whole = x.shape[-1], x.shape[-1] // LANES * LANES
+    lanes = x[..., :whole].unflatten(-1, (-1, LANES)).movedim(-2, 0)  # [E / 16, ..., 16]
+    total = lane_sum(fma_sum((*x.shape[:-1], LANES), zip(lanes, lanes, strict=True)))
+    for i in range(whole, e):
+        total = total + x[..., i : i + 1] * x[..., i : i + 1]
+    root = (
+        (total / torch.full_like(total, e) + eps).double().sqrt().float()
+    )  # torch's own of float32 errs in the last bit
+    return weight * (x * (torch.ones_like(root) / root))
+
+
+def gated_silu(gate_up: Tensor) -> Tensor:
+    """silu(gate) × up for gate_up [R, 2F] → [R, F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate / (1 + exp(-gate)) * up
+
+
+def rotation(inv_freq: Tensor, positions: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of every row's angles, correctly rounded: positions [T] → two [T, 1, D]."""
+    angles = (positions.float()[:, None] * inv_freq[None, :]).double()  # [T, D/2]
+    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+    return angles.cos().float() * scale, angles.sin().float() * scale
+
+
+# -- attention -----------------------------------------------------------------------------------------------------
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[AttentionGroup], scale: float) -> Tensor:
+    """q [T, H, D] over pages k, v [P, page, Hkv, D] → [T, H, D]: `attention.attend` in the native step's order."""
+    out = torch.empty_like(q)
+    for group in groups:
+        keys, values, seen = aligned(k, v, group, CHUNK)  # [N, B, CHUNK, Hkv, D] twice, [N, M, B, CHUNK]
+        for i, rows in enumerate(group.rows):
+            share = max(1, ELEMENTS // (q.shape[1] * seen[0, 0].numel()))
+            for first, part in zip(range(0, len(rows), share), rows.split(share), strict=True):
+                queries = q[part].unflatten(1, (k.shape[2], -1)) * scale  # [r, Hkv, G, D]
+                out[part] = _attend_rows(queries, keys[i], values[i], seen[i, first : first + len(part)]).flatten(1, 2)
+    return out
+
+
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """q [r, Hkv, G, D] over keys and values [B, CHUNK, Hkv, D], of which a row attends to seen [r, B, CHUNK]."""
+    used = int(seen.any(0).any(0).nonzero().max()) + 1  # of each chunk
+    used = -(-used // LANES) * LANES
+    k, v, seen = k[:, :used], v[:, :used], seen[:, :, :used]
+    seen = seen[:, :, None, None]  # [r, B, 1, 1, S]
+    scores = _scores(q, k).masked_fill(~seen, -torch.inf)  # [r, B, Hkv, G, S]
+    some = seen.any(-1)  # [r, B, 1, 1]
+    most = scores.amax(-1)  # [r, B, Hkv, G]
+    weights = exp(scores - torch.where(some, most, 0)[..., None])
+    weights = torch.where(seen, weights, 0)
+    sums = torch.zeros_like(weights[..., :LANES])
+    for unit in weights.split(LANES, -1):
+        sums = sums + unit
+    slots = zip(v.transpose(0, 1)[:, None, :, :, None], weights.movedim(-1, 0)[..., None], strict=True)
+    mixed = fma_sum((*most.shape, q.shape[-1]), slots)
+    return _merge(most, lane_sum(sums)[..., 0], mixed, some.expand_as(most))
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """q [r, Hkv, G, D] times k [B, S, Hkv, D] → [r, B, Hkv, G, S]; even and odd dimensions are summed apart."""
+    if q.shape[-1] % 2:
+        q, k = (torch.nn.functional.pad(x, (0, 1)) for x in (q, k))
+    a = k.permute(3, 0, 2, 1)[:, None, :, :, None].unflatten(0, (-1, 2))  # [D/2, 2, 1, B, Hkv, 1, S]
+    b = q.movedim(-1, 0)[:, :, None, :, :, None].unflatten(0, (-1, 2))  # [D/2, 2, r, 1, Hkv, G, 1]
+    shape = (2, q.shape[0], k.shape[0], q.shape[1], q.shape[2], k.shape[1])
+    even, odd = fma_sum(shape, zip(a, b, strict=True))
+    return even + odd
+
+
+def _merge(most: Tensor, sums: Tensor, mixed: Tensor, some: Tensor) -> Tensor:
+    """The chunks [r, B, Hkv, G, …] in ascending order → [r, Hkv, G, D]; `some` says which attend to anything."""
+    top, total, values, begun = most[:, 0], sums[:, 0], mixed[:, 0], some[:, 0]
+    for b in range(1, most.shape[1]):
+        high = torch.maximum(top, most[:, b])
+        high = torch.where(high.isneginf(), 0, high)
+        old, new = exp(top - high), exp(most[:, b] - high)
+        both = begun & some[:, b]
+        alone = some[:, b] & ~begun
+        joined = fma(mixed[:, b], new[..., None], values * old[..., None])
+        values = torch.where(both[..., None], joined, torch.where(alone[..., None], mixed[:, b], values))
+        total = torch.where(both, total * old + sums[:, b] * new, torch.where(alone, sums[:, b], total))
+        top = torch.where(both, high, torch.where(alone, most[:, b], top))
+        begun = begun | some[:, b]
+    return values * (torch.ones_like(total) / total)[..., None]
