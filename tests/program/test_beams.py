@@ -19,7 +19,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 import headway as hw
 from headway.base.errors import TokenBudgetExceeded
 from headway.base.events import StepEvent
-from headway.program.generation.beams import Continuation, beam_search, drawn
+from headway.program.generation.beam_choice import drawn
+from headway.program.generation.beams import Continuation, beam_search
 from headway.program.generation.ngrams import banned_by_ngrams
 from headway.testing import random_model
 from support.checks import random_tokens

@@ -247,9 +247,9 @@ def test_json_of_draws_follows_a_schema(smollm2: hw.Engine) -> None:
             assert [set(json.loads(text)) for text in await found.texts()] == [{"n"}] * 2
             with pytest.raises(hw.InvalidInput, match="before the first step"):
                 await found.json(schema)
-            beams = context.generate(num_beams=2, max_tokens=4)
-            with pytest.raises(hw.Unsupported, match="constrain cannot be given with num_beams=2"):
-                await beams.json(schema)
+            beams = context.fill("\nAnother number:").generate(num_beams=2, max_tokens=24)
+            assert set(await beams.json(schema)) == {"n"}
+            assert beams.finish == "constraint"
 
     smollm2.run(program)
 

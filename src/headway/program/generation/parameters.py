@@ -17,6 +17,7 @@ from typing import Any, Literal, Required, TypedDict
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.generation import PARAMETERS
 from headway.base.masks import Mask
+from headway.base.probes import Ranking
 from headway.base.samplers import Sampler, Sampling, resolve
 from headway.base.text import short_repr
 from headway.program.constraints.constraint import Constraint, check_constraint
@@ -145,7 +146,7 @@ def settle(
     if settled.num_beams == 1:
         _check_without_beams(settled, given)
     else:
-        check_beams(settled)
+        _check_beams(settled)
     return settled
 
 
@@ -219,7 +220,7 @@ def _check_without_beams(settled: Parameters, given: GenerationDefaults) -> None
         )
 
 
-def check_beams(settled: Parameters) -> None:
+def _check_beams(settled: Parameters) -> None:
     """Raise for parameters that a beam search does not support."""
     beams, count, sampler = settled.num_beams, settled.num_return_sequences, settled.sampler
     if count > beams:
@@ -232,13 +233,11 @@ def check_beams(settled: Parameters) -> None:
             raise Unsupported(
                 f"{name}={short_repr(own)} is not supported with num_beams={beams}; leave one of them out"
             )
-    refused = {
-        "constrain": settled.constrain is not None,
-        "probe": settled.probe is not None,
-        "stop strings": any(isinstance(stop, str) for stop in settled.stop),
-        "penalize_prompt=False": not settled.penalize_prompt,
-    }
-    for name, is_given in refused.items():
-        if is_given:
-            hint = "; token ids can stop beams" if name == "stop strings" else ""
-            raise Unsupported(f"{name} cannot be given with num_beams={beams}; leave one of them out{hint}")
+    if not settled.penalize_prompt:
+        raise Unsupported(f"penalize_prompt=False cannot be given with num_beams={beams}; leave one of them out")
+    probes = settled.probe if isinstance(settled.probe, tuple) else (settled.probe,)
+    if any(isinstance(probe, Ranking) and probe.processed for probe in probes):
+        raise Unsupported(
+            f"Ranking(processed=True) ranks tokens as a sampler sees them, and with num_beams={beams} there is none; "
+            "leave processed out"
+        )

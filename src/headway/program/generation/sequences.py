@@ -24,7 +24,7 @@ from headway.program.constraints.grammar import Grammar
 from headway.program.generation.beams import Continuation, beam_search
 from headway.program.generation.generator import Generation
 from headway.program.generation.ngrams import Unrepeating, copied
-from headway.program.generation.parameters import Parameters, check_beams
+from headway.program.generation.parameters import Parameters
 from headway.program.generation.steps import Prepared, Step
 from headway.program.generation.stops import parse_json
 
@@ -133,10 +133,7 @@ class Generations(Generic[Value_co]):
         if schema is not None:
             if self._sequences is not None or self._parameters.constrain is not None:
                 raise InvalidInput("a schema can be given to json() before the first step, and to no other constraint")
-            parameters = replace(self._parameters, constrain=Grammar.json_schema(schema))
-            if parameters.num_beams > 1:
-                check_beams(parameters)
-            self._parameters = parameters
+            self._parameters = replace(self._parameters, constrain=Grammar.json_schema(schema))
         return parse_json(await self.text(), self.finish, schema)
 
     def __aiter__(self) -> AsyncIterator[Step[Value_co]]:
@@ -187,7 +184,7 @@ class Generations(Generic[Value_co]):
         if not self.context.engine.has_tokenizer:
             raise Unsupported("this model has no tokenizer, so its tokens have no text; collect them with tokens()")
 
-    async def _search(self) -> list[Continuation]:
+    async def _search(self) -> list[Continuation[Any]]:
         own, sampler = self._parameters, self._parameters.sampler
         drawing: dict[str, Any] = {}
         if own.draws:
@@ -205,6 +202,9 @@ class Generations(Generic[Value_co]):
             no_repeat_ngram_size=own.no_repeat_ngram_size,
             eos_ids=() if own.stop_only else None,
             stop_ids=[stop for stop in own.stop if not isinstance(stop, str)],
+            stop=[stop for stop in own.stop if isinstance(stop, str)],
+            constrain=own.constrain,
+            probe=own.probe,
             attention_mask=own.attention_mask,
             adopt=True,
             **drawing,

@@ -137,7 +137,7 @@ class Transcript:
 
     def stop(self) -> int:
         """Forget the tokens that hold any part of the stop string; returns how many of them the context has."""
-        surplus = self._text.surplus()
+        surplus = self.surplus
         if self.constraint is not None:
             self.constraint.rollback(surplus)
         del self.generated[len(self.generated) - surplus :]
@@ -145,6 +145,11 @@ class Transcript:
         del self._tail[len(self._tail) - there :]
         del self._settled[len(self._settled) - (surplus - there) :]
         return there
+
+    @property
+    def surplus(self) -> int:
+        """How many tokens hold any part of the stop string."""
+        return self._text.surplus()
 
     @property
     def stop_string(self) -> str | None:
