@@ -42,7 +42,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
     def made(format: str) -> tuple[Path, dict[str, Any]]:
         folder = tmp_path_factory.mktemp("quantized")
-        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "vocab_size": V}
+        sizes: dict[str, Any] = {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_attention_heads": 8,
+            "vocab_size": V,
+        }
         _, model = random_hf("qwen3" if format == "Q5_0" else "llama", 5, head_dim=32, **sizes)
         if format in ("int8", "int4"):
             return save_hf(folder, model), {"quantize": format}

@@ -410,7 +410,7 @@ def test_diagnostics_pass_on_every_kind_of_step(own: hw.InferenceEngine) -> None
     assert all(d.passed and len(d.layers) == LAYERS for d in own.diagnostics)
     worst = max(d.logits for d in own.diagnostics)
     assert worst < 1e-5
-    assert (worst > 0) == (own.engine.info.runner == "torch")  # the native step rounds alike in every batch
+    assert worst > 0  # what computes the steps does not check itself
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))

@@ -72,7 +72,10 @@ class DecoderLayer:
         return (self.norm(x, self.mlp_norm),)
 
     def feed_forward(self, x: Tensor, h: Tensor, *, exact: bool) -> tuple[Tensor]:
-        return (x + self.down(gated_silu(self.gate_up(h), exact=exact)),)
+        return (x + self.down(self.gated(self.gate_up(h), exact=exact)),)
+
+    def gated(self, gate_up: Tensor, *, exact: bool) -> Tensor:
+        return gated_silu(gate_up, exact=exact)
 
 
 def fused(parts: list[Tensor]) -> Tensor:

@@ -104,7 +104,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str | Path | Decoder | QuantizedDecoder,
+        model: str | Path | Decoder | QuantizedDecoder | Backend,
         *,
         dtype: str = "auto",
         device: str = "auto",
@@ -119,7 +119,8 @@ class Engine:
         runner: Runner | None = None,
         progress: LoadProgress | None = None,
     ) -> None:
-        """Load a model: a name, a folder, a .gguf file or a hub id, or a decoder that is in memory already.
+        """Load a model: a name, a folder, a .gguf file or a hub id, or a decoder that is in memory already (a `Backend`
+        is one with the runner that computes it).
 
         The KV cache has `pages` of `page_size` slots (by default as many as fit); a step computes at most
         `max_batch_tokens` rows. `memory_fraction` is how much of the device's memory Headway may use for weights, pages
@@ -135,6 +136,7 @@ class Engine:
         if max_batch_tokens is not None:
             check_integer(max_batch_tokens, "max_batch_tokens", 1, 1 << 20)
         fraction = check_fraction(memory_fraction)
+        backend, model = (model, model.decoder) if isinstance(model, Backend) else (None, model)
         in_memory = isinstance(model, Decoder | QuantizedDecoder)
         self._path = None if in_memory else resolve(model)
         torch.set_num_threads(count)
@@ -146,7 +148,9 @@ class Engine:
             budget = mixed = max_batch_tokens
         self._text = ModelText(self._path)
         sizing = PoolSize.begin(at, pages=pages, fraction=fraction, page_size=page_size, rows=budget)
-        if runner is not None and isinstance(given, Decoder):
+        if backend is not None:
+            self._backend = backend
+        elif runner is not None and isinstance(given, Decoder):
             self._backend = Backend(given, None, "another runner was given")
         else:
             with running_out(at, "loading the weights"), gc_paused():

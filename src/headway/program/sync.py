@@ -161,9 +161,15 @@ class InferenceEngine:
             state.logits = self._logits(context)
 
     @staticmethod
-    def _run(context: Context, ids: list[int], *, traced: bool) -> Trace | None:
-        """One pass; traced, with every layer's output and the logits of its last token."""
+    def _run(context: Context, ids: list[int], *, traced: bool, cached: bool = True) -> Trace | None:
+        """One pass; traced, with every layer's output and the logits of its last token.
+
+        Without `cached` every row is computed: pages that stay working are neither taken from the prefix cache nor
+        found there by another pass.
+        """
         forward = context.forward().input(ids)
+        if not cached:
+            forward.defer_commit()
         if not traced:
             forward.execute().result()
             return None
@@ -179,14 +185,16 @@ class InferenceEngine:
         try:
             serial = None
             for i, token in enumerate(ids):
-                serial = self._run(scratch, [token], traced=i == len(ids) - 1)
-            batched = self._run(context, ids, traced=True)
+                serial = self._run(scratch, [token], traced=i == len(ids) - 1, cached=False)
+            batched = self._run(context, ids, traced=True, cached=False)
             assert serial is not None
             assert batched is not None
             result = compare(context.seq_len - 1, batched, serial, self.info.dtype)
             if not result.passed:
                 context.truncate(len(ids))
             result.check("batched prefill", "token by token")
+            raw = context.inner()
+            raw.commit_working_pages(context.seq_len // self.engine.page_size - raw.committed_page_count)
         finally:
             scratch.release()
         self._last = state
@@ -234,12 +242,19 @@ class InferenceEngine:
         self._readback = True
 
     def enable_validation_diagnostics(self) -> None:
-        """Compute every step a second time on the exact reference path. Differences go to `diagnostics`; one beyond
-        tolerance raises ValidationFailed, and the state is as it was."""
+        """Compute every step a second time by torch, in float32 on the CPU, with activations quantized as the weights'
+        format says. Differences go to `diagnostics`; one beyond tolerance raises ValidationFailed, and the state is as
+        it was. It takes the memory of a second model, four bytes for each weight, and of one sequence's KV cache."""
         if self._mirror is None:
-            config = self.engine.config
-            pages = int(-(-config.max_positions // 16) * SCRATCH) + 1
-            self._mirror = Engine(self.engine.decoder, pages=pages, threads=self.info.threads, deterministic=True)
+            backend, size = self.engine._backend.on_torch(), self.engine.page_size
+            whole = int(-(-self.engine.config.max_positions // size) * SCRATCH) + 1
+            self._mirror = Engine(
+                backend,
+                page_size=size,
+                pages=min(whole, self.engine.pages),
+                threads=self.info.threads,
+                deterministic=True,  # where torch computes the steps too, this at least sums in another order
+            )
 
     def enable_profiling(self) -> None:
         """Measure every step; `record_profiling_sample` adds what was measured to `profile()`."""

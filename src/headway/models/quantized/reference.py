@@ -7,7 +7,7 @@ ordinary `Decoder` in float32, which differs by rounding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +19,8 @@ from headway.kernels.reference.quantized import QuantizedMatrix, dequantize, deq
 from headway.models.decoder import Attention, Decoder
 from headway.models.layers import DecoderLayer, Linear
 from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer
+
+NORMS, MATRICES = ("input_norm", "mlp_norm", "q_norm", "k_norm"), ("qkv", "out", "gate_up", "down")
 
 
 def reference_decoder(model: QuantizedDecoder) -> Decoder:
@@ -39,6 +41,43 @@ def reference_decoder(model: QuantizedDecoder) -> Decoder:
         output=output,
         inv_freq=model.inv_freq,
     )
+
+
+def float_decoder(decoder: Decoder) -> Decoder:
+    """A decoder of any device and dtype in float32 on the CPU.
+
+    Matrices in a format of CUDA devices are dequantized, and take activations rounded to float16, as there.
+    """
+
+    def wide(x: Tensor) -> Tensor:
+        return x.detach().float().cpu()
+
+    def linear(x: Any) -> Linear:
+        kept = isinstance(x, Linear)
+        weight = wide(x.weight if kept else replace(x, dtype=torch.float32).weight)
+        return (Linear if kept else HalfLinear)(weight, None if x.bias is None else wide(x.bias))
+
+    def layer(x: DecoderLayer) -> DecoderLayer:
+        parts: dict[str, Any] = {n: None if (w := getattr(x, n)) is None else wide(w) for n in NORMS}
+        return replace(x, **parts, **{n: linear(getattr(x, n)) for n in MATRICES})
+
+    embedding, output = wide(decoder.embedding), decoder.output
+    head: Any = wide(output) if isinstance(output, Tensor) else linear(output)
+    return Decoder(
+        config=decoder.config,
+        embedding=embedding,
+        layers=tuple(layer(x) for x in decoder.layers),
+        final_norm=wide(decoder.final_norm),
+        output=embedding if output is decoder.embedding else head,
+        inv_freq=wide(decoder.inv_freq),
+    )
+
+
+class HalfLinear(Linear):
+    """A matrix that takes activations rounded to float16."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x.half().float())
 
 
 def reference_bytes(decoder: Decoder) -> int:
@@ -78,8 +117,8 @@ class OrderedLayer(DecoderLayer):
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return ordered.rms_norm(x, weight, self.eps)
 
-    def feed_forward(self, x: Tensor, h: Tensor, *, exact: bool) -> tuple[Tensor]:
-        return (x + self.down(ordered.gated_silu(self.gate_up(h))),)
+    def gated(self, gate_up: Tensor, *, exact: bool) -> Tensor:
+        return ordered.gated_silu(gate_up)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from headway.base.config import Settings
 from headway.base.errors import Unsupported
@@ -19,13 +20,15 @@ from headway.kv.pool import Pool
 from headway.models.decoder import Decoder
 from headway.models.load import LoadProgress, has_quantized, load_model, load_quantized_model, stored_dtype
 from headway.models.quantized.cpu import QuantizedDecoder, interleave_decoder
-from headway.models.quantized.reference import reference_bytes, reference_decoder
+from headway.models.quantized.reference import float_decoder, reference_bytes, reference_decoder
 from headway.models.quantized.repack import check_quantize
 from headway.runtime.device import pick_dtype
 from headway.runtime.profile import Profiler
 from headway.runtime.runners.base import Runner
 from headway.runtime.runners.cpu.runner import NativeRunner
 from headway.runtime.runners.torch import TorchRunner
+
+REFERENCE = "the reference was asked for"
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +64,17 @@ class Backend:
         matrices = (self.decoder.layers[0].qkv, self.decoder.output)
         found = [getattr(m, "label", None) for m in matrices]  # a quantized matrix has one
         return ", ".join(dict.fromkeys(filter(None, found))) or str(self.decoder.dtype).removeprefix("torch.")
+
+    def on_torch(self) -> Backend:
+        """The same model as torch computes it in float32 on the CPU: the reference of every runner.
+
+        Weights are dequantized, and activations quantized where the format says so.
+        """
+        if isinstance(self.decoder, QuantizedDecoder):
+            return Backend(self.decoder, None, REFERENCE, reference=self.reference or reference_decoder(self.decoder))
+        here = self.decoder.device.type == "cpu" and self.decoder.dtype == torch.float32
+        floats = here and isinstance(self.decoder.output, Tensor)
+        return Backend(self.decoder if floats else float_decoder(self.decoder), None, REFERENCE)
 
     @property
     def reference_bytes(self) -> int:
