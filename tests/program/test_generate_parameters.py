@@ -236,7 +236,7 @@ class Anything:
         (None, {"num_beams": 2, "stop": ["x"]}, "stop strings cannot be given with num_beams=2.*token ids can stop"),
         (None, {"num_beams": 2, "constrain": Anything()}, "constrain cannot be given with num_beams=2"),
         (None, {"num_beams": 2, "probe": hw.Entropy()}, "probe cannot be given with num_beams=2"),
-        (None, {"num_beams": 2, "speculate": object()}, "does not support speculate yet"),
+        (None, {"num_beams": 2, "speculate": hw.PromptLookup()}, "speculate cannot be given with num_beams=2"),
         (hw.MinP(0.1), {"num_beams": 2}, "min_p=0.1 is not supported with num_beams=2"),
         (hw.Typical(0.1), {"num_beams": 2}, "typical_p=0.1 is not supported with num_beams=2"),
         (hw.Sampling(presence_penalty=1), {"num_beams": 2}, "presence_penalty=1.0 is not supported with num_beams=2"),

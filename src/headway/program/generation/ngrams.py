@@ -57,6 +57,7 @@ class NoRepeat:
         self._tokens: list[int] = []
         self._next: dict[tuple[int, ...], Counter[int]] = {}  # n - 1 tokens → those that came next
         self.stale = True  # the context may have changed
+        self._accepted = 0  # tokens since it was read
         self.twin: NoRepeat | None = None  # the last copy
 
     async def prepare(self) -> None:
@@ -68,7 +69,8 @@ class NoRepeat:
                 self.other = matcher
 
     def mask(self) -> np.ndarray | None:
-        self._sync()
+        if self.stale:
+            self._sync()
         other = self._compiled()
         allowed = None if other is None else other.mask()
         if not (banned := self._banned()):
@@ -88,11 +90,16 @@ class NoRepeat:
         if (other := self._compiled()) is not None:
             other.accept(token)
         self._push(token)
+        self._accepted += 1
 
     def rollback(self, n: int) -> None:
         if (other := self._compiled()) is not None:
             other.rollback(n)
-        self.stale = True
+        if self.stale or n > self._accepted:
+            self.stale = True
+        else:  # drafts, which the context does not have
+            self._drop(n)
+            self._accepted -= n
 
     def copy(self) -> NoRepeat:
         self.twin = NoRepeat(self._n, self.context, copied(self.other))
@@ -100,7 +107,8 @@ class NoRepeat:
 
     def forced(self) -> list[int]:
         """The other constraint's forced tokens, until one would repeat a run."""
-        self._sync()
+        if self.stale:
+            self._sync()
         tokens, kept = getattr(self._compiled(), "forced", list)(), 0
         for token in tokens:
             if token in self._banned():
@@ -127,7 +135,7 @@ class NoRepeat:
     def _sync(self) -> None:
         """Read the context's tokens."""
         tokens, own = self.context.tokens, tuple(self._tokens)
-        self.stale = False
+        self.stale, self._accepted = False, 0
         if tokens[: len(own)] != own:
             own = own[: next(i for i, token in enumerate(own) if tokens[i : i + 1] != (token,))]
             self._drop(len(self._tokens) - len(own))
@@ -173,10 +181,12 @@ class Unrepeating(Generation):
         super().__init__(context, sampler, constrain=self._rule, **options)
 
     async def __anext__(self) -> Step:
+        self._rule.stale = True
         await self._rule.prepare()
         return await super().__anext__()
 
     async def prepare(self) -> Prepared:
+        self._rule.stale = True
         await self._rule.prepare()
         return await super().prepare()
 

@@ -23,6 +23,7 @@ from headway.program.constraints.constraint import Constraint, check_constraint
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.defaults import FILE, SAMPLED, GenerationDefaults
 from headway.program.generation.draws import Probes
+from headway.program.generation.speculation.drafter import Drafter, check_drafter
 from headway.program.generation.stops import listed_stops
 
 MAX_TOKENS = PARAMETERS["max_tokens"].default
@@ -53,7 +54,7 @@ class Options(TypedDict, total=False):
     attention_mask: Mask | None
     penalize_prompt: bool
     adapter: object
-    speculate: object
+    speculate: Drafter | None
 
 
 class OneSequence(Options, total=False):
@@ -95,6 +96,7 @@ class Parameters:
     probe: Probes
     attention_mask: Mask | None
     penalize_prompt: bool
+    speculate: Drafter | None
 
     @property
     def draws(self) -> bool:
@@ -119,6 +121,8 @@ def settle(
     End tokens that the file names, besides the model's `eos_ids`, become stops.
     """
     check_constraint(constrain)
+    if others.get("speculate") is not None:
+        check_drafter(others["speculate"])
     _check_pair("max_tokens", given.max_new_tokens, "max_length", given.max_length)
     _check_pair("min_tokens", given.min_new_tokens, "min_length", given.min_length)
     base = file() if sampler is None else GenerationDefaults()
@@ -235,6 +239,7 @@ def check_beams(settled: Parameters) -> None:
     refused = {
         "constrain": settled.constrain is not None,
         "probe": settled.probe is not None,
+        "speculate": settled.speculate is not None,
         "stop strings": any(isinstance(stop, str) for stop in settled.stop),
         "penalize_prompt=False": not settled.penalize_prompt,
     }
