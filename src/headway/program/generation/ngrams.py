@@ -69,8 +69,7 @@ class NoRepeat:
                 self.other = matcher
 
     def mask(self) -> np.ndarray | None:
-        if self.stale:
-            self._sync()
+        self._sync()
         other = self._compiled()
         allowed = None if other is None else other.mask()
         if not (banned := self._banned()):
@@ -97,7 +96,7 @@ class NoRepeat:
             other.rollback(n)
         if self.stale or n > self._accepted:
             self.stale = True
-        else:  # drafts, which the context does not have
+        else:
             self._drop(n)
             self._accepted -= n
 
@@ -107,8 +106,7 @@ class NoRepeat:
 
     def forced(self) -> list[int]:
         """The other constraint's forced tokens, until one would repeat a run."""
-        if self.stale:
-            self._sync()
+        self._sync()
         tokens, kept = getattr(self._compiled(), "forced", list)(), 0
         for token in tokens:
             if token in self._banned():
@@ -133,8 +131,10 @@ class NoRepeat:
         return self.other
 
     def _sync(self) -> None:
-        """Read the context's tokens."""
+        """Read the context's tokens, unless it has all but those accepted last: drafts."""
         tokens, own = self.context.tokens, tuple(self._tokens)
+        if not self.stale and tokens == own[: len(own) - self._accepted]:
+            return
         self.stale, self._accepted = False, 0
         if tokens[: len(own)] != own:
             own = own[: next(i for i, token in enumerate(own) if tokens[i : i + 1] != (token,))]
@@ -181,12 +181,10 @@ class Unrepeating(Generation):
         super().__init__(context, sampler, constrain=self._rule, **options)
 
     async def __anext__(self) -> Step:
-        self._rule.stale = True
         await self._rule.prepare()
         return await super().__anext__()
 
     async def prepare(self) -> Prepared:
-        self._rule.stale = True
         await self._rule.prepare()
         return await super().prepare()
 
