@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 WIDEST = 128  # steps of more rows are prefills, and nobody chooses their width
 WEIGHT = 0.25  # of the newest measurement
 OUTLIER = 2.0  # a step that took this many times the mean counts as that: something else had the machine
-SLOPE = 0.05  # what one more row costs, relative to the widest step known, until it is measured
+SLOPE = 0.1  # what one more row costs, relative to the widest step known, until it is measured
 
 
 class StepCosts:

@@ -79,7 +79,7 @@ class PromptLookup:
             if at is not None:
                 matching = self._matching(at, n)
                 found = self._following(at, min(limit, self._most))
-                return Draft(found, kind=matching, chance=matching / (matching + 2))
+                return Draft(found, kind=matching, chance=matching / (matching + 4))
         return Draft(())
 
     def _following(self, at: int, count: int) -> tuple[int, ...]:

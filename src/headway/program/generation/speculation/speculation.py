@@ -33,6 +33,7 @@ TRIAL = 2  # drafts of a round that only tries whether drafting pays
 PAUSE, LONGEST_PAUSE = 32, 1024  # tokens between two such rounds, which double as long as it does not
 SHARE = 0.01  # of the time of a step that guesses may take which nobody verifies
 KEEN = 3  # tokens after a draft was right for which the generation waits for the next draft, instead of running ahead
+NONE = Draft(())  # of a drafter that computes, before it is asked
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,9 @@ class Speculation:
             self._since_round += len(tokens)
             self._keen -= len(tokens)
             if guess and tokens:
-                self._pace.observe(guess.kind, int(guess.tokens[0] == tokens[0]), 1)
+                self._pace.observe(guess.kind, guess.chance, int(guess.tokens[0] == tokens[0]), 1)
+            else:
+                self._pace.was_right = False
         self._tell(tokens)
 
     def decoded(self, token: int, limit: int) -> bool:
@@ -129,16 +132,16 @@ class Speculation:
     def _others(self) -> int:
         return self._context.engine._loop.queued
 
-    def _length(self, kind: int, chance: float, limit: int, others: int) -> int:
+    def _length(self, draft: Draft, limit: int, others: int, *, right: bool | None = None) -> int:
         limit = min(limit, MAX_DRAFT)
-        return self._pace.length(kind, chance, limit, others) if self._adaptive else limit
+        return self._pace.length(draft.kind, draft.chance, limit, others, right=right) if self._adaptive else limit
 
     def _wants(self, limit: int) -> bool:
         if self._stale or limit < 1 or not self._adaptive:
             return False
         others = max(0, self._others - 1)  # this sequence is decoding
         if self._computes:
-            return self._since_round >= self._pause or self._length(0, 0.7, limit, others) > 0
+            return self._since_round >= self._pause or self._length(NONE, limit, others) > 0
         self._since_guess += 1
         if self._since_guess < self._guess_every:
             return False
@@ -151,8 +154,8 @@ class Speculation:
         self._guess = checked_draft(self._drafter, guess, min(limit, MAX_DRAFT), self._context.engine.vocab_size)
         step = self._context.engine._loop.step_costs.seconds(1)
         self._guess_every = 1 + int((time.perf_counter() - began) / (SHARE * step))
-        kind, chance, most = self._guess.kind, self._guess.chance, len(self._guess)
-        return most > 0 and self._length(kind, chance, most, others) > 0
+        # A round begins after the token in flight, so this guess must be right, and then those after it.
+        return len(self._guess) > 0 and self._length(self._guess, len(self._guess), others, right=True) > 0
 
     @property
     def waits(self) -> bool:
@@ -175,7 +178,7 @@ class Speculation:
         if limit < 1:
             return Draft(()), 0.0
         if self._computes:
-            limit = self._length(0, 0.7, limit, self._others) or (
+            limit = self._length(NONE, limit, self._others) or (
                 min(TRIAL, limit) if self._since_round >= self._pause else 0
             )
             if limit == 0:
@@ -189,7 +192,7 @@ class Speculation:
                 raise failed(self._drafter, error) from error
         draft = checked_draft(self._drafter, drafted, limit, self._context.engine.vocab_size)
         if not self._computes and len(draft):
-            draft = draft.cut(self._length(draft.kind, draft.chance, len(draft), self._others))
+            draft = draft.cut(self._length(draft, len(draft), self._others))
         return draft, time.perf_counter() - began
 
     def verified(self, round: Round, draft: Draft, *, overhead: float, drafting: float) -> None:
@@ -198,10 +201,10 @@ class Speculation:
         old = self.stats
         self.stats = SpeculationStats(old.rounds + 1, old.drafted + drafted, old.accepted + kept)
         # A draft after the last that was kept was looked at too, if there was one.
-        self._pace.observe(draft.kind, kept, min(kept + 1, drafted))
+        self._pace.observe(draft.kind, draft.chance, kept, min(kept + 1, drafted))
         self._pace.took(overhead=overhead, drafting=drafting, drafted=len(draft))
         if kept:
             self._keen = KEEN
         self._since_round, self.wanted = 0, False
-        pays = self._length(draft.kind, draft.chance, MAX_DRAFT, self._others) > 0
+        pays = self._length(draft, MAX_DRAFT, self._others) > 0
         self._pause = PAUSE if pays else min(LONGEST_PAUSE, max(PAUSE, 2 * self._pause))
