@@ -484,6 +484,94 @@ def test_a_drafter_without_copy_serves_one_sequence(engine: hw.Engine) -> None:
     assert engine.stats().pages_held == 0
 
 
+# -- models that draft ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_draft_model_changes_no_token(engine: hw.Engine, sampler: hw.Sampler) -> None:
+    with hw.Engine(random_model(seed=1), pages=64, **STRICT) as other, hw.Engine(random_model(), **STRICT) as twin:
+
+        async def program(engine: hw.Engine) -> None:
+            plain = (await collected(engine, sampler=sampler))[0]
+            drafters = hw.DraftModel(twin, adaptive=False), hw.DraftModel(other, adaptive=False), hw.DraftModel(engine)
+            for drafter in (*drafters, hw.OwnLayers(1, adaptive=False), hw.OwnLayers(1)):
+                for fresh in (dict, lambda: {"repetition_penalty": 1.2}, lambda: {"constrain": OnlyEven()}):
+                    options: list[dict[str, Any]] = [fresh(), fresh()]
+                    expected = (await collected(engine, sampler=sampler, **options[0]))[0]
+                    found = await collected(engine, sampler=sampler, speculate=drafter, **options[1])
+                    assert found[0] == expected
+            *_, exact = await collected(engine, sampler=sampler, speculate=drafters[0])
+            assert exact.generated == tuple(plain)
+            assert exact.speculation is not None
+            assert exact.speculation.acceptance == 1  # the same weights, and draws with the same numbers
+            assert exact.speculation.rounds < 10
+            *_, rare = await collected(engine, sampler=sampler, speculate=drafters[1])
+            assert rare.speculation is not None
+            assert rare.speculation.acceptance < 0.5
+
+        engine.run(program)
+        for each in (engine, other, twin):
+            assert each.stats().pages_held == 0
+
+
+def test_the_first_layers_are_the_models_own(engine: hw.Engine) -> None:
+    """What they draft is what the logit lens reads of that layer."""
+
+    async def program(engine: hw.Engine) -> None:
+        heard: list[tuple[list[int], list[int]]] = []
+
+        class Heard(hw.OwnLayers):
+            async def draft(self, tokens: Sequence[int], limit: int) -> hw.Draft:
+                found = await super().draft(tokens, limit)
+                heard.append((list(tokens), list(found.tokens)))
+                return found
+
+            def copy(self) -> Heard:
+                return Heard(1, adaptive=False)
+
+        await collected(engine, max_tokens=12, speculate=Heard(1, adaptive=False))
+        assert len(heard) > 2
+        for tokens, drafted in heard:
+            async with engine.context().fill(tokens) as context:
+                forward = context.forward().input(drafted)
+                lenses = [forward.probe(i - len(drafted) - 1, hw.LogitLens([1], k=1)) for i in range(len(drafted))]
+                out = await forward.execute()
+                assert [int(out.lens(lens)[0][0][0]) for lens in lenses] == drafted
+
+    engine.run(program)
+
+
+def test_a_draft_model_of_other_tokens_is_refused(engine: hw.Engine, words: hw.Engine) -> None:
+    with hw.Engine(random_model(vocab_size=98), pages=8, threads=1) as other, engine.context().fill(PROMPT) as context:
+        with pytest.raises(hw.InvalidInput, match="the draft model has 98 tokens and the model 97"):
+            context.generate(GREEDY, speculate=hw.DraftModel(other))
+        with pytest.raises(hw.InvalidInput, match="the draft model has 49152 tokens and the model 97"):
+            context.generate(GREEDY, speculate=hw.DraftModel(words))
+        with pytest.raises(hw.OutOfRange, match=r"OwnLayers\(2\): this model has 2 layers; give 1 to 1"):
+            context.generate(GREEDY, speculate=hw.OwnLayers(2))
+        with pytest.raises(hw.WrongType, match="DraftModel was given 'smollm2'"):
+            hw.DraftModel("smollm2")  # type: ignore[arg-type]
+        assert context.pending == tuple(PROMPT)
+
+
+def test_a_draft_model_that_is_closed_or_too_short_harms_nobody(engine: hw.Engine) -> None:
+    with hw.Engine(random_model(max_positions=50), pages=64, threads=1) as short, hw.Engine(random_model()) as closed:
+        plain = engine.run(collected)[0]
+        tokens, _, _, generation = engine.run(
+            lambda engine: collected(engine, speculate=hw.DraftModel(short, adaptive=False))
+        )
+        assert tokens == plain
+        assert generation.speculation is not None
+        assert 0 < generation.speculation.drafted < 20
+        closed.close()
+        with engine.context().fill(PROMPT) as context:
+            generation = context.generate(GREEDY, max_tokens=9, speculate=hw.DraftModel(closed))
+            with pytest.raises(hw.Closed, match="the drafter DraftModel: the engine is closed"):
+                engine.run(lambda _: generation.tokens())
+            assert list(context.tokens) == [*PROMPT, *generation.generated]
+    assert engine.stats().pages_held == 0
+
+
 # -- prompt lookup -------------------------------------------------------------------------------------------------
 
 

@@ -104,7 +104,7 @@ class Generation(Generic[Value_co]):
         self._transcript = Transcript(context.engine, strings, None if isinstance(constrain, Grammar) else constrain)
         self._seen: object = None  # the context as the last step left it; None before the first
         self._ahead = Lookahead(context, self._transcript, self._end_ids)
-        self._speculation = None if speculate is None else Speculation(speculate, context)
+        self._speculation = None if speculate is None else Speculation(speculate, context, self._drawing)
         self.finish: str | None = None
         context._generations.add(self)
 
@@ -270,6 +270,8 @@ class Generation(Generic[Value_co]):
         """
         self._rest()
         self._drawing = self._drawing.reseeded(seed)
+        if self._speculation is not None:
+            self._speculation.redraw(self._drawing)
         return self
 
     def resume(self, max_tokens: int | None = None) -> Self:
@@ -574,6 +576,8 @@ class Generation(Generic[Value_co]):
     def _end(self, why: str, step: Step[Any] | None = None) -> Step[Value_co]:
         """The last step, with the text that was held back."""
         self.finish = why
+        if self._speculation is not None:
+            self._speculation.rest()
         self._transcript.close()
         text, retracted = self._transcript.take_text()
         step = step or Step((), "")

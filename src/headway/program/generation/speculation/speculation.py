@@ -10,10 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from inspect import isawaitable
+from inspect import isawaitable, iscoroutinefunction
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import HeadwayError
+from headway.program.generation.draws import Drawing
 from headway.program.generation.speculation.drafter import (
     MAX_DRAFT,
     Draft,
@@ -53,16 +54,16 @@ class SpeculationStats:
 class Speculation:
     """Drafts for one generation."""
 
-    def __init__(self, given: Any, context: Context, pace: Pace | None = None) -> None:
-        self._given, self._context = given, context
-        self._drafter = given.copy() if hasattr(given, "copy") else given
+    def __init__(self, given: Any, context: Context, drawing: Drawing, pace: Pace | None = None) -> None:
+        self._given, self._context, self._drawing = given, context, drawing
+        self._drafter = self._started()
         self._adaptive = bool(getattr(given, "adaptive", True))
         self._pace = Pace(context.engine._loop.step_costs) if pace is None else pace
         self._tokens: list[int] = []  # those that the drafter knows
         self._view = TokenView(self._tokens)
         self._stale = True  # the context may have other tokens
         self._guess: Draft | None = None  # what a drafter that is a plain function says comes next
-        self._computes = False  # it is async
+        self._computes = iscoroutinefunction(self._drafter.draft)
         self._since_guess = self._guess_every = 1
         self._since_round, self._pause = 0, 0
         self._keen = KEEN  # tokens until it no longer waits for drafts
@@ -73,7 +74,25 @@ class Speculation:
     def fork(self, context: Context) -> Speculation:
         """The same for a fork of the sequence; what was measured comes along."""
         copied_drafter(self._given)  # raises if it cannot be
-        return Speculation(self._given, context, self._pace.copy())
+        return Speculation(self._given, context, self._drawing, self._pace.copy())
+
+    def _started(self) -> Any:
+        """A drafter for this sequence."""
+        drafter = self._given.copy() if hasattr(self._given, "copy") else self._given
+        if hasattr(drafter, "bind"):  # those of ours that draw
+            drafter.bind(self._context, self._drawing, rejects=False)
+        return drafter
+
+    def redraw(self, drawing: Drawing) -> None:
+        """Tokens are drawn with another seed from now on."""
+        self._drawing, self._stale = drawing, True
+        if hasattr(self._drafter, "bind"):
+            self._drafter.bind(self._context, drawing, rejects=False)
+
+    def rest(self) -> None:
+        """The generation has ended: keep no pages for what may never come."""
+        if hasattr(self._drafter, "release"):
+            self._drafter.release()
 
     # -- in step with the sequence ---------------------------------------------------------------------------------
 
@@ -121,7 +140,8 @@ class Speculation:
         if self._stale and (same := common(tokens, self._tokens)) < known:
             known = same
             if hasattr(self._given, "copy"):
-                self._drafter, known = self._given.copy(), 0
+                self.rest()
+                self._drafter, known = self._started(), 0
         self._tokens[:] = tokens
         self._stale, self._guess = False, None
         self._tell(tokens[known:])
@@ -202,7 +222,8 @@ class Speculation:
         self.stats = SpeculationStats(old.rounds + 1, old.drafted + drafted, old.accepted + kept)
         # A draft after the last that was kept was looked at too, if there was one.
         self._pace.observe(draft.kind, draft.chance, kept, min(kept + 1, drafted))
-        self._pace.took(overhead=overhead, drafting=drafting, drafted=len(draft))
+        cold = self._computes and old.rounds == 0  # a model has computed the prompt too
+        self._pace.took(overhead=overhead, drafting=drafting, drafted=0 if cold else len(draft))
         if kept:
             self._keen = KEEN
         self._since_round, self.wanted = 0, False
