@@ -23,9 +23,9 @@ from headway.kv.table import PageTable
 from headway.program.constraints.constraint import Constraint
 from headway.program.generation.draws import Drawing
 from headway.program.generation.speculation.drafter import Draft
-from headway.program.generation.steps import probed
+from headway.program.generation.steps import ProbeHandles, probed
 from headway.program.generation.transcript import Transcript
-from headway.program.output import Output, ProbeHandle, SampleHandle
+from headway.program.output import Output, SampleHandle
 
 if TYPE_CHECKING:
     from headway.program.context import Context
@@ -42,7 +42,7 @@ class Site:
     allowed: np.ndarray | None = None  # what the constraint allows after it [V]
     draws: bool = True  # otherwise something else than a draw decides what follows
     token: SampleHandle | None = None
-    probe: ProbeHandle[Any] | None = None
+    probe: ProbeHandles = None
 
 
 class Round:
