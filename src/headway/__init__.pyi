@@ -70,6 +70,12 @@ from headway.program.generation.beams import Continuation as Continuation
 from headway.program.generation.defaults import GenerationDefaults as GenerationDefaults
 from headway.program.generation.generator import Generation as Generation
 from headway.program.generation.sequences import Generations as Generations
+from headway.program.generation.speculation.draft_model import DraftModel as DraftModel
+from headway.program.generation.speculation.draft_model import OwnLayers as OwnLayers
+from headway.program.generation.speculation.drafter import Draft as Draft
+from headway.program.generation.speculation.drafter import Drafter as Drafter
+from headway.program.generation.speculation.prompt_lookup import PromptLookup as PromptLookup
+from headway.program.generation.speculation.speculation import SpeculationStats as SpeculationStats
 from headway.program.generation.steps import Prepared as Prepared
 from headway.program.generation.steps import Step as Step
 from headway.program.output import Output as Output

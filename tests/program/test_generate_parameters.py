@@ -222,7 +222,7 @@ def test_an_argument_goes_before_the_sampler(engine: hw.Engine) -> None:
         (None, {"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences is 3; with num_beams=2"),
         (None, {"num_beams": 2, "stop": ["x"]}, "has no tokenizer; give token ids"),
         (None, {"num_beams": 2, "penalize_prompt": False}, "penalize_prompt=False cannot be given with num_beams=2"),
-        (None, {"num_beams": 2, "speculate": object()}, "does not support speculate yet"),
+        (None, {"num_beams": 2, "speculate": hw.PromptLookup()}, "speculate cannot be given with num_beams=2"),
         (hw.MinP(0.1), {"num_beams": 2}, "min_p=0.1 is not supported with num_beams=2"),
         (hw.Typical(0.1), {"num_beams": 2}, "typical_p=0.1 is not supported with num_beams=2"),
         (hw.Sampling(presence_penalty=1), {"num_beams": 2}, "presence_penalty=1.0 is not supported with num_beams=2"),

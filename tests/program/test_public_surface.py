@@ -22,7 +22,7 @@ SURFACE = {
     hw.Execution: "cancel done result",
     hw.Output: "attention distribution entropy hidden lens logits logprobs ranking stats token tokens",
     hw.Generation: """
-        accept context finish forced fork generated json prepare reseed resume seed stop_string text tokens
+        accept context finish forced fork generated json prepare reseed resume seed speculation stop_string text tokens
     """,
 }
 

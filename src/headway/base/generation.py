@@ -216,7 +216,10 @@ _TABLE = (
         faces=_on("generate"),
     ),
     Parameter("adapter", object, None, "Refused: LoRA adapters are not supported yet.", faces=_on("generate")),
-    Parameter("speculate", object, None, "Refused: speculation is not supported yet.", faces=_on("generate")),
+    Parameter(
+        "speculate", object, None, "What drafts tokens to verify: the same text in fewer passes.",
+        faces=_on("generate"),
+    ),
 )  # fmt: skip
 PARAMETERS: Mapping[str, Parameter] = MappingProxyType({parameter.name: parameter for parameter in _TABLE})
 

@@ -35,6 +35,7 @@ from headway.program.generation.draws import checked_probes
 from headway.program.generation.generator import Generation
 from headway.program.generation.parameters import Beams, Draws, OneSequence, refuse, settle
 from headway.program.generation.sequences import Generations, start
+from headway.program.generation.speculation.drafter import Drafter
 from headway.program.ids import integers, token_ids
 from headway.program.pages import RawPages
 from headway.program.view import ContextView
@@ -323,7 +324,7 @@ class Context:
         attention_mask: Mask | None = None,
         penalize_prompt: bool = True,
         adapter: object = None,
-        speculate: object = None,
+        speculate: Drafter | None = None,
         **unknown: object,
     ) -> Generation[Any] | Generations[Any]:
         """Many passes: an async iterator of steps; `await gen.text()` collects. Adds the cue after a chat verb.
@@ -347,7 +348,7 @@ class Context:
         self._check_open()
         for name in unknown:
             raise unknown_parameter(name)
-        refuse(adapter=adapter, speculate=speculate)
+        refuse(adapter=adapter)
         stop_only = PARAMETERS["stop_only"].check(stop_only)
         penalize_prompt = PARAMETERS["penalize_prompt"].check(penalize_prompt)
         probes = checked_probes(self.engine.config, probe)
@@ -387,6 +388,7 @@ class Context:
                 probe=probes,
                 attention_mask=attention_mask,
                 penalize_prompt=penalize_prompt,
+                speculate=speculate,
             )
             return start(self, parameters, several=num_beams is not None or num_return_sequences is not None)
 
@@ -530,13 +532,20 @@ class Context:
         """The context as it is, or as it will be when the pass in flight has succeeded. The caller holds the lock."""
         return ContextView.of(self._table, self._pending, ahead)
 
-    def _submit(self, work: Pass, after: Job | None = None) -> Job:
-        """Queue a pass over this context. The pending tokens it starts with leave the buffer when it succeeds."""
+    def _submit(
+        self, work: Pass, after: Job | None = None, then: Callable[[Mapping[int, object]], None] | None = None
+    ) -> Job:
+        """Queue a pass over this context. The pending tokens it starts with leave the buffer when it succeeds.
+
+        `then` gets its values in the same moment, under the lock, on the worker's thread; it must not raise.
+        """
         buffer = self._pending  # not self: a job must not keep its context, and so its pages, alive
         waiting = buffer[: work.pending]
 
-        def success() -> None:
+        def success(values: Mapping[int, object]) -> None:
             del buffer[: work.pending]
+            if then is not None:
+                then(values)
 
         def undo() -> None:
             buffer[:0] = waiting

@@ -83,7 +83,7 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters of an engine: pages, steps, tokens."""
+    """Counters of an engine: pages, steps, tokens; `drafted` tokens were verified, `accepted` of them kept."""
 
     pages_total: int
     pages_free: int
@@ -97,6 +97,8 @@ class EngineStats:
     queued: int
     cache_hits: int
     preemptions: int
+    drafted: int
+    accepted: int
 
 
 class Engine:
@@ -410,6 +412,8 @@ class Engine:
                 queued=self._loop.waiting(),
                 cache_hits=self._loop.kv_cache.hits,
                 preemptions=self._loop.kv_cache.preemptions,
+                drafted=done.drafted,
+                accepted=done.accepted,
             )
 
     def page_map(self) -> PageMap:

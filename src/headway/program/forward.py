@@ -85,6 +85,7 @@ class Forward:
         self._feeds: list[tuple[int, SampleHandle, int]] = []  # (row, whose token, which)
         self._job: Job | None = None
         self._raw_pending = 0  # pending tokens that raw mask rows apply to, in a flush
+        self._then: Callable[[Mapping[int, object]], None] | None = None  # see Context._submit
 
     def __repr__(self) -> str:
         samples = sum(isinstance(ask.what, Sampling) for ask in self._asks)
@@ -241,7 +242,7 @@ class Forward:
             work = self._build(context, context._view(ahead))
             if source is not None and ahead is None:  # it has finished: its tokens are known
                 work = work.fed(_values(source), context._table.tokens)
-            job = self._job = context._submit(work, ahead)
+            job = self._job = context._submit(work, ahead, self._then)
             if source is not None:
                 source.then = job
         self._executed = True

@@ -108,6 +108,12 @@ class Decode:
         self.over = job.resting = True
         return True
 
+    def finish(self, job: Job) -> None:
+        """No token is wanted after the one in flight."""
+        self.left = min(self.left, int(job.running))
+        if self.left == 0:
+            self.over = job.resting = True
+
     def wake(self, job: Job) -> bool:
         """The program has taken tokens: whether the sequence goes on after it rested."""
         if job.resting and not self.over and len(self.buffer) <= RUN_AHEAD // 2:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from asyncio import AbstractEventLoop
 from asyncio import Future as AsyncFuture
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from headway.base.errors import HeadwayError
@@ -22,6 +22,10 @@ PATIENCE = 64  # steps after which a waiting pass gains on others: a prefill on 
 
 
 def _nothing() -> None:
+    pass
+
+
+def _keep_all(values: Mapping[int, object]) -> None:
     pass
 
 
@@ -43,7 +47,7 @@ class Job:
     after: Job | None = None  # the pass of the same context that must finish first
     outcome: Outcome[PassResult] = field(default_factory=Outcome)
     waiters: list[tuple[AbstractEventLoop, AsyncFuture[None]]] = field(default_factory=list)
-    on_success: Callable[[], None] = _nothing  # called under the lock when the table advances
+    on_success: Callable[[Mapping[int, object]], None] = _keep_all  # called under the lock when the table advances
     on_undo: Callable[[], None] = _nothing  # called under the lock when a pass that succeeded is taken back
     done: int = 0  # tokens computed or found in the prefix cache
     started: bool = False
@@ -78,7 +82,7 @@ class Job:
     def settle(self) -> None:
         """Its result was delivered: it can no longer be undone, and keeps nothing alive."""
         self.before = self.then = None
-        self.on_success = self.on_undo = _nothing
+        self.on_success, self.on_undo = _keep_all, _nothing
 
     @property
     def remaining(self) -> int:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from headway.base.errors import Closed, HeadwayError, OutOfPages, PassFailed, TokenBudgetExceeded
@@ -34,6 +34,7 @@ from headway.runtime.passes import Pass
 from headway.runtime.runners.base import InFlight, Runner, SegmentResult, StepResult
 from headway.runtime.scheduler.kv_cache import KVCache
 from headway.runtime.scheduler.plan import Scheduler, StepPlan, late
+from headway.runtime.step_costs import StepCosts
 
 GATHER = 0.02  # seconds at most to wait for programs to come back after a step, and never longer than the step took
 GATHER_SHARE = 0.1  # of the step's own time: if nobody comes back for that long, the others are busy elsewhere
@@ -86,6 +87,8 @@ class Loop:
             self._queue, self.kv_cache, runner, budget, mixed_budget, trim=trim, positions=positions
         )
         self.counters = self._scheduler.counters
+        self.step_costs = StepCosts()
+        self._applied = 0.0  # when the last step was
         self._orders = itertools.count()
         self._released: deque[PageTable] = deque()  # a finalizer only appends here
         self._calls: deque[Callable[[], None]] = deque()  # device work that is not a pass
@@ -117,7 +120,7 @@ class Loop:
         table: PageTable,
         work: Pass,
         after: Job | None = None,
-        on_success: Callable[[], None] = lambda: None,
+        on_success: Callable[[Mapping[int, object]], None] = lambda values: None,
         on_undo: Callable[[], None] = lambda: None,
     ) -> Job:
         """Queue a pass. What can never fit is refused here."""
@@ -145,6 +148,11 @@ class Loop:
         job.decode = decode
         if job.after is None:
             decode.begin(job)
+
+    def finish(self, job: Job) -> None:
+        """Let a decoding sequence end after the token in flight, if there is one. The caller holds the lock."""
+        if job.decode is not None and job.decodes and not job.decode.over:
+            job.decode.finish(job)
 
     def next_token(self, job: Job) -> int | None:
         """The next token of a decoding sequence, if there is one. The caller holds the lock."""
@@ -213,6 +221,11 @@ class Loop:
     def jobs(self) -> list[Job]:
         """Passes that are queued or running, and decoding sequences that rest. The caller holds the lock."""
         return list(self._queue)
+
+    @property
+    def queued(self) -> int:
+        """Jobs that are queued, running or resting: how many sequences share the next steps."""
+        return len(self._queue)
 
     def waiting(self) -> int:
         """How many passes are queued or running."""
@@ -391,8 +404,11 @@ class Loop:
             result = started.step.result()
         except Exception as error:
             result = self._recompute(plan, error)
-        seconds = time.perf_counter() - started.began
+        now = time.perf_counter()
+        seconds, alone = now - started.began, now - max(started.began, self._applied)  # steps overlap on some devices
+        self._applied = now
         with self.lock:
+            self.step_costs.note(plan.batch.rows, alone)
             self._scheduler.apply(plan, result, None if self._in_flight is None else self._in_flight.plan)
             self._window = time.perf_counter() + min(GATHER, seconds)
             self._gap = min(GATHER, seconds * GATHER_SHARE)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
 
 from headway.base.errors import InvalidInput, WrongType
 from headway.base.masks import Mask
@@ -78,14 +80,31 @@ class Drawing:
             forward.attention_mask(self.attention)
         if mask is not None:
             forward.mask_async(mask)
-        elif constraint is not None and (bits := constraint.mask()) is not None:
-            forward.mask(bits)
-        if len(transcript.generated) + (fed is not None) < self.least and self.end_ids:
-            forward.mask(forbid=sorted(self.end_ids))
-        counted = transcript.generated if self.sampler.penalizes else None
+        bits = None if constraint is None or mask is not None else constraint.mask()
+        return Prepared(forward, *self.read(forward, transcript.generated, bits, fed=fed is not None))
+
+    def read(
+        self,
+        forward: Forward,
+        generated: Sequence[int],
+        allowed: np.ndarray | None,
+        *,
+        row: int | None = None,
+        fed: bool = False,
+    ) -> tuple[SampleHandle, ProbeHandles]:
+        """The draw and the probe at a row that comes after these generated tokens, and one more if it is `fed`.
+
+        Without a row it is the last one, and the only one that is read.
+        """
+        rows, row = (None, -1) if row is None else ([row], row)
+        if allowed is not None:
+            forward.mask(allowed, rows=rows)
+        if len(generated) + fed < self.least and self.end_ids:
+            forward.mask(forbid=sorted(self.end_ids), rows=rows)
+        counted = generated if self.sampler.penalizes else None
         history = None if self.penalize_prompt else counted
-        handle = forward.sample([-1], self.sampler, history=history, generated=counted)
-        return Prepared(forward, handle, add_probes(forward, self.probe))
+        handle = forward.sample([row], self.sampler, history=history, generated=counted)
+        return handle, add_probes(forward, self.probe, row)
 
     def repeats(self, context: Context, transcript: Transcript) -> bool:
         """Whether the passes after the next differ only by their token and its mask, and nobody counts them."""
@@ -113,11 +132,11 @@ def checked_probes(config: ModelConfig, probe: object) -> Probes:
     return several
 
 
-def add_probes(forward: Forward, probe: Probes) -> ProbeHandles:
-    """Read these at the last row of a pass."""
+def add_probes(forward: Forward, probe: Probes, row: int = -1) -> ProbeHandles:
+    """Read these at a row of a pass."""
     if probe is None or not isinstance(probe, tuple):
-        return None if probe is None else forward.probe(-1, probe)
-    return tuple(forward.probe(-1, one) for one in probe)
+        return None if probe is None else forward.probe(row, probe)
+    return tuple(forward.probe(row, one) for one in probe)
 
 
 def _symbolic(mask: Mask | None) -> Mask | None:

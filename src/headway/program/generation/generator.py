@@ -13,6 +13,7 @@ What is in flight ahead of the program belongs to `lookahead.py`; this file neve
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import CancelledError
 from contextlib import suppress
@@ -24,6 +25,7 @@ from headway.base.errors import (
     Closed,
     ContextBusy,
     DeadlineExceeded,
+    HeadwayError,
     InvalidInput,
     OutOfPages,
     PassFailed,
@@ -39,6 +41,9 @@ from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.draws import Drawing, Probes
 from headway.program.generation.lookahead import Lookahead
+from headway.program.generation.speculation.drafter import Drafter, check_drafter
+from headway.program.generation.speculation.rounds import Round
+from headway.program.generation.speculation.speculation import Speculation, SpeculationStats
 from headway.program.generation.steps import Prepared, Step, StepInFlight, probed
 from headway.program.generation.stops import parse_json, read_stops
 from headway.program.generation.transcript import Transcript
@@ -72,10 +77,12 @@ class Generation(Generic[Value_co]):
         probe: Probes = None,
         attention_mask: Mask | None = None,
         adapter: object = None,
-        speculate: object = None,
+        speculate: Drafter | None = None,
         penalize_prompt: bool = True,
     ) -> None:
-        _refuse(adapter=adapter, speculate=speculate)
+        _refuse(adapter=adapter)
+        if speculate is not None:
+            check_drafter(speculate)
         self._most = _count(max_tokens)
         (least,) = integers([min_tokens], "min_tokens")
         if not 0 <= least <= self._most:
@@ -97,6 +104,7 @@ class Generation(Generic[Value_co]):
         self._transcript = Transcript(context.engine, strings, None if isinstance(constrain, Grammar) else constrain)
         self._seen: object = None  # the context as the last step left it; None before the first
         self._ahead = Lookahead(context, self._transcript, self._end_ids)
+        self._speculation = None if speculate is None else Speculation(speculate, context, self._drawing)
         self.finish: str | None = None
         context._generations.add(self)
 
@@ -114,6 +122,11 @@ class Generation(Generic[Value_co]):
     def stop_string(self) -> str | None:
         """The stop string that ended it, which is not in its text; None when it ended otherwise or has not ended."""
         return self._transcript.stop_string
+
+    @property
+    def speculation(self) -> SpeculationStats | None:
+        """Its rounds, drafts and accepted drafts so far; None where it does not speculate."""
+        return None if self._speculation is None else self._speculation.stats
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -145,7 +158,11 @@ class Generation(Generic[Value_co]):
                 return self._end(over)
             if forced := self.forced():
                 return self._append(forced)
+            if (made := await self._speculated_step()) is not None:
+                return made
             step = self._drawing.prepared(self._context, self._transcript).execute()
+            if self._speculation is not None:
+                self._speculation.sync()  # a prompt is read while the device computes it
         if self._left > 1 and self._can_run_ahead():
             self._run_ahead(step)
         out = await self._outcome(step)
@@ -235,11 +252,12 @@ class Generation(Generic[Value_co]):
         context = self._context.fork()  # first: nobody is at work on the constraint of an idle context
         try:
             transcript = self._transcript.fork()
+            speculation = None if self._speculation is None else self._speculation.fork(context)
         except BaseException:
             context.release()
             raise
         twin = copy(self)
-        twin._context, twin._transcript = context, transcript
+        twin._context, twin._transcript, twin._speculation = context, transcript, speculation
         twin._ahead = self._ahead.fork(context, transcript)
         twin._seen = None if self._seen is None else twin._marked()
         context._generations.add(twin)
@@ -252,6 +270,8 @@ class Generation(Generic[Value_co]):
         """
         self._rest()
         self._drawing = self._drawing.reseeded(seed)
+        if self._speculation is not None:
+            self._speculation.redraw(self._drawing)
         return self
 
     def resume(self, max_tokens: int | None = None) -> Self:
@@ -311,6 +331,8 @@ class Generation(Generic[Value_co]):
         if mark == before:
             return
         self._seen = mark
+        if self._speculation is not None:
+            self._speculation.look_again()
         if before is None:
             self._transcript.begin(self._context.tokens, self._context.text_start)
         else:
@@ -351,6 +373,8 @@ class Generation(Generic[Value_co]):
 
     def _can_run_ahead(self) -> bool:
         """Whether the next pass can be built before this one's token is known."""
+        if self._speculation is not None and self._speculation.waits:
+            return False
         return self._ahead.can_follow() and not self._drawing.sampler.penalizes and self._context._room() > 1
 
     def _run_ahead(self, step: StepInFlight) -> None:
@@ -387,6 +411,8 @@ class Generation(Generic[Value_co]):
             return self._end(self._reason(token), Step((), ""))
         transcript, ahead = self._transcript, self._ahead
         transcript.add(token, accepted=ahead.has_grammar and ahead.has_accepted())
+        if self._speculation is not None and self._speculation.decoded(token, self._most_drafts):
+            ahead.finish()
         if transcript.stopped or len(transcript.generated) >= self._most or ahead.is_spent:
             self._retract(token)
             return self._step([token])
@@ -420,6 +446,67 @@ class Generation(Generic[Value_co]):
         out = await prepared.forward.execute()
         return self._sampled_step(out.token(prepared.token), probed(out, prepared.probe))
 
+    # -- a step over drafts ----------------------------------------------------------------------------------------
+
+    @property
+    def _most_drafts(self) -> int:
+        """How many drafts the next pass may have."""
+        context = self._context
+        if context._table.token_budget is not None or len(context._pending) >= context.page_size:
+            return 0  # a rejected draft would count; the prefix cache may have what waits
+        return max(0, min(self._left - 1, context._room()))
+
+    async def _speculated_step(self) -> Step | None:
+        """A step that verifies drafts, or None where none pay."""
+        speculation, began = self._speculation, time.perf_counter()
+        if speculation is None or self._most_drafts == 0:
+            return None
+        draft, drafting = await speculation.draft(self._most_drafts)
+        if self._marked() != self._seen:  # somebody changed the context meanwhile
+            return await self.__anext__()
+        if not len(draft):
+            return None
+        try:
+            round = Round(self._context, self._drawing, self._transcript, draft)
+            if not len(round):
+                return None
+            out = await round.execute()
+        except HeadwayError:  # a draft may be what fails; where it is not, the pass without drafts says so
+            return None
+        step = self._verified_step(round, round.probes(out))
+        host = time.perf_counter() - began - drafting - out.stats.seconds
+        speculation.verified(round, draft, overhead=host, drafting=drafting)
+        return replace(step, drafted=len(round), accepted=round.accepted)
+
+    def _verified_step(self, round: Round, probes: list[tuple[Any, ...]]) -> Step:
+        """The step of the tokens that a round adds, up to what ends the text."""
+        added: list[int] = []
+        end = None
+        with self._context.engine._lock:
+            try:
+                for token in round.tokens:
+                    if token in self._end_ids:
+                        end = token
+                        break
+                    self._transcript.add(token)
+                    added.append(token)
+                    if self._transcript.stopped:
+                        break
+            finally:
+                if len(added) > round.accepted:
+                    self._context.fill(added[-1:])
+                else:
+                    self._context.truncate(round.accepted - len(added))
+                self._seen = self._marked()
+                assert self._speculation is not None
+                self._speculation.add(added, guessed=False)
+        values = tuple(value for each in probes[: len(added) + (end is not None)] for value in each)
+        if end is not None:
+            return self._end(self._reason(end), Step(tuple(added), "", values))
+        if self._left > 0 and self._transcript.constraint is not None:
+            self._ahead.observe()
+        return self._step(added, values)
+
     # -- what became of it -----------------------------------------------------------------------------------------
 
     def _sampled_step(self, token: int, probes: tuple[Any, ...]) -> Step[Value_co]:
@@ -431,6 +518,8 @@ class Generation(Generic[Value_co]):
         try:
             self._transcript.add(token, accepted=self._ahead.accepts())
             kept = token
+            if self._speculation is not None:
+                self._speculation.decoded(token, self._most_drafts)
             if self._left > 0:
                 self._ahead.observe()
             alone = not self._ahead.is_there or self._transcript.stopped or self._is_finished
@@ -451,6 +540,8 @@ class Generation(Generic[Value_co]):
             if end is not None and not self._transcript.may_end:
                 raise InvalidInput(f"token {end} would end the generation and the constraint does not allow that here")
             self._context.fill(taken)
+        if self._speculation is not None:
+            self._speculation.add(taken, guessed=False)
         self._seen = self._marked()
         return self._step(taken)
 
@@ -459,6 +550,8 @@ class Generation(Generic[Value_co]):
         if self._transcript.stopped:
             surplus = self._transcript.stop()
             self._context.truncate(surplus)
+            if self._speculation is not None:
+                self._speculation.look_again()
             self._seen = self._marked()
             return self._end("stop", Step(tuple(tokens[: max(0, len(tokens) - surplus)]), "", probes))
         text, retracted = self._transcript.take_text()
@@ -483,6 +576,8 @@ class Generation(Generic[Value_co]):
     def _end(self, why: str, step: Step[Any] | None = None) -> Step[Value_co]:
         """The last step, with the text that was held back."""
         self.finish = why
+        if self._speculation is not None:
+            self._speculation.rest()
         self._transcript.close()
         text, retracted = self._transcript.take_text()
         step = step or Step((), "")

@@ -143,6 +143,12 @@ class Lookahead:
         job.outcome.result()
         raise AssertionError("a decoding sequence has no result")
 
+    def finish(self) -> None:
+        """Let a decoding sequence end after the token in flight."""
+        with self._lock:
+            if self._step is not None:
+                self._loop.finish(self._step.execution._job)
+
     def is_untouched(self) -> bool:
         """Whether the context is as the decoding sequence has left it."""
         decode, context = self._decode, self._context

@@ -57,6 +57,7 @@ class NoRepeat:
         self._tokens: list[int] = []
         self._next: dict[tuple[int, ...], Counter[int]] = {}  # n - 1 tokens → those that came next
         self.stale = True  # the context may have changed
+        self._accepted = 0  # tokens since it was read
         self.twin: NoRepeat | None = None  # the last copy
 
     async def prepare(self) -> None:
@@ -88,11 +89,16 @@ class NoRepeat:
         if (other := self._compiled()) is not None:
             other.accept(token)
         self._push(token)
+        self._accepted += 1
 
     def rollback(self, n: int) -> None:
         if (other := self._compiled()) is not None:
             other.rollback(n)
-        self.stale = True
+        if self.stale or n > self._accepted:
+            self.stale = True
+        else:
+            self._drop(n)
+            self._accepted -= n
 
     def copy(self) -> NoRepeat:
         self.twin = NoRepeat(self._n, self.context, copied(self.other))
@@ -125,9 +131,11 @@ class NoRepeat:
         return self.other
 
     def _sync(self) -> None:
-        """Read the context's tokens."""
+        """Read the context's tokens, unless it has all but those accepted last: drafts."""
         tokens, own = self.context.tokens, tuple(self._tokens)
-        self.stale = False
+        if not self.stale and tokens == own[: len(own) - self._accepted]:
+            return
+        self.stale, self._accepted = False, 0
         if tokens[: len(own)] != own:
             own = own[: next(i for i, token in enumerate(own) if tokens[i : i + 1] != (token,))]
             self._drop(len(self._tokens) - len(own))

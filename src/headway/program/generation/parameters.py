@@ -24,6 +24,7 @@ from headway.program.constraints.constraint import Constraint, check_constraint
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.defaults import FILE, SAMPLED, GenerationDefaults
 from headway.program.generation.draws import Probes
+from headway.program.generation.speculation.drafter import Drafter, check_drafter
 from headway.program.generation.stops import listed_stops
 
 MAX_TOKENS = PARAMETERS["max_tokens"].default
@@ -54,7 +55,7 @@ class Options(TypedDict, total=False):
     attention_mask: Mask | None
     penalize_prompt: bool
     adapter: object
-    speculate: object
+    speculate: Drafter | None
 
 
 class OneSequence(Options, total=False):
@@ -96,6 +97,7 @@ class Parameters:
     probe: Probes
     attention_mask: Mask | None
     penalize_prompt: bool
+    speculate: Drafter | None
 
     @property
     def draws(self) -> bool:
@@ -120,6 +122,8 @@ def settle(
     End tokens that the file names, besides the model's `eos_ids`, become stops.
     """
     check_constraint(constrain)
+    if others.get("speculate") is not None:
+        check_drafter(others["speculate"])
     _check_pair("max_tokens", given.max_new_tokens, "max_length", given.max_length)
     _check_pair("min_tokens", given.min_new_tokens, "min_length", given.min_length)
     base = file() if sampler is None else GenerationDefaults()
@@ -233,8 +237,10 @@ def _check_beams(settled: Parameters) -> None:
             raise Unsupported(
                 f"{name}={short_repr(own)} is not supported with num_beams={beams}; leave one of them out"
             )
-    if not settled.penalize_prompt:
-        raise Unsupported(f"penalize_prompt=False cannot be given with num_beams={beams}; leave one of them out")
+    refused = {"penalize_prompt=False": not settled.penalize_prompt, "speculate": settled.speculate is not None}
+    for name, is_given in refused.items():
+        if is_given:
+            raise Unsupported(f"{name} cannot be given with num_beams={beams}; leave one of them out")
     probes = settled.probe if isinstance(settled.probe, tuple) else (settled.probe,)
     if any(isinstance(probe, Ranking) and probe.processed for probe in probes):
         raise Unsupported(

@@ -21,7 +21,7 @@ class Step(Generic[Value_co]):
     of the probe, or, where `probe=` is a list, a tuple with the value of each.
 
     `retracted` is how many characters at the end of the text shown before no longer stand, because the program cut the
-    context: delete them, then append `text`.
+    context: delete them, then append `text`. `drafted` tokens were verified in this step and `accepted` of them kept.
     """
 
     tokens: tuple[int, ...]
@@ -29,6 +29,8 @@ class Step(Generic[Value_co]):
     probes: tuple[Value_co, ...] = ()
     finish: str | None = None
     retracted: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     @classmethod
     def of_token(cls, token: int, text: str, retracted: int) -> Step[Value_co]:

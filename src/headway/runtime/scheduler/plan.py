@@ -34,6 +34,8 @@ class Counters:
     tokens: int = 0
     batch_passes: int = 0
     pages_trimmed: int = 0
+    drafted: int = 0  # tokens that drafters proposed and passes computed
+    accepted: int = 0  # of these, tokens that were kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -396,8 +398,9 @@ class Scheduler:
         if table.token_budget is not None:
             table.token_budget -= count
         self._kv_cache.finished(job)
-        job.pages, job.left = [], table.stamp
-        job.on_success()
+        job.pages = []
+        job.on_success(job.values)
+        job.left = table.stamp
         then = job.then
         if then is not None and then.after is job:
             then.after, then.work = None, then.work.fed(job.values, table.tokens)

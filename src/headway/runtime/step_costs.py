@@ -1,0 +1,48 @@
+"""How long steps take, by their number of rows: measured as they run, read by whoever may choose how wide to make one.
+
+Bookkeeping under the engine's lock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+WIDEST = 128  # steps of more rows are prefills, and nobody chooses their width
+WEIGHT = 0.25  # of the newest measurement
+OUTLIER = 2.0  # a step that took this many times the mean counts as that: something else had the machine
+SLOPE = 0.1  # what one more row costs, relative to the widest step known, until it is measured
+
+
+class StepCosts:
+    """A moving mean of the seconds of a step for every number of rows seen so far."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []  # ascending
+        self._seconds: dict[int, float] = {}
+
+    def note(self, rows: int, seconds: float) -> None:
+        """A step of this many rows took this long."""
+        if not 0 < rows <= WIDEST:
+            return
+        mean = self._seconds.get(rows)
+        if mean is None:
+            insort(self._rows, rows)
+            self._seconds[rows] = seconds
+        else:
+            self._seconds[rows] = mean + WEIGHT * (min(seconds, OUTLIER * mean) - mean)
+
+    def seconds(self, rows: int) -> float:
+        """What a step of this many rows takes, as far as is known; relative to 1 while nothing is."""
+        known = self._rows
+        if not known:
+            return 1.0 + SLOPE * rows
+        at = bisect_left(known, rows)
+        if at == len(known):
+            last = known[-1]
+            return self._seconds[last] * (1.0 + SLOPE * (rows - last))
+        high = known[at]
+        if high == rows or at == 0:
+            return self._seconds[high]
+        low = known[at - 1]
+        share = (rows - low) / (high - low)
+        return self._seconds[low] * (1 - share) + self._seconds[high] * share
