@@ -47,6 +47,7 @@ from headway.base.samplers import TopK as TopK
 from headway.base.samplers import TopKTopP as TopKTopP
 from headway.base.samplers import TopP as TopP
 from headway.base.samplers import Typical as Typical
+from headway.models.adapters.adapter import Adapter as Adapter
 from headway.pipelines.factory import pipeline as pipeline
 from headway.pipelines.outputs import ModelOutput as ModelOutput
 from headway.pipelines.pipeline import Pipeline as Pipeline

@@ -24,11 +24,13 @@ from headway.base.rng import uniform
 from headway.base.samplers import Sampling
 from headway.kernels.reference.rope import Rope, frequencies
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
+from headway.models.adapters.bound import BoundAdapter
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.families import FAMILIES
 from headway.models.layers import DecoderLayer, Linear
 from headway.program.engine import Engine
+from headway.runtime.adapters import DeviceWeights
 from headway.runtime.batch import Batch, Segment
 from headway.runtime.device import pick_device, pick_dtype
 from headway.runtime.passes import BEFORE, Readout
@@ -161,6 +163,9 @@ class ScriptedRunner:
 
     def samples(self, how: Sampling) -> bool:
         return not how.penalizes
+
+    def load_adapter(self, adapter: BoundAdapter) -> DeviceWeights:
+        raise Unsupported("the scripted runner has no weights, so it cannot add an adapter's; use random_model()")
 
     def edit(self, edits: Sequence[Edit]) -> None:
         for edit in edits:

@@ -9,6 +9,8 @@ import numpy as np
 import headway as hw
 from headway.base.samplers import Sampling
 from headway.kv.allocator import Edit
+from headway.models.adapters.bound import BoundAdapter
+from headway.runtime.adapters import DeviceWeights
 from headway.runtime.batch import Batch
 from headway.runtime.runners.base import InFlight, Runner
 
@@ -34,6 +36,9 @@ class WatchedRunner:
 
     def edit(self, edits: Sequence[Edit]) -> None:
         self.inner.edit(edits)
+
+    def load_adapter(self, adapter: BoundAdapter) -> DeviceWeights:
+        return self.inner.load_adapter(adapter)
 
     def begin(self, batch: Batch) -> InFlight:
         self.before(batch)

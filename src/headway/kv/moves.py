@@ -122,7 +122,8 @@ def _moved_log(table: PageTable, plan: Compaction, *, exact: bool) -> tuple[Log,
             lost = first + i
         masks.append(None if left.all() or not left.any() else Brle.from_bool(left))
     tokens, positions = ([log[slot] for slot in plan.moved] for log in (table.tokens, table.positions))
-    return Log(tokens, positions, masks), lost, partial
+    adapters = [table.adapters[slot] for slot in plan.moved]
+    return Log(tokens, positions, masks, adapters=adapters), lost, partial
 
 
 def append_pages(table: PageTable, other: PageTable, numbers: Sequence[int], shift: int, *, exact: bool) -> None:
@@ -178,7 +179,8 @@ def _appended_log(
         left[[base + each for each in found if each <= i]] = True
         masks.append(None if left.all() or not left.any() else Brle.from_bool(left))
     tokens = [other.tokens[slot] for slot in slots]
-    return Log(tokens, [other.positions[slot] + shift for slot in slots], masks), lost, partial
+    positions, adapters = [other.positions[slot] + shift for slot in slots], [other.adapters[slot] for slot in slots]
+    return Log(tokens, positions, masks, adapters=adapters), lost, partial
 
 
 def _gather(table: PageTable, slots: Sequence[int], target: int, start: int, shift: int = 0) -> None:

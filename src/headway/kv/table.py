@@ -7,8 +7,8 @@
 
 `pages` has an entry for every page of the sequence, None where one was discarded; `committed` counts leading pages,
 discarded ones included, so page and slot numbers never move. The log says how each slot came to be (token, position,
-the mask it attended under), which is what it takes to compute it again. A table that was preempted keeps its log and
-gives up its pages: their entries are ABSENT until they are computed again or copied back (`host`).
+the mask it attended under, its adapters), which is what it takes to compute it again. A table that was preempted keeps
+its log and gives up its pages: their entries are ABSENT until they are computed again or copied back (`host`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
+from headway.base.adapters import AdapterMix, Mixes
 from headway.base.brle import Brle
 from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, OutOfPages, OutOfRange
@@ -42,6 +43,7 @@ class Log:
     positions: Sequence[int]
     masks: Sequence[Brle | None]
     ahead: int = 0  # how many of the last tokens attended to later ones
+    adapters: Mixes | None = None  # None: no token has one
 
 
 class Mark(NamedTuple):
@@ -75,6 +77,7 @@ class PageTable:
         self.positions = array("q")
         self.peaks = array("q")  # the largest position so far, at each slot
         self.masks: list[Brle | None] = []
+        self.adapters: list[AdapterMix | None] = []
         self.spans: list[tuple[int, int]] = []  # slots computed by passes that were not causal
         self.repeatable = True  # whether the log still says how every slot came to be
         self.altered: int | None = None  # the first slot whose contents the log does not explain (kv/moves.py)
@@ -154,6 +157,7 @@ class PageTable:
         else:
             self.peaks.extend(islice(accumulate(log.positions, max, initial=self.next_position - 1), 1, None))
         self.masks.extend(log.masks)
+        self.adapters.extend((None,) * len(log.tokens) if log.adapters is None else log.adapters)
         self.length += len(log.tokens)
         if log.ahead:
             self.spans.append((self.length - log.ahead, self.length))
@@ -161,7 +165,9 @@ class PageTable:
             self.commit_up_to(self.length // self.page_size, keys)
         self.stamp = object()
 
-    def append(self, token: int, mask: Brle | None, page: int | None, state: object) -> None:
+    def append(
+        self, token: int, mask: Brle | None, page: int | None, state: object, adapters: AdapterMix | None = None
+    ) -> None:
         """One more token, at the position after all others, computed alone; its page stays a working page for now."""
         if page is not None:
             self.pages = [*self.pages, page]
@@ -170,6 +176,7 @@ class PageTable:
         self.positions.append(position)
         self.peaks.append(position)
         self.masks.append(mask)
+        self.adapters.append(adapters)
         self.length += 1
         self.state, self.stamp = state, object()
 
@@ -185,7 +192,8 @@ class PageTable:
             if before is None or ahead or not self.repeatable or self.is_altered((i + 1) * size - 1):
                 self.keys.append(None)
                 continue
-            self._name(i, page_key(before, self.tokens[slots], self.positions[slots], self.masks[slots]))
+            log = (self.tokens[slots], self.positions[slots], self.masks[slots], self.adapters[slots])
+            self._name(i, page_key(before, *log))
         self.committed = max(self.committed, pages)
 
     def _name(self, number: int, key: bytes) -> None:
@@ -196,10 +204,15 @@ class PageTable:
             self.allocator.register(page, key)
 
     def restore(
-        self, tokens: Sequence[int], positions: Sequence[int], masks: list[Brle | None], committed: int
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        masks: list[Brle | None],
+        committed: int,
+        adapters: Mixes | None = None,
     ) -> None:
         """Take over a log that was written elsewhere, for pages that are here already."""
-        self.advance(Log(tokens, positions, masks), (), commit=False)
+        self.advance(Log(tokens, positions, masks, adapters=adapters), (), commit=False)
         self.commit_up_to(committed)
 
     def mark(self) -> Mark:
@@ -338,7 +351,8 @@ class PageTable:
         child.bid, child.deadline, child.token_budget = self.bid, self.deadline, self.token_budget
         child.committed, child.length, child.state = self.committed, self.length, self.state
         child.tokens, child.positions, child.peaks = self.tokens[:], self.positions[:], self.peaks[:]
-        child.masks, child.spans, child.repeatable = self.masks[:], self.spans[:], self.repeatable
+        child.masks, child.adapters = self.masks[:], self.adapters[:]
+        child.spans, child.repeatable = self.spans[:], self.repeatable
         child.altered, child.partial = self.altered, set(self.partial)
         return child
 
@@ -348,6 +362,7 @@ class PageTable:
             self.closed = True
             self._cut_pages(0)
             self.committed, self.length, self.state = 0, 0, None
+            self.adapters = []  # they may go with it
 
     # -- preemption ------------------------------------------------------------------------------------------------
 
@@ -461,7 +476,7 @@ class PageTable:
             self.repeatable &= not any(start < keep < stop for start, stop in self.spans)
             self.spans = [span for span in self.spans if span[0] < keep]
             self.repeatable |= not self.spans  # such slots are gone themselves
-        del self.tokens[keep:], self.positions[keep:], self.peaks[keep:], self.masks[keep:]
+        del self.tokens[keep:], self.positions[keep:], self.peaks[keep:], self.masks[keep:], self.adapters[keep:]
         shorter, self.length, self.stamp = keep < self.length, keep, object()
         if shorter:
             self.wipe()

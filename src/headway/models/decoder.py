@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,20 @@ class DecoderInput:
     write_rows: Tensor | None  # [W] rows that go to the KV cache; None for all
     write_slots: Tensor  # [W] physical slots
     groups: Mapping[int | None, Sequence[AttentionGroup]]
+    adapters: RowAdapters | None = None
+
+    def delta(self, layer: int, stack: str, x: Tensor) -> tuple[Tensor, ...]:
+        """What adapters add to a matmul of rows x, as the last arguments of a layer's function: none for nothing."""
+        delta = None if self.adapters is None else self.adapters.delta(layer, stack, x.flatten(1))
+        return () if delta is None else (delta,)
+
+
+class RowAdapters(Protocol):
+    """The adapters of a forward's rows."""
+
+    def delta(self, layer: int, stack: str, x: Tensor) -> Tensor | None:
+        """What they add to a layer's matmul (qkv, out, gate_up or down) of rows x, [T, N] float32; None for nothing."""
+        ...
 
 
 @dataclass(eq=False)
@@ -89,7 +103,7 @@ class Decoder:
             hooks.on_hidden(l, x)
             (h,) = by_rows(tile, layer.norm_in, x)
             mark("norm")
-            q, k, v = by_rows(tile, layer.project, h)
+            q, k, v = by_rows(tile, layer.project, h, *step.delta(l, "qkv", h))
             mark("qkv")
             q, k = by_rows(tile, layer.rotate, q, k, cos, sin)
             mark("rope")
@@ -101,11 +115,11 @@ class Decoder:
             mixed = mix(q, keys, values, step.groups[self.config.windows[l]], scale)
             mark("attention")
             hooks.on_attention(l, q, keys, scale)
-            (x,) = by_rows(tile, layer.project_out, x, mixed)
+            (x,) = by_rows(tile, layer.project_out, x, mixed, *step.delta(l, "out", mixed))
             mark("output projection")
             (h,) = by_rows(tile, layer.norm_mlp, x)
             mark("norm")
-            (x,) = by_rows(tile, partial(layer.feed_forward, exact=tile is not None), x, h)
+            x = self._feed_forward(l, x, h, step, tile)
             mark("feed-forward")
         hooks.on_hidden(len(self.layers), x)
         return x
@@ -121,6 +135,13 @@ class Decoder:
     def attention(self, tile: int | None) -> Attention:
         """What computes attention."""
         return attend if tile is None else attend_exact
+
+    def _feed_forward(self, l: int, x: Tensor, h: Tensor, step: DecoderInput, tile: int | None) -> Tensor:
+        layer, exact = self.layers[l], tile is not None
+        if step.adapters is None:
+            return by_rows(tile, partial(layer.feed_forward, exact=exact), x, h)[0]
+        (inner,) = by_rows(tile, partial(layer.gate_times_up, exact=exact), h, *step.delta(l, "gate_up", h))
+        return by_rows(tile, layer.add_down, x, inner, *step.delta(l, "down", inner))[0]
 
     @torch.inference_mode()
     def finish(self, x: Tensor, tile: int | None) -> Tensor:

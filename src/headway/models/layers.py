@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headway.kernels.reference.linear import linear
+from headway.kernels.reference.lora import plus
 from headway.kernels.reference.mlp import gated_silu
 from headway.kernels.reference.norm import rms_norm
 from headway.kernels.reference.rope import rotate
@@ -30,7 +31,10 @@ class Linear:
 
 @dataclass(frozen=True, eq=False)
 class DecoderLayer:
-    """The weights of one decoder layer; q, k and v are stacked in one matrix, gate and up in another."""
+    """The weights of one decoder layer; q, k and v are stacked in one matrix, gate and up in another.
+
+    A `delta` is what adapters add to a matmul's output, in float32.
+    """
 
     input_norm: Tensor
     qkv: Linear
@@ -51,11 +55,10 @@ class DecoderLayer:
     def norm_in(self, x: Tensor) -> tuple[Tensor]:
         return (self.norm(x, self.input_norm),)
 
-    def project(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, h: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """h [R, E] → q [R, H, D], k and v [R, Hkv, D], before rotation."""
-        q, k, v = (
-            self.qkv(h).unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        )
+        heads = plus(self.qkv(h), delta).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.norm(q, self.q_norm), self.norm(k, self.k_norm)
         return q, k, v
@@ -64,15 +67,22 @@ class DecoderLayer:
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
-    def project_out(self, x: Tensor, mixed: Tensor) -> tuple[Tensor]:
+    def project_out(self, x: Tensor, mixed: Tensor, delta: Tensor | None = None) -> tuple[Tensor]:
         """The residual x [R, E] plus the projected attention mixed [R, H, D]."""
-        return (x + self.out(mixed.flatten(1)),)
+        return (x + plus(self.out(mixed.flatten(1)), delta),)
 
     def norm_mlp(self, x: Tensor) -> tuple[Tensor]:
         return (self.norm(x, self.mlp_norm),)
 
     def feed_forward(self, x: Tensor, h: Tensor, *, exact: bool) -> tuple[Tensor]:
-        return (x + self.down(self.gated(self.gate_up(h), exact=exact)),)
+        return self.add_down(x, *self.gate_times_up(h, exact=exact))
+
+    def gate_times_up(self, h: Tensor, delta: Tensor | None = None, *, exact: bool) -> tuple[Tensor]:
+        """h [R, E] → silu(gate) × up [R, F]."""
+        return (self.gated(plus(self.gate_up(h), delta), exact=exact),)
+
+    def add_down(self, x: Tensor, inner: Tensor, delta: Tensor | None = None) -> tuple[Tensor]:
+        return (x + plus(self.down(inner), delta),)
 
     def gated(self, gate_up: Tensor, *, exact: bool) -> Tensor:
         return gated_silu(gate_up, exact=exact)
@@ -81,3 +91,9 @@ class DecoderLayer:
 def fused(parts: list[Tensor]) -> Tensor:
     """Matrices of one width stacked into one."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def half_split(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows stored for rotation of neighboring pairs, reordered for rotation of halves."""
+    heads = rows.unflatten(0, (-1, head_dim // 2, 2))
+    return heads.transpose(1, 2).flatten(0, 2).contiguous()

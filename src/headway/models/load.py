@@ -24,7 +24,7 @@ from headway.models.decoder import Decoder
 from headway.models.files.dequant import FLOATS
 from headway.models.files.staging import Staging
 from headway.models.files.weights import Weights, open_weights
-from headway.models.layers import DecoderLayer, Linear, fused
+from headway.models.layers import DecoderLayer, Linear, fused, half_split
 from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer
 from headway.models.quantized.repack import load_matrix
 
@@ -231,7 +231,7 @@ class _Reader:
     def part(self, name: str, role: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self.tensor(name, shape)
         if role in ("q", "k") and self.config.interleaved_weights:
-            return _half_split(tensor, self.config.head_dim)
+            return half_split(tensor, self.config.head_dim)
         return tensor
 
     def frequencies(self) -> Tensor:
@@ -331,7 +331,7 @@ class _QuantizedReader:
     def part(self, at: str, role: str, shape: tuple[int, int], bias: bool) -> QuantizedMatrix:
         rows = None
         if role in ("q", "k") and self.reader.config.interleaved_weights:
-            rows = _half_split(torch.arange(shape[0]), self.reader.config.head_dim)
+            rows = half_split(torch.arange(shape[0]), self.reader.config.head_dim)
         name = at + self.reader.names[role]
         values = self.reader.tensor(f"{name}.bias", shape[:1]) if bias else None
         if values is not None and rows is not None:
@@ -356,9 +356,3 @@ class _QuantizedReader:
             rows=rows,
             bias=bias,
         )
-
-
-def _half_split(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows stored for rotation of neighboring pairs, reordered for rotation of halves."""
-    heads = rows.unflatten(0, (-1, head_dim // 2, 2))
-    return heads.transpose(1, 2).flatten(0, 2).contiguous()

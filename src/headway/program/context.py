@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
 
 import numpy as np
 
+from headway.base.adapters import AdapterMix
 from headway.base.errors import (
     Closed,
     ContextBusy,
@@ -23,6 +24,7 @@ from headway.base.probes import ProbeOf
 from headway.base.samplers import Sampler
 from headway.base.text import short_repr
 from headway.kv.table import PageTable
+from headway.program.adapters import AdapterArgument, mix_of
 from headway.program.chat.conversation import Conversation
 from headway.program.chat.messages import Messages
 from headway.program.chat.reply import ChatLimits, ChatReply, Choice
@@ -33,7 +35,7 @@ from headway.program.forward import Execution, Forward
 from headway.program.generation.defaults import GenerationDefaults
 from headway.program.generation.draws import checked_probes
 from headway.program.generation.generator import Generation
-from headway.program.generation.parameters import Beams, Draws, OneSequence, refuse, settle
+from headway.program.generation.parameters import Beams, Draws, OneSequence, settle
 from headway.program.generation.sequences import Generations, start
 from headway.program.generation.speculation.drafter import Drafter
 from headway.program.ids import integers, token_ids
@@ -200,22 +202,28 @@ class Context:
         self._check_open()
         return Forward(self)
 
-    async def flush(self, attention_mask: Mask | Sequence[Sequence[int]] | None = None, adapter: object = None) -> None:
-        """Compute the pending tokens. Raw mask rows apply to the pending tokens, one row each."""
-        if adapter is not None:
-            self.forward().adapter(adapter)
+    async def flush(
+        self,
+        attention_mask: Mask | Sequence[Sequence[int]] | None = None,
+        adapter: AdapterArgument | None = None,
+    ) -> None:
+        """Compute the pending tokens. Raw mask rows apply to the pending tokens, one row each.
+
+        `adapter` is a LoRA adapter, a pair with its scale, or a list of these.
+        """
+        mix = mix_of(self.engine, adapter)
         if not self.pending:
             if attention_mask is not None:
                 raise InvalidInput(
                     "flush was given an attention mask and there are no pending tokens for it to apply to"
                 )
             return
-        await self._flush(attention_mask)
+        await self._flush(attention_mask, mix)
 
-    async def _flush(self, attention_mask: Mask | Sequence[Sequence[int]] | None) -> None:
+    async def _flush(self, attention_mask: Mask | Sequence[Sequence[int]] | None, mix: AdapterMix | None) -> None:
         with self._changing():
             waiting = self._pending
-            forward = self.forward()
+            forward = self.forward()._under(mix)
             if attention_mask is not None:
                 forward.attention_mask(attention_mask)
             forward._flushing(len(waiting))
@@ -323,7 +331,7 @@ class Context:
         probe: ProbeOf[Any] | Iterable[ProbeOf[Any]] | None = None,
         attention_mask: Mask | None = None,
         penalize_prompt: bool = True,
-        adapter: object = None,
+        adapter: AdapterArgument | None = None,
         speculate: Drafter | None = None,
         **unknown: object,
     ) -> Generation[Any] | Generations[Any]:
@@ -338,8 +346,9 @@ class Context:
         `max_length` and `min_length` count the prompt, `max_tokens` and `min_tokens` do not.
 
         Stops add to the model's own end tokens, unless `stop_only`; end tokens and stop ids cannot come before the
-        minimum. `constrain` is a `Grammar` or an object with `mask`, `accept` and `rollback`. The repetition penalty
-        counts the prompt too, unless `penalize_prompt=False`.
+        minimum. With `adapter` (a LoRA adapter, a pair with its scale, or a list of these) pending and new tokens are
+        computed under it. `constrain` is a `Grammar` or an object with `mask`, `accept` and `rollback`. The repetition
+        penalty counts the prompt too, unless `penalize_prompt=False`.
 
         With `num_beams` or `num_return_sequences` the result is `Generations`: several sequences on shared pages. The
         first, which is the best of the beams, continues in this context. Without beams, the seeds of the draws are
@@ -348,7 +357,7 @@ class Context:
         self._check_open()
         for name in unknown:
             raise unknown_parameter(name)
-        refuse(adapter=adapter)
+        mix = mix_of(self.engine, adapter)
         stop_only = PARAMETERS["stop_only"].check(stop_only)
         penalize_prompt = PARAMETERS["penalize_prompt"].check(penalize_prompt)
         probes = checked_probes(self.engine.config, probe)
@@ -389,6 +398,7 @@ class Context:
                 attention_mask=attention_mask,
                 penalize_prompt=penalize_prompt,
                 speculate=speculate,
+                adapter=mix,
             )
             return start(self, parameters, several=num_beams is not None or num_return_sequences is not None)
 
@@ -417,15 +427,18 @@ class Context:
         max_rounds: int = 8,
         tool_timeout: float | None = 30.0,
         timeout: float | None = None,
+        adapter: AdapterArgument | None = None,
     ) -> ChatReply:
         """Append messages and get the reply: an async iterator of parts; `await reply.text()` collects the answer.
 
         `tools` are typed functions, which are run when the model calls them, or schemas. `max_tokens` bounds each
-        message, `max_rounds` how often calls are run, `tool_timeout` one call and `timeout` all, in seconds.
+        message, `max_rounds` how often calls are run, `tool_timeout` one call and `timeout` all, in seconds. `adapter`
+        is as in `generate`.
         """
         limits = ChatLimits(max_tokens, max_rounds, tool_timeout, timeout)
         options: dict[str, Any] = {"tools": tools, "tool_choice": tool_choice, "tool_format": tool_format}
-        return ChatReply(self, messages, sampler, **options, on_error=on_error, stop=stop, limits=limits)
+        mix = mix_of(self.engine, adapter)
+        return ChatReply(self, messages, sampler, **options, on_error=on_error, stop=stop, limits=limits, adapter=mix)
 
     # -- changing --------------------------------------------------------------------------------------------------
 

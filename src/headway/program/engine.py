@@ -25,6 +25,8 @@ from headway.base.text import short_repr
 from headway.kv.allocator import Allocator
 from headway.kv.pool import Pool
 from headway.kv.table import PageTable
+from headway.models.adapters.adapter import Adapter
+from headway.models.adapters.bound import BoundAdapter
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.fingerprint import fingerprint
@@ -41,6 +43,7 @@ from headway.program.pool_size import PoolSize, weight_bytes
 from headway.program.prefix_cache import PrefixCache
 from headway.program.run_in_thread import run_in_thread
 from headway.program.snapshots import Snapshots
+from headway.runtime.adapters import DeviceWeights, LoadedAdapters
 from headway.runtime.device import dtype_name, pick_device, pick_dtype, pick_threads
 from headway.runtime.loop import Loop
 from headway.runtime.memory import running_out
@@ -99,6 +102,8 @@ class EngineStats:
     preemptions: int
     drafted: int
     accepted: int
+    adapters: int  # loaded now
+    adapter_bytes: int  # on the device
 
 
 class Engine:
@@ -208,6 +213,7 @@ class Engine:
             on_start=lambda: torch.set_num_threads(1 if native else count),
         )
         weakref.finalize(self, self._loop.close)  # when the engine is garbage, or still open as Python exits
+        self._adapters = LoadedAdapters(self.config, partial(_upload, self._loop, runner, decoder.device))
         self._snapshots = Snapshots(self, settings().cache / "snapshots")
         with _engines_lock:
             _engines.add(self)
@@ -313,6 +319,16 @@ class Engine:
         """Forget the context saved under a name; False when there was none."""
         return self._snapshots.delete(name)
 
+    # -- adapters --------------------------------------------------------------------------------------------------
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Load a LoRA adapter now, to stay until `unload_adapter`. A pass that names one loads it by itself."""
+        self._adapters.keep(adapter)
+
+    def unload_adapter(self, adapter: Adapter) -> None:
+        """Let go of an adapter. Passes, contexts and snapshots that need it keep it until they end."""
+        self._adapters.drop(adapter)
+
     # -- the model -------------------------------------------------------------------------------------------------
 
     @property
@@ -396,6 +412,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Pages now, and steps and tokens so far."""
+        adapters, adapter_bytes = self._adapters.figures()
         with self._lock:
             self._loop.drain()
             done = self._loop.counters
@@ -414,6 +431,8 @@ class Engine:
                 preemptions=self._loop.kv_cache.preemptions,
                 drafted=done.drafted,
                 accepted=done.accepted,
+                adapters=adapters,
+                adapter_bytes=adapter_bytes,
             )
 
     def page_map(self) -> PageMap:
@@ -470,6 +489,14 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _upload(loop: Loop, runner: Runner, device: torch.device, adapter: BoundAdapter) -> DeviceWeights:
+    """An adapter's weights on the device, uploaded by the worker, which owns it."""
+    uploaded: list[DeviceWeights] = []
+    with running_out(device, f"loading the adapter {adapter.name!r}"):
+        loop.call(lambda: uploaded.append(runner.load_adapter(adapter)))
+    return uploaded[0]
 
 
 def engines() -> list[Engine]:

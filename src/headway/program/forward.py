@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from headway.base.adapters import AdapterMix, LoadedWeights
 from headway.base.brle import Brle
 from headway.base.checks import check_number
 from headway.base.errors import (
@@ -31,6 +32,8 @@ from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, Sampling, bias_array, resolve
 from headway.base.text import short_repr
+from headway.models.adapters.adapter import Adapter
+from headway.program.adapters import use_of
 from headway.program.checks import check_probe, check_readout, check_reread, check_windows
 from headway.program.ids import check_position, integers, position_ids, token_ids
 from headway.program.output import Output, ProbeHandle, SampleHandle
@@ -81,6 +84,7 @@ class Forward:
         self._biases: list[_OverTokens] = []
         self._async_mask: AsyncLogitMask | None = None
         self._commit = True
+        self._uses: list[tuple[LoadedWeights, float]] = []
         self._executed = False
         self._feeds: list[tuple[int, SampleHandle, int]] = []  # (row, whose token, which)
         self._job: Job | None = None
@@ -174,9 +178,17 @@ class Forward:
         self._async_mask = mask
         return self
 
-    def adapter(self, adapter: object, scale: float = 1.0) -> Forward:
-        """LoRA adapters are not supported yet."""
-        raise Unsupported("adapters are not supported yet; load a model with the adapter merged into its weights")
+    def adapter(self, adapter: Adapter, scale: float = 1.0) -> Forward:
+        """Compute this pass under a LoRA adapter, pending rows included. Several add up, each times its scale."""
+        self._check_open()
+        self._uses.append(use_of(self._context.engine, adapter, scale))
+        return self
+
+    def _under(self, mix: AdapterMix | None) -> Forward:
+        """Compute this pass under a mix that is loaded already."""
+        if mix is not None:
+            self._uses += mix.uses
+        return self
 
     def defer_commit(self) -> Forward:
         """Leave full pages working after the pass; commit them with `ctx.inner().commit_working_pages`."""
@@ -259,7 +271,7 @@ class Forward:
         tokens = [*view.pending, *self._tokens]
         if not tokens and not self._asks:
             raise InvalidInput("this pass has no input and reads nothing; give it tokens, a sampler or a probe")
-        positions = self._place(view.next_position, pending)
+        positions, mix = self._place(view.next_position, pending), AdapterMix.of(self._uses)
         return Pass(
             tokens=tuple(tokens),
             positions=positions,
@@ -269,6 +281,7 @@ class Forward:
             causal=self._causal,
             commit=self._commit,
             feeds=tuple(Feed(pending + row, handle.first + i) for row, handle, i in self._feeds),
+            adapters=None if mix is None else (mix,) * len(tokens),
         )
 
     def _place(self, first: int, pending: int) -> Sequence[int]:

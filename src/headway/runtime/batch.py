@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headway.base.adapters import AdapterMix, Mixes
 from headway.base.brle import Brle
 from headway.base.probes import AttentionScores, Hidden, LogitLens, Probe
 from headway.base.samplers import Sampling
@@ -41,6 +42,7 @@ class Segment(NamedTuple):
     keep_last: bool
     kept: object
     before_position: int  # of the token before the pass; -1 when there is none
+    adapters: Mixes | None = None  # what each row is computed under; None: no row has an adapter
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -61,6 +63,7 @@ class DecodeRows:
     masks: tuple[Brle | None, ...] | None  # None: every row attends to all slots up to its own
     readouts: tuple[Readout, ...]
     seeds: np.ndarray  # of the readouts, uint64
+    adapters: Mixes | None = None  # as in Segment
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -91,6 +94,18 @@ class Batch:
         return len(self.tokens) + self.decode_count
 
     @property
+    def adapters(self) -> list[AdapterMix | None] | None:
+        """What each row of the forward pass is computed under, decode rows first; None: no row has an adapter."""
+        parts = [*([] if self.decode is None else [(len(self.decode), self.decode.adapters)])]
+        parts += [(len(segment.rows), segment.adapters) for segment in self.segments]
+        if all(adapters is None for _, adapters in parts):
+            return None
+        mixes: list[AdapterMix | None] = []
+        for rows, adapters in parts:
+            mixes += [None] * rows if adapters is None else adapters
+        return mixes
+
+    @property
     def computed(self) -> int:
         """Tokens whose keys and values are kept."""
         return len(self.write_rows) + self.decode_count
@@ -119,6 +134,7 @@ class Chunk:
     masks: tuple[Brle | None, ...]
     asked: tuple[tuple[int, int], ...]
     before_position: int
+    adapters: Mixes | None
 
     @property
     def is_last(self) -> bool:
@@ -156,6 +172,7 @@ def lay_out(
         masks=(table.masks[-1], *masks) if reread else masks,
         asked=_asked(work, start, stop, reread),
         before_position=before_position,
+        adapters=_adapters(work, table, start, stop, reread),
     )
 
 
@@ -232,6 +249,15 @@ def reads_final_state(what: Sampling | Probe) -> bool:
     return not isinstance(what, AttentionScores | Hidden | LogitLens)
 
 
+def _adapters(work: Pass, table: PageTable, start: int, stop: int, reread: bool) -> Mixes | None:
+    """What a chunk's rows are computed under: the token before the pass as its slot was."""
+    before = table.adapters[-1] if reread else None
+    if work.adapters is None and before is None:
+        return None
+    mixes = (None,) * (stop - start) if work.adapters is None else work.adapters[start:stop]
+    return (before, *mixes) if reread else mixes
+
+
 def _segment(chunk: Chunk, first: int, slots: np.ndarray, positions: bool) -> Segment:
     last, readouts = first + len(chunk.masks), chunk.work.readouts
     return Segment(
@@ -245,6 +271,7 @@ def _segment(chunk: Chunk, first: int, slots: np.ndarray, positions: bool) -> Se
         keep_last=chunk.is_last and chunk.stop > chunk.start,
         kept=chunk.table.state,
         before_position=chunk.before_position,
+        adapters=chunk.adapters,
     )
 
 

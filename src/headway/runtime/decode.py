@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from headway.base.adapters import AdapterMix
 from headway.base.brle import Brle
 from headway.base.masks import Mask
 from headway.kv.table import Mark, PageTable
@@ -35,6 +36,7 @@ class Decode:
     end_ids: frozenset[int]
     left: int  # tokens that may still be sampled
     constraint: ConstraintCursor | None = None
+    adapters: AdapterMix | None = None  # what its tokens are computed under
     logit_mask: DecodeMask | None = None  # of the next token, if a constraint binds it
     base: int = -1
     token: int = 0
@@ -86,7 +88,7 @@ class Decode:
         """The token after the table's last was computed, and another one sampled."""
         table = job.table
         page = job.pages.pop(0) if job.pages and table.length == len(table.pages) * table.page_size else None
-        table.append(self.token, mask, page, state)
+        table.append(self.token, mask, page, state, self.adapters)
         self.stamp = table.stamp
         job.waited = job.waited_before = 0  # as if every token were a pass of its own
         complete = (self.base + self.taken) // table.page_size  # pages of which the program has taken every token
@@ -125,7 +127,8 @@ class Decode:
         """The next token as an ordinary pass."""
         mask = self.attends(table.length)
         readout = self.readout if self.logit_mask is None else replace(self.readout, async_mask=self.logit_mask)
-        return Pass((self.token,), (table.next_position,), None if mask is None else (mask,), (readout,))
+        masks, adapters = None if mask is None else (mask,), None if self.adapters is None else (self.adapters,)
+        return Pass((self.token,), (table.next_position,), masks, (readout,), adapters=adapters)
 
     def cut(self, table: PageTable) -> None:
         """Take back what the program has not taken: its last token is the next to be computed again.

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from headway.base.adapters import Mixes
 from headway.base.brle import Brle
 from headway.base.errors import InvalidInput, InvalidMask
 from headway.base.probes import Probe
@@ -116,7 +117,8 @@ class Pass:
 
     `masks` has for each token what it attends to (1 = attend): slots 0 to its own, or all slots of the pass when not
     causal; None for a token that sees every live slot up to itself. `pending` says how many leading tokens came from
-    the pending buffer. With `commit=False` full pages stay working pages.
+    the pending buffer. With `commit=False` full pages stay working pages. `adapters` has what each token is computed
+    under, None for a pass without adapters.
     """
 
     tokens: tuple[int, ...]
@@ -127,6 +129,7 @@ class Pass:
     causal: bool = True
     commit: bool = True
     feeds: tuple[Feed, ...] = ()
+    adapters: Mixes | None = None
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.positions):
@@ -136,6 +139,10 @@ class Pass:
         if self.masks is not None and len(self.masks) != len(self.tokens):
             raise InvalidMask(
                 f"a pass has {len(self.tokens)} tokens and {len(self.masks)} masks; give one each, or None"
+            )
+        if self.adapters is not None and len(self.adapters) != len(self.tokens):
+            raise InvalidInput(
+                f"a pass has {len(self.tokens)} tokens and adapters for {len(self.adapters)}; give one each, or None"
             )
         if not 0 <= self.pending <= len(self.tokens):
             raise InvalidInput(f"pending is {self.pending}; it counts leading tokens, 0 to {len(self.tokens)}")
@@ -155,7 +162,8 @@ class Pass:
             if readout.async_mask is not None:
                 readout.async_mask.start(tokens)
         readouts = tuple([_counted(r, before, tokens) if r.seen_by_rows else r for r in self.readouts])
-        return Pass(tuple(tokens), self.positions, self.masks, readouts, self.pending, self.causal, self.commit)
+        masks, pending, causal, commit = self.masks, self.pending, self.causal, self.commit
+        return Pass(tuple(tokens), self.positions, masks, readouts, pending, causal, commit, adapters=self.adapters)
 
     def mask(self, i: int) -> Brle | None:
         return None if self.masks is None else self.masks[i]

@@ -132,11 +132,11 @@ class GgufWeights:
 class SafetensorsWeights:
     """The tensors of a folder with `model.safetensors`, or with shards and `model.safetensors.index.json`.
 
-    If both exist the single file is used, as Hugging Face does.
+    If both exist the single file is used, as Hugging Face does. `single` is its name.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike[str], single: str = SINGLE) -> None:
+        self.folder, self._single = Path(folder), single
         self._maps: dict[Path, mmap.mmap] = {}
         self._entries: dict[str, Entry] = {}
         self._closed = False
@@ -186,8 +186,8 @@ class SafetensorsWeights:
         self.close()
 
     def _read(self) -> None:
-        if os.path.exists(self.folder / SINGLE):
-            self._add(self.folder / SINGLE)
+        if os.path.exists(self.folder / self._single):
+            self._add(self.folder / self._single)
         elif os.path.exists(self.folder / INDEX):
             self._read_shards(self.folder / INDEX)
         else:

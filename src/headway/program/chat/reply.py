@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from headway.base.adapters import AdapterMix
 from headway.base.errors import DeadlineExceeded, InvalidInput, ToolFailed
 from headway.base.samplers import Sampler
 from headway.program.chat.forced_calls import Item, Script, forced_call, free
@@ -94,8 +95,10 @@ class ChatReply:
         on_error: Literal["tell", "raise"] = "tell",
         stop: str | Iterable[str | int] = (),
         limits: ChatLimits | None = None,
+        adapter: AdapterMix | None = None,
     ) -> None:
         self.limits = limits or ChatLimits()
+        self._adapter = adapter
         if on_error not in ("tell", "raise"):
             raise InvalidInput(f"on_error is {on_error!r}; it must be 'tell' (the model) or 'raise'")
         self._context, self._sampler = context, sampler
@@ -203,7 +206,9 @@ class ChatReply:
         self._item = False
         self._reader.begin(self._context.text_before)
         stop = self._stop if item is None else ()
-        self._generation = self._context.generate(self._sampler, max_tokens=left, stop=stop, constrain=item)
+        self._generation = self._context.generate(
+            self._sampler, max_tokens=left, stop=stop, constrain=item, adapter=self._adapter
+        )
 
     def _take(self, step: Step) -> None:
         self._drawn += len(step.tokens)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self
 
 import numpy as np
 
+from headway.base.adapters import AdapterMix
 from headway.base.errors import ContextLengthExceeded, InvalidInput
 from headway.base.generation import PARAMETERS
 from headway.base.probes import Logits, Value_co
@@ -79,16 +80,17 @@ async def beam_search(
     stop: Sequence[str] = (),
     constrain: Grammar | Constraint | None = None,
     probe: Probes = None,
+    adapter: AdapterMix | None = None,
     adopt: bool = False,
 ) -> list[Continuation[Any]]:
     """The best continuations of a context, best first; fewer than asked for when no more have any probability.
 
     The end tokens are the model's own unless `eos_ids` names others; `stop_ids` add to them, and so do the strings of
     `stop`. With `do_sample` the candidates of each step are drawn without replacement, at `temperature`, among the
-    `top_k` and `top_p` best of each beam (all, unless given). `attention_mask` applies to every pass. Each beam follows
-    a copy of the constraint, and has what the probes read before each of its tokens. The context is left as it was;
-    with `adopt` the best sequence is appended and computed, on the beams' pages where they are still cached, and the
-    constraint has accepted it. For one beam, use `ctx.generate(...)`.
+    `top_k` and `top_p` best of each beam (all, unless given). `attention_mask` and `adapter` apply to every pass. Each
+    beam follows a copy of the constraint, and has what the probes read before each of its tokens. The context is left
+    as it was; with `adopt` the best sequence is appended and computed, on the beams' pages where they are still cached,
+    and the constraint has accepted it. For one beam, use `ctx.generate(...)`.
     """
     own = context.engine.eos_ids if eos_ids is None else token_ids(eos_ids, context.engine.vocab_size, "eos_ids")
     stops = frozenset(token_ids(stop_ids, context.engine.vocab_size, "stop_ids"))
@@ -112,14 +114,14 @@ async def beam_search(
     if first is not None and first.finished:
         return [Continuation((), "", "constraint", 0.0, seed)]
     search = BeamSearch(rules, context.tokens, context.engine.config.max_positions - context._room() - 1, first)
-    with _BeamContexts(context.fork(), attention_mask, probe) as beams:
+    with _BeamContexts(context.fork(), attention_mask, adapter, probe) as beams:
         following = search.step(*await beams.read(search.allowed()))
         while following is not None:
             beams.follow([parent for parent, _ in following])
             following = search.step(*await beams.read(search.allowed(), [token for _, token in following]))
         best = [_continuation(context.engine, end, score, seed, text_before) for end, score in search.results()]
         if adopt and best[0].tokens:
-            await _masked(context, attention_mask).input(best[0].tokens).execute()
+            await _prepared(context, attention_mask, adapter).input(best[0].tokens).execute()
     if adopt and constrain is not None and not isinstance(constrain, Grammar):
         for token in best[0].tokens:
             constrain.accept(token)
@@ -159,16 +161,16 @@ def decoded(engine: Engine, tokens: Iterable[int], prompt: Sequence[int]) -> str
 # -- the contexts --------------------------------------------------------------------------------------------------
 
 
-def _masked(context: Context, attention_mask: Mask | None) -> Forward:
-    forward = context.forward()
+def _prepared(context: Context, attention_mask: Mask | None, adapter: AdapterMix | None) -> Forward:
+    forward = context.forward()._under(adapter)
     return forward if attention_mask is None else forward.attention_mask(attention_mask)
 
 
 class _BeamContexts:
     """The contexts of the running beams. One context stands for every beam until they part."""
 
-    def __init__(self, first: Context, attention_mask: Mask | None, probe: Probes) -> None:
-        self._attention_mask, self._probe = attention_mask, probe
+    def __init__(self, first: Context, attention_mask: Mask | None, adapter: AdapterMix | None, probe: Probes) -> None:
+        self._attention_mask, self._adapter, self._probe = attention_mask, adapter, probe
         self._contexts = [first]
         self._open = {first}
         self._lock = first.engine._lock
@@ -180,7 +182,7 @@ class _BeamContexts:
 
         Each beam is fed its token first, if any are given. Probes with `masked=True` see what is allowed.
         """
-        forwards = [_masked(context, self._attention_mask) for context in self._contexts]
+        forwards = [_prepared(context, self._attention_mask, self._adapter) for context in self._contexts]
         for forward, token in zip(forwards, tokens):
             forward.input([token])
         handles = [forward.probe(-1, Logits()) for forward in forwards]

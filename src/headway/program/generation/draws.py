@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from headway.base.adapters import AdapterMix
 from headway.base.errors import InvalidInput, WrongType
 from headway.base.masks import Mask
 from headway.base.probes import Probe
@@ -40,6 +41,7 @@ class Drawing:
     probe: Probes
     attention: Mask | None  # what any row attends to
     penalize_prompt: bool
+    adapter: AdapterMix | None = None  # what its tokens, and pending ones, are computed under
 
     @staticmethod
     def of(
@@ -51,6 +53,7 @@ class Drawing:
         probe: Probes,
         attention_mask: Mask | None,
         penalize_prompt: bool,
+        adapter: AdapterMix | None = None,
     ) -> Drawing:
         """From the arguments of `generate`; a sampler without a seed gets the context's."""
         what = resolve(sampler)
@@ -59,7 +62,7 @@ class Drawing:
         if what.seed != seed:
             what = replace(what, seed=seed)
         attention = _symbolic(attention_mask)
-        return Drawing(what, seed, chosen is not None, end_ids, least, probe, attention, penalize_prompt)
+        return Drawing(what, seed, chosen is not None, end_ids, least, probe, attention, penalize_prompt, adapter)
 
     def reseeded(self, seed: int | None) -> Drawing:
         """With another seed, or with fresh entropy."""
@@ -73,7 +76,7 @@ class Drawing:
 
         `mask` is the async logit mask that depends on the token being sampled.
         """
-        forward, constraint = context.forward(), transcript.constraint
+        forward, constraint = context.forward()._under(self.adapter), transcript.constraint
         if fed is not None:
             forward.input(fed)
         if self.attention is not None:

@@ -21,6 +21,7 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Self
 
+from headway.base.adapters import AdapterMix
 from headway.base.errors import (
     Closed,
     ContextBusy,
@@ -35,7 +36,6 @@ from headway.base.errors import (
 from headway.base.masks import Mask
 from headway.base.probes import Value_co
 from headway.base.samplers import Sampler
-from headway.base.text import short_repr
 from headway.program.constraints.constraint import Constraint, GrammarMatcher, compile_async
 from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
@@ -76,11 +76,10 @@ class Generation(Generic[Value_co]):
         constrain: Grammar | Constraint | None = None,
         probe: Probes = None,
         attention_mask: Mask | None = None,
-        adapter: object = None,
+        adapter: AdapterMix | None = None,
         speculate: Drafter | None = None,
         penalize_prompt: bool = True,
     ) -> None:
-        _refuse(adapter=adapter)
         if speculate is not None:
             check_drafter(speculate)
         self._most = _count(max_tokens)
@@ -98,6 +97,7 @@ class Generation(Generic[Value_co]):
             probe=probe,
             attention_mask=attention_mask,
             penalize_prompt=penalize_prompt,
+            adapter=adapter,
         )
         self._context = context
         self._grammar = constrain if isinstance(constrain, Grammar) else None  # compiled before the first pass
@@ -592,11 +592,3 @@ def _count(max_tokens: int) -> int:
     if count < 1:
         raise InvalidInput(f"max_tokens is {max_tokens}; it takes a whole number from 1")
     return count
-
-
-def _refuse(**later: object) -> None:
-    for name, value in later.items():
-        if value is not None:
-            raise Unsupported(
-                f"{name}={short_repr(value)} was given; generate does not support {name} yet, leave it out"
-            )

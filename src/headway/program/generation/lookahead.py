@@ -98,7 +98,8 @@ class Lookahead:
             assert self._mask is not None
             self._cursor = GrammarCursor(self._mask, constraint, self._end_ids, engine.vocab_size)
         readout = replace(job.work.readouts[0], async_mask=None)
-        engine._loop.decode(job, Decode(readout, attention, self._end_ids, left, self._cursor))
+        adapters = None if job.work.adapters is None else job.work.adapters[0]
+        engine._loop.decode(job, Decode(readout, attention, self._end_ids, left, self._cursor, adapters))
 
     # -- the step that it makes ------------------------------------------------------------------------------------
 

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Required, TypedDict
 
+from headway.base.adapters import AdapterMix
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.generation import PARAMETERS
 from headway.base.masks import Mask
 from headway.base.probes import Ranking
 from headway.base.samplers import Sampler, Sampling, resolve
 from headway.base.text import short_repr
+from headway.program.adapters import AdapterArgument
 from headway.program.constraints.constraint import Constraint, check_constraint
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.defaults import FILE, SAMPLED, GenerationDefaults
@@ -54,7 +56,7 @@ class Options(TypedDict, total=False):
     constrain: Grammar | Constraint | None
     attention_mask: Mask | None
     penalize_prompt: bool
-    adapter: object
+    adapter: AdapterArgument | None
     speculate: Drafter | None
 
 
@@ -98,6 +100,7 @@ class Parameters:
     attention_mask: Mask | None
     penalize_prompt: bool
     speculate: Drafter | None
+    adapter: AdapterMix | None = None
 
     @property
     def draws(self) -> bool:
@@ -152,15 +155,6 @@ def settle(
     else:
         _check_beams(settled)
     return settled
-
-
-def refuse(**unsupported: object) -> None:
-    """Raise for an argument that has a value and is not supported yet."""
-    for name, value in unsupported.items():
-        if value is not None:
-            raise Unsupported(
-                f"{name}={short_repr(value)} was given; generate does not support {name} yet, leave it out"
-            )
 
 
 def _override(base: GenerationDefaults, given: GenerationDefaults) -> GenerationDefaults:

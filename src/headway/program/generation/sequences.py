@@ -109,9 +109,9 @@ class Generations(Generic[Value_co]):
         """
         first, *others = await self.sequences()
         home = self.context
-        if others and self._parameters.attention_mask is not None:
+        if others and (self._parameters.attention_mask is not None or self._parameters.adapter is not None):
             raise Unsupported(
-                "contexts() cannot write tokens that were generated under an attention_mask; "
+                "contexts() cannot write tokens that were generated under an attention_mask or an adapter; "
                 "fork the context before, and generate in each fork"
             )
         if home.tokens[self._before :] != first.tokens:
@@ -206,6 +206,7 @@ class Generations(Generic[Value_co]):
             constrain=own.constrain,
             probe=own.probe,
             attention_mask=own.attention_mask,
+            adapter=own.adapter,
             adopt=True,
             **drawing,
         )
@@ -215,7 +216,7 @@ class Generations(Generic[Value_co]):
         home, own, count = self.context, self._parameters, self._parameters.num_return_sequences
         constraints = [own.constrain, *(copied(own.constrain) for _ in range(count - 1))]
         if count > 1 and home.pending:
-            await home.flush(own.attention_mask)
+            await home.flush(own.attention_mask, own.adapter)
         forks: list[Context] = []
         try:
             forks += [home.fork() for _ in range(count - 1)]
@@ -253,7 +254,7 @@ def derived_seed(seed: int, number: int) -> int:
 def _single(context: Context, parameters: Parameters) -> Generation:
     """One sequence, in this context."""
     names = ("max_tokens", "min_tokens", "stop", "stop_only", "constrain", "probe", "attention_mask", "penalize_prompt")
-    options: dict[str, Any] = {name: getattr(parameters, name) for name in (*names, "speculate")}
+    options: dict[str, Any] = {name: getattr(parameters, name) for name in (*names, "speculate", "adapter")}
     if parameters.no_repeat_ngram_size == 0:
         return Generation(context, parameters.sampler, **options)
     return Unrepeating(context, parameters.sampler, parameters.no_repeat_ngram_size, **options)

@@ -15,6 +15,8 @@ import numpy as np
 from headway.base.errors import HeadwayError
 from headway.base.samplers import Sampling
 from headway.kv.allocator import Edit
+from headway.models.adapters.bound import BoundAdapter
+from headway.runtime.adapters import DeviceWeights
 from headway.runtime.batch import Batch, Segment, needed_of
 from headway.runtime.passes import DecodeMask
 
@@ -67,6 +69,10 @@ class Runner(Protocol):
 
     def samples(self, how: Sampling) -> bool:
         """Whether decode rows can sample like this."""
+        ...
+
+    def load_adapter(self, adapter: BoundAdapter) -> DeviceWeights:
+        """An adapter's weights on the device. They go with their last reference."""
         ...
 
     def edit(self, edits: Sequence[Edit]) -> None:
@@ -127,6 +133,7 @@ def as_segments(batch: Batch, masks: Sequence[DecodeMask | None], page_size: int
                 keep_last=False,
                 kept=None,
                 before_position=-1,
+                adapters=None if rows.adapters is None else rows.adapters[i : i + 1],
             )
         )
     return Batch(

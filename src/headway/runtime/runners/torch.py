@@ -9,12 +9,14 @@ import torch
 from headway.base.samplers import Sampling
 from headway.kv.allocator import Edit
 from headway.kv.pool import Pool
+from headway.models.adapters.bound import BoundAdapter
 from headway.models.decoder import Decoder, DecoderInput
 from headway.runtime.batch import Batch
 from headway.runtime.profile import Profiler, step_bytes
 from headway.runtime.readout import Reader, make_hooks, segment_results
 from headway.runtime.runners.attention_groups import plan
 from headway.runtime.runners.base import DECODE_LIMIT, Deferred, SegmentResult
+from headway.runtime.runners.row_adapters import TorchAdapter, TorchRowAdapters
 
 TILE = 16  # rows of every matmul in deterministic mode
 
@@ -41,6 +43,9 @@ class TorchRunner:
     def samples(self, how: Sampling) -> bool:
         return not how.penalizes
 
+    def load_adapter(self, adapter: BoundAdapter) -> TorchAdapter:
+        return TorchAdapter.of(adapter, self.decoder.config, self.decoder.device)
+
     @torch.inference_mode()
     def edit(self, edits: Sequence[Edit]) -> None:
         self.pool.apply(edits)
@@ -65,12 +70,15 @@ class TorchRunner:
         """The batch's arrays on the device."""
         device = self.decoder.device
         whole = len(batch.write_rows) == len(batch.tokens)
+        mixes, config = batch.adapters, self.decoder.config
+        by_row = self.tile is not None
         return DecoderInput(
             tokens=torch.from_numpy(batch.tokens).to(device),
             positions=torch.from_numpy(batch.positions).to(device),
             write_rows=None if whole else torch.from_numpy(batch.write_rows).to(device),
             write_slots=torch.from_numpy(batch.write_slots).to(device),
             groups=plan(batch, self.windows, self.page_size, device),
+            adapters=None if mixes is None else TorchRowAdapters(mixes, config, device, by_row=by_row),
         )
 
 

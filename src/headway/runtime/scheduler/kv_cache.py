@@ -106,6 +106,7 @@ class KVCache:
             tokens=tuple(table.tokens),
             positions=tuple(table.positions),
             masks=None if all(m is None for m in masks) else tuple(masks),
+            adapters=None if all(a is None for a in table.adapters) else tuple(table.adapters),
         )
         job.replayed = known * table.page_size
 
@@ -152,7 +153,7 @@ class KVCache:
         aligned = job.base % size == 0 and len(table.pages) == job.base // size == table.committed
         if not (plain and aligned) or table.last_key is None or table.spans or not table.repeatable:
             return []
-        return chain(table.last_key, work.tokens, work.positions, work.masks, size)
+        return chain(table.last_key, work.tokens, work.positions, work.masks, size, adapters=work.adapters)
 
     def _found(self, keys: list[bytes], limit: int) -> list[int]:
         """The leading pages that are in the prefix cache, at most `limit`."""

@@ -391,7 +391,7 @@ class Scheduler:
             job.pages_trimmed = _trimmed(job)
             self.counters.pages_trimmed += job.pages_trimmed
         masks = (None,) * count if work.masks is None else work.masks
-        log = Log(work.tokens, work.positions, masks, 0 if work.causal else work.rows)
+        log = Log(work.tokens, work.positions, masks, 0 if work.causal else work.rows, work.adapters)
         table.advance(log, job.pages, commit=work.commit, keys=job.keys)
         if count:
             table.state = result.state

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from headway.base.adapters import Mixes
 from headway.base.brle import Brle
 from headway.base.errors import HeadwayError
 from headway.base.samplers import NO_TOKEN, Sampling
@@ -107,6 +108,7 @@ class RunAhead:
             masks=masks,
             readouts=readouts,
             seeds=np.array([r.seed for r in readouts], np.uint64),
+            adapters=_adapters(jobs),
         )
 
     def _next(self, at: list[int], tokens: np.ndarray, masks: Masks) -> DecodeRows:
@@ -131,6 +133,7 @@ class RunAhead:
             masks=masks,
             readouts=rows.readouts,
             seeds=rows.seeds,
+            adapters=rows.adapters,
         )
 
     # -- after a step ----------------------------------------------------------------------------------------------
@@ -194,6 +197,11 @@ def _masks(jobs: list[Job], slots: list[int]) -> Masks:
         return None
     masks = [_decode(job).attends(slot) for job, slot in zip(jobs, slots, strict=True)]
     return None if all(mask is None for mask in masks) else tuple(masks)
+
+
+def _adapters(jobs: list[Job]) -> Mixes | None:
+    mixes = tuple([_decode(job).adapters for job in jobs])
+    return None if all(mix is None for mix in mixes) else mixes
 
 
 def _tokens(jobs: list[Job], slots: list[int], before: Sequence[Job]) -> np.ndarray:

@@ -1,0 +1,82 @@
+"""An adapter that fits a model: every pair has its target's shape, and q and k rows lie as the model has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from headway.base.errors import BadModelFile
+from headway.models.adapters.adapter import Adapter
+from headway.models.adapters.low_rank import ROLES, LowRank, Target
+from headway.models.config import ModelConfig
+from headway.models.families import FAMILIES
+from headway.models.layers import half_split
+
+
+@dataclass(frozen=True, eq=False)
+class BoundAdapter:
+    """The pairs of an adapter by layer and role, checked against a config."""
+
+    digest: str
+    name: str
+    layers: tuple[Mapping[str, LowRank], ...]
+
+    @property
+    def rank(self) -> int:
+        return max(pair.rank for layer in self.layers for pair in layer.values())
+
+
+def bind(adapter: Adapter, config: ModelConfig) -> BoundAdapter:
+    """The adapter for a model of this config. Raises if it was trained on another model's shapes."""
+    what = f"the adapter {adapter.name!r}"
+    _check_architecture(adapter, config, what)
+    shapes = target_shapes(config)
+    layers: list[dict[str, LowRank]] = [{} for _ in range(config.layers)]
+    for target, pair in sorted(adapter.pairs.items()):
+        if target.layer >= config.layers:
+            raise BadModelFile(
+                f"{what} has weights for {target}, and the model has {config.layers} layers; it is another model's"
+            )
+        has, needs = (pair.b.shape[0], pair.a.shape[1]), shapes[target.role]
+        if has != needs:
+            raise BadModelFile(
+                f"{what} has weights of {list(has)} for {target}, and the model's matrix is {list(needs)}; it is "
+                "another model's"
+            )
+        if adapter.architecture is not None and target.role in ("q", "k") and _interleaves(adapter.architecture):
+            layers[target.layer][target.role] = replace(pair, b=half_split(pair.b, config.head_dim))
+        else:
+            layers[target.layer][target.role] = pair
+    _check_all_there(adapter, config, what)
+    return BoundAdapter(adapter.digest, adapter.name, tuple(layers))
+
+
+def target_shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The shape [N, K] of each role's matrix."""
+    e, f, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
+    shapes = ((q, e), (kv, e), (kv, e), (e, q), (f, e), (f, e), (e, f))
+    return dict(zip(ROLES, shapes, strict=True))
+
+
+def _interleaves(architecture: str) -> bool:
+    return any(family.interleaved_gguf for family in FAMILIES if family.gguf == architecture)
+
+
+def _check_architecture(adapter: Adapter, config: ModelConfig, what: str) -> None:
+    if adapter.architecture is None:
+        return
+    family = next(family for family in FAMILIES if family.name == config.family)
+    own = family.gguf or "llama"  # Mistral's GGUF files call themselves llama
+    if adapter.architecture != own:
+        raise BadModelFile(f"{what} is for the architecture {adapter.architecture!r}; the model's is {own!r}")
+
+
+def _check_all_there(adapter: Adapter, config: ModelConfig, what: str) -> None:
+    """Raise if the adapter's config targets a layer of the model for which it has no weights."""
+    if adapter.rules is None:
+        return
+    for layer in range(config.layers):
+        for role in ROLES:
+            target = Target(layer, role)
+            if target not in adapter.pairs and adapter.rules.has(f"model.{target}"):
+                raise BadModelFile(f"{what}: its config targets {target}, and there are no weights for it")

@@ -1,0 +1,76 @@
+"""llama.cpp's LoRA files: GGUF with general.type=adapter, and for each weight its name with .lora_a and .lora_b."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headway.base.errors import BadModelFile, Unsupported
+from headway.base.text import short_repr
+from headway.models.adapters.low_rank import Limits, LowRank, Target, check_layer
+from headway.models.files.gguf import GgufFile
+from headway.models.files.weights import GgufWeights
+
+NAMES = {
+    "attn_q": "q",
+    "attn_k": "k",
+    "attn_v": "v",
+    "attn_output": "o",
+    "ffn_gate": "gate",
+    "ffn_up": "up",
+    "ffn_down": "down",
+}
+NAME = re.compile(rf"blk\.(?P<layer>\d+)\.(?P<part>{'|'.join(NAMES)})\.weight\.lora_(?P<side>[ab])")
+
+
+def read_file(path: Path, limits: Limits) -> tuple[dict[Target, LowRank], str]:
+    """The pairs in a file, and the architecture that it says it is for."""
+    with GgufWeights(GgufFile.open(path)) as weights:
+        facts = weights.file.metadata
+        if facts.get("general.type") != "adapter":
+            raise BadModelFile(
+                f"{path} has general.type {short_repr(facts.get('general.type'))}; an adapter file says 'adapter'"
+            )
+        if facts.get("adapter.type") != "lora":
+            raise Unsupported(
+                f"{path} has adapter.type {short_repr(facts.get('adapter.type'))}; only 'lora' is supported"
+            )
+        if "adapter.alora.invocation_tokens" in facts:
+            raise Unsupported(f"{path} is activated by tokens (aLoRA), which is not supported")
+        architecture, alpha = facts.get("general.architecture"), facts.get("adapter.lora.alpha")
+        if not isinstance(architecture, str):
+            raise BadModelFile(f"{path} does not say its general.architecture")
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise BadModelFile(f"{path} has adapter.lora.alpha {short_repr(alpha)}; it must be a finite number")
+        limits.check_bytes(f"{path}", sum(weights.nbytes(name) for name in weights.names()))
+        sides = _sides(path, weights)
+    pairs = {}
+    for target, side in sides.items():
+        what = f"{path}: {target}"
+        if side.keys() != {"a", "b"}:
+            raise BadModelFile(f"{what} has only lora_{next(iter(side))}; lora_a and lora_b are needed")
+        limits.check(what, side["a"], side["b"])
+        scaling = alpha / side["a"].shape[0] if alpha else 1.0  # as llama.cpp does
+        pairs[target] = LowRank(side["a"], side["b"], limits.check_scaling(what, scaling))
+    if not pairs:
+        raise BadModelFile(f"{path} has no LoRA weights")
+    return pairs, architecture
+
+
+def _sides(path: Path, weights: GgufWeights) -> dict[Target, dict[str, Tensor]]:
+    sides: dict[Target, dict[str, Tensor]] = {}
+    for name in weights.names():
+        found = NAME.fullmatch(name)
+        if found is None:
+            raise Unsupported(
+                f"{path}: the tensor {short_repr(name)} is not LoRA of one of a decoder's linear layers "
+                f"({', '.join(NAMES)}); others are not supported"
+            )
+        target = Target(check_layer(found["layer"], f"{path}: {name}"), NAMES[found["part"]])
+        tensor = weights.load(name, dtype=torch.float32, device=torch.device("cpu")).clone()  # not the file's map
+        sides.setdefault(target, {})[found["side"]] = tensor
+    return sides

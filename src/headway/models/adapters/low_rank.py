@@ -1,0 +1,117 @@
+"""The two matrices of one LoRA target, and the names of targets.
+
+A target is a linear layer of the decoder: its layer's number and its role (`ROLES`). Stacked matrices (q, k and v; gate
+and up) are targets piece by piece, as files have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway.base.errors import BadModelFile
+from headway.base.text import short_repr
+
+ROLES = ("q", "k", "v", "o", "gate", "up", "down")
+MODULES: Mapping[str, str] = {
+    "self_attn.q_proj": "q",
+    "self_attn.k_proj": "k",
+    "self_attn.v_proj": "v",
+    "self_attn.o_proj": "o",
+    "mlp.gate_proj": "gate",
+    "mlp.up_proj": "up",
+    "mlp.down_proj": "down",
+}
+MAX_LAYERS = 1 << 12
+MAX_RANK = 1024
+MAX_BYTES = 8 << 30
+MAX_SCALING = 1e30
+
+
+class Target(NamedTuple):
+    """A linear layer of the decoder."""
+
+    layer: int
+    role: str
+
+    def __str__(self) -> str:
+        module = next(name for name, role in MODULES.items() if role == self.role)
+        return f"layers.{self.layer}.{module}"
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """What is added to a target's output: scaling × B (A x)."""
+
+    a: Tensor  # [r, K]
+    b: Tensor  # [N, r]
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    def delta(self) -> Tensor:
+        """The matrix [N, K] that would be added to the weight, in float32."""
+        return self.scaling * (self.b.float() @ self.a.float())
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How large an adapter may be."""
+
+    rank: int = MAX_RANK
+    nbytes: int = MAX_BYTES
+
+    def check_bytes(self, what: str, nbytes: int) -> None:
+        if nbytes > self.nbytes:
+            raise BadModelFile(f"{what} has {nbytes} bytes; the limit for an adapter is {self.nbytes}")
+
+    @staticmethod
+    def check_scaling(what: str, scaling: float) -> float:
+        """The scaling, if float32 can hold it."""
+        if not abs(scaling) <= MAX_SCALING:
+            raise BadModelFile(f"{what} has the scaling {scaling:g}; its size must be at most {MAX_SCALING:g}")
+        return scaling
+
+    def check(self, what: str, a: Tensor, b: Tensor) -> None:
+        """Raise unless these are finite matrices [r, K] and [N, r] of a rank within the limit."""
+        for side, tensor in (("A", a), ("B", b)):
+            if tensor.ndim != 2:
+                raise BadModelFile(f"{what}: {side} has shape {list(tensor.shape)}; a matrix is needed")
+            if not tensor.is_floating_point():
+                raise BadModelFile(f"{what}: {side} is stored as {tensor.dtype}; floats are needed")
+        if a.shape[0] != b.shape[1]:
+            raise BadModelFile(f"{what}: A has rank {a.shape[0]} and B has rank {b.shape[1]}; they must be equal")
+        if not 1 <= a.shape[0] <= self.rank:
+            raise BadModelFile(f"{what} has rank {a.shape[0]}; it must be in [1, {self.rank}]")
+        for side, tensor in (("A", a), ("B", b)):
+            if not bool(torch.isfinite(tensor).all()):
+                raise BadModelFile(f"{what}: {side} has a value that is not a finite number; save it again")
+
+
+def check_layer(layer: str, what: str) -> int:
+    """The number of a layer in a tensor's name."""
+    if len(layer) > 6 or int(layer) >= MAX_LAYERS:
+        raise BadModelFile(f"{what} names layer {short_repr(layer)}; layers go from 0 to {MAX_LAYERS - 1}")
+    return int(layer)
+
+
+def digest(pairs: Mapping[Target, LowRank], *facts: str) -> str:
+    """A strong hash of the weights: two adapters with the same one compute the same."""
+    total = blake2b(repr(facts).encode(), digest_size=32, person=b"headway-adapter")
+    for target in sorted(pairs):
+        pair = pairs[target]
+        for tensor in (pair.a, pair.b):
+            total.update(repr((target, tuple(tensor.shape), str(tensor.dtype), pair.scaling)).encode())
+            total.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return total.hexdigest()

@@ -1,0 +1,301 @@
+"""PEFT's LoRA adapters: adapter_config.json and adapter_model.safetensors, or the same as a dict of tensors.
+
+The config says which modules have LoRA, with which rank and alpha; the tensors are held to it. What changes a model in
+other ways (DoRA, biases, saved modules, embeddings, …) is refused by its name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.base.checks import check_integer, check_number
+from headway.base.errors import BadModelFile, ModelNotFound, Unsupported, WrongType
+from headway.base.files import read_json
+from headway.base.text import short_repr
+from headway.models.adapters.low_rank import MODULES, Limits, LowRank, Target, check_layer
+from headway.models.files.weights import SafetensorsWeights
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
+MAX_PATTERN = 4096  # characters of a pattern
+MAX_REPEATS = 6  # unbounded repetitions of a pattern: more could take for ever on a module's name
+NAME = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>(?:model\.)?layers\.(?P<layer>\d+)\.(?P<part>self_attn\.[qkvo]_proj|"
+    r"mlp\.(?:gate|up|down)_proj))\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight"
+)
+# Fields that must be empty, and what they are.
+REFUSED: Mapping[str, str] = {
+    "use_dora": "DoRA",
+    "modules_to_save": "whole modules (modules_to_save)",
+    "trainable_token_indices": "trainable tokens",
+    "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
+    "lora_bias": "biases (lora_bias)",
+    "layer_replication": "replicated layers",
+    "megatron_config": "Megatron layers",
+    "target_parameters": "parameters that are not linear layers (target_parameters)",
+    "alora_invocation_tokens": "activation by tokens (aLoRA)",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "Arrow routing",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+    "kasa_config": "KaSA",
+}
+# Ways to begin that change the base weights: the adapter then fits other weights than the model's.
+OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True, eq=False)
+class TargetRules:
+    """Which modules the config says have LoRA, by PEFT's rules."""
+
+    modules: str | tuple[str, ...]
+    excluded: str | tuple[str, ...]
+    layers: frozenset[int] | None
+    layers_patterns: tuple[str, ...]
+
+    def has(self, module: str) -> bool:
+        """Whether a module, such as `model.layers.0.mlp.up_proj`, has LoRA."""
+        if _named(self.excluded, module):
+            return False
+        if isinstance(self.modules, str):
+            return self.modules.lower() == "all-linear" or re.fullmatch(self.modules, module) is not None
+        if module in self.modules:
+            return True
+        return _named(self.modules, module) and (self.layers is None or self._layer(module) in self.layers)
+
+    def _layer(self, module: str) -> int | None:
+        """The number of the module's layer, where `layers_pattern` says layers are."""
+        patterns = [rf"(?:^|.*?\.){p}\.(?P<number>\d+)\." for p in self.layers_patterns]
+        for pattern in patterns or [r".*?\.[^.]*\.(?P<number>\d+)\."]:
+            if (found := re.match(pattern, module)) is not None:
+                return int(found["number"])
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class PeftAdapter:
+    """What was read: the pairs, and the config's rules if there was one."""
+
+    pairs: dict[Target, LowRank]
+    rules: TargetRules | None
+
+
+def read_folder(folder: Path, limits: Limits) -> PeftAdapter:
+    """The adapter in a folder."""
+    if not (folder / WEIGHTS).exists():
+        if (folder / PICKLE).exists():
+            raise Unsupported(
+                f"{folder} holds its weights as a pickle ({PICKLE}), which can run code and is never loaded; save the "
+                "adapter again with safe_serialization=True"
+            )
+        raise ModelNotFound(f"{folder} has no {WEIGHTS}; an adapter folder has that and {CONFIG}")
+    config = read_json(folder / CONFIG, required=True)
+    with SafetensorsWeights(folder, WEIGHTS) as weights:
+        limits.check_bytes(f"{folder / WEIGHTS}", sum(weights.nbytes(name) for name in weights.names()))
+        tensors = {name: _load(weights, name) for name in weights.names()}
+    return _read(tensors, config, None, limits, str(folder))
+
+
+def _load(weights: SafetensorsWeights, name: str) -> Tensor:
+    stored = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(weights.stored(name))
+    return weights.load(name, dtype=stored or torch.float32, device=torch.device("cpu")).clone()  # not the file's map
+
+
+def read_tensors(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None, alpha: float | None, limits: Limits
+) -> PeftAdapter:
+    """The adapter of tensors in memory."""
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise WrongType(f"{short_repr(name)} is {short_repr(tensor)}; give a dict from names to torch tensors")
+    limits.check_bytes("the adapter", sum(tensor.nbytes for tensor in tensors.values()))
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    if config is not None and not isinstance(config, Mapping):
+        raise WrongType(f"the config is {short_repr(config)}; give what adapter_config.json holds, or to_dict()")
+    return _read(copies, config, alpha, limits, "the adapter")
+
+
+def _read(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None, alpha: float | None, limits: Limits, where: str
+) -> PeftAdapter:
+    facts = None if config is None else _Config(config, where)
+    sides: dict[Target, dict[str, Tensor]] = {}
+    modules: dict[Target, str] = {}
+    for name, tensor in tensors.items():
+        found = NAME.fullmatch(name)
+        if found is None:
+            raise _stranger(name, where)
+        target = Target(check_layer(found["layer"], f"{where}: {name}"), MODULES[found["part"]])
+        side = sides.setdefault(target, {})
+        if found["side"] in side:
+            raise BadModelFile(f"{where}: {target} has two matrices {found['side']}; it must have one")
+        side[found["side"]], modules[target] = tensor, found["module"]
+    if not sides:
+        raise BadModelFile(f"{where} has no LoRA weights")
+    pairs: dict[Target, LowRank] = {}
+    for target, side in sides.items():
+        what = f"{where}: {target}"
+        if side.keys() != {"A", "B"}:
+            raise BadModelFile(f"{what} has only the matrix {next(iter(side))}; A and B are needed")
+        limits.check(what, side["A"], side["B"])
+        rank = side["A"].shape[0]
+        scaling = (1.0 if alpha is None else alpha / rank) if facts is None else facts.scaling(modules[target], rank)
+        pairs[target] = LowRank(side["A"], side["B"], limits.check_scaling(what, scaling))
+    return PeftAdapter(pairs, None if facts is None else facts.rules)
+
+
+def _stranger(name: str, where: str) -> Exception:
+    """The error for a tensor that is not LoRA of one of the decoder's linear layers."""
+    kinds = {
+        "lora_embedding": "LoRA of embeddings",
+        "lora_magnitude_vector": "DoRA",
+        "lm_head": "LoRA of the output matrix",
+        "token_adapter": "trainable tokens",
+    }
+    for part, kind in kinds.items():
+        if part in name:
+            return Unsupported(f"{where}: the tensor {short_repr(name)} is for {kind}, which is not supported; {MERGE}")
+    if ".lora_" not in name:
+        return Unsupported(
+            f"{where}: the tensor {short_repr(name)} replaces weights of the model (modules_to_save), which is not "
+            f"supported; {MERGE}"
+        )
+    return Unsupported(
+        f"{where}: the tensor {short_repr(name)} is for none of a decoder's linear layers "
+        f"({', '.join(MODULES)}); {MERGE}"
+    )
+
+
+MERGE = "merge the adapter into the weights, or train it on linear layers alone"
+
+
+class _Config:
+    """adapter_config.json, checked."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self._where = f"{where}: {CONFIG}"
+        kind = config.get("peft_type", "LORA")
+        kind = getattr(kind, "value", kind)
+        if kind != "LORA":
+            raise Unsupported(f"{self._where} has peft_type {short_repr(kind)}; only LORA is supported")
+        for field, meaning in REFUSED.items():
+            if config.get(field):
+                raise Unsupported(
+                    f"{self._where} has {field}={short_repr(config[field])}: {meaning}, which is not supported; {MERGE}"
+                )
+        if config.get("bias", "none") != "none":
+            raise Unsupported(f"{self._where} has bias={short_repr(config['bias'])}; only 'none' is supported; {MERGE}")
+        begin = config.get("init_lora_weights", True)
+        if isinstance(begin, str) and begin.startswith(OTHER_BASE):
+            raise Unsupported(
+                f"{self._where} has init_lora_weights={short_repr(begin)}, which changes the base weights; save the "
+                "adapter with path_initial_model_for_weight_conversion, which makes a plain LoRA of it"
+            )
+        self._rank = self._integer(config.get("r", 8), "r")
+        self._alpha = self._number(config.get("lora_alpha", 8), "lora_alpha")
+        self._ranks = {
+            key: self._integer(value, "rank_pattern") for key, value in self._patterns(config, "rank_pattern")
+        }
+        self._alphas = {key: self._number(v, "alpha_pattern") for key, v in self._patterns(config, "alpha_pattern")}
+        self._rslora = self._flag(config.get("use_rslora", False), "use_rslora")
+        self.rules = self._rules(config)
+
+    def scaling(self, module: str, rank: int) -> float:
+        """The scaling of a module, whose tensors must have the rank that the config says."""
+        if not self.rules.has(module):
+            raise BadModelFile(f"{self._where} does not target {module}, and there are tensors for it")
+        expected = self._ranks.get(_pattern_of(self._ranks, module), self._rank)
+        if rank != expected:
+            raise BadModelFile(f"{self._where} gives {module} rank {expected}, and its tensors have rank {rank}")
+        alpha = self._alphas.get(_pattern_of(self._alphas, module), self._alpha)
+        return alpha / (math.sqrt(rank) if self._rslora else rank)
+
+    def _rules(self, config: Mapping[str, Any]) -> TargetRules:
+        modules, excluded = config.get("target_modules"), config.get("exclude_modules")
+        if modules is None or modules == "":
+            raise BadModelFile(f"{self._where} has no target_modules; it must name modules, as a list or a pattern")
+        layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern")
+        if isinstance(layers, int) and not isinstance(layers, bool):
+            layers = [layers]
+        if layers is not None and not isinstance(layers, list | tuple | set):
+            raise BadModelFile(
+                f"{self._where} has layers_to_transform={short_repr(layers)}; a list of integers is needed"
+            )
+        listed = [patterns] if isinstance(patterns, str) else list(patterns or ())
+        return TargetRules(
+            modules=self._names(modules, "target_modules"),
+            excluded=self._names(excluded or (), "exclude_modules"),
+            layers=frozenset(self._integer(l, "layers_to_transform", 0) for l in layers) if layers else None,
+            layers_patterns=tuple(self._pattern(p, "layers_pattern") for p in listed if p),
+        )
+
+    def _names(self, value: Any, field: str) -> str | tuple[str, ...]:
+        if isinstance(value, str):
+            return value if value.lower() == "all-linear" else self._pattern(value, field)
+        if not isinstance(value, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in value):
+            raise BadModelFile(f"{self._where} has {field}={short_repr(value)}; a pattern or a list of names is needed")
+        return tuple(sorted(value))
+
+    def _patterns(self, config: Mapping[str, Any], field: str) -> Iterable[tuple[str, Any]]:
+        value = config.get(field) or {}
+        if not isinstance(value, Mapping):
+            raise BadModelFile(f"{self._where} has {field}={short_repr(value)}; an object is needed")
+        return [(self._pattern(key, field), number) for key, number in value.items()]
+
+    def _pattern(self, value: Any, field: str) -> str:
+        """A regular expression that ends in time on any module's name."""
+        if not isinstance(value, str) or len(value) > MAX_PATTERN:
+            raise BadModelFile(
+                f"{self._where} has {field} {short_repr(value)}; it takes a pattern of {MAX_PATTERN} characters at most"
+            )
+        try:
+            re.compile(value)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise BadModelFile(f"{self._where} has {field} {short_repr(value)}: {error}") from None
+        if len(re.findall(r"[*+]|\{\d*,\d*\}", value)) > MAX_REPEATS or re.search(r"\)(?:[*+]|\{)", value):
+            raise Unsupported(
+                f"{self._where} has {field} {short_repr(value)}; a pattern may repeat {MAX_REPEATS} times, and "
+                "no group, or it could take for ever: list the modules"
+            )
+        return value
+
+    def _integer(self, value: Any, field: str, low: int = 1) -> int:
+        try:
+            return check_integer(value, field, low)
+        except (TypeError, ValueError, IndexError) as error:
+            raise BadModelFile(f"{self._where}: {error}") from None
+
+    def _number(self, value: Any, field: str) -> float:
+        try:
+            return check_number(value, field)
+        except (TypeError, ValueError) as error:
+            raise BadModelFile(f"{self._where}: {error}") from None
+
+    def _flag(self, value: Any, field: str) -> bool:
+        if not isinstance(value, bool):
+            raise BadModelFile(f"{self._where}: {field} is {short_repr(value)}; it must be true or false")
+        return value
+
+
+def _named(names: str | tuple[str, ...], module: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return module in names or any(module.endswith(f".{name}") for name in names)
+
+
+def _pattern_of(patterns: Iterable[str], module: str) -> str:
+    """The first pattern that a module's name ends with, or its name."""
+    for pattern in patterns:
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return pattern
+    return module

@@ -1,0 +1,93 @@
+"""The adapters that an engine has loaded: each once, by the hash of its weights, while somebody needs it.
+
+Who keeps one: the engine (after `load`, until `unload`), the `Adapter` that it was loaded for, and every mix that names
+it: passes in flight, and the logs of contexts, preempted and saved ones too. When the last of them is gone, so are its
+weights. A cached page needs none: its key has the hash.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from headway.base.errors import InvalidInput, WrongType
+from headway.base.text import short_repr
+from headway.models.adapters.adapter import Adapter
+from headway.models.adapters.bound import BoundAdapter, bind
+from headway.models.config import ModelConfig
+
+
+class DeviceWeights(Protocol):
+    """An adapter's weights as a runner computes with them."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class LoadedAdapter:
+    """An adapter that an engine can compute with."""
+
+    __slots__ = ("__weakref__", "digest", "name", "rank", "weights")
+
+    def __init__(self, adapter: BoundAdapter, weights: DeviceWeights) -> None:
+        self.digest, self.name, self.rank, self.weights = adapter.digest, adapter.name, adapter.rank, weights
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights.nbytes
+
+
+class LoadedAdapters:
+    """The adapters of one engine. `upload` gives a bound one to the device; it is called by one thread at a time."""
+
+    def __init__(self, config: ModelConfig, upload: Callable[[BoundAdapter], DeviceWeights]) -> None:
+        self._config, self._upload = config, upload
+        self._lock = threading.Lock()
+        self._loaded: WeakValueDictionary[str, LoadedAdapter] = WeakValueDictionary()
+        self._kept: dict[str, LoadedAdapter] = {}
+        self._used: WeakKeyDictionary[Adapter, LoadedAdapter] = WeakKeyDictionary()
+
+    def load(self, adapter: Adapter) -> LoadedAdapter:
+        """The adapter, loaded if it is not; it stays at least as long as `adapter`."""
+        if not isinstance(adapter, Adapter):
+            raise WrongType(f"{short_repr(adapter)} is not an adapter; give hw.Adapter.load(folder)")
+        with self._lock:
+            known = self._used.get(adapter)
+            if known is None:
+                known = self._loaded.get(adapter.digest)
+                if known is None:
+                    bound = bind(adapter, self._config)
+                    known = self._loaded[adapter.digest] = LoadedAdapter(bound, self._upload(bound))
+                self._used[adapter] = known
+            return known
+
+    def keep(self, adapter: Adapter) -> None:
+        """Load an adapter, to stay until `drop`."""
+        loaded = self.load(adapter)
+        with self._lock:
+            self._kept[loaded.digest] = loaded
+
+    def drop(self, adapter: Adapter) -> None:
+        """Let go of an adapter; what needs it still keeps it. Raises if it is not loaded."""
+        if not isinstance(adapter, Adapter):
+            raise WrongType(f"{short_repr(adapter)} is not an adapter; give the one that was loaded")
+        with self._lock:
+            users = [user for user in list(self._used) if user.digest == adapter.digest]
+            if not users and adapter.digest not in self._kept:
+                raise InvalidInput(
+                    f"the adapter {adapter.name!r} is not loaded: it was unloaded before, or no pass has used it"
+                )
+            for user in users:
+                del self._used[user]
+            self._kept.pop(adapter.digest, None)
+
+    def find(self, digest: str) -> LoadedAdapter | None:
+        """The loaded adapter whose weights have this hash."""
+        return self._loaded.get(digest)
+
+    def figures(self) -> tuple[int, int]:
+        """How many are loaded, and their bytes on the device; those that are unloaded and still needed included."""
+        loaded = list(self._loaded.values())
+        return len(loaded), sum(one.nbytes for one in loaded)

@@ -1,0 +1,90 @@
+"""The adapters of a batch's rows: grouped by adapter, in one order, and as torch computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway.base.adapters import AdapterMix
+from headway.kernels.reference.lora import Piece, RowGroup, low_rank
+from headway.models.adapters.bound import BoundAdapter, target_shapes
+from headway.models.config import ModelConfig
+from headway.runtime.adapters import LoadedAdapter
+
+STACKS: Mapping[str, tuple[str, ...]] = {
+    "qkv": ("q", "k", "v"),
+    "out": ("o",),
+    "gate_up": ("gate", "up"),
+    "down": ("down",),
+}
+
+
+class AdapterRows(NamedTuple):
+    """Rows of a batch under one adapter, and its scale at each."""
+
+    adapter: LoadedAdapter
+    rows: list[int]
+    scales: list[float]
+
+
+def by_adapter(mixes: Sequence[AdapterMix | None]) -> list[AdapterRows]:
+    """The rows of each adapter, adapters in the order of their hashes: a row's sum has the same order in any batch."""
+    groups: dict[str, AdapterRows] = {}
+    for row, mix in enumerate(mixes):
+        for adapter, scale in () if mix is None else mix.uses:
+            assert isinstance(adapter, LoadedAdapter)
+            group = groups.setdefault(adapter.digest, AdapterRows(adapter, [], []))
+            group.rows.append(row)
+            group.scales.append(scale)
+    return [group for _, group in sorted(groups.items())]
+
+
+@dataclass(frozen=True, eq=False)
+class TorchAdapter:
+    """An adapter's matrices in float32 by layer and stack."""
+
+    layers: tuple[Mapping[str, Sequence[Piece]], ...]
+
+    @classmethod
+    def of(cls, adapter: BoundAdapter, config: ModelConfig, device: torch.device) -> TorchAdapter:
+        outputs = {role: shape[0] for role, shape in target_shapes(config).items()}
+        layers = []
+        for pairs in adapter.layers:
+            stacks: dict[str, list[Piece]] = {}
+            for stack, roles in STACKS.items():
+                first = 0
+                for role in roles:
+                    if (pair := pairs.get(role)) is not None:
+                        a, b = pair.a.to(device, torch.float32), pair.b.to(device, torch.float32) * pair.scaling
+                        stacks.setdefault(stack, []).append(Piece(a, b, first))
+                    first += outputs[role]
+            layers.append(stacks)
+        return cls(tuple(layers))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.a.nbytes + p.b.nbytes for layer in self.layers for pieces in layer.values() for p in pieces)
+
+
+class TorchRowAdapters:
+    """The adapters of a step for `Decoder.forward`."""
+
+    def __init__(
+        self, mixes: Sequence[AdapterMix | None], config: ModelConfig, device: torch.device, *, by_row: bool
+    ) -> None:
+        self._by_row, shapes = by_row, target_shapes(config)
+        self._outputs = {stack: sum(shapes[role][0] for role in roles) for stack, roles in STACKS.items()}
+        self._groups: list[tuple[RowGroup, TorchAdapter]] = []
+        for adapter, rows, scales in by_adapter(mixes):
+            assert isinstance(adapter.weights, TorchAdapter)
+            group = RowGroup(torch.tensor(rows, device=device), torch.tensor(scales, device=device))
+            self._groups.append((group, adapter.weights))
+
+    def delta(self, layer: int, stack: str, x: Tensor) -> Tensor | None:
+        groups = [(group, weights.layers[layer].get(stack, ())) for group, weights in self._groups]
+        groups = [(group, pieces) for group, pieces in groups if pieces]
+        return low_rank(x, self._outputs[stack], groups, by_row=self._by_row) if groups else None
