@@ -94,8 +94,13 @@ class Batch:
         return len(self.tokens) + self.decode_count
 
     @property
-    def adapters(self) -> list[AdapterMix | None] | None:
-        """What each row of the forward pass is computed under, decode rows first; None: no row has an adapter."""
+    def adapters(self) -> Mixes | None:
+        """What each row of the forward pass is computed under, decode rows first; None: no row has an adapter.
+
+        From step to step the same decode rows alone give the same object.
+        """
+        if self.decode is not None and not self.segments:
+            return self.decode.adapters
         parts = [*([] if self.decode is None else [(len(self.decode), self.decode.adapters)])]
         parts += [(len(segment.rows), segment.adapters) for segment in self.segments]
         if all(adapters is None for _, adapters in parts):

@@ -11,7 +11,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HW_VERSION 7
+#define HW_VERSION 8
 
 enum { HW_F32 = 0, HW_F16 = 1, HW_BF16 = 2, HW_INT8 = 3, HW_GROUPS = 4 };
 enum { HW_SCALE_F16 = 0, HW_SCALE_F32 = 1, HW_SCALE_K = 2 };
@@ -50,6 +50,26 @@ typedef struct {
   int64_t kv_pages;
 } hw_model;
 
+// What an adapter adds to a matrix's outputs: factor * B (A x). Both are interleaved as float matrices are, in blocks of 16
+// rows, the last padded with zeros.
+typedef struct {
+  int32_t rank;   // 0 if the adapter has nothing for this matrix
+  int32_t kind;   // HW_F32 or HW_F16
+  float factor;
+  const void* a;  // [rank, k]
+  const void* b;  // [n, rank]
+} hw_low_rank;
+
+typedef struct {
+  hw_low_rank q, k, v, o, gate, up, down;
+} hw_adapter_layer;
+
+// An adapter of a step, and its rows in adapter_rows.
+typedef struct {
+  const hw_adapter_layer* layers;
+  int32_t first, count;
+} hw_adapter;
+
 typedef struct {
   int32_t rows, segments, mask_sets, hidden_count, query_count, reads;
   const int32_t* tokens;         // [rows]
@@ -74,6 +94,10 @@ typedef struct {
   int64_t logits_stride;
   int64_t* best;                 // [reads]
   uint8_t* bad;                  // [reads] whether a logit is NaN
+  int32_t adapter_count, adapter_uses;
+  const hw_adapter* adapters;    // [adapter_count], in the order in which a row's adapters add up
+  const int32_t* adapter_rows;   // [adapter_uses] the rows of each adapter, one after the other
+  const float* adapter_scales;   // [adapter_uses]
 } hw_step;
 
 // One token to sample from a row of logits.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from headway.base.errors import InvalidInput, Unsupported
 
-VERSION = 7
+VERSION = 8
 ISAS = ("plain", "avx2", "avx512", "vnni")
 ISA_NAMES = {"plain": "plain C++", "avx2": "AVX2", "avx512": "AVX-512", "vnni": "AVX-512 VNNI"}
 KINDS = ("f32", "f16", "bf16", "int8", "groups")
@@ -87,6 +87,24 @@ class ModelStruct(Structure):
     )
 
 
+class LowRankStruct(Structure):
+    """hw_low_rank."""
+
+    _fields_ = (("rank", c_int32), ("kind", c_int32), ("factor", c_float), ("a", c_void_p), ("b", c_void_p))
+
+
+class AdapterLayerStruct(Structure):
+    """hw_adapter_layer."""
+
+    _fields_ = tuple((name, LowRankStruct) for name in ("q", "k", "v", "o", "gate", "up", "down"))
+
+
+class AdapterStruct(Structure):
+    """hw_adapter."""
+
+    _fields_ = (("layers", POINTER(AdapterLayerStruct)), ("first", c_int32), ("count", c_int32))
+
+
 class StepStruct(Structure):
     """hw_step."""
 
@@ -119,6 +137,10 @@ class StepStruct(Structure):
         ("logits_stride", c_int64),
         ("best", c_void_p),
         ("bad", c_void_p),
+        *((name, c_int32) for name in ("adapter_count", "adapter_uses")),
+        ("adapters", POINTER(AdapterStruct)),
+        ("adapter_rows", c_void_p),
+        ("adapter_scales", c_void_p),
     )
 
 

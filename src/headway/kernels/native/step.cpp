@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "attention.h"
+#include "lora.h"
 #include "sampling.h"
 #include "threads.h"
 
@@ -52,7 +53,7 @@ struct QuantizedActivations {
 };
 
 struct Workspace {
-  Buffer<float> x, h, q, k, v, mixed, gate, up_, act, angles, partial;
+  Buffer<float> x, h, q, k, v, mixed, gate, up_, act, angles, partial, low_rank;
   QuantizedActivations by_group[8], by_row[8];  // one per thread where rows are replicated, else only the first
   std::vector<Layout> layouts;
   std::vector<Sampler> samplers;  // one per thread
@@ -183,6 +184,7 @@ struct Forward {
   bool split = false;
   int most_units = 1, most_queries = 1;  // of a chunk, of a work item
   size_t partial_size = 0;  // floats of one partial result
+  Adapters adapters{step, nullptr, 0};
   double* clock_at = nullptr;
   std::chrono::steady_clock::time_point last{};
 
@@ -194,6 +196,12 @@ struct Forward {
     for (int i = 0; i < (replicated ? threads : 1); i++) workspace.by_group[i].fit(T, wide, false), workspace.by_row[i].fit(T, wide, true);
     for (int r = 0; r < T; r++) pad(workspace.mixed.at + r * Q, m.heads * m.head_dim, Q);
     make_layouts();
+    for (int a = 0; a < step.adapter_count; a++)
+      for (int l = 0; l < m.layers; l++)
+        for (Piece piece : {&hw_adapter_layer::q, &hw_adapter_layer::k, &hw_adapter_layer::v, &hw_adapter_layer::o, &hw_adapter_layer::gate,
+                            &hw_adapter_layer::up, &hw_adapter_layer::down})
+          adapters.width = std::max(adapters.width, (size_t)up(adapters.pair(a, l, piece).rank, LANES));
+    if (step.adapter_count) adapters.out = workspace.low_rank.fit((size_t)step.adapter_uses * PIECES * adapters.width);
     if (workspace.counter_count < 2 * m.layers) {  // two per layer: work items, and chunks of shared prefixes
       workspace.next.reset(new std::atomic<int>[2 * m.layers]);
       workspace.counter_count = 2 * m.layers;
@@ -361,6 +369,20 @@ struct Forward {
     return {&w, r, {y, y_stride, add}};
   }
 
+  // A x of the rows under adapters; the barrier after it is the caller's. False if no adapter has one of the pieces.
+  bool shrink_(int i, int l, std::initializer_list<Piece> pieces, int k, const float* values, size_t stride) {
+    if (!adapters.any(l, pieces)) return false;
+    shrink(adapters, l, pieces, k, values, stride, i, threads);
+    return true;
+  }
+
+  // A group of matmuls that share x, with what adapters add to them.
+  void matmuls_with_adapters(int i, int l, std::initializer_list<Piece> pieces, const Matmul* list, bool adapted) {
+    if (adapted) sync();
+    matmuls(list, (int)pieces.size(), T, i, threads);
+    if (adapted) expand(adapters, l, pieces, list, i, threads);
+  }
+
   void norm_and_quantize(int i, const float* weight, int wanted) {
     float* h = workspace.h.at + (replicated ? (size_t)i * T * E : 0);
     for (int r = first(i); r < last_(i); r++) {
@@ -379,7 +401,8 @@ struct Forward {
     phase(i, HW_NORM);
     const Matmul qkv[3] = {make_matmul(i, w.q, s.h.at, E, s.q.at, Q, false), make_matmul(i, w.k, s.h.at, E, s.k.at, K, false),
                             make_matmul(i, w.v, s.h.at, E, s.v.at, K, false)};
-    matmuls(qkv, 3, T, i, threads);
+    const std::initializer_list<Piece> first_pieces = {&hw_adapter_layer::q, &hw_adapter_layer::k, &hw_adapter_layer::v};
+    matmuls_with_adapters(i, l, first_pieces, qkv, shrink_(i, l, first_pieces, m.hidden, qkv[0].x.values, E));
     sync();
     phase(i, HW_QKV);
     rope_and_write_kv(i, l);
@@ -388,15 +411,16 @@ struct Forward {
     attention(i, l);
     sync();
     phase(i, HW_ATTENTION);
-    project_out(i, w);
+    project_out(i, l);
     sync();
     phase(i, HW_OUT);
     norm_and_quantize(i, w.norm_mlp, forms({&w.gate, &w.up}));
     phase(i, HW_NORM);
     const Matmul gate_up[2] = {make_matmul(i, w.gate, s.h.at, E, s.gate.at, F, false), make_matmul(i, w.up, s.h.at, E, s.up_.at, F, false)};
-    matmuls(gate_up, 2, T, i, threads);
+    const std::initializer_list<Piece> inner_pieces = {&hw_adapter_layer::gate, &hw_adapter_layer::up};
+    matmuls_with_adapters(i, l, inner_pieces, gate_up, shrink_(i, l, inner_pieces, m.hidden, gate_up[0].x.values, E));
     sync();
-    project_down(i, w);
+    project_down(i, l);
     sync();
     phase(i, HW_MLP);
   }
@@ -541,16 +565,25 @@ struct Forward {
     });
   }
 
-  void project_out(int i, const hw_layer& w) {
+  void project_out(int i, int l) {
+    const hw_layer& w = m.layer[l];
     const int wanted = forms({&w.o});
+    const std::initializer_list<Piece> pieces = {&hw_adapter_layer::o};
+    const bool adapted = shrink_(i, l, pieces, m.heads * m.head_dim, workspace.mixed.at, Q);
     for (int r = first(i); wanted && r < last_(i); r++) quantize(i, workspace.mixed.at + r * Q, m.heads * m.head_dim, r, wanted);
     if (wanted && !replicated) sync();
     Matmul p = make_matmul(i, w.o, workspace.mixed.at, Q, workspace.x.at, E, true);
     p.x.values = workspace.mixed.at;  // one copy for all threads
-    matmuls(&p, 1, T, i, threads);
+    if (adapted && wanted && !replicated) {  // the barrier above was after A x too
+      matmuls(&p, 1, T, i, threads);
+      expand(adapters, l, pieces, &p, i, threads);
+      return;
+    }
+    matmuls_with_adapters(i, l, pieces, &p, adapted);
   }
 
-  void project_down(int i, const hw_layer& w) {
+  void project_down(int i, int l) {
+    const hw_layer& w = m.layer[l];
     const int wanted = forms({&w.down});
     float* act = workspace.act.at + (replicated ? (size_t)i * T * F : 0);
     for (int r = first(i); r < last_(i); r++) {
@@ -560,7 +593,8 @@ struct Forward {
     }
     if (!replicated) sync();
     Matmul p = make_matmul(i, w.down, workspace.act.at, F, workspace.x.at, E, true);
-    matmuls(&p, 1, T, i, threads);
+    const std::initializer_list<Piece> pieces = {&hw_adapter_layer::down};
+    matmuls_with_adapters(i, l, pieces, &p, shrink_(i, l, pieces, m.inner, p.x.values, F));
   }
 };
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from headway.kernels.native import library
 from headway.runtime.batch import Batch
+from headway.runtime.runners.cpu.adapters import StepAdapters
 from headway.runtime.runners.mask_runs import Numbers, mask_runs
 
 
@@ -54,6 +55,7 @@ class StepArrays:
         self._ints = IntBuffer()
         self._runs_at = (ctypes.c_void_p * len(windows))()
         self._runs = (ctypes.c_void_p * len(windows))()
+        self._adapters = StepAdapters()
         self.step.mask_sets = len(windows)
         self.step.runs_at, self.step.runs = ctypes.addressof(self._runs_at), ctypes.addressof(self._runs)
 
@@ -82,6 +84,7 @@ class StepArrays:
         for i, window in enumerate(self.windows):
             at, pairs = mask_runs(batch, window, self.page_size)
             self._runs_at[i], self._runs[i] = put(at), put(pairs)
+        self._adapters.fill(step, batch.adapters)
         step.hidden_count = step.query_count = step.reads = 0
         return step
 

@@ -26,6 +26,7 @@ from headway.kernels.reference.ordered import rms_norm
 from headway.kernels.reference.sampling import RowSampler
 from headway.kv.allocator import Edit
 from headway.kv.pool import Pool
+from headway.models.adapters.bound import BoundAdapter
 from headway.models.decoder import Hooks
 from headway.models.quantized.cpu import MATRICES, QuantizedDecoder, QuantizedLayer
 from headway.runtime.batch import Batch, DecodeRows, Segment
@@ -33,6 +34,7 @@ from headway.runtime.passes import BEFORE, DecodeMask, Readout
 from headway.runtime.profile import PHASES, Profiler, step_bytes
 from headway.runtime.readout import SLAB, Reader, make_hooks, not_a_number, plainly_greedy, segment_results
 from headway.runtime.runners.base import DECODE_LIMIT, SegmentResult, StepResult
+from headway.runtime.runners.cpu.adapters import NativeAdapter, is_half
 from headway.runtime.runners.cpu.arrays import StepArrays
 
 
@@ -146,6 +148,9 @@ class NativeRunner:
 
     def samples(self, how: Sampling) -> bool:
         return not how.penalizes  # everything that needs no history
+
+    def load_adapter(self, adapter: BoundAdapter) -> NativeAdapter:
+        return NativeAdapter(adapter, half=is_half(self.decoder))
 
     @torch.inference_mode()
     def edit(self, edits: Sequence[Edit]) -> None:

@@ -1,0 +1,159 @@
+// Low-rank adapters beside a matmul: y[row] += scale * B (A x[row]) for the rows of each adapter, from unquantized
+// activations, in float32. A row's bits do not depend on its neighbors: every sum has one order, whatever the tile.
+//
+// Two parts with a barrier between them: `shrink` computes A x of all rows, split over the threads by work; `expand` adds B
+// times that to the outputs that the same thread has just computed.
+#pragma once
+#include "matmul.h"
+
+namespace HW_NS {
+
+constexpr int PIECES = 3;  // matrices of one group of matmuls, at most: q, k and v
+constexpr int PHASES = 4;  // sums that the inputs of one output take turns in
+constexpr int SHRINK_ROWS = 4, EXPAND_ROWS = 8;
+
+typedef hw_low_rank hw_adapter_layer::*Piece;
+
+// The adapters of a step, and where A x goes: [uses, PIECES, width], a use being a row under one adapter.
+struct Adapters {
+  const hw_step& step;
+  float* out;
+  size_t width;  // of the largest rank
+
+  float* at(int use, int piece) const { return out + ((size_t)use * PIECES + piece) * width; }
+  const hw_low_rank& pair(int adapter, int layer, Piece piece) const { return step.adapters[adapter].layers[layer].*piece; }
+  bool any(int layer, std::initializer_list<Piece> pieces) const {
+    for (int a = 0; a < step.adapter_count; a++)
+      for (Piece piece : pieces)
+        if (pair(a, layer, piece).rank) return true;
+    return false;
+  }
+};
+
+// One block of 16 rows of A for M rows of x, whose `k` inputs lie at in[m].
+template <int KIND, int M>
+inline void shrink_tile(const hw_low_rank& w, int block, int k, const float* const* in, float* const* out) {
+  vf acc[M][PHASES];
+  HW_UNROLL
+  for (int m = 0; m < M; m++)
+    HW_UNROLL
+    for (int p = 0; p < PHASES; p++) acc[m][p] = vf_zero();
+  size_t at = (size_t)block * k * LANES;
+  int i = 0;
+  for (; i + PHASES <= k; i += PHASES) {
+    HW_UNROLL
+    for (int p = 0; p < PHASES; p++, at += LANES) {
+      const vf v = load_float<KIND>(w.a, at);
+      HW_UNROLL
+      for (int m = 0; m < M; m++) acc[m][p] = vf_fma(v, vf_set1(in[m][i + p]), acc[m][p]);
+    }
+  }
+  for (int p = 0; i < k; i++, p++, at += LANES) {
+    const vf v = load_float<KIND>(w.a, at);
+    for (int m = 0; m < M; m++) acc[m][p] = vf_fma(v, vf_set1(in[m][i]), acc[m][p]);
+  }
+  HW_UNROLL
+  for (int m = 0; m < M; m++) vf_store(out[m] + block * LANES, vf_add(vf_add(acc[m][0], acc[m][1]), vf_add(acc[m][2], acc[m][3])));
+}
+
+template <int M>
+inline void shrink_rows(const Adapters& adapters, const hw_low_rank& w, int piece, int block, int k, const float* x, size_t stride, int use) {
+  const float* in[M];
+  float* out[M];
+  for (int m = 0; m < M; m++) {
+    in[m] = x + adapters.step.adapter_rows[use + m] * stride;
+    out[m] = adapters.at(use + m, piece);
+  }
+  if (w.kind == HW_F32) shrink_tile<HW_F32, M>(w, block, k, in, out);
+  else shrink_tile<HW_F16, M>(w, block, k, in, out);
+}
+
+// A x of every row under an adapter, for pieces that share x [rows, stride] of `k` inputs; this thread's share of the work.
+inline void shrink(const Adapters& adapters, int layer, std::initializer_list<Piece> pieces, int k, const float* x, size_t stride, int thread, int threads) {
+  const hw_step& step = adapters.step;
+  // Calls f(pair, piece, block, first use, uses) for every task.
+  auto tasks = [&](auto&& f) {
+    for (int a = 0; a < step.adapter_count; a++) {
+      const int first = step.adapters[a].first, end = first + step.adapters[a].count;
+      int number = 0;
+      for (Piece piece : pieces) {
+        const hw_low_rank& w = adapters.pair(a, layer, piece);
+        for (int block = 0; block * LANES < w.rank; block++)
+          for (int use = first; use < end; use += SHRINK_ROWS) f(w, number, block, use, std::min(SHRINK_ROWS, end - use));
+        number++;
+      }
+    }
+  };
+  int64_t all = 0, n = 0;
+  tasks([&](const hw_low_rank&, int, int, int, int) { all++; });
+  const int64_t from = all * thread / threads, to = all * (thread + 1) / threads;
+  tasks([&](const hw_low_rank& w, int piece, int block, int use, int uses) {
+    if (n++ < from || n > to) return;
+    if (uses == 4) return shrink_rows<4>(adapters, w, piece, block, k, x, stride, use);
+    if (uses & 2) shrink_rows<2>(adapters, w, piece, block, k, x, stride, use), use += 2;
+    if (uses & 1) shrink_rows<1>(adapters, w, piece, block, k, x, stride, use);
+  });
+}
+
+// One block of 16 outputs for M uses.
+template <int KIND, int M>
+inline void expand_tile(const Adapters& adapters, const hw_low_rank& w, int piece, int block, int n, int use, const MatmulOutput& to) {
+  vf acc[M];
+  const float* in[M];
+  HW_UNROLL
+  for (int m = 0; m < M; m++) acc[m] = vf_zero(), in[m] = adapters.at(use + m, piece);
+  size_t at = (size_t)block * w.rank * LANES;
+  for (int j = 0; j < w.rank; j++, at += LANES) {
+    const vf v = load_float<KIND>(w.b, at);
+    HW_UNROLL
+    for (int m = 0; m < M; m++) acc[m] = vf_fma(v, vf_set1(in[m][j]), acc[m]);
+  }
+  const int wide = std::min(LANES, n - block * LANES);
+  for (int m = 0; m < M; m++) {
+    float* y = to.y + adapters.step.adapter_rows[use + m] * to.stride + block * LANES;
+    const vf scale = vf_set1(adapters.step.adapter_scales[use + m] * w.factor);
+    if (wide == LANES) {
+      vf_store(y, vf_fma(acc[m], scale, vf_load(y)));
+      continue;
+    }
+    float part[LANES] = {0};
+    std::memcpy(part, y, wide * sizeof(float));
+    vf_store(part, vf_fma(acc[m], scale, vf_load(part)));
+    std::memcpy(y, part, wide * sizeof(float));
+  }
+}
+
+template <int M>
+inline void expand_rows(const Adapters& adapters, const hw_low_rank& w, int piece, int block, int n, int use, const MatmulOutput& to) {
+  if (w.kind == HW_F32) expand_tile<HW_F32, M>(adapters, w, piece, block, n, use, to);
+  else expand_tile<HW_F16, M>(adapters, w, piece, block, n, use, to);
+}
+
+// Adds to the outputs of a group of matmuls what the adapters make of A x. A thread takes the blocks that `matmuls` gave it.
+inline void expand(const Adapters& adapters, int layer, std::initializer_list<Piece> pieces, const Matmul* list, int thread, int threads) {
+  const hw_step& step = adapters.step;
+  int64_t all = 0, before = 0;
+  for (size_t i = 0; i < pieces.size(); i++) all += up(list[i].w->n, LANES) / LANES;
+  const int64_t first = all * thread / threads, last = all * (thread + 1) / threads;
+  int number = 0;
+  for (Piece piece : pieces) {
+    const int n = list[number].w->n;
+    const int64_t blocks = up(n, LANES) / LANES, from = std::max(first - before, (int64_t)0), to = std::min(last - before, blocks);
+    before += blocks;
+    for (int a = 0; a < step.adapter_count; a++) {
+      const hw_low_rank& w = adapters.pair(a, layer, piece);
+      if (!w.rank) continue;
+      const int begin = step.adapters[a].first, end = begin + step.adapters[a].count;
+      for (int64_t block = from; block < to; block++) {
+        int use = begin;
+        for (; end - use >= EXPAND_ROWS; use += EXPAND_ROWS) expand_rows<EXPAND_ROWS>(adapters, w, number, (int)block, n, use, list[number].to);
+        if ((end - use) & 4) expand_rows<4>(adapters, w, number, (int)block, n, use, list[number].to), use += 4;
+        if ((end - use) & 2) expand_rows<2>(adapters, w, number, (int)block, n, use, list[number].to), use += 2;
+        if ((end - use) & 1) expand_rows<1>(adapters, w, number, (int)block, n, use, list[number].to);
+      }
+    }
+    number++;
+  }
+}
+
+}  // namespace HW_NS

@@ -1,0 +1,113 @@
+"""Adapters as the native step reads them: interleaved matrices, and the rows of a step by adapter.
+
+Beside float32 weights the matrices are float32. Beside smaller ones they are float16, times a power of two that uses
+its range well: a step then reads half the bytes, and rounds less than the weights did.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.base.adapters import AdapterMix
+from headway.kernels.native import library
+from headway.kernels.native.library import AdapterLayerStruct, AdapterStruct, LowRankStruct, StepStruct
+from headway.models.adapters.bound import BoundAdapter
+from headway.models.adapters.low_rank import LowRank
+from headway.models.quantized.cpu import QuantizedDecoder
+from headway.runtime.runners.row_adapters import AdapterRows, by_adapter
+
+LANES = 16
+LARGEST = 1024.0  # what the largest value of a float16 matrix is brought near to
+
+
+class NativeAdapter:
+    """An adapter's matrices, and the structs that point at them."""
+
+    def __init__(self, adapter: BoundAdapter, *, half: bool) -> None:
+        self._tensors: list[Tensor] = []
+        layers = [
+            AdapterLayerStruct(**{role: self._pair(pair, half) for role, pair in pairs.items()})
+            for pairs in adapter.layers
+        ]
+        self.layers = (AdapterLayerStruct * len(layers))(*layers)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    def _pair(self, pair: LowRank, half: bool) -> LowRankStruct:
+        a, b, factor = pair.a.float(), pair.b.float(), pair.scaling
+        if half:
+            (a, down), (b, out) = _as_half(a), _as_half(b)
+            factor *= down * out
+        if not half or not abs(factor) < 1e38:
+            a, b, factor, half = pair.a.float(), pair.b.float() * pair.scaling, 1.0, False
+        tensors = _interleaved(a), _interleaved(b)
+        self._tensors += tensors
+        kind = library.KINDS.index("f16" if half else "f32")
+        return LowRankStruct(pair.rank, kind, factor, *(tensor.data_ptr() for tensor in tensors))
+
+
+def is_half(decoder: QuantizedDecoder) -> bool:
+    """Whether adapters of this model are kept in float16: none of its layers is in float32."""
+    return all(matrix.kind != "f32" for layer in decoder.layers for matrix in layer.matrices())
+
+
+def _as_half(matrix: Tensor) -> tuple[Tensor, float]:
+    """The matrix in float16 times a power of two, and what to multiply with to undo it."""
+    largest = float(matrix.abs().max())
+    if largest == 0.0:
+        return matrix.half(), 1.0
+    power = math.floor(math.log2(LARGEST / largest))
+    return (matrix.double() * 2.0**power).half(), 2.0**-power
+
+
+def _interleaved(matrix: Tensor) -> Tensor:
+    """A matrix [n, k] in blocks of 16 rows, the last padded with zeros: for each block and input 16 numbers."""
+    n, k = matrix.shape
+    padded = torch.zeros(-(-n // LANES) * LANES, k, dtype=matrix.dtype)
+    padded[:n] = matrix
+    return padded.unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
+
+
+class StepAdapters:
+    """Fills a step's adapters. What it gives stays where it is until the next step."""
+
+    def __init__(self) -> None:
+        self._mixes: Sequence[AdapterMix | None] | None = None  # of the last step that had some
+        self._groups: list[AdapterRows] = []
+        self._structs: ctypes.Array[AdapterStruct] | None = None
+        self._rows = np.empty(0, np.int32)
+        self._scales = np.empty(0, np.float32)
+
+    def fill(self, step: StepStruct, mixes: Sequence[AdapterMix | None] | None) -> None:
+        step.adapter_count = step.adapter_uses = 0
+        if mixes is None:
+            self._mixes, self._groups = None, []  # keeps no adapter alive
+            return
+        if mixes is not self._mixes:
+            self._collect(mixes)
+        step.adapter_count, step.adapter_uses = len(self._groups), len(self._rows)
+        step.adapters = self._structs
+        step.adapter_rows, step.adapter_scales = self._rows.ctypes.data, self._scales.ctypes.data
+
+    def _collect(self, mixes: Sequence[AdapterMix | None]) -> None:
+        self._mixes, self._groups = mixes, by_adapter(mixes)
+        firsts = accumulate((len(group.rows) for group in self._groups), initial=0)
+        structs = [_struct(group, first) for group, first in zip(self._groups, firsts)]
+        self._structs = (AdapterStruct * len(structs))(*structs)
+        self._rows = np.array([row for group in self._groups for row in group.rows], np.int32)
+        self._scales = np.array([scale for group in self._groups for scale in group.scales], np.float32)
+
+
+def _struct(group: AdapterRows, first: int) -> AdapterStruct:
+    weights = group.adapter.weights
+    assert isinstance(weights, NativeAdapter)
+    return AdapterStruct(weights.layers, first, len(group.rows))
