@@ -8,6 +8,7 @@ Needs torch and numpy only: no model files, no tokenizer, no network.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,9 @@ from headway.base.rng import uniform
 from headway.base.samplers import Sampling
 from headway.kernels.reference.rope import Rope, frequencies
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
-from headway.models.adapters.bound import BoundAdapter
+from headway.models.adapters.adapter import Adapter
+from headway.models.adapters.bound import BoundAdapter, target_shapes
+from headway.models.adapters.low_rank import ROLES, Target
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.families import FAMILIES
@@ -84,6 +87,27 @@ def random_config(family: str = "llama", **overrides: Any) -> ModelConfig:
     if len(config.windows) != config.layers:
         raise InvalidInput(f"windows has {len(config.windows)} entries; {config.layers} layers need one each")
     return config
+
+
+def random_adapter(
+    config: ModelConfig,
+    *,
+    rank: int = 4,
+    seed: int = 0,
+    roles: Sequence[str] = ROLES,
+    strength: float = 0.5,
+    dtype: torch.dtype = torch.float32,
+) -> Adapter:
+    """A random LoRA adapter for a model of this config, on these of its linear layers, of a given strength."""
+    generator, shapes = torch.Generator().manual_seed(seed), target_shapes(config)
+    tensors: dict[str, Tensor] = {}
+    for layer, role in itertools.product(range(config.layers), roles):
+        n, k = shapes[role]
+        name = f"base_model.model.model.{Target(layer, role)}.lora_"
+        a, b = (torch.randn(*shape, generator=generator) for shape in ((rank, k), (n, rank)))
+        tensors[name + "A.weight"] = (a / math.sqrt(k)).to(dtype)
+        tensors[name + "B.weight"] = (b * strength / math.sqrt(rank)).to(dtype)
+    return Adapter.from_tensors(tensors, name=f"random {seed}")
 
 
 class _RandomTensors:

@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from headway.base.brle import Brle
-from headway.base.checks import check_integer
+from headway.base.checks import check_integer, check_number
 from headway.base.errors import SnapshotError
 from headway.base.text import shorten
 
 FORMAT = "headway-snapshot-2"
+ADAPTED = "headway-snapshot-3"  # with slots that were computed under adapters
 AGAIN = "delete it and save it again"
 BLANK = b"0" * 64
 CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')  # inside other strings the quotes would be escaped
@@ -35,7 +36,9 @@ class Snapshot:
 
     `kv` holds the raw bytes of every live page, in order, [pages, bytes]; `state` those of the last token's residual,
     empty when it was not kept. `maker` says what computed them: others compute the same, but not the same bits.
-    `program` is the program layer's own data (pending tokens, messages, …).
+    `program` is the program layer's own data (pending tokens, messages, …). `mixes` are the adapters that slots were
+    computed under, by the hash of their weights, with scales; `slot_mixes` [slots] which of them each slot has, -1 for
+    none; empty if no slot has any.
     """
 
     fingerprint: str
@@ -54,6 +57,8 @@ class Snapshot:
     maker: str = ""
     altered: int | None = None  # the first slot that the log does not explain
     partial: tuple[int, ...] = ()  # slots that attended to more than the log says
+    mixes: tuple[tuple[tuple[str, float], ...], ...] = ()
+    slot_mixes: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 def write(path: Path, snapshot: Snapshot) -> None:
@@ -134,7 +139,10 @@ def _packed(snapshot: Snapshot) -> bytearray:
         "altered": snapshot.altered,
         "partial": list(snapshot.partial),
     }
-    metadata = {"format": FORMAT, "checksum": BLANK.decode(), "facts": json.dumps(facts)}
+    if snapshot.mixes:
+        arrays["slot_mixes"] = snapshot.slot_mixes
+        facts["mixes"] = snapshot.mixes
+    metadata = {"format": ADAPTED if snapshot.mixes else FORMAT, "checksum": BLANK.decode(), "facts": json.dumps(facts)}
     data = bytearray(save(arrays, metadata=metadata))
     start, stop = _checksum_at(data)
     data[start:stop] = blake2b(data, digest_size=32).hexdigest().encode()
@@ -161,8 +169,10 @@ def _unpacked(data: bytes) -> tuple[Mapping[str, Any], Mapping[str, np.ndarray]]
         raise SnapshotError("its checksum does not match, so the file is damaged")
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     metadata = header["__metadata__"]
-    if metadata.get("format") != FORMAT:
-        raise SnapshotError(f"its format is {metadata.get('format')!r} and this version reads {FORMAT!r}")
+    if metadata.get("format") not in (FORMAT, ADAPTED):
+        raise SnapshotError(
+            f"its format is {metadata.get('format')!r} and this version reads {FORMAT!r} and {ADAPTED!r}"
+        )
     return json.loads(metadata["facts"]), load(data)
 
 
@@ -187,6 +197,11 @@ def _parse(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Snapsh
     if altered is not None:
         check_integer(altered, "the first altered slot", high=max(0, len(tokens) - 1))
     _require(not facts["repeatable"] or all(b <= len(tokens) for _, b in spans), "a span is cut off")
+    mixes, slot_mixes = facts.get("mixes", ()), arrays.get("slot_mixes", np.empty(0, np.int64))
+    _require(
+        slot_mixes.dtype == np.int64 and slot_mixes.shape == (len(tokens) if mixes else 0,), "adapters are missing"
+    )
+    _require(bool(((slot_mixes >= -1) & (slot_mixes < len(mixes))).all()), "a slot has unknown adapters")
     return Snapshot(
         fingerprint=str(facts["fingerprint"]),
         page_size=size,
@@ -204,6 +219,8 @@ def _parse(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Snapsh
         maker=str(facts["maker"]),
         altered=altered,
         partial=tuple(check_integer(slot, "a partial slot", high=len(tokens) - 1) for slot in facts.get("partial", ())),
+        mixes=tuple(tuple((str(digest), check_number(scale, "a scale")) for digest, scale in mix) for mix in mixes),
+        slot_mixes=slot_mixes,
     )
 
 

@@ -104,6 +104,9 @@ def check_pass(context: Context, work: Pass) -> None:
         )
     if work.feeds:
         raise InvalidInput("a pass built by hand cannot feed handles; use ctx.forward().input(handle)")
+    for mix in work.adapters or ():
+        if mix is not None and not all(context.engine._adapters.has(adapter) for adapter, _ in mix.uses):
+            raise InvalidInput("a pass names an adapter that this engine has not loaded; use fwd.adapter(...)")
     _check_masks(table, work)
     check_windows(config, work.masks or (), chain(table.positions, work.positions), table.length)
     _check_readouts(config, table, work)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from headway.base.adapters import AdapterMix, Mixes
 from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, SnapshotError, WrongType
 from headway.base.rng import LIMIT
@@ -146,6 +147,7 @@ class Snapshots:
                     maker=_maker(engine),
                     altered=table.altered,
                     partial=tuple(sorted(table.partial)),
+                    **_mixes(table.adapters),
                 )
                 break
         arrays: list[np.ndarray] = []
@@ -175,28 +177,45 @@ class Snapshots:
             program = _Program.of(saved.program, engine.vocab_size)
             same = saved.page_size == engine.page_size and saved.dtype == _kv_type(engine)
             exact = same and (not engine.deterministic or saved.maker == _maker(engine))
+            adapters = self._slot_adapters(saved, path.stem)
             if exact:
                 self._check(saved, path.name)
-            return self._opened(saved, program, path.stem, exact=exact)
+            return self._opened(saved, program, path.stem, adapters, exact=exact)
         except (LookupError, TypeError, ValueError) as error:  # InvalidInput and WrongType among them
             raise SnapshotError(
                 f"the snapshot {path.name} cannot be opened: {shorten(str(error), 200)}; {files.AGAIN}"
             ) from error
 
-    def _opened(self, saved: Snapshot, program: _Program, name: str, *, exact: bool) -> Context:
+    def _slot_adapters(self, saved: Snapshot, name: str) -> Mixes | None:
+        """What each slot was computed under; None if no slot has an adapter. All adapters must be loaded."""
+        mixes: list[AdapterMix | None] = []
+        for uses in saved.mixes:
+            loaded = []
+            for digest, scale in uses:
+                adapter = self._engine._adapters.find(digest)
+                if adapter is None:
+                    raise SnapshotError(
+                        f"the snapshot {name!r} was computed under an adapter that is not loaded (its weights have the "
+                        f"hash {shorten(digest, 12)!r}…); load it with engine.load_adapter(...) and open it again"
+                    )
+                loaded.append((adapter, scale))
+            mixes.append(AdapterMix.of(loaded))
+        return tuple(None if i < 0 else mixes[i] for i in saved.slot_mixes.tolist()) if mixes else None
+
+    def _opened(self, saved: Snapshot, program: _Program, name: str, adapters: Mixes | None, *, exact: bool) -> Context:
         context = self._engine.context(seed=program.seed, salt=program.salt)
         try:
             if exact:
-                self._restore(context._table, saved)
+                self._restore(context._table, saved, adapters)
             else:
-                self._recompute(context, saved, name)
+                self._recompute(context, saved, name, adapters)
             context._restore(program.pending, program.conversation, program.written)
         except BaseException:
             context.release()
             raise
         return context
 
-    def _restore(self, table: PageTable, saved: Snapshot) -> None:
+    def _restore(self, table: PageTable, saved: Snapshot, adapters: Mixes | None) -> None:
         """Restore the pages. They are written by an edit, noted before their keys: whoever finds a page finds it
         written."""
         engine, raw = self._engine, self._engine._pool.raw
@@ -214,7 +233,8 @@ class Snapshots:
             # First: these say which pages have keys.
             table.spans, table.repeatable = list(saved.spans), saved.repeatable
             table.alter(saved.altered, saved.partial)
-            table.restore(saved.tokens.tolist(), saved.positions.tolist(), list(saved.masks), saved.committed)
+            log = (saved.tokens.tolist(), saved.positions.tolist(), list(saved.masks))
+            table.restore(*log, saved.committed, adapters)
 
         def restore_state() -> None:
             table.state = torch.from_numpy(saved.state.copy()).view(raw.dtype).to(raw.device)
@@ -239,7 +259,7 @@ class Snapshots:
             )
 
     @staticmethod
-    def _recompute(context: Context, saved: Snapshot, name: str) -> None:
+    def _recompute(context: Context, saved: Snapshot, name: str, adapters: Mixes | None) -> None:
         """Compute the tokens again, under another page size or dtype."""
         if saved.discarded or not saved.repeatable or saved.altered is not None:
             raise SnapshotError(
@@ -255,6 +275,7 @@ class Snapshots:
                 positions=tuple(saved.positions[start:stop].tolist()),
                 masks=None if all(m is None for m in masks) else tuple(masks),
                 causal=(start, stop) not in saved.spans,
+                adapters=None if adapters is None else adapters[start:stop],
             )
             context.execute(work).result()
 
@@ -270,6 +291,21 @@ def _maker(engine: Engine) -> str:
     """What the bits of a deterministic engine depend on."""
     info, mode = engine.info, "deterministic" if engine.deterministic else "not deterministic"
     return f"headway {VERSION}, {info.runner} on {info.device} with {info.threads} threads, {mode}"
+
+
+def _mixes(adapters: Mixes) -> dict[str, Any]:
+    """A log's adapters as a snapshot has them."""
+    known: dict[bytes, int] = {}
+    uses: list[tuple[tuple[str, float], ...]] = []
+    slots = np.full(len(adapters), -1, np.int64)
+    for i, mix in enumerate(adapters):
+        if mix is None:
+            continue
+        if mix.key not in known:
+            known[mix.key] = len(uses)
+            uses.append(tuple((adapter.digest, scale) for adapter, scale in mix.uses))
+        slots[i] = known[mix.key]
+    return {"mixes": tuple(uses), "slot_mixes": slots} if uses else {}
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:

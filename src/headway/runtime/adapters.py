@@ -87,6 +87,10 @@ class LoadedAdapters:
         """The loaded adapter whose weights have this hash."""
         return self._loaded.get(digest)
 
+    def has(self, adapter: object) -> bool:
+        """Whether this engine has loaded it."""
+        return isinstance(adapter, LoadedAdapter) and self._loaded.get(adapter.digest) is adapter
+
     def figures(self) -> tuple[int, int]:
         """How many are loaded, and their bytes on the device; those that are unloaded and still needed included."""
         loaded = list(self._loaded.values())

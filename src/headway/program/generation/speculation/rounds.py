@@ -108,6 +108,7 @@ class Round:
     def _build(self, context: Context) -> Forward:
         drawing, generated = self._drawing, self._transcript.generated
         forward = context.forward().defer_commit().input([site.path[-1] for site in self._sites[1:]])
+        forward._under(drawing.adapter)
         if drawing.attention is not None:
             forward.attention_mask(drawing.attention)
         for i, site in enumerate(self._sites):
