@@ -672,7 +672,7 @@ def test_an_attention_mask_binds_every_pass() -> None:
     [
         ({"attention_mask": [[0, 1]]}, hw.WrongType, "a Mask is needed"),
         ({"attention_mask": hw.Mask.from_runs([[0, 1]])}, hw.InvalidInput, "1 rows of its own"),
-        ({"adapter": "some"}, hw.Unsupported, "adapter='some'"),
+        ({"adapter": "some"}, hw.WrongType, "adapter is 'some'"),
         ({"speculate": 3}, hw.WrongType, "speculate is 3"),
         ({"stop": [str(i) for i in range(10_000)]}, hw.InvalidInput, "10000 stops were given; at most 1024"),
     ],

@@ -7,10 +7,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import peft
 import torch
 from transformers import PreTrainedModel
+
+from support.gguf_files import ARCHS, interleaved
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -43,3 +46,28 @@ def save_lora(folder: Path, wrapped: peft.PeftModel) -> Path:
 def logits_of(model: Any, tokens: list[int]) -> np.ndarray:
     """The logits [T, V] of a sequence."""
     return model(torch.tensor([tokens])).logits[0].float().numpy()
+
+
+def write_gguf_lora(path: Path, wrapped: peft.PeftModel, *, alpha: float, **metadata: str) -> Path:
+    """The adapter as llama.cpp's converter writes it: names of the gguf package, rows of q and k as in its models."""
+    config = wrapped.config
+    arch = config.model_type
+    writer = gguf.GGUFWriter(path, metadata.pop("architecture", arch))
+    writer.add_type(metadata.pop("type", gguf.GGUFType.ADAPTER))
+    writer.add_string(gguf.Keys.Adapter.TYPE, metadata.pop("kind", "lora"))
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+    table = gguf.get_tensor_name_map(ARCHS[arch], config.num_hidden_layers)
+    for name, tensor in peft.get_peft_model_state_dict(wrapped).items():
+        module, side = name.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".lora_", 1)
+        target = table.get_name(module)
+        assert target is not None, name
+        rows = tensor.detach()
+        if arch == "llama" and side == "B" and module.endswith(("q_proj", "k_proj")):
+            heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads
+            rows = interleaved(rows, heads)
+        writer.add_tensor(f"{target}.weight.lora_{side.lower()}", rows.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headway.base.samplers import Sampling
     from headway.kv.allocator import Edit
+    from headway.models.adapters.bound import BoundAdapter
+    from headway.runtime.adapters import DeviceWeights
     from headway.runtime.batch import Batch
     from headway.runtime.passes import DecodeMask
     from headway.runtime.runners.base import InFlight, Runner, StepResult
@@ -99,6 +101,9 @@ class GapTimer:
 
     def samples(self, how: Sampling) -> bool:
         return self._runner.samples(how)
+
+    def load_adapter(self, adapter: BoundAdapter) -> DeviceWeights:
+        return self._runner.load_adapter(adapter)
 
     def edit(self, edits: Sequence[Edit]) -> None:
         began = time.perf_counter()

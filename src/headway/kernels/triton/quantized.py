@@ -183,25 +183,29 @@ def matmul(
     ahead: bool = False,
     alone: bool = False,
     tile: QuantizedTile | None = None,
+    row_bias: Tensor | None = None,
 ) -> None:
     """factor × x [R, K] float16 times the matrix into y [R, N], or added to it; silu(gate) × up for a gated matrix.
 
     A gated float16 result is scaled by INNER. A row of y depends on its row of x alone; to the bit unless `alone`,
-    which lets a single row take a faster kernel that sums in another order.
+    which lets a single row take a faster kernel that sums in another order. `row_bias` [R, 2N] float32 takes the place
+    of a gated matrix's bias.
     """
     (rows, k), n = x.shape, y.shape[1]
     assert x.dtype == torch.float16
     assert x.is_contiguous()
     assert y.is_contiguous()
     blocks, deep = w.quants.shape[:2]
-    given, bias = (x.view(torch.int32) if x.is_cuda else x), x if w.bias is None else w.bias
+    assert row_bias is None or (w.gated and row_bias.is_contiguous() and row_bias.shape == (rows, 2 * n))
+    added = w.bias if row_bias is None else row_bias
+    given, bias = (x.view(torch.int32) if x.is_cuda else x), x if added is None else added
     scale = INNER if w.gated and y.dtype == torch.float16 else 1.0
     if alone and rows == 1 and x.is_cuda:
         t = tile or pick_row_tile(w.kind, blocks, deep)
         step = 4 * INPUTS * t.inputs
         kernels.matvec[(blocks,)](
             given, w.quants, w.scales, y, bias, n, K=k, KIND=w.kind, DEEP=t.inputs, GATED=w.gated, ADD=add,
-            BIAS=w.bias is not None, FACTOR=factor, SCALE=scale, EVEN=k == step or k % (2 * step) == 0,
+            BIAS=added is not None, FACTOR=factor, SCALE=scale, EVEN=k == step or k % (2 * step) == 0,
             AHEAD=ahead, num_warps=t.warps, **options(ahead),
         )  # fmt: skip
         return
@@ -211,8 +215,8 @@ def matmul(
     kernels.matmul[(triton.cdiv(rows, 8 * columns), triton.cdiv(blocks, groups * t.outputs))](
         given, w.quants, w.scales, y, bias, rows, n, blocks,
         K=k, KIND=w.kind, GROUPS=groups, PARTS=t.outputs, COLS=columns, DEEP=t.inputs, GATED=w.gated, ADD=add,
-        BIAS=w.bias is not None, FACTOR=factor, SCALE=scale, EVEN=k % (INPUTS * t.inputs * 2) == 0,
-        PACKED=x.is_cuda, AHEAD=ahead,
+        BIAS=added is not None, BY_ROW=row_bias is not None, FACTOR=factor, SCALE=scale,
+        EVEN=k % (INPUTS * t.inputs * 2) == 0, PACKED=x.is_cuda, AHEAD=ahead,
         num_warps=t.warps, **options(ahead),
     )  # fmt: skip
 

@@ -120,8 +120,8 @@ def matmul(
     x, quants, scales, y, bias, rows, n, blocks,
     K: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr,
     DEEP: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, FACTOR: tl.constexpr, SCALE: tl.constexpr,
-    EVEN: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, BY_ROW: tl.constexpr, FACTOR: tl.constexpr,
+    SCALE: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Rows of x, float16 (two to a word with PACKED), times the matrix; see `quantized.matmul`.
 
@@ -168,7 +168,7 @@ def matmul(
             w0, w1, _ = _load_quants(at, scale_at, d, deep, INPUTS, KIND, EVEN, PACKED)
             total = _sums_one_by_one(total, w0, w1, scales, base, x, pair, e, d, deep, K, INPUTS, KIND)
     values = tl.reshape(tl.sum(total, 0), (OWN, COLS, 128)) * FACTOR
-    _store(values, scales, y, bias, rows, n, blocks, KIND, GATED, ADD, BIAS, SCALE, PACKED)
+    _store(values, scales, y, bias, rows, n, blocks, KIND, GATED, ADD, BIAS, BY_ROW, SCALE, PACKED)
 
 
 @triton.jit
@@ -289,10 +289,13 @@ def _store_row(
 @triton.jit
 def _store(
     values, scales, y, bias, rows, n, blocks,
-    KIND: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
-    PACKED: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, BY_ROW: tl.constexpr,
+    SCALE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Scales a program's sums [PARTS, COLS, 128], applies bias and gate, and stores them."""
+    """Scales a program's sums [PARTS, COLS, 128], applies bias and gate, and stores them.
+
+    With BY_ROW each row has a bias of its own.
+    """
     PARTS: tl.constexpr = values.shape[0]
     COLS: tl.constexpr = values.shape[1]
     part = tl.arange(0, PARTS)[:, None, None]
@@ -310,7 +313,11 @@ def _store(
         gate, up = tl.split(tl.permute(tl.reshape(values, (PARTS, COLS, 32, 2, 2)), (0, 1, 2, 4, 3)))
         where = (tl.program_id(1) * PARTS + tl.arange(0, PARTS))[:, None, None, None] * 8 + lane // 4
         row = (tl.program_id(0) * COLS + tl.arange(0, COLS))[None, :, None, None] * 8 + lane % 4 * 2 + odd
-        if BIAS:
+        if BY_ROW:
+            own, there = bias + row.to(tl.int64) * 2 * n + where, (where < n) & (row < rows)
+            gate += tl.load(own, mask=there, other=0.0)
+            up += tl.load(own + n, mask=there, other=0.0)
+        elif BIAS:
             gate += tl.load(bias + where, mask=where < n, other=0.0).to(tl.float32)
             up += tl.load(bias + n + where, mask=where < n, other=0.0).to(tl.float32)
         result = gate / (1.0 + tl.exp(-gate)) * up

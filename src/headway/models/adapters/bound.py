@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from headway.base.errors import BadModelFile
 from headway.models.adapters.adapter import Adapter
@@ -11,6 +14,8 @@ from headway.models.adapters.low_rank import ROLES, LowRank, Target
 from headway.models.config import ModelConfig
 from headway.models.families import FAMILIES
 from headway.models.layers import half_split
+
+LARGEST = 1024.0  # what the largest value of a float16 matrix is brought near to
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +61,15 @@ def target_shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
     e, f, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
     shapes = ((q, e), (kv, e), (kv, e), (e, q), (f, e), (f, e), (e, f))
     return dict(zip(ROLES, shapes, strict=True))
+
+
+def as_half(matrix: Tensor) -> tuple[Tensor, float]:
+    """The matrix in float16 times a power of two that uses its range well, and what to multiply with to undo it."""
+    largest = float(matrix.abs().max())
+    if largest == 0.0:
+        return matrix.half(), 1.0
+    power = math.floor(math.log2(LARGEST / largest))
+    return (matrix.double() * 2.0**power).half(), 2.0**-power
 
 
 def _interleaves(architecture: str) -> bool:

@@ -21,7 +21,6 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Self
 
-from headway.base.adapters import AdapterMix
 from headway.base.errors import (
     Closed,
     ContextBusy,
@@ -36,6 +35,7 @@ from headway.base.errors import (
 from headway.base.masks import Mask
 from headway.base.probes import Value_co
 from headway.base.samplers import Sampler
+from headway.program.adapters import AdapterArgument, mix_of
 from headway.program.constraints.constraint import Constraint, GrammarMatcher, compile_async
 from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
@@ -76,7 +76,7 @@ class Generation(Generic[Value_co]):
         constrain: Grammar | Constraint | None = None,
         probe: Probes = None,
         attention_mask: Mask | None = None,
-        adapter: AdapterMix | None = None,
+        adapter: AdapterArgument | None = None,
         speculate: Drafter | None = None,
         penalize_prompt: bool = True,
     ) -> None:
@@ -97,7 +97,7 @@ class Generation(Generic[Value_co]):
             probe=probe,
             attention_mask=attention_mask,
             penalize_prompt=penalize_prompt,
-            adapter=adapter,
+            adapter=mix_of(context.engine, adapter),
         )
         self._context = context
         self._grammar = constrain if isinstance(constrain, Grammar) else None  # compiled before the first pass

@@ -7,7 +7,6 @@ its range well: a step then reads half the bytes, and rounds less than the weigh
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -18,13 +17,12 @@ from torch import Tensor
 from headway.base.adapters import AdapterMix
 from headway.kernels.native import library
 from headway.kernels.native.library import AdapterLayerStruct, AdapterStruct, LowRankStruct, StepStruct
-from headway.models.adapters.bound import BoundAdapter
+from headway.models.adapters.bound import BoundAdapter, as_half
 from headway.models.adapters.low_rank import LowRank
 from headway.models.quantized.cpu import QuantizedDecoder
 from headway.runtime.runners.row_adapters import AdapterRows, by_adapter
 
 LANES = 16
-LARGEST = 1024.0  # what the largest value of a float16 matrix is brought near to
 
 
 class NativeAdapter:
@@ -45,7 +43,7 @@ class NativeAdapter:
     def _pair(self, pair: LowRank, half: bool) -> LowRankStruct:
         a, b, factor = pair.a.float(), pair.b.float(), pair.scaling
         if half:
-            (a, down), (b, out) = _as_half(a), _as_half(b)
+            (a, down), (b, out) = as_half(a), as_half(b)
             factor *= down * out
         if not half or not abs(factor) < 1e38:
             a, b, factor, half = pair.a.float(), pair.b.float() * pair.scaling, 1.0, False
@@ -58,15 +56,6 @@ class NativeAdapter:
 def is_half(decoder: QuantizedDecoder) -> bool:
     """Whether adapters of this model are kept in float16: none of its layers is in float32."""
     return all(matrix.kind != "f32" for layer in decoder.layers for matrix in layer.matrices())
-
-
-def _as_half(matrix: Tensor) -> tuple[Tensor, float]:
-    """The matrix in float16 times a power of two, and what to multiply with to undo it."""
-    largest = float(matrix.abs().max())
-    if largest == 0.0:
-        return matrix.half(), 1.0
-    power = math.floor(math.log2(LARGEST / largest))
-    return (matrix.double() * 2.0**power).half(), 2.0**-power
 
 
 def _interleaved(matrix: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headway.kernels.reference.sampling import RowSampler
-from headway.kernels.triton import attention, fused, layout, quantized
+from headway.kernels.triton import attention, fused, layout, lora, quantized
 from headway.kernels.triton import deterministic as exact
 from headway.kernels.triton import matmul as tiled
 from headway.kernels.triton.attention import AttentionTile, PagedKV, Scratch, Splits
@@ -29,6 +29,7 @@ from headway.kernels.triton.quantized import CudaQuantizedMatrix
 from headway.kv.pool import Pool
 from headway.models.decoder import Decoder, Hooks
 from headway.models.layers import DecoderLayer, Linear
+from headway.runtime.runners.cuda.adapters import CudaAdapters, StepTiles
 
 Mark = Callable[[str], None]
 PROGRAMS = 264  # that keep the device busy: two a multiprocessor
@@ -51,6 +52,7 @@ class DeviceStep:
     items: Tensor | None = None
     hooks: Hooks | None = None
     hooks_from: int = 0  # the row that hooks count from: decode rows have none
+    adapters: StepTiles | None = None
 
 
 class Buffers:
@@ -106,6 +108,7 @@ class CudaModel:
         self._written: Tensor | None = None
         self._numbers = torch.arange(512, dtype=torch.int32, device=self.device)
         self._given: list[Tensor] = []  # earlier ones, that graphs go on using
+        self.adapters = CudaAdapters(c, decoder.dtype, self.device, half=self.is_quantized)
 
     def forward(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> Tensor:
         """Residual rows [T, E] before the final norm; keys and values are in their pages."""
@@ -118,7 +121,7 @@ class CudaModel:
             self._quantized_rows(step, buffers, mark)
         elif self.deterministic:
             self._rows(step, buffers, mark)
-        elif step.count == 1:
+        elif step.count == 1 and step.adapters is None:  # its norms are inside matvecs, and adapters take normed rows
             self._one_row(step, buffers, mark)
         else:
             self._rows(step, buffers, mark)
@@ -158,18 +161,45 @@ class CudaModel:
         for l, layer in enumerate(self.decoder.layers):
             fused.norm(x, layer.input_norm, layer.eps, h, ahead=self.ahead)
             self._quantized_matmul(h, layer.qkv, buffers.qkv[:n])
+            self._low_rank(l, "qkv", h, buffers.qkv[:n], step)
             mark("qkv")
             self._attention(l, step, buffers, mark, mixed)
             self._quantized_matmul(mixed.flatten(1), layer.out, x, add=True)
+            self._low_rank(l, "out", mixed.flatten(1), x, step)
             mark("output projection")
             fused.norm(x, layer.mlp_norm, layer.eps, h, ahead=self.ahead)
-            self._quantized_matmul(h, layer.gate_up, inner)
+            self._quantized_matmul(h, layer.gate_up, inner, bias=self._gate_up_delta(l, h, step))
             self._quantized_matmul(inner, layer.down, x, factor=1 / quantized.INNER, add=True)
+            self._low_rank(l, "down", inner, x, step, factor=1 / quantized.INNER)
             mark("feed-forward")
 
-    def _quantized_matmul(self, x: Tensor, w: object, y: Tensor, *, factor: float = 1.0, add: bool = False) -> None:
+    def _quantized_matmul(
+        self, x: Tensor, w: object, y: Tensor, *, factor: float = 1.0, add: bool = False, bias: Tensor | None = None
+    ) -> None:
         assert isinstance(w, CudaQuantizedMatrix)
-        quantized.matmul(x, w, y, factor=factor, add=add, ahead=self.ahead, alone=not self.deterministic)
+        alone = not self.deterministic
+        quantized.matmul(x, w, y, factor=factor, add=add, ahead=self.ahead, alone=alone, row_bias=bias)
+
+    def _low_rank(self, l: int, stack: str, x: Tensor, y: Tensor, step: DeviceStep, *, factor: float = 1.0) -> None:
+        """Add to a matmul's outputs y what the adapters of its rows x make of them."""
+        if step.adapters is None or stack not in step.adapters.shape.stacks:
+            return
+        known, first, outputs = self.adapters, self.adapters.first[stack], self.adapters.outputs[stack]
+        sums, ahead = step.adapters.sums, self.ahead
+        for tiles in step.adapters.rounds:
+            lora.shrink(x, known.table, l, first, len(outputs), tiles, sums, ahead=ahead)
+            lora.expand(y, known.table, l, first, outputs, tiles, sums, factor=factor, ahead=ahead)
+
+    def _gate_up_delta(self, l: int, h: Tensor, step: DeviceStep) -> Tensor | None:
+        """What adapters add to gate and up, with their bias: a gated matmul multiplies them by itself."""
+        if step.adapters is None or "gate_up" not in step.adapters.shape.stacks:
+            return None
+        bias = self.decoder.layers[l].gate_up.bias
+        delta = torch.zeros(len(h), 2 * self.config.intermediate_size, dtype=torch.float32, device=self.device)
+        if bias is not None:
+            delta += bias
+        self._low_rank(l, "gate_up", h, delta, step)
+        return delta
 
     def _dense(self, w: Linear | CudaQuantizedMatrix) -> Tensor:
         """The matrix [N, K] as floats. One in codes is written out where the next one will be: it serves until then."""
@@ -191,14 +221,18 @@ class CudaModel:
         mark("norm")
         for l, layer in enumerate(layers):
             self._linear(h, layer.qkv, buffers.qkv[:many])
+            self._low_rank(l, "qkv", h, buffers.qkv[:many], step)
             mark("qkv")
             self._attention(l, step, buffers, mark)
-            self._linear(buffers.mixed[:many].flatten(1), layer.out, delta)
+            mixed = buffers.mixed[:many].flatten(1)
+            self._linear(mixed, layer.out, delta)
+            self._low_rank(l, "out", mixed, delta, step)
             mark("output projection")
             fused.norm(x, layer.mlp_norm, layer.eps, h[:n], add=delta[:n], ahead=self.ahead)
             mark("norm")
-            self._gate_times_up(h, layer.gate_up, buffers)
+            self._gate_times_up(l, h, buffers, step)
             self._linear(buffers.inner[:many], layer.down, delta)
+            self._low_rank(l, "down", buffers.inner[:many], delta, step)
             mark("feed-forward")
             following: DecoderLayer | None = layers[l + 1] if l + 1 < len(layers) else None
             if following is None:
@@ -267,12 +301,13 @@ class CudaModel:
             self._numbers = torch.arange(2 * count, dtype=torch.int32, device=self.device)
         return self._numbers[:count]
 
-    def _gate_times_up(self, h: Tensor, w: Linear, buffers: Buffers) -> None:
-        gate_up, inner = buffers.gate_up[: len(h)], buffers.inner[: len(h)]
-        if self._in_tiles(len(h)):
+    def _gate_times_up(self, l: int, h: Tensor, buffers: Buffers, step: DeviceStep) -> None:
+        w, gate_up, inner = self.decoder.layers[l].gate_up, buffers.gate_up[: len(h)], buffers.inner[: len(h)]
+        if self._in_tiles(len(h)) and step.adapters is None:
             self._tiled(h, w.weight, inner, w.bias, gated=True)
         else:
             self._linear(h, w, gate_up)
+            self._low_rank(l, "gate_up", h, gate_up, step)
             fused.gated(gate_up, inner, ahead=self.ahead)
 
     def _in_tiles(self, rows: int) -> bool:

@@ -29,12 +29,14 @@ from headway.base.samplers import Sampling
 from headway.kernels.triton.attention import chunk_items
 from headway.kv.allocator import Edit
 from headway.kv.pool import Pool
+from headway.models.adapters.bound import BoundAdapter
 from headway.models.decoder import Decoder, Hooks
 from headway.runtime.batch import Batch, reads_final_state
 from headway.runtime.passes import DecodeMask
 from headway.runtime.profile import Profiler, step_bytes
 from headway.runtime.readout import make_hooks
 from headway.runtime.runners.base import SegmentResult, StepResult
+from headway.runtime.runners.cuda.adapters import CudaAdapter
 from headway.runtime.runners.cuda.arrays import StepInts, StepNumbers, Upload, even
 from headway.runtime.runners.cuda.graphs import CHUNK_SIZES, SIZES, Graphs, padded
 from headway.runtime.runners.cuda.model import Buffers, CudaModel, DeviceStep
@@ -105,6 +107,10 @@ class CudaRunner:
     def samples(self, how: Sampling) -> bool:
         return self._decode_reader.samples(how)
 
+    def load_adapter(self, adapter: BoundAdapter) -> CudaAdapter:
+        with torch.inference_mode(), self._where():
+            return self.model.adapters.load(adapter)
+
     def edit(self, edits: Sequence[Edit]) -> None:
         with torch.inference_mode(), self._where():
             self.pool.apply(edits)
@@ -160,7 +166,12 @@ class CudaRunner:
             key = ("chunks", size, len(singles), len(items))
         self._fixed.wait()
         self._fixed.send(self._layout.fill(self._fixed.host, batch, numbers, rows))
-        buffers, step = self._graph_buffers(), DeviceStep(self._fixed.device, rows, size, singles=singles, items=items)
+        adapters = None
+        if (mixes := batch.adapters) is not None:
+            adapters = self.model.adapters.step(mixes, size)
+            key = (*key, adapters.shape)
+        buffers = self._graph_buffers()
+        step = DeviceStep(self._fixed.device, rows, size, singles=singles, items=items, adapters=adapters)
         self._graphs.run(key, lambda: self.model.forward(step, buffers, _unmarked))
         return buffers.x[: batch.rows]
 
@@ -197,6 +208,7 @@ class CudaRunner:
             items=device[used : used + len(items)].view(-1, 2) if items else None,
             hooks=hooks,
             hooks_from=batch.decode_count,
+            adapters=None if (mixes := batch.adapters) is None else self.model.adapters.step(mixes, None),
         )
         if self._free_buffers is None or self._free_buffers.rows < count:
             self._free_buffers = None  # the old ones go before the new ones come

@@ -1,0 +1,182 @@
+"""Low-rank adapters beside a matmul: y[row] += scale × B (A x[row]) for rows that are grouped by adapter.
+
+    tiles     [n, 3] int32: an adapter's slot, its first use and how many uses; at most TILE, 0 for an empty tile
+    rows      [uses] int32, scales [uses] float32: the row of each use, and the adapter's scale there
+    pointers  [slots, layers, 7, 2] int64: where A [r, K] and B [N, r] of each matrix lie; ranks and factors [slots,
+              layers, 7]: their ranks, 0 for nothing, and what to multiply their product with
+
+Two kernels, both for all pieces of a stacked matrix: `shrink` sums A x over SPLITS parts of the inputs, `expand` adds
+B times these sums to y. In one call a row has at most one use, so that nothing is added concurrently. A row's bits
+depend on the row and its adapter alone: tiles and parts have fixed sizes, and sums one order.
+"""
+
+# ruff: noqa: PLR0917
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway.kernels.triton.launch import launch_next, options, wait
+
+TILE = 16  # uses of a tile
+RANKS = 16  # ranks of a block
+SPLITS = 8  # parts of the inputs
+PIECES = 3  # of a stacked matrix, at most
+MATRICES = 7  # of a layer
+BLOCK_INPUTS, BLOCK_OUTPUTS = 128, 64
+DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterTable:
+    """The adapters of an engine: where their matrices lie, by slot."""
+
+    pointers: Tensor  # [slots, L, 7, 2] int64
+    ranks: Tensor  # [slots, L, 7] int32
+    factors: Tensor  # [slots, L, 7] float32
+    dtype: torch.dtype  # of the matrices
+
+    @staticmethod
+    def empty(slots: int, layers: int, dtype: torch.dtype, device: torch.device) -> AdapterTable:
+        return AdapterTable(
+            torch.zeros(slots, layers, MATRICES, 2, dtype=torch.int64, device=device),
+            torch.zeros(slots, layers, MATRICES, dtype=torch.int32, device=device),
+            torch.ones(slots, layers, MATRICES, dtype=torch.float32, device=device),
+            dtype,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterTiles:
+    """The uses of one call. `blocks` is how many blocks of RANKS the largest rank has."""
+
+    tiles: Tensor  # [n, 3] int32
+    rows: Tensor  # [uses] int32
+    scales: Tensor  # [uses] float32
+    blocks: int
+
+    def sums(self) -> tuple[int, ...]:
+        """The shape of the sums between `shrink` and `expand`."""
+        return len(self.rows), PIECES, SPLITS, self.blocks * RANKS
+
+
+def shrink(
+    x: Tensor, table: AdapterTable, layer: int, first: int, pieces: int, how: AdapterTiles, sums: Tensor, *, ahead: bool
+) -> None:
+    """A x of every use, part by part, into sums (see `AdapterTiles.sums`). The pieces are matrices `first` and on."""
+    k, layers = x.shape[1], table.ranks.shape[1]
+    part = triton.cdiv(triton.cdiv(k, SPLITS), BLOCK_INPUTS) * BLOCK_INPUTS
+    _shrink[(len(how.tiles), how.blocks, pieces * SPLITS)](
+        x, table.pointers, table.ranks, how.tiles, how.rows, sums, x.stride(0), layer, layers, k,
+        FIRST=first, PART=part, WIDE=how.blocks * RANKS, KIND=DTYPES[table.dtype], PRECISION=_precision(x.dtype),
+        TILE=TILE, RANKS=RANKS, SPLITS=SPLITS, PIECES=PIECES, MATRICES=MATRICES, BK=BLOCK_INPUTS, AHEAD=ahead,
+        num_warps=4, num_stages=3, **options(ahead),
+    )  # fmt: skip
+
+
+def expand(
+    y: Tensor,
+    table: AdapterTable,
+    layer: int,
+    first: int,
+    outputs: tuple[int, ...],
+    how: AdapterTiles,
+    sums: Tensor,
+    *,
+    factor: float = 1.0,
+    ahead: bool,
+) -> None:
+    """y [T, N] += factor × scale × B (A x) at the rows of the uses; `outputs` are those of each piece, side by side."""
+    layers = table.ranks.shape[1]
+    blocks = [triton.cdiv(n, BLOCK_OUTPUTS) for n in outputs]
+    n = [*outputs, 0, 0][:PIECES]
+    _expand[(len(how.tiles), sum(blocks))](
+        y, table.pointers, table.ranks, table.factors, how.tiles, how.rows, how.scales, sums, y.stride(0), layer,
+        layers, factor, N0=n[0], N1=n[1], N2=n[2], FIRST=first, WIDE=how.blocks * RANKS, KIND=DTYPES[table.dtype],
+        PRECISION=_precision(table.dtype), TILE=TILE, RANKS=RANKS, SPLITS=SPLITS, PIECES=PIECES, MATRICES=MATRICES,
+        BN=BLOCK_OUTPUTS, AHEAD=ahead, num_warps=4, **options(ahead),
+    )  # fmt: skip
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def _shrink(
+    x, pointers, ranks, tiles, use_rows, sums, x_row, layer, layers, K,
+    FIRST: tl.constexpr, PART: tl.constexpr, WIDE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, PIECES: tl.constexpr, MATRICES: tl.constexpr,
+    BK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    launch_next(AHEAD)
+    tile, block = tl.program_id(0), tl.program_id(1)
+    piece, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
+    slot, start, count = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    matrix = (slot.to(tl.int64) * layers + layer) * MATRICES + FIRST + piece
+    rank = tl.load(ranks + matrix)
+    wait(AHEAD)  # every program: whatever runs after this kernel must find all before it done
+    if (count > 0) & (block * RANKS < rank):
+        a = tl.load(pointers + matrix * 2).to(tl.pointer_type(KIND))
+        m, j, c = tl.arange(0, TILE), block * RANKS + tl.arange(0, RANKS), tl.arange(0, BK)
+        row = tl.load(use_rows + start + m, mask=m < count, other=0).to(tl.int64)
+        total = tl.zeros((TILE, RANKS), tl.float32)
+        for k in range(split * PART, tl.minimum(K, (split + 1) * PART), BK):
+            inside = (k + c < K)[None, :]
+            v = tl.load(x + row[:, None] * x_row + (k + c)[None, :], mask=(m < count)[:, None] & inside, other=0.0)
+            w = tl.load(
+                a + j.to(tl.int64)[:, None] * K + (k + c)[None, :], mask=(j < rank)[:, None] & inside, other=0.0
+            )
+            total = tl.dot(v, tl.trans(w.to(v.dtype)), total, input_precision=PRECISION)
+        place = (((start + m).to(tl.int64) * PIECES + piece) * SPLITS + split)[:, None] * WIDE + j[None, :]
+        tl.store(sums + place, total, mask=(m < count)[:, None])
+
+
+@triton.jit
+def _expand(
+    y, pointers, ranks, factors, tiles, use_rows, scales, sums, y_row, layer, layers, factor,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+    FIRST: tl.constexpr, WIDE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, PIECES: tl.constexpr, MATRICES: tl.constexpr,
+    BN: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    launch_next(AHEAD)
+    B0: tl.constexpr = (N0 + BN - 1) // BN
+    B1: tl.constexpr = B0 + (N1 + BN - 1) // BN
+    tile, block = tl.program_id(0), tl.program_id(1)
+    piece = (block >= B0).to(tl.int32) + (block >= B1).to(tl.int32)
+    inner = block - tl.where(piece == 0, 0, tl.where(piece == 1, B0, B1))  # the block within its piece
+    outputs = tl.where(piece == 0, N0, tl.where(piece == 1, N1, N2))
+    before = tl.where(piece == 0, 0, tl.where(piece == 1, N0, N0 + N1))
+    slot, start, count = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    matrix = (slot.to(tl.int64) * layers + layer) * MATRICES + FIRST + piece
+    rank = tl.load(ranks + matrix)
+    wait(AHEAD)
+    if (count > 0) & (rank > 0):
+        b = tl.load(pointers + matrix * 2 + 1).to(tl.pointer_type(KIND))
+        m, o = tl.arange(0, TILE), inner * BN + tl.arange(0, BN)
+        use = (start + m).to(tl.int64)
+        total = tl.zeros((TILE, BN), tl.float32)
+        for first in range(0, rank, RANKS):
+            j = first + tl.arange(0, RANKS)
+            live = (m < count)[:, None] & (j < rank)[None, :]
+            part = tl.zeros((TILE, RANKS), tl.float32)
+            for split in range(SPLITS):
+                at = ((use * PIECES + piece) * SPLITS + split)[:, None] * WIDE + j[None, :]
+                part += tl.load(sums + at, mask=live, other=0.0)
+            w = tl.load(
+                b + o.to(tl.int64)[:, None] * rank + j[None, :],
+                mask=(o < outputs)[:, None] & (j < rank)[None, :],
+                other=0.0,
+            )
+            total = tl.dot(part, tl.trans(w.to(tl.float32)), total, input_precision=PRECISION)
+        scale = tl.load(scales + use, mask=m < count, other=0.0) * tl.load(factors + matrix) * factor
+        row = tl.load(use_rows + use, mask=m < count, other=0).to(tl.int64)
+        place = y + row[:, None] * y_row + (before + o)[None, :]
+        there = (m < count)[:, None] & (o < outputs)[None, :]
+        value = tl.load(place, mask=there, other=0.0).to(tl.float32) + total * scale[:, None]
+        tl.store(place, value.to(y.dtype.element_ty), mask=there)

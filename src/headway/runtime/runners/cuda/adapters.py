@@ -1,0 +1,223 @@
+"""Adapters on a CUDA device: their matrices and the table that kernels find them by, and the tiles of a step's rows.
+
+A loaded adapter has a slot of the table until its last reference is gone. A step's tiles go to the device in one copy,
+laid out by the step's `AdapterShape` alone, so that a captured graph serves every step of that shape.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.base.adapters import AdapterMix
+from headway.base.errors import Unsupported
+from headway.kernels.triton.lora import PIECES, RANKS, SPLITS, TILE, AdapterTable, AdapterTiles
+from headway.models.adapters.bound import BoundAdapter, as_half, target_shapes
+from headway.models.adapters.low_rank import ROLES
+from headway.models.config import ModelConfig
+from headway.runtime.adapters import LoadedAdapter
+from headway.runtime.runners.cuda.arrays import Upload, even
+from headway.runtime.runners.cuda.graphs import padded
+from headway.runtime.runners.row_adapters import STACKS, by_adapter
+
+SLOTS = 1024  # adapters that may be loaded at once
+
+
+class CudaAdapter:
+    """An adapter's matrices on the device, and its slot in the table."""
+
+    def __init__(self, tensors: list[Tensor], slot: int, rank: int, stacks: frozenset[str]) -> None:
+        self._tensors, self.slot, self.rank, self.stacks = tensors, slot, rank, stacks
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """All that the launches of a step's adapters depend on."""
+
+    rounds: int  # the most adapters of a row: each round adds one
+    tiles: int  # of a round
+    uses: int  # of a round
+    blocks: int  # of RANKS
+    stacks: frozenset[str]  # matmuls that an adapter adds to
+
+    @property
+    def size(self) -> int:
+        """Numbers on the device."""
+        return self._rows_at + 2 * self.rounds * self.uses
+
+    @property
+    def _rows_at(self) -> int:
+        return even(3 * self.rounds * self.tiles)
+
+    def views(self, ints: Tensor) -> list[AdapterTiles]:
+        """The tiles of each round, in a buffer of the device."""
+        tiles = ints[: 3 * self.rounds * self.tiles].view(self.rounds, self.tiles, 3)
+        both = ints[self._rows_at : self.size].view(2, self.rounds, self.uses)
+        scales = both[1].view(torch.float32)
+        return [AdapterTiles(tiles[i], both[0, i], scales[i], self.blocks) for i in range(self.rounds)]
+
+    def fill(self, rounds: Sequence[_Round]) -> np.ndarray:
+        """The numbers for a buffer of the device."""
+        host = np.zeros(self.size, np.int32)
+        tiles = host[: 3 * self.rounds * self.tiles].reshape(self.rounds, self.tiles, 3)
+        both = host[self._rows_at :].reshape(2, self.rounds, self.uses)
+        for i, one in enumerate(rounds):
+            tiles[i, : len(one.tiles)] = one.tiles
+            both[0, i, : len(one.rows)] = one.rows
+            both[1, i, : len(one.rows)] = np.array(one.scales, np.float32).view(np.int32)
+        return host
+
+
+@dataclass(frozen=True, eq=False)
+class StepTiles:
+    """The adapters of one step, on the device."""
+
+    shape: AdapterShape
+    rounds: list[AdapterTiles]
+    sums: Tensor  # between the two kernels
+
+
+class _Round:
+    """At most one use of every row."""
+
+    def __init__(self) -> None:
+        self.tiles: list[tuple[int, int, int]] = []
+        self.rows: list[int] = []
+        self.scales: list[float] = []
+
+    def add(self, slot: int, uses: list[tuple[int, float]]) -> None:
+        for start in range(0, len(uses), TILE):
+            part = uses[start : start + TILE]
+            self.tiles.append((slot, len(self.rows), len(part)))
+            self.rows += [row for row, _ in part]
+            self.scales += [scale for _, scale in part]
+
+
+class CudaAdapters:
+    """The adapters of a CUDA runner. Used by the worker thread, but slots come back from any."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, half: bool) -> None:
+        self._config, self._device, self._half = config, device, half
+        self._dtype = torch.float16 if half else dtype
+        self._table: AdapterTable | None = None
+        self._lock, self._free = threading.Lock(), list(range(SLOTS - 1, -1, -1))
+        self._upload = Upload(1 << 12, torch.int32, device)
+        self._graph_upload: dict[AdapterShape, Upload] = {}
+        self._sums: list[Tensor] = []  # they stay, since graphs go on using them
+        outputs = {role: shape[0] for role, shape in target_shapes(config).items()}
+        self.outputs = {stack: tuple(outputs[role] for role in roles) for stack, roles in STACKS.items()}
+        self.first = {stack: ROLES.index(roles[0]) for stack, roles in STACKS.items()}
+
+    @property
+    def table(self) -> AdapterTable:
+        if self._table is None:
+            self._table = AdapterTable.empty(SLOTS, self._config.layers, self._dtype, self._device)
+        return self._table
+
+    def load(self, adapter: BoundAdapter) -> CudaAdapter:
+        """Upload an adapter and give it a slot."""
+        with self._lock:
+            if not self._free:
+                raise Unsupported(f"{SLOTS} adapters are loaded, which is the most at once; unload some")
+            slot = self._free.pop()
+        try:
+            tensors, stacks = self._fill(adapter, slot)
+        except BaseException:
+            self._give_back(slot)
+            raise
+        loaded = CudaAdapter(tensors, slot, adapter.rank, stacks)
+        weakref.finalize(loaded, self._give_back, slot)
+        return loaded
+
+    def _fill(self, adapter: BoundAdapter, slot: int) -> tuple[list[Tensor], frozenset[str]]:
+        layers = self._config.layers
+        pointers = torch.zeros(layers, len(ROLES), 2, dtype=torch.int64)
+        ranks = torch.zeros(layers, len(ROLES), dtype=torch.int32)
+        factors = torch.ones(layers, len(ROLES))
+        tensors: list[Tensor] = []
+        for l, pairs in enumerate(adapter.layers):
+            for role, pair in pairs.items():
+                i, a, b, factor = ROLES.index(role), pair.a.float(), pair.b.float(), pair.scaling
+                if self._half:
+                    (a, down), (b, out) = as_half(a), as_half(b)
+                    factor *= down * out
+                on_device = [t.to(self._device, self._dtype).contiguous() for t in (a, b)]
+                tensors += on_device
+                pointers[l, i] = torch.tensor([t.data_ptr() for t in on_device])
+                ranks[l, i], factors[l, i] = pair.rank, factor
+        table = self.table
+        table.pointers[slot], table.ranks[slot], table.factors[slot] = (
+            t.to(self._device) for t in (pointers, ranks, factors)
+        )
+        used = {role for pairs in adapter.layers for role in pairs}
+        return tensors, frozenset(stack for stack, roles in STACKS.items() if used & {*roles})
+
+    def _give_back(self, slot: int) -> None:
+        with self._lock:
+            self._free.append(slot)
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def step(self, mixes: Sequence[AdapterMix | None], size: int | None) -> StepTiles:
+        """The tiles of a step's rows; `size` is that of its graph, None for a step that is launched by hand."""
+        rounds, rank, stacks = _rounds(mixes)
+        most = max(len(one.tiles) for one in rounds)
+        count = 1 << (len(rounds) - 1).bit_length()
+        blocks = 1 << (-(-rank // RANKS) - 1).bit_length()
+        rows = even(len(mixes) if size is None else size)
+        shape = AdapterShape(count, padded(most) or most, rows, blocks, stacks)
+        upload = self._buffer(shape, graph=size is not None)
+        upload.put(shape.fill(rounds))
+        return StepTiles(shape, shape.views(upload.device), self._scratch(shape))
+
+    def _buffer(self, shape: AdapterShape, *, graph: bool) -> Upload:
+        if graph:
+            if shape not in self._graph_upload:
+                self._graph_upload[shape] = Upload(shape.size, torch.int32, self._device)
+            return self._graph_upload[shape]
+        if len(self._upload) < shape.size:
+            self._upload.grow(2 * shape.size)
+        return self._upload
+
+    def _scratch(self, shape: AdapterShape) -> Tensor:
+        """Room for the sums of a round; each is twice as large as the one before."""
+        needed = shape.uses * PIECES * SPLITS * shape.blocks * RANKS
+        found = [sums for sums in self._sums if len(sums) >= needed]
+        if not found:
+            found = [torch.empty(1 << (needed - 1).bit_length(), dtype=torch.float32, device=self._device)]
+            self._sums += found
+        return found[0][:needed].view(shape.uses, PIECES, SPLITS, shape.blocks * RANKS)
+
+
+def _rounds(mixes: Sequence[AdapterMix | None]) -> tuple[list[_Round], int, frozenset[str]]:
+    """The uses of a step in rounds, the largest rank, and the matmuls that any of them adds to."""
+    rounds: list[_Round] = []
+    seen = [0] * len(mixes)  # adapters of each row so far, which come in the order of their hashes
+    rank, stacks = 1, frozenset[str]()
+    for adapter, rows, scales in by_adapter(mixes):
+        weights = _weights(adapter)
+        rank, stacks = max(rank, weights.rank), stacks | weights.stacks
+        parts: dict[int, list[tuple[int, float]]] = {}
+        for row, scale in zip(rows, scales, strict=True):
+            parts.setdefault(seen[row], []).append((row, scale))
+            seen[row] += 1
+        for number, uses in sorted(parts.items()):
+            while len(rounds) <= number:
+                rounds.append(_Round())
+            rounds[number].add(weights.slot, uses)
+    return rounds, rank, stacks
+
+
+def _weights(adapter: LoadedAdapter) -> CudaAdapter:
+    assert isinstance(adapter.weights, CudaAdapter)
+    return adapter.weights

@@ -1,0 +1,109 @@
+"""Whole engines with adapters on the Triton kernels against the same on torch, over dense and quantized weights.
+
+Without a GPU the kernels run in Triton's interpreter, on fewer passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+import headway as hw  # noqa: E402
+from headway.models.decoder import Decoder  # noqa: E402
+from headway.models.quantized.cuda import quantize_decoder  # noqa: E402
+from headway.runtime.runners.cuda import model as cuda_model  # noqa: E402
+from headway.testing import random_adapter, random_model  # noqa: E402
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+SIZES: dict[str, Any] = {"layers": 1, "hidden_size": 32, "intermediate_size": 32, "heads": 2, "kv_heads": 1}
+SLOWER = () if DEVICE == "cuda" else pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs one program after the other: there is no device to keep busy."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(cuda_model, "PROGRAMS", 8)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 97, count).tolist()
+
+
+def adapters(decoder: Decoder) -> list[hw.Adapter]:
+    config = decoder.config
+    return [random_adapter(config, rank=3, seed=1), random_adapter(config, rank=18, seed=2, roles=("q", "v", "up"))]
+
+
+async def passes(engine: hw.Engine) -> list[np.ndarray]:
+    """Prompts and single rows under different adapters, in shared steps."""
+    one, two = adapters(engine.decoder)  # type: ignore[arg-type]
+    mixes = [[(one, 1.0)], [], [(one, 0.5), (two, -0.5)], [(two, 2.0)]]
+    contexts = [engine.context() for _ in mixes]
+    found = []
+    for count in (2, 1):
+        running = []
+        for i, (context, mix) in enumerate(zip(contexts, mixes, strict=True)):
+            forward = context.forward().input(tokens(count, i))
+            for adapter, scale in mix:
+                forward.adapter(adapter, scale)
+            handles = [forward.probe(row, hw.Logits()) for row in range(count)]
+            running.append((forward, handles))
+        with engine._lock:
+            executions = [forward.execute() for forward, _ in running]
+        outs = await asyncio.gather(*executions)
+        found += [out.logits(h) for out, (_, handles) in zip(outs, running, strict=True) for h in handles]
+    for context in contexts:
+        context.release()
+    return found
+
+
+def run(monkeypatch: pytest.MonkeyPatch, mode: str, decoder: Decoder, **options: Any) -> list[np.ndarray]:
+    monkeypatch.setenv("HEADWAY_NATIVE", mode)
+    with hw.Engine(decoder, pages=64, threads=1, **options) as engine:
+        assert engine.info.runner == ("torch" if mode == "off" else "triton")
+        return engine.run(passes)
+
+
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("llama", marks=SLOWER)])
+def test_rows_under_adapters_equal_torch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = random_model(family, device=DEVICE, **SIZES)
+    found, expected = (run(monkeypatch, mode, decoder) for mode in ("triton", "off"))
+    for one, other in zip(found, expected, strict=True):
+        assert np.abs(one - other).max() <= 1e-4 * max(1.0, np.abs(other).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_rows_under_adapters_beside_quantized_weights(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against dequantized weights on torch: float16 rows and adapters leave a thousandth."""
+    decoder = quantize_decoder(random_model("llama", device=DEVICE, mlp_bias=True, **SIZES), kind)
+    dense = replace(
+        decoder,
+        output=decoder.output.weight,  # type: ignore[attr-defined]
+        layers=tuple(
+            replace(layer, **{name: replace_linear(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")})
+            for layer in decoder.layers
+        ),
+    )
+    found = run(monkeypatch, "triton", decoder)
+    expected = run(monkeypatch, "off", dense)
+    for one, other in zip(found, expected, strict=True):
+        assert np.abs(one - other).max() <= 2e-2 * max(1.0, np.abs(other).max())
+
+
+def replace_linear(matrix: Any) -> Any:
+    from headway.models.layers import Linear
+
+    return Linear(matrix.weight, matrix.bias)

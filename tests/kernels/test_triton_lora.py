@@ -1,0 +1,113 @@
+"""Low-rank adapters in Triton against the reference. Without a GPU the kernels run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from headway.kernels.reference.lora import Piece, RowGroup, low_rank  # noqa: E402
+from headway.kernels.triton.lora import MATRICES, AdapterTable, AdapterTiles, expand, shrink  # noqa: E402
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
+SLOWER = () if DEVICE == "cuda" else pytest.mark.slow
+AHEAD = [False, True] if DEVICE == "cuda" else [False]
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+class Adapters:
+    """Some adapters of a layer: rank by slot and matrix, 0 for none."""
+
+    def __init__(self, ranks: list[list[int]], outputs: list[int], k: int, dtype: torch.dtype, layer: int) -> None:
+        self.table = AdapterTable.empty(len(ranks), layer + 1, dtype, torch.device(DEVICE))
+        self.pieces: list[list[Piece]] = []
+        self._kept = []
+        for slot, row in enumerate(ranks):
+            pieces, first = [], 0
+            for piece, (rank, n) in enumerate(zip(row, outputs, strict=True)):
+                if rank:
+                    a = draw(rank, k, seed=slot + 7 * piece, dtype=dtype) / k**0.5
+                    b = draw(n, rank, seed=slot + 9 * piece, dtype=dtype)
+                    self._kept += [a, b]
+                    self.table.pointers[slot, layer, piece, 0] = a.data_ptr()
+                    self.table.pointers[slot, layer, piece, 1] = b.data_ptr()
+                    self.table.ranks[slot, layer, piece] = rank
+                    self.table.factors[slot, layer, piece] = 0.5
+                    pieces.append(Piece(a.float(), b.float() * 0.5, first))
+                first += n
+            self.pieces.append(pieces)
+
+
+def tiles_of(groups: list[tuple[int, list[int]]], empty: int = 1) -> tuple[list[int], list[int]]:
+    """Tiles of at most 16 uses, with some empty ones, and the rows of all uses."""
+    tiles, rows = [], []
+    for slot, some in groups:
+        for start in range(0, len(some), 16):
+            tiles += [slot, len(rows), len(some[start : start + 16])]
+            rows += some[start : start + 16]
+    return tiles + [0, 0, 0] * empty, rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize(
+    ("outputs", "k", "ranks"),
+    [
+        ([70, 33, 33], 84, [[4, 0, 1], [16, 16, 16], [0, 20, 0]]),
+        pytest.param([64, 64], 300, [[8, 8], [1, 17], [16, 0]], marks=SLOWER),
+        pytest.param([130], 1100, [[3], [30], [16]], marks=SLOWER),
+    ],
+)
+def test_rows_get_what_their_adapters_add(
+    outputs: list[int], k: int, ranks: list[list[int]], ahead: bool, dtype: torch.dtype
+) -> None:
+    made = Adapters(ranks, outputs, k, dtype, layer=1)
+    rows = 27
+    x, y = draw(rows, k, seed=50, dtype=dtype), draw(rows, sum(outputs), seed=51, dtype=dtype)
+    groups = [(2, [26, 5]), (0, list(range(6, 24))), (1, [0, 25])]
+    tiles, used = tiles_of(groups)
+    scales = draw(len(used), seed=52)
+    how = AdapterTiles(ints(tiles).view(-1, 3), ints(used), scales, blocks=2)
+    sums = torch.full(how.sums(), float("nan"), device=DEVICE)
+    expected, at, pairs = y.float().clone(), 0, []
+    for slot, some in groups:
+        group = RowGroup(torch.tensor(some, device=DEVICE), scales[at : at + len(some)])
+        pairs.append((group, made.pieces[slot]))
+        at += len(some)
+    expected += low_rank(x, sum(outputs), pairs) * 2.0
+    shrink(x, made.table, 1, 0, len(outputs), how, sums, ahead=ahead)
+    expand(y, made.table, 1, 0, tuple(outputs), how, sums, factor=2.0, ahead=ahead)
+    limit = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+    assert float((y.float() - expected).abs().max()) <= limit * float(expected.abs().max())
+    assert made.table.ranks.shape[2] == MATRICES
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_any_tile(dtype: torch.dtype) -> None:
+    made = Adapters([[20], [5]], [70], 300, dtype, layer=0)
+    x = draw(20, 300, seed=1, dtype=dtype)
+
+    def row(groups: list[tuple[int, list[int]]], blocks: int) -> torch.Tensor:
+        tiles, used = tiles_of(groups)
+        how = AdapterTiles(ints(tiles).view(-1, 3), ints(used), torch.full((len(used),), 0.3, device=DEVICE), blocks)
+        sums, y = torch.zeros(how.sums(), device=DEVICE), torch.zeros(20, 70, dtype=dtype, device=DEVICE)
+        shrink(x, made.table, 0, 0, 1, how, sums, ahead=False)
+        expand(y, made.table, 0, 0, (70,), how, sums, ahead=False)
+        return y[7]
+
+    alone = row([(0, [7])], 2)
+    assert torch.equal(row([(1, [3, 4]), (0, list(range(19)))], 4), alone)
