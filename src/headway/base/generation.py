@@ -215,7 +215,10 @@ _TABLE = (
         "penalize_prompt", bool, True, "Whether the repetition penalty counts the prompt's tokens.",
         faces=_on("generate"),
     ),
-    Parameter("adapter", object, None, "LoRA adapters that new tokens are computed under.", faces=_on("generate")),
+    Parameter(
+        "adapter", object, None, "LoRA adapters that new tokens are computed under.", names={"cli": "lora"},
+        faces=_on("generate cli"),
+    ),
     Parameter(
         "speculate", object, None, "What drafts tokens to verify: the same text in fewer passes.",
         faces=_on("generate"),

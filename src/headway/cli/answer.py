@@ -124,7 +124,13 @@ async def stream(
     prompt_tokens, start, first = len(ctx.pending), time.perf_counter(), None
     text, probes, finish = "", [], None
     sampler = decoding.sampler(engine.generation_defaults)
-    steps = ctx.generate(sampler, max_tokens=decoding.max_tokens, stop=list(decoding.stop), probe=probe)
+    steps = ctx.generate(
+        sampler,
+        max_tokens=decoding.max_tokens,
+        stop=list(decoding.stop),
+        probe=probe,
+        adapter=decoding.adapters,
+    )
     async for step in steps:
         first = first or time.perf_counter() - start
         probes += step.probes

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from headway.base.errors import HeadwayError, InvalidInput
 from headway.cli import options
 from headway.cli.answer import GeneratedAnswer, show_choices, stream, weights
-from headway.cli.options import Decoding, EngineOptions, open_engine
+from headway.cli.options import Decoding, EngineOptions, load_adapters, open_engine
 from headway.cli.render import WordWrapper, counted, emit_json, note, report, write_aside, write_text
 from headway.cli.terminal_input import typed_messages
 from headway.models.hub.registry import DEFAULT_MODEL
@@ -43,6 +43,7 @@ def chat(
     threads: options.Threads = None,
     quantize: options.Quantize = None,
     memory_fraction: options.MemoryFraction = None,
+    lora: options.Lora = None,
     system: options.System = None,
     max_tokens: options.MaxTokens = 512,
     temperature: options.ChatTemperature = None,
@@ -64,6 +65,7 @@ def chat(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ()), logprobs
     )
     decoding.check()
+    decoding = replace(decoding, adapters=load_adapters(lora))
     with open_engine(EngineOptions(model, dtype, device, threads, quantize, memory_fraction)) as engine:
         if engine.chat_template is None:
             raise InvalidInput(f"{model} has no chat template; `headway run --raw` continues text with it")

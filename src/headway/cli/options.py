@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any
@@ -165,6 +165,15 @@ Logprobs = Annotated[
     int,
     typer.Option("--logprobs", **INTEGER, help="Show the N likeliest tokens at every step.", rich_help_panel=SAMPLING),
 ]
+Lora = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora",
+        metavar="NAME=FOLDER[:SCALE]",
+        help="A LoRA adapter: a PEFT folder or a GGUF file. May be repeated.",
+        rich_help_panel=ENGINE,
+    ),
+]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message of the conversation.")]
 
 
@@ -204,6 +213,7 @@ class Decoding:
     seed: int | None = None
     stop: tuple[str, ...] = field(default=())
     logprobs: int = 0
+    adapters: tuple[tuple[hw.Adapter, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -235,6 +245,18 @@ class Decoding:
     def _given(self) -> dict[str, Any]:
         names = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def load_adapters(given: Sequence[str] | None) -> tuple[tuple[hw.Adapter, float], ...]:
+    """The adapters of --lora, with their scales; before the model is loaded, which takes longer."""
+    from headway.models.adapters.source import AdapterSource
+
+    sources = [AdapterSource.of(text) for text in given or ()]
+    if not sources:
+        return ()
+    from headway.models.adapters.adapter import Adapter
+
+    return tuple((Adapter.load(source.path), source.scale) for source in sources)
 
 
 @contextmanager

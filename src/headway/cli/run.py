@@ -7,7 +7,7 @@ import select
 import stat
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,7 @@ import typer
 from headway.base.errors import InvalidInput
 from headway.cli import options
 from headway.cli.answer import GeneratedAnswer, show_choices, stream
-from headway.cli.options import Decoding, EngineOptions, open_engine
+from headway.cli.options import Decoding, EngineOptions, load_adapters, open_engine
 from headway.cli.profile import check_target, show_profile, write_profile
 from headway.cli.render import emit_json, note, write_text
 from headway.models.hub.registry import DEFAULT_MODEL
@@ -46,6 +46,7 @@ def run(
     threads: options.Threads = None,
     quantize: options.Quantize = None,
     memory_fraction: options.MemoryFraction = None,
+    lora: options.Lora = None,
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without the chat template.")] = False,
     max_tokens: options.MaxTokens = 256,
@@ -72,6 +73,7 @@ def run(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ()), logprobs
     )
     decoding.check()
+    decoding = replace(decoding, adapters=load_adapters(lora))
     check_target(profile_json)
     if raw and system is not None:
         raise InvalidInput("--system needs the chat template, which --raw does not use; leave one of them out")

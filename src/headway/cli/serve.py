@@ -20,6 +20,7 @@ from headway.cli.options import (
     Dtype,
     EngineOptions,
     Json,
+    Lora,
     MemoryFraction,
     Model,
     Quantize,
@@ -28,6 +29,7 @@ from headway.cli.options import (
     number,
 )
 from headway.cli.render import PLAIN_SECONDS, emit_json, fetched, note
+from headway.models.adapters.source import AdapterSource
 from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -88,6 +90,19 @@ NewKey = Annotated[
         "--new-key", metavar="NAME", help="Add a key to --keys FILE, print it once, and exit.", rich_help_panel=ACCESS
     ),
 ]
+Admin = Annotated[
+    bool,
+    typer.Option("--admin", help="With --new-key: the key may load and unload adapters.", rich_help_panel=ACCESS),
+]
+LoraDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--lora-dir",
+        metavar="FOLDER",
+        help="Let admin keys load adapters from below this folder (/v1/load_lora_adapter).",
+        rich_help_panel=ENGINE,
+    ),
+]
 CorsOrigins = Annotated[
     list[str] | None,
     typer.Option(
@@ -137,11 +152,14 @@ def serve(
     pages: Pages = None,
     max_batch_tokens: BatchTokens = None,
     served_model_name: Names = None,
+    lora: Lora = None,
+    lora_dir: LoraDir = None,
     embed: Embed = None,
     rerank: Rerank = None,
     classify: Classify = None,
     keys: KeyFile = None,
     new_key: NewKey = None,
+    admin: Admin = False,
     cors_origin: CorsOrigins = None,
     allowed_host: AllowedHosts = None,
     request_timeout: RequestTimeout = None,
@@ -159,7 +177,9 @@ def serve(
     SIGTERM or ctrl-C drains requests in flight and exits with 0; a second one does not wait.
     """
     if new_key is not None:
-        return _make_key(keys, new_key, limit or (), as_json)
+        return _make_key(keys, new_key, limit or (), admin=admin, as_json=as_json)
+    if admin:
+        raise InvalidInput("--admin marks a new key; give --new-key NAME too")
     from headway.server import lab
     from headway.server.run import serve as run
     from headway.server.settings import ServerSettings
@@ -179,6 +199,8 @@ def serve(
         log_prompts=log_prompts,
         log_json=as_json,
         metrics_style=metrics_style,
+        adapters=tuple(AdapterSource.of(text) for text in lora or ()),
+        lora_dir=lora_dir,
         **given,
     )
     options = EngineOptions(model, dtype, device, threads, quantize, memory_fraction)
@@ -230,12 +252,12 @@ class LoadingLog:
             log_event("loading layers", done=done, total=total)
 
 
-def _make_key(path: Path | None, name: str, limits: Sequence[str], as_json: bool) -> None:
+def _make_key(path: Path | None, name: str, limits: Sequence[str], *, admin: bool, as_json: bool) -> None:
     from headway.server.keys import TenantLimits, add_key
 
     if path is None:
         raise InvalidInput("--new-key needs --keys FILE, where the key's hash is stored")
-    secret = add_key(path, name, TenantLimits(**_limits(TenantLimits, limits)))
+    secret = add_key(path, name, TenantLimits(**_limits(TenantLimits, limits)), admin=admin)
     if as_json:
         emit_json({"name": name, "key": secret, "file": str(path)})
     else:

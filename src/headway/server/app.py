@@ -18,6 +18,7 @@ from headway.server import index, logs, openai, pooling
 from headway.server.errors import install_handlers
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.middleware import MIDDLEWARE
+from headway.server.openai import adapters
 from headway.server.openai.response_schema import COMMON, ErrorResponse, Health, ServerStats, ok
 from headway.server.pooling import PoolingModels
 from headway.server.serving import Serving
@@ -49,7 +50,13 @@ def create_app(
 
     def open_all() -> Engine:
         extra_models.open()
-        return open_engine()
+        engine = open_engine()
+        try:
+            serving.adapters.open(engine)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
 
     app = Api(
         title="Headway",
@@ -61,7 +68,8 @@ def create_app(
     )
     app.state.serving, app.state.pooling_models = serving, extra_models
     install_handlers(app)
-    for routes in (index.router, router, openai.router, pooling.router, *routers):
+    loading = () if settings.lora_dir is None else (adapters.router,)
+    for routes in (index.router, router, openai.router, *loading, pooling.router, *routers):
         app.include_router(routes)
     app.state.routes = tuple(_all_routes(app.routes))
     return app

@@ -57,6 +57,7 @@ class Tenant:
     name: str
     salt: str
     limits: TenantLimits
+    admin: bool = False  # may load and unload adapters
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,11 @@ class Keys:
         return len(self._keys)
 
 
-def add_key(path: Path, name: str, limits: TenantLimits = TenantLimits()) -> str:
-    """Create a key, store its hash under a name, and return the key, which is not stored anywhere."""
+def add_key(path: Path, name: str, limits: TenantLimits = TenantLimits(), *, admin: bool = False) -> str:
+    """Create a key, store its hash under a name, and return the key, which is not stored anywhere.
+
+    An `admin` key may load and unload adapters.
+    """
     if not _NAME.fullmatch(name):
         raise InvalidInput(f"the key name {name!r} is not valid; use 1 to 128 of A-Z a-z 0-9 . _ -")
     keys = Keys.read(path)._keys if path.exists() else ()
@@ -119,7 +123,7 @@ def add_key(path: Path, name: str, limits: TenantLimits = TenantLimits()) -> str
         raise InvalidInput(f"{str(path)!r} already has a key named {name!r}; choose another name, or remove that key")
     secret = PREFIX + secrets.token_urlsafe(32)
     digest = _digest(secret)
-    new = _Key(digest, datetime.now(UTC).isoformat(timespec="seconds"), Tenant(name, _salt(digest), limits))
+    new = _Key(digest, datetime.now(UTC).isoformat(timespec="seconds"), Tenant(name, _salt(digest), limits, admin))
     _write(path, {"version": 1, "keys": [_entry(key) for key in (*keys, new)]})
     return secret
 
@@ -141,7 +145,7 @@ def _salt(digest: str) -> str:
 
 
 def _key(entry: Mapping[str, Any]) -> _Key:
-    known = {"name", "sha256", "created", "limits"}
+    known = {"name", "sha256", "created", "limits", "admin"}
     unknown = sorted(set(entry) - known)
     if unknown:
         raise InvalidInput(f"a key has the unknown field {unknown[0]!r}; the fields are {', '.join(sorted(known))}")
@@ -151,12 +155,16 @@ def _key(entry: Mapping[str, Any]) -> _Key:
     unknown = sorted(set(limits) - {field.name for field in fields(TenantLimits)})
     if unknown:
         raise InvalidInput(f"the key {name!r} has the unknown limit {unknown[0]!r}")
-    return _Key(digest, str(entry.get("created", "")), Tenant(name, _salt(digest), TenantLimits(**limits)))
+    admin = entry.get("admin", False)
+    if not isinstance(admin, bool):
+        raise InvalidInput(f"the key {name!r} has admin={admin!r}; it must be true or false")
+    return _Key(digest, str(entry.get("created", "")), Tenant(name, _salt(digest), TenantLimits(**limits), admin))
 
 
 def _entry(key: _Key) -> dict[str, Any]:
     limits = {name: value for name, value in asdict(key.tenant.limits).items() if value is not None}
-    return {"name": key.tenant.name, "sha256": key.sha256, "created": key.created, "limits": limits}
+    entry = {"name": key.tenant.name, "sha256": key.sha256, "created": key.created, "limits": limits}
+    return entry | ({"admin": True} if key.tenant.admin else {})
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

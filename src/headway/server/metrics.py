@@ -107,6 +107,8 @@ class Metrics:
         yield self._current(
             "headway_pages_used_ratio", "Fraction of pages held by contexts", stats.pages_held / stats.pages_total
         )
+        yield self._current("headway_adapters", "LoRA adapters on the device", stats.adapters)
+        yield self._current("headway_adapter_bytes", "Bytes of LoRA adapters on the device", stats.adapter_bytes)
         yield self._current("headway_passes_queued", "Passes queued or running", stats.queued)
         yield self._current("headway_batch_size_mean", "Mean passes per step", stats.batch_size_mean)
         yield self._total("headway_steps", "Engine steps", stats.steps)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from headway.server import logs
+from headway.server.adapters import ServedAdapters
 from headway.server.errors import ApiError
 from headway.server.keys import ANYONE, Keys, Tenant
 from headway.server.metrics import Metrics
@@ -46,6 +47,7 @@ class Serving:
         self.draining = False
         self.loader: threading.Thread | None = None
         self.cancels: set[Callable[[ApiError], None]] = set()  # one for each request in flight
+        self.adapters = ServedAdapters(settings)
         self.metrics = Metrics(settings.metrics_style, self.model_name, self._stats)
         self.readers, self.writers = WorkerThreads("read", READERS), WorkerThreads("write", WRITERS)
         self._engine: Engine | None = None

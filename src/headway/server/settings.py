@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from headway.base.errors import InvalidInput
+from headway.models.adapters.source import AdapterSource
 
 MIB = 1 << 20
 METRICS_STYLES = ("headway", "vllm")
@@ -35,6 +36,8 @@ class ServerSettings:
     log_json: bool = False
     log_requests: bool = True  # also those that succeed
     metrics_style: str = "headway"
+    adapters: tuple[AdapterSource, ...] = ()  # each is a model name for clients
+    lora_dir: Path | None = None  # admin keys may load adapters from below it; None: nobody may
 
     max_connections: int = 512
     max_header_bytes: int = 32 << 10
@@ -70,6 +73,9 @@ class ServerSettings:
     max_detokenize: int = 1 << 18  # ids per request to /detokenize
     max_inputs: int = 2048  # texts per request to a pooling route
     max_vector_elements: int = 1 << 22  # vector elements per response
+    max_loras: int = 64  # adapters loaded at once
+    max_lora_rank: int = 256
+    max_lora_bytes: int = 2 << 30  # of one adapter's files
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -79,6 +85,8 @@ class ServerSettings:
         _check_each("allowed host", self.allowed_hosts, _HOST, "a host name without a port, an IP address, or *")
         _check_each("CORS origin", self.cors_origins, _ORIGIN, "an origin such as https://app.example.org, or *")
         _check_each("served name", self.served_names, _NAME, "printable characters without spaces")
+        if self.lora_dir is not None and not self.lora_dir.is_dir():
+            raise InvalidInput(f"lora_dir is {str(self.lora_dir)!r}; it must be a folder")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type in ("int", "float") and field.name != "port":

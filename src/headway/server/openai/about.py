@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headway.program.engine import Engine
+from headway.server.adapters import ServedAdapter
 from headway.server.errors import bad_request
 from headway.server.openai.chat_fields import template_variables
 from headway.server.openai.checks import RequestChecks, unknown_token
@@ -16,7 +17,7 @@ from headway.server.openai.parsing import JsonRoute
 from headway.server.openai.plan import check_tools
 from headway.server.openai.prompts import decode, encode
 from headway.server.openai.request_schema import DetokenizeRequest, TokenizeRequest
-from headway.server.openai.respond import check_model
+from headway.server.openai.respond import requested_adapter
 from headway.server.openai.response_schema import Detokenized, ModelCard, ModelList, Tokenized, TokenizerInfo, ok
 from headway.server.openai.streaming import json_bytes
 from headway.server.openai.tokens import text_of
@@ -32,6 +33,7 @@ async def models(request: Request) -> dict[str, Any]:
     """The engine's model under each of its names, and the models for embeddings, scores and labels."""
     serving: Serving = request.app.state.serving
     cards = [_model_card(serving, name) for name in serving.model_names()]
+    cards += [_adapter_card(serving, adapter) for adapter in serving.adapters.names.values()]
     return {
         "object": "list",
         "data": cards + [_pooling_card(serving, pool) for pool in request.app.state.pooling_models.names().values()],
@@ -44,8 +46,15 @@ async def model(model: str, request: Request) -> dict[str, Any]:
     serving: Serving = request.app.state.serving
     if (pool := request.app.state.pooling_models.names().get(model)) is not None and model not in serving.model_names():
         return _pooling_card(serving, pool)
-    check_model(serving, model)
+    if (adapter := requested_adapter(serving, model)) is not None:
+        return _adapter_card(serving, adapter)
     return _model_card(serving, model)
+
+
+def _adapter_card(serving: Serving, adapter: ServedAdapter) -> dict[str, Any]:
+    """An adapter is a model whose parent is the engine's."""
+    own = {"created": adapter.loaded_at, "root": adapter.name, "parent": serving.model_name}
+    return _model_card(serving, adapter.name) | own
 
 
 def _pooling_card(serving: Serving, pool: PoolingModel) -> dict[str, Any]:
@@ -69,7 +78,7 @@ def _model_card(serving: Serving, name: str) -> dict[str, Any]:
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text, with a BOS token if the model uses one, or of a chat in the model's template."""
     serving: Serving = request.app.state.serving
-    check_model(serving, body.model)
+    requested_adapter(serving, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("pass exactly one of prompt and messages", "prompt")
     with serving.queue_slot(serving.tenant(request)):
@@ -138,7 +147,7 @@ def _chat_ids(body: TokenizeRequest, engine: Engine) -> tuple[int, ...]:
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, including the names of special tokens."""
     serving: Serving = request.app.state.serving
-    check_model(serving, body.model)
+    requested_adapter(serving, body.model)
     with serving.queue_slot(serving.tenant(request)):
         text = await serving.readers.run(_detokenize, body, serving.engine)
     return Response(text, media_type="application/json")

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from headway.program.constraints.grammar import Grammar
 from headway.program.context import Context
+from headway.server.adapters import ServedAdapter
 from headway.server.errors import bad_request
 from headway.server.keys import Tenant
 from headway.server.openai.chat_fields import modern_request, template_variables
@@ -21,7 +22,7 @@ from headway.server.openai.parsing import JsonRoute
 from headway.server.openai.plan import RequestPlan, check_size, check_tools, grammar_of, plan_request
 from headway.server.openai.prompts import Prompt, score_prompt, scored_tokens
 from headway.server.openai.request_schema import ChatRequest, NamedTool
-from headway.server.openai.respond import TokenUsage, check_model, check_stream_options, respond
+from headway.server.openai.respond import TokenUsage, check_stream_options, requested_adapter, respond
 from headway.server.openai.response_schema import ChatCompletion, whole_or_stream
 from headway.server.openai.streaming import Put, forks, run_all
 from headway.server.openai.tokens import ScoredToken, chat_logprobs, prompt_logprobs
@@ -39,20 +40,21 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """The assistant's next message, whole or as a stream of server-sent events."""
     serving: Serving = request.app.state.serving
     tenant = serving.tenant(request)
-    check_model(serving, body.model)
+    adapter = requested_adapter(serving, body.model)
     check_stream_options(body)
     with serving.queue_slot(tenant):
-        job = await _plan_chat(body, serving, tenant)
-    return await respond(serving, request, body, job, tokens=job.tokens)
+        job = await _plan_chat(body, serving, tenant, adapter)
+    name = None if adapter is None else adapter.name
+    return await respond(serving, request, body, job, tokens=job.tokens, model=name)
 
 
-async def _plan_chat(body: ChatRequest, serving: Serving, tenant: Tenant) -> ChatJob:
+async def _plan_chat(body: ChatRequest, serving: Serving, tenant: Tenant, adapter: ServedAdapter | None) -> ChatJob:
     """The job of a request that passes all checks, with its prompt."""
     check = RequestChecks(serving)
     engine, threads = check.engine, check.threads
     body = modern_request(body)
     policy, grammar = _tool_policy(body), await threads.run(_response_format, body, check.settings)
-    plan = await plan_request(body, serving, tenant, top_logprobs=_top_logprobs(body), grammar=grammar)
+    plan = await plan_request(body, serving, tenant, top_logprobs=_top_logprobs(body), grammar=grammar, adapter=adapter)
     prompt = await threads.run(_read_prompt, body, check)
     await plan.prepare(await threads.run(_argument_grammars, prompt, policy), "tools")
     max_tokens = check.in_range("max_tokens", _max_tokens(body), 1, engine.config.max_positions)
@@ -182,7 +184,7 @@ class ChatJob:
     async def run(self, put: Put[ChoiceDelta]) -> None:
         async with self._plan.context() as home:
             await self._fill_prompt(home)
-            async with forks(home, self._plan.count) as contexts:
+            async with forks(home, self._plan.count, self._plan.adapters) as contexts:
                 await run_all(self._generate(one, i, put) for i, one in enumerate(contexts))
             self.usage.cached += home.cached_tokens
 
@@ -191,7 +193,7 @@ class ChatJob:
         if k is None:
             home.fill(ids)
             return
-        scores, engine = await score_prompt(home, ids, k), self._plan.engine
+        scores, engine = await score_prompt(home, ids, k, self._plan.adapters), self._plan.engine
         prompt = Prompt(ids, "", False)
         self._scores = await self._plan.writers.run(
             lambda: prompt_logprobs(scored_tokens(prompt, scores, k, engine), engine)

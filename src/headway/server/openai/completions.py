@@ -14,6 +14,7 @@ from headway.program.chat.reader import ReplyReader
 from headway.program.context import Context
 from headway.program.generation.generator import Generation
 from headway.program.generation.steps import Step
+from headway.server.adapters import ServedAdapter
 from headway.server.errors import bad_request
 from headway.server.keys import Tenant
 from headway.server.openai.checks import RequestChecks
@@ -21,7 +22,7 @@ from headway.server.openai.parsing import JsonRoute
 from headway.server.openai.plan import RequestPlan, plan_request
 from headway.server.openai.prompts import Prompt, read_prompts, score_prompt, scored_tokens
 from headway.server.openai.request_schema import CompletionRequest
-from headway.server.openai.respond import FINISH_REASONS, TokenUsage, check_model, check_stream_options, respond
+from headway.server.openai.respond import FINISH_REASONS, TokenUsage, check_stream_options, requested_adapter, respond
 from headway.server.openai.response_schema import Completion, whole_or_stream
 from headway.server.openai.streaming import Put, forks, run_all
 from headway.server.openai.tokens import ScoredToken, TokenStream, completion_logprobs, prompt_logprobs
@@ -39,19 +40,22 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """A continuation of each prompt, whole or as a stream of server-sent events."""
     serving: Serving = request.app.state.serving
     tenant = serving.tenant(request)
-    check_model(serving, body.model)
+    adapter = requested_adapter(serving, body.model)
     check_stream_options(body)
     with serving.queue_slot(tenant):
-        job = await _plan_completion(body, serving, tenant)
-    return await respond(serving, request, body, job, tokens=job.tokens)
+        job = await _plan_completion(body, serving, tenant, adapter)
+    name = None if adapter is None else adapter.name
+    return await respond(serving, request, body, job, tokens=job.tokens, model=name)
 
 
-async def _plan_completion(body: CompletionRequest, serving: Serving, tenant: Tenant) -> CompletionJob:
+async def _plan_completion(
+    body: CompletionRequest, serving: Serving, tenant: Tenant, adapter: ServedAdapter | None
+) -> CompletionJob:
     """The job of a request that passes all checks, with its prompts."""
     check, n = RequestChecks(serving), body.n or 1
     count = _count(body, check)
     top_logprobs = body.logprobs if body.logprobs is not None or count == n else 0  # best_of ranks by log-probability
-    plan = await plan_request(body, serving, tenant, top_logprobs=top_logprobs, grammar=None)
+    plan = await plan_request(body, serving, tenant, top_logprobs=top_logprobs, grammar=None, adapter=adapter)
     plan = replace(plan, count=count)
     max_tokens = _max_tokens(body, check)
     prompts = await read_prompts(body.prompt, check, truncate=body.truncate_prompt_tokens, max_tokens=max_tokens)
@@ -147,7 +151,7 @@ class CompletionJob:
                     await put(SequenceDelta(index, text, finish=finish, prompt=number))
             if self._max_tokens:
                 offset = len(prompt.text) if self._body.echo else 0
-                async with forks(home, count) as contexts:
+                async with forks(home, count, self._plan.adapters) as contexts:
                     await run_all(self._generate(one, i, first + i, offset, put) for i, one in enumerate(contexts))
             self.usage.cached += home.cached_tokens
 
@@ -161,7 +165,8 @@ class CompletionJob:
         if shown is None and top_logprobs is None:
             home.fill(prompt.ids)
             return
-        scores = await score_prompt(home, prompt.ids, max(shown or 0, top_logprobs or 0))
+        k = max(shown or 0, top_logprobs or 0)
+        scores = await score_prompt(home, prompt.ids, k, self._plan.adapters)
 
         def keep_logprobs() -> None:
             if top_logprobs is not None:

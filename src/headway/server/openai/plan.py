@@ -19,6 +19,7 @@ from headway.base.errors import InvalidInput, Unsupported, WrongType
 from headway.base.probes import Ranking
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampling
+from headway.models.adapters.adapter import Adapter
 from headway.program.constraints.constraint import Constraint, compile_async
 from headway.program.constraints.grammar import Grammar
 from headway.program.context import Context
@@ -26,6 +27,7 @@ from headway.program.engine import Engine
 from headway.program.generation.generator import Generation
 from headway.program.generation.sequences import derived_seed
 from headway.program.sync import SamplingParams
+from headway.server.adapters import ServedAdapter
 from headway.server.errors import bad_request
 from headway.server.keys import Tenant
 from headway.server.openai.checks import RequestChecks
@@ -63,6 +65,7 @@ class RequestPlan:
     show_special: bool = False  # special tokens are in the text
     show_stop: bool = False  # the stop string is in the text
     no_repeat_ngram_size: int | None = None
+    adapters: tuple[tuple[Adapter, float], ...] = ()  # what the prompt and all choices are computed under
     constraints: dict[Grammar, Any] = field(default_factory=dict)  # compiled grammars, in their initial state
 
     def context(self) -> Context:
@@ -110,6 +113,7 @@ class RequestPlan:
             probe=None if self.top_logprobs is None else Ranking(self.top_logprobs, processed=self.processed),
             no_repeat_ngram_size=self.no_repeat_ngram_size,
             penalize_prompt=False,
+            adapter=self.adapters,
         )
 
     def _constraint(
@@ -125,7 +129,13 @@ class RequestPlan:
 
 
 async def plan_request(
-    body: GenerationRequest, serving: Serving, tenant: Tenant, *, top_logprobs: int | None, grammar: Grammar | None
+    body: GenerationRequest,
+    serving: Serving,
+    tenant: Tenant,
+    *,
+    top_logprobs: int | None,
+    grammar: Grammar | None,
+    adapter: ServedAdapter | None = None,
 ) -> RequestPlan:
     """The plan of a request; `top_logprobs` and `grammar` come from fields that differ between routes."""
     check = RequestChecks(serving)
@@ -159,6 +169,7 @@ async def plan_request(
         show_special=body.skip_special_tokens is False,
         show_stop=bool(body.include_stop_str_in_output),
         no_repeat_ngram_size=engine.generation_defaults.no_repeat_ngram_size,
+        adapters=() if adapter is None else ((adapter.adapter, adapter.scale),),
     )
     if grammar is not None:
         await plan.prepare([grammar], "response_format" if body.structured_outputs is None else "structured_outputs")

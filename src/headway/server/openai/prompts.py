@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.base.probes import Ranked, Ranking
+from headway.models.adapters.adapter import Adapter
 from headway.program.context import Context
 from headway.program.engine import Engine
 from headway.server.errors import ApiError, bad_request
@@ -92,7 +93,9 @@ def decode(ids: Sequence[int], engine: Engine) -> str:
     return engine.tokenizer.decode([id for id in ids if id < known])
 
 
-async def score_prompt(context: Context, ids: Sequence[int], k: int) -> list[Ranked | None]:
+async def score_prompt(
+    context: Context, ids: Sequence[int], k: int, adapters: Sequence[tuple[Adapter, float]] = ()
+) -> list[Ranked | None]:
     """Prefill a prompt in an empty context and return the rank of each token; None for the first.
 
     The last token is left pending for the generation.
@@ -101,6 +104,8 @@ async def score_prompt(context: Context, ids: Sequence[int], k: int) -> list[Ran
     for start in range(0, len(ids) - 1, ROWS):
         rows = ids[start : min(start + ROWS, len(ids) - 1)]
         forward = context.forward().input(rows)
+        for adapter, scale in adapters:
+            forward.adapter(adapter, scale)
         handles = [forward.probe(i, Ranking(k, ids=[ids[start + i + 1]])) for i in range(len(rows))]
         out = await forward.execute()
         result += [out.ranking(handle) for handle in handles]

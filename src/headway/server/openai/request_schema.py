@@ -320,6 +320,20 @@ class TokenizeRequest(RequestSchema):
     return_token_strs: bool | None = None
 
 
+class LoadAdapterRequest(RequestSchema):
+    """`POST /v1/load_lora_adapter`."""
+
+    lora_name: Text
+    lora_path: Text
+    load_inplace: bool | None = None  # replace an adapter of this name
+
+
+class UnloadAdapterRequest(RequestSchema):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: Text
+
+
 class DetokenizeRequest(RequestSchema):
     """`POST /detokenize`."""
 

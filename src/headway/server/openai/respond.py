@@ -15,6 +15,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from headway.server import logs
+from headway.server.adapters import ServedAdapter
 from headway.server.errors import FAILED, ApiError, as_api_error, bad_request, error_body
 from headway.server.openai.request_schema import GenerationRequest
 from headway.server.openai.streaming import EventStreamResponse, Put, event, json_bytes, json_bytes_in_pieces, relay
@@ -78,16 +79,25 @@ class ResponseJob(Protocol):
 
 
 async def respond(
-    serving: Serving, request: Request, body: GenerationRequest, job: ResponseJob, *, tokens: int
+    serving: Serving,
+    request: Request,
+    body: GenerationRequest,
+    job: ResponseJob,
+    *,
+    tokens: int,
+    model: str | None = None,
 ) -> Response:
-    """Respond to a request that computes at most `tokens`. An error before the first event sets the status."""
+    """Respond to a request that computes at most `tokens`. An error before the first event sets the status.
+
+    `model` is the name of the adapter it was for, if any.
+    """
     async with AsyncExitStack() as stack:
-        admitted = await stack.enter_async_context(serving.admit(serving.tenant(request), tokens=tokens))
+        admitted = await stack.enter_async_context(serving.admit(serving.tenant(request), tokens=tokens, model=model))
         admitted.prompt(job.usage.prompt)
         head = {
             "id": f"{job.id_prefix}-{admitted.request_id}",
             "created": int(time.time()),
-            "model": serving.model_name,
+            "model": model or serving.model_name,
         }
         batches = await stack.enter_async_context(relay(job.run))
         if not body.stream:
@@ -162,11 +172,20 @@ def _client_error(error: Exception, *, log_text: bool) -> ApiError:
     return known or ApiError(500, FAILED)
 
 
+def requested_adapter(serving: Serving, name: str | None) -> ServedAdapter | None:
+    """The adapter with this name; None for the model itself. Raises a 404 for any other name."""
+    if name is not None and (adapter := serving.adapters.names.get(name)) is not None:
+        return adapter
+    check_model(serving, name)
+    return None
+
+
 def check_model(serving: Serving, name: str | None) -> None:
     """Raise a 404 unless the name is one of the served model's, or None."""
     names = serving.model_names()
     if name is None or name in names or name == serving.settings.model:
         return
+    names += tuple(serving.adapters.names)
     raise ApiError(
         404,
         f"model {name!r:.80} does not exist; this server has {', '.join(map(repr, names))}",

@@ -234,7 +234,7 @@ class ModelCard(ResponseSchema):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int | None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from headway.models.adapters.adapter import Adapter
 from headway.program.context import Context
 
 QUEUE_SIZE = 64  # events that wait for a slow reader before the work waits too
@@ -83,12 +84,14 @@ async def run_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 @asynccontextmanager
-async def forks(home: Context, count: int) -> AsyncIterator[list[Context]]:
+async def forks(
+    home: Context, count: int, adapters: Sequence[tuple[Adapter, float]] = ()
+) -> AsyncIterator[list[Context]]:
     """The context and forks of it, `count` in total; they share the prompt's pages, which are computed once."""
     copies: list[Context] = []
     try:
         if count > 1:
-            await home.flush()
+            await home.flush(adapter=adapters)
             copies += [home.fork() for _ in range(count - 1)]
         yield [home, *copies]
     finally:

@@ -1,0 +1,49 @@
+"""An adapter as a flag names it: NAME=FOLDER[:SCALE]."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.base.errors import InvalidInput
+
+NAME = re.compile(r"[!-~]{1,256}")
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """The name of an adapter, where its files are, and its scale."""
+
+    name: str
+    path: Path
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, text: str) -> AdapterSource:
+        """From NAME=FOLDER, FOLDER or either with :SCALE; a folder or .gguf file without a name gives its own."""
+        name, equals, rest = text.partition("=")
+        if not equals or Path(text).exists():
+            name, rest = "", text
+        path, scale = Path(rest), 1.0
+        before, colon, after = rest.rpartition(":")
+        if colon and not path.exists():
+            path, scale = Path(before), _scale(after, text)
+        name = name or path.name.removesuffix(".gguf")
+        if not NAME.fullmatch(name) or not str(path):
+            raise InvalidInput(
+                f"the adapter {text!r} is not valid; it must be NAME=FOLDER or NAME=FOLDER:SCALE, and the name "
+                "printable characters without spaces"
+            )
+        return cls(name, path, scale)
+
+
+def _scale(text: str, given: str) -> float:
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = math.nan
+    if not math.isfinite(scale):
+        raise InvalidInput(f"the adapter {given!r} has the scale {text!r}; it must be a number, as in NAME=FOLDER:0.5")
+    return scale
