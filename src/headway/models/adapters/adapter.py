@@ -18,7 +18,7 @@ from headway.base.checks import check_integer, check_number
 from headway.base.errors import ModelNotFound, Unsupported, WrongType
 from headway.base.text import short_repr
 from headway.models.adapters import gguf, peft
-from headway.models.adapters.low_rank import MAX_BYTES, MAX_RANK, Limits, LowRank, Target, digest
+from headway.models.adapters.low_rank import MAX_BYTES, MAX_RANK, ROLES, Limits, LowRank, Target, digest
 
 
 class Adapter:
@@ -104,7 +104,7 @@ class Adapter:
 
     def __repr__(self) -> str:
         layers = len({target.layer for target in self.pairs})
-        roles = ", ".join(dict.fromkeys(target.role for target in sorted(self.pairs)))
+        roles = ", ".join(role for role in ROLES if any(target.role == role for target in self.pairs))
         return f"<Adapter {self.name!r}: rank {self.rank}, {roles} of {layers} layers, {self.digest[:12]}>"
 
     def __reduce__(self) -> NoReturn:
