@@ -31,7 +31,7 @@ class AdapterSource:
         if colon and not path.exists():
             path, scale = Path(before), _scale(after, text)
         name = name or path.name.removesuffix(".gguf")
-        if not NAME.fullmatch(name) or not str(path):
+        if not NAME.fullmatch(name) or not rest:
             raise InvalidInput(
                 f"the adapter {text!r} is not valid; it must be NAME=FOLDER or NAME=FOLDER:SCALE, and the name "
                 "printable characters without spaces"

@@ -9,30 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 import headway as hw
 from headway.server.keys import add_key
-from headway.testing import random_adapter
+from support.adapter_files import saved_adapter
 from support.live import Answer, Live, live
 from support.small import PROMPT, small_folder
 
 PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-
-
-def saved(folder: Path, engine_config: Any, seed: int, rank: int = 4) -> Path:
-    """A random adapter as a PEFT folder."""
-    adapter = random_adapter(engine_config, rank=rank, seed=seed, strength=2.0)
-    tensors: dict[str, torch.Tensor] = {}
-    for target, pair in adapter.pairs.items():
-        for side, tensor in (("A", pair.a), ("B", pair.b)):
-            tensors[f"base_model.model.model.{target}.lora_{side}.weight"] = tensor
-    folder.mkdir(parents=True)
-    save_file(tensors, str(folder / "adapter_model.safetensors"))
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 class Served:
@@ -73,8 +57,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     engine = hw.Engine(model, threads=1, pages=256)
     folders = root / "loras"
     for seed, name in enumerate(("red", "blue", "green"), 1):
-        saved(folders / name, engine.config, seed)
-    saved(root / "outside", engine.config, 9)
+        saved_adapter(folders / name, engine.config, seed=seed)
+    saved_adapter(root / "outside", engine.config, seed=9)
     sources = (AdapterSource("red", folders / "red"), AdapterSource("half-blue", folders / "blue", 0.5))
     with live(engine, adapters=sources, lora_dir=folders, key_file=root / "keys.json", max_loras=3) as server:
         yield Served(server, folders, keys)
@@ -199,7 +183,7 @@ def test_paths_are_below_the_folder(served: Served, path: str) -> None:
 def test_a_bad_adapter_is_refused_without_a_trace(served: Served) -> None:
     wide = served.folder / "wide"
     if not wide.exists():
-        saved(wide, served.server.engine.config, 3, rank=300)
+        saved_adapter(wide, served.server.engine.config, seed=3, rank=300)
         (served.folder / "empty").mkdir()
     for name, words in (("wide", "rank 300"), ("empty", "adapter_model.safetensors")):
         error = served.ask(PATHS[0], lora_name="bad", lora_path=name).error
