@@ -61,6 +61,18 @@ def test_an_unknown_engine_is_refused() -> None:
     assert "'abacus'" in done.stderr
 
 
+@pytest.mark.slow
+def test_adapters_are_held_against_the_same_without(tmp_path: Path) -> None:
+    done = _benchmark("lora.py", "--quick", "--threads", "1", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "lora.json").read_text())["results"]
+    assert row["adapter_bytes"] > 0
+    assert all(row[name] > 0 for name in ("plain tokens/s", "adapted tokens/s", "ratio", "peft tokens/s"))
+    assert (tmp_path / "lora.txt").read_text() == done.stdout
+    refused = _benchmark("lora.py", "--shape", "abacus")
+    assert (refused.returncode, "'abacus'" in refused.stderr) == (2, True)
+
+
 # -- mixed load --------------------------------------------------------------------------------------------------------
 
 
