@@ -239,7 +239,8 @@ def test_a_folder_is_quantized_as_it_is_read(kind: QuantKind, tmp_path: Path, mo
 
 @KINDS
 def test_many_rows_are_the_same_through_floats(kind: QuantKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt above FEW rows is computed with dequantized matrices, in pieces from the quants."""
+    """A prompt above FEW rows is computed with dequantized matrices, in pieces from the quants; activations are rounded
+    to float16 in both, so that only the rounding of sums differs."""
     monkeypatch.setenv("HEADWAY_NATIVE", "triton")
     monkeypatch.setattr(quantized, "FEW", 4)
     decoder = quantize_decoder(
@@ -257,7 +258,7 @@ def test_many_rows_are_the_same_through_floats(kind: QuantKind, monkeypatch: pyt
 
     with hw.Engine(decoder, pages=32) as engine:
         whole, cut = engine.run(pieces, []), engine.run(pieces, [3])
-    assert np.abs(whole - cut).max() <= 2e-3 * np.abs(whole).max()
+    assert np.abs(whole - cut).max() <= 2e-5 * np.abs(whole).max()
 
 
 @KINDS

@@ -320,6 +320,8 @@ class CudaModel:
         tiled.matmul(x, weight, y, tile, bias=bias, gated=gated, ahead=self.ahead)
 
     def _linear(self, x: Tensor, w: Linear, y: Tensor) -> None:
+        if self.is_quantized and self.dtype == torch.float32:
+            x = x.half().float()  # as the kernels for few rows take them
         if self.deterministic:
             exact.matmul(x, w.weight, y, bias=w.bias, tile=self._exact(len(x)), ahead=self.ahead)
         elif self._in_tiles(len(x)):
