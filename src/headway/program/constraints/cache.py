@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from headway.base.errors import InvalidInput, InvalidToken, Unsupported
+from headway.base.errors import GrammarTooSlow, InvalidInput, InvalidToken, Unsupported
 from headway.base.text import shorten
 from headway.program.constraints.bitmask import padded
 from headway.program.constraints.grammar import WHITESPACE, Grammar
@@ -28,14 +28,16 @@ if TYPE_CHECKING:
     from headway.text.tokenizer import Tokenizer
 
 LIMITS: dict[str, Any] = {
-    "max_items_in_row": 2000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
     "max_lexer_states": 20_000,  # 1 to 2 kB each
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+# Under an ambiguous grammar an item of the parser takes up to 25 ns for each item of its row: some 100 ms at most for a
+# mask, and a fifth of that for a token. A JSON document can be read in few ways, so its many items are cheap ones.
+ITEMS: dict[str, Any] = {"max_items_in_row": 1000, "step_max_items": 5000}
+JSON_ITEMS: dict[str, Any] = {"max_items_in_row": 2000, "step_max_items": 20_000}
 MAX_GRAMMARS = 64  # compiled, for each tokenizer
 MAX_SOURCE_BYTES = 1 << 20  # of their sources, a rough measure of their memory: large ones leave sooner
 STACK = 64 << 20  # bytes; only what is used becomes real memory
@@ -107,7 +109,8 @@ def ready_grammar_cache(tokenizer: Tokenizer, size: int) -> GrammarCache | None:
 def _matcher(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
-    return LLMatcher(tokenizer, _source(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
+    limits = LLParserLimits(**LIMITS, **(JSON_ITEMS if grammar.kind == "json" else ITEMS))
+    return LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
 
 
 def _source(grammar: Grammar) -> str:
@@ -156,7 +159,7 @@ def _with_deep_stack(work: Callable[[], LLMatcher], grammar: Grammar) -> LLMatch
             threading.stack_size(before)
     thread.join(DEADLINE)
     if not done:
-        raise InvalidInput(f"{named(grammar)} was not compiled in {DEADLINE:.0f} seconds; simplify it")
+        raise GrammarTooSlow(f"{named(grammar)} was not compiled in {DEADLINE:.0f} seconds; simplify it")
     if isinstance(done[0], BaseException):
         raise InvalidInput(f"{named(grammar)} cannot be used: {brief(str(done[0]))}") from done[0]
     if done[0].is_error():

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import numpy as np
 
 from headway.base.errors import InvalidInput
+from headway.program.constraints.budget import is_slow
 from headway.program.constraints.constraint import Constraint
 from headway.text.tokenizer import Tokenizer
 
@@ -148,6 +149,15 @@ class TokenBounds:
         copy._other = None if other is None else other.copy()
         copy._words = None if self._words is None else self._words.copy()
         return copy
+
+    @property
+    def is_slow(self) -> bool:
+        return is_slow(self._other)
+
+    def settle(self, is_wanted: Callable[[], bool]) -> None:
+        """In a thread: it touches nothing but the grammar."""
+        grammar: Any = self._other
+        grammar.settle(is_wanted)
 
     @property
     def may_end(self) -> bool:
