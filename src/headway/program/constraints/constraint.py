@@ -9,6 +9,7 @@ following one takes.
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
-from headway.base.errors import InvalidInput, InvalidToken, WrongType
+from headway.base.errors import GrammarTooSlow, InvalidInput, InvalidToken, WrongType
 from headway.base.text import short_repr
 from headway.program.constraints.bitmask import MaskLayout
 from headway.program.constraints.budget import GrammarBudget, Pace, consume_unlocked, timed
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 COMPILERS = 4  # threads that compile grammars for programs in event loops
-TOO_AMBIGUOUS = "ParserTooComplex"  # why a matcher stopped, if its parser had too many items
+TOO_AMBIGUOUS = re.compile("Too many items|Current row has [0-9]+ items")  # of the parser: see ITEMS
 TRIAL = 12  # tokens tried before a grammar is handed out
 
 
@@ -329,15 +330,21 @@ class GrammarMatcher:
         if not free:
             self._budget.check()
         result, seconds = timed(partial(work, self._matcher), unlocked=unlocked)
-        if self._matcher.is_error() and self._shares and self._matcher.stop_reason() != TOO_AMBIGUOUS:
+        if self._matcher.is_error() and self._shares and not TOO_AMBIGUOUS.search(self._matcher.get_error()):
             result, again = timed(partial(self._do_again, work), unlocked=True)
             seconds += again
         self._budget.spent += seconds
         self.pace.add(seconds)
         if self._matcher.is_error():
-            why = brief(self._matcher.get_error())
-            raise InvalidInput(f"the grammar cannot be followed after {len(self._accepted)} tokens: {why}")
+            raise self._failure()
         return result
+
+    def _failure(self) -> InvalidInput:
+        """Why the matcher cannot go on."""
+        what = f"the grammar cannot be followed after {len(self._accepted)} tokens: {brief(self._matcher.get_error())}"
+        if not TOO_AMBIGUOUS.search(what):
+            return InvalidInput(what)
+        return GrammarTooSlow(f"{what}; make it less ambiguous, so that a text can be read in one way only")
 
     def _do_again(self, work: Callable[[LLMatcher], Result]) -> Result:
         """The result of `work` after the grammar was compiled again, with a table of its own."""
@@ -379,4 +386,4 @@ def _try_out(grammar: Grammar, trial: GrammarMatcher) -> None:
             trial.accept(int(allowed[(i * 7919) % len(allowed)]))
             trial.pace.suspect()
     except InvalidInput as error:
-        raise InvalidInput(f"{named(grammar)} cannot be used: {error}") from None
+        raise type(error)(f"{named(grammar)} cannot be used: {error}") from None
