@@ -23,6 +23,18 @@ from support.schemas import array, obj
 AMBIGUOUS = hw.Grammar.lark('start: s\ns: s s s | s s | "a" | "b"')
 PAIRS = " | ".join(f"{first} {second}" for first in "abcd" for second in "abcd")
 LONG_ROWS = hw.Grammar.lark("start: a\n" + "\n".join(f'{name}: {PAIRS} | "§"' for name in "abcd"))
+EXPRESSIONS = hw.Grammar.lark(
+    r"""
+    start: statement+
+    statement: NAME "=" e NL | "if" e ":" NL statement | "return" e NL | e NL
+    e: e OP e | "(" e ")" | NAME | NUMBER | e "." NAME | e "(" [e ("," e)*] ")" | e "[" e "]" | "not" e | "-" e
+    OP: "+" | "-" | "*" | "/" | "==" | "<" | ">" | "and" | "or"
+    NAME: /[a-z_][a-z0-9_]*/
+    NUMBER: /[0-9]+(\.[0-9]+)?/
+    NL: /\n/
+    %ignore " "
+    """
+)
 PLAIN = hw.Grammar.regex("[a-z ]{50,400}")
 OPEN = hw.Grammar.regex("(?s).{100,3000}")
 LETTER = hw.Grammar.json_schema(obj({"to": {"enum": ["Ann", "Bob"]}, "body": {"type": "string", "minLength": 60}}))
@@ -48,7 +60,8 @@ def matcher(engine: hw.Engine, grammar: hw.Grammar, **options: Any) -> GrammarMa
 
 def started(engine: hw.Engine, constrain: Any, seed: int = 1, **options: Any) -> hw.Generation:
     context = engine.context().fill(f"A text {seed}:")
-    return context.generate(hw.Multinomial(seed=seed), constrain=constrain, **{"max_tokens": 60, **options})
+    options = {"max_tokens": 60} | options
+    return context.generate(hw.Multinomial(seed=seed), constrain=constrain, **options)
 
 
 def test_others_go_on_while_a_slow_mask_is_computed(words: hw.Engine) -> None:
@@ -103,7 +116,7 @@ def test_a_row_of_the_parser_is_bounded_and_nothing_is_compiled_again(
     words: hw.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     followed, compiled = matcher(words, LONG_ROWS), []
-    monkeypatch.setattr(GrammarCache, "compile", lambda *_: compiled.append(1))
+    monkeypatch.setattr(GrammarCache, "compile", lambda *_, **__: compiled.append(1))
 
     def follow() -> None:
         for _ in range(1000):
@@ -112,6 +125,15 @@ def test_a_row_of_the_parser_is_bounded_and_nothing_is_compiled_again(
     with pytest.raises(hw.GrammarTooSlow, match=r"Current row has 1\d\d\d items; max is 1000"):
         follow()
     assert compiled == []  # a table of states of its own would not help it
+
+
+def test_many_items_that_are_cheap_are_no_reason_to_end(words: hw.Engine) -> None:
+    """A grammar for expressions is ambiguous in the usual way: it can be read in many ways, and quickly."""
+    followed = matcher(words, EXPRESSIONS)
+    for token in words.tokenizer.encode("x = " + "y + " * 60 + "z\n"):
+        assert followed.mask()[token // 32] >> np.uint32(token % 32) & 1
+        followed.accept(token)
+    assert followed.may_end
 
 
 def test_a_budget_ends_a_generation_and_is_shared_by_its_copies(words: hw.Engine) -> None:

@@ -34,10 +34,12 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-# Under an ambiguous grammar an item of the parser takes up to 25 ns for each item of its row: some 100 ms at most for a
-# mask, and a fifth of that for a token. A JSON document can be read in few ways, so its many items are cheap ones.
+# Items of the parser. Under an ambiguous grammar one takes up to 25 ns for each item of its row: with the first limits
+# some 100 ms at most for a mask, and a fifth of that for a token. Where items are cheap, the last ones apply. A JSON
+# document can be read in few ways, so its items are cheap.
 ITEMS: dict[str, Any] = {"max_items_in_row": 1000, "step_max_items": 5000}
-JSON_ITEMS: dict[str, Any] = {"max_items_in_row": 2000, "step_max_items": 20_000}
+JSON_ITEMS: dict[str, Any] = {"max_items_in_row": 2000, "step_max_items": 10_000}
+CHEAP_ITEMS: dict[str, Any] = {"max_items_in_row": 2000, "step_max_items": 50_000}
 MAX_GRAMMARS = 64  # compiled, for each tokenizer
 MAX_SOURCE_BYTES = 1 << 20  # of their sources, a rough measure of their memory: large ones leave sooner
 STACK = 64 << 20  # bytes; only what is used becomes real memory
@@ -62,9 +64,9 @@ class GrammarCache:
             self._kept.move_to_end(key)
             return kept.deep_copy()
 
-    def compile(self, grammar: Grammar) -> LLMatcher:
-        """The grammar, compiled again."""
-        return _with_deep_stack(lambda: _matcher(grammar, self.tokenizer), grammar)
+    def compile(self, grammar: Grammar, *, cheap: bool = False) -> LLMatcher:
+        """The grammar, compiled again; `cheap` if its items are known to be."""
+        return _with_deep_stack(lambda: _matcher(grammar, self.tokenizer, cheap=cheap), grammar)
 
     def drop(self, key: bytes) -> None:
         """Forget a grammar whose table of states is full."""
@@ -106,11 +108,11 @@ def ready_grammar_cache(tokenizer: Tokenizer, size: int) -> GrammarCache | None:
 # --- compiling
 
 
-def _matcher(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+def _matcher(grammar: Grammar, tokenizer: LLTokenizer, *, cheap: bool) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(**LIMITS, **(JSON_ITEMS if grammar.kind == "json" else ITEMS))
-    return LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
+    items = CHEAP_ITEMS if cheap else JSON_ITEMS if grammar.kind == "json" else ITEMS
+    return LLMatcher(tokenizer, _source(grammar), log_level=0, limits=LLParserLimits(**LIMITS, **items))
 
 
 def _source(grammar: Grammar) -> str:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 COMPILERS = 4  # threads that compile grammars for programs in event loops
 TOO_AMBIGUOUS = re.compile("Too many items|Current row has [0-9]+ items")  # of the parser: see ITEMS
+CHEAP = 0.002  # seconds; if the parser reaches its limit of items sooner, it gets more
 TRIAL = 12  # tokens tried before a grammar is handed out
 
 
@@ -129,7 +130,8 @@ class GrammarMatcher:
 
     Where only one text can follow, the mask allows the tokenizer's encoding of it, and `accept` takes every encoding.
     Copies share a table of states that grows as they advance. When it is full, the grammar is compiled again with a
-    table of its own, so that what a text may be never depends on the texts that others write.
+    table of its own, so that what a text may be never depends on the texts that others write. So it is, with more room,
+    when the parser has many items that took little time.
 
     While it is slow, `accept` only notes a token that is known to be allowed. What follows from it is computed by
     `settle` in a thread, or by whoever asks first; one of them at a time.
@@ -148,6 +150,8 @@ class GrammarMatcher:
         self._matcher, self._grammar, self._cache = matcher, grammar, cache
         self._tokenizer, self._vocab = tokenizer, vocab_size
         self._shares = True  # its table of states may hold those of other texts
+        self._cheap = False  # its parser has the room of CHEAP_ITEMS
+        self._is_over = False  # it failed, and more room would not help
         self._known = min(vocab_size, tokenizer.vocab_size)
         self._ends = tuple(id for id in tokenizer.eos_ids if id < vocab_size)
         self.layout = MaskLayout(self._known, vocab_size, self._ends)
@@ -233,7 +237,9 @@ class GrammarMatcher:
             text = sum(token not in self._ends for token in self._accepted[len(self._accepted) - n :])
             noted = min(text, len(self._noted))
             del self._noted[len(self._noted) - noted :]
-            if text > noted:
+            if self._matcher.is_error():
+                self._is_over = False  # it starts again from what is left
+            elif text > noted:
                 self._do(lambda m: m.rollback(text - noted), free=True)
             self._mask = self._count = self._forced = None
             self._sure.clear()
@@ -325,19 +331,44 @@ class GrammarMatcher:
             self._do(lambda m: m.consume_token(token))
 
     def _do(self, work: Callable[[LLMatcher], Result], *, unlocked: bool = False, free: bool = False) -> Result:
-        """The result of `work`, on the request's budget unless it is `free`; once more on a table of its own where the
-        shared one is full."""
+        """The result of `work`, on the request's budget unless it is `free`; once more where more room may help."""
         if not free:
             self._budget.check()
-        result, seconds = timed(partial(work, self._matcher), unlocked=unlocked)
-        if self._matcher.is_error() and self._shares and not TOO_AMBIGUOUS.search(self._matcher.get_error()):
-            result, again = timed(partial(self._do_again, work), unlocked=True)
-            seconds += again
-        self._budget.spent += seconds
-        self.pace.add(seconds)
-        if self._matcher.is_error():
+        if self._matcher.is_error() and not self._is_over:
+            self._renew()  # it failed as one of many
+        result, seconds = self._timed(lambda: work(self._matcher), unlocked=unlocked)
+        if self._matcher.is_error() and not self._is_over:
+            if self._has_another_chance(seconds):
+                self._renew()
+                result, _ = self._timed(lambda: work(self._matcher), unlocked=unlocked)
+            self._is_over = self._matcher.is_error()
+        if self._is_over:
             raise self._failure()
         return result
+
+    def _timed(self, work: Callable[[], Result], *, unlocked: bool) -> tuple[Result, float]:
+        result, seconds = timed(work, unlocked=unlocked)
+        self._budget.spent += seconds
+        self.pace.add(seconds)
+        return result, seconds
+
+    def _has_another_chance(self, seconds: float) -> bool:
+        """Whether a failed matcher may go on with more room, for states or for items that came in so many seconds."""
+        if not TOO_AMBIGUOUS.search(self._matcher.get_error()):
+            return self._shares
+        had, self._cheap = self._cheap, seconds < CHEAP
+        return self._cheap and not had
+
+    def _renew(self) -> None:
+        """Compile the grammar again, with more room or a table of its own, and follow the text so far."""
+        self._cache.drop(self._grammar.key)
+        self._matcher, self._shares = self._cache.compile(self._grammar, cheap=self._cheap), False
+        if self._cheap:
+            self._cache.put(self._grammar.key, self._matcher.deep_copy())  # others will want the room too
+            self._shares = True
+        text = [token for token in self._accepted if token not in self._ends]
+        for token in text[: len(text) - len(self._noted)]:  # one by one: each holds Python's global lock
+            self._timed(partial(self._matcher.consume_token, token), unlocked=False)
 
     def _failure(self) -> InvalidInput:
         """Why the matcher cannot go on."""
@@ -345,15 +376,6 @@ class GrammarMatcher:
         if not TOO_AMBIGUOUS.search(what):
             return InvalidInput(what)
         return GrammarTooSlow(f"{what}; make it less ambiguous, so that a text can be read in one way only")
-
-    def _do_again(self, work: Callable[[LLMatcher], Result]) -> Result:
-        """The result of `work` after the grammar was compiled again, with a table of its own."""
-        self._cache.drop(self._grammar.key)
-        self._matcher, self._shares = self._cache.compile(self._grammar), False
-        text = [token for token in self._accepted if token not in self._ends]
-        for token in text[: len(text) - len(self._noted)]:
-            self._matcher.consume_token(token)  # one by one: each holds Python's global lock
-        return work(self._matcher)
 
 
 def finish_masks(grammars: Sequence[GrammarMatcher], written: np.ndarray) -> list[np.ndarray | InvalidInput]:
