@@ -140,7 +140,7 @@ class Engine:
             check_integer(max_batch_tokens, "max_batch_tokens", 1, 1 << 20)
         fraction = check_fraction(memory_fraction)
         backend, model = (model, model.decoder) if isinstance(model, Backend) else (None, model)
-        self.max_grammar_seconds = _check_seconds(max_grammar_seconds)
+        self._max_grammar_seconds = _check_seconds(max_grammar_seconds)
         in_memory = isinstance(model, Decoder | QuantizedDecoder)
         self._path = None if in_memory else resolve(model)
         torch.set_num_threads(count)

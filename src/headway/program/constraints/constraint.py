@@ -407,5 +407,6 @@ def _try_out(grammar: Grammar, trial: GrammarMatcher) -> None:
             allowed = allowed[~np.isin(allowed, trial.layout.ends)]
             trial.accept(int(allowed[(i * 7919) % len(allowed)]))
             trial.pace.suspect()
+        trial._catch_up()
     except InvalidInput as error:
         raise type(error)(f"{named(grammar)} cannot be used: {error}") from None

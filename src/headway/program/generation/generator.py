@@ -368,7 +368,7 @@ class Generation(Generic[Value_co]):
         if self._grammar is not None:
             engine = self._context.engine
             self._transcript.constraint = compile_grammar(
-                self._grammar, engine.tokenizer, engine.vocab_size, budget=GrammarBudget(engine.max_grammar_seconds)
+                self._grammar, engine.tokenizer, engine.vocab_size, budget=GrammarBudget(engine._max_grammar_seconds)
             )
             self._grammar = None
 
@@ -377,7 +377,7 @@ class Generation(Generic[Value_co]):
         if (grammar := self._grammar) is not None:
             engine = self._context.engine
             made = await compile_async(
-                grammar, engine.tokenizer, engine.vocab_size, budget=GrammarBudget(engine.max_grammar_seconds)
+                grammar, engine.tokenizer, engine.vocab_size, budget=GrammarBudget(engine._max_grammar_seconds)
             )
             if self._grammar is grammar:  # else somebody needed it sooner
                 self._transcript.constraint, self._grammar = made, None

@@ -66,7 +66,7 @@ class NoRepeat:
         if isinstance(grammar := self.other, Grammar):
             engine = self.context.engine
             matcher = await compile_async(
-                grammar, engine.tokenizer, engine.vocab_size, budget=GrammarBudget(engine.max_grammar_seconds)
+                grammar, engine.tokenizer, engine.vocab_size, budget=GrammarBudget(engine._max_grammar_seconds)
             )
             if self.other is grammar:  # else it was needed sooner
                 self.other = matcher
@@ -140,7 +140,7 @@ class NoRepeat:
         if isinstance(self.other, Grammar):
             engine = self.context.engine
             self.other = compile_grammar(
-                self.other, engine.tokenizer, engine.vocab_size, budget=GrammarBudget(engine.max_grammar_seconds)
+                self.other, engine.tokenizer, engine.vocab_size, budget=GrammarBudget(engine._max_grammar_seconds)
             )
         return self.other
 
