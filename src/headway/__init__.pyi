@@ -6,6 +6,7 @@ from headway.base.errors import Closed as Closed
 from headway.base.errors import ContextBusy as ContextBusy
 from headway.base.errors import ContextLengthExceeded as ContextLengthExceeded
 from headway.base.errors import DeadlineExceeded as DeadlineExceeded
+from headway.base.errors import GrammarTooSlow as GrammarTooSlow
 from headway.base.errors import HeadwayError as HeadwayError
 from headway.base.errors import InvalidInput as InvalidInput
 from headway.base.errors import InvalidMask as InvalidMask

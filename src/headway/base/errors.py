@@ -5,7 +5,8 @@
     │   ├── InvalidToken                 a token id outside the vocabulary
     │   ├── ContextLengthExceeded        a position id past the model's context limit
     │   ├── InvalidMask                  an attention or logit mask that does not fit
-    │   └── TemplateError                a chat template that fails or does not fit the messages
+    │   ├── TemplateError                a chat template that fails or does not fit the messages
+    │   └── GrammarTooSlow               a grammar that takes too long to compile or to follow
     ├── OutOfRange (IndexError)          a row, layer or page that does not exist
     ├── WrongType (TypeError)            a value of an unexpected type
     ├── Unsupported                      something Headway or this model cannot do
@@ -54,6 +55,10 @@ class InvalidMask(InvalidInput):
 
 class TemplateError(InvalidInput):
     """A chat template that fails, or does not fit the messages."""
+
+
+class GrammarTooSlow(InvalidInput):
+    """A grammar that takes too long to compile, or has taken too long to follow."""
 
 
 class OutOfRange(HeadwayError, IndexError):

@@ -120,6 +120,7 @@ class Engine:
         pages: int | None = None,
         max_batch_tokens: int | None = None,
         memory_fraction: float | None = None,
+        max_grammar_seconds: float = 10.0,
         quantize: str | None = None,
         deterministic: bool = False,
         trim: bool = True,
@@ -131,10 +132,10 @@ class Engine:
 
         The KV cache has `pages` of `page_size` slots (by default as many as fit); a step computes at most
         `max_batch_tokens` rows. `memory_fraction` is how much of the device's memory Headway may use for weights, pages
-        and graphs (0.9 on a CUDA device; on a CPU, pages take a share of what is free). With `deterministic` a
-        row's bits depend on nothing but the row. `trim=False` keeps masked pages in the attention call. `runner`
-        computes batches in place of the model (headway.testing). `progress` is called with the layers loaded and their
-        total.
+        and graphs (0.9 on a CUDA device; on a CPU, pages take a share of what is free). `max_grammar_seconds` is how
+        long following a grammar may take for one generation. With `deterministic` a row's bits depend on nothing but
+        the row. `trim=False` keeps masked pages in the attention call. `runner` computes batches in place of the model
+        (headway.testing). `progress` is called with the layers loaded and their total.
         """
         _check_flags(deterministic=deterministic, trim=trim)
         where = pick_device(device)
@@ -144,6 +145,7 @@ class Engine:
             check_integer(max_batch_tokens, "max_batch_tokens", 1, 1 << 20)
         fraction = check_fraction(memory_fraction)
         backend, model = (model, model.decoder) if isinstance(model, Backend) else (None, model)
+        self._max_grammar_seconds = _check_seconds(max_grammar_seconds)
         in_memory = isinstance(model, Decoder | QuantizedDecoder)
         self._path = None if in_memory else resolve(model)
         torch.set_num_threads(count)
@@ -526,6 +528,13 @@ def _check_flags(**flags: bool) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise WrongType(f"{name} is {short_repr(value)}; it must be True or False")
+
+
+def _check_seconds(value: float) -> float:
+    seconds = check_number(value, "max_grammar_seconds")
+    if seconds <= 0:
+        raise InvalidInput(f"max_grammar_seconds is {short_repr(value)}; it must be a number greater than 0")
+    return seconds
 
 
 def _synchronizer(device: torch.device) -> Callable[[], None]:

@@ -20,6 +20,7 @@ from headway.base.errors import (
     Closed,
     ContextLengthExceeded,
     DeadlineExceeded,
+    GrammarTooSlow,
     HeadwayError,
     InvalidInput,
     InvalidToken,
@@ -97,6 +98,8 @@ def as_api_error(error: BaseException) -> ApiError | None:
             return bad_request(_message(error), code="invalid_token")
         case TemplateError():
             return bad_request(_message(error), param="messages", code="template_error")
+        case GrammarTooSlow():
+            return bad_request(_message(error), code="grammar_too_slow")
         case ModelError():
             return ApiError(500, FAILED, code="engine_error")
         case Unsupported():

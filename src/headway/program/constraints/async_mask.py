@@ -4,7 +4,8 @@ A pass that takes a token which nobody has read yet cannot have its mask yet, be
 token is known, the pass goes to the device, and a thread of ours advances the grammar and computes the mask, which is
 needed only once the logits are there. The thread takes all waiting masks at once (`constraints/batch.py`). Only
 compiled grammars work like this, because their cost for each token is bounded (LIMITS in `constraints/cache.py`); the
-cost of a program's own constraint is not.
+cost of a program's own constraint is not. A grammar that turns out slow counts as sparse, so that its masks are
+computed between passes from then on, and no step waits for them.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class GrammarMask:
 
     @property
     def sparse(self) -> bool:
-        """Whether the mask's density is below DENSE, so that forced tokens are likely to follow."""
+        """Whether the mask's density is below DENSE, so that forced tokens are likely to follow, or it came slowly."""
         self.wait()
         return self._sparse
 
@@ -115,7 +116,7 @@ class GrammarMask:
         """The mask after the token, or why there is none."""
         self._result = mask
         if not isinstance(mask, HeadwayError):
-            self._sparse = self.grammar.mask_density < DENSE
+            self._sparse = self.grammar.mask_density < DENSE or self.grammar.is_slow
             self._ended = self._sparse and self.grammar.finished
 
 

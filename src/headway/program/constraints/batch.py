@@ -7,29 +7,33 @@ one by one afterwards and do not affect the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from headway.base.errors import Closed, HeadwayError
-from headway.base.machine import read_machine
 from headway.program.constraints.bitmask import MaskLayout
+from headway.program.constraints.budget import SUSPECT, executor
 from headway.program.constraints.constraint import GrammarMatcher, finish_masks
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLMatcher
 
 Result = TypeVar("Result")
-THREADS = 8  # at most: the device's worker and the event loop need cores too
 FEW = 4  # rows; fewer are done before other threads wake up
 
 
 def accept_all(rows: Sequence[tuple[GrammarMatcher, int]]) -> list[HeadwayError | None]:
     """Give each of these grammars, all different, its token; the error of each that did not accept it."""
     matchers = {} if len(rows) < FEW else _consumers(rows)
-    done = _executor().consume_token_par([(matcher, rows[i][1]) for i, matcher in matchers.items()]) if matchers else []
+    done: list[bool] = []
+    if matchers:
+        with _watched([rows[i][0] for i in matchers]):
+            done = executor().consume_token_par([(matcher, rows[i][1]) for i, matcher in matchers.items()])
     accepted = {i for i, good in zip(matchers, done, strict=True) if good}
     errors: list[HeadwayError | None] = [None] * len(rows)
     for i, (grammar, token) in enumerate(rows):
@@ -67,12 +71,23 @@ def _compute(grammars: list[GrammarMatcher]) -> list[np.ndarray | HeadwayError]:
     rows = grammars[0].layout.buffer(len(grammars))
     matchers = [matcher for grammar in grammars if (matcher := grammar.mask_matcher) is not None]
     work = [(matcher, i) for i, matcher in enumerate(matchers)]
-    _executor().unsafe_compute_mask_ptr(work, rows.ctypes.data, rows[0].nbytes, len(rows))
+    with _watched(grammars):
+        executor().unsafe_compute_mask_ptr(work, rows.ctypes.data, rows[0].nbytes, len(rows))
     masks: list[np.ndarray | HeadwayError] = [*finish_masks(grammars, rows)]
     for matcher, i in work:
         if matcher.is_error():  # its table of states may be full, which `mask` handles
             masks[i] = _attempt(grammars[i].mask)
     return masks
+
+
+@contextmanager
+def _watched(grammars: Sequence[GrammarMatcher]) -> Iterator[None]:
+    """If this takes long, any of these grammars may be slow: each is followed by itself next, to find out which."""
+    began = time.perf_counter()
+    yield
+    if time.perf_counter() - began > SUSPECT:
+        for grammar in grammars:
+            grammar.pace.suspect()
 
 
 def _attempt(work: Callable[[], Result]) -> Result | HeadwayError:
@@ -88,10 +103,3 @@ def _attempt(work: Callable[[], Result]) -> Result | HeadwayError:
 def internal_error(error: BaseException) -> Closed:
     """The error of a mask that failed for a reason other than its grammar."""
     return Closed(f"the mask was not computed after an internal error: {error!r}")
-
-
-@cache
-def _executor() -> LLExecutor:
-    from llguidance import LLExecutor
-
-    return LLExecutor(min(THREADS, read_machine().fair_threads))

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from headway.base.errors import InvalidInput, InvalidToken, Unsupported
+from headway.base.errors import GrammarTooSlow, InvalidInput, InvalidToken, Unsupported
 from headway.base.text import shorten
 from headway.program.constraints.bitmask import padded
 from headway.program.constraints.grammar import WHITESPACE, Grammar
@@ -28,14 +28,18 @@ if TYPE_CHECKING:
     from headway.text.tokenizer import Tokenizer
 
 LIMITS: dict[str, Any] = {
-    "max_items_in_row": 2000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
     "max_lexer_states": 20_000,  # 1 to 2 kB each
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+# Items of the parser. Under an ambiguous grammar one takes up to 25 ns for each item of its row: with the first limits
+# some 100 ms at most for a mask, and a fifth of that for a token. Where items are cheap, the last ones apply. A JSON
+# document can be read in few ways, so its items are cheap.
+ITEMS: dict[str, Any] = {"max_items_in_row": 1000, "step_max_items": 5000}
+JSON_ITEMS: dict[str, Any] = {"max_items_in_row": 2000, "step_max_items": 10_000}
+CHEAP_ITEMS: dict[str, Any] = {"max_items_in_row": 2000, "step_max_items": 50_000}
 MAX_GRAMMARS = 64  # compiled, for each tokenizer
 MAX_SOURCE_BYTES = 1 << 20  # of their sources, a rough measure of their memory: large ones leave sooner
 STACK = 64 << 20  # bytes; only what is used becomes real memory
@@ -60,9 +64,9 @@ class GrammarCache:
             self._kept.move_to_end(key)
             return kept.deep_copy()
 
-    def compile(self, grammar: Grammar) -> LLMatcher:
-        """The grammar, compiled again."""
-        return _with_deep_stack(lambda: _matcher(grammar, self.tokenizer), grammar)
+    def compile(self, grammar: Grammar, *, cheap: bool = False) -> LLMatcher:
+        """The grammar, compiled again; `cheap` if its items are known to be."""
+        return _with_deep_stack(lambda: _matcher(grammar, self.tokenizer, cheap=cheap), grammar)
 
     def drop(self, key: bytes) -> None:
         """Forget a grammar whose table of states is full."""
@@ -104,10 +108,11 @@ def ready_grammar_cache(tokenizer: Tokenizer, size: int) -> GrammarCache | None:
 # --- compiling
 
 
-def _matcher(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+def _matcher(grammar: Grammar, tokenizer: LLTokenizer, *, cheap: bool) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
-    return LLMatcher(tokenizer, _source(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
+    items = CHEAP_ITEMS if cheap else JSON_ITEMS if grammar.kind == "json" else ITEMS
+    return LLMatcher(tokenizer, _source(grammar), log_level=0, limits=LLParserLimits(**LIMITS, **items))
 
 
 def _source(grammar: Grammar) -> str:
@@ -156,7 +161,7 @@ def _with_deep_stack(work: Callable[[], LLMatcher], grammar: Grammar) -> LLMatch
             threading.stack_size(before)
     thread.join(DEADLINE)
     if not done:
-        raise InvalidInput(f"{named(grammar)} was not compiled in {DEADLINE:.0f} seconds; simplify it")
+        raise GrammarTooSlow(f"{named(grammar)} was not compiled in {DEADLINE:.0f} seconds; simplify it")
     if isinstance(done[0], BaseException):
         raise InvalidInput(f"{named(grammar)} cannot be used: {brief(str(done[0]))}") from done[0]
     if done[0].is_error():

@@ -2,23 +2,29 @@
 
 A constraint follows one text, token by token; `rollback` and `copy` let it follow truncation, drafts and forks. It owns
 no text and knows no passes. `constraints/cache.py` compiles grammars and keeps them. Programs in an event loop wait for
-that in a thread pool of its own, so that compiling delays nothing else.
+that in a thread pool of its own, so that compiling delays nothing else. `constraints/budget.py` bounds the time that
+following one takes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from copy import copy
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
-from headway.base.errors import InvalidInput, InvalidToken, WrongType
+from headway.base.errors import GrammarTooSlow, InvalidInput, InvalidToken, WrongType
 from headway.base.text import short_repr
 from headway.program.constraints.bitmask import MaskLayout
+from headway.program.constraints.budget import GrammarBudget, Pace, consume_unlocked, timed
 from headway.program.constraints.cache import GrammarCache, brief, grammar_cache, named, ready_grammar_cache
 from headway.program.constraints.grammar import Grammar
 
@@ -29,6 +35,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 COMPILERS = 4  # threads that compile grammars for programs in event loops
+TOO_AMBIGUOUS = re.compile("Too many items|Current row has [0-9]+ items")  # of the parser: see ITEMS
+CHEAP = 0.002  # seconds; if the parser reaches its limit of items sooner, it gets more
 TRIAL = 12  # tokens tried before a grammar is handed out
 
 
@@ -41,8 +49,9 @@ class Constraint(Protocol):
     - `may_end: bool`: the text so far is complete and end tokens are allowed; without it they are allowed where the
       mask allows them.
     - `finished: bool`: only the end can follow, so the generation ends; without it, it never ends by itself.
+    - `is_slow: bool` and `settle(is_wanted)`: a constraint around a compiled grammar hands on the grammar's.
 
-    It runs in the program's own time: a slow mask delays no other program.
+    It runs in the program's own time, in its event loop.
     """
 
     def mask(self) -> np.ndarray | None:
@@ -71,10 +80,13 @@ def check_constraint(constrain: object) -> None:
         )
 
 
-def compile(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> GrammarMatcher:
+def compile(
+    grammar: Grammar, tokenizer: Tokenizer, vocab_size: int, *, budget: GrammarBudget | None = None
+) -> GrammarMatcher:
     """A constraint at the beginning of its text, for logits of width `vocab_size`. Compiled once per tokenizer.
 
-    It may take about a second for the largest grammars that are allowed, without holding Python's global lock.
+    It may take about a second for the largest grammars that are allowed, without holding Python's global lock. Then it
+    and its copies together follow their texts on one budget.
     """
     if not isinstance(grammar, Grammar):
         raise WrongType(f"{short_repr(grammar)} is not a Grammar; see Grammar.json_schema, .regex, .choices")
@@ -84,15 +96,17 @@ def compile(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> GrammarM
         matcher = cache.compile(grammar)
         _try_out(grammar, GrammarMatcher(matcher.deep_copy(), grammar, cache, tokenizer, vocab_size))
         cache.put(grammar.key, matcher.deep_copy())
-    return GrammarMatcher(matcher, grammar, cache, tokenizer, vocab_size)
+    return GrammarMatcher(matcher, grammar, cache, tokenizer, vocab_size, budget=budget)
 
 
-async def compile_async(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> GrammarMatcher:
+async def compile_async(
+    grammar: Grammar, tokenizer: Tokenizer, vocab_size: int, *, budget: GrammarBudget | None = None
+) -> GrammarMatcher:
     """The same for a program in an event loop: a cached one comes at once, another is compiled in a thread."""
-    if (cached := _cached(grammar, tokenizer, vocab_size)) is not None:
+    if (cached := _cached(grammar, tokenizer, vocab_size, budget)) is not None:
         return cached
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_compilers(), compile, grammar, tokenizer, vocab_size)
+    work = partial(compile, grammar, tokenizer, vocab_size, budget=budget)
+    return await asyncio.get_running_loop().run_in_executor(_compilers(), work)
 
 
 @cache
@@ -100,11 +114,15 @@ def _compilers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(COMPILERS, thread_name_prefix="headway-compile")
 
 
-def _cached(grammar: Grammar, tokenizer: Tokenizer, vocab_size: int) -> GrammarMatcher | None:
+def _cached(
+    grammar: Grammar, tokenizer: Tokenizer, vocab_size: int, budget: GrammarBudget | None
+) -> GrammarMatcher | None:
     """A grammar that was compiled before; None also while a cache is being created, which takes long."""
     cache = ready_grammar_cache(tokenizer, min(vocab_size, tokenizer.vocab_size))
     matcher = None if cache is None else cache.get(grammar.key)
-    return None if matcher is None or cache is None else GrammarMatcher(matcher, grammar, cache, tokenizer, vocab_size)
+    if matcher is None or cache is None:
+        return None
+    return GrammarMatcher(matcher, grammar, cache, tokenizer, vocab_size, budget=budget)
 
 
 class GrammarMatcher:
@@ -112,7 +130,11 @@ class GrammarMatcher:
 
     Where only one text can follow, the mask allows the tokenizer's encoding of it, and `accept` takes every encoding.
     Copies share a table of states that grows as they advance. When it is full, the grammar is compiled again with a
-    table of its own, so that what a text may be never depends on the texts that others write.
+    table of its own, so that what a text may be never depends on the texts that others write. So it is, with more room,
+    when the parser has many items that took little time.
+
+    While it is slow, `accept` only notes a token that is known to be allowed. What follows from it is computed by
+    `settle` in a thread, or by whoever asks first; one of them at a time.
     """
 
     def __init__(
@@ -122,20 +144,31 @@ class GrammarMatcher:
         cache: GrammarCache,
         tokenizer: Tokenizer,
         vocab_size: int,
+        *,
+        budget: GrammarBudget | None = None,
     ) -> None:
         self._matcher, self._grammar, self._cache = matcher, grammar, cache
         self._tokenizer, self._vocab = tokenizer, vocab_size
         self._shares = True  # its table of states may hold those of other texts
+        self._cheap = False  # its parser has the room of CHEAP_ITEMS
+        self._is_over = False  # it failed, and more room would not help
         self._known = min(vocab_size, tokenizer.vocab_size)
         self._ends = tuple(id for id in tokenizer.eos_ids if id < vocab_size)
         self.layout = MaskLayout(self._known, vocab_size, self._ends)
         self._accepted: list[int] = []
+        self._noted: list[int] = []  # the last of them, which the matcher has not consumed yet
         self._mask: np.ndarray | None = None  # of the current state
         self._count: int | None = None  # how many tokens of text it allows
+        self._forced: list[int] | None = None  # of the current state
+        self._sure: deque[int] = deque()  # tokens known to be allowed one after the other
+        self._budget, self.pace = budget or GrammarBudget(), Pace()
+        self._lock = threading.RLock()
 
     @property
     def may_end(self) -> bool:
-        return self._ended or self._matcher.is_accepting()
+        with self._lock:
+            self._catch_up()
+            return self._ended or self._matcher.is_accepting()
 
     @property
     def finished(self) -> bool:
@@ -146,42 +179,89 @@ class GrammarMatcher:
         """The share of the vocabulary that may come next, end tokens aside."""
         return self._allowed() / self._vocab
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether it takes long to follow: then `settle` is for a thread, and no step may wait for its masks."""
+        return self.pace.is_slow
+
+    def settle(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Compute all that is asked for next. Errors are left for whoever asks."""
+        with self._lock, suppress(InvalidInput):
+            if is_wanted():
+                self._catch_up()
+                self.mask()
+                self.forced()
+
     def mask(self) -> np.ndarray:
-        if self._ended:
-            return self.layout.only_ends()
-        if self._mask is None:
-            self._mask = self._compute()
-        return self._mask
+        with self._lock:
+            if self._ended:
+                return self.layout.only_ends()
+            if self._mask is None:
+                self._mask = self._compute()
+            return self._mask
 
     def accept(self, token: int) -> None:
         if not 0 <= token < self._vocab:
             raise InvalidToken(f"token id {token} is outside the vocabulary; ids are 0 to {self._vocab - 1}")
-        if token in self._ends:
-            allowed = self.may_end
-        else:
-            allowed = not self._ended and token < self._known and self._do(lambda m: m.validate_tokens([token])) == 1
-        if not allowed:
-            raise InvalidInput(f"token {token} is not allowed after the {len(self._accepted)} tokens so far")
-        if token not in self._ends:
-            self._do(lambda m: m.consume_token(token))
-        self.record(token)
+        with self._lock:
+            if token not in self._ends:
+                self._accept_text(token)
+            elif not self.may_end:
+                raise self._not_allowed(token)
+            self._moved(token)
+
+    def _accept_text(self, token: int) -> None:
+        sure = self._sure.popleft() if self._sure else None
+        known = not self._ended and (token == sure or self._is_in_mask(token))
+        if token != sure:
+            self._sure.clear()
+        if known and self.is_slow:
+            self._noted.append(token)
+            return
+        self._catch_up()
+        if not known and (self._ended or token >= self._known or self._do(lambda m: m.validate_tokens([token])) != 1):
+            raise self._not_allowed(token)
+        self._consume(token)
+
+    def _is_in_mask(self, token: int) -> bool:
+        """Whether the mask is known and allows this token of text."""
+        return self._mask is not None and bool(self._mask[token // 32] >> np.uint32(token % 32) & 1)
+
+    def _not_allowed(self, token: int) -> InvalidInput:
+        return InvalidInput(f"token {token} is not allowed after the {len(self._accepted)} tokens so far")
 
     def rollback(self, n: int) -> None:
         if not 0 <= n <= len(self._accepted):
             raise InvalidInput(f"{n} tokens cannot be rolled back; {len(self._accepted)} were accepted")
-        text = sum(token not in self._ends for token in self._accepted[len(self._accepted) - n :])
-        if text:
-            self._do(lambda m: m.rollback(text))
-        self._mask = self._count = None
-        del self._accepted[len(self._accepted) - n :]
+        with self._lock:
+            text = sum(token not in self._ends for token in self._accepted[len(self._accepted) - n :])
+            noted = min(text, len(self._noted))
+            del self._noted[len(self._noted) - noted :]
+            if self._matcher.is_error():
+                self._is_over = False  # it starts again from what is left
+            elif text > noted:
+                self._do(lambda m: m.rollback(text - noted), free=True)
+            self._mask = self._count = self._forced = None
+            self._sure.clear()
+            del self._accepted[len(self._accepted) - n :]
 
     def copy(self) -> GrammarMatcher:
-        twin = copy(self)
-        twin._matcher, twin._accepted = self._matcher.deep_copy(), self._accepted[:]
-        self._shares = twin._shares = True
-        return twin
+        with self._lock:
+            self._catch_up()
+            twin = copy(self)
+            twin._matcher, twin._accepted = self._matcher.deep_copy(), self._accepted[:]
+            twin._noted, twin._sure, twin.pace, twin._lock = [], self._sure.copy(), self.pace.copy(), threading.RLock()
+            self._shares = twin._shares = True
+            return twin
 
     def forced(self) -> list[int]:
+        with self._lock:
+            if self._forced is None:
+                self._forced = self._find_forced()
+                self._sure = deque(self._forced)
+            return list(self._forced)
+
+    def _find_forced(self) -> list[int]:
         if self.may_end:
             return []  # the end is another way on
         tokens = self._do(lambda m: m.compute_ff_tokens())
@@ -198,35 +278,39 @@ class GrammarMatcher:
         of its own already.
         """
         checks = self._ended or not self._shares or not 0 <= token < self._known or token in self._ends
-        return None if checks else self._matcher
+        return None if checks or self._noted or self.is_slow else self._matcher
 
     def record(self, token: int) -> None:
         """Note a token that the matcher has consumed."""
+        self._sure.clear()
+        self._moved(token)
+
+    def _moved(self, token: int) -> None:
         self._accepted.append(token)
-        self._mask = self._count = None
+        self._mask = self._count = self._forced = None
+        self.pace.next_token()
 
     @property
     def mask_matcher(self) -> LLMatcher | None:
-        """The matcher that must compute the mask; None where the mask is known."""
-        return None if self._ended or self._mask is not None else self._matcher
+        """The matcher that must compute the mask; None where the mask is known or must be computed alone."""
+        return None if self._ended or self._mask is not None or self._noted or self.is_slow else self._matcher
 
     @property
     def _ended(self) -> bool:
         return bool(self._accepted) and self._accepted[-1] in self._ends
 
-    def _text(self) -> list[int]:
-        return [token for token in self._accepted if token not in self._ends]
-
     def _allowed(self) -> int:
         """How many tokens of text may come next."""
-        if self._ended:
-            return 0
-        if self._count is None:
-            self._mask = self._compute()
-            assert self._count is not None
-        return self._count
+        with self._lock:
+            if self._ended:
+                return 0
+            if self._count is None:
+                self._mask = self._compute()
+                assert self._count is not None
+            return self._count
 
     def _compute(self) -> np.ndarray:
+        self._catch_up()
         row = self.layout.buffer(1)
         self._do(lambda m: m.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes))
         (mask,) = finish_masks([self], row)
@@ -234,18 +318,64 @@ class GrammarMatcher:
             raise mask
         return mask
 
-    def _do(self, work: Callable[[LLMatcher], Result]) -> Result:
-        """The result of `work`; once more on a table of its own where the shared one is full."""
-        result = work(self._matcher)
-        if self._matcher.is_error() and self._shares:
-            self._cache.drop(self._grammar.key)
-            self._matcher, self._shares = self._cache.compile(self._grammar), False
-            self._matcher.consume_tokens(self._text())
-            result = work(self._matcher)
-        if self._matcher.is_error():
-            why = brief(self._matcher.get_error())
-            raise InvalidInput(f"the grammar cannot be followed after {len(self._accepted)} tokens: {why}")
+    def _catch_up(self) -> None:
+        """Consume the tokens that were only noted."""
+        while self._noted:
+            self._consume(self._noted[0])
+            del self._noted[0]
+
+    def _consume(self, token: int) -> None:
+        if self.is_slow:
+            self._do(lambda m: consume_unlocked(m, token), unlocked=True)
+        else:
+            self._do(lambda m: m.consume_token(token))
+
+    def _do(self, work: Callable[[LLMatcher], Result], *, unlocked: bool = False, free: bool = False) -> Result:
+        """The result of `work`, on the request's budget unless it is `free`; once more where more room may help."""
+        if not free:
+            self._budget.check()
+        if self._matcher.is_error() and not self._is_over:
+            self._renew()  # it failed as one of many
+        result, seconds = self._timed(lambda: work(self._matcher), unlocked=unlocked)
+        if self._matcher.is_error() and not self._is_over:
+            if self._has_another_chance(seconds):
+                self._renew()
+                result, _ = self._timed(lambda: work(self._matcher), unlocked=unlocked)
+            self._is_over = self._matcher.is_error()
+        if self._is_over:
+            raise self._failure()
         return result
+
+    def _timed(self, work: Callable[[], Result], *, unlocked: bool) -> tuple[Result, float]:
+        result, seconds = timed(work, unlocked=unlocked)
+        self._budget.spent += seconds
+        self.pace.add(seconds)
+        return result, seconds
+
+    def _has_another_chance(self, seconds: float) -> bool:
+        """Whether a failed matcher may go on with more room, for states or for items that came in so many seconds."""
+        if not TOO_AMBIGUOUS.search(self._matcher.get_error()):
+            return self._shares
+        had, self._cheap = self._cheap, seconds < CHEAP
+        return self._cheap and not had
+
+    def _renew(self) -> None:
+        """Compile the grammar again, with more room or a table of its own, and follow the text so far."""
+        self._cache.drop(self._grammar.key)
+        self._matcher, self._shares = self._cache.compile(self._grammar, cheap=self._cheap), False
+        if self._cheap:
+            self._cache.put(self._grammar.key, self._matcher.deep_copy())  # others will want the room too
+            self._shares = True
+        text = [token for token in self._accepted if token not in self._ends]
+        for token in text[: len(text) - len(self._noted)]:  # one by one: each holds Python's global lock
+            self._timed(partial(self._matcher.consume_token, token), unlocked=False)
+
+    def _failure(self) -> InvalidInput:
+        """Why the matcher cannot go on."""
+        what = f"the grammar cannot be followed after {len(self._accepted)} tokens: {brief(self._matcher.get_error())}"
+        if not TOO_AMBIGUOUS.search(what):
+            return InvalidInput(what)
+        return GrammarTooSlow(f"{what}; make it less ambiguous, so that a text can be read in one way only")
 
 
 def finish_masks(grammars: Sequence[GrammarMatcher], written: np.ndarray) -> list[np.ndarray | InvalidInput]:
@@ -268,6 +398,7 @@ def finish_masks(grammars: Sequence[GrammarMatcher], written: np.ndarray) -> lis
 
 def _try_out(grammar: Grammar, trial: GrammarMatcher) -> None:
     """Try the first tokens: a grammar that allows nothing or explodes at once is refused before it is used."""
+    trial.pace.suspect()  # what it takes is not known yet
     try:
         for i in range(TRIAL):
             if trial.finished:
@@ -275,5 +406,7 @@ def _try_out(grammar: Grammar, trial: GrammarMatcher) -> None:
             allowed = np.flatnonzero(np.unpackbits(trial.mask().view(np.uint8), bitorder="little"))
             allowed = allowed[~np.isin(allowed, trial.layout.ends)]
             trial.accept(int(allowed[(i * 7919) % len(allowed)]))
+            trial.pace.suspect()
+        trial._catch_up()
     except InvalidInput as error:
-        raise InvalidInput(f"{named(grammar)} cannot be used: {error}") from None
+        raise type(error)(f"{named(grammar)} cannot be used: {error}") from None

@@ -26,12 +26,14 @@ WHITESPACE = (
     64  # characters at one place between the parts of a JSON document: a model that pads with spaces must continue
 )
 
-# What may be inside a Lark grammar: literals and comments are skipped, the rest is looked at.
+# What may be inside a Lark grammar: literals and comments are skipped, the rest is looked at. Names are matched in one
+# way only: a search that goes back and forth in a long one would hold Python's global lock for seconds.
 _LARK = re.compile(
     r'"(?:\\.|[^"\\\n])*"i?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/[imslux]*'
-    r"|(?P<embed>%(?:json|llguidance)\b)|(?P<name>^[?!]*[A-Za-z_][\w-]*(?P<options>\[[^\]]*\])?[^\n\"/#:<]*:)",
+    r"|(?P<embed>%(?:json|llguidance)\b)|(?P<name>^[?!]*+[A-Za-z_][\w-]*+)",
     re.MULTILINE,
 )
+_TO_COLON = re.compile(r'[^\n"/#:<]*+:')
 _REFUSED_OPTION = re.compile(r"\b(temperature|stop|stop_capture|capture|max_tokens)\b")
 _LARK_OPTIONS = {"no_forcing", "allow_initial_skip"}
 
@@ -120,12 +122,21 @@ def _checked_lark(text: str) -> str:
         if found["embed"] is not None:
             written, at = _embedded(found["embed"], text, at)
             out.append(" " + written)
-        elif found["name"] is not None:
+        elif found["name"] is not None and (rule := _defined(text, at)) is not None:
             names += 1
-            _check_options(found["options"] or "")
+            _check_options(rule[0])
+            out.append(text[at : rule[1]])
+            at = rule[1]
     if names > LARK_NAMES:
         raise InvalidInput(f"the Lark grammar has {names} rules and terminals; at most {LARK_NAMES} are allowed")
     return "".join(out) + text[at:]
+
+
+def _defined(text: str, at: int) -> tuple[str, int] | None:
+    """The options of the rule or terminal whose name ends at `at`, and where its colon ends; None if it has none."""
+    end = max(at, text.find("]", at) + 1) if text.startswith("[", at) else at
+    colon = _TO_COLON.match(text, end)
+    return None if colon is None else (text[at:end], colon.end())
 
 
 def _embedded(keyword: str, text: str, at: int) -> tuple[str, int]:

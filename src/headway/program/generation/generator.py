@@ -36,6 +36,7 @@ from headway.base.masks import Mask
 from headway.base.probes import Value_co
 from headway.base.samplers import Sampler
 from headway.program.adapters import AdapterArgument, mix_of
+from headway.program.constraints.budget import GrammarBudget, is_slow, settle
 from headway.program.constraints.constraint import Constraint, GrammarMatcher, compile_async
 from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
@@ -154,6 +155,8 @@ class Generation(Generic[Value_co]):
         step = self._ahead.claim()
         if step is None:
             self._follow()
+            await self._settle()
+            self._follow()
             if (over := self._over()) is not None:
                 return self._end(over)
             if forced := self.forced():
@@ -166,7 +169,10 @@ class Generation(Generic[Value_co]):
         if self._left > 1 and self._can_run_ahead():
             self._run_ahead(step)
         out = await self._outcome(step)
-        return self._sampled_step(out.token(step.token), probed(out, step.probe))
+        token, probes = out.token(step.token), probed(out, step.probe)
+        if not self._ahead.is_there and is_slow(self._transcript.constraint) and token not in self._end_ids:
+            return await self._slow_step(token, probes)
+        return self._sampled_step(token, probes)
 
     async def tokens(self) -> list[int]:
         """Run to the end; all tokens that stayed."""
@@ -228,6 +234,7 @@ class Generation(Generic[Value_co]):
         """
         self._go_on()
         await self._compile_async()
+        await self._settle()
         if (over := self._over()) is not None:
             raise Closed(f"no step is left to prepare: the next one only ends the generation ({over})")
         prepared = self._drawing.prepared(self._context, self._transcript)
@@ -360,16 +367,25 @@ class Generation(Generic[Value_co]):
         """Compile the grammar, if it is not. The first time it may take a second, in the caller's thread."""
         if self._grammar is not None:
             engine = self._context.engine
-            self._transcript.constraint = compile_grammar(self._grammar, engine.tokenizer, engine.vocab_size)
+            self._transcript.constraint = compile_grammar(
+                self._grammar, engine.tokenizer, engine.vocab_size, budget=GrammarBudget(engine._max_grammar_seconds)
+            )
             self._grammar = None
 
     async def _compile_async(self) -> None:
         """The same without blocking the event loop."""
         if (grammar := self._grammar) is not None:
             engine = self._context.engine
-            made = await compile_async(grammar, engine.tokenizer, engine.vocab_size)
+            made = await compile_async(
+                grammar, engine.tokenizer, engine.vocab_size, budget=GrammarBudget(engine._max_grammar_seconds)
+            )
             if self._grammar is grammar:  # else somebody needed it sooner
                 self._transcript.constraint, self._grammar = made, None
+
+    async def _settle(self) -> None:
+        """Have what a slow grammar allows next computed in a thread, before anybody here asks for it."""
+        if is_slow(constraint := self._transcript.constraint):
+            await settle(constraint)
 
     def _can_run_ahead(self) -> bool:
         """Whether the next pass can be built before this one's token is known."""
@@ -530,6 +546,15 @@ class Generation(Generic[Value_co]):
             self._retract(token)
         else:
             self._context._retract = self._come_back
+        return self._step([token], probes)
+
+    async def _slow_step(self, token: int, probes: tuple[Any, ...]) -> Step[Value_co]:
+        """The same under a grammar that is slow. When it is cancelled the token is there, and the next step has its
+        text."""
+        self._transcript.add(token)
+        self._retract(token)
+        if not self._transcript.stopped:
+            await self._settle()
         return self._step([token], probes)
 
     def _append(self, ids: list[int], *, whole: bool = False, end: int | None = None) -> Step[Value_co]:

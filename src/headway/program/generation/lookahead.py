@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from headway.base.errors import ContextBusy
 from headway.base.masks import Mask
 from headway.program.constraints.async_mask import DENSE, GrammarCursor, GrammarMask
+from headway.program.constraints.budget import is_slow
 from headway.program.constraints.constraint import GrammarMatcher
 from headway.program.generation.steps import Prepared, StepInFlight
 from headway.program.generation.transcript import Transcript
@@ -76,6 +77,8 @@ class Lookahead:
         constraint = self._transcript.constraint
         if constraint is None:
             return True
+        if is_slow(constraint):
+            return False  # no step waits for its masks
         if self._dense_steps is None:  # its mask was computed just now, for the pass that this one would follow
             self._dense_steps = DENSE_STEPS if self._is_dense() else 0
         return self._dense_steps >= DENSE_STEPS
@@ -174,7 +177,9 @@ class Lookahead:
 
     def observe(self) -> None:
         """The program has one more token: note whether the mask after it is dense."""
-        if self._cursor is None:  # else the grammar is ahead of the program
+        if is_slow(self._transcript.constraint):
+            self._dense_steps = 0
+        elif self._cursor is None:  # else the grammar is ahead of the program
             self._dense_steps = (self._dense_steps or 0) + 1 if self._is_dense() else 0
 
     def _is_dense(self) -> bool:

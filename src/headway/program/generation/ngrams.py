@@ -7,7 +7,7 @@ program may give. `Unrepeating` is a generation under it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.samplers import Sampler
+from headway.program.constraints.budget import GrammarBudget, is_slow
 from headway.program.constraints.constraint import Constraint, compile_async
 from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
@@ -64,7 +65,9 @@ class NoRepeat:
         """Compile the other constraint in a thread, if it is a grammar."""
         if isinstance(grammar := self.other, Grammar):
             engine = self.context.engine
-            matcher = await compile_async(grammar, engine.tokenizer, engine.vocab_size)
+            matcher = await compile_async(
+                grammar, engine.tokenizer, engine.vocab_size, budget=GrammarBudget(engine._max_grammar_seconds)
+            )
             if self.other is grammar:  # else it was needed sooner
                 self.other = matcher
 
@@ -124,10 +127,21 @@ class NoRepeat:
     def finished(self) -> bool:
         return getattr(self._compiled(), "finished", False)
 
+    @property
+    def is_slow(self) -> bool:
+        return is_slow(self.other)
+
+    def settle(self, is_wanted: Callable[[], bool]) -> None:
+        """In a thread: it touches nothing but the other constraint."""
+        other: Any = self.other
+        other.settle(is_wanted)
+
     def _compiled(self) -> Constraint | None:
         if isinstance(self.other, Grammar):
             engine = self.context.engine
-            self.other = compile_grammar(self.other, engine.tokenizer, engine.vocab_size)
+            self.other = compile_grammar(
+                self.other, engine.tokenizer, engine.vocab_size, budget=GrammarBudget(engine._max_grammar_seconds)
+            )
         return self.other
 
     def _sync(self) -> None:

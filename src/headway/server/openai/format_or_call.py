@@ -6,13 +6,14 @@ any other follows the format to its end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from headway.base.errors import HeadwayError, InvalidToken
+from headway.program.constraints.budget import is_slow
 from headway.program.constraints.constraint import Constraint
 from headway.server.openai.token_bounds import packed_mask
 from headway.text.templates.messages import CallSyntax
@@ -98,6 +99,15 @@ class FormatOrCall:
         format: Any = self._format
         twin._format, twin._states = format.copy(), list(self._states)
         return twin
+
+    @property
+    def is_slow(self) -> bool:
+        return is_slow(self._format)
+
+    def settle(self, is_wanted: Callable[[], bool]) -> None:
+        """In a thread: it touches nothing but the grammar."""
+        grammar: Any = self._format
+        grammar.settle(is_wanted)
 
     @property
     def may_end(self) -> bool:

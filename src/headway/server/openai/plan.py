@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headway.base.errors import InvalidInput, Unsupported, WrongType
+from headway.base.errors import GrammarTooSlow, InvalidInput, Unsupported, WrongType
 from headway.base.probes import Ranking
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampling
 from headway.models.adapters.adapter import Adapter
+from headway.program.constraints.budget import GrammarBudget
 from headway.program.constraints.constraint import Constraint, compile_async
 from headway.program.constraints.grammar import Grammar
 from headway.program.context import Context
@@ -67,6 +68,7 @@ class RequestPlan:
     no_repeat_ngram_size: int | None = None
     adapters: tuple[tuple[Adapter, float], ...] = ()  # what the prompt and all choices are computed under
     constraints: dict[Grammar, Any] = field(default_factory=dict)  # compiled grammars, in their initial state
+    grammar_budget: GrammarBudget = field(default_factory=GrammarBudget)  # of all of them, in all choices
 
     def context(self) -> Context:
         """An empty context for one prompt."""
@@ -76,7 +78,7 @@ class RequestPlan:
         """Compile the grammars of a field before anything is computed, within the server's time limit."""
         limit = self.settings.max_grammar_seconds
         for grammar in grammars:
-            work = compile_async(grammar, self.engine.tokenizer, self.engine.vocab_size)
+            work = compile_async(grammar, self.engine.tokenizer, self.engine.vocab_size, budget=self.grammar_budget)
             try:
                 self.constraints[grammar] = await asyncio.wait_for(work, limit)
             except TimeoutError:
@@ -86,7 +88,8 @@ class RequestPlan:
                     "grammar_too_slow",
                 ) from None
             except (InvalidInput, Unsupported) as error:
-                raise bad_request(str(error), where, "invalid_grammar") from error
+                code = "grammar_too_slow" if isinstance(error, GrammarTooSlow) else "invalid_grammar"
+                raise bad_request(str(error), where, code) from error
 
     def generation(
         self,
@@ -118,11 +121,11 @@ class RequestPlan:
 
     def _constraint(
         self, grammar: Grammar | None, wrap: Callable[[Constraint], Constraint] | None
-    ) -> Grammar | Constraint | None:
+    ) -> Constraint | None:
         bounded = self.allowed is not None or self.words is not None
-        if not bounded and wrap is None and (grammar is None or self.top_logprobs is None):
-            return grammar
         other = None if grammar is None else self.constraints[grammar].copy()
+        if not bounded and wrap is None and (other is None or self.top_logprobs is None):
+            return other
         if other is not None and wrap is not None:
             other = wrap(other)
         return TokenBounds(self.engine.vocab_size, self.allowed, self.words, other)
@@ -170,6 +173,7 @@ async def plan_request(
         show_stop=bool(body.include_stop_str_in_output),
         no_repeat_ngram_size=engine.generation_defaults.no_repeat_ngram_size,
         adapters=() if adapter is None else ((adapter.adapter, adapter.scale),),
+        grammar_budget=GrammarBudget(settings.max_grammar_seconds),
     )
     if grammar is not None:
         await plan.prepare([grammar], "response_format" if body.structured_outputs is None else "structured_outputs")

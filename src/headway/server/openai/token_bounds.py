@@ -8,42 +8,45 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence, Set
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from headway.base.errors import InvalidInput
+from headway.program.constraints.budget import is_slow
 from headway.program.constraints.constraint import Constraint
 from headway.text.tokenizer import Tokenizer
 
 
 class BadWords:
-    """Words that must not be generated: tracks those that have begun and the tokens that would complete one."""
+    """Words that must not be generated: tracks those that have begun and the tokens that would complete one.
+
+    Words that begin alike are tracked as one, so that a token costs no more than a step for each place before it where
+    one of them may have begun.
+    """
 
     def __init__(self, texts: Iterable[str], sequences: Iterable[Sequence[int]], tokenizer: Tokenizer | None) -> None:
         spaced = (spelled for text in texts for spelled in (text, " " + text.lstrip(" ")))
-        self._texts = tuple(dict.fromkeys(spelled.encode() for spelled in spaced))
-        self._sequences = tuple(dict.fromkeys(map(tuple, sequences)))
         self._tokenizer = tokenizer
-        self._ids = {} if tokenizer is None or not self._texts else ids_by_bytes(tokenizer)
-        self._always = frozenset(self._completed((*self._texts, *self._sequences)))
-        self._starts: dict[int, list[bytes]] = {}  # by their first byte
-        for text in self._texts:
-            self._starts.setdefault(text[0], []).append(text)
-        self._heads: dict[int, list[tuple[int, ...]]] = {}  # by their first token
-        for sequence in self._sequences:
-            self._heads.setdefault(sequence[0], []).append(sequence)
-        self._open: list[list[bytes | tuple[int, ...]]] = [[]]  # after each token, the rest of each word that has begun
+        self._texts = _Words(text.encode() for text in spaced)
+        if tokenizer is not None and self._texts:
+            ids = ids_by_bytes(tokenizer)
+            self._texts.complete(lambda rest: ids.get(rest, ()), longest_token(tokenizer))
+        self._sequences = _Words(map(tuple, sequences))
+        self._sequences.complete(lambda rest: rest, 1)
+        self._always = self._texts.completed(WHOLE) | self._sequences.completed(WHOLE)
+        self._open: list[_Begun] = [_Begun()]  # after each token, the words that have begun
 
     def __bool__(self) -> bool:
-        return bool(self._texts or self._sequences)
+        return bool(self._texts) or bool(self._sequences)
 
     def fresh(self) -> BadWords:
         """The same words, before any token."""
         copy = object.__new__(BadWords)
         copy.__dict__.update(self.__dict__)
-        copy._open = [[]]
+        copy._open = [_Begun()]
         return copy
 
     def copy(self) -> BadWords:
@@ -54,29 +57,17 @@ class BadWords:
 
     def forbidden(self) -> Set[int]:
         """The tokens that would complete a word."""
-        return self._always | self._completed(self._open[-1]) if self._open[-1] else self._always
-
-    def _completed(self, rests: Iterable[bytes | tuple[int, ...]]) -> set[int]:
-        result: set[int] = set()
-        for rest in rests:
-            if isinstance(rest, bytes):
-                result.update(self._ids.get(rest, ()))
-            elif len(rest) == 1:
-                result.add(rest[0])
-        return result
+        begun = self._open[-1]
+        sets = [self._texts.completed(place) for place in begun.texts]
+        sets += [self._sequences.completed(place) for place in begun.sequences]
+        return self._always.union(*sets) if sets else self._always
 
     def push(self, token: int) -> None:
         """Add a token."""
+        begun = self._open[-1]
         spelled = self._spelled(token) if self._texts else b""
-        left: list[bytes | tuple[int, ...]] = []
-        begun = (*self._starts.get(spelled[0], ()), *self._open[-1]) if spelled else self._open[-1]
-        for rest in (*begun, *self._heads.get(token, ())):
-            if isinstance(rest, bytes):
-                if spelled and len(rest) > len(spelled) and rest.startswith(spelled):
-                    left.append(rest[len(spelled) :])
-            elif len(rest) > 1 and rest[0] == token:
-                left.append(rest[1:])
-        self._open.append(list(dict.fromkeys(left)))
+        texts = self._texts.advance(begun.texts, spelled) if spelled else ()
+        self._open.append(_Begun(texts, self._sequences.advance(begun.sequences, (token,))))
 
     def drop(self, n: int) -> None:
         """Remove the last n tokens."""
@@ -86,6 +77,59 @@ class BadWords:
         tokenizer = self._tokenizer
         assert tokenizer is not None
         return tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
+
+
+Place = tuple[int, int]  # the first of the sorted words with some beginning, and that beginning's length
+WHOLE: Place = (0, 0)  # no word has begun
+
+
+class _Begun(NamedTuple):
+    """How far words have matched."""
+
+    texts: tuple[Place, ...] = ()
+    sequences: tuple[Place, ...] = ()
+
+
+class _Words:
+    """Words as bytes or as token ids, sorted: those with the same beginning stand side by side."""
+
+    def __init__(self, words: Iterable[Any]) -> None:
+        self._sorted: list[Any] = sorted(set(words))
+        self._completed: dict[Place, frozenset[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def complete(self, ids: Callable[[Any], Iterable[int]], longest: int) -> None:
+        """Find the tokens that complete a word, by its beginning: `ids` are those of an end, `longest` its length."""
+        found: dict[Place, set[int]] = {}
+        for word in self._sorted:
+            for depth in range(max(0, len(word) - longest), len(word)):
+                if tokens := ids(word[depth:]):
+                    found.setdefault(self._place(word[:depth]), set()).update(tokens)
+        self._completed = {place: frozenset(tokens) for place, tokens in found.items()}
+
+    def completed(self, place: Place) -> frozenset[int]:
+        """The tokens that complete a word from here."""
+        return self._completed.get(place, frozenset())
+
+    def advance(self, places: Iterable[Place], more: Any) -> tuple[Place, ...]:
+        """Where the words stand after `more`, one of them perhaps beginning with it."""
+        reached = []
+        for first, depth in (*places, WHOLE):
+            beginning = self._sorted[first][:depth] + more if self._sorted else more
+            place = self._place(beginning)
+            if self._is_longer(place[0], beginning):
+                reached.append(place)
+        return tuple(reached)
+
+    def _place(self, beginning: Any) -> Place:
+        return bisect_left(self._sorted, beginning), len(beginning)
+
+    def _is_longer(self, first: int, beginning: Any) -> bool:
+        """Whether a word begins like this and goes on; the shortest such word comes first."""
+        rest = self._sorted[first : first + 2]
+        return any(len(word) > len(beginning) and word[: len(beginning)] == beginning for word in rest)
 
 
 class TokenBounds:
@@ -148,6 +192,15 @@ class TokenBounds:
         copy._other = None if other is None else other.copy()
         copy._words = None if self._words is None else self._words.copy()
         return copy
+
+    @property
+    def is_slow(self) -> bool:
+        return is_slow(self._other)
+
+    def settle(self, is_wanted: Callable[[], bool]) -> None:
+        """In a thread: it touches nothing but the grammar."""
+        grammar: Any = self._other
+        grammar.settle(is_wanted)
 
     @property
     def may_end(self) -> bool:
