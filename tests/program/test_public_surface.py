@@ -18,7 +18,7 @@ SURFACE = {
         page_size pending release save seal seed seq_len set_bid system text_before text_start tokens truncate
         user
     """,
-    hw.Forward: "adapter attention_mask bias defer_commit execute input input_at mask mask_async probe sample",
+    hw.Forward: "adapter attention_mask bias defer_commit execute input input_at mask mask_async output probe sample",
     hw.Execution: "cancel done result",
     hw.Output: "attention distribution entropy hidden lens logits logprobs ranking stats token tokens",
     hw.Generation: """
