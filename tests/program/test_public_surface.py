@@ -11,7 +11,8 @@ SURFACE = {
     hw.Engine: """
         alive busy_since cache chat_template chat_writer close config context decoder delete deterministic
         disable_profiling enable_profiling eos_ids events fingerprint generation_defaults has_tokenizer info
-        is_profiling open page_map page_size pages profile run stats stream take tokenizer vocab_size
+        is_asleep is_profiling open page_map page_size pages profile run sleep stats stream take tokenizer
+        update_weights vocab_size wake
     """,
     hw.Context: """
         assistant cached_tokens chat cue engine execute fill flush fork forward generate inner messages next_position
