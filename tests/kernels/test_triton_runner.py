@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 
 import headway as hw  # noqa: E402
 from headway.base.probes import Ranking  # noqa: E402
+from headway.models.update import weight_shapes  # noqa: E402
 from headway.runtime.runners.cuda import model as cuda_model  # noqa: E402
 from headway.runtime.runners.cuda import runner as cuda_runner  # noqa: E402
 from headway.testing import random_model  # noqa: E402
@@ -217,3 +218,47 @@ def test_biases_for_every_token_equal_torchs(monkeypatch: pytest.MonkeyPatch) ->
         with hw.Engine(random_model("qwen3", device=DEVICE, **SIZES), pages=64, threads=1) as engine:
             found.append(engine.run(all_of_them))
     assert found[0] == found[1]
+
+
+async def moved(engine: hw.Engine) -> list[np.ndarray]:
+    """Logits after slots were moved, and after new weights."""
+    found = []
+
+    async def read(context: hw.Context) -> None:
+        with context.fork() as fork:
+            forward = fork.forward().input([1])
+            handle = forward.probe(-1, hw.Logits())
+            found.append((await forward.execute()).logits(handle))
+
+    async with engine.context() as ctx, engine.context() as module:
+        await ctx.fill(tokens(36, 1)).flush()
+        await module.fill(tokens(32, 2)).flush()
+        ctx.inner().keep_slots([0, 3, *range(18, 36)], 0)
+        await read(ctx)
+        ctx.inner().append_from(module, [0, 1], 7)
+        await read(ctx)
+        ctx.inner().discard_pages(1, 1)
+        await read(ctx)
+    async with engine.context() as ctx:
+        await ctx.fill(tokens(20, 3)).flush()
+        shapes = sorted(weight_shapes(engine.config).items())
+        rng = np.random.default_rng(0)
+        new = {name: rng.normal(0, 0.2, shape) for name, shape in shapes if name != "lm_head.weight"}
+        engine.update_weights(new)
+        await read(ctx)
+        engine.sleep()
+        engine.wake()
+        await read(ctx)
+    return found
+
+
+def test_moved_slots_and_new_weights_equal_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for mode in ("triton", "off"):
+        monkeypatch.setenv("HEADWAY_NATIVE", mode)
+        with hw.Engine(random_model("qwen3", device=DEVICE, **SIZES), pages=16, threads=1) as engine:
+            found.append(engine.run(moved))
+    for ours, theirs in zip(*found, strict=True):
+        assert np.abs(ours - theirs).max() <= 1e-4 * max(1.0, np.abs(theirs).max())
+    assert np.abs(found[0][-1] - found[0][-2]).max() <= 1e-4
+    assert np.abs(found[0][-1] - found[0][0]).max() > 0.01

@@ -114,8 +114,8 @@ def test_what_cannot_be_drawn_from_is_refused() -> None:
     unusable: list[tuple[Any, str]] = [
         (np.zeros((2, 4)), "shape"),
         (np.zeros(0), "shape"),
-        (np.array([0.0, np.nan]), "token 1 is not a number"),
-        (np.full(4, -np.inf), "every logit is -inf"),
+        (np.array([0.0, np.nan]), "not a number at token 1"),
+        (np.full(4, -np.inf), "-inf for every token"),
         (np.array(["a"]), "numbers"),
         (np.ones(3, bool), "numbers"),
         ([[1], [1, 2]], "numpy array"),

@@ -79,6 +79,10 @@ def ours(model: Path | hw.Engine, prompt: list[int], sampler: hw.Sampler | None 
         ({"max_length": 24, "no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 0}),
         ({"max_length": 30, "do_sample": True, "temperature": 0.7}, {"do_sample": False}),
         ({"max_length": 30}, {"no_repeat_ngram_size": 3, "repetition_penalty": 0.6}),
+        ({"max_length": 24, "bad_words_ids": [[n] for n in range(0, 97, 3)]}, {}),
+        ({"max_length": 24, "sequence_bias": [[[n], 2.5] for n in range(1, 97, 5)]}, {"repetition_penalty": 1.2}),
+        ({"max_length": 24}, {"bad_words_ids": [[a, b] for a in range(97) for b in range(0, 97, 2)]}),
+        ({"max_length": 24}, {"sequence_bias": {(a, b): 1.5 for a in range(97) for b in range(0, 97, 7)}}),
         ({"max_length": 18, "num_beams": 3}, {}),
         ({"max_length": 18, "num_beams": 3, "length_penalty": -1.0, "early_stopping": True}, {}),
         ({"max_length": 18, "num_beams": 4, "no_repeat_ngram_size": 2}, {"num_beams": 2, "repetition_penalty": 1.3}),
@@ -249,8 +253,8 @@ def test_a_file_that_asks_for_too_much_is_named(folder: Path) -> None:
     said(folder, {"min_length": 50})
     with pytest.raises(hw.InvalidInput, match=r"min_tokens is 45 \(by generation_config.json\) and max_tokens is 10"):
         ours(folder, PROMPT, max_tokens=10)
-    said(folder, {"bad_words_ids": [[1]]})
-    with pytest.raises(hw.Unsupported, match=r"asks for bad_words_ids=.*generate with a sampler of your own"):
+    said(folder, {"forced_bos_token_id": 1})
+    with pytest.raises(hw.Unsupported, match=r"asks for forced_bos_token_id=.*generate with a sampler of your own"):
         ours(folder, PROMPT)
     assert len(ours(folder, PROMPT, hw.Argmax(), max_tokens=3)) == 3
 

@@ -124,15 +124,12 @@ def test_a_broken_file_is_a_bad_model_file(tmp_path: Path, said: Any, says: str)
 # -- what cannot be done -------------------------------------------------------------------------------------------
 
 TELLING: dict[str, Any] = {
-    "bad_words_ids": [[1]],
     "begin_suppress_tokens": [1],
     "constraints": ["x"],
     "diversity_penalty": 0.5,
     "dola_layers": "high",
     "encoder_no_repeat_ngram_size": 2,
     "encoder_repetition_penalty": 1.1,
-    "epsilon_cutoff": 1e-3,
-    "eta_cutoff": 1e-3,
     "exponential_decay_length_penalty": [5, 1.1],
     "force_words_ids": [[1]],
     "forced_bos_token_id": 1,
@@ -142,7 +139,6 @@ TELLING: dict[str, Any] = {
     "num_beam_groups": 2,
     "penalty_alpha": 0.6,
     "renormalize_logits": True,
-    "sequence_bias": [[[1], 2.0]],
     "stop_strings": ["END"],
     "suppress_tokens": [1],
     "token_healing": True,
@@ -157,7 +153,7 @@ def test_a_key_that_changes_the_tokens_is_refused_when_it_would(tmp_path: Path, 
     assert found.unknown == {key: TELLING[key]}
     ways = [{}, {"do_sample": True}, {"num_beams": 2}, {"do_sample": True, "num_beams": 2}]
     refused = [way for way in ways if found.overridden(**way).unsupported()]
-    if key in ("epsilon_cutoff", "eta_cutoff", "top_h"):
+    if key == "top_h":
         assert refused == [ways[1], ways[3]]
     elif key in ("diversity_penalty", "num_beam_groups", "renormalize_logits"):
         assert refused == ways[2:]
@@ -200,7 +196,9 @@ def test_each_option_can_be_overridden() -> None:
 def test_overrides_that_mean_nothing_are_refused() -> None:
     with pytest.raises(hw.InvalidInput, match=r"temperature=0\.7 has no effect without sampling; give do_sample=True"):
         GenerationDefaults().sampler(temperature=0.7)
-    with pytest.raises(hw.InvalidInput, match="'temprature' is not a generation parameter; expected bos_id, do_sample"):
+    with pytest.raises(
+        hw.InvalidInput, match="'temprature' is not a generation parameter; expected bad_words_ids, bos_id, do_sample"
+    ):
         SAMPLED.sampler(temprature=1.0)
     with pytest.raises(hw.InvalidInput, match="top_p is 2"):
         SAMPLED.sampler(top_p=2)

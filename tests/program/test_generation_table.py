@@ -67,14 +67,14 @@ OTHERS = {
     "generate": "sampler unknown",
     "file": "eos_ids bos_id pad_id unknown",
     "cli": "model dtype device threads quantize memory_fraction system prompt raw profile profile_json json",
-    "http": "model stream stream_options priority allowed_token_ids bad_words stop_token_ids prompt_logprobs "
+    "http": "model stream stream_options priority allowed_token_ids stop_token_ids prompt_logprobs "
     "logprobs_mode metadata prediction prompt_cache_key prompt_cache_retention safety_identifier service_tier store "
     "user prompt best_of echo messages max_completion_tokens top_logprobs response_format tools tool_choice "
     "parallel_tool_calls modalities",
     "lab": "draws",
     "decoder": "stop_strings stop_sequence eos_token_id pad_token_id return_full_text return_text return_tensors "
     "continue_final_message prefix skip_special_tokens batch_size",
-    "seq2seq": "encoder_repetition_penalty encoder_no_repeat_ngram_size bad_words_ids suppress_tokens "
+    "seq2seq": "encoder_repetition_penalty encoder_no_repeat_ngram_size suppress_tokens "
     "forced_bos_token_id forced_eos_token_id decoder_start_token_id eos_token_id pad_token_id renormalize_logits "
     "use_cache",
 }

@@ -11,15 +11,15 @@ SURFACE = {
     hw.Engine: """
         alive busy_since cache chat_template chat_writer close config context decoder delete deterministic
         disable_profiling enable_profiling eos_ids events fingerprint generation_defaults has_tokenizer info
-        is_profiling load_adapter open page_map page_size pages profile run stats stream take tokenizer unload_adapter
-        vocab_size
+        is_asleep is_profiling load_adapter open page_map page_size pages profile run sleep stats stream take tokenizer
+        unload_adapter update_weights vocab_size wake
     """,
     hw.Context: """
         assistant cached_tokens chat cue engine execute fill flush fork forward generate inner messages next_position
         page_size pending release save seal seed seq_len set_bid system text_before text_start tokens truncate
         user
     """,
-    hw.Forward: "adapter attention_mask bias defer_commit execute input input_at mask mask_async probe sample",
+    hw.Forward: "adapter attention_mask bias defer_commit execute input input_at mask mask_async output probe sample",
     hw.Execution: "cancel done result",
     hw.Output: "attention distribution entropy hidden lens logits logprobs ranking stats token tokens",
     hw.Generation: """

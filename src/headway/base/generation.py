@@ -212,6 +212,19 @@ _TABLE = (
     ),
     Parameter("attention_mask", object, None, "What every new token attends to.", faces=_on("generate")),
     Parameter(
+        "bad_words_ids", object, None, "Sequences of token ids that must not come.", names={"http": "bad_words"},
+        faces=_CALLS | _on("http"),
+    ),
+    Parameter(
+        "sequence_bias", object, None, "Added to the logit of a sequence's last token where the others have just come.",
+        faces=_on("generate file decoder"),
+    ),
+    Parameter("prepare", object, None, "A function that gets every pass before it is executed.", faces=_on("generate")),
+    Parameter(
+        "logits", object, None, "A function between a row's logits and its draw, which may change them.",
+        faces=_on("generate"),
+    ),
+    Parameter(
         "penalize_prompt", bool, True, "Whether the repetition penalty counts the prompt's tokens.",
         faces=_on("generate"),
     ),
@@ -245,9 +258,8 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType({
     "eos_token_id": "stop with stop_only=True, which takes token ids",
     "ignore_eos": "stop_only",
     "pad_token_id": "nothing: rows are not padded",
-    "bad_words_ids": "constrain, or Forward.mask(forbid=...)",
     "prefix_allowed_tokens_fn": "constrain, an object with mask() and accept()",
-    "logits_processor": "constrain, or a Forward with .bias(...) and .mask(...)",
+    "logits_processor": "logits, a function of a row's logits",
     "guided_json": "constrain=hw.Grammar.json_schema(...), or gen.json(schema)",
     "response_format": "constrain=hw.Grammar.json_schema(...), or gen.json(schema)",
     "grammar": "constrain",

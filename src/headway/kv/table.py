@@ -370,10 +370,10 @@ class PageTable:
     def can_replay(self) -> bool:
         """Whether every slot can be computed again from the log, page for page."""
         deferred = self.length // self.page_size > self.committed
-        return self._log_suffices and not deferred
+        return self.log_suffices and not deferred
 
     @property
-    def _log_suffices(self) -> bool:
+    def log_suffices(self) -> bool:
         """The same, full pages that are not committed yet included: nothing is lost while this is so."""
         return self.repeatable and not self.spans and not self.has_discards and self.altered is None
 
@@ -387,7 +387,7 @@ class PageTable:
 
     def recover(self, host: HostPages | None, why: str) -> None:
         """Give up damaged pages: to be computed again, or copied from `host`; else the table is lost."""
-        if self._log_suffices:
+        if self.log_suffices:
             self.host = None
             self._give_up()
         elif host is not None:

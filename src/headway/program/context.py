@@ -35,6 +35,7 @@ from headway.program.forward import Execution, Forward
 from headway.program.generation.defaults import GenerationDefaults
 from headway.program.generation.draws import checked_probes
 from headway.program.generation.generator import Generation
+from headway.program.generation.hooks import LogitsHook, PrepareHook
 from headway.program.generation.parameters import Beams, Draws, OneSequence, settle
 from headway.program.generation.sequences import Generations, start
 from headway.program.generation.speculation.drafter import Drafter
@@ -321,6 +322,8 @@ class Context:
         eta_cutoff: float | None = None,
         repetition_penalty: float | None = None,
         no_repeat_ngram_size: int | None = None,
+        bad_words_ids: Iterable[Iterable[int]] | None = None,
+        sequence_bias: Mapping[tuple[int, ...], float] | Iterable[tuple[Iterable[int], float]] | None = None,
         num_beams: int | None = None,
         length_penalty: float | None = None,
         early_stopping: bool | Literal["never"] | None = None,
@@ -331,6 +334,8 @@ class Context:
         probe: ProbeOf[Any] | Iterable[ProbeOf[Any]] | None = None,
         attention_mask: Mask | None = None,
         penalize_prompt: bool = True,
+        prepare: PrepareHook | None = None,
+        logits: LogitsHook | None = None,
         adapter: AdapterArgument | None = None,
         speculate: Drafter | None = None,
         **unknown: object,
@@ -349,6 +354,10 @@ class Context:
         minimum. With `adapter` (a LoRA adapter, a pair with its scale, or a list of these) pending and new tokens are
         computed under it. `constrain` is a `Grammar` or an object with `mask`, `accept` and `rollback`. The repetition
         penalty counts the prompt too, unless `penalize_prompt=False`.
+
+        `prepare` is called with each pass (`Prepared`) before it is executed, and `logits` with the array of a row's
+        logits and this generation before the token is drawn: it changes the array, or returns another. Either may be an
+        async function.
 
         With `num_beams` or `num_return_sequences` the result is `Generations`: several sequences on shared pages. The
         first, which is the best of the beams, continues in this context. Without beams, the seeds of the draws are
@@ -372,6 +381,8 @@ class Context:
             eta_cutoff=eta_cutoff,
             repetition_penalty=repetition_penalty,
             no_repeat_ngram_size=no_repeat_ngram_size,
+            bad_words_ids=bad_words_ids,  # type: ignore[arg-type]  # checked there
+            sequence_bias=sequence_bias,  # type: ignore[arg-type]
             num_beams=num_beams,
             length_penalty=length_penalty,
             early_stopping=early_stopping,
@@ -390,6 +401,7 @@ class Context:
                 lambda: self.engine.generation_defaults,
                 prompt=len(self.tokens),
                 room=self._room(),
+                vocab=self.engine.vocab_size,
                 eos_ids=self.engine.eos_ids,
                 stop=stop,
                 stop_only=stop_only,
@@ -399,6 +411,8 @@ class Context:
                 penalize_prompt=penalize_prompt,
                 speculate=speculate,
                 adapter=mix,
+                prepare=prepare,
+                logits=logits,
             )
             return start(self, parameters, several=num_beams is not None or num_return_sequences is not None)
 
@@ -532,7 +546,7 @@ class Context:
             waiting = max(0, self._written - length)
             self._written = start + sum(slot < self._written for slot in kept) + waiting
         for generation in followers:
-            generation._settle()
+            generation._slots_moved()
 
     def _come_back(self) -> None:
         """Take back a pass that a generation runs ahead, so that the context is seen as it is between two steps."""

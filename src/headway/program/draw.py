@@ -35,7 +35,7 @@ def draw(
     that the logits are of, and on the ordinal of the draw at that row. Penalties count `history`; presence and
     frequency only `generated` when it is given. Logits of -inf are never drawn.
     """
-    row = _logits(logits)
+    row = check_logits(logits)
     how = resolve(sampler)
     _check_bias(how, row.size)
     chosen = how.seed if seed is None else check_integer(seed, "seed", high=LIMIT - 1)
@@ -52,16 +52,16 @@ def draw(
     return sample_row(row, readout, check_integer(position, "position", high=LIMIT - 1))
 
 
-def _logits(values: ArrayLike) -> np.ndarray:
+def check_logits(values: ArrayLike, name: str = "the logits") -> np.ndarray:
     """The row as floats that may be drawn from."""
-    array = number_array(values, "the array of logits")
+    array = number_array(values, name)
     if array.ndim != 1 or array.size == 0:
-        raise InvalidInput(f"the logits have shape {array.shape}; expected one row, [V]")
+        raise InvalidInput(f"{name} have shape {array.shape}; expected one row, [V]")
     row = np.array(array, np.float64 if array.dtype.kind != "f" or array.itemsize > 4 else np.float32)
     if np.isnan(row).any():
-        raise InvalidInput(f"the logit of token {int(np.flatnonzero(np.isnan(row))[0])} is not a number")
+        raise InvalidInput(f"{name} are not a number at token {int(np.flatnonzero(np.isnan(row))[0])}")
     if not (row > -np.inf).any():
-        raise InvalidMask("every logit is -inf; at least one token must be possible")
+        raise InvalidMask(f"{name} are -inf for every token; at least one must be possible")
     return row
 
 

@@ -6,13 +6,13 @@ import asyncio
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from inspect import isawaitable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Self, TypeVar
 
 import torch
 
@@ -43,6 +43,7 @@ from headway.program.pool_size import PoolSize, weight_bytes
 from headway.program.prefix_cache import PrefixCache
 from headway.program.run_in_thread import run_in_thread
 from headway.program.snapshots import Snapshots
+from headway.program.weights import sleep, update_weights, wake
 from headway.runtime.adapters import DeviceWeights, LoadedAdapters
 from headway.runtime.device import dtype_name, pick_device, pick_dtype, pick_threads
 from headway.runtime.loop import Loop
@@ -141,8 +142,6 @@ class Engine:
         where = pick_device(device)
         count = pick_threads(threads)
         page_size = check_integer(page_size, "page_size", 1, 1024)
-        if max_batch_tokens is not None:
-            check_integer(max_batch_tokens, "max_batch_tokens", 1, 1 << 20)
         fraction = check_fraction(memory_fraction)
         backend, model = (model, model.decoder) if isinstance(model, Backend) else (None, model)
         self._max_grammar_seconds = _check_seconds(max_grammar_seconds)
@@ -152,9 +151,7 @@ class Engine:
         given = _unchanged(model, dtype, device) if in_memory else self._path
         assert given is not None
         at = where if isinstance(given, Path) else given.device
-        budget, mixed = (CUDA_STEP_TOKENS, CUDA_MIXED_TOKENS) if at.type == "cuda" else (STEP_TOKENS, STEP_TOKENS)
-        if max_batch_tokens is not None:
-            budget = mixed = max_batch_tokens
+        budget, mixed = _budgets(max_batch_tokens, at)
         self._text = ModelText(self._path)
         sizing = PoolSize.begin(at, pages=pages, fraction=fraction, page_size=page_size, rows=budget)
         if backend is not None:
@@ -188,22 +185,13 @@ class Engine:
         self._decoder = given if isinstance(given, Decoder) else decoder  # one in memory stays as it was given
         self._name = f"{self.config.family} in memory" if in_memory else str(model)
         self._allocator = Allocator(total)
-        with running_out(decoder.device, f"making {total} pages"):
-            self._pool = pool = Pool(
-                layers=self.config.layers,
-                pages=total,
-                page_size=page_size,
-                kv_heads=self.config.kv_heads,
-                head_dim=self.config.head_dim,
-                dtype=decoder.dtype,
-                device=decoder.device,
-                by_head=self._backend.by_head,
-                across=self._backend.thread_pool is not None,
-                inv_freq=decoder.inv_freq,
-            )
+        self._weights_lock = threading.Lock()  # one change of weights or memory at a time
+        self._place: torch.device | None = None  # where the weights belong, while they are elsewhere
+        self._pool: Pool | None = self._new_pool()
         self._profiler = Profiler(_synchronizer(decoder.device), str(decoder.device))
+        self._runner_is_given = runner is not None
         if runner is None:
-            runner = self._backend.runner(pool, page_size, deterministic=deterministic, profiler=self._profiler)
+            runner = self._new_runner()
         native = self._backend.thread_pool is not None  # it has its own thread pool: torch does little next to it
         self._loop = Loop(
             runner,
@@ -215,7 +203,7 @@ class Engine:
             on_start=lambda: torch.set_num_threads(1 if native else count),
         )
         weakref.finalize(self, self._loop.close)  # when the engine is garbage, or still open as Python exits
-        self._adapters = LoadedAdapters(self.config, partial(_upload, self._loop, runner, decoder.device))
+        self._adapters = LoadedAdapters(self.config, partial(_upload, self._loop, decoder.device))
         self._snapshots = Snapshots(self, settings().cache / "snapshots")
         with _engines_lock:
             _engines.add(self)
@@ -401,6 +389,69 @@ class Engine:
         """A strong hash of the weights."""
         return fingerprint(self._path, self._decoder, self._quantize)
 
+    # -- for those who train ---------------------------------------------------------------------------------------
+
+    def update_weights(self, tensors: Mapping[str, Any], contexts: Literal["recompute", "keep"] = "recompute") -> None:
+        """Put new weights in place of old ones, between two steps; returns when they are in effect.
+
+            engine.update_weights(model.state_dict())
+
+        Names, shapes and layout are those of a Hugging Face folder; weights that are not given stay. The prefix cache
+        is emptied and the fingerprint changes. Contexts with computed slots compute them again before their next pass,
+        or keep them as they are. All is checked first: an error changes nothing.
+        """
+        self._check_own_runner("update_weights")
+        with self._weights_lock:
+            update_weights(self, tensors, contexts)
+
+    def sleep(self) -> None:
+        """Give the memory of the pages back and, on a CUDA device, that of the weights, which wait in host memory.
+
+        Contexts keep their tokens and come back with `wake()`, with the same results; those that cannot be computed
+        again wait in host memory. Passes that are queued wait; new ones are refused.
+        """
+        self._check_own_runner("sleep")
+        with self._weights_lock:
+            sleep(self)
+
+    def wake(self) -> None:
+        """Take the memory again, after `sleep()`."""
+        with self._weights_lock:
+            wake(self)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it has given its memory back."""
+        return self._pool is None
+
+    def _check_own_runner(self, verb: str) -> None:
+        if self._runner_is_given:
+            raise Unsupported(f"{verb} is for engines with a runner of their own; this one was given another")
+
+    def _new_pool(self) -> Pool:
+        """The KV cache in memory, all zeros."""
+        decoder, total = self._backend.decoder, self._allocator.total
+        with running_out(decoder.device, f"making {total} pages"):
+            return Pool(
+                layers=self.config.layers,
+                pages=total,
+                page_size=self._page_size,
+                kv_heads=self.config.kv_heads,
+                head_dim=self.config.head_dim,
+                dtype=decoder.dtype,
+                device=decoder.device,
+                by_head=self._backend.by_head,
+                across=self._backend.thread_pool is not None,
+                inv_freq=decoder.inv_freq,
+            )
+
+    def _new_runner(self) -> Runner:
+        """What computes, over the weights and pages that there are."""
+        assert self._pool is not None
+        return self._backend.runner(
+            self._pool, self._page_size, deterministic=self.deterministic, profiler=self._profiler
+        )
+
     @property
     def decoder(self) -> Decoder | QuantizedDecoder:
         """The loaded model; another `Engine` of it shares its weights."""
@@ -493,12 +544,18 @@ class Engine:
         self.close()
 
 
-def _upload(loop: Loop, runner: Runner, device: torch.device, adapter: BoundAdapter) -> DeviceWeights:
-    """An adapter's weights on the device, uploaded by the worker, which owns it."""
-    uploaded: list[DeviceWeights] = []
+def _budgets(max_batch_tokens: int | None, device: torch.device) -> tuple[int, int]:
+    """Rows of a step at most, and of one with decode rows."""
+    if max_batch_tokens is not None:
+        check_integer(max_batch_tokens, "max_batch_tokens", 1, 1 << 20)
+        return max_batch_tokens, max_batch_tokens
+    return (CUDA_STEP_TOKENS, CUDA_MIXED_TOKENS) if device.type == "cuda" else (STEP_TOKENS, STEP_TOKENS)
+
+
+def _upload(loop: Loop, device: torch.device, adapter: BoundAdapter) -> DeviceWeights:
+    """An adapter's weights on the device."""
     with running_out(device, f"loading the adapter {adapter.name!r}"):
-        loop.call(lambda: uploaded.append(runner.load_adapter(adapter)))
-    return uploaded[0]
+        return loop.load_adapter(adapter)
 
 
 def engines() -> list[Engine]:

@@ -261,6 +261,14 @@ class Forward:
         self._feeds.clear()  # a handle keeps its pass alive, so each pass of a long generation would keep all before it
         return Execution(job, context, lambda result: Output(self, result))
 
+    @property
+    def output(self) -> Output:
+        """The results of a pass that was executed and has ended; for whoever did not execute it."""
+        job = self._job
+        if job is None or not job.outcome.done() or job.abandoned:
+            raise Closed("this pass has no results; execute it, and await the execution")
+        return Output(self, job.outcome.result())
+
     def _check_open(self) -> None:
         if self._executed:
             raise Closed("this pass was executed before; build a new one with ctx.forward()")

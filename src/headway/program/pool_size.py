@@ -96,6 +96,7 @@ def _try_out(small: Small, rows: int, page_size: int) -> int:
             except PassFailed as error:
                 if NO_NUMBER not in str(error):  # broken weights raise where they are used
                     raise
+        assert engine._pool is not None
         return engine._pool.raw.nbytes
 
 

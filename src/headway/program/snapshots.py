@@ -14,12 +14,13 @@ import torch
 
 from headway.base.adapters import AdapterMix, Mixes
 from headway.base.checks import check_integer
-from headway.base.errors import InvalidInput, SnapshotError, WrongType
+from headway.base.errors import Closed, InvalidInput, SnapshotError, WrongType
 from headway.base.rng import LIMIT
 from headway.base.text import short_repr, shorten
 from headway.base.version import VERSION
 from headway.kv import snapshot as files
 from headway.kv.allocator import Export, HostPages, Import
+from headway.kv.pool import Pool
 from headway.kv.snapshot import Snapshot
 from headway.kv.table import PageTable
 from headway.models.quantized.cpu import QuantizedDecoder
@@ -218,7 +219,7 @@ class Snapshots:
     def _restore(self, table: PageTable, saved: Snapshot, adapters: Mixes | None) -> None:
         """Restore the pages. They are written by an edit, noted before their keys: whoever finds a page finds it
         written."""
-        engine, raw = self._engine, self._engine._pool.raw
+        engine, raw = self._engine, self._pool.raw
         pages = -(-len(saved.tokens) // saved.page_size)
         live = tuple(i for i in range(pages) if i not in set(saved.discarded))
         flat = torch.from_numpy(saved.kv.copy())  # as the file has it, it may be unaligned
@@ -242,13 +243,20 @@ class Snapshots:
         if saved.state.size:
             engine._loop.call(restore_state)
 
+    @property
+    def _pool(self) -> Pool:
+        pool = self._engine._pool
+        if pool is None:
+            raise Closed("the engine sleeps and has no pages; call engine.wake() first")
+        return pool
+
     def _shape(self, saved: Snapshot) -> tuple[int, ...]:
-        layers, _, *page = self._engine._pool.keys.shape
+        layers, _, *page = self._pool.keys.shape
         return (len(saved.kv), layers, 2, *page)
 
     def _check(self, saved: Snapshot, name: str) -> None:
         """Raise unless the saved bytes have the size of this model's pages and last token: kernels do not check."""
-        item = self._engine._pool.raw.element_size()
+        item = self._pool.raw.element_size()
         if saved.kv.dtype != np.uint8 or saved.kv.nbytes != int(np.prod(self._shape(saved))) * item:
             raise SnapshotError(f"the pages of the snapshot {name} do not have this model's shape; {files.AGAIN}")
         needed = self._engine.config.hidden_size * item

@@ -26,13 +26,20 @@ class DeviceWeights(Protocol):
     def nbytes(self) -> int: ...
 
 
+class NoWeights:
+    """In the place of an adapter's weights while its engine sleeps."""
+
+    nbytes = 0
+
+
 class LoadedAdapter:
     """An adapter that an engine can compute with."""
 
-    __slots__ = ("__weakref__", "digest", "name", "rank", "weights")
+    __slots__ = ("__weakref__", "bound", "digest", "name", "rank", "weights")
 
     def __init__(self, adapter: BoundAdapter, weights: DeviceWeights) -> None:
         self.digest, self.name, self.rank, self.weights = adapter.digest, adapter.name, adapter.rank, weights
+        self.bound = adapter  # another runner loads it again
 
     @property
     def nbytes(self) -> int:
@@ -82,6 +89,11 @@ class LoadedAdapters:
             for user in users:
                 del self._used[user]
             self._kept.pop(adapter.digest, None)
+
+    def load_again(self, upload: Callable[[BoundAdapter], DeviceWeights]) -> None:
+        """Another runner computes from now on: it has weights of its own."""
+        for one in list(self._loaded.values()):
+            one.weights = upload(one.bound)
 
     def find(self, digest: str) -> LoadedAdapter | None:
         """The loaded adapter whose weights have this hash."""

@@ -24,6 +24,8 @@ from headway.base.log import log_event
 from headway.base.samplers import UNDECIDED
 from headway.kv.allocator import Allocator, Edit
 from headway.kv.table import PageTable
+from headway.models.adapters.bound import BoundAdapter
+from headway.runtime.adapters import DeviceWeights
 from headway.runtime.batch import Chunk, needed_pages
 from headway.runtime.decode import Decode
 from headway.runtime.edits import carry_out
@@ -31,7 +33,7 @@ from headway.runtime.job import Delivery, Job, Queue
 from headway.runtime.memory import step_error
 from headway.runtime.outcome import resolve, wake_all
 from headway.runtime.passes import Pass
-from headway.runtime.runners.base import InFlight, Runner, SegmentResult, StepResult
+from headway.runtime.runners.base import InFlight, NoRunner, Runner, SegmentResult, StepResult
 from headway.runtime.scheduler.kv_cache import KVCache
 from headway.runtime.scheduler.plan import Scheduler, StepPlan, late
 from headway.runtime.step_costs import StepCosts
@@ -96,6 +98,7 @@ class Loop:
         self._computing = False  # the device is at work, so that passes are prepared as they arrive
         self._window, self._gap, self._returning = 0.0, 0.0, 0
         self._closing = self._paused = self._one_by_one = False
+        self._suspended = False  # there are no pages: nothing may run
         self._asleep = False  # it waits for any work, not for programs to come back
         self._since: float | None = None  # when the worker began its current step
         self._died: BaseException | None = None
@@ -126,6 +129,7 @@ class Loop:
         """Queue a pass. What can never fit is refused here."""
         with self.lock:
             self.check_open()
+            self._check_awake()
             self.drain()
             base = table.length if after is None else after.base + len(after.work.tokens)
             self._check_size(table, base, len(work.tokens))
@@ -252,7 +256,7 @@ class Loop:
         if self.kv_cache.pins:
             self.kv_cache.expire_pins(time.monotonic())
 
-    def call(self, fn: Callable[[], None]) -> None:
+    def call(self, fn: Callable[[], None], *, even_asleep: bool = False) -> None:
         """Run fn on the worker thread, after all edits noted so far, and wait for it."""
         done, error = threading.Event(), []
 
@@ -266,6 +270,8 @@ class Loop:
 
         with self.lock:
             self.check_open()
+            if not even_asleep:
+                self._check_awake()
             self._calls.append(wrapped)
             self._changed.notify_all()
         done.wait()
@@ -301,6 +307,50 @@ class Loop:
         for thread in (self._thread, self._notifier):
             if threading.current_thread() is not thread:
                 thread.join()
+
+    # -- weights and memory, on the worker -----------------------------------------------------------------------------
+
+    def load_adapter(self, adapter: BoundAdapter) -> DeviceWeights:
+        """An adapter's weights on the device, uploaded by the worker, which owns it."""
+        uploaded: list[DeviceWeights] = []
+        self.call(lambda: uploaded.append(self._runner.load_adapter(adapter)))
+        return uploaded[0]
+
+    def replace_runner(self, runner: Runner) -> None:
+        """Compute with another runner from the next step on."""
+        with self.lock:
+            self._runner = runner
+            self._scheduler.replace_runner(runner)
+
+    def forget_contents(self, *, recompute: bool) -> None:
+        """The weights change: cached pages are forgotten, and contexts compute their slots again, or keep them as slots
+        that no log explains. The caller holds the lock; no step is in flight."""
+        self.drain()
+        self.kv_cache.forget_contents(self._queue, recompute=recompute)
+        self._scheduler.run_ahead.forget()
+
+    def suspend(self) -> None:
+        """Give up every page, with copies in host memory where a context cannot compute its slots again; no step runs
+        until `resume`."""
+        with self.lock:
+            self.drain()
+            self.kv_cache.preempt_all(self._queue)
+            self._scheduler.run_ahead.forget()
+            edits = self._allocator.take_edits()
+            self._suspended = True
+        self._begin(None, edits, None)
+        self.replace_runner(NoRunner())
+
+    def resume(self, runner: Runner) -> None:
+        """Steps run again, by this runner."""
+        with self.lock:
+            self.replace_runner(runner)
+            self._suspended = False
+            self._changed.notify_all()
+
+    def _check_awake(self) -> None:
+        if self._suspended:
+            raise Closed("the engine sleeps and has no pages; call engine.wake() first")
 
     # -- the worker ------------------------------------------------------------------------------------------------
 
@@ -448,7 +498,7 @@ class Loop:
     def _run_calls(self, calls: list[Callable[[], None]]) -> None:
         """Device work that is not a pass, after all edits noted so far."""
         with self.lock:
-            edits = self._allocator.take_edits()
+            edits = () if self._suspended else self._allocator.take_edits()
         self._begin(None, edits, None)
         for call in calls:
             call()
@@ -470,7 +520,8 @@ class Loop:
         """Whether a step can be planned without the programs that have yet to receive their results."""
         self.drain()
         queued = sum(job.after is None and not job.resting for job in self._queue)
-        return bool(self._calls or self._closing) or (queued > 0 and queued >= self._returning)
+        ready = queued > 0 and queued >= self._returning and not self._suspended
+        return bool(self._calls or self._closing) or ready
 
     def _wait(self) -> None:
         """Wait for work, and a moment for programs that have just got a result to come back with their next pass.
@@ -492,7 +543,7 @@ class Loop:
         self._returning = 0
 
     def _has_work(self) -> bool:
-        return any(not job.resting for job in self._queue)
+        return not self._suspended and any(not job.resting for job in self._queue)
 
     def _rest(self) -> None:
         """While somebody else takes the steps (headway.testing): only calls run on this thread."""

@@ -89,7 +89,7 @@ class ServedAdapters:
 
     def allowed_path(self, path: str) -> Path:
         """A path below --lora-dir, with links resolved; raises for any other, and does not say what is there."""
-        root = self._root()
+        root = real = self._root()
         try:
             real = (root / path).resolve()
             files = [real] if not real.is_dir() else [real / "adapter_config.json", real / "adapter_model.safetensors"]

@@ -14,6 +14,7 @@ from headway.pipelines.arguments import checked
 from headway.pipelines.generation.generate import merge_generate_kwargs
 from headway.pipelines.generation.options import resolve_lengths
 from headway.pipelines.task import TaskOptions, check_text
+from headway.program.generation.word_bias import check_bad_words, check_sequence_bias
 
 RETURNS = ("return_full_text", "return_text", "return_tensors")
 
@@ -47,6 +48,8 @@ class TextGenerationOptions(TaskOptions):
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
     num_return_sequences: int | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any] | None = None
     stop: str | Sequence[str] = ()
     seed: int | None = None
     stop_strings: str | Sequence[str] | None = None
@@ -63,6 +66,9 @@ class TextGenerationOptions(TaskOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, check in (("bad_words_ids", check_bad_words), ("sequence_bias", check_sequence_bias)):
+            if (words := getattr(self, name)) is not None:  # options must be hashable
+                object.__setattr__(self, name, check(words))
         for name in (*RETURNS, "continue_final_message"):
             checked(getattr(self, name), (None, True, False), name, "it takes True or False")
         kinds = [

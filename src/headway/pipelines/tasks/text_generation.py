@@ -191,6 +191,9 @@ class TextGenerationPipeline:
         file = self.engine.generation_defaults.overridden(
             **{name: getattr(settled, name) for name in ("no_repeat_ngram_size", "min_new_tokens", "min_length")}
         )
+        for name in ("bad_words_ids", "sequence_bias"):
+            if getattr(settled, name) or getattr(file, name):
+                raise Unsupported(f"{name} cannot be given where scores are returned; leave one of them out")
         drawing = {name: getattr(settled, name) for name in (*DRAWING, "do_sample", "repetition_penalty")}
         return causal.Processing(
             sampler=self.engine.generation_defaults.sampler(**drawing),

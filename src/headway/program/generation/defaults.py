@@ -21,6 +21,7 @@ from headway.base.files import read_json
 from headway.base.generation import PARAMETERS, parameters_of
 from headway.base.samplers import Sampling
 from headway.base.text import short_repr
+from headway.program.generation.word_bias import Biases, Words, check_bad_words, check_sequence_bias
 
 FILE = "generation_config.json"
 TOKENS = {"eos_token_id": "eos_ids", "bos_token_id": "bos_id", "pad_token_id": "pad_id"}  # names in the file, and ours
@@ -30,7 +31,6 @@ SAMPLED = (  # only these need do_sample
 
 # Keys that change the tokens and are not supported, each with the values that have no effect; null never has one.
 ALWAYS: Mapping[str, tuple[Any, ...]] = {
-    "bad_words_ids": ([],),
     "begin_suppress_tokens": ([],),
     "constraints": ([],),
     "dola_layers": (),
@@ -42,7 +42,6 @@ ALWAYS: Mapping[str, tuple[Any, ...]] = {
     "forced_eos_token_id": (),
     "guidance_scale": (1,),
     "max_time": (),
-    "sequence_bias": ([], {}),
     "stop_strings": ([], ""),
     "suppress_tokens": ([],),
     "token_healing": (False,),
@@ -71,6 +70,8 @@ class GenerationDefaults:
     epsilon_cutoff: float | None = None
     eta_cutoff: float | None = None
     repetition_penalty: float | None = None
+    bad_words_ids: Words | None = None
+    sequence_bias: Biases | None = None
     no_repeat_ngram_size: int | None = None
     num_beams: int | None = None
     length_penalty: float | None = None
@@ -195,6 +196,7 @@ def _ids(value: Any, name: str) -> tuple[int, ...]:
 
 CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     **{parameter.name_on("file"): parameter.check for parameter in parameters_of("file")},
+    **{"bad_words_ids": check_bad_words, "sequence_bias": check_sequence_bias},
     **{"eos_ids": _ids, "bos_id": check_token_id, "pad_id": check_token_id},
 }
 NAMES = frozenset(CHECKS)

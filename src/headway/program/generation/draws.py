@@ -20,6 +20,7 @@ from headway.program.checks import check_probe
 from headway.program.constraints.async_mask import GrammarMask
 from headway.program.generation.steps import Prepared, ProbeHandles
 from headway.program.generation.transcript import Transcript
+from headway.program.generation.word_bias import WordBias
 from headway.program.output import SampleHandle
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Drawing:
     attention: Mask | None  # what any row attends to
     penalize_prompt: bool
     adapter: AdapterMix | None = None  # what its tokens, and pending ones, are computed under
+    words: WordBias | None = None  # sequences that must not come, or with a bias
 
     @staticmethod
     def of(
@@ -54,6 +56,7 @@ class Drawing:
         attention_mask: Mask | None,
         penalize_prompt: bool,
         adapter: AdapterMix | None = None,
+        words: WordBias | None = None,
     ) -> Drawing:
         """From the arguments of `generate`; a sampler without a seed gets the context's."""
         what = resolve(sampler)
@@ -62,7 +65,9 @@ class Drawing:
         if what.seed != seed:
             what = replace(what, seed=seed)
         attention = _symbolic(attention_mask)
-        return Drawing(what, seed, chosen is not None, end_ids, least, probe, attention, penalize_prompt, adapter)
+        return Drawing(
+            what, seed, chosen is not None, end_ids, least, probe, attention, penalize_prompt, adapter, words
+        )
 
     def reseeded(self, seed: int | None) -> Drawing:
         """With another seed, or with fresh entropy."""
@@ -94,20 +99,32 @@ class Drawing:
         *,
         row: int | None = None,
         fed: bool = False,
+        drafts: Sequence[int] = (),
     ) -> tuple[SampleHandle, ProbeHandles]:
         """The draw and the probe at a row that comes after these generated tokens, and one more if it is `fed`.
 
-        Without a row it is the last one, and the only one that is read.
+        Without a row it is the last one, and the only one that is read. `drafts` are those that come before it.
         """
         rows, row = (None, -1) if row is None else ([row], row)
         if allowed is not None:
             forward.mask(allowed, rows=rows)
         if len(generated) + fed < self.least and self.end_ids:
             forward.mask(forbid=sorted(self.end_ids), rows=rows)
-        counted = generated if self.sampler.penalizes else None
+        sampler = self.sampler
+        if self.words is not None:
+            assert not fed  # which words have begun depends on it
+            sampler, forbidden = self.words.sampler(sampler, (*forward._context.tokens, *drafts))
+            if forbidden:
+                forward.mask(forbid=forbidden, rows=rows)
+        counted = generated if sampler.penalizes else None
         history = None if self.penalize_prompt else counted
-        handle = forward.sample([row], self.sampler, history=history, generated=counted)
+        handle = forward.sample([row], sampler, history=history, generated=counted)
         return handle, add_probes(forward, self.probe, row)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a token must be known before the pass that samples the next one can be built."""
+        return self.sampler.penalizes or self.words is not None
 
     def repeats(self, context: Context, transcript: Transcript) -> bool:
         """Whether the passes after the next differ only by their token and its mask, and nobody counts them."""

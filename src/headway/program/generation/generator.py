@@ -33,7 +33,7 @@ from headway.base.errors import (
     Unsupported,
 )
 from headway.base.masks import Mask
-from headway.base.probes import Value_co
+from headway.base.probes import Logits, Value_co
 from headway.base.samplers import Sampler
 from headway.program.adapters import AdapterArgument, mix_of
 from headway.program.constraints.budget import GrammarBudget, is_slow, settle
@@ -41,6 +41,7 @@ from headway.program.constraints.constraint import Constraint, GrammarMatcher, c
 from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.draws import Drawing, Probes
+from headway.program.generation.hooks import Hooks, LogitsHook, PrepareHook
 from headway.program.generation.lookahead import Lookahead
 from headway.program.generation.speculation.drafter import Drafter, check_drafter
 from headway.program.generation.speculation.rounds import Round
@@ -48,6 +49,7 @@ from headway.program.generation.speculation.speculation import Speculation, Spec
 from headway.program.generation.steps import Prepared, Step, StepInFlight, probed
 from headway.program.generation.stops import parse_json, read_stops
 from headway.program.generation.transcript import Transcript
+from headway.program.generation.word_bias import WordBias
 from headway.program.ids import integers, token_ids
 from headway.program.output import Output
 from headway.runtime.job import Job
@@ -80,6 +82,9 @@ class Generation(Generic[Value_co]):
         adapter: AdapterArgument | None = None,
         speculate: Drafter | None = None,
         penalize_prompt: bool = True,
+        words: WordBias | None = None,
+        prepare: PrepareHook | None = None,
+        logits: LogitsHook | None = None,
     ) -> None:
         if speculate is not None:
             check_drafter(speculate)
@@ -99,7 +104,11 @@ class Generation(Generic[Value_co]):
             attention_mask=attention_mask,
             penalize_prompt=penalize_prompt,
             adapter=mix_of(context.engine, adapter),
+            words=words,
         )
+        self._hooks = Hooks.of(prepare, logits)
+        if self._hooks is not None and speculate is not None:
+            raise Unsupported("speculate cannot be given with prepare or logits, which see every token: leave one out")
         self._context = context
         self._grammar = constrain if isinstance(constrain, Grammar) else None  # compiled before the first pass
         self._transcript = Transcript(context.engine, strings, None if isinstance(constrain, Grammar) else constrain)
@@ -161,6 +170,8 @@ class Generation(Generic[Value_co]):
                 return self._end(over)
             if forced := self.forced():
                 return self._append(forced)
+            if self._hooks is not None:
+                return await self._hooked_step(self._hooks)
             if (made := await self._speculated_step()) is not None:
                 return made
             step = self._drawing.prepared(self._context, self._transcript).execute()
@@ -349,7 +360,7 @@ class Generation(Generic[Value_co]):
     def _has_begun(self) -> bool:
         return self._seen is not None
 
-    def _settle(self) -> None:
+    def _slots_moved(self) -> None:
         """The program has moved slots of the context: what was generated stays, wherever it is now."""
         self._transcript.settle(self._context.tokens)
         self._seen = self._marked()
@@ -391,7 +402,7 @@ class Generation(Generic[Value_co]):
         """Whether the next pass can be built before this one's token is known."""
         if self._speculation is not None and self._speculation.waits:
             return False
-        return self._ahead.can_follow() and not self._drawing.sampler.penalizes and self._context._room() > 1
+        return self._ahead.can_follow() and not self._drawing.looks_back and self._context._room() > 1
 
     def _run_ahead(self, step: StepInFlight) -> None:
         """Queue the next pass with the token that this one samples, so that the device never waits for the program.
@@ -522,6 +533,33 @@ class Generation(Generic[Value_co]):
         if self._left > 0 and self._transcript.constraint is not None:
             self._ahead.observe()
         return self._step(added, values)
+
+    # -- a step with hooks -----------------------------------------------------------------------------------------
+
+    async def _hooked_step(self, hooks: Hooks) -> Step[Value_co]:
+        """A step in which the program has a say: before its pass, or before its draw."""
+        prepared = self._drawing.prepared(self._context, self._transcript)
+        await hooks.before(prepared)
+        self._check_untouched("prepare")
+        forward, handle = prepared.forward, None
+        if hooks.logits is not None:
+            handle = forward.probe(-1, Logits())
+        step = prepared.execute()
+        readout = step.execution._job.work.readouts[prepared.token.first]
+        out = await self._outcome(step)
+        self._seen = self._marked()
+        token = out.token(prepared.token)
+        if handle is not None:
+            position = self._context.next_position - 1
+            token = await hooks.token(out.logits(handle), token, readout, position, self)
+            self._check_untouched("logits")
+        return self._sampled_step(token, probed(out, prepared.probe))
+
+    def _check_untouched(self, hook: str) -> None:
+        if self._marked() != self._seen:
+            raise InvalidInput(
+                f"the {hook} hook has changed the context of its generation; a hook may read it and fork it"
+            )
 
     # -- what became of it -----------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ likeliest token whatever a model's publisher recommends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Required, TypedDict
 
@@ -26,8 +26,10 @@ from headway.program.constraints.constraint import Constraint, check_constraint
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.defaults import FILE, SAMPLED, GenerationDefaults
 from headway.program.generation.draws import Probes
+from headway.program.generation.hooks import LogitsHook, PrepareHook
 from headway.program.generation.speculation.drafter import Drafter, check_drafter
 from headway.program.generation.stops import listed_stops
+from headway.program.generation.word_bias import WordBias
 
 MAX_TOKENS = PARAMETERS["max_tokens"].default
 
@@ -49,6 +51,8 @@ class Options(TypedDict, total=False):
     eta_cutoff: float | None
     repetition_penalty: float | None
     no_repeat_ngram_size: int | None
+    bad_words_ids: Iterable[Iterable[int]] | None
+    sequence_bias: Mapping[tuple[int, ...], float] | Iterable[tuple[Iterable[int], float]] | None
     length_penalty: float | None
     early_stopping: bool | Literal["never"] | None
     stop: str | Iterable[str | int]
@@ -56,6 +60,8 @@ class Options(TypedDict, total=False):
     constrain: Grammar | Constraint | None
     attention_mask: Mask | None
     penalize_prompt: bool
+    prepare: PrepareHook | None
+    logits: LogitsHook | None
     adapter: AdapterArgument | None
     speculate: Drafter | None
 
@@ -93,6 +99,7 @@ class Parameters:
     length_penalty: float
     early_stopping: bool | Literal["never"]
     no_repeat_ngram_size: int
+    words: WordBias | None
     stop: tuple[str | int, ...]
     stop_only: bool
     constrain: Grammar | Constraint | None
@@ -100,6 +107,8 @@ class Parameters:
     attention_mask: Mask | None
     penalize_prompt: bool
     speculate: Drafter | None
+    prepare: PrepareHook | None = None
+    logits: LogitsHook | None = None
     adapter: AdapterMix | None = None
 
     @property
@@ -114,6 +123,7 @@ def settle(
     *,
     prompt: int,
     room: int,
+    vocab: int,
     eos_ids: tuple[int, ...],
     stop: str | Iterable[str | int],
     stop_only: bool,
@@ -144,6 +154,7 @@ def settle(
         length_penalty=chosen.value("length_penalty"),
         early_stopping=chosen.value("early_stopping"),
         no_repeat_ngram_size=chosen.value("no_repeat_ngram_size"),
+        words=WordBias.of(chosen.bad_words_ids, chosen.sequence_bias, vocab),
         stop=(*listed_stops(stop), *ends),
         stop_only=stop_only,
         constrain=constrain,
@@ -231,7 +242,13 @@ def _check_beams(settled: Parameters) -> None:
             raise Unsupported(
                 f"{name}={short_repr(own)} is not supported with num_beams={beams}; leave one of them out"
             )
-    refused = {"penalize_prompt=False": not settled.penalize_prompt, "speculate": settled.speculate is not None}
+    refused = {
+        "bad_words_ids or sequence_bias": settled.words is not None,
+        "prepare": settled.prepare is not None,
+        "logits": settled.logits is not None,
+        "penalize_prompt=False": not settled.penalize_prompt,
+        "speculate": settled.speculate is not None,
+    }
     for name, is_given in refused.items():
         if is_given:
             raise Unsupported(f"{name} cannot be given with num_beams={beams}; leave one of them out")

@@ -254,7 +254,8 @@ def derived_seed(seed: int, number: int) -> int:
 def _single(context: Context, parameters: Parameters) -> Generation:
     """One sequence, in this context."""
     names = ("max_tokens", "min_tokens", "stop", "stop_only", "constrain", "probe", "attention_mask", "penalize_prompt")
-    options: dict[str, Any] = {name: getattr(parameters, name) for name in (*names, "speculate", "adapter")}
+    names += ("speculate", "adapter", "words", "prepare", "logits")
+    options: dict[str, Any] = {name: getattr(parameters, name) for name in names}
     if parameters.no_repeat_ngram_size == 0:
         return Generation(context, parameters.sampler, **options)
     return Unrepeating(context, parameters.sampler, parameters.no_repeat_ngram_size, **options)

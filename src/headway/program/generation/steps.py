@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias
 
+from headway.base.errors import Closed
 from headway.base.probes import Value_co
 from headway.program.forward import Execution, Forward
 from headway.program.output import Output, ProbeHandle, SampleHandle
@@ -56,7 +57,8 @@ class Prepared(Generic[Value_co]):
 
     async def take(self) -> Step[Value_co]:
         """Execute the pass and add the token it samples."""
-        assert self.taken is not None
+        if self.taken is None:
+            raise Closed("this step is taken by its generation, after the hook that was given it")
         return await self.taken(self)
 
     def execute(self) -> StepInFlight:

@@ -84,6 +84,25 @@ class Runner(Protocol):
         ...
 
 
+class NoRunner:
+    """In the place of a runner while there is no memory to compute in."""
+
+    overlaps = False
+    decode_limit = 0
+
+    def samples(self, how: Sampling) -> bool:
+        return False
+
+    def load_adapter(self, adapter: BoundAdapter) -> DeviceWeights:
+        raise AssertionError("there is no memory")
+
+    def edit(self, edits: Sequence[Edit]) -> None:
+        raise AssertionError("there are no pages")
+
+    def begin(self, batch: Batch) -> InFlight:
+        raise AssertionError("there are no pages")
+
+
 class Deferred:
     """A step that is computed when its result is asked for, with decode rows as ordinary rows."""
 

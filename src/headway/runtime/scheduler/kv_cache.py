@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from headway.base.errors import HeadwayError
+from headway.base.errors import HeadwayError, Unsupported
 from headway.kv.allocator import Allocator
 from headway.kv.prefix import chain, root
 from headway.kv.table import PageTable
@@ -234,6 +234,44 @@ class KVCache:
                 self.give_back(job)
         table.preempt()
         self.preemptions += 1
+
+    def preempt_all(self, queue: Queue) -> None:
+        """Every context gives up its pages, and nothing stays cached or pinned."""
+        for table in [t for t in self.tables if not t.closed]:
+            self._start_over(table, queue)
+            if table.held():
+                table.preempt()
+        self._empty()
+
+    def forget_contents(self, queue: Queue, *, recompute: bool) -> None:
+        """What pages hold is no longer what their keys say: contexts compute it again, or keep it without keys."""
+        tables = [t for t in self.tables if not t.closed and t.length]
+        fixed = [t for t in tables if not t.log_suffices]
+        if recompute and fixed:
+            raise Unsupported(
+                f"{len(fixed)} contexts or saved contexts have discarded, moved or cut-off slots and cannot be "
+                "computed again under new weights; release them, or give contexts='keep'"
+            )
+        for table in tables:
+            self._start_over(table, queue)
+            if recompute:
+                table.recover(None, "")
+                table.state = None
+            elif not table.is_preempted or table.host is not None:
+                table.alter(0)
+                table.keys = [None] * len(table.keys)
+        self._empty()
+
+    def _start_over(self, table: PageTable, queue: Queue) -> None:
+        """Passes of a context that had started begin again."""
+        for job in queue.of(table):
+            if job.started or job.chunk is not None:
+                self.give_back(job)
+
+    def _empty(self) -> None:
+        for name in list(self.pins):
+            self.unpin(name)
+        self.allocator.clear_cache()
 
     def affected(self, damage: Damage) -> dict[PageTable, HeadwayError]:
         """The contexts that hold damaged pages."""

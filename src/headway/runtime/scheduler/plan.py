@@ -78,6 +78,11 @@ class Scheduler:
         self._trim, self._positions = trim, positions
         self._draining = False  # a job waits that cannot be planned while a step is in flight
 
+    def replace_runner(self, runner: Runner) -> None:
+        """Plan for another runner."""
+        self._runner = runner
+        self.run_ahead.replace_runner(runner)
+
     # -- when a pass arrives ---------------------------------------------------------------------------------------
 
     def prepare(self, job: Job) -> None:

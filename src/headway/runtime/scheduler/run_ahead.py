@@ -39,6 +39,11 @@ class RunAhead:
         self._tables: list[np.ndarray] = []
         self.sampled = self.pages_trimmed = 0
 
+    def replace_runner(self, runner: Runner) -> None:
+        """Lay rows out for another runner."""
+        self._runner = runner
+        self.forget()
+
     def forget(self) -> None:
         """Keep no job alive; the next rows are laid out anew."""
         self._jobs, self._rows, self._tables = [], None, []

@@ -115,6 +115,8 @@ class RequestPlan:
             constrain=self._constraint(grammar, wrap),
             probe=None if self.top_logprobs is None else Ranking(self.top_logprobs, processed=self.processed),
             no_repeat_ngram_size=self.no_repeat_ngram_size,
+            bad_words_ids=self.engine.generation_defaults.bad_words_ids,
+            sequence_bias=self.engine.generation_defaults.sequence_bias,
             penalize_prompt=False,
             adapter=self.adapters,
         )

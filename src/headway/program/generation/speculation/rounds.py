@@ -114,7 +114,8 @@ class Round:
         for i, site in enumerate(self._sites):
             if site.draws:
                 row = i - len(self._sites)  # counted from the end: the first one is just before the drafts
-                site.token, site.probe = drawing.read(forward, [*generated, *site.path], site.allowed, row=row)
+                after = [*generated, *site.path]
+                site.token, site.probe = drawing.read(forward, after, site.allowed, row=row, drafts=site.path)
         return forward
 
     def execute(self) -> Execution[Output]:
