@@ -25,6 +25,7 @@ from headway.base.generation import PARAMETERS
 from headway.base.probes import Logits, Value_co
 from headway.base.rng import fresh_seed
 from headway.base.text import short_repr
+from headway.program.constraints.budget import GrammarBudget
 from headway.program.constraints.constraint import Constraint, compile_async
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.beam_choice import BeamRules, BeamSampling, BeamSearch, EndedBeam
@@ -137,7 +138,8 @@ async def _transcript(
     engine = context.engine
     rule = copied(constrain)
     if isinstance(rule, Grammar):
-        rule = await compile_async(rule, engine.tokenizer, engine.vocab_size)
+        budget = GrammarBudget(engine._max_grammar_seconds)
+        rule = await compile_async(rule, engine.tokenizer, engine.vocab_size, budget=budget)
     transcript = Transcript(engine, stops, rule)
     transcript.begin(context.tokens, context.text_start)
     return transcript

@@ -164,7 +164,7 @@ class Generation(Generic[Value_co]):
         step = self._ahead.claim()
         if step is None:
             self._follow()
-            await self._settle()
+            await self._settle_grammar()
             self._follow()
             if (over := self._over()) is not None:
                 return self._end(over)
@@ -245,7 +245,7 @@ class Generation(Generic[Value_co]):
         """
         self._go_on()
         await self._compile_async()
-        await self._settle()
+        await self._settle_grammar()
         if (over := self._over()) is not None:
             raise Closed(f"no step is left to prepare: the next one only ends the generation ({over})")
         prepared = self._drawing.prepared(self._context, self._transcript)
@@ -393,7 +393,7 @@ class Generation(Generic[Value_co]):
             if self._grammar is grammar:  # else somebody needed it sooner
                 self._transcript.constraint, self._grammar = made, None
 
-    async def _settle(self) -> None:
+    async def _settle_grammar(self) -> None:
         """Have what a slow grammar allows next computed in a thread, before anybody here asks for it."""
         if is_slow(constraint := self._transcript.constraint):
             await settle(constraint)
@@ -486,8 +486,8 @@ class Generation(Generic[Value_co]):
     async def _speculated_step(self) -> Step | None:
         """A step that verifies drafts, or None where none pay."""
         speculation, began = self._speculation, time.perf_counter()
-        if speculation is None or self._most_drafts == 0:
-            return None
+        if speculation is None or self._most_drafts == 0 or is_slow(self._transcript.constraint):
+            return None  # a slow grammar would be asked for a mask at every draft
         draft, drafting = await speculation.draft(self._most_drafts)
         if self._marked() != self._seen:  # somebody changed the context meanwhile
             return await self.__anext__()
@@ -590,9 +590,11 @@ class Generation(Generic[Value_co]):
         """The same under a grammar that is slow. When it is cancelled the token is there, and the next step has its
         text."""
         self._transcript.add(token)
+        if self._speculation is not None:
+            self._speculation.decoded(token, self._most_drafts)
         self._retract(token)
         if not self._transcript.stopped:
-            await self._settle()
+            await self._settle_grammar()
         return self._step([token], probes)
 
     def _append(self, ids: list[int], *, whole: bool = False, end: int | None = None) -> Step[Value_co]:
