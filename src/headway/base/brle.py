@@ -107,7 +107,7 @@ class Brle:
             raise WrongType(
                 f"a Brle is indexed by slices of step 1, not by {short_repr(part)}; use to_bool() for single bits"
             )
-        start, stop, _ = part.indices(len(self))
+        start, stop = self._range(part.start, part.stop)
         out = _RunBuilder()
         for value, first, last in self._pieces(start, stop):
             out.add(value, last - first)
@@ -127,13 +127,21 @@ class Brle:
 
     def any(self, start: int | None = None, stop: int | None = None) -> bool:
         """Whether a bit of `[start:stop]` is one."""
-        first, last, _ = slice(start, stop).indices(len(self))
+        first, last = self._range(start, stop)
         return any(value for value, _, _ in self._pieces(first, last))
 
     def all(self, start: int | None = None, stop: int | None = None) -> bool:
         """Whether every bit of `[start:stop]` is one; true for an empty range."""
-        first, last, _ = slice(start, stop).indices(len(self))
+        first, last = self._range(start, stop)
         return all(value for value, _, _ in self._pieces(first, last))
+
+    def _range(self, start: int | None, stop: int | None) -> tuple[int, int]:
+        """The ends of a slice, inside the bits."""
+        try:
+            first, last, _ = slice(start, stop).indices(len(self))
+        except TypeError:
+            raise WrongType(f"a slice of bits has {short_repr((start, stop))}; its ends must be integers") from None
+        return first, last
 
     def intervals(self) -> Iterator[tuple[int, int]]:
         """The maximal half-open intervals of ones, in order."""

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from headway.base.errors import InvalidInput, InvalidToken, WrongType
-from headway.base.text import short_repr
+from headway.base.text import LONGEST, short_repr
 
 
 def check_integer(value: Any, name: str, low: int = 0, high: int | None = None) -> int:
     """`value` as an integer in [low, high]; numpy and tensor scalars are accepted, booleans and fractions are not."""
-    if type(value) is not int:
-        value = as_integer(value, name)
+    value = as_integer(value, name)
     if value < low or (high is not None and value > high):
         allowed = f"of at least {low}" if high is None else f"in [{low}, {high}]"
         raise InvalidInput(f"{name} is {short_repr(value)}; it must be an integer {allowed}")
@@ -27,13 +26,15 @@ def check_integer(value: Any, name: str, low: int = 0, high: int | None = None) 
 
 
 def as_integer(value: Any, name: str) -> int:
-    """`value` as an integer, whatever its range."""
+    """`value` as an integer of any range that a message can name."""
     if type(value) is int:
+        if abs(value) >> LONGEST:
+            raise InvalidInput(f"{name} is {short_repr(value)}; it must be an integer of at most {LONGEST} bits")
         return value
     boolean = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
     try:
         if not boolean and getattr(value, "ndim", 0) == 0:  # a tensor with one element is not a scalar
-            return operator.index(value)
+            return as_integer(operator.index(value), name)
     except TypeError:
         pass
     raise WrongType(f"{name} is {short_repr(value)} of type {type(value).__name__}; it must be an integer")

@@ -191,8 +191,9 @@ _TABLE = (
         words=("never",), faces=_CALLS,
     ),
     Parameter(
-        "num_return_sequences", int, 1, "Sequences to return.", low=1, names={"http": "n"},
+        "num_return_sequences", int, 1, "Sequences to return.", low=1, high=1024, names={"http": "n"},
         faces=_CALLS | _on("http"),
+        differs={"http": "the server's max_n bounds it", "seq2seq": "transformers sets no limit"},
     ),
     Parameter(
         "stop", object, (), "Strings and token ids that end the text, besides the model's end tokens.",

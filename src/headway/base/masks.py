@@ -45,6 +45,7 @@ from headway.base.mask_rules import (
 from headway.base.text import short_repr, shorten
 
 PICTURE_ROWS = 64
+LARGEST_ARRAY = 1 << 31  # elements of to_bool
 PICTURE_SLOTS = 128
 
 
@@ -195,6 +196,12 @@ class Mask:
 
     def to_bool(self, first_slot: int, rows: int, *, causal: bool = True) -> np.ndarray:
         """What the rows attend to, as an array `[rows, first_slot + rows]`, True = attend."""
+        rows, first_slot = check_integer(rows, "rows"), check_integer(first_slot, "first_slot")
+        if rows * (first_slot + rows) > LARGEST_ARRAY:
+            raise InvalidInput(
+                f"{short_repr(rows)} rows from slot {short_repr(first_slot)} are too many for an array, which has at "
+                f"most {LARGEST_ARRAY} elements; take fewer rows, or to_runs() or picture()"
+            )
         bound = self.bind(first_slot, rows, causal=causal)
         attend = np.zeros((len(bound), first_slot + rows), dtype=np.bool_)
         for line, row in zip(attend, bound):
@@ -306,7 +313,9 @@ def _raw_row(row: Any, index: int) -> Brle:
 def _pair(pair: Any, blocks: int) -> tuple[int, int]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise WrongType(f"sees has {short_repr(pair)}; it must be pairs of block numbers (viewer, seen)")
-    viewer, seen = (check_integer(block, f"block number in {tuple(pair)}", high=blocks - 1) for block in pair)
+    viewer, seen = (
+        check_integer(block, f"block number in {short_repr(tuple(pair))}", high=blocks - 1) for block in pair
+    )
     return viewer, seen
 
 
@@ -380,7 +389,7 @@ def _unpacked(words: np.ndarray, vocab: int) -> np.ndarray:
 def _token_ids(ids: Any, vocab: int, name: str) -> list[int]:
     out = []
     for value in check_list(ids, name):
-        token = value if type(value) is int else as_integer(value, f"a token id in {name}")
+        token = as_integer(value, f"a token id in {name}")
         if not 0 <= token < vocab:
             raise InvalidToken(f"token id {token} in {name} is outside the vocabulary; ids are in [0, {vocab - 1}]")
         out.append(token)

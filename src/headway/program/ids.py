@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.base.checks import as_integer
 from headway.base.errors import ContextLengthExceeded, InvalidInput, InvalidToken, WrongType
 from headway.base.text import short_repr
 
@@ -51,6 +52,8 @@ def integers(values: Any, what: str) -> list[int]:
     if isinstance(values, bool) or not isinstance(values, Iterable):
         raise WrongType(f"{what} is {short_repr(values)}; it must be a list of integers")
     if isinstance(values, list | tuple) and set(map(type, values)) <= {int}:  # the common case, without a check of each
+        for extreme in (min(values), max(values)) if values else ():
+            as_integer(extreme, what)
         return list(values)
     return [_integer(v, f"{what}[{i}]") for i, v in enumerate(values)]
 
@@ -67,7 +70,8 @@ def _integer(value: Any, what: str) -> int:
     if isinstance(value, bool | np.bool_):
         raise WrongType(f"{what} is {value}; it must be an integer")
     try:
-        return operator.index(value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value)
+        number = operator.index(value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value)
+        return as_integer(number, what)
     except TypeError:
         raise WrongType(f"{what} is {short_repr(value)}; it must be an integer") from None
 

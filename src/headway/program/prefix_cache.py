@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from headway.base.checks import check_number
 from headway.base.errors import InvalidInput
 from headway.base.text import short_repr
 from headway.program.ids import token_ids
@@ -36,7 +37,7 @@ class PrefixCache:
 
         Returns how many pages are pinned: those that are cached now.
         """
-        if ttl is not None and not (isinstance(ttl, int | float) and 0 < ttl < math.inf):
+        if ttl is not None and (ttl := check_number(ttl, "ttl")) <= 0:
             raise InvalidInput(f"ttl is {short_repr(ttl)}; it must be a number of seconds above 0")
         until = math.inf if ttl is None else time.monotonic() + ttl
         engine = self._engine

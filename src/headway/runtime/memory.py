@@ -119,7 +119,7 @@ def pick_pages(pages: int | None, wish: Wish, budget: MemoryBudget) -> int:
 
 
 def _as_asked(pages: int, page: int, budget: MemoryBudget) -> int:
-    check_integer(pages, "pages", 1)
+    pages = check_integer(pages, "pages", 1)
     if pages * page > budget.free:
         raise OutOfPages(
             f"{pages} pages of {page} bytes need {pages * page >> 20} MiB and {budget.free >> 20} MiB are free; "

@@ -71,8 +71,9 @@ class Drawing:
 
     def reseeded(self, seed: int | None) -> Drawing:
         """With another seed, or with fresh entropy."""
-        chosen = fresh_seed() if seed is None else seed
-        return replace(self, sampler=replace(self.sampler, seed=chosen), seed=chosen, seeded=seed is not None)
+        sampler = replace(self.sampler, seed=fresh_seed() if seed is None else seed)
+        assert sampler.seed is not None
+        return replace(self, sampler=sampler, seed=sampler.seed, seeded=seed is not None)
 
     def prepared(
         self, context: Context, transcript: Transcript, fed: SampleHandle | None = None, mask: GrammarMask | None = None
