@@ -23,7 +23,7 @@ from headway.pipelines.arguments import (
 from headway.pipelines.backends.compiled import CompiledBackend
 from headway.pipelines.backends.cuda_graphs import CudaGraphEncoder
 from headway.pipelines.backends.linear import int8_factory
-from headway.pipelines.backends.loading import LoadedModel, load
+from headway.pipelines.backends.loading import LoadedModel, load, stored_dtype
 from headway.pipelines.backends.onnx import OnnxBackend
 from headway.pipelines.backends.quantize import compare_outputs, quantize_linears
 from headway.pipelines.backends.torch import TorchBackend, place
@@ -64,8 +64,9 @@ def pipeline(
 
     `model` is a known name, a folder, a hub id (of which `revision` and `token` fetch a version or a private one) or a
     torch module in memory (then pass its tokenizer); without a task, the model's config tells which. `device` is auto,
-    cpu, cuda:N, mps, a GPU's number (-1: the CPU) or a torch.device. `dtype` is auto (float32 on a CPU, bfloat16
-    elsewhere), float32, bfloat16, float16, or autocast[:bfloat16|:float16] for float32 weights. `batch_size` is a
+    cpu, cuda:N, mps, a GPU's number (-1: the CPU) or a torch.device. `dtype` is auto (float32 on a CPU; elsewhere
+    float16 where the files are, else bfloat16), float32, bfloat16, float16, or autocast[:bfloat16|:float16] for
+    float32 weights. `batch_size` is a
     number of rows, or auto: a token budget chosen by measurement. `quantize="int8"` computes linear layers in 8 bits
     on a CPU; `compile=True` compiles for a few lengths; `backend="onnxruntime"` exports once and runs there.
     `unpadded=False` never uses variable-length batches. Further keywords become defaults of the task's options.
@@ -148,7 +149,7 @@ def open_pipeline(spec: PipelineSpec, pipeline_class: type[Pipeline] = Pipeline)
     model = spec.model if spec.model is not None else spec.kind.default_model
     if model is None:
         raise InvalidInput(f"{spec.name} has no default model; pass model=... (a folder, a name or a hub id)")
-    placement = place(spec.device, spec.dtype)
+    placement = place(spec.device, spec.dtype, stored_dtype(model))
     loaded = load(
         model, spec.kind.auto_class, spec.kind.needs, placement, spec.parts, changes=spec.quantize is not None
     )

@@ -20,8 +20,11 @@ from headway.base.files import read_json
 from headway.models.hub.store import resolve
 from headway.pipelines.backends.torch import Placement, TorchBackend
 from headway.pipelines.inputs.text import TextEncoder, length_limit
+from headway.runtime.device import DTYPES
 
 if TYPE_CHECKING:
+    import torch
+
     from headway.pipelines.backends.quantize import QuantizationReport
     from headway.pipelines.backends.unpadded import UnpaddedEncoder
 
@@ -114,6 +117,20 @@ def text_encoder(tokenizer: Any, config: Any, path: Path | None, backend: TorchB
         limit = min(declared, limit) if limit is not None else declared
     types = "token_type_ids" in getattr(tokenizer, "model_input_names", ()) and backend.takes("token_type_ids")
     return TextEncoder(tokenizer, limit, types=types)
+
+
+def stored_dtype(model: Any) -> torch.dtype | None:
+    """The float type of a model's weights: of a module's matrices, or as config.json has it; None if it is not one."""
+    import torch
+
+    if isinstance(model, torch.nn.Module):
+        kinds = {p.dtype for p in model.parameters() if p.is_floating_point() and p.ndim > 1}
+        return kinds.pop() if len(kinds) == 1 else None
+    if not isinstance(model, str | Path) or not (folder := resolve(model)).is_dir():
+        return None  # which loading it refuses
+    config = read_json(folder / "config.json")
+    name = config.get("dtype") or config.get("torch_dtype")
+    return DTYPES.get(name) if isinstance(name, str) else None
 
 
 def model_type(model: Any) -> str:

@@ -46,8 +46,11 @@ class Placement:
         return f"{self.device} {name}{cast}"
 
 
-def place(device: str, dtype: str) -> Placement:
-    """The placement for the arguments `device` and `dtype`. `autocast` and `autocast:float16` keep float32 weights."""
+def place(device: str, dtype: str, stored: torch.dtype | None = None) -> Placement:
+    """The placement for the arguments `device` and `dtype`. `autocast` and `autocast:float16` keep float32 weights.
+
+    `stored` is the float type of the model's files, which `auto` keeps on a GPU where it is float16 or bfloat16.
+    """
     name = device.lower().partition(":")[0] if isinstance(device, str) else ""
     if name in REFUSED:
         raise Unsupported(f"device {device!r} is not supported: {REFUSED[name]}")
@@ -57,7 +60,7 @@ def place(device: str, dtype: str) -> Placement:
         if half not in ("bfloat16", "bf16", "float16", "f16"):
             raise InvalidInput(f"dtype is {dtype!r}; autocast must be autocast:bfloat16 or autocast:float16")
         return Placement(where, torch.float32, DTYPES[half])
-    return Placement(where, pick_dtype(dtype, where))
+    return Placement(where, pick_dtype(dtype, where, stored))
 
 
 class TorchBackend:
