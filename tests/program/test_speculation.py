@@ -165,7 +165,7 @@ def test_the_tokens_are_those_without_drafts(engine: hw.Engine, sampler: hw.Samp
         {"max_tokens": 1},
         {"max_tokens": 2},
     ],
-    ids=str,
+    ids=lambda options: " ".join(options),
 )
 @pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
 def test_so_under_everything_that_binds_a_token(engine: hw.Engine, options: dict[str, Any], seeded: bool) -> None:
@@ -456,7 +456,7 @@ def test_a_drafter_that_cannot_listen_is_named(engine: hw.Engine) -> None:
     engine.run(program)
 
 
-@pytest.mark.parametrize("what", [3, "prompt-lookup", hw.PromptLookup, object()], ids=str)
+@pytest.mark.parametrize("what", [3, "prompt-lookup", hw.PromptLookup, object()], ids=["int", "str", "class", "object"])
 def test_what_is_no_drafter_is_refused(engine: hw.Engine, what: Any) -> None:
     with engine.context().fill([1]) as context:
         with pytest.raises(hw.WrongType, match="speculate is "):
