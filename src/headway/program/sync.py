@@ -189,7 +189,7 @@ class InferenceEngine:
             batched = self._run(context, ids, traced=True, cached=False)
             assert serial is not None
             assert batched is not None
-            result = compare(context.seq_len - 1, batched, serial, self.info.dtype)
+            result = compare(context.seq_len - 1, batched, serial, self.engine._backend.activations)
             if not result.passed:
                 context.truncate(len(ids))
             result.check("batched prefill", "token by token")
@@ -278,7 +278,7 @@ class InferenceEngine:
             self._run(state.mirror, missed, traced=False)
         reference = self._run(state.mirror, ids, traced=True)
         assert reference is not None
-        result = compare(state.position - 1, trace, reference, self.info.dtype)
+        result = compare(state.position - 1, trace, reference, self.engine._backend.activations)
         self.diagnostics.append(result)
         if not result.passed:
             for context in (state.context, state.mirror):

@@ -22,7 +22,7 @@ from headway.models.load import LoadProgress, has_quantized, load_model, load_qu
 from headway.models.quantized.cpu import QuantizedDecoder, interleave_decoder
 from headway.models.quantized.reference import float_decoder, reference_bytes, reference_decoder
 from headway.models.quantized.repack import check_quantize
-from headway.runtime.device import pick_dtype
+from headway.runtime.device import dtype_name, pick_dtype
 from headway.runtime.profile import Profiler
 from headway.runtime.runners.base import Runner
 from headway.runtime.runners.cpu.runner import NativeRunner
@@ -64,6 +64,13 @@ class Backend:
         matrices = (self.decoder.layers[0].qkv, self.decoder.output)
         found = [getattr(m, "label", None) for m in matrices]  # a quantized matrix has one
         return ", ".join(dict.fromkeys(filter(None, found))) or str(self.decoder.dtype).removeprefix("torch.")
+
+    @property
+    def activations(self) -> str:
+        """The narrowest float type that activations are rounded to; quantized formats of CUDA devices take float16."""
+        dtype = dtype_name(self.decoder.dtype)
+        halved = isinstance(self.decoder, Decoder) and not isinstance(self.decoder.output, Tensor)
+        return "float16" if halved and dtype == "float32" else dtype
 
     def on_torch(self) -> Backend:
         """The same model as torch computes it in float32 on the CPU: the reference of every runner.
@@ -132,10 +139,10 @@ def open_backend(
             kept, kind = pick_dtype(dtype, device, stored), as_kind(quantize)
             found = load_cuda_quantized_model(model, kind, dtype=kept, device=device, progress=progress)
             return Backend(found, None, "", triton=True, stored=stored)
-        if device.type == "cpu" and isinstance(model, Path) and _stays_quantized(model, dtype, quantize):
+        if fast and device.type == "cpu" and isinstance(model, Path) and _stays_quantized(model, dtype, quantize):
             keep = dtype == "auto"
             held = load_quantized_model(model, thread_pool=None, keep=keep, quantize=quantize, progress=progress)
-            return _reference(held, reason)
+            return _reference(held, reason, stored_dtype(model))
         if quantize is not None:
             needs, why = ("Triton kernels", fast) if device.type == "cuda" else ("the native step", reason)
             raise Unsupported(f"quantize={quantize!r} needs {needs}, and {why}")
@@ -158,8 +165,8 @@ def _stays_quantized(model: Path, dtype: str, quantize: str | None) -> bool:
     return dtype == "auto" and has_quantized(model)
 
 
-def _reference(model: QuantizedDecoder, reason: str) -> Backend:
-    return Backend(model, None, reason, reference=reference_decoder(model))
+def _reference(model: QuantizedDecoder, reason: str, stored: torch.dtype | None = None) -> Backend:
+    return Backend(model, None, reason, stored=stored, reference=reference_decoder(model))
 
 
 def _thread_pool(threads: int, settings: Settings) -> ThreadPool:
