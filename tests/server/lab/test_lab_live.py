@@ -133,9 +133,9 @@ def settled(page: Any) -> float:
 def test_sliders_move_the_numbers_and_stay_equal_to_the_engine(lab_server: Live, visit: Callable[..., Any]) -> None:
     page = visit(lab_server.url, "/lab/#lab").page
     assert settled(page) < 1e-6
-    assert "37.3%" in page.locator("#distribution .bars li").first.inner_text()
+    assert "38.7%" in page.locator("#distribution .bars li").first.inner_text()
     page.get_by_role("button", name="Chat: T 0.7, top-p 0.9").click()
-    page.locator(".strip", has_text="3 stay").wait_for()
+    page.locator(".strip", has_text="2 stay").wait_for()
     assert settled(page) < 1e-6
     page.locator("#param-top_p").focus()
     for _ in range(20):
@@ -293,7 +293,7 @@ def test_the_same_call_in_python_runs(lab_server: Live, visit: Callable[..., Any
 def test_exports_hold_what_is_on_the_page(lab_server: Live, visit: Callable[..., Any], tmp_path: Path) -> None:
     page = visit(lab_server.url, "/lab/#lab").page
     page.get_by_role("button", name="Chat: T 0.7, top-p 0.9").click()
-    page.locator(".strip", has_text="3 stay").wait_for()
+    page.locator(".strip", has_text="2 stay").wait_for()
     with page.expect_download() as coming:
         page.get_by_role("button", name="JSON").click()
     data = json.loads(Path(coming.value.path()).read_text())

@@ -167,14 +167,14 @@ def test_the_models_words_come_below_and_are_marked(lab_server: Live, visit: Cal
         page.fill("#teacher-question", "Which token is the likeliest?")
         page.keyboard.press("Enter")
     composed, generated = page.locator(".composed"), page.locator(".generated")
-    assert "“ girl” 37.3%" in composed.inner_text()
+    assert "“ girl” 38.7%" in composed.inner_text()
     assert "From this page's numbers and glossary" in composed.inner_text()
     assert "smollm2's words · generated, may be wrong" in generated.inner_text()
     assert 0 <= composed.bounding_box()["y"] < generated.bounding_box()["y"]
     assert composed.bounding_box()["y"] < page.viewport_size["height"] - 100  # it is in view without scrolling
     system_message = sent.value.post_data_json["messages"][0]["content"]
-    assert '" girl" 37' in system_message
-    assert "the likeliest tokens are “ girl” 37.3%" in system_message
+    assert '" girl" 38' in system_message
+    assert "the likeliest tokens are “ girl” 38.7%" in system_message
     generated.locator("p:not(.by)", has_text=re.compile(r"\w{2}")).wait_for()
     # The answer may be over by now, which is as well.
     page.evaluate("[...document.querySelectorAll('button')].find((one) => one.textContent === 'Stop')?.click()")
@@ -185,7 +185,7 @@ def test_the_models_words_come_below_and_are_marked(lab_server: Live, visit: Cal
 def test_the_answer_is_about_the_parameters_on_the_screen(plain_files: str, visit: Callable[..., Any]) -> None:
     page = visit(plain_files, "/index.html#lab", may_refuse=True).page
     page.get_by_role("button", name="Chat: T 0.7, top-p 0.9").click()
-    page.locator(".strip", has_text="3 stay").wait_for()
+    page.locator(".strip", has_text="2 stay").wait_for()
     for question, wanted in (
         ("What is entropy?", f"After your sampling parameters it is {shown_entropy(page):.2f} nats"),
         ("How likely is village?", "Your sampling parameters cut it."),
