@@ -14,6 +14,7 @@ import headway as hw
 from headway import Mask
 from headway.kernels.native.library import ISAS, open_library, use_isa
 from headway.models.files.gguf import KINDS
+from headway.testing import random_adapter
 from support.checks import assert_close, logit_rows, random_tokens, reference_logits
 from support.gguf_files import round_weights, write_gguf
 from support.hf import random_hf, save_hf
@@ -120,16 +121,31 @@ def test_masks_forks_holes_and_probes_have_the_same_bits(files: Files, format: s
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_row_on_torch_has_the_same_bits_alone_and_in_any_batch(files: Files, deterministic: bool) -> None:
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_row_on_torch_has_the_same_bits_alone_and_in_any_batch(
+    files: Files, deterministic: bool, adapted: bool
+) -> None:
     """8-bit activations would turn a rounding that depends on the shape of a matmul into other logits."""
     path, options = files("Q4_1")
     tokens = random_tokens(V, 60)
     with opened("torch", path, deterministic=deterministic, **options) as engine:
+        adapter = random_adapter(engine.config) if adapted else None
         with engine.context(salt="whole") as context:
-            whole = logit_rows(context, tokens)
+            whole = adapted_rows(context, tokens, adapter)
         with engine.context(salt="parts") as context:
-            parts = [logit_rows(context, tokens[i : i + n]) for i, n in ((0, 1), (1, 2), (3, 7), (10, 50))]
+            cuts = ((0, 1), (1, 2), (3, 7), (10, 50))
+            parts = [adapted_rows(context, tokens[i : i + n], adapter) for i, n in cuts]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def adapted_rows(context: hw.Context, tokens: list[int], adapter: hw.Adapter | None) -> np.ndarray:
+    """The logits of every row of one pass [n, V], under an adapter."""
+    forward = context.forward().input(tokens)
+    if adapter is not None:
+        forward.adapter(adapter)
+    handles = [forward.probe(i, hw.Logits()) for i in range(len(tokens))]
+    out = forward.execute().result()
+    return np.stack([out.logits(h) for h in handles])
 
 
 @pytest.mark.parametrize("runner", ["native", "torch"])

@@ -71,7 +71,7 @@ class TorchRunner:
         device = self.decoder.device
         whole = len(batch.write_rows) == len(batch.tokens)
         mixes, config = batch.adapters, self.decoder.config
-        by_row = self.tile is not None
+        by_row = self.tile is not None or self.decoder.ordered
         return DecoderInput(
             tokens=torch.from_numpy(batch.tokens).to(device),
             positions=torch.from_numpy(batch.positions).to(device),
