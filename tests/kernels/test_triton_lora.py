@@ -47,7 +47,7 @@ class Adapters:
                     self.table.pointers[slot, layer, piece, 1] = b.data_ptr()
                     self.table.ranks[slot, layer, piece] = rank
                     self.table.factors[slot, layer, piece] = 0.5
-                    pieces.append(Piece(a.float(), b.float() * 0.5, first))
+                    pieces.append(Piece(a.float(), b.float(), 0.5, first))
                 first += n
             self.pieces.append(pieces)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from headway.base.adapters import AdapterMix
 from headway.base.errors import Unsupported
 from headway.kernels.triton.lora import PIECES, RANKS, SPLITS, TILE, AdapterTable, AdapterTiles
-from headway.models.adapters.bound import BoundAdapter, as_half, target_shapes
+from headway.models.adapters.bound import BoundAdapter, stored_pair, target_shapes
 from headway.models.adapters.low_rank import ROLES
 from headway.models.config import ModelConfig
 from headway.runtime.adapters import LoadedAdapter
@@ -147,10 +147,7 @@ class CudaAdapters:
         tensors: list[Tensor] = []
         for l, pairs in enumerate(adapter.layers):
             for role, pair in pairs.items():
-                i, a, b, factor = ROLES.index(role), pair.a.float(), pair.b.float(), pair.scaling
-                if self._half:
-                    (a, down), (b, out) = as_half(a), as_half(b)
-                    factor *= down * out
+                i, (a, b, factor) = ROLES.index(role), stored_pair(pair, half=self._half)
                 on_device = [t.to(self._device, self._dtype).contiguous() for t in (a, b)]
                 tensors += on_device
                 pointers[l, i] = torch.tensor([t.data_ptr() for t in on_device])
