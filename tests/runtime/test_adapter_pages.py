@@ -75,6 +75,19 @@ def test_a_preempted_context_is_computed_again_under_the_adapters_of_its_log(eng
         assert_close(read(context), before)
 
 
+def test_slots_that_move_keep_their_adapters(engine: hw.Engine) -> None:
+    with written(engine.context()) as context, engine.context() as other:
+        other.inner().append_from(context, [1, 2])
+        context.inner().keep_slots([*range(30), 33, 38])
+        for one in (other, context):
+            before, uses = read(one), [0 if mix is None else len(mix.uses) for mix in one._table.adapters]
+            assert uses == ([1] * 3 + [0] * 9 + [2] * 4 if one is other else [1] * 11 + [0] * 9 + [2] * 7 + [1] * 5)
+            with engine._lock:
+                engine._loop.kv_cache.preempt(one._table, engine._loop._queue)
+            engine.cache.clear()
+            assert_close(read(one), before)
+
+
 def test_preempted_generations_under_adapters_give_the_same_tokens() -> None:
     async def program(engine: hw.Engine) -> list[list[int]]:
         contexts = [engine.context().fill(random_tokens(V, 20, i)) for i in range(6)]
