@@ -6,8 +6,8 @@ laid out by the step's `AdapterShape` alone, so that a captured graph serves eve
 
 from __future__ import annotations
 
-import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -110,7 +110,7 @@ class CudaAdapters:
         self._config, self._device, self._half = config, device, half
         self._dtype = torch.float16 if half else dtype
         self._table: AdapterTable | None = None
-        self._lock, self._free = threading.Lock(), list(range(SLOTS - 1, -1, -1))
+        self._free = deque(range(SLOTS))  # a finalizer only appends here
         self._upload = Upload(1 << 12, torch.int32, device)
         self._graph_upload: dict[AdapterShape, Upload] = {}
         self._sums: list[Tensor] = []  # they stay, since graphs go on using them
@@ -126,17 +126,16 @@ class CudaAdapters:
 
     def load(self, adapter: BoundAdapter) -> CudaAdapter:
         """Upload an adapter and give it a slot."""
-        with self._lock:
-            if not self._free:
-                raise Unsupported(f"{SLOTS} adapters are loaded, which is the most at once; unload some")
-            slot = self._free.pop()
+        if not self._free:
+            raise Unsupported(f"{SLOTS} adapters are loaded, which is the most at once; unload some")
+        slot = self._free.popleft()
         try:
             tensors, stacks = self._fill(adapter, slot)
         except BaseException:
-            self._give_back(slot)
+            self._free.append(slot)
             raise
         loaded = CudaAdapter(tensors, slot, adapter.rank, stacks)
-        weakref.finalize(loaded, self._give_back, slot)
+        weakref.finalize(loaded, self._free.append, slot)
         return loaded
 
     def _fill(self, adapter: BoundAdapter, slot: int) -> tuple[list[Tensor], frozenset[str]]:
@@ -158,10 +157,6 @@ class CudaAdapters:
         )
         used = {role for pairs in adapter.layers for role in pairs}
         return tensors, frozenset(stack for stack, roles in STACKS.items() if used & {*roles})
-
-    def _give_back(self, slot: int) -> None:
-        with self._lock:
-            self._free.append(slot)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
