@@ -60,14 +60,14 @@ class LoadedAdapters:
         """The adapter, loaded if it is not; it stays at least as long as `adapter`."""
         if not isinstance(adapter, Adapter):
             raise WrongType(f"{short_repr(adapter)} is not an adapter; give hw.Adapter.load(folder)")
+        if (known := self._used.get(adapter)) is not None:  # without the lock: another one may be on its way
+            return known
         with self._lock:
-            known = self._used.get(adapter)
+            known = self._loaded.get(adapter.digest)
             if known is None:
-                known = self._loaded.get(adapter.digest)
-                if known is None:
-                    bound = bind(adapter, self._config)
-                    known = self._loaded[adapter.digest] = LoadedAdapter(bound, self._upload(bound))
-                self._used[adapter] = known
+                bound = bind(adapter, self._config)
+                known = self._loaded[adapter.digest] = LoadedAdapter(bound, self._upload(bound))
+            self._used[adapter] = known
             return known
 
     def keep(self, adapter: Adapter) -> None:
