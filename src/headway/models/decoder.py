@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -38,8 +38,11 @@ class DecoderInput:
     groups: Mapping[int | None, Sequence[AttentionGroup]]
     adapters: RowAdapters | None = None
 
-    def delta(self, layer: int, stack: str, x: Tensor) -> tuple[Delta, ...]:
-        """What adapters add to a matmul of rows x, as the last arguments of a layer's function: none for nothing."""
+    def delta(self, layer: int, stack: str, x: Tensor) -> tuple[Any, ...]:
+        """What adapters add to a matmul of rows x, as the last arguments of a layer's function: none for nothing.
+
+        It is a tensor wherever there are tiles.
+        """
         delta = None if self.adapters is None else self.adapters.delta(layer, stack, x.flatten(1))
         return () if delta is None else (delta,)
 
