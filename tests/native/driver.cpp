@@ -256,12 +256,11 @@ Results step(const Shape& s, int threads) {
   float* likely = m.floats(reads * stride);
   int64_t* best = m.make<int64_t>(reads, [] { return -1; });
   uint8_t* bad = m.bytes(reads);
+  const Adapters adapters(m, s, LAYERS, T);
   hw_step work{T, s.segments, 2, hooks, hooks, reads, m.copy(q.tokens), m.copy(q.positions), m.copy(q.slots), m.copy(q.rows), m.copy(q.page_at),
                m.copy(q.pages), m.copy(q.numbers), at, runs, m.copy(where), m.copy(which), hidden, m.copy(places), m.copy(which), queries,
-               out, phases, m.copy(read), likely, stride, best, bad};
-  const Adapters adapters(m, s, LAYERS, T);
-  work.adapter_count = (int)adapters.each.size(), work.adapter_uses = (int)adapters.rows.size();
-  work.adapters = adapters.each.data(), work.adapter_rows = m.copy(adapters.rows), work.adapter_scales = m.floats(adapters.rows.size());
+               out, phases, m.copy(read), likely, stride, best, bad, (int)adapters.each.size(), (int)adapters.rows.size(),
+               adapters.each.data(), m.copy(adapters.rows), m.floats(adapters.rows.size())};
   for (int round = 0; round < 2; round++) require(hw_forward(pool, &model, &work) == 0, "hw_forward");  // the second reuses its memory
   float* logits = m.floats((size_t)T * VOCAB);
   for (int norm = 0; norm < 2; norm++) require(hw_logits(pool, &model, out, T, norm, logits, VOCAB) == 0, "hw_logits");
