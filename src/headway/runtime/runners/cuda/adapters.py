@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headway.base.adapters import AdapterMix
 from headway.base.errors import Unsupported
-from headway.kernels.triton.lora import PIECES, RANKS, SPLITS, TILE, AdapterTable, AdapterTiles
+from headway.kernels.triton.lora import PIECES, RANKS, SPLITS, TILE, AdapterTable, AdapterTiles, rank_blocks
 from headway.models.adapters.bound import BoundAdapter, stored_pair, target_shapes
 from headway.models.adapters.low_rank import ROLES
 from headway.models.config import ModelConfig
@@ -147,7 +147,7 @@ class CudaAdapters:
         for l, pairs in enumerate(adapter.layers):
             for role, pair in pairs.items():
                 i, (a, b, factor) = ROLES.index(role), stored_pair(pair, half=self._half)
-                on_device = [t.to(self._device, self._dtype).contiguous() for t in (a, b)]
+                on_device = [t.to(self._device, self._dtype).contiguous() for t in rank_blocks(a, b)]
                 tensors += on_device
                 pointers[l, i] = torch.tensor([t.data_ptr() for t in on_device])
                 ranks[l, i], factors[l, i] = pair.rank, factor
