@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.base.adapters import AdapterMix
+from headway.base.adapters import AdapterMix, Mixes
 from headway.base.errors import Unsupported
 from headway.kernels.triton.lora import PIECES, RANKS, SPLITS, TILE, AdapterTable, AdapterTiles, rank_blocks
 from headway.models.adapters.bound import BoundAdapter, stored_pair, target_shapes
@@ -113,6 +113,7 @@ class CudaAdapters:
         self._free = deque(range(SLOTS))  # a finalizer only appends here
         self._upload = Upload(1 << 12, torch.int32, device)
         self._graph_upload: dict[AdapterShape, Upload] = {}
+        self._last: tuple[Mixes, int | None, StepTiles] | None = None
         self._sums: list[Tensor] = []  # they stay, since graphs go on using them
         outputs = {role: shape[0] for role, shape in target_shapes(config).items()}
         self.outputs = {stack: tuple(outputs[role] for role in roles) for stack, roles in STACKS.items()}
@@ -160,8 +161,20 @@ class CudaAdapters:
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def step(self, mixes: Sequence[AdapterMix | None], size: int | None) -> StepTiles:
-        """The tiles of a step's rows; `size` is that of its graph, None for a step that is launched by hand."""
+    def step(self, mixes: Mixes | None, size: int | None) -> StepTiles | None:
+        """The tiles of a step's rows, None if no row has an adapter.
+
+        `size` is that of its graph, None for a step that is launched by hand. From step to step the same decode rows
+        have the same mixes: then nothing is done, nor sent.
+        """
+        if mixes is None:
+            self._last = None  # keeps no adapter alive
+            return None
+        if self._last is None or self._last[0] is not mixes or self._last[1] != size:
+            self._last = mixes, size, self._tiles(mixes, size)
+        return self._last[2]
+
+    def _tiles(self, mixes: Mixes, size: int | None) -> StepTiles:
         rounds, rank, stacks = _rounds(mixes)
         most = max(len(one.tiles) for one in rounds)
         count = 1 << (len(rounds) - 1).bit_length()
