@@ -13,7 +13,7 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 from headway.kernels.reference.lora import Piece, RowGroup, low_rank  # noqa: E402
-from headway.kernels.triton.lora import MATRICES, AdapterTable, AdapterTiles, expand, shrink  # noqa: E402
+from headway.kernels.triton.lora import MATRICES, AdapterTable, AdapterTiles, expand, rank_blocks, shrink  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
@@ -42,12 +42,13 @@ class Adapters:
                 if rank:
                     a = draw(rank, k, seed=slot + 7 * piece, dtype=dtype) / k**0.5
                     b = draw(n, rank, seed=slot + 9 * piece, dtype=dtype)
-                    self._kept += [a, b]
-                    self.table.pointers[slot, layer, piece, 0] = a.data_ptr()
-                    self.table.pointers[slot, layer, piece, 1] = b.data_ptr()
+                    held = rank_blocks(a, b)
+                    self._kept += held
+                    for side, tensor in enumerate(held):
+                        self.table.pointers[slot, layer, piece, side] = tensor.data_ptr()
                     self.table.ranks[slot, layer, piece] = rank
                     self.table.factors[slot, layer, piece] = 0.5
-                    pieces.append(Piece(a.float(), b.float() * 0.5, first))
+                    pieces.append(Piece(a.float(), b.float(), 0.5, first))
                 first += n
             self.pieces.append(pieces)
 

@@ -197,6 +197,31 @@ struct Sequences {
   }
 };
 
+// Some adapters: each on some of the matrices, for some of the rows.
+struct Adapters {
+  std::vector<hw_adapter> each;
+  std::vector<int32_t> rows;
+
+  Adapters(Memory& m, const Shape& s, int layers, int T) {
+    const int wide = s.heads * s.head_dim, narrow = s.kv_heads * s.head_dim;
+    auto pair = [&](int n, int k) {
+      const int ranks[] = {0, 1, 16, 21}, rank = ranks[below(4)], kind = below(2) ? HW_F32 : HW_F16;
+      const size_t a = (size_t)up(rank, 16) * k, b = (size_t)up(n, 16) * rank;
+      const void* at[2] = {kind == HW_F32 ? (void*)m.floats(a) : m.halves(a), kind == HW_F32 ? (void*)m.floats(b) : m.halves(b)};
+      return hw_low_rank{rank, kind, 0.1f, at[0], at[1]};
+    };
+    for (int count = below(4); count > 0; count--) {
+      hw_adapter_layer* weights = m.make<hw_adapter_layer>(layers, [&] {
+        return hw_adapter_layer{pair(wide, s.hidden), pair(narrow, s.hidden), pair(narrow, s.hidden), pair(s.hidden, wide),
+                                pair(s.inner, s.hidden), pair(s.inner, s.hidden), pair(s.hidden, s.inner)};
+      });
+      const int first = (int)rows.size();
+      for (int r = below(2); r < T; r += 1 + below(3)) rows.push_back(r);
+      each.push_back({weights, first, (int)rows.size() - first});
+    }
+  }
+};
+
 Results step(const Shape& s, int threads) {
   constexpr int LAYERS = 2, VOCAB = 37;
   Memory m;
@@ -231,9 +256,11 @@ Results step(const Shape& s, int threads) {
   float* likely = m.floats(reads * stride);
   int64_t* best = m.make<int64_t>(reads, [] { return -1; });
   uint8_t* bad = m.bytes(reads);
+  const Adapters adapters(m, s, LAYERS, T);
   hw_step work{T, s.segments, 2, hooks, hooks, reads, m.copy(q.tokens), m.copy(q.positions), m.copy(q.slots), m.copy(q.rows), m.copy(q.page_at),
                m.copy(q.pages), m.copy(q.numbers), at, runs, m.copy(where), m.copy(which), hidden, m.copy(places), m.copy(which), queries,
-               out, phases, m.copy(read), likely, stride, best, bad};
+               out, phases, m.copy(read), likely, stride, best, bad, (int)adapters.each.size(), (int)adapters.rows.size(),
+               adapters.each.data(), m.copy(adapters.rows), m.floats(adapters.rows.size())};
   for (int round = 0; round < 2; round++) require(hw_forward(pool, &model, &work) == 0, "hw_forward");  // the second reuses its memory
   float* logits = m.floats((size_t)T * VOCAB);
   for (int norm = 0; norm < 2; norm++) require(hw_logits(pool, &model, out, T, norm, logits, VOCAB) == 0, "hw_logits");

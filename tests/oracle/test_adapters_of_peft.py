@@ -135,6 +135,22 @@ def test_an_adapter_beside_quantized_weights_takes_unquantized_rows(tmp_path: Pa
         assert kl(adapted, logits(engine, TOKENS)) > 0.05
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_beside_quantized_weights_torch_computes_the_native_bits(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model = random_hf("llama", 5, intermediate_size=96, hidden_size=96)
+    folders = [save_lora(tmp_path / f"{i}", with_lora(model, seed=i, r=3 + 16 * i)) for i in range(2)]
+    uses = [(hw.Adapter.load(folders[0]), 0.7), (hw.Adapter.load(folders[1]), -1.3)]
+    file, found = write_gguf(tmp_path / "model.gguf", model, kind=kind), []
+    for mode in ("auto", "off"):
+        monkeypatch.setenv("HEADWAY_NATIVE", mode)
+        with hw.Engine(file, threads=2, pages=16) as engine:
+            assert engine.info.runner.startswith("native" if mode == "auto" else "torch")
+            found.append(logits(engine, TOKENS, *uses))
+    assert np.array_equal(*found)
+
+
 def kl(expected: np.ndarray, found: np.ndarray) -> float:
     p, q = (torch.from_numpy(x).double().log_softmax(-1) for x in (expected, found))
     return float((p.exp() * (p - q)).sum(-1).mean())

@@ -239,6 +239,16 @@ def test_beams_and_several_sequences_go_under_an_adapter(engine: hw.Engine) -> N
         assert found == dense.run(program, [])
 
 
+def test_speculation_under_an_adapter_gives_the_same_tokens(engine: hw.Engine) -> None:
+    async def program(engine: hw.Engine, drafter: hw.Drafter | None) -> list[int]:
+        async with engine.context() as context:
+            context.fill([*PROMPT, *PROMPT, *PROMPT[:5]])
+            generation = context.generate(hw.Argmax(), max_tokens=24, adapter=MIXES[4], speculate=drafter)
+            return await generation.tokens()
+
+    assert engine.run(program, hw.PromptLookup()) == engine.run(program, None)
+
+
 NOT_ADAPTERS = ["x", 3, (ADAPTERS[0], "1"), [ADAPTERS[0], 2], (ADAPTERS[0], float("nan")), (ADAPTERS[0], 1e9), {}]
 
 

@@ -75,6 +75,19 @@ def test_a_preempted_context_is_computed_again_under_the_adapters_of_its_log(eng
         assert_close(read(context), before)
 
 
+def test_slots_that_move_keep_their_adapters(engine: hw.Engine) -> None:
+    with written(engine.context()) as context, engine.context() as other:
+        other.inner().append_from(context, [1, 2])
+        context.inner().keep_slots([*range(30), 33, 38])
+        for one in (other, context):
+            before, uses = read(one), [0 if mix is None else len(mix.uses) for mix in one._table.adapters]
+            assert uses == ([1] * 3 + [0] * 9 + [2] * 4 if one is other else [1] * 11 + [0] * 9 + [2] * 7 + [1] * 5)
+            with engine._lock:
+                engine._loop.kv_cache.preempt(one._table, engine._loop._queue)
+            engine.cache.clear()
+            assert_close(read(one), before)
+
+
 def test_preempted_generations_under_adapters_give_the_same_tokens() -> None:
     async def program(engine: hw.Engine) -> list[list[int]]:
         contexts = [engine.context().fill(random_tokens(V, 20, i)) for i in range(6)]
@@ -176,3 +189,56 @@ def test_a_pass_by_hand_may_not_name_another_engines_adapter(engine: hw.Engine) 
         mix = forward._build(context, context._view(None)).adapters
     with engine.context() as context, pytest.raises(hw.InvalidInput, match="has not loaded"):
         context.execute(Pass((1,), (0,), adapters=mix))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs_in_a_tight_pool_give_what_each_gives_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes, generations, forks, cuts and snapshots under random mixes: preempted, cached and batched, or alone."""
+    third = random_adapter(MODEL.config, rank=1, seed=80, roles=("v", "down"))
+
+    async def one(engine: hw.Engine, number: int) -> list[Any]:
+        rng = np.random.default_rng([seed, number])
+        context, found = engine.context(), list[Any]()
+        for step in range(8):
+            mix = [(a, float(rng.choice([0.5, 1.0, -1.0]))) for a in (ONE, TWO, third) if rng.random() < 0.4]
+            match int(rng.integers(6)):
+                case 0:
+                    context.truncate(int(rng.integers(min(9, len(context.tokens) + 1))))
+                case 1:
+                    context.fork().release()
+                    context.save(f"{number}")
+                    other = engine.take(f"{number}")
+                    assert other is not None
+                    context.release()
+                    context = other
+                case 2:
+                    context.fill(random_tokens(V, 3, step))
+                    found.append(await context.generate(hw.Argmax(), max_tokens=7, adapter=mix).tokens())
+                case 3:
+                    await context.fill(random_tokens(V, int(rng.integers(1, 20)), step % 3)).flush(adapter=mix)
+                case _:
+                    forward = context.forward().input(random_tokens(V, int(rng.integers(1, 12)), step % 3))
+                    for adapter, scale in mix:
+                        forward.adapter(adapter, scale)
+                    handle = forward.probe(-1, hw.Logits())
+                    found.append((await forward.execute()).logits(handle))
+            await asyncio.sleep(0)
+        context.release()
+        return found
+
+    async def together(engine: hw.Engine) -> list[list[Any]]:
+        return list(await asyncio.gather(*(one(engine, i) for i in range(6))))
+
+    with opened(pages=26, max_batch_tokens=32) as tight:
+        crowd = tight.run(together)
+        assert tight.stats().pages_held == 0
+        assert tight.stats().preemptions > 0
+    monkeypatch.setenv("HEADWAY_NATIVE", "off")
+    with opened(pages=400) as roomy:
+        roomy._loop.kv_cache.caching = False
+        for i, expected in enumerate(crowd):
+            alone = roomy.run(one, i)
+            assert len(alone) == len(expected)
+            for a, b in zip(alone, expected, strict=True):
+                assert a == b if isinstance(a, list) else np.abs(a - b).max() <= 1e-3 * max(1.0, np.abs(a).max())

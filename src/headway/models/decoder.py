@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from headway.kernels.reference import kv as pages
 from headway.kernels.reference import sampling
 from headway.kernels.reference.attention import AttentionGroup, attend, attend_exact, scores
 from headway.kernels.reference.linear import by_rows, linear
+from headway.kernels.reference.lora import Delta
 from headway.kernels.reference.rope import rotation
 from headway.models.config import ModelConfig
 from headway.models.layers import DecoderLayer
@@ -37,8 +38,11 @@ class DecoderInput:
     groups: Mapping[int | None, Sequence[AttentionGroup]]
     adapters: RowAdapters | None = None
 
-    def delta(self, layer: int, stack: str, x: Tensor) -> tuple[Tensor, ...]:
-        """What adapters add to a matmul of rows x, as the last arguments of a layer's function: none for nothing."""
+    def delta(self, layer: int, stack: str, x: Tensor) -> tuple[Any, ...]:
+        """What adapters add to a matmul of rows x, as the last arguments of a layer's function: none for nothing.
+
+        It is a tensor wherever there are tiles.
+        """
         delta = None if self.adapters is None else self.adapters.delta(layer, stack, x.flatten(1))
         return () if delta is None else (delta,)
 
@@ -46,8 +50,8 @@ class DecoderInput:
 class RowAdapters(Protocol):
     """The adapters of a forward's rows."""
 
-    def delta(self, layer: int, stack: str, x: Tensor) -> Tensor | None:
-        """What they add to a layer's matmul (qkv, out, gate_up or down) of rows x, [T, N] float32; None for nothing."""
+    def delta(self, layer: int, stack: str, x: Tensor) -> Delta | None:
+        """What they add to a layer's matmul (qkv, out, gate_up or down) of rows x; None for nothing."""
         ...
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headway.kernels.reference.linear import linear
-from headway.kernels.reference.lora import plus
+from headway.kernels.reference.lora import Delta, plus
 from headway.kernels.reference.mlp import gated_silu
 from headway.kernels.reference.norm import rms_norm
 from headway.kernels.reference.rope import rotate
@@ -33,7 +33,7 @@ class Linear:
 class DecoderLayer:
     """The weights of one decoder layer; q, k and v are stacked in one matrix, gate and up in another.
 
-    A `delta` is what adapters add to a matmul's output, in float32.
+    A `delta` is what adapters add to a matmul's output, or to the residual that it was added to.
     """
 
     input_norm: Tensor
@@ -55,7 +55,7 @@ class DecoderLayer:
     def norm_in(self, x: Tensor) -> tuple[Tensor]:
         return (self.norm(x, self.input_norm),)
 
-    def project(self, h: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, h: Tensor, delta: Delta | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """h [R, E] → q [R, H, D], k and v [R, Hkv, D], before rotation."""
         heads = plus(self.qkv(h), delta).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
@@ -67,9 +67,9 @@ class DecoderLayer:
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
-    def project_out(self, x: Tensor, mixed: Tensor, delta: Tensor | None = None) -> tuple[Tensor]:
+    def project_out(self, x: Tensor, mixed: Tensor, delta: Delta | None = None) -> tuple[Tensor]:
         """The residual x [R, E] plus the projected attention mixed [R, H, D]."""
-        return (x + plus(self.out(mixed.flatten(1)), delta),)
+        return (plus(x + self.out(mixed.flatten(1)), delta),)
 
     def norm_mlp(self, x: Tensor) -> tuple[Tensor]:
         return (self.norm(x, self.mlp_norm),)
@@ -77,12 +77,12 @@ class DecoderLayer:
     def feed_forward(self, x: Tensor, h: Tensor, *, exact: bool) -> tuple[Tensor]:
         return self.add_down(x, *self.gate_times_up(h, exact=exact))
 
-    def gate_times_up(self, h: Tensor, delta: Tensor | None = None, *, exact: bool) -> tuple[Tensor]:
+    def gate_times_up(self, h: Tensor, delta: Delta | None = None, *, exact: bool) -> tuple[Tensor]:
         """h [R, E] → silu(gate) × up [R, F]."""
         return (self.gated(plus(self.gate_up(h), delta), exact=exact),)
 
-    def add_down(self, x: Tensor, inner: Tensor, delta: Tensor | None = None) -> tuple[Tensor]:
-        return (x + plus(self.down(inner), delta),)
+    def add_down(self, x: Tensor, inner: Tensor, delta: Delta | None = None) -> tuple[Tensor]:
+        return (plus(x + self.down(inner), delta),)
 
     def gated(self, gate_up: Tensor, *, exact: bool) -> Tensor:
         return gated_silu(gate_up, exact=exact)

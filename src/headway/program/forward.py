@@ -84,6 +84,7 @@ class Forward:
         self._biases: list[_OverTokens] = []
         self._async_mask: AsyncLogitMask | None = None
         self._commit = True
+        self._mix: AdapterMix | None = None  # what a generation computes under, and `adapter` adds to
         self._uses: list[tuple[LoadedWeights, float]] = []
         self._executed = False
         self._feeds: list[tuple[int, SampleHandle, int]] = []  # (row, whose token, which)
@@ -186,8 +187,7 @@ class Forward:
 
     def _under(self, mix: AdapterMix | None) -> Forward:
         """Compute this pass under a mix that is loaded already."""
-        if mix is not None:
-            self._uses += mix.uses
+        self._mix = mix
         return self
 
     def defer_commit(self) -> Forward:
@@ -279,7 +279,9 @@ class Forward:
         tokens = [*view.pending, *self._tokens]
         if not tokens and not self._asks:
             raise InvalidInput("this pass has no input and reads nothing; give it tokens, a sampler or a probe")
-        positions, mix = self._place(view.next_position, pending), AdapterMix.of(self._uses)
+        positions, mix = self._place(view.next_position, pending), self._mix
+        if self._uses:
+            mix = AdapterMix.of([*(() if mix is None else mix.uses), *self._uses])
         return Pass(
             tokens=tuple(tokens),
             positions=positions,

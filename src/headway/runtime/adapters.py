@@ -52,6 +52,7 @@ class LoadedAdapters:
     def __init__(self, config: ModelConfig, upload: Callable[[BoundAdapter], DeviceWeights]) -> None:
         self._config, self._upload = config, upload
         self._lock = threading.Lock()
+        self._runners = 0  # that have come since
         self._loaded: WeakValueDictionary[str, LoadedAdapter] = WeakValueDictionary()
         self._kept: dict[str, LoadedAdapter] = {}
         self._used: WeakKeyDictionary[Adapter, LoadedAdapter] = WeakKeyDictionary()
@@ -60,15 +61,22 @@ class LoadedAdapters:
         """The adapter, loaded if it is not; it stays at least as long as `adapter`."""
         if not isinstance(adapter, Adapter):
             raise WrongType(f"{short_repr(adapter)} is not an adapter; give hw.Adapter.load(folder)")
-        with self._lock:
-            known = self._used.get(adapter)
-            if known is None:
-                known = self._loaded.get(adapter.digest)
-                if known is None:
-                    bound = bind(adapter, self._config)
-                    known = self._loaded[adapter.digest] = LoadedAdapter(bound, self._upload(bound))
-                self._used[adapter] = known
+        if (known := self._used.get(adapter)) is not None:  # without the lock: another one may be on its way
             return known
+        with self._lock:
+            known = self._loaded.get(adapter.digest)
+            if known is None:
+                known = self._load(bind(adapter, self._config))
+            self._used[adapter] = known
+            return known
+
+    def _load(self, bound: BoundAdapter) -> LoadedAdapter:
+        runners = self._runners
+        loaded = self._loaded[bound.digest] = LoadedAdapter(bound, self._upload(bound))
+        while runners != self._runners:  # another runner has come before this one was known to be loaded
+            runners = self._runners
+            loaded.weights = self._upload(bound)
+        return loaded
 
     def keep(self, adapter: Adapter) -> None:
         """Load an adapter, to stay until `drop`."""
@@ -92,6 +100,7 @@ class LoadedAdapters:
 
     def load_again(self, upload: Callable[[BoundAdapter], DeviceWeights]) -> None:
         """Another runner computes from now on: it has weights of its own."""
+        self._runners += 1
         for one in list(self._loaded.values()):
             one.weights = upload(one.bound)
 

@@ -47,9 +47,11 @@ class ServedAdapters:
 
     def open(self, engine: Engine) -> None:
         """Load the adapters that the server was started with."""
-        for source in self._settings.adapters:
-            if source.name in self._served:
-                raise InvalidInput(f"two adapters are called {source.name!r}; give each a name of its own")
+        settings = self._settings
+        taken = {settings.public_name, settings.model, *settings.served_names}
+        for source in settings.adapters:
+            if source.name in self._served or source.name in taken:
+                raise InvalidInput(f"two models are called {source.name!r}; give each adapter a name of its own")
             self._served[source.name] = self._loaded(engine, source)
 
     async def load(self, engine: Engine, name: str, path: str, *, taken: tuple[str, ...], replace: bool) -> None:

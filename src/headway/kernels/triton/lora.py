@@ -2,8 +2,9 @@
 
     tiles     [n, 3] int32: an adapter's slot, its first use and how many uses; at most TILE, 0 for an empty tile
     rows      [uses] int32, scales [uses] float32: the row of each use, and the adapter's scale there
-    pointers  [slots, layers, 7, 2] int64: where A [r, K] and B [N, r] of each matrix lie; ranks and factors [slots,
-              layers, 7]: their ranks, 0 for nothing, and what to multiply their product with
+    pointers  [slots, layers, 7, 2] int64: where A [r, K] and B [N, r] of each matrix lie, r padded with zeros to whole
+              blocks of RANKS; ranks and factors [slots, layers, 7]: their ranks, 0 for nothing, and what to multiply
+              their product with
 
 Two kernels, both for all pieces of a stacked matrix: `shrink` sums A x over SPLITS parts of the inputs, `expand` adds
 B times these sums to y. In one call a row has at most one use, so that nothing is added concurrently. A row's bits
@@ -16,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,6 +31,12 @@ PIECES = 3  # of a stacked matrix, at most
 MATRICES = 7  # of a layer
 BLOCK_INPUTS, BLOCK_OUTPUTS = 128, 64
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def rank_blocks(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """A [r, K] and B [N, r] with zeros up to whole blocks of RANKS, as the kernels read them."""
+    more = -a.shape[0] % RANKS
+    return F.pad(a, (0, 0, 0, more)).contiguous(), F.pad(b, (0, more)).contiguous()
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +114,7 @@ def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def _shrink(
     x, pointers, ranks, tiles, use_rows, sums, x_row, layer, layers, K,
     FIRST: tl.constexpr, PART: tl.constexpr, WIDE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
@@ -121,22 +129,20 @@ def _shrink(
     rank = tl.load(ranks + matrix)
     wait(AHEAD)  # every program: whatever runs after this kernel must find all before it done
     if (count > 0) & (block * RANKS < rank):
-        a = tl.load(pointers + matrix * 2).to(tl.pointer_type(KIND))
+        a = tl.multiple_of(tl.load(pointers + matrix * 2).to(tl.pointer_type(KIND)), 16)
         m, j, c = tl.arange(0, TILE), block * RANKS + tl.arange(0, RANKS), tl.arange(0, BK)
         row = tl.load(use_rows + start + m, mask=m < count, other=0).to(tl.int64)
         total = tl.zeros((TILE, RANKS), tl.float32)
         for k in range(split * PART, tl.minimum(K, (split + 1) * PART), BK):
             inside = (k + c < K)[None, :]
             v = tl.load(x + row[:, None] * x_row + (k + c)[None, :], mask=(m < count)[:, None] & inside, other=0.0)
-            w = tl.load(
-                a + j.to(tl.int64)[:, None] * K + (k + c)[None, :], mask=(j < rank)[:, None] & inside, other=0.0
-            )
+            w = tl.load(a + j.to(tl.int64)[:, None] * K + (k + c)[None, :], mask=inside, other=0.0)
             total = tl.dot(v, tl.trans(w.to(v.dtype)), total, input_precision=PRECISION)
         place = (((start + m).to(tl.int64) * PIECES + piece) * SPLITS + split)[:, None] * WIDE + j[None, :]
         tl.store(sums + place, total, mask=(m < count)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def _expand(
     y, pointers, ranks, factors, tiles, use_rows, scales, sums, y_row, layer, layers, factor,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
@@ -157,22 +163,18 @@ def _expand(
     rank = tl.load(ranks + matrix)
     wait(AHEAD)
     if (count > 0) & (rank > 0):
-        b = tl.load(pointers + matrix * 2 + 1).to(tl.pointer_type(KIND))
+        b = tl.multiple_of(tl.load(pointers + matrix * 2 + 1).to(tl.pointer_type(KIND)), 16)
+        padded = (rank + RANKS - 1) // RANKS * RANKS
         m, o = tl.arange(0, TILE), inner * BN + tl.arange(0, BN)
         use = (start + m).to(tl.int64)
         total = tl.zeros((TILE, BN), tl.float32)
         for first in range(0, rank, RANKS):
             j = first + tl.arange(0, RANKS)
-            live = (m < count)[:, None] & (j < rank)[None, :]
             part = tl.zeros((TILE, RANKS), tl.float32)
             for split in range(SPLITS):
                 at = ((use * PIECES + piece) * SPLITS + split)[:, None] * WIDE + j[None, :]
-                part += tl.load(sums + at, mask=live, other=0.0)
-            w = tl.load(
-                b + o.to(tl.int64)[:, None] * rank + j[None, :],
-                mask=(o < outputs)[:, None] & (j < rank)[None, :],
-                other=0.0,
-            )
+                part += tl.load(sums + at, mask=(m < count)[:, None], other=0.0)
+            w = tl.load(b + o.to(tl.int64)[:, None] * padded + j[None, :], mask=(o < outputs)[:, None], other=0.0)
             total = tl.dot(part, tl.trans(w.to(tl.float32)), total, input_precision=PRECISION)
         scale = tl.load(scales + use, mask=m < count, other=0.0) * tl.load(factors + matrix) * factor
         row = tl.load(use_rows + use, mask=m < count, other=0).to(tl.int64)

@@ -15,6 +15,7 @@ from headway.models.config import ModelConfig
 from headway.models.families import FAMILIES
 from headway.models.layers import half_split
 
+MAX_FACTOR = 1e38  # what float32 can hold
 LARGEST = 1024.0  # what the largest value of a float16 matrix is brought near to
 
 
@@ -61,6 +62,18 @@ def target_shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
     e, f, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
     shapes = ((q, e), (kv, e), (kv, e), (e, q), (f, e), (f, e), (e, f))
     return dict(zip(ROLES, shapes, strict=True))
+
+
+def stored_pair(pair: LowRank, *, half: bool) -> tuple[Tensor, Tensor, float]:
+    """A and B as a runner keeps them, and what to multiply their product with: in float32, or in float16."""
+    a, b = pair.a.float(), pair.b.float()
+    if half:
+        (a, down), (b, out) = as_half(a), as_half(b)
+        factor = pair.scaling * down * out
+        if abs(factor) < MAX_FACTOR:
+            return a, b, factor
+        a, b = pair.a.float(), pair.b.float()
+    return a, b * pair.scaling, 1.0
 
 
 def as_half(matrix: Tensor) -> tuple[Tensor, float]:

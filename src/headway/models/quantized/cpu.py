@@ -88,6 +88,11 @@ class QuantizedDecoder:
         kinds = {w.row_quantization for layer in self.layers for w in layer.matrices()} - {None}
         return " and ".join(sorted(map(str, kinds))) or None
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a matrix takes quantized activations: then every sum has the order that its format fixes."""
+        return self.row_quantization is not None or self.output.row_quantization is not None
+
     def check(self) -> None:
         """Raise, naming the weight, unless each matches the config and is laid out as native code reads it."""
         c, e = self.config, self.config.hidden_size

@@ -26,7 +26,7 @@ NORMS, MATRICES = ("input_norm", "mlp_norm", "q_norm", "k_norm"), ("qkv", "out",
 def reference_decoder(model: QuantizedDecoder) -> Decoder:
     """The same model for the torch runner, on the CPU in float32. It takes four bytes for each weight."""
     model.check()
-    quantized = model.row_quantization is not None or model.output.row_quantization is not None
+    quantized = model.is_quantized
     output: Any
     if quantized:
         embedding, output = model.embedding, OrderedMatrix.of(model.output)

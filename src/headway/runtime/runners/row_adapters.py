@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from headway.base.adapters import AdapterMix
-from headway.kernels.reference.lora import Piece, RowGroup, low_rank
-from headway.models.adapters.bound import BoundAdapter, target_shapes
+from headway.kernels.reference.lora import Delta, OrderedLowRank, Piece, RowGroup, low_rank
+from headway.models.adapters.bound import BoundAdapter, stored_pair, target_shapes
 from headway.models.config import ModelConfig
 from headway.runtime.adapters import LoadedAdapter
 
@@ -50,7 +50,8 @@ class TorchAdapter:
     layers: tuple[Mapping[str, Sequence[Piece]], ...]
 
     @classmethod
-    def of(cls, adapter: BoundAdapter, config: ModelConfig, device: torch.device) -> TorchAdapter:
+    def of(cls, adapter: BoundAdapter, config: ModelConfig, device: torch.device, *, half: bool) -> TorchAdapter:
+        """With `half` with the values that float16 can hold, as adapters beside quantized weights have them."""
         outputs = {role: shape[0] for role, shape in target_shapes(config).items()}
         layers = []
         for pairs in adapter.layers:
@@ -59,8 +60,9 @@ class TorchAdapter:
                 first = 0
                 for role in roles:
                     if (pair := pairs.get(role)) is not None:
-                        a, b = pair.a.to(device, torch.float32), pair.b.to(device, torch.float32) * pair.scaling
-                        stacks.setdefault(stack, []).append(Piece(a, b, first))
+                        a, b, factor = stored_pair(pair, half=half)
+                        a, b = (t.to(device, torch.float32) for t in (a, b))
+                        stacks.setdefault(stack, []).append(Piece(a, b, factor, first))
                     first += outputs[role]
             layers.append(stacks)
         return cls(tuple(layers))
@@ -74,9 +76,15 @@ class TorchRowAdapters:
     """The adapters of a step for `Decoder.forward`."""
 
     def __init__(
-        self, mixes: Sequence[AdapterMix | None], config: ModelConfig, device: torch.device, *, by_row: bool
+        self,
+        mixes: Sequence[AdapterMix | None],
+        config: ModelConfig,
+        device: torch.device,
+        *,
+        by_row: bool,
+        ordered: bool,
     ) -> None:
-        self._by_row, shapes = by_row, target_shapes(config)
+        self._by_row, self._ordered, shapes = by_row, ordered, target_shapes(config)
         self._outputs = {stack: sum(shapes[role][0] for role in roles) for stack, roles in STACKS.items()}
         self._groups: list[tuple[RowGroup, TorchAdapter]] = []
         for adapter, rows, scales in by_adapter(mixes):
@@ -84,7 +92,11 @@ class TorchRowAdapters:
             group = RowGroup(torch.tensor(rows, device=device), torch.tensor(scales, device=device))
             self._groups.append((group, adapter.weights))
 
-    def delta(self, layer: int, stack: str, x: Tensor) -> Tensor | None:
+    def delta(self, layer: int, stack: str, x: Tensor) -> Delta | None:
         groups = [(group, weights.layers[layer].get(stack, ())) for group, weights in self._groups]
         groups = [(group, pieces) for group, pieces in groups if pieces]
-        return low_rank(x, self._outputs[stack], groups, by_row=self._by_row) if groups else None
+        if not groups:
+            return None
+        if self._ordered:
+            return OrderedLowRank(x, groups)
+        return low_rank(x, self._outputs[stack], groups, by_row=self._by_row)

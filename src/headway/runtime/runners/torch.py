@@ -44,7 +44,8 @@ class TorchRunner:
         return not how.penalizes
 
     def load_adapter(self, adapter: BoundAdapter) -> TorchAdapter:
-        return TorchAdapter.of(adapter, self.decoder.config, self.decoder.device)
+        decoder = self.decoder
+        return TorchAdapter.of(adapter, decoder.config, decoder.device, half=decoder.ordered)
 
     @torch.inference_mode()
     def edit(self, edits: Sequence[Edit]) -> None:
@@ -78,7 +79,9 @@ class TorchRunner:
             write_rows=None if whole else torch.from_numpy(batch.write_rows).to(device),
             write_slots=torch.from_numpy(batch.write_slots).to(device),
             groups=plan(batch, self.windows, self.page_size, device),
-            adapters=None if mixes is None else TorchRowAdapters(mixes, config, device, by_row=by_row),
+            adapters=None
+            if mixes is None
+            else TorchRowAdapters(mixes, config, device, by_row=by_row, ordered=self.decoder.ordered),
         )
 
 

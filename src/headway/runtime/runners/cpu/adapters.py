@@ -1,7 +1,7 @@
 """Adapters as the native step reads them: interleaved matrices, and the rows of a step by adapter.
 
-Beside float32 weights the matrices are float32. Beside smaller ones they are float16, times a power of two that uses
-its range well: a step then reads half the bytes, and rounds less than the weights did.
+Beside floats the matrices are float32. Beside quantized weights they are float16, times a power of two that uses its
+range well: a step then reads half the bytes, and rounds less than the weights did.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from torch import Tensor
 from headway.base.adapters import AdapterMix
 from headway.kernels.native import library
 from headway.kernels.native.library import AdapterLayerStruct, AdapterStruct, LowRankStruct, StepStruct
-from headway.models.adapters.bound import BoundAdapter, as_half
+from headway.models.adapters.bound import BoundAdapter, stored_pair
 from headway.models.adapters.low_rank import LowRank
-from headway.models.quantized.cpu import QuantizedDecoder
 from headway.runtime.runners.row_adapters import AdapterRows, by_adapter
 
 LANES = 16
@@ -41,21 +40,11 @@ class NativeAdapter:
         return sum(tensor.nbytes for tensor in self._tensors)
 
     def _pair(self, pair: LowRank, half: bool) -> LowRankStruct:
-        a, b, factor = pair.a.float(), pair.b.float(), pair.scaling
-        if half:
-            (a, down), (b, out) = as_half(a), as_half(b)
-            factor *= down * out
-        if not half or not abs(factor) < 1e38:
-            a, b, factor, half = pair.a.float(), pair.b.float() * pair.scaling, 1.0, False
+        a, b, factor = stored_pair(pair, half=half)
         tensors = _interleaved(a), _interleaved(b)
         self._tensors += tensors
-        kind = library.KINDS.index("f16" if half else "f32")
+        kind = library.KINDS.index("f16" if a.dtype == torch.float16 else "f32")
         return LowRankStruct(pair.rank, kind, factor, *(tensor.data_ptr() for tensor in tensors))
-
-
-def is_half(decoder: QuantizedDecoder) -> bool:
-    """Whether adapters of this model are kept in float16: none of its layers is in float32."""
-    return all(matrix.kind != "f32" for layer in decoder.layers for matrix in layer.matrices())
 
 
 def _interleaved(matrix: Tensor) -> Tensor:

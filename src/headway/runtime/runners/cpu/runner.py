@@ -34,7 +34,7 @@ from headway.runtime.passes import BEFORE, DecodeMask, Readout
 from headway.runtime.profile import PHASES, Profiler, step_bytes
 from headway.runtime.readout import SLAB, Reader, make_hooks, not_a_number, plainly_greedy, segment_results
 from headway.runtime.runners.base import DECODE_LIMIT, SegmentResult, StepResult
-from headway.runtime.runners.cpu.adapters import NativeAdapter, is_half
+from headway.runtime.runners.cpu.adapters import NativeAdapter
 from headway.runtime.runners.cpu.arrays import StepArrays
 
 
@@ -150,7 +150,7 @@ class NativeRunner:
         return not how.penalizes  # everything that needs no history
 
     def load_adapter(self, adapter: BoundAdapter) -> NativeAdapter:
-        return NativeAdapter(adapter, half=is_half(self.decoder))
+        return NativeAdapter(adapter, half=self.decoder.is_quantized)
 
     @torch.inference_mode()
     def edit(self, edits: Sequence[Edit]) -> None:

@@ -6,8 +6,8 @@ laid out by the step's `AdapterShape` alone, so that a captured graph serves eve
 
 from __future__ import annotations
 
-import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.base.adapters import AdapterMix
+from headway.base.adapters import AdapterMix, Mixes
 from headway.base.errors import Unsupported
-from headway.kernels.triton.lora import PIECES, RANKS, SPLITS, TILE, AdapterTable, AdapterTiles
-from headway.models.adapters.bound import BoundAdapter, as_half, target_shapes
+from headway.kernels.triton.lora import PIECES, RANKS, SPLITS, TILE, AdapterTable, AdapterTiles, rank_blocks
+from headway.models.adapters.bound import BoundAdapter, stored_pair, target_shapes
 from headway.models.adapters.low_rank import ROLES
 from headway.models.config import ModelConfig
 from headway.runtime.adapters import LoadedAdapter
@@ -110,9 +110,10 @@ class CudaAdapters:
         self._config, self._device, self._half = config, device, half
         self._dtype = torch.float16 if half else dtype
         self._table: AdapterTable | None = None
-        self._lock, self._free = threading.Lock(), list(range(SLOTS - 1, -1, -1))
+        self._free = deque(range(SLOTS))  # a finalizer only appends here
         self._upload = Upload(1 << 12, torch.int32, device)
         self._graph_upload: dict[AdapterShape, Upload] = {}
+        self._last: tuple[Mixes, int | None, StepTiles] | None = None
         self._sums: list[Tensor] = []  # they stay, since graphs go on using them
         outputs = {role: shape[0] for role, shape in target_shapes(config).items()}
         self.outputs = {stack: tuple(outputs[role] for role in roles) for stack, roles in STACKS.items()}
@@ -126,17 +127,16 @@ class CudaAdapters:
 
     def load(self, adapter: BoundAdapter) -> CudaAdapter:
         """Upload an adapter and give it a slot."""
-        with self._lock:
-            if not self._free:
-                raise Unsupported(f"{SLOTS} adapters are loaded, which is the most at once; unload some")
-            slot = self._free.pop()
+        if not self._free:
+            raise Unsupported(f"{SLOTS} adapters are loaded, which is the most at once; unload some")
+        slot = self._free.popleft()
         try:
             tensors, stacks = self._fill(adapter, slot)
         except BaseException:
-            self._give_back(slot)
+            self._free.append(slot)
             raise
         loaded = CudaAdapter(tensors, slot, adapter.rank, stacks)
-        weakref.finalize(loaded, self._give_back, slot)
+        weakref.finalize(loaded, self._free.append, slot)
         return loaded
 
     def _fill(self, adapter: BoundAdapter, slot: int) -> tuple[list[Tensor], frozenset[str]]:
@@ -147,11 +147,8 @@ class CudaAdapters:
         tensors: list[Tensor] = []
         for l, pairs in enumerate(adapter.layers):
             for role, pair in pairs.items():
-                i, a, b, factor = ROLES.index(role), pair.a.float(), pair.b.float(), pair.scaling
-                if self._half:
-                    (a, down), (b, out) = as_half(a), as_half(b)
-                    factor *= down * out
-                on_device = [t.to(self._device, self._dtype).contiguous() for t in (a, b)]
+                i, (a, b, factor) = ROLES.index(role), stored_pair(pair, half=self._half)
+                on_device = [t.to(self._device, self._dtype).contiguous() for t in rank_blocks(a, b)]
                 tensors += on_device
                 pointers[l, i] = torch.tensor([t.data_ptr() for t in on_device])
                 ranks[l, i], factors[l, i] = pair.rank, factor
@@ -162,14 +159,22 @@ class CudaAdapters:
         used = {role for pairs in adapter.layers for role in pairs}
         return tensors, frozenset(stack for stack, roles in STACKS.items() if used & {*roles})
 
-    def _give_back(self, slot: int) -> None:
-        with self._lock:
-            self._free.append(slot)
-
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def step(self, mixes: Sequence[AdapterMix | None], size: int | None) -> StepTiles:
-        """The tiles of a step's rows; `size` is that of its graph, None for a step that is launched by hand."""
+    def step(self, mixes: Mixes | None, size: int | None) -> StepTiles | None:
+        """The tiles of a step's rows, None if no row has an adapter.
+
+        `size` is that of its graph, None for a step that is launched by hand. From step to step the same decode rows
+        have the same mixes: then nothing is done, nor sent.
+        """
+        if mixes is None:
+            self._last = None  # keeps no adapter alive
+            return None
+        if self._last is None or self._last[0] is not mixes or self._last[1] != size:
+            self._last = mixes, size, self._tiles(mixes, size)
+        return self._last[2]
+
+    def _tiles(self, mixes: Mixes, size: int | None) -> StepTiles:
         rounds, rank, stacks = _rounds(mixes)
         most = max(len(one.tiles) for one in rounds)
         count = 1 << (len(rounds) - 1).bit_length()

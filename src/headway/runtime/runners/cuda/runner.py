@@ -166,10 +166,8 @@ class CudaRunner:
             key = ("chunks", size, len(singles), len(items))
         self._fixed.wait()
         self._fixed.send(self._layout.fill(self._fixed.host, batch, numbers, rows))
-        adapters = None
-        if (mixes := batch.adapters) is not None:
-            adapters = self.model.adapters.step(mixes, size)
-            key = (*key, adapters.shape)
+        adapters = self.model.adapters.step(batch.adapters, size)
+        key = key if adapters is None else (*key, adapters.shape)
         buffers = self._graph_buffers()
         step = DeviceStep(self._fixed.device, rows, size, singles=singles, items=items, adapters=adapters)
         self._graphs.run(key, lambda: self.model.forward(step, buffers, _unmarked))
@@ -208,7 +206,7 @@ class CudaRunner:
             items=device[used : used + len(items)].view(-1, 2) if items else None,
             hooks=hooks,
             hooks_from=batch.decode_count,
-            adapters=None if (mixes := batch.adapters) is None else self.model.adapters.step(mixes, None),
+            adapters=self.model.adapters.step(batch.adapters, None),
         )
         if self._free_buffers is None or self._free_buffers.rows < count:
             self._free_buffers = None  # the old ones go before the new ones come
