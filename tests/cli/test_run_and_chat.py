@@ -314,11 +314,12 @@ class _Screen:
         self._seen = self._seen.split(words, 1)[1]
 
 
-@pytest.mark.parametrize("drafter", ["prompt-lookup", "layers:28", "smollm2"])
-def test_drafts_change_no_answer(headway: Run, drafter: str) -> None:
-    arguments = ("run", "--raw", 4 * "One fish, two fish, red fish, blue fish.\n", "--max-tokens", "12", "-q")
-    plain, drafted = headway(*arguments), headway(*arguments, "--speculate", drafter)
-    assert (drafted.returncode, drafted.stdout) == (0, plain.stdout), drafted.stderr
+def test_drafts_change_no_answer(headway: Run) -> None:
+    arguments = ("run", "--raw", 3 * "One fish, two fish, red fish.\n", "--max-tokens", "8", "-q")
+    plain = headway(*arguments)
+    for drafter in ("prompt-lookup", "layers:28", "smollm2"):
+        drafted = headway(*arguments, "--speculate", drafter)
+        assert (drafted.returncode, drafted.stdout) == (0, plain.stdout), drafted.stderr
 
 
 @pytest.mark.parametrize(
