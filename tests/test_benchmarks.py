@@ -293,3 +293,12 @@ def test_only_the_required_path_is_no_fallback() -> None:
     torch = _outcome(Work("decode", 8, 16), [1.0], [1.0], 1.0, path="torch; float32")
     assert torch.fell_back("native") == "torch; float32"
     assert torch.fell_back("any") is None
+
+
+@pytest.mark.slow
+def test_speculation_compares_an_engine_with_itself(tmp_path: Path) -> None:
+    done = _benchmark("speculation.py", "--quick", "--threads", "1", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "speculation.json").read_text())["results"]
+    assert [row["text"] for row in results] == ["replay", "wrong"]
+    assert all(row["same"] and row["ratio"] > 0 for row in results)

@@ -312,3 +312,26 @@ class _Screen:
             assert ready, self._seen
             self._seen += os.read(self._handle, 4096)
         self._seen = self._seen.split(words, 1)[1]
+
+
+def test_drafts_change_no_answer(headway: Run) -> None:
+    arguments = ("run", "--raw", 3 * "One fish, two fish, red fish.\n", "--max-tokens", "8", "-q")
+    plain = headway(*arguments)
+    for drafter in ("prompt-lookup", "layers:28", "smollm2"):
+        drafted = headway(*arguments, "--speculate", drafter)
+        assert (drafted.returncode, drafted.stdout) == (0, plain.stdout), drafted.stderr
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ("layers:x", "--speculate is 'layers:x'; layers:N takes a number of layers"),
+        ("layers:0", "--speculate is 'layers:0'; layers:N takes a number of layers"),
+        ("layers:30", "OwnLayers(30): this model has 30 layers; give 1 to 29"),
+        ("nothing-like-it", "nothing-like-it"),
+    ],
+)
+def test_a_drafter_that_there_is_not_is_named(headway: Run, drafter: str, message: str) -> None:
+    done = headway("run", "Hello", "--max-tokens", "4", "--speculate", drafter)
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import headway as hw
+from headway.kernels.reference.sampling import RowSampler, processed_logprobs
 from headway.runtime.step_costs import StepCosts
 from headway.testing import ScriptedRunner, random_model
 from support.checks import random_tokens
@@ -257,6 +260,229 @@ def test_rejected_drafts_leave_no_slot_no_page_and_no_key(engine: hw.Engine) -> 
                 assert step.drafted - step.accepted >= 0
 
     engine.run(program)
+
+
+# -- trees ---------------------------------------------------------------------------------------------------------
+
+
+class Tree(Replay):
+    """Knows what will come, and hides it in a tree: at every depth the right token is one of a few, in any place."""
+
+    def draft(self, tokens: Sequence[int], limit: int) -> Any:
+        ahead = self.known[len(tokens) :]
+        drafts: list[int] = []
+        parents: list[int] = []
+        right = -1
+        for token in ahead[: int(self.random.integers(1, 6))]:
+            others = [int(t) for t in self.random.choice(V, 3, replace=False) if t != token]
+            siblings = [*others, token] if self.random.random() > self.wrong else others
+            self.random.shuffle(siblings)
+            if len(drafts) + len(siblings) > limit:
+                break
+            parent, first = right, len(drafts)
+            drafts += siblings
+            parents += [parent] * len(siblings)
+            at = int(self.random.integers(len(drafts)))
+            if len(drafts) < limit and (at, 5) not in zip(parents, drafts):  # another branch, for nothing
+                drafts.append(5)
+                parents.append(at)
+            if token not in siblings:
+                break
+            right = first + siblings.index(token)
+        return hw.Draft(drafts, parents)
+
+    def copy(self) -> Tree:
+        return Tree(self.known, self.wrong, self.most)
+
+
+@pytest.fixture(scope="module")
+def loose() -> Iterator[hw.Engine]:
+    with hw.Engine(random_model(), pages=128, threads=1) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("sampler", "options"),
+    [
+        (GREEDY, {}),
+        (SEEDED, {}),
+        (replace(SEEDED, presence_penalty=0.5, repetition_penalty=1.2), {}),
+        (SEEDED, {"penalize_prompt": False, "min_tokens": 20, "stop": range(0, V, 5)}),
+        (SEEDED, {"constrain": OnlyEven}),
+        (GREEDY, {"no_repeat_ngram_size": 2}),
+        (GREEDY, {"probe": hw.Entropy()}),
+    ],
+    ids=str,
+)
+def test_a_tree_changes_no_token_and_its_path_is_not_computed_again(
+    loose: hw.Engine, sampler: hw.Sampler, options: dict[str, Any]
+) -> None:
+    async def program(engine: hw.Engine) -> None:
+        def fresh() -> dict[str, Any]:
+            return {"max_tokens": 60} | {name: v() if isinstance(v, type) else v for name, v in options.items()}
+
+        async with engine.context().fill(PROMPT) as plain, engine.context().fill(PROMPT) as context:
+            expected = await plain.generate(sampler, **fresh()).tokens()
+            for wrong in (0.0, 0.3):
+                generation = context.generate(
+                    sampler, speculate=Tree([*PROMPT, *expected], wrong, seed=int(10 * wrong)), **fresh()
+                )
+                probes, before = [], engine.stats().tokens
+                async for step in generation:
+                    probes += step.probes
+                    if generation.finish is None:
+                        assert context.seq_len == len(context.tokens) - 1
+                assert await generation.tokens() == expected
+                stats = generation.speculation
+                assert stats is not None
+                assert stats.accepted > 10
+                computed = engine.stats().tokens - before
+                assert computed <= len(PROMPT) + stats.drafted + stats.rounds + 4
+                raw = context.inner()
+                assert raw.committed_page_count == context.seq_len // 16
+                positions = context._table.positions.tolist()
+                assert positions == list(range(context.seq_len))
+                assert context._table.masks == [None] * context.seq_len
+                await plain.flush()
+                await context.flush()
+                rows = []
+                for each in (plain, context):
+                    forward = each.forward().input([7])
+                    logits = forward.probe(-1, hw.Logits())
+                    rows.append((await forward.execute()).logits(logits))
+                    each.truncate(1)
+                np.testing.assert_allclose(rows[0], rows[1], atol=1e-4 * np.abs(rows[0]).max())
+                context.truncate(len(context.tokens))
+                context.fill(PROMPT)
+
+    loose.run(program)
+    assert loose.stats().pages_held == 0
+
+
+def test_a_tree_is_a_line_where_slots_must_not_move(engine: hw.Engine, loose: hw.Engine) -> None:
+    """In deterministic mode, and under an attention mask, the first branch is verified."""
+    for made, options in ((engine, {}), (loose, {"attention_mask": hw.Mask.window(20)})):
+
+        async def program(engine: hw.Engine, options: dict[str, Any] = options) -> None:
+            plain = (await collected(engine, **options))[0]
+            tree = Tree([*PROMPT, *plain], 0.1)
+            tokens, _, _, generation = await collected(engine, speculate=tree, **options)
+            assert tokens == plain
+            assert generation.speculation is not None
+            assert 0 < generation.speculation.accepted < generation.speculation.drafted
+
+        made.run(program)
+
+
+def test_a_tree_whose_path_finds_no_page_is_computed_again() -> None:
+    with hw.Engine(random_model(), pages=4, threads=1) as engine:
+
+        async def program(engine: hw.Engine) -> None:
+            options: dict[str, Any] = {"max_tokens": 29}
+            plain = (await collected(engine, **options))[0]
+            for seed in range(3):
+                tree = Tree([*PROMPT, *plain], 0.0, seed=seed)
+                assert (await collected(engine, speculate=tree, **options))[0] == plain
+
+        engine.run(program)
+        assert engine.stats().pages_held == 0
+
+
+# -- rejection -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(6000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["line", "tree", "draft model"])
+def test_rejection_is_equal_in_distribution(loose: hw.Engine, kind: str, count: int) -> None:
+    """The first three tokens, drawn many times, against their exact probabilities."""
+    how = hw.Sampling(temperature=0.7, top_k=3, repetition_penalty=1.2)
+    plausible: list[int] = []
+
+    class Drawn(Says):
+        """Two tokens of a distribution of its own, which it names."""
+
+        def draft(self, tokens: Sequence[int], limit: int) -> hw.Draft:
+            rng = np.random.default_rng([len(tokens), self.what])
+            chances = [np.full(V, 1e-4) for _ in range(3)]
+            for chance in chances:
+                chance[plausible] += rng.dirichlet(np.full(len(plausible), 0.5))
+            chances = [chance / chance.sum() for chance in chances]
+            if kind == "tree":  # the first two are drawn from one distribution, the third follows the first
+                chances[1] = chances[0]
+                ids = [int(rng.choice(V, p=chance)) for chance in chances]
+                if ids[0] == ids[1] or limit < 3:
+                    return hw.Draft(ids[:1], probabilities=chances[:1])
+                return hw.Draft(ids, [-1, -1, 0], chances)
+            ids = [int(rng.choice(V, p=chance)) for chance in chances][:limit]
+            return hw.Draft(ids, probabilities=chances[: len(ids)])
+
+    async def program(engine: hw.Engine) -> tuple[Counter[tuple[int, ...]], dict[tuple[int, ...], float], int]:
+        home, found, accepted = engine.context().fill(PROMPT), Counter[tuple[int, ...]](), 0
+        await home.flush()
+        expected = await exact(home)
+        plausible.extend(sorted({token for path in expected for token in path}))
+        for seed in range(count):
+            drafter: Any = Drawn(seed)
+            drafter.copy = lambda drafter=drafter: drafter
+            if kind == "draft model":  # the model itself, which knows nothing of the penalty
+                drafter = hw.DraftModel(engine, adaptive=False)
+            async with home.fork() as context:
+                sampler = replace(how, seed=seed)
+                generation = context.generate(sampler, max_tokens=3, speculate=drafter, verify="rejection")
+                found[tuple(await generation.tokens())] += 1
+                assert generation.speculation is not None
+                accepted += generation.speculation.accepted
+        home.release()
+        return found, expected, accepted
+
+    async def exact(home: hw.Context, path: tuple[int, ...] = ()) -> dict[tuple[int, ...], float]:
+        if len(path) == 3:
+            return {path: 1.0}
+        async with home.fork() as context:
+            forward = context.fill(path).forward()
+            handle = forward.probe(-1, hw.Logits())
+            logits = torch.from_numpy((await forward.execute()).logits(handle))
+            seen = torch.tensor(sorted({*PROMPT, *path}))
+            chance = processed_logprobs(logits, RowSampler(how, seen=seen)).exp()
+        found: dict[tuple[int, ...], float] = {}
+        for token in chance.nonzero().flatten().tolist():
+            for rest, p in (await exact(home, (*path, token))).items():
+                found[rest] = float(chance[token]) * p
+        return found
+
+    found, expected, accepted = loose.run(program)
+    assert set(found) <= set(expected)
+    assert accepted > count / 50
+    likely = [path for path, p in expected.items() if p * count >= 5]
+    rare = 1 - sum(expected[path] for path in likely)
+    observed = [found[path] for path in likely] + [count - sum(found[path] for path in likely)] * (rare > 1e-9)
+    wanted = [count * expected[path] for path in likely] + [count * rare] * (rare > 1e-9)
+    statistic = sum((a - b) ** 2 / b for a, b in zip(observed, wanted))
+    assert statistic < chi_square(len(wanted) - 1), (statistic, len(wanted))
+
+
+def chi_square(freedom: int) -> float:
+    """What a sum of squares exceeds once in ten thousand times (Wilson and Hilferty)."""
+    return freedom * (1 - 2 / (9 * freedom) + 3.72 * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+def test_rejection_takes_the_likeliest_token_where_nothing_is_drawn(loose: hw.Engine) -> None:
+    async def program(engine: hw.Engine) -> None:
+        plain = (await collected(engine))[0]
+        for drafter in (Replay([*PROMPT, *plain], 0.2), hw.OwnLayers(1, adaptive=False)):
+            assert (await collected(engine, speculate=drafter, verify="rejection"))[0] == plain
+
+    loose.run(program)
+
+
+def test_what_cannot_be_verified_is_refused(engine: hw.Engine) -> None:
+    with engine.context().fill(PROMPT) as context:
+        with pytest.raises(hw.InvalidInput, match="verify is 'hope'; it must be 'match' or 'rejection'"):
+            context.generate(GREEDY, speculate=hw.PromptLookup(), verify="hope")  # type: ignore[call-overload]
+        with pytest.raises(hw.InvalidInput, match="verify='rejection' has no effect without drafts"):
+            context.generate(GREEDY, verify="rejection")
+        with pytest.raises(hw.Unsupported, match="Ranking reads what was drawn"):
+            context.generate(SEEDED, speculate=hw.PromptLookup(), verify="rejection", probe=[hw.Ranking(1)])
 
 
 # -- under a grammar -----------------------------------------------------------------------------------------------

@@ -103,10 +103,15 @@ class Live:
 
 
 @contextmanager
-def live(engine: hw.Engine, pooling_models: PoolingModels | None = None, **settings: Any) -> Iterator[Live]:
+def live(
+    engine: hw.Engine, pooling_models: PoolingModels | None = None, drafter: hw.Drafter | None = None, **settings: Any
+) -> Iterator[Live]:
     """Serve an engine, which is closed at the end, and models beside it."""
     how = ServerSettings(**{"model": "smollm2", "port": 0, **settings})
-    server = uvicorn.Server(configure(how, create_app(how, lambda: engine, pooling_models=pooling_models)))
+    models: dict[str, Any] = {"pooling_models": pooling_models}
+    if drafter is not None:
+        models["open_drafter"] = lambda: drafter
+    server = uvicorn.Server(configure(how, create_app(how, lambda: engine, **models)))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), name="served", daemon=True)
     thread.start()
     try:

@@ -235,6 +235,10 @@ _TABLE = (
     ),
     Parameter(
         "speculate", object, None, "What drafts tokens to verify: the same text in fewer passes.",
+        faces=_on("generate cli"),
+    ),
+    Parameter(
+        "verify", object, "match", "Keep drafts that are drawn, or, with rejection, by a chance that changes no odds.",
         faces=_on("generate"),
     ),
 )  # fmt: skip

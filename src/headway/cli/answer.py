@@ -117,6 +117,7 @@ async def stream(
     write: Callable[[str], None],
     *,
     each: Callable[[hw.Step], None] | None = None,
+    drafter: hw.Drafter | None = None,
 ) -> GeneratedAnswer:
     """Generate from `ctx`, passing each piece of text to `write` as it arrives, or each step to `each`."""
     _check_room(engine, ctx)
@@ -130,6 +131,7 @@ async def stream(
         stop=list(decoding.stop),
         probe=probe,
         adapter=decoding.adapters,
+        speculate=drafter,
     )
     async for step in steps:
         first = first or time.perf_counter() - start

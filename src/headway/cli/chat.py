@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from headway.base.errors import HeadwayError, InvalidInput
 from headway.cli import options
 from headway.cli.answer import GeneratedAnswer, show_choices, stream, weights
-from headway.cli.options import Decoding, EngineOptions, load_adapters, open_engine
+from headway.cli.options import Decoding, EngineOptions, load_adapters, open_drafter, open_engine
 from headway.cli.render import WordWrapper, counted, emit_json, note, report, write_aside, write_text
 from headway.cli.terminal_input import typed_messages
 from headway.models.hub.registry import DEFAULT_MODEL
@@ -54,6 +54,7 @@ def chat(
     seed: options.Seed = None,
     stop: options.Stop = None,
     logprobs: options.Logprobs = 0,
+    speculate: options.Speculate = None,
     quiet: options.Quiet = False,
     json: options.Json = False,
 ) -> None:
@@ -66,10 +67,11 @@ def chat(
     )
     decoding.check()
     decoding = replace(decoding, adapters=load_adapters(lora))
-    with open_engine(EngineOptions(model, dtype, device, threads, quantize, memory_fraction)) as engine:
+    engine_options = EngineOptions(model, dtype, device, threads, quantize, memory_fraction)
+    with open_engine(engine_options) as engine, open_drafter(speculate, engine_options) as drafter:
         if engine.chat_template is None:
             raise InvalidInput(f"{model} has no chat template; `headway run --raw` continues text with it")
-        session = ChatSession(engine, model, decoding, system, json)
+        session = ChatSession(engine, model, decoding, system, json, drafter)
         if sys.stdin.isatty():
             info = engine.info
             note(f"{model} · {weights(info.format)} · {info.device} · /help lists commands, ctrl-D ends")
@@ -90,6 +92,7 @@ class ChatSession:
     decoding: Decoding
     system: str | None
     as_json: bool
+    drafter: hw.Drafter | None = None
     ctx: hw.Context = field(init=False)
     partial: str = ""  # what was shown of the answer that is being written
 
@@ -202,13 +205,14 @@ async def reply(engine: hw.Engine, session: ChatSession, text: str) -> tuple[Gen
             write_text(wrapper.push(piece))
 
     if format is None:
-        answer = await stream(engine, ctx, session.name, session.decoding, write)
+        answer = await stream(engine, ctx, session.name, session.decoding, write, drafter=session.drafter)
         write_text("" if session.as_json else wrapper.flush())
         return answer, ""
     reader = ReplyReader(engine.tokenizer, format, prompt)
     reader.begin(ctx.text_before)
     printer = ReplyPrinter(reader, write, silent=session.as_json)
-    answer = await stream(engine, ctx, session.name, session.decoding, write, each=printer.show)
+    options = {"each": printer.show, "drafter": session.drafter}
+    answer = await stream(engine, ctx, session.name, session.decoding, write, **options)
     write_text("" if session.as_json else wrapper.flush())
     if answer.finish_reason != "length":
         close_message(ctx, reader)

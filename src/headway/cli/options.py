@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -174,6 +174,15 @@ Lora = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+Speculate = Annotated[
+    str | None,
+    typer.Option(
+        "--speculate",
+        metavar="DRAFTER",
+        help="Draft tokens and verify them: prompt-lookup, layers:N, or a smaller MODEL.",
+        rich_help_panel=ENGINE,
+    ),
+]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message of the conversation.")]
 
 
@@ -270,3 +279,31 @@ def open_engine(options: EngineOptions) -> Iterator[hw.Engine]:
         engine = hw.Engine(path, **options.given(), progress=layers)
     with engine:
         yield engine
+
+
+@contextmanager
+def open_drafter(name: str | None, options: EngineOptions) -> Iterator[hw.Drafter | None]:
+    """What --speculate names; a draft model is fetched and loaded on the same device, and closed at the end."""
+    import headway as hw
+
+    own = None if name is None else named_drafter(name)
+    if name is None or own is not None:
+        yield own
+        return
+    with open_engine(replace(options, model=name, quantize=None, memory_fraction=None)) as engine:
+        yield hw.DraftModel(engine)
+
+
+def named_drafter(name: str) -> hw.Drafter | None:
+    """The drafter that --speculate names, None if it is a model."""
+    import headway as hw
+
+    if name == "prompt-lookup":
+        return hw.PromptLookup()
+    kind, colon, count = name.partition(":")
+    if kind != "layers" or not colon:
+        return None
+    try:
+        return hw.OwnLayers(int(count))
+    except ValueError:
+        raise InvalidInput(f"--speculate is {name!r}; layers:N takes a number of layers of at least 1") from None

@@ -16,7 +16,7 @@ import typer
 from headway.base.errors import InvalidInput
 from headway.cli import options
 from headway.cli.answer import GeneratedAnswer, show_choices, stream
-from headway.cli.options import Decoding, EngineOptions, load_adapters, open_engine
+from headway.cli.options import Decoding, EngineOptions, load_adapters, open_drafter, open_engine
 from headway.cli.profile import check_target, show_profile, write_profile
 from headway.cli.render import emit_json, note, write_text
 from headway.models.hub.registry import DEFAULT_MODEL
@@ -35,6 +35,7 @@ class RunRequest:
     system: str | None
     raw: bool
     decoding: Decoding
+    drafter: hw.Drafter | None = None
 
 
 def run(
@@ -58,6 +59,7 @@ def run(
     seed: options.Seed = None,
     stop: options.Stop = None,
     logprobs: options.Logprobs = 0,
+    speculate: options.Speculate = None,
     profile: Annotated[bool, typer.Option("--profile", help="Show where the time went.")] = False,
     profile_json: Annotated[
         Path | None, typer.Option("--profile-json", metavar="FILE", help="Write the profile to a file.")
@@ -78,7 +80,9 @@ def run(
     if raw and system is not None:
         raise InvalidInput("--system needs the chat template, which --raw does not use; leave one of them out")
     request = RunRequest(read_prompt(prompt), system, raw, decoding)
-    with open_engine(EngineOptions(model, dtype, device, threads, quantize, memory_fraction)) as engine:
+    engine_options = EngineOptions(model, dtype, device, threads, quantize, memory_fraction)
+    with open_engine(engine_options) as engine, open_drafter(speculate, engine_options) as drafter:
+        request = replace(request, drafter=drafter)
         profiling = profile or profile_json is not None
         if profiling:
             engine.enable_profiling()
@@ -108,7 +112,7 @@ async def respond(engine: hw.Engine, request: RunRequest, name: str, write: Call
                 ctx.system(request.system)
             ctx.user(request.prompt)
             ctx.cue()
-        return await stream(engine, ctx, name, request.decoding, write)
+        return await stream(engine, ctx, name, request.decoding, write, drafter=request.drafter)
 
 
 def read_prompt(argument: str | None) -> str:

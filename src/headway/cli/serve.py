@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,8 +24,10 @@ from headway.cli.options import (
     MemoryFraction,
     Model,
     Quantize,
+    Speculate,
     Threads,
     integer,
+    named_drafter,
     number,
 )
 from headway.cli.render import PLAIN_SECONDS, emit_json, fetched, note
@@ -34,6 +36,7 @@ from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
+    from headway.program.generation.speculation.drafter import Drafter
     from headway.server.pooling import PoolingModels
 
 ACCESS = "Access"
@@ -151,6 +154,7 @@ def serve(
     memory_fraction: MemoryFraction = None,
     pages: Pages = None,
     max_batch_tokens: BatchTokens = None,
+    speculate: Speculate = None,
     served_model_name: Names = None,
     lora: Lora = None,
     lora_dir: LoraDir = None,
@@ -210,6 +214,7 @@ def serve(
             lambda: open_served(options, pages, max_batch_tokens),
             [lab.router],
             pooling_models=_pools({"embed": embed, "rerank": rerank, "classify": classify}, device),
+            open_drafter=None if speculate is None else lambda: served_drafter(speculate, options),
         )
     except HeadwayError as error:
         if not as_json:
@@ -238,6 +243,15 @@ def open_served(options: EngineOptions, pages: int | None = None, max_batch_toke
     engine = hw.Engine(path, **options.given(), pages=pages, max_batch_tokens=max_batch_tokens, progress=LoadingLog())
     _ = engine.chat_template, engine.generation_defaults
     return engine
+
+
+def served_drafter(name: str, options: EngineOptions) -> Drafter:
+    """What drafts for every request; a draft model stays loaded as long as the server runs."""
+    import headway as hw
+
+    if (own := named_drafter(name)) is not None:
+        return own
+    return hw.DraftModel(open_served(replace(options, model=name, quantize=None, memory_fraction=None)))
 
 
 class LoadingLog:

@@ -338,6 +338,7 @@ class Context:
         logits: LogitsHook | None = None,
         adapter: AdapterArgument | None = None,
         speculate: Drafter | None = None,
+        verify: Literal["match", "rejection"] = "match",
         **unknown: object,
     ) -> Generation[Any] | Generations[Any]:
         """Many passes: an async iterator of steps; `await gen.text()` collects. Adds the cue after a chat verb.
@@ -413,6 +414,7 @@ class Context:
                 adapter=mix,
                 prepare=prepare,
                 logits=logits,
+                verify=verify,
             )
             return start(self, parameters, several=num_beams is not None or num_return_sequences is not None)
 

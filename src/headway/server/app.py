@@ -14,6 +14,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.middleware import Middleware
 
+from headway.base.samplers import Argmax
 from headway.server import index, logs, openai, pooling
 from headway.server.errors import install_handlers
 from headway.server.metrics import CONTENT_TYPE
@@ -26,6 +27,7 @@ from headway.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
+    from headway.program.generation.speculation.drafter import Drafter
 
 POLL_SECONDS = 0.2  # between checks that the engine's worker is alive
 
@@ -36,15 +38,16 @@ def create_app(
     *,
     routers: Sequence[APIRouter] = (),
     pooling_models: PoolingModels | None = None,
+    open_drafter: Callable[[], Drafter] | None = None,
     on_engine_end: Callable[[], None] = lambda: None,
 ) -> FastAPI:
     """An ASGI application that serves one engine.
 
     `open_engine` is called in a thread when the application starts; until it returns, /health responds 503. The engine
     is closed when the application ends. `pooling_models`, for embeddings, scores and labels, are opened and closed with
-    it. `routers` are additional routes, inside the same middleware. `on_engine_end` is called when a model could not be
-    loaded (`serving.failure`) or the engine's worker died. Clients must use a Host that `AllowedHosts` allows, such as
-    127.0.0.1.
+    it. `open_drafter` opens what drafts tokens for every request. `routers` are additional routes, inside the same
+    middleware. `on_engine_end` is called when a model could not be loaded (`serving.failure`) or the engine's worker
+    died. Clients must use a Host that `AllowedHosts` allows, such as 127.0.0.1.
     """
     serving, extra_models = Serving(settings), pooling_models or PoolingModels()
 
@@ -53,6 +56,10 @@ def create_app(
         engine = open_engine()
         try:
             serving.adapters.open(engine)
+            if open_drafter is not None:
+                serving.drafter = open_drafter()
+                with engine.context() as context:  # raises if it cannot draft for this model
+                    context.fill([0]).generate(Argmax(), speculate=serving.drafter)
         except BaseException:
             engine.close()
             raise

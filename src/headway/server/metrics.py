@@ -35,6 +35,8 @@ VLLM_NAMES = {
     "headway_request_generated_tokens": "vllm:request_generation_tokens",
     "headway_pages_used_ratio": "vllm:kv_cache_usage_perc",
     "headway_preemptions": "vllm:num_preemptions",
+    "headway_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "headway_accepted_draft_tokens": "vllm:spec_decode_num_accepted_tokens",
     "headway_prefix_cache_query_tokens": "vllm:prefix_cache_queries",
     "headway_prefix_cache_hit_tokens": "vllm:prefix_cache_hits",
 }
@@ -115,6 +117,8 @@ class Metrics:
         yield self._total("headway_passes", "Finished passes", stats.passes)
         yield self._total("headway_computed_tokens", "Computed tokens", stats.tokens)
         yield self._total("headway_cache_hit_pages", "Pages taken from the prefix cache", stats.cache_hits)
+        yield self._total("headway_draft_tokens", "Draft tokens that were verified", stats.drafted)
+        yield self._total("headway_accepted_draft_tokens", "Draft tokens that were kept", stats.accepted)
         yield self._total("headway_preemptions", "Contexts preempted for lack of pages", stats.preemptions)
 
     def _name(self, name: str) -> str:

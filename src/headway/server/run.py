@@ -33,6 +33,7 @@ from headway.server.settings import EVERYWHERE, ServerSettings
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
+    from headway.program.generation.speculation.drafter import Drafter
 
 DEAD_SECONDS = 1.5  # for monitors to see that the engine is dead, and for responses to be sent
 POLL_SECONDS = 0.05
@@ -46,17 +47,24 @@ def serve(
     routers: Sequence[APIRouter] = (),
     on_listening: Callable[[str], None] = lambda url: None,
     pooling_models: PoolingModels | None = None,
+    *,
+    open_drafter: Callable[[], Drafter] | None = None,
 ) -> int:
     """Serve until stopped; returns the exit code. `routers` are additional routes.
 
     `on_listening` is called with the server's URL before the model is loaded. `pooling_models` are served
-    along with the engine's model.
+    along with the engine's model. `open_drafter` opens what drafts tokens for every request.
     """
     check_exposure(settings)
     logs.set_up(as_json=settings.log_json)
     shutdown = _Shutdown()
     app = create_app(
-        settings, open_engine, routers=routers, pooling_models=pooling_models, on_engine_end=shutdown.engine_ended
+        settings,
+        open_engine,
+        routers=routers,
+        pooling_models=pooling_models,
+        open_drafter=open_drafter,
+        on_engine_end=shutdown.engine_ended,
     )
     serving: Serving = app.state.serving
     try:

@@ -28,6 +28,7 @@ from headway.server.threads import WorkerThreads
 if TYPE_CHECKING:
     from headway.program.engine import Engine, EngineStats
     from headway.program.events import EventStream
+    from headway.program.generation.speculation.drafter import Drafter
 
 MINUTE = 60.0
 READERS = WRITERS = 2  # threads; more would only contend for the GIL with each other and the event loop
@@ -50,6 +51,7 @@ class Serving:
         self.adapters = ServedAdapters(settings)
         self.metrics = Metrics(settings.metrics_style, self.model_name, self._stats)
         self.readers, self.writers = WorkerThreads("read", READERS), WorkerThreads("write", WRITERS)
+        self.drafter: Drafter | None = None  # of every request
         self._engine: Engine | None = None
         self._events: EventStream | None = None
         self._seconds: deque[float] = deque(maxlen=STEPS)

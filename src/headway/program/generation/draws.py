@@ -101,10 +101,12 @@ class Drawing:
         row: int | None = None,
         fed: bool = False,
         drafts: Sequence[int] = (),
+        tree: bool = False,
     ) -> tuple[SampleHandle, ProbeHandles]:
         """The draw and the probe at a row that comes after these generated tokens, and one more if it is `fed`.
 
-        Without a row it is the last one, and the only one that is read. `drafts` are those that come before it.
+        Without a row it is the last one, and the only one that is read. `drafts` are those that come before it; in a
+        `tree` they are not all rows before it.
         """
         rows, row = (None, -1) if row is None else ([row], row)
         if allowed is not None:
@@ -119,6 +121,8 @@ class Drawing:
                 forward.mask(forbid=forbidden, rows=rows)
         counted = generated if sampler.penalizes else None
         history = None if self.penalize_prompt else counted
+        if tree and self.penalize_prompt and counted is not None:
+            history = (*forward._context.tokens, *drafts)
         handle = forward.sample([row], sampler, history=history, generated=counted)
         return handle, add_probes(forward, self.probe, row)
 

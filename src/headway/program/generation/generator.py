@@ -19,7 +19,7 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, Self
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self
 
 from headway.base.errors import (
     Closed,
@@ -81,13 +81,14 @@ class Generation(Generic[Value_co]):
         attention_mask: Mask | None = None,
         adapter: AdapterArgument | None = None,
         speculate: Drafter | None = None,
+        verify: Literal["match", "rejection"] = "match",
         penalize_prompt: bool = True,
         words: WordBias | None = None,
         prepare: PrepareHook | None = None,
         logits: LogitsHook | None = None,
     ) -> None:
         if speculate is not None:
-            check_drafter(speculate)
+            check_drafter(speculate, verify)
         self._most = _count(max_tokens)
         (least,) = integers([min_tokens], "min_tokens")
         if not 0 <= least <= self._most:
@@ -114,7 +115,7 @@ class Generation(Generic[Value_co]):
         self._transcript = Transcript(context.engine, strings, None if isinstance(constrain, Grammar) else constrain)
         self._seen: object = None  # the context as the last step left it; None before the first
         self._ahead = Lookahead(context, self._transcript, self._end_ids)
-        self._speculation = None if speculate is None else Speculation(speculate, context, self._drawing)
+        self._speculation = None if speculate is None else Speculation(speculate, context, self._drawing, verify)
         self.finish: str | None = None
         context._generations.add(self)
 
@@ -494,7 +495,7 @@ class Generation(Generic[Value_co]):
         if not len(draft):
             return None
         try:
-            round = Round(self._context, self._drawing, self._transcript, draft)
+            round = Round(self._context, self._drawing, self._transcript, draft, rejects=speculation.rejects)
             if not len(round):
                 return None
             out = await round.execute()
@@ -520,10 +521,8 @@ class Generation(Generic[Value_co]):
                     if self._transcript.stopped:
                         break
             finally:
-                if len(added) > round.accepted:
-                    self._context.fill(added[-1:])
-                else:
-                    self._context.truncate(round.accepted - len(added))
+                self._context.truncate(max(0, round.computed - len(added)))
+                self._context.fill(added[round.computed :])
                 self._seen = self._marked()
                 assert self._speculation is not None
                 self._speculation.add(added, guessed=False)

@@ -64,6 +64,7 @@ class Options(TypedDict, total=False):
     logits: LogitsHook | None
     adapter: AdapterArgument | None
     speculate: Drafter | None
+    verify: Literal["match", "rejection"]
 
 
 class OneSequence(Options, total=False):
@@ -107,6 +108,7 @@ class Parameters:
     attention_mask: Mask | None
     penalize_prompt: bool
     speculate: Drafter | None
+    verify: Literal["match", "rejection"] = "match"
     prepare: PrepareHook | None = None
     logits: LogitsHook | None = None
     adapter: AdapterMix | None = None
@@ -135,8 +137,7 @@ def settle(
     End tokens that the file names, besides the model's `eos_ids`, become stops.
     """
     check_constraint(constrain)
-    if others.get("speculate") is not None:
-        check_drafter(others["speculate"])
+    check_drafter(others["speculate"], others["verify"])
     _check_pair("max_tokens", given.max_new_tokens, "max_length", given.max_length)
     _check_pair("min_tokens", given.min_new_tokens, "min_length", given.min_length)
     base = file() if sampler is None else GenerationDefaults()

@@ -254,7 +254,7 @@ def derived_seed(seed: int, number: int) -> int:
 def _single(context: Context, parameters: Parameters) -> Generation:
     """One sequence, in this context."""
     names = ("max_tokens", "min_tokens", "stop", "stop_only", "constrain", "probe", "attention_mask", "penalize_prompt")
-    names += ("speculate", "adapter", "words", "prepare", "logits")
+    names += ("speculate", "verify", "adapter", "words", "prepare", "logits")
     options: dict[str, Any] = {name: getattr(parameters, name) for name in names}
     if parameters.no_repeat_ngram_size == 0:
         return Generation(context, parameters.sampler, **options)

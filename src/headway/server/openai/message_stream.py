@@ -142,6 +142,7 @@ class MessageStream:
             left,
             free=item is None or is_format,
             wrap=self._format_or_call if is_format and self._may_call else None,
+            drafts=not (self._policy.strict or self._policy.one_call),  # what ends an item must end a step
         )
         before_text = self._context.text_before
         self._reader.begin(before_text)

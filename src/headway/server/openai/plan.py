@@ -27,6 +27,7 @@ from headway.program.context import Context
 from headway.program.engine import Engine
 from headway.program.generation.generator import Generation
 from headway.program.generation.sequences import derived_seed
+from headway.program.generation.speculation.drafter import Drafter
 from headway.program.sync import SamplingParams
 from headway.server.adapters import ServedAdapter
 from headway.server.errors import bad_request
@@ -67,6 +68,7 @@ class RequestPlan:
     show_stop: bool = False  # the stop string is in the text
     no_repeat_ngram_size: int | None = None
     adapters: tuple[tuple[Adapter, float], ...] = ()  # what the prompt and all choices are computed under
+    drafter: Drafter | None = None
     constraints: dict[Grammar, Any] = field(default_factory=dict)  # compiled grammars, in their initial state
     grammar_budget: GrammarBudget = field(default_factory=GrammarBudget)  # of all of them, in all choices
 
@@ -100,10 +102,11 @@ class RequestPlan:
         *,
         free: bool = True,
         wrap: Callable[[Constraint], Constraint] | None = None,
+        drafts: bool = True,
     ) -> Generation:
         """The generation of the choice with this number. One that is not `free` ends only by its grammar.
 
-        `wrap` makes a constraint from that of the grammar.
+        `wrap` makes a constraint from that of the grammar. Without `drafts` every step has one token of text.
         """
         assert self.sampler.seed is not None
         return context.generate(
@@ -119,6 +122,7 @@ class RequestPlan:
             sequence_bias=self.engine.generation_defaults.sequence_bias,
             penalize_prompt=False,
             adapter=self.adapters,
+            speculate=self.drafter if drafts else None,
         )
 
     def _constraint(
@@ -176,6 +180,7 @@ async def plan_request(
         no_repeat_ngram_size=engine.generation_defaults.no_repeat_ngram_size,
         adapters=() if adapter is None else ((adapter.adapter, adapter.scale),),
         grammar_budget=GrammarBudget(settings.max_grammar_seconds),
+        drafter=serving.drafter,
     )
     if grammar is not None:
         await plan.prepare([grammar], "response_format" if body.structured_outputs is None else "structured_outputs")

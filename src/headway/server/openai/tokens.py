@@ -43,9 +43,8 @@ class TokenStream:
 
     def push(self, step: Step, kept: int) -> list[ScoredToken]:
         """The tokens whose text becomes final with a step; `kept` is how many tokens remain if it is the last."""
-        ranked = step.probes[0] if step.probes else None
-        for token in step.tokens:
-            self._add(token, ranked)
+        for number, token in enumerate(step.tokens):
+            self._add(token, step.probes[number] if step.probes else None)
         self._final += len(step.text)
         if step.finish is not None:
             ready = self._held[: max(0, kept - self._emitted)]

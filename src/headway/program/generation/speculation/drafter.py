@@ -16,6 +16,7 @@ from headway.base.errors import HeadwayError, InvalidInput, Unsupported, WrongTy
 from headway.base.text import short_repr
 from headway.program.ids import integers
 
+VERIFY = ("match", "rejection")
 MAX_DRAFT = 64  # tokens of one draft at most
 
 
@@ -100,8 +101,14 @@ class TokenView(Sequence[int]):
         return f"<{len(self)} tokens>"
 
 
-def check_drafter(drafter: object) -> None:
-    """Raise unless `generate` can speculate with it."""
+def check_drafter(drafter: object, verify: object) -> None:
+    """Raise unless `generate` can speculate with it, and verify like that."""
+    if not isinstance(verify, str) or verify not in VERIFY:
+        raise InvalidInput(f"verify is {short_repr(verify)}; it must be {' or '.join(map(repr, VERIFY))}")
+    if drafter is None:
+        if verify != VERIFY[0]:
+            raise InvalidInput(f"verify={verify!r} has no effect without drafts; give speculate too")
+        return
     if isinstance(drafter, type) or not isinstance(drafter, Drafter):
         raise WrongType(
             f"speculate is {short_repr(drafter)}; give PromptLookup(), DraftModel(engine), OwnLayers(n), or an object "

@@ -7,22 +7,28 @@
 A draw depends on its seed, its position and the tokens before it, all of which are those that decoding would have: a
 draft that equals the draw changes nothing, and after one that does not, nothing is used. Drafts are cut off in the
 moment in which the pass succeeds, under the engine's lock, so that nobody ever sees one that was not kept.
+
+The drafts of a tree are rows of the same pass: each attends to the sequence and its own ancestors, at the position of
+its depth. The slots of the path that was kept then move to where decoding would have put them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headway.base.errors import HeadwayError
 from headway.base.masks import logit_mask
+from headway.kv.moves import Compaction, keep_slots
 from headway.kv.table import PageTable
 from headway.program.constraints.constraint import Constraint
 from headway.program.generation.draws import Drawing
 from headway.program.generation.speculation.drafter import Draft
+from headway.program.generation.speculation.rejection import Rejection
 from headway.program.generation.steps import ProbeHandles, probed
 from headway.program.generation.transcript import Transcript
 from headway.program.output import Output, SampleHandle
@@ -37,8 +43,9 @@ class Site:
     """A row where a token may be drawn: the one before the drafts, or a draft. `path` are the drafts up to it."""
 
     path: tuple[int, ...] = ()
-    parent: int = -1  # a site
+    above: tuple[int, ...] = ()  # the sites of the path
     children: dict[int, int] = field(default_factory=dict)  # draft → site
+    chance: np.ndarray | None = None  # the distribution that the draft was drawn from [V]
     allowed: np.ndarray | None = None  # what the constraint allows after it [V]
     draws: bool = True  # otherwise something else than a draw decides what follows
     token: SampleHandle | None = None
@@ -48,22 +55,24 @@ class Site:
 class Round:
     """The drafts of one pass that the constraint allows, and what became of them."""
 
-    def __init__(self, context: Context, drawing: Drawing, transcript: Transcript, draft: Draft) -> None:
-        self._drawing, self._transcript = drawing, transcript
-        self._vocab = context.engine.vocab_size
-        self._counters = context.engine._loop.counters
-        self._sites = [Site()]
-        children: dict[int, list[int]] = {}
-        parents = range(-1, len(draft) - 1) if draft.parents is None else draft.parents
-        for i, parent in enumerate(parents):
-            children.setdefault(parent, []).append(i)
-        self._visit(self._sites[0], -1, draft, children)
-        self._forward = self._build(context) if len(self) else None
-        self._pages = len(context._table.pages)
+    def __init__(
+        self, context: Context, drawing: Drawing, transcript: Transcript, draft: Draft, *, rejects: bool = False
+    ) -> None:
+        self._drawing, self._transcript, self._engine = drawing, transcript, context.engine
         self._table: PageTable = context._table
-        self._kept: list[Site] = []  # drafts that were drawn
+        self._pages = len(self._table.pages)
+        self._sites = [Site()]
+        self._kept: list[int] = []  # the sites of drafts that were drawn
         self._error: Exception | None = None
+        self._rejection: Rejection | None = None
         self.tokens: list[int] = []  # what the round adds
+        self.computed = 0  # the first of them that have their slots
+        draft = draft if draft.is_line or self._takes_trees() else _first_line(draft)
+        self._visit(0, -1, draft, _children(draft))
+        self._first = self._table.length + len(context._pending)  # the slot of the first draft
+        if rejects and drawing.sampler.temperature > 0:
+            self._rejection = Rejection(drawing, context.tokens, context.next_position - 1)
+        self._forward = self._build(context) if len(self) else None
 
     def __len__(self) -> int:
         """How many drafts the pass has."""
@@ -76,24 +85,32 @@ class Round:
 
     # -- before the pass -------------------------------------------------------------------------------------------
 
-    def _visit(self, site: Site, at: int, draft: Draft, children: Mapping[int, list[int]]) -> None:
+    def _takes_trees(self) -> bool:
+        """Whether a draft may stand in another slot than decoding would put it in. Else the first line is drafted."""
+        table = self._table
+        reserved = table.working > -(-table.working_tokens // table.page_size)
+        plain = self._drawing.attention is None and not table.has_discards and not reserved
+        return plain and not self._engine.deterministic
+
+    def _visit(self, at: int, node: int, draft: Draft, children: Mapping[int, list[int]]) -> None:
         """Add the drafts that may follow a site, depth first, with the constraint a token further for each."""
-        constraint = self._transcript.constraint
+        constraint, site = self._transcript.constraint, self._sites[at]
         if constraint is not None and (bits := constraint.mask()) is not None:
-            site.allowed = logit_mask(self._vocab, bits)
-        for i in children.get(at, ()):
+            site.allowed = logit_mask(self._engine.vocab_size, bits)
+        for i in children.get(node, ()):
             token = draft.tokens[i]
             if token in self._drawing.end_ids or (site.allowed is not None and not site.allowed[token]):
                 continue  # it ends the text, or cannot come
             if constraint is not None and not _accepts(constraint, token):
                 continue
-            child = Site((*site.path, token), self._sites.index(site))
-            site.children[token] = len(self._sites)
+            number = site.children[token] = len(self._sites)
+            chance = None if draft.probabilities is None else draft.probabilities[i]
+            child = Site((*site.path, token), (*site.above, number), chance=chance)
             self._sites.append(child)
             try:
                 child.draws = self._continues()
                 if child.draws:
-                    self._visit(child, i, draft, children)
+                    self._visit(number, i, draft, children)
             except HeadwayError:  # whoever gets there gets the error
                 child.draws = False
             finally:
@@ -105,17 +122,31 @@ class Round:
         transcript = self._transcript
         return transcript.constraint is None or not (transcript.finished or transcript.forced())
 
+    @property
+    def _is_line(self) -> bool:
+        return all(len(site.above) == number for number, site in enumerate(self._sites))
+
     def _build(self, context: Context) -> Forward:
-        drawing, generated = self._drawing, self._transcript.generated
-        forward = context.forward().defer_commit().input([site.path[-1] for site in self._sites[1:]])
-        forward._under(drawing.adapter)
+        drawing, generated, tree = self._drawing, self._transcript.generated, not self._is_line
+        forward = context.forward()._under(drawing.adapter).defer_commit()
+        tokens = [site.path[-1] for site in self._sites[1:]]
+        if not tree:
+            forward.input(tokens)
+        else:
+            first = context.next_position
+            forward.input_at(tokens, [first + len(site.path) - 1 for site in self._sites[1:]])
+            forward.attention_mask(_tree_rows([site.above for site in self._sites[1:]], self._first))
         if drawing.attention is not None:
             forward.attention_mask(drawing.attention)
         for i, site in enumerate(self._sites):
-            if site.draws:
-                row = i - len(self._sites)  # counted from the end: the first one is just before the drafts
-                after = [*generated, *site.path]
-                site.token, site.probe = drawing.read(forward, after, site.allowed, row=row, drafts=site.path)
+            if not site.draws:
+                continue
+            row = i - len(self._sites)  # counted from the end: the first one is just before the drafts
+            how: dict[str, Any] = {"row": row, "drafts": site.path}
+            after = [*generated, *site.path]
+            site.token, site.probe = drawing.read(forward, after, site.allowed, **how, tree=tree)
+            if self._rejection is not None and site.children:
+                self._rejection.read(forward, i, after, site.allowed, **how)
         return forward
 
     def execute(self) -> Execution[Output]:
@@ -129,28 +160,43 @@ class Round:
     def _settle(self, values: Mapping[int, object]) -> None:
         """Keep the drafts that were drawn, and cut the others off. On the worker's thread, so it must not raise."""
         try:
-            site = self._sites[0]
-            while site.token is not None:
-                token = values[site.token.first]
+            at = 0
+            while (handle := self._sites[at].token) is not None:
+                site = self._sites[at]
+                token = values[handle.first]
+                if self._rejection is not None and site.children:
+                    drafts = [(draft, self._sites[child].chance) for draft, child in site.children.items()]
+                    token = self._rejection.choose(values, at, len(site.path), drafts)
                 assert isinstance(token, int)
                 self.tokens.append(token)
                 if token not in site.children:
                     break
-                site = self._sites[site.children[token]]
-                self._kept.append(site)
-            self._cut(self._table, len(self) - len(self._kept))
-            self._counters.drafted += len(self)
-            self._counters.accepted += len(self._kept)
+                at = site.children[token]
+                self._kept.append(at)
+        except Exception as error:
+            self._error, self._kept, self.tokens = error, [], []
+        try:
+            self._keep_slots(self._table)
         except Exception as error:
             self._error = error
+        self._engine._loop.counters.drafted += len(self)
+        self._engine._loop.counters.accepted += self.accepted
 
-    def _cut(self, table: PageTable, surplus: int) -> None:
-        """Drop the last tokens of the pass and the pages only they needed; the full pages before are committed."""
-        if surplus:
-            table.truncate_working(surplus)
-            needed = max(self._pages, -(-table.length // table.page_size))
-            if needed < len(table.pages):
-                table.release(len(table.pages) - needed)
+    def _keep_slots(self, table: PageTable) -> None:
+        """Drop the slots of other drafts, and the pages that only they needed; the full pages before are committed."""
+        in_place = next((i for i, site in enumerate(self._kept) if site != i + 1), len(self._kept))
+        slots = [self._first + site - 1 for site in self._kept]
+        plan = Compaction.of(table, slots, self._first) if in_place < len(slots) else None
+        if plan is not None and plan.needed <= table.allocator.available:
+            keep_slots(table, plan, exact=False)
+            self.computed = len(slots)
+        else:  # without pages to copy to, the others are computed again
+            self.computed = in_place
+            if surplus := len(self) - in_place:
+                table.truncate_working(surplus)
+        needed = max(self._pages, -(-table.length // table.page_size))
+        if needed < len(table.pages):
+            table.release(len(table.pages) - needed)
         table.commit_up_to(table.length // table.page_size)
 
     # -- after it --------------------------------------------------------------------------------------------------
@@ -159,8 +205,37 @@ class Round:
         """What the probe has read for each token that the round adds."""
         if self._error is not None:
             raise self._error
-        sites = [self._sites[0], *self._kept]
-        return [probed(out, site.probe) for site in sites[: len(self.tokens)]]
+        return [probed(out, self._sites[at].probe) for at in (0, *self._kept)][: len(self.tokens)]
+
+
+def _children(draft: Draft) -> dict[int, list[int]]:
+    """The drafts that follow each draft, and -1."""
+    children: dict[int, list[int]] = {}
+    parents = range(-1, len(draft) - 1) if draft.parents is None else draft.parents
+    for i, parent in enumerate(parents):
+        children.setdefault(parent, []).append(i)
+    return children
+
+
+def _first_line(draft: Draft) -> Draft:
+    """The first draft, the first one after it, and so on."""
+    children, line, at = _children(draft), list[int](), -1
+    while at in children:
+        at = children[at][0]
+        line.append(at)
+    chances = None if draft.probabilities is None else [draft.probabilities[i] for i in line]
+    return Draft([draft.tokens[i] for i in line], None, chances, draft.kind, draft.chance)
+
+
+def _tree_rows(above: Sequence[tuple[int, ...]], first: int) -> list[list[int]]:
+    """What each draft attends to, as runs: all slots before the first draft, and the drafts that lead to it."""
+    rows = []
+    for i, path in enumerate(above):
+        seen = [0 if site in path else 1 for site in range(1, i + 2)]  # 0 = attend
+        runs = [len(list(group)) for _, group in groupby([0, *seen])]
+        runs[0] += first - 1
+        rows.append(runs)
+    return rows
 
 
 def _accepts(constraint: Constraint, token: int) -> bool:

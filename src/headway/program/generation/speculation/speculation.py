@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from inspect import isawaitable, iscoroutinefunction
 from typing import TYPE_CHECKING, Any
 
-from headway.base.errors import HeadwayError
+from headway.base.errors import HeadwayError, Unsupported
+from headway.base.probes import Ranking
 from headway.program.generation.draws import Drawing
 from headway.program.generation.speculation.drafter import (
     MAX_DRAFT,
@@ -54,8 +55,14 @@ class SpeculationStats:
 class Speculation:
     """Drafts for one generation."""
 
-    def __init__(self, given: Any, context: Context, drawing: Drawing, pace: Pace | None = None) -> None:
+    def __init__(
+        self, given: Any, context: Context, drawing: Drawing, verify: str = "match", pace: Pace | None = None
+    ) -> None:
         self._given, self._context, self._drawing = given, context, drawing
+        self._verify, self.rejects = verify, verify == "rejection"
+        probes = drawing.probe if isinstance(drawing.probe, tuple) else (drawing.probe,)
+        if self.rejects and any(isinstance(probe, Ranking) for probe in probes):
+            raise Unsupported("Ranking reads what was drawn at a row, and verify='rejection' may keep another token")
         self._drafter = self._started()
         self._adaptive = bool(getattr(given, "adaptive", True))
         self._pace = Pace(context.engine._loop.step_costs) if pace is None else pace
@@ -74,20 +81,20 @@ class Speculation:
     def fork(self, context: Context) -> Speculation:
         """The same for a fork of the sequence; what was measured comes along."""
         copied_drafter(self._given)  # raises if it cannot be
-        return Speculation(self._given, context, self._drawing, self._pace.copy())
+        return Speculation(self._given, context, self._drawing, self._verify, self._pace.copy())
 
     def _started(self) -> Any:
         """A drafter for this sequence."""
         drafter = self._given.copy() if hasattr(self._given, "copy") else self._given
         if hasattr(drafter, "bind"):  # those of ours that draw
-            drafter.bind(self._context, self._drawing, rejects=False)
+            drafter.bind(self._context, self._drawing, rejects=self.rejects)
         return drafter
 
     def redraw(self, drawing: Drawing) -> None:
         """Tokens are drawn with another seed from now on."""
         self._drawing, self._stale = drawing, True
         if hasattr(self._drafter, "bind"):
-            self._drafter.bind(self._context, drawing, rejects=False)
+            self._drafter.bind(self._context, drawing, rejects=self.rejects)
 
     def rest(self) -> None:
         """The generation has ended: keep no pages for what may never come."""
