@@ -120,6 +120,63 @@ def test_an_example_is_short_and_can_be_started(file: Path) -> None:
     assert 'if __name__ == "__main__":' in text
 
 
+async def contrasted(engine: hw.Engine, module: ModuleType, tokens: int) -> list[int]:
+    """Contrastive search by its definition: each candidate in a context of its own, all of it computed again."""
+    found: list[int] = []
+    ids = engine.tokenizer.encode(module.PROMPT)
+
+    async def read(extra: list[int]) -> tuple[list[np.ndarray], np.ndarray]:
+        async with engine.context() as ctx:
+            fwd = ctx.forward().input([*ids, *found, *extra])
+            rows = [fwd.probe(i, hw.Hidden(engine.config.layers)) for i in range(len(ids) + len(found) + len(extra))]
+            last = fwd.probe(-1, hw.Logits())
+            out = await fwd.execute()
+            return [out.hidden(row) for row in rows], out.logits(last)
+
+    for _ in range(tokens):
+        past, logits = await read([])
+        probs = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+        scores = {}
+        for token in np.argsort(-probs)[: module.K].tolist():
+            (*_, own), _ = await read([token])
+            scores[token] = (1 - module.ALPHA) * probs[token] - module.ALPHA * max(
+                float(own @ old / np.linalg.norm(own) / np.linalg.norm(old)) for old in past
+            )
+        found.append(max(scores, key=scores.__getitem__))
+    return found
+
+
+def test_contrastive_search_is_what_it_is_by_definition(run: Any, floats: hw.Engine) -> None:
+    repeats, _ = run("contrastive_search")
+    assert repeats["contrastive"] == 0
+    module = load("contrastive_search")
+    found = floats.run(module.contrastive, module.PROMPT, module.K, module.ALPHA, 6)
+    assert found == floats.run(contrasted, module, 6)
+
+
+def test_dola_subtracts_the_early_layer_that_differs_most(run: Any, floats: hw.Engine) -> None:
+    (tokens, _), printed = run("dola")
+    assert "Africa" in printed
+    module = load("dola")
+
+    async def first(engine: hw.Engine) -> tuple[int, int]:
+        layers = [*range(2, engine.config.layers // 2, 2)]
+        async with engine.context().fill(module.PROMPT) as ctx:
+            fwd = ctx.forward()
+            last, lens = fwd.probe(-1, hw.Distribution()), fwd.probe(-1, hw.LogitLens(layers, 0))
+            out = await fwd.execute()
+        final, *early = ([*zip(*sorted(zip(*pair)))][1] for pair in (out.distribution(last), *out.lens(lens)))
+        mixed = [(np.array(final) + one) / 2 for one in early]
+        apart = [np.sum(final * np.log(final / m)) + np.sum(one * np.log(one / m)) for one, m in zip(early, mixed)]
+        best = int(np.argmax(apart))
+        scores = np.where(np.array(final) >= 0.1 * max(final), np.log(final) - np.log(early[best]), -np.inf)
+        return int(np.argmax(scores)), layers[best]
+
+    (ours, *_), (layer, *_) = floats.run(module.program)
+    assert (ours, layer) == floats.run(first)
+    assert ours == tokens[0]
+
+
 def test_hello(run: Any) -> None:
     run("hello")
 

@@ -278,6 +278,43 @@ def test_a_generation_under_biases_equals_one_by_hand(engine: hw.Engine) -> None
     assert found != plain
 
 
+def test_sequences_count_drafts_before_a_row(engine: hw.Engine) -> None:
+    """The same tokens with and without speculation, drafts on a line that are often right."""
+    words = [[a, b] for a in range(V) for b in range(a % 2, V, 2)]
+
+    async def tokens(engine: hw.Engine, speculate: Any) -> list[int]:
+        async with engine.context() as ctx:
+            ctx.fill([5, 6, 7, 8] * 4)
+            how = hw.Sampling(temperature=0.7, seed=3)
+            options: dict[str, Any] = {"bad_words_ids": words, "sequence_bias": {(7,): 3.0, (7, 8): 3.0, (8, 5): 3.0}}
+            gen = ctx.generate(how, max_tokens=30, stop_only=True, speculate=speculate, **options)
+            found = await gen.tokens()
+            assert speculate is None or (gen.speculation is not None and gen.speculation.accepted > 5)
+            return found
+
+    plain = engine.run(tokens, None)
+    assert engine.run(tokens, Replay([5, 6, 7, 8] * 4, plain)) == plain
+    with pytest.raises(hw.Unsupported, match="speculate"), engine.context() as ctx:
+        ctx.fill([1]).generate(speculate=hw.PromptLookup(), logits=lambda logits, gen: None)
+
+
+class Replay:
+    """Drafts what comes, wrong every third time."""
+
+    adaptive = False
+
+    def __init__(self, prompt: list[int], tokens: list[int]) -> None:
+        self._all, self._prompt, self._at = tokens, len(prompt), 0
+
+    def draft(self, tokens: Any, limit: int) -> list[int]:
+        done = len(tokens) - self._prompt
+        found = self._all[done : done + min(limit, 4)]
+        return [token if (done + i) % 3 else (token + 1) % V for i, token in enumerate(found)]
+
+    def accept(self, *_: Any) -> None:
+        pass
+
+
 def test_bad_sequences_are_refused(engine: hw.Engine) -> None:
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"bad_words_ids": [[]]}, hw.InvalidInput, r"bad_words_ids\[0\] is empty"),

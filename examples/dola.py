@@ -1,0 +1,67 @@
+"""DoLa (Chuang et al., 2024): what the last layer knows and an early layer does not, by two hooks of a generation.
+
+Before every pass one hook adds a logit lens at the early layers; before every draw another subtracts the early layer
+that differs most from the last one. The rest (filters, seeds, stops, the batch) is the generation's own.
+"""
+
+import numpy as np
+
+import headway as hw
+from headway import Argmax, LogitLens
+
+PROMPT = "On which continent is Egypt? Egypt is in"
+RELATIVE_TOP = 0.1  # of the likeliest token's probability: less likely ones are out
+
+
+class Dola:
+    """The hooks, and which layer was chosen for each token."""
+
+    def __init__(self, layers: list[int]) -> None:
+        self.layers, self.chosen = layers, []
+
+    def prepare(self, prepared: hw.Prepared) -> None:
+        self.forward = prepared.forward
+        self.lens = prepared.forward.probe(-1, LogitLens(self.layers, 0))
+
+    def logits(self, logits: np.ndarray, gen: hw.Generation) -> np.ndarray:
+        final = log_softmax(logits)
+        early = [scattered(ids, probs) for ids, probs in self.forward.output.lens(self.lens)]
+        distances = [divergence(np.exp(final), np.exp(one)) for one in early]
+        best = int(np.argmax(distances))
+        self.chosen.append(self.layers[best])
+        return np.where(final >= final.max() + np.log(RELATIVE_TOP), final - early[best], -np.inf)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    wide = logits.astype(np.float64) - logits.max()
+    return wide - np.log(np.exp(wide).sum())
+
+
+def scattered(ids: np.ndarray, probs: np.ndarray) -> np.ndarray:
+    """Log-probabilities in the order of token ids."""
+    found = np.empty(len(ids))
+    found[ids] = np.log(np.maximum(probs.astype(np.float64), 1e-30))
+    return found
+
+
+def divergence(p: np.ndarray, q: np.ndarray) -> float:
+    """Jensen–Shannon."""
+    m = (p + q) / 2
+    return float(sum((a * np.log(np.maximum(a, 1e-30) / m)).sum() for a in (p, q)) / 2)
+
+
+async def program(engine: hw.Engine) -> tuple[list[int], list[int]]:
+    dola = Dola([*range(2, engine.config.layers // 2, 2)])
+    async with engine.context() as ctx:
+        plain = await ctx.fill(PROMPT).generate(Argmax(), max_tokens=8).text()
+    async with engine.context() as ctx:
+        gen = ctx.fill(PROMPT).generate(Argmax(), max_tokens=8, prepare=dola.prepare, logits=dola.logits)
+        text = await gen.text()
+    print(f"greedy: {plain!r}")
+    print(f"DoLa:   {text!r}")
+    print("contrasted with layers", sorted(set(dola.chosen)))
+    return list(gen.generated), dola.chosen
+
+
+if __name__ == "__main__":
+    hw.Engine("smollm2").run(program)
