@@ -168,7 +168,7 @@ def test_the_tokens_are_those_without_drafts(engine: hw.Engine, sampler: hw.Samp
         {"max_tokens": 1},
         {"max_tokens": 2},
     ],
-    ids=lambda options: " ".join(options),
+    ids=" ".join,
 )
 @pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
 def test_so_under_everything_that_binds_a_token(engine: hw.Engine, options: dict[str, Any], seeded: bool) -> None:
