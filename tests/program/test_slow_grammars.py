@@ -233,11 +233,13 @@ def test_grammars_of_a_slow_batch_are_measured_one_by_one(words: hw.Engine, monk
     advance()
     assert all(grammar.is_slow and grammar.mask_matcher is None for grammar in grammars)
     monkeypatch.undo()
-    for _ in range(6):
+    count = 1
+    while count < 200 and any(grammar.is_slow for grammar in grammars):  # later on a busy machine
         advance()
-    assert not any(grammar.is_slow for grammar in grammars)
+        count += 1
+    assert count < 200
     alone = matcher(words, PLAIN)
-    for _ in range(7):
+    for _ in range(count):
         alone.accept(words.tokenizer.encode("a")[0])
     assert (alone.mask() == grammars[0].mask()).all()
 
