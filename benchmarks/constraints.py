@@ -34,7 +34,7 @@ import headway as hw
 from headway.base.machine import read_machine
 from headway.program.constraints import async_mask
 from headway.program.constraints.async_mask import GrammarMask
-from headway.program.constraints.batch import accept_all, masks_of
+from headway.program.constraints.batched_masks import accept_all, masks_of
 from headway.program.constraints.constraint import GrammarMatcher, compile
 from headway.program.constraints.grammar import Grammar
 from headway.text import Tokenizer

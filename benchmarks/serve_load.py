@@ -36,7 +36,7 @@ import h11
 
 from headway.base.machine import read_machine
 from headway.bench.http_client import Address, HttpClient, HttpResponse
-from headway.bench.load import RequestResult
+from headway.bench.load_generator import RequestResult
 from headway.bench.load_report import LatencyStats
 from headway.bench.server_process import ServerProcess
 

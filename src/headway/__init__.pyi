@@ -53,7 +53,7 @@ from headway.pipelines.factory import pipeline as pipeline
 from headway.pipelines.outputs import ModelOutput as ModelOutput
 from headway.pipelines.pipeline import Pipeline as Pipeline
 from headway.pipelines.registry import register_task as register_task
-from headway.pipelines.task import Batch as Batch
+from headway.pipelines.task import ModelInputs as ModelInputs
 from headway.pipelines.task import PreparedItem as PreparedItem
 from headway.pipelines.task import Row as Row
 from headway.pipelines.task import Task as Task

@@ -12,7 +12,7 @@ import pytest
 
 from headway.base.errors import InvalidInput
 from headway.bench.http_client import Address, HttpClient
-from headway.bench.load import ArrivalPattern, LoadRequest, LoadResult, RequestResult, run_load, send
+from headway.bench.load_generator import ArrivalPattern, LoadRequest, LoadResult, RequestResult, run_load, send
 from headway.bench.load_report import LatencyStats, LoadReport, busiest_second
 from headway.bench.serve import Workload
 from headway.server.keys import add_key

@@ -17,7 +17,7 @@ from headway.pipelines.backends.cuda_graphs import GraphSize, HostBuffers, round
 from headway.pipelines.backends.unpadded import DeviceLayout, RowLayout, UnpaddedEncoder
 from headway.pipelines.inputs.arrays import by_token, concatenate, pooled
 from headway.pipelines.stream import GC_THRESHOLD, gc_relaxed
-from headway.pipelines.task import Batch, Row
+from headway.pipelines.task import ModelInputs, Row
 from support import encoders
 
 BEFORE = (500, 9, 9)
@@ -109,11 +109,11 @@ def test_pooling_between_boundaries_is_pooling_of_rows(how: str) -> None:
     values = torch.randn(1, 40, 6)
     values[:, sum(LENGTHS) :] = float("nan")
     some: Any = tuple(Row({}, n) for n in LENGTHS)
-    want = pooled(values[:, : sum(LENGTHS)], Batch({}, some, True), how)
+    want = pooled(values[:, : sum(LENGTHS)], ModelInputs({}, some, True), how)
     cu_seqlens = torch.tensor([0, *np.cumsum(LENGTHS), *[sum(LENGTHS)] * 3], dtype=torch.int32)
-    got = pooled(values, Batch({}, (), True, None, cu_seqlens), how)
+    got = pooled(values, ModelInputs({}, (), True, None, cu_seqlens), how)
     torch.testing.assert_close(got[: len(LENGTHS)], want)
-    assert by_token(values, Batch({}, (), True, None, cu_seqlens)).values.shape == (40, 6)
+    assert by_token(values, ModelInputs({}, (), True, None, cu_seqlens)).values.shape == (40, 6)
 
 
 @pytest.fixture

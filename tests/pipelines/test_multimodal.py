@@ -79,7 +79,7 @@ class TestZeroShot:
                 same(found, want)
 
 
-def texts(batch: hw.Batch) -> dict[str, torch.Tensor]:
+def texts(batch: hw.ModelInputs) -> dict[str, torch.Tensor]:
     return {name: value for name, value in batch.inputs.items() if name in ("input_ids", "attention_mask")}
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import headway as hw
-from headway.pipelines.budget import CPU_SIZES, ROUNDS, TokenBudget, budget_key, cached_budget
+from headway.pipelines.token_budget import CPU_SIZES, ROUNDS, TokenBudget, budget_key, cached_budget
 from support import encoders
 
 TEXTS = encoders.texts(64, seed=5)
@@ -142,7 +142,7 @@ class Scarce(hw.Task):
     def preprocess(self, item: Any, options: Any) -> hw.PreparedItem:
         return hw.PreparedItem((hw.Row({"input_ids": [2, item, 3]}, 3),), item)
 
-    def forward(self, batch: hw.Batch, options: Any) -> Any:
+    def forward(self, batch: hw.ModelInputs, options: Any) -> Any:
         self.sizes.append(len(batch.rows))
         if len(batch.rows) > self.largest:
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -34,7 +34,7 @@ class Lengths(hw.Task):
         ids = self.loaded.tokenizer(item)["input_ids"]
         return hw.PreparedItem((hw.Row({"input_ids": ids}, len(ids)),), item)
 
-    def reduce(self, output: Any, batch: hw.Batch, options: Any) -> dict[str, Any]:
+    def reduce(self, output: Any, batch: hw.ModelInputs, options: Any) -> dict[str, Any]:
         return {
             "n": batch.inputs["attention_mask"].sum(1),
             "width": torch.tensor([output[0].shape[-1]] * len(batch.rows)),

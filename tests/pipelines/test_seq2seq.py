@@ -12,8 +12,8 @@ import torch
 import transformers
 
 import headway as hw
+from headway.pipelines.generation.encoder_decoder import Seq2SeqPipeline
 from headway.pipelines.generation.options import GenerationOptions
-from headway.pipelines.generation.seq2seq import Seq2SeqPipeline
 from support import encoders, writers
 
 TEXTS = [*encoders.texts(5, seed=5), "a", "the film was great in paris and dull in london at the bank of anna"]

@@ -15,7 +15,7 @@ import headway as hw
 from headway.base.errors import Closed, HeadwayError, InvalidInput, InvalidToken
 from headway.program.constraints import cache as grammar_cache
 from headway.program.constraints.async_mask import GrammarCursor, GrammarMask, compute, one_per_grammar
-from headway.program.constraints.batch import FEW, accept_all, masks_of
+from headway.program.constraints.batched_masks import FEW, accept_all, masks_of
 from headway.program.constraints.bitmask import MaskLayout
 from headway.program.constraints.constraint import GrammarMatcher, compile
 from headway.program.constraints.grammar import Grammar

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import headway as hw
-from headway.program.constraints import batch, budget
+from headway.program.constraints import batched_masks, budget
 from headway.program.constraints.async_mask import GrammarMask, compute
-from headway.program.constraints.budget import GrammarBudget, Pace
+from headway.program.constraints.budget import GrammarBudget, TokenTime
 from headway.program.constraints.cache import GrammarCache
 from headway.program.constraints.constraint import GrammarMatcher, compile
 from headway.testing import ScriptedRunner
@@ -51,7 +51,7 @@ def words(smollm2_path: Path) -> Iterator[hw.Engine]:
 @pytest.fixture
 def always_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every grammar counts as slow."""
-    monkeypatch.setattr(Pace, "is_slow", True)
+    monkeypatch.setattr(TokenTime, "is_slow", True)
 
 
 def matcher(engine: hw.Engine, grammar: hw.Grammar, **options: Any) -> GrammarMatcher:
@@ -181,7 +181,7 @@ def test_a_slow_grammar_changes_no_token(
         return found
 
     expected = words.run(drawn)
-    monkeypatch.setattr(Pace, "is_slow", True)
+    monkeypatch.setattr(TokenTime, "is_slow", True)
     assert words.run(drawn) == expected
 
 
@@ -219,7 +219,7 @@ def test_cuts_forks_and_cancellation_under_a_slow_grammar(words: hw.Engine, gram
 
 def test_grammars_of_a_slow_batch_are_measured_one_by_one(words: hw.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are fast are computed together again, a few tokens later."""
-    monkeypatch.setattr(batch, "SUSPECT", 0.0)
+    monkeypatch.setattr(batched_masks, "SUSPECT", 0.0)
     grammars = [matcher(words, PLAIN) for _ in range(6)]
 
     def advance() -> None:

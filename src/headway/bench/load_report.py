@@ -6,7 +6,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
-from headway.bench.load import ArrivalPattern, LoadResult, RequestResult
+from headway.bench.load_generator import ArrivalPattern, LoadResult, RequestResult
 
 WIDTH = 50
 MS = 1e3

@@ -13,7 +13,7 @@ import h11
 from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput
 from headway.bench.http_client import Address, HttpClient
-from headway.bench.load import ArrivalPattern, LoadRequest, RequestResult, run_load, send
+from headway.bench.load_generator import ArrivalPattern, LoadRequest, RequestResult, run_load, send
 from headway.bench.load_report import LoadReport
 
 LIMIT = 1 << 20  # of every count

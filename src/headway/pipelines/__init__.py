@@ -13,8 +13,8 @@ How an item becomes a result, and the type at each step (all in `task`, all plai
     PreparedItem  rows: tuple[Row, ...] that the model must compute for this item; facts: for postprocess
     Row           inputs: name → ids, array or tensor of one row, no batch dimension; length: its cost (tokens, …)
       │  Batcher: rows of all callers with similar length and equal `Task.batch_key(options)`, up to a token budget
-      │  Task.collate(rows) → Batch                           the batcher's thread, which alone uses the device
-    Batch         inputs: name → tensor [R, …] (may be nested); rows
+      │  Task.collate(rows) → ModelInputs                     the batcher's thread, which alone uses the device
+    ModelInputs   inputs: name → tensor [R, …] (may be nested); rows
       │  Task.forward(batch, options) → name → tensor [R, …]  on the device, reduced to what postprocess needs
       │  one copy to the host, split by row
       │  Task.postprocess(prepared, results, options)         the caller's thread, or the pool's for `submit`
@@ -31,7 +31,7 @@ Who owns what:
     factory       `pipeline(...)`: arguments, loading, choice of the backend;  registry: the names of tasks
     arguments     those of transformers' pipeline, in our words;  infer_task: the task of a model, from its config
     pipeline      Pipeline: calls, streams, `submit`, `preprocess`/`forward`/`postprocess` by hand, closing
-    batcher       the one thread that computes;  row_queue: which rows are next;  budget: how many tokens
+    batcher       the one thread that computes;  row_queue: which rows are next;  token_budget: how many tokens
     stream        items of an iterable in order, read ahead
     task          Task and the types above
     outputs       ModelOutput: attribute, item and tuple access; JSON and safetensors

@@ -20,9 +20,9 @@ import torch
 
 from headway.base.errors import Closed, HeadwayError, PassFailed
 from headway.pipelines.backends.torch import HostCopy, PendingResults
-from headway.pipelines.budget import TokenBudget
 from headway.pipelines.row_queue import BatchLimits, RowQueue, WaitingRow
 from headway.pipelines.task import PreparedItem, Task
+from headway.pipelines.token_budget import TokenBudget
 from headway.runtime.memory import is_out_of_memory
 
 LINGER = 0.001  # seconds to wait for more rows when the last batch was larger than what has arrived

@@ -28,12 +28,12 @@ from headway.pipelines.backends.onnx import OnnxBackend
 from headway.pipelines.backends.quantize import compare_outputs, quantize_linears
 from headway.pipelines.backends.torch import TorchBackend, place
 from headway.pipelines.backends.unpadded import UnpaddedEncoder, VarlenAttention, attention_for, can_unpad
-from headway.pipelines.budget import budget_key
 from headway.pipelines.infer_task import task_of
 from headway.pipelines.inputs.same_shape import SameShapeTask
 from headway.pipelines.pipeline import Pipeline
 from headway.pipelines.registry import task_named
 from headway.pipelines.task import Task, known_options
+from headway.pipelines.token_budget import budget_key
 
 BACKENDS = ("torch", "onnxruntime")
 

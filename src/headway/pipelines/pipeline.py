@@ -19,10 +19,10 @@ from headway.base.machine import read_machine
 from headway.pipelines.arguments import INPUTS, call_options
 from headway.pipelines.backends.torch import FORWARD_PARAMETERS, HostCopy, to_host
 from headway.pipelines.batcher import Batcher, ItemJob
-from headway.pipelines.budget import TokenBudget
 from headway.pipelines.outputs import ModelOutput
 from headway.pipelines.stream import Stream, gc_relaxed, item_failed
-from headway.pipelines.task import MISSING, Batch, PreparedItem, Task, known_options
+from headway.pipelines.task import MISSING, ModelInputs, PreparedItem, Task, known_options
+from headway.pipelines.token_budget import TokenBudget
 
 ON_ERROR = ("raise", "return")
 DEPTH = 2  # batches queued behind the running one on a GPU
@@ -34,7 +34,7 @@ class Pipeline:
     """A task ready to use: `p(item)`, `p(list)`, `for r in p(iterable)`, `await p.submit(item)`.
 
     Safe to use from any number of threads and event loops; the work of all of them is batched together. Each step can
-    also be called by hand: `p.preprocess(items)` → Batch, `p.forward(batch)` → ModelOutput.
+    also be called by hand: `p.preprocess(items)` → ModelInputs, `p.forward(batch)` → ModelOutput.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Pipeline:
 
     # -- step by step --------------------------------------------------------------------------------------------------
 
-    def preprocess(self, items: Any, **given: Any) -> Batch:
+    def preprocess(self, items: Any, **given: Any) -> ModelInputs:
         """The model inputs for one item or a list of items."""
         options = self._options(given)
         items = list(items) if isinstance(items, (list, tuple)) else [items]
@@ -134,8 +134,8 @@ class Pipeline:
     def forward(self, inputs: Any, /, *, labels: Any = None, **parameters: Any) -> Any:
         """The model's full output on the CPU: a ModelOutput, or a tuple with `return_dict=False`.
 
-        `inputs` are items, a Batch from `preprocess`, or tensors by name. `labels` adds a `loss`; other keywords are
-        those of the model's own forward, such as `output_hidden_states` and `output_attentions`.
+        `inputs` are items, the ModelInputs of `preprocess`, or tensors by name. `labels` adds a `loss`; other keywords
+        are those of the model's own forward, such as `output_hidden_states` and `output_attentions`.
         """
         tensors = dict(self._tensors(inputs))
         if labels is not None:
@@ -171,7 +171,7 @@ class Pipeline:
             part.save_pretrained(folder, **parameters)
 
     def _tensors(self, inputs: Any) -> Mapping[str, Any]:
-        if isinstance(inputs, Batch):
+        if isinstance(inputs, ModelInputs):
             return inputs.inputs
         if isinstance(inputs, Mapping) and any(isinstance(value, torch.Tensor) for value in inputs.values()):
             return inputs

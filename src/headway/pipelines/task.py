@@ -1,4 +1,4 @@
-"""Task: what a pipeline computes, and the values that pass through it (Row, PreparedItem, Batch)."""
+"""Task: what a pipeline computes, and the values that pass through it (Row, PreparedItem, ModelInputs)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PreparedItem:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Batch:
+class ModelInputs:
     """The tensors a model is called with, and the rows they came from.
 
     Usually each is [R, …] with sequences padded. An `unpadded` (variable-length) batch has its tokens end to end, [T].
@@ -121,14 +121,14 @@ class Task:
         """The same for several items; override it where that is faster together."""
         return [self.preprocess(item, options) for item in items]
 
-    def collate(self, rows: Sequence[Row]) -> Batch:
+    def collate(self, rows: Sequence[Row]) -> ModelInputs:
         """The model inputs for these rows: sequences padded, arrays stacked."""
         from headway.pipelines.inputs.arrays import collate
 
         types = self.loaded.text is not None and self.loaded.text.types
-        return Batch(collate(rows, self.padding(), self.loaded.backend.takes, types=types), tuple(rows))
+        return ModelInputs(collate(rows, self.padding(), self.loaded.backend.takes, types=types), tuple(rows))
 
-    def forward(self, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
+    def forward(self, batch: ModelInputs, options: Any) -> Mapping[str, Tensor | Ragged]:
         """The model's output on the device, reduced to what `postprocess` needs: name → [R, …], or Ragged."""
         if batch.unpadded:
             assert self.loaded.unpadded is not None
@@ -137,11 +137,11 @@ class Task:
             return self.loaded.unpadded.compute(batch, self.reads, partial(self._reduce, options), key)
         return self.reduce(self.loaded.backend(batch.inputs), batch, options)
 
-    def _reduce(self, options: Any, output: Any, batch: Batch) -> Mapping[str, Tensor | Ragged]:
+    def _reduce(self, options: Any, output: Any, batch: ModelInputs) -> Mapping[str, Tensor | Ragged]:
         return self.reduce(output, batch, options)
 
     @capturable
-    def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
+    def reduce(self, output: Any, batch: ModelInputs, options: Any) -> Mapping[str, Tensor | Ragged]:
         """The part of the model's output that postprocess needs; by default its logits as float32.
 
         Outputs per token are padded, unpadded or at marks only; `arrays.by_token` and `arrays.at_marks` handle all.
@@ -162,7 +162,7 @@ class Task:
         """Whether rows are padded to one length, so that a batch costs its longest row times its number of rows."""
         return self.reads is None or self.loaded.unpadded is None
 
-    def assemble(self, rows: Sequence[Row]) -> Batch:
+    def assemble(self, rows: Sequence[Row]) -> ModelInputs:
         """The batch for `forward`: unpadded where the task and the model allow it, else padded."""
         encoder = None if self.pads() else self.loaded.unpadded
         return self.collate(rows) if encoder is None else encoder.batch(rows)

@@ -19,7 +19,7 @@ from headway.server import index, logs, openai, pooling
 from headway.server.errors import install_handlers
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.middleware import MIDDLEWARE
-from headway.server.openai import adapters
+from headway.server.openai import adapter_routes
 from headway.server.openai.response_schema import COMMON, ErrorResponse, Health, ServerStats, ok
 from headway.server.pooling import PoolingModels
 from headway.server.serving import Serving
@@ -75,7 +75,7 @@ def create_app(
     )
     app.state.serving, app.state.pooling_models = serving, extra_models
     install_handlers(app)
-    loading = () if settings.lora_dir is None else (adapters.router,)
+    loading = () if settings.lora_dir is None else (adapter_routes.router,)
     for routes in (index.router, router, openai.router, *loading, pooling.router, *routers):
         app.include_router(routes)
     app.state.routes = tuple(_all_routes(app.routes))

@@ -18,7 +18,7 @@ from headway.base.config import settings
 from headway.base.errors import InvalidInput
 from headway.base.machine import read_machine
 from headway.bench.http_client import Address
-from headway.bench.load import ArrivalPattern, RequestResult
+from headway.bench.load_generator import ArrivalPattern, RequestResult
 from headway.bench.load_report import LoadReport
 from headway.bench.serve import LIMIT, Workload, measure_server
 from headway.bench.server_process import ServerProcess

@@ -20,7 +20,7 @@ from torch import Tensor
 from headway.pipelines.backends.torch import TorchBackend
 from headway.pipelines.backends.unpadded import DeviceLayout, Reduce, UnpaddedEncoder
 from headway.pipelines.inputs.arrays import TYPES, Ragged, flat_types
-from headway.pipelines.task import Batch, Row
+from headway.pipelines.task import ModelInputs, Row
 
 MIN_TOKENS, MIN_ROWS, MIN_LONGEST = 128, 8, 128
 MAX_GRAPHS = 128  # of one pipeline; further sizes are launched kernel by kernel
@@ -111,14 +111,14 @@ class CudaGraphEncoder(UnpaddedEncoder):
         self._pool: Any = torch.cuda.graph_pool_handle()
         self.captures = self.replays = 0
 
-    def batch(self, rows: Sequence[Row]) -> Batch:
+    def batch(self, rows: Sequence[Row]) -> ModelInputs:
         size = GraphSize.of([row.length for row in rows])
         free = self._free.setdefault(size, [])
         buffers = free.pop() if free else HostBuffers(size)
         stage(rows, buffers, self.first_position)
-        return Batch({"flat": buffers.flat}, tuple(rows), True, buffers)
+        return ModelInputs({"flat": buffers.flat}, tuple(rows), True, buffers)
 
-    def compute(self, batch: Batch, reads: str, reduce: Reduce, key: Hashable) -> Mapping[str, Tensor | Ragged]:
+    def compute(self, batch: ModelInputs, reads: str, reduce: Reduce, key: Hashable) -> Mapping[str, Tensor | Ragged]:
         buffers: HostBuffers = batch.buffers
         size, flat = buffers.size, buffers.flat
         name = (key, reads, size)
@@ -137,13 +137,13 @@ class CudaGraphEncoder(UnpaddedEncoder):
             return ReplayedResults(captured.output, len(batch.rows), buffers, self._free[size])
         return _cut(captured.output, batch.rows)
 
-    def _launch(self, flat: Tensor, batch: Batch, reads: str, reduce: Reduce) -> Mapping[str, Tensor | Ragged]:
+    def _launch(self, flat: Tensor, batch: ModelInputs, reads: str, reduce: Reduce) -> Mapping[str, Tensor | Ragged]:
         """The pass launched kernel by kernel, without padding."""
         size: GraphSize = batch.buffers.size
         inputs, cu_seqlens = size.views(flat)
         total, count = sum(row.length for row in batch.rows), len(batch.rows)
         layout = DeviceLayout(cu_seqlens[: count + 1], size.longest)
-        unpadded = Batch({name: value[:total] for name, value in inputs.items()}, batch.rows, True)
+        unpadded = ModelInputs({name: value[:total] for name, value in inputs.items()}, batch.rows, True)
         return reduce(self.read(unpadded.inputs, layout, self.read_indices(unpadded, reads), reads), unpadded)
 
     def _captured(
@@ -155,7 +155,7 @@ class CudaGraphEncoder(UnpaddedEncoder):
             inputs, cu_seqlens = size.views(static)
             layout = DeviceLayout(cu_seqlens, size.longest)
             at = cu_seqlens[:-1].clamp(max=size.tokens - 1).long() if reads == "first" else None
-            return reduce(self.read(inputs, layout, at, reads), Batch(inputs, (), True, size, cu_seqlens))
+            return reduce(self.read(inputs, layout, at, reads), ModelInputs(inputs, (), True, size, cu_seqlens))
 
         try:
             graph, output = self._capture(work, static, flat)

@@ -21,10 +21,10 @@ from headway.pipelines.backends.linear import LinearFactory, LinearOp, OneDnnLin
 from headway.pipelines.backends.torch import TorchBackend, to_device
 from headway.pipelines.inputs import arrays
 from headway.pipelines.inputs.arrays import LengthGroup, concatenate, length_groups
-from headway.pipelines.task import Batch, Row
+from headway.pipelines.task import ModelInputs, Row
 
 FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert")
-Reduce = Callable[[Any, Batch], Mapping[str, "Tensor | arrays.Ragged"]]
+Reduce = Callable[[Any, ModelInputs], Mapping[str, "Tensor | arrays.Ragged"]]
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")  # positions start after the padding token's id
 
 
@@ -74,15 +74,15 @@ class UnpaddedEncoder:
         self.takes_types = self._family != "distilbert"
         self.first_position = int(config.pad_token_id) + 1 if self._family in OFFSET_POSITIONS else 0
 
-    def batch(self, rows: Sequence[Row]) -> Batch:
+    def batch(self, rows: Sequence[Row]) -> ModelInputs:
         """The unpadded batch of these rows."""
         return concatenate(rows, self.takes_types, self.first_position)
 
-    def compute(self, batch: Batch, reads: str, reduce: Reduce, key: Hashable) -> Mapping[str, Any]:
+    def compute(self, batch: ModelInputs, reads: str, reduce: Reduce, key: Hashable) -> Mapping[str, Any]:
         """`reduce` of the model's output; calls with an equal `key` have an equivalent `reduce` (None: unknown)."""
         return reduce(self(batch, reads), batch)
 
-    def __call__(self, batch: Batch, reads: str) -> Any:
+    def __call__(self, batch: ModelInputs, reads: str) -> Any:
         """The model's output for the tokens that are read: `first` as [R, …], all and marks as [1, N, …]."""
         layout = GroupedLayout(length_groups(batch.rows), self._backend.device)
         return self.read(to_device(batch.inputs, self._backend.device), layout, self.read_indices(batch, reads), reads)
@@ -105,7 +105,7 @@ class UnpaddedEncoder:
             return self._last_layer(x, self._pad_rows(x[at]), layout)[: len(at)]
         return self._layer(self._layers[-1], x, layout)[at]
 
-    def read_indices(self, batch: Batch, reads: str) -> Tensor | None:
+    def read_indices(self, batch: ModelInputs, reads: str) -> Tensor | None:
         """Indices of the tokens that are read; None for all."""
         if reads == "all":
             return None

@@ -22,7 +22,7 @@ from headway.base.probes import AttentionScores, Hidden, Logits
 from headway.base.samplers import Sampling
 from headway.kernels.reference.sampling import RowSampler, changed_scores, processed_logprobs
 from headway.pipelines.outputs import ModelOutput
-from headway.pipelines.task import Batch, Row
+from headway.pipelines.task import ModelInputs, Row
 from headway.program.generation.ngrams import banned_by_ngrams
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class PassValues:
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
 
-def batch_of(rows: Sequence[Sequence[int]], pad: int) -> Batch:
+def batch_of(rows: Sequence[Sequence[int]], pad: int) -> ModelInputs:
     """Token ids as tensors [R, T], padded at the beginning, as decoders need it to generate."""
     width = max(map(len, rows))
     ids = torch.full((len(rows), width), pad, dtype=torch.int64)
@@ -63,7 +63,9 @@ def batch_of(rows: Sequence[Sequence[int]], pad: int) -> Batch:
     for i, row in enumerate(rows):
         ids[i, width - len(row) :] = torch.tensor(row)
         mask[i, width - len(row) :] = 1
-    return Batch({"input_ids": ids, "attention_mask": mask}, tuple(Row({"input_ids": list(r)}, len(r)) for r in rows))
+    return ModelInputs(
+        {"input_ids": ids, "attention_mask": mask}, tuple(Row({"input_ids": list(r)}, len(r)) for r in rows)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +82,7 @@ class PaddedRows:
             if name not in ("input_ids", "attention_mask"):
                 raise InvalidInput(f"{name!r} is not an input of this pipeline; it takes input_ids and attention_mask")
         if "input_ids" not in inputs:
-            raise InvalidInput("input_ids is missing; pass texts, a Batch of .preprocess or input_ids=[R, T]")
+            raise InvalidInput("input_ids is missing; pass texts, the ModelInputs of .preprocess or input_ids=[R, T]")
         ids = _integers(inputs["input_ids"], "input_ids")
         mask = _integers(inputs.get("attention_mask", torch.ones_like(ids)), "attention_mask")
         if mask.shape != ids.shape:

@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from headway.base.errors import InvalidInput, WrongType
 from headway.pipelines.backends.torch import TorchBackend
-from headway.pipelines.task import Batch
+from headway.pipelines.task import ModelInputs
 
 
 def generate(
-    backend: TorchBackend, batch: Batch, keywords: Mapping[str, Any], options: Any, *, sampled: bool
+    backend: TorchBackend, batch: ModelInputs, keywords: Mapping[str, Any], options: Any, *, sampled: bool
 ) -> Tensor:
     """The sequences of each row, [R, N, L]."""
     rows = len(batch.rows)

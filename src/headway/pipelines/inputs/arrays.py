@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput
-from headway.pipelines.task import Batch, Row
+from headway.pipelines.task import ModelInputs, Row
 
 TYPES = "token_type_ids"
 
@@ -94,7 +94,7 @@ def attention_mask(lengths: Sequence[int], padding: Mapping[str, int], width: in
 # -- unpadded ----------------------------------------------------------------------------------------------------------
 
 
-def concatenate(rows: Sequence[Row], takes_types: bool, first_position: int = 0) -> Batch:
+def concatenate(rows: Sequence[Row], takes_types: bool, first_position: int = 0) -> ModelInputs:
     """An unpadded batch: token ids end to end, [T], with the position of every token in its row."""
     lengths = [row.length for row in rows]
     total = sum(lengths)
@@ -109,7 +109,7 @@ def concatenate(rows: Sequence[Row], takes_types: bool, first_position: int = 0)
     if takes_types:
         typed = any(TYPES in row.inputs for row in rows)
         inputs[TYPES] = torch.from_numpy(flat_types(rows, total)) if typed else torch.zeros(total, dtype=torch.int64)
-    return Batch(inputs, tuple(rows), unpadded=True)
+    return ModelInputs(inputs, tuple(rows), unpadded=True)
 
 
 def flat_types(rows: Sequence[Row], total: int) -> np.ndarray:
@@ -144,7 +144,7 @@ def length_groups(rows: Sequence[Row]) -> list[LengthGroup]:
 # -- outputs -----------------------------------------------------------------------------------------------------------
 
 
-def by_token(values: Tensor, batch: Batch) -> Ragged:
+def by_token(values: Tensor, batch: ModelInputs) -> Ragged:
     """The values of each row's tokens, without padding. `values` are [R, L, …], or [1, T, …] of an unpadded batch."""
     lengths = [row.length for row in batch.rows]
     if batch.unpadded:
@@ -154,7 +154,7 @@ def by_token(values: Tensor, batch: Batch) -> Ragged:
     return Ragged(values[token_mask(values, batch)].float(), lengths)
 
 
-def token_mask(values: Tensor, batch: Batch) -> Tensor:
+def token_mask(values: Tensor, batch: ModelInputs) -> Tensor:
     """Where a padded batch has tokens, bool [R, L], on the device of `values`."""
     mask = batch.inputs.get("attention_mask")
     if mask is None:
@@ -162,7 +162,7 @@ def token_mask(values: Tensor, batch: Batch) -> Tensor:
     return mask.to(values.device).bool()
 
 
-def at_marks(values: Tensor, batch: Batch) -> Ragged:
+def at_marks(values: Tensor, batch: ModelInputs) -> Ragged:
     """The values at each row's marks; an unpadded batch was computed at its marks only, [1, M, …]."""
     counts = [len(row.marks) for row in batch.rows]
     if batch.unpadded:
@@ -172,7 +172,7 @@ def at_marks(values: Tensor, batch: Batch) -> Ragged:
     return Ragged(values[rows, places].float(), counts)
 
 
-def pooled(values: Tensor, batch: Batch, how: str) -> Tensor:
+def pooled(values: Tensor, batch: ModelInputs, how: str) -> Tensor:
     """One float32 vector per row, [R, H], from final states [R, L, H] or unpadded [1, T, H]: mean, cls, last or max."""
     if batch.cu_seqlens is not None:
         return _pooled_segments(values[0].float(), batch.cu_seqlens, how)

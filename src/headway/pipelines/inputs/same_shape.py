@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headway.pipelines.inputs.arrays import Ragged
-from headway.pipelines.task import Batch, Row, Task
+from headway.pipelines.task import ModelInputs, Row, Task
 
 
 class SameShapeTask(Task):
@@ -22,15 +22,15 @@ class SameShapeTask(Task):
     def pads(self) -> bool:
         return False
 
-    def assemble(self, rows: Sequence[Row]) -> Batch:
-        return Batch({}, tuple(rows))  # `forward` collates each shape by itself
+    def assemble(self, rows: Sequence[Row]) -> ModelInputs:
+        return ModelInputs({}, tuple(rows))  # `forward` collates each shape by itself
 
-    def forward(self, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
+    def forward(self, batch: ModelInputs, options: Any) -> Mapping[str, Tensor | Ragged]:
         groups = group_by_shape(batch.rows)
         outputs = [self.compute(self.collate([batch.rows[i] for i in group]), options) for group in groups]
         return outputs[0] if len(outputs) == 1 else merge(outputs, groups)
 
-    def compute(self, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
+    def compute(self, batch: ModelInputs, options: Any) -> Mapping[str, Tensor | Ragged]:
         """`Task.forward` for rows of one shape."""
         return self.reduce(self.loaded.backend(batch.inputs), batch, options)
 

@@ -15,7 +15,7 @@ from headway.pipelines.inputs.arrays import Ragged
 from headway.pipelines.inputs.audio import EXPECTED, MAX_SECONDS, check_seconds, is_audio, load_audio
 from headway.pipelines.inputs.audio_chunks import check_chunking
 from headway.pipelines.inputs.same_shape import SameShapeTask
-from headway.pipelines.task import Batch, PreparedItem, Row, TaskOptions
+from headway.pipelines.task import ModelInputs, PreparedItem, Row, TaskOptions
 from headway.pipelines.tasks.text_classification import LabelOptions, apply, labels_of, top_labels
 
 if TYPE_CHECKING:
@@ -106,13 +106,13 @@ class AudioTask(SameShapeTask):
             field = (field - 1) * stride + kernel
         return field
 
-    def assemble(self, rows: Sequence[Row]) -> Batch:
+    def assemble(self, rows: Sequence[Row]) -> ModelInputs:
         return self.collate(rows) if self.masked else super().assemble(rows)
 
-    def forward(self, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
+    def forward(self, batch: ModelInputs, options: Any) -> Mapping[str, Tensor | Ragged]:
         return self.compute(batch, options) if self.masked else super().forward(batch, options)
 
-    def collate(self, rows: Sequence[Row]) -> Batch:
+    def collate(self, rows: Sequence[Row]) -> ModelInputs:
         if not self.masked:
             return super().collate(rows)
         lengths = [len(row.inputs["input_values"]) for row in rows]
@@ -121,7 +121,7 @@ class AudioTask(SameShapeTask):
         for i, row in enumerate(rows):
             values[i, : lengths[i]] = torch.from_numpy(row.inputs["input_values"])
             mask[i, : lengths[i]] = 1
-        return Batch({"input_values": values, "attention_mask": mask}, tuple(rows))
+        return ModelInputs({"input_values": values, "attention_mask": mask}, tuple(rows))
 
     def sample_rows(self) -> list[Row]:
         t = np.arange(self.rate) / self.rate

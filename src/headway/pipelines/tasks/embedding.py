@@ -17,7 +17,7 @@ from headway.pipelines.inputs.arrays import by_token, pooled
 from headway.pipelines.inputs.text import TextOptions, TextTask
 from headway.pipelines.task import (
     MISSING,
-    Batch,
+    ModelInputs,
     PreparedItem,
     Row,
     Task,
@@ -59,7 +59,7 @@ class FeatureExtraction(TextTask):
         return None
 
     @capturable
-    def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Any]:
+    def reduce(self, output: Any, batch: ModelInputs, options: Any) -> Mapping[str, Any]:
         return {"states": by_token(output.last_hidden_state, batch)}
 
     def postprocess(self, prepared: PreparedItem, results: Results, options: FeatureOptions) -> Any:
@@ -113,7 +113,7 @@ class SentenceEmbedding(TextTask):
         return self._pooling if options.pooling == "auto" else options.pooling
 
     @capturable
-    def reduce(self, output: Any, batch: Batch, options: EmbeddingOptions) -> Mapping[str, Any]:
+    def reduce(self, output: Any, batch: ModelInputs, options: EmbeddingOptions) -> Mapping[str, Any]:
         vectors = pooled(output.last_hidden_state, batch, self.pooling(options))
         return {"vector": self._cut(vectors, options) if options.stride is None else vectors}
 

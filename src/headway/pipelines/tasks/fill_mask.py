@@ -12,7 +12,7 @@ import torch
 from headway.base.errors import InvalidInput, UnsupportedModel
 from headway.pipelines.inputs.arrays import Ragged, at_marks
 from headway.pipelines.inputs.text import TextOptions, TextTask
-from headway.pipelines.task import Batch, PreparedItem, Row, check_count, check_text
+from headway.pipelines.task import ModelInputs, PreparedItem, Row, check_count, check_text
 
 if TYPE_CHECKING:
     from headway.pipelines.backends.loading import LoadedModel
@@ -86,7 +86,7 @@ class FillMask(TextTask):
             )
         return PreparedItem((Row(row.inputs, row.length, marks),), ids)
 
-    def reduce(self, output: Any, batch: Batch, options: FillMaskOptions) -> Mapping[str, Any]:
+    def reduce(self, output: Any, batch: ModelInputs, options: FillMaskOptions) -> Mapping[str, Any]:
         at = at_marks(output.logits, batch)
         scores, targets = at.values.softmax(-1), self._target_ids(options)
         if targets is not None:

@@ -18,7 +18,16 @@ from headway.pipelines.generation.options import NAMES, GenerationOptions, Gener
 from headway.pipelines.inputs.arrays import Ragged
 from headway.pipelines.inputs.images import is_image
 from headway.pipelines.inputs.text import TextOptions
-from headway.pipelines.task import GENERATES, MISSING, Batch, PreparedItem, Row, check_count, check_text, wrong_type
+from headway.pipelines.task import (
+    GENERATES,
+    MISSING,
+    ModelInputs,
+    PreparedItem,
+    Row,
+    check_count,
+    check_text,
+    wrong_type,
+)
 from headway.pipelines.tasks.text_classification import apply, labels_of
 from headway.pipelines.tasks.vision import ImageOptions, ImageTask
 
@@ -71,7 +80,7 @@ class GenerativeImageTask(ImageTask):
     def batch_key(self, options: Any) -> Hashable:
         return tuple(getattr(options, name) for name in sorted(NAMES))
 
-    def compute(self, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
+    def compute(self, batch: ModelInputs, options: Any) -> Mapping[str, Tensor | Ragged]:
         keywords = {name: value for name, value in self._settings.keywords(options).items() if value is not None}
         sampled = self._settings.samples(options)
         sequences = generate(self.loaded.backend, batch, keywords, options, sampled=sampled)
@@ -195,7 +204,7 @@ class VqaClassification(VqaTask):
         super().__init__(loaded)
         self._labels = labels_of(self.config)
 
-    def compute(self, batch: Batch, options: VqaClassificationOptions) -> Mapping[str, Tensor | Ragged]:
+    def compute(self, batch: ModelInputs, options: VqaClassificationOptions) -> Mapping[str, Tensor | Ragged]:
         with FixedSampling():
             return super().compute(batch, options)
 

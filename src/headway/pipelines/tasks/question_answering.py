@@ -11,7 +11,16 @@ import numpy as np
 from headway.base.errors import InvalidInput
 from headway.pipelines.inputs.arrays import by_token
 from headway.pipelines.inputs.text import TextOptions
-from headway.pipelines.task import MISSING, Batch, PreparedItem, Task, capturable, check_count, check_text, wrong_type
+from headway.pipelines.task import (
+    MISSING,
+    ModelInputs,
+    PreparedItem,
+    Task,
+    capturable,
+    check_count,
+    check_text,
+    wrong_type,
+)
 
 if TYPE_CHECKING:
     from headway.pipelines.task import Results
@@ -96,7 +105,7 @@ class QuestionAnswering(Task):
         return question, context
 
     @capturable
-    def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Any]:
+    def reduce(self, output: Any, batch: ModelInputs, options: Any) -> Mapping[str, Any]:
         return {"start": by_token(output.start_logits, batch), "end": by_token(output.end_logits, batch)}
 
     def postprocess(self, prepared: PreparedItem, results: Results, options: QuestionAnsweringOptions) -> Any:

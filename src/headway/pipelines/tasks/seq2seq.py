@@ -21,13 +21,13 @@ from headway.pipelines.generation.options import (
     resolve_lengths,
 )
 from headway.pipelines.inputs.text import TextEncoder, TextOptions
-from headway.pipelines.task import GENERATES, Batch, OneResult, PreparedItem, Row, Task, check_text
+from headway.pipelines.task import GENERATES, ModelInputs, OneResult, PreparedItem, Row, Task, check_text
 from headway.pipelines.tasks.languages import LanguagePair, ModelLanguages, languages_in_name
 
 if TYPE_CHECKING:
     from headway.pipelines.backends.loading import LoadedModel
     from headway.pipelines.factory import PipelineSpec
-    from headway.pipelines.generation.seq2seq import Seq2SeqPipeline
+    from headway.pipelines.generation.encoder_decoder import Seq2SeqPipeline
     from headway.pipelines.task import Results
 
 COUNTED_NEW_TOKENS = 64  # new tokens that count towards a row's cost: the real number is not known beforehand
@@ -89,7 +89,7 @@ class Text2TextGeneration(Task):
     @classmethod
     def open(cls, spec: PipelineSpec) -> Seq2SeqPipeline:
         from headway.pipelines.factory import open_pipeline
-        from headway.pipelines.generation.seq2seq import Seq2SeqPipeline
+        from headway.pipelines.generation.encoder_decoder import Seq2SeqPipeline
 
         return open_pipeline(spec, Seq2SeqPipeline)  # type: ignore[return-value]
 
@@ -167,7 +167,7 @@ class Text2TextGeneration(Task):
         start = {"decoder_input_ids": [self.start_token]}
         return [Row({"input_ids": row.inputs["input_ids"], **start}, row.length) for row in rows]
 
-    def forward(self, batch: Batch, options: Any) -> Mapping[str, Tensor]:
+    def forward(self, batch: ModelInputs, options: Any) -> Mapping[str, Tensor]:
         settings = self.settings(options)
         if not settings.depends_on_source_tokens(options):
             return {"sequences": self._generate(batch, options)}
@@ -179,7 +179,7 @@ class Text2TextGeneration(Task):
         parts = [self._generate(one, options) for one in batches]
         return {"sequences": _merge(parts, list(alike.values()), settings.eos_ids(options))}
 
-    def _generate(self, batch: Batch, options: Any) -> Tensor:
+    def _generate(self, batch: ModelInputs, options: Any) -> Tensor:
         """Sequences of each row, [R, N, L]."""
         sampled = self.settings(options).samples(options)
         return generate(self.loaded.backend, batch, self.keywords(options), options, sampled=sampled)

@@ -16,7 +16,7 @@ from headway.pipelines.generation.generate import cut_at_eos, generate, merge_ge
 from headway.pipelines.generation.options import NAMES, GenerationOptions, GenerationSettings, resolve_lengths
 from headway.pipelines.inputs.arrays import Ragged
 from headway.pipelines.inputs.audio_chunks import AudioChunk, AudioChunker
-from headway.pipelines.task import GENERATES, Batch, PreparedItem, Row
+from headway.pipelines.task import GENERATES, ModelInputs, PreparedItem, Row
 from headway.pipelines.tasks.audio import AudioOptions, AudioTask, ChunkOptions
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class CtcRecognition(AudioTask):
         frames = round(samples / self._align)
         return round(chunk.left / samples * frames), frames - round(chunk.right / samples * frames)
 
-    def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
+    def reduce(self, output: Any, batch: ModelInputs, options: Any) -> Mapping[str, Tensor | Ragged]:
         ids = output.logits.argmax(-1)  # [R, frames]
         if not self.masked:
             return {"tokens": Ragged(ids.flatten(), [ids.shape[1]] * len(ids))}
@@ -179,7 +179,7 @@ class SpeechSeq2Seq(AudioTask):
     def preprocess(self, item: Any, options: Any) -> PreparedItem:
         return PreparedItem((self.row(self.load(item, options), return_attention_mask=True),))
 
-    def compute(self, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
+    def compute(self, batch: ModelInputs, options: Any) -> Mapping[str, Tensor | Ragged]:
         keywords = {name: value for name, value in self.generation.keywords(options).items() if value is not None}
         sampled = self.generation.samples(options)
         sequences = generate(self.loaded.backend, batch, keywords, options, sampled=sampled)

@@ -11,7 +11,7 @@ import numpy as np
 from headway.base.errors import InvalidInput
 from headway.pipelines.inputs.text import TextOptions, TextTask
 from headway.pipelines.task import (
-    Batch,
+    ModelInputs,
     OneResult,
     PreparedItem,
     TaskOptions,
@@ -90,7 +90,7 @@ class TextClassification(TextTask):
         return text_or_pair(item)
 
     @capturable
-    def reduce(self, output: Any, batch: Batch, options: ClassificationOptions) -> Mapping[str, Any]:
+    def reduce(self, output: Any, batch: ModelInputs, options: ClassificationOptions) -> Mapping[str, Any]:
         logits = output.logits.float()
         if not self._wants_best(options):
             return {"logits": logits}

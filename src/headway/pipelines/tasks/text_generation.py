@@ -29,7 +29,7 @@ from headway.pipelines.generation.decoder_model import decoder_model, remove
 from headway.pipelines.generation.decoder_options import TextGenerationOptions, merged_options, settled_lengths
 from headway.pipelines.outputs import ModelOutput
 from headway.pipelines.stream import item_failed
-from headway.pipelines.task import MISSING, Batch, Task, check_text, known_options, wrong_type
+from headway.pipelines.task import MISSING, ModelInputs, Task, check_text, known_options, wrong_type
 
 if TYPE_CHECKING:
     from headway.pipelines.factory import PipelineSpec
@@ -86,7 +86,7 @@ class TextGeneration(Task):
 class TextGenerationPipeline:
     """The pipeline of `hw.pipeline("text-generation", ...)`; `engine` runs it.
 
-    By hand, as in every pipeline: `preprocess` → Batch of token ids, `forward` → the output of a CausalLM, and
+    By hand, as in every pipeline: `preprocess` → ModelInputs of token ids, `forward` → the output of a CausalLM, and
     `generate` → token ids, or all that transformers' `generate` can return.
     """
 
@@ -126,13 +126,13 @@ class TextGenerationPipeline:
 
     # -- step by step --------------------------------------------------------------------------------------------------
 
-    def preprocess(self, items: Any, **given: Any) -> Batch:
+    def preprocess(self, items: Any, **given: Any) -> ModelInputs:
         """The token ids of one text or chat, or of a list of them: [R, T], padded at the beginning."""
         options = self._options(given)
         several = isinstance(items, (list, tuple)) and not is_prompt(items)
         return self._loop.start(self._preprocess(items if several else [items], options)).result()
 
-    async def _preprocess(self, items: Sequence[Any], options: TextGenerationOptions) -> Batch:
+    async def _preprocess(self, items: Sequence[Any], options: TextGenerationOptions) -> ModelInputs:
         if not items:
             raise InvalidInput("the list is empty; pass at least one text or chat")
         rows = []
@@ -145,7 +145,7 @@ class TextGenerationPipeline:
     def forward(self, inputs: Any, /, **parameters: Any) -> Any:
         """The output of a CausalLM: logits [R, T, V], with `labels=` a loss, and hidden states and attentions as asked.
 
-        `inputs` are texts, a Batch of `preprocess`, or tensors by name (`input_ids`, `attention_mask`).
+        `inputs` are texts, the ModelInputs of `preprocess`, or tensors by name (`input_ids`, `attention_mask`).
         """
         causal.check_forward(parameters)
         return self._loop.start(causal.forward(self.engine, self._tensors(inputs), parameters)).result()
@@ -205,7 +205,7 @@ class TextGenerationPipeline:
     def _tensors(self, inputs: Any) -> Mapping[str, Any]:
         import torch
 
-        if isinstance(inputs, Batch):
+        if isinstance(inputs, ModelInputs):
             return inputs.inputs
         if isinstance(inputs, torch.Tensor):
             return {"input_ids": inputs}

@@ -11,7 +11,7 @@ import numpy as np
 from headway.base.errors import InvalidInput
 from headway.pipelines.inputs.arrays import by_token
 from headway.pipelines.inputs.text import TextOptions, TextTask
-from headway.pipelines.task import Batch, PreparedItem, capturable
+from headway.pipelines.task import ModelInputs, PreparedItem, capturable
 from headway.pipelines.tasks.text_classification import apply, labels_of
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class TokenClassification(TextTask):
         ]
 
     @capturable
-    def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Any]:
+    def reduce(self, output: Any, batch: ModelInputs, options: Any) -> Mapping[str, Any]:
         return {"logits": by_token(output.logits, batch)}
 
     def postprocess(

@@ -16,7 +16,7 @@ from headway.pipelines.inputs.arrays import Ragged
 from headway.pipelines.inputs.image_transforms import ImagePreprocessor
 from headway.pipelines.inputs.images import EXPECTED, MAX_PIXELS, is_image
 from headway.pipelines.inputs.same_shape import SameShapeTask
-from headway.pipelines.task import Batch, PreparedItem, Row, TaskOptions, check_count
+from headway.pipelines.task import ModelInputs, PreparedItem, Row, TaskOptions, check_count
 from headway.pipelines.tasks.text_classification import LabelOptions, apply, labels_of, top_labels
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class ImageFeatureExtraction(ImageTask):
             raise UnsupportedModel(f"{self.loaded.name} has no trained pooler; use pool='cls' or pool='mean'")
         return merged
 
-    def compute(self, batch: Batch, options: ImageFeatureOptions) -> Mapping[str, Tensor | Ragged]:
+    def compute(self, batch: ModelInputs, options: ImageFeatureOptions) -> Mapping[str, Tensor | Ragged]:
         if not self._dual:
             return self.reduce(self.loaded.backend(batch.inputs), batch, options)
         if options.pool is True:
@@ -169,7 +169,7 @@ class ImageFeatureExtraction(ImageTask):
         inputs = to_device(batch.inputs, backend.device, backend.placement.dtype)
         return self.reduce(self.loaded.module.vision_model(**inputs), batch, options)
 
-    def reduce(self, output: Any, batch: Batch, options: ImageFeatureOptions) -> Mapping[str, Tensor | Ragged]:
+    def reduce(self, output: Any, batch: ModelInputs, options: ImageFeatureOptions) -> Mapping[str, Tensor | Ragged]:
         states = output.get("vision_model_output", output)
         if options.pool is True:
             vector = output["image_embeds"] if "image_embeds" in output else states.get("pooler_output")

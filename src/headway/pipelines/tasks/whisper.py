@@ -14,7 +14,7 @@ from headway.base.errors import InvalidInput, Unsupported
 from headway.pipelines.generation.generate import per_item_sampling
 from headway.pipelines.inputs.arrays import Ragged
 from headway.pipelines.inputs.audio_chunks import AudioChunker
-from headway.pipelines.task import Batch, PreparedItem, Row
+from headway.pipelines.task import ModelInputs, PreparedItem, Row
 from headway.pipelines.tasks.audio import ChunkOptions
 from headway.pipelines.tasks.speech_recognition import SpeechOptions, SpeechSeq2Seq
 
@@ -99,7 +99,7 @@ class WhisperRecognition(SpeechSeq2Seq):
         row = self.row(wave, return_attention_mask=True, **more)
         return Row(row.inputs, int(row.inputs["input_features"].shape[-1]))
 
-    def compute(self, batch: Batch, options: WhisperOptions) -> Mapping[str, Tensor | Ragged]:
+    def compute(self, batch: ModelInputs, options: WhisperOptions) -> Mapping[str, Tensor | Ragged]:
         sampled = self.generation.samples(options)
         if not sampled and options.return_timestamps != "word":
             return self._tokens(self._generate(batch, options))
@@ -107,12 +107,12 @@ class WhisperRecognition(SpeechSeq2Seq):
         # text of a batch
         segments: list[Any] = []
         for i, row in enumerate(batch.rows):
-            one = Batch({name: value[i : i + 1] for name, value in batch.inputs.items()}, (row,))
+            one = ModelInputs({name: value[i : i + 1] for name, value in batch.inputs.items()}, (row,))
             with per_item_sampling(1, options, self.loaded.backend.device, enabled=sampled):
                 segments += self._generate(one, options)
         return self._tokens(segments)
 
-    def _generate(self, batch: Batch, options: WhisperOptions) -> list[Any]:
+    def _generate(self, batch: ModelInputs, options: WhisperOptions) -> list[Any]:
         """The segments of each row."""
         keywords = self.keywords(options) | {"return_segments": True}
         more = {name: getattr(options, name) for name in ("language", "task")}

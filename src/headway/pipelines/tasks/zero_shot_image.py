@@ -15,7 +15,7 @@ from torch import Tensor
 from headway.base.errors import InvalidInput
 from headway.pipelines.inputs.arrays import Ragged, collate
 from headway.pipelines.inputs.text import TextOptions
-from headway.pipelines.task import Batch, PreparedItem, Row
+from headway.pipelines.task import ModelInputs, PreparedItem, Row
 from headway.pipelines.tasks.text_classification import apply
 from headway.pipelines.tasks.vision import ImageOptions, ImageTask, features_of
 from headway.pipelines.tasks.zero_shot import CandidateOptions
@@ -102,14 +102,14 @@ class ZeroShotImageClassification(ImageTask):
         takes = lambda name: name in names and self.loaded.backend.takes(name)  # noqa: E731
         return LabelInputs(collate(rows, self.padding(), takes, width))
 
-    def collate(self, rows: Sequence[Row]) -> Batch:
+    def collate(self, rows: Sequence[Row]) -> ModelInputs:
         images = [
             Row({name: value for name, value in row.inputs.items() if name != "texts"}, row.length) for row in rows
         ]
         texts: LabelInputs = rows[0].inputs["texts"]
-        return Batch({**super().collate(images).inputs, **texts.inputs}, tuple(rows))
+        return ModelInputs({**super().collate(images).inputs, **texts.inputs}, tuple(rows))
 
-    def compute(self, batch: Batch, options: ZeroShotImageOptions) -> Mapping[str, Tensor | Ragged]:
+    def compute(self, batch: ModelInputs, options: ZeroShotImageOptions) -> Mapping[str, Tensor | Ragged]:
         if self._family not in TWO_TOWERS:
             return self.reduce(self.loaded.backend(batch.inputs), batch, options)
         backend, texts = self.loaded.backend, batch.rows[0].inputs["texts"].inputs
@@ -121,7 +121,7 @@ class ZeroShotImageClassification(ImageTask):
         bias = getattr(module, "logit_bias", None)
         return {"logits": logits if bias is None else logits + bias.float()}
 
-    def reduce(self, output: Any, batch: Batch, options: Any) -> Mapping[str, Tensor | Ragged]:
+    def reduce(self, output: Any, batch: ModelInputs, options: Any) -> Mapping[str, Tensor | Ragged]:
         return {"logits": output["logits_per_image"].float()}
 
     def postprocess(

@@ -2,7 +2,7 @@
 
 A pass that takes a token which nobody has read yet cannot have its mask yet, because the token decides it. When the
 token is known, the pass goes to the device, and a thread of ours advances the grammar and computes the mask, which is
-needed only once the logits are there. The thread takes all waiting masks at once (`constraints/batch.py`). Only
+needed only once the logits are there. The thread takes all waiting masks at once (`constraints/batched_masks.py`). Only
 compiled grammars work like this, because their cost for each token is bounded (LIMITS in `constraints/cache.py`); the
 cost of a program's own constraint is not. A grammar that turns out slow counts as sparse, so that its masks are
 computed between passes from then on, and no step waits for them.
@@ -20,7 +20,7 @@ import numpy as np
 
 from headway.base.errors import Closed, HeadwayError
 from headway.base.masks import logit_mask
-from headway.program.constraints.batch import accept_all, internal_error, masks_of
+from headway.program.constraints.batched_masks import accept_all, internal_error, masks_of
 from headway.program.constraints.constraint import GrammarMatcher
 
 DENSE = 0.25  # mask density (share of the vocabulary allowed) below which forced tokens are likely to follow

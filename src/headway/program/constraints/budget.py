@@ -44,7 +44,7 @@ class GrammarBudget:
             )
 
 
-class Pace:
+class TokenTime:
     """How long a grammar takes for a token, on average over the last few."""
 
     def __init__(self, average: float = 0.0) -> None:
@@ -54,8 +54,8 @@ class Pace:
     def is_slow(self) -> bool:
         return self._average > SLOW
 
-    def copy(self) -> Pace:
-        return Pace(self._average)
+    def copy(self) -> TokenTime:
+        return TokenTime(self._average)
 
     def add(self, seconds: float) -> None:
         """Work for the current token."""

@@ -24,7 +24,7 @@ import numpy as np
 from headway.base.errors import GrammarTooSlow, InvalidInput, InvalidToken, WrongType
 from headway.base.text import short_repr
 from headway.program.constraints.bitmask import MaskLayout
-from headway.program.constraints.budget import GrammarBudget, Pace, consume_unlocked, timed
+from headway.program.constraints.budget import GrammarBudget, TokenTime, consume_unlocked, timed
 from headway.program.constraints.cache import GrammarCache, brief, grammar_cache, named, ready_grammar_cache
 from headway.program.constraints.grammar import Grammar
 
@@ -161,7 +161,7 @@ class GrammarMatcher:
         self._count: int | None = None  # how many tokens of text it allows
         self._forced: list[int] | None = None  # of the current state
         self._sure: deque[int] = deque()  # tokens known to be allowed one after the other
-        self._budget, self.pace = budget or GrammarBudget(), Pace()
+        self._budget, self.pace = budget or GrammarBudget(), TokenTime()
         self._lock = threading.RLock()
 
     @property
@@ -267,7 +267,7 @@ class GrammarMatcher:
         tokens = self._do(lambda m: m.compute_ff_tokens())
         return tokens[: self._do(lambda m: m.validate_tokens(tokens))] if tokens else []
 
-    # -- as one of many (headway.program.constraints.batch) --
+    # -- as one of many (headway.program.constraints.batched_masks) --
 
     def consumer(self, token: int) -> LLMatcher | None:
         """The matcher to give a token to unchecked, followed by `record` if it accepts; None: `accept` must check.

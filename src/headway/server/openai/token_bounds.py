@@ -37,7 +37,7 @@ class BadWords:
         self._sequences = _Words(map(tuple, sequences))
         self._sequences.complete(lambda rest: rest, 1)
         self._always = self._texts.completed(WHOLE) | self._sequences.completed(WHOLE)
-        self._open: list[_Begun] = [_Begun()]  # after each token, the words that have begun
+        self._open: list[_Matched] = [_Matched()]  # after each token, the words that have begun
 
     def __bool__(self) -> bool:
         return bool(self._texts) or bool(self._sequences)
@@ -46,7 +46,7 @@ class BadWords:
         """The same words, before any token."""
         copy = object.__new__(BadWords)
         copy.__dict__.update(self.__dict__)
-        copy._open = [_Begun()]
+        copy._open = [_Matched()]
         return copy
 
     def copy(self) -> BadWords:
@@ -67,7 +67,7 @@ class BadWords:
         begun = self._open[-1]
         spelled = self._spelled(token) if self._texts else b""
         texts = self._texts.advance(begun.texts, spelled) if spelled else ()
-        self._open.append(_Begun(texts, self._sequences.advance(begun.sequences, (token,))))
+        self._open.append(_Matched(texts, self._sequences.advance(begun.sequences, (token,))))
 
     def drop(self, n: int) -> None:
         """Remove the last n tokens."""
@@ -83,7 +83,7 @@ Place = tuple[int, int]  # the first of the sorted words with some beginning, an
 WHOLE: Place = (0, 0)  # no word has begun
 
 
-class _Begun(NamedTuple):
+class _Matched(NamedTuple):
     """How far words have matched."""
 
     texts: tuple[Place, ...] = ()

@@ -14,7 +14,7 @@ import numpy as np
 
 from headway.pipelines.inputs.arrays import by_token, pooled
 from headway.pipelines.inputs.text import PlainEncoding, TextOptions
-from headway.pipelines.task import Batch, PreparedItem, Row, Task, TaskOptions
+from headway.pipelines.task import ModelInputs, PreparedItem, Row, Task, TaskOptions
 from headway.pipelines.tasks.embedding import declared_pooling
 from headway.pipelines.tasks.text_classification import apply, default_function, labels_of
 
@@ -69,7 +69,7 @@ class ServedEmbedding(ServedTask):
     def batch_key(self, options: ServedEmbeddingOptions) -> Hashable:
         return options.level
 
-    def reduce(self, output: Any, batch: Batch, options: ServedEmbeddingOptions) -> Mapping[str, Any]:
+    def reduce(self, output: Any, batch: ModelInputs, options: ServedEmbeddingOptions) -> Mapping[str, Any]:
         if options.level == "token":
             return {"states": by_token(output.last_hidden_state, batch)}
         return {"vector": pooled(output.last_hidden_state, batch, self._pooling)}

@@ -17,7 +17,6 @@ from __future__ import annotations
 from headway.base.errors import InvalidInput, WrongType
 from headway.text.replies.harmony import Harmony
 from headway.text.replies.llama import Llama
-from headway.text.replies.machine import StreamParser
 from headway.text.replies.mistral import Mistral
 from headway.text.replies.parts import (
     BadToolCall,
@@ -32,6 +31,7 @@ from headway.text.replies.parts import (
     ToolCallStart,
     collect,
 )
+from headway.text.replies.state_machine import StreamParser
 from headway.text.replies.tagged import Tagged
 
 __all__ = [

@@ -13,8 +13,8 @@ channel or role is a `BadToolCall`.
 from __future__ import annotations
 
 from headway.text.replies.json_stream import wrong_name
-from headway.text.replies.machine import Markers, State, StreamParser
 from headway.text.replies.parts import ToolCallArguments, ToolCallStart
+from headway.text.replies.state_machine import Markers, State, StreamParser
 
 CHANNELS = ("analysis", "commentary", "final")
 MAX_HEADER = 1024

@@ -16,8 +16,8 @@ import json
 import re
 
 from headway.text.replies.json_stream import SPACE
-from headway.text.replies.machine import Markers, State, StreamParser
 from headway.text.replies.parts import ToolCallEnd
+from headway.text.replies.state_machine import Markers, State, StreamParser
 
 CODE_TOOL = "code_interpreter"
 MAX_METHOD = 256

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from headway.text.replies.json_stream import SPACE, wrong_name
-from headway.text.replies.machine import Markers, State, StreamParser
+from headway.text.replies.state_machine import Markers, State, StreamParser
 
 
 class Mistral(StreamParser):

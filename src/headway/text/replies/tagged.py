@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from headway.text.replies.machine import Markers, State, StreamParser
+from headway.text.replies.state_machine import Markers, State, StreamParser
 
 
 class Tagged(StreamParser):

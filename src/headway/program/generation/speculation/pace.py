@@ -22,7 +22,7 @@ State = tuple[int, bool]  # a draft's kind, and whether what was drafted just be
 
 
 @dataclass
-class Record:
+class AcceptanceCount:
     """Drafts that were looked at in one state, and those that were right; older ones count less."""
 
     right: float = 0.0
@@ -34,8 +34,8 @@ class Pace:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._records: dict[State, Record] = {}
-        self._all = Record()
+        self._records: dict[State, AcceptanceCount] = {}
+        self._all = AcceptanceCount()
         self._expected = 0.0  # drafts that should have been right, by their chances
         self.was_right = False  # what was drafted last
         self.overhead = 0.0  # seconds of a round besides its step and its draft
@@ -51,7 +51,7 @@ class Pace:
 
     def rate(self, kind: int, after_right: bool, chance: float) -> float:
         """How often a draft of this kind is right. Where little is known it is its chance, if chances held so far."""
-        record = self._records.get((kind, after_right), Record())
+        record = self._records.get((kind, after_right), AcceptanceCount())
         chance *= min(1.2, (self._all.right + PRIOR) / (self._expected + PRIOR))
         chance *= 1.0 if after_right else DOUBT
         return min(1.0, (record.right + PRIOR * chance) / (record.tried + PRIOR))
@@ -87,7 +87,7 @@ class Pace:
         self.was_right = right == tried
 
     def _count(self, state: State, right: int, tried: int) -> None:
-        record = self._records.setdefault(state, Record())
+        record = self._records.setdefault(state, AcceptanceCount())
         record.right, record.tried = record.right * MEMORY + right, record.tried * MEMORY + tried
 
     def took(self, *, overhead: float, drafting: float, drafted: int) -> None:

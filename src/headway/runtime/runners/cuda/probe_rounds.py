@@ -69,7 +69,7 @@ _Make = Callable[[Answers], object]
 
 
 @dataclass(eq=False)
-class Round:
+class ProbeRound:
     """Questions that are asked together, and how each value is made of the answers. Equal questions are asked once."""
 
     vocab: int
@@ -109,19 +109,19 @@ class Round:
 class Plan(NamedTuple):
     """Rounds of questions, values that need none (errors), and probes that no questions decide."""
 
-    rounds: list[Round]
+    rounds: list[ProbeRound]
     known: dict[Key, object]
     left: list[Asked]
 
 
 def plan(asked: Sequence[Asked], drawn: Mapping[Key, Sequence[Drawn | None]], vocab: int) -> Plan:
     """The questions of these probes; `drawn` has for every ranking what is drawn at its row."""
-    rounds, known, left = [Round(vocab)], {}, []
+    rounds, known, left = [ProbeRound(vocab)], {}, []
     for row, ask in asked:
         part, key = rounds[-1], (ask.segment, ask.index)
         mates = drawn.get(key, ())
         if len(part.jobs) == JOBS or len(part.pairs) + _pairs(ask) + len(mates) > PAIRS:
-            rounds.append(part := Round(vocab))
+            rounds.append(part := ProbeRound(vocab))
         try:
             make = _asked(part, row, ask, mates)
         except _Edge:
@@ -133,7 +133,7 @@ def plan(asked: Sequence[Asked], drawn: Mapping[Key, Sequence[Drawn | None]], vo
     return Plan([part for part in rounds if part.makes], known, left)
 
 
-def _asked(part: Round, row: int, ask: Ask, drawn: Sequence[Drawn | None]) -> _Make:
+def _asked(part: ProbeRound, row: int, ask: Ask, drawn: Sequence[Drawn | None]) -> _Make:
     """Put a probe's questions into the round; what comes back makes its value of the answers."""
     what = ask.what.what
     if _pairs(ask) + len(drawn) > PAIRS:
@@ -158,7 +158,7 @@ def _asked(part: Round, row: int, ask: Ask, drawn: Sequence[Drawn | None]) -> _M
     raise AssertionError(what)
 
 
-def _ask_distribution(part: Round, row: int, mask: int, temperature: float, k: int) -> _Make:
+def _ask_distribution(part: ProbeRound, row: int, mask: int, temperature: float, k: int) -> _Make:
     job = part.measure(row, mask, temperature)
     whole = k == 0 or k >= part.vocab
     if whole:
@@ -174,7 +174,7 @@ def _ask_distribution(part: Round, row: int, mask: int, temperature: float, k: i
     return make
 
 
-def _ask_ranking(part: Round, row: int, what: Ranking, drawn: Sequence[Drawn | None]) -> _Make:
+def _ask_ranking(part: ProbeRound, row: int, what: Ranking, drawn: Sequence[Drawn | None]) -> _Make:
     tokens = [d.token for d in drawn if d is not None]
     if len(tokens) < len(drawn):
         raise _Edge
@@ -207,7 +207,7 @@ def _ask_ranking(part: Round, row: int, what: Ranking, drawn: Sequence[Drawn | N
     return make
 
 
-def tell(part: Round, found: Answers, values: dict[Key, object]) -> list[Asked]:
+def tell(part: ProbeRound, found: Answers, values: dict[Key, object]) -> list[Asked]:
     """Make the values of a round; the probes that are left undecided."""
     left = []
     for asked, make in part.makes:

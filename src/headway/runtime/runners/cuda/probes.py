@@ -34,7 +34,7 @@ from headway.runtime.runners.cuda.probe_rounds import (
     Asked,
     Drawn,
     Key,
-    Round,
+    ProbeRound,
     plan,
     tell,
 )
@@ -83,7 +83,7 @@ class CudaProbes:
 
         return finish
 
-    def _launch(self, part: Round, logits: Tensor, tokens: Tensor, lasting: bool) -> Callable[[], Answers]:
+    def _launch(self, part: ProbeRound, logits: Tensor, tokens: Tensor, lasting: bool) -> Callable[[], Answers]:
         jobs, pairs = self._send(part)
         measured = jobs * self._pieces * NUMBERS
         back = measured + pairs * (PAIR_HEADER + self._pieces)
@@ -124,7 +124,7 @@ class CudaProbes:
 
         return wait
 
-    def _send(self, part: Round) -> tuple[int, int]:
+    def _send(self, part: ProbeRound) -> tuple[int, int]:
         """Upload a round's questions; how many there are, with padding."""
         jobs, pairs = _room(len(part.jobs)), _room(len(part.pairs))
         self._asked.wait()
@@ -178,7 +178,7 @@ class CudaProbes:
 
 
 def _read(
-    part: Round, measured: np.ndarray, placed: np.ndarray, pieces: int
+    part: ProbeRound, measured: np.ndarray, placed: np.ndarray, pieces: int
 ) -> tuple[list[RowStats], np.ndarray, np.ndarray, np.ndarray]:
     """Rows that were measured, and the scores, ranks and tokens of pairs."""
     jobs, pairs = len(part.jobs), len(part.pairs)

@@ -42,9 +42,9 @@ class Seq2SeqPipeline(Pipeline):
     def generate(self, inputs: Any = MISSING, /, *, encoder_outputs: Any = None, **parameters: Any) -> Any:
         """Token ids [items × sequences of each, L], or a ModelOutput with `return_dict_in_generate=True`.
 
-        `inputs` are items, a Batch from `preprocess` or tensors by name; `encoder_outputs` from `encode` (or a tuple
-        that begins with the last hidden state) can replace them. Parameters are those of a call and any others of the
-        model's `generate`.
+        `inputs` are items, the ModelInputs of `preprocess` or tensors by name; `encoder_outputs` from `encode` (or a
+        tuple that begins with the last hidden state) can replace them. Parameters are those of a call and any others of
+        the model's `generate`.
         """
         known = {field.name for field in fields(self.defaults)}
         options = self.task.options(self.defaults, {k: v for k, v in parameters.items() if k in known})
