@@ -282,13 +282,13 @@ class Tree(Replay):
             parent, first = right, len(drafts)
             drafts += siblings
             parents += [parent] * len(siblings)
+            right = first + siblings.index(token) if token in siblings else -1
             at = int(self.random.integers(len(drafts)))
-            if len(drafts) < limit and (at, 5) not in zip(parents, drafts):  # another branch, for nothing
+            if len(drafts) < limit and at != right and (at, 5) not in zip(parents, drafts):  # a branch for nothing
                 drafts.append(5)
                 parents.append(at)
-            if token not in siblings:
+            if right < 0:
                 break
-            right = first + siblings.index(token)
         return hw.Draft(drafts, parents)
 
     def copy(self) -> Tree:
