@@ -45,11 +45,15 @@ def test_looking_at_a_context_takes_nothing_back() -> None:
     async def program(engine: hw.Engine) -> None:
         async with engine.context() as context:
             generation = context.fill([1, 2, 3]).generate(hw.Argmax(), max_tokens=8)
+            assert repr(generation) == "<Generation: 0 of 8 tokens, not begun>"
             await anext(generation)
             ahead = context._retract
             assert ahead is not None
+            assert repr(generation) == "<Generation: 1 of 8 tokens, running>"
             repr(context)
             assert context._retract is ahead
+            await generation.tokens()
+            assert repr(generation) == "<Generation: 8 of 8 tokens, ended (length)>"
 
     with hw.Engine(random_model(), pages=16, threads=1) as engine:
         engine.run(program)

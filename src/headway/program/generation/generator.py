@@ -119,6 +119,10 @@ class Generation(Generic[Value_co]):
         self.finish: str | None = None
         context._generations.add(self)
 
+    def __repr__(self) -> str:
+        state = f"ended ({self.finish})" if self.finish is not None else "running" if self._has_begun else "not begun"
+        return f"<Generation: {len(self._transcript.generated)} of {self._most} tokens, {state}>"
+
     @property
     def context(self) -> Context:
         """The context it writes to."""
