@@ -15,6 +15,7 @@ import torch
 
 import headway as hw
 from headway.kernels.reference.sampling import RowSampler, processed_logprobs
+from headway.program.generation.speculation.draft_model import first_layers
 from headway.runtime.step_costs import StepCosts
 from headway.testing import ScriptedRunner, random_model
 from support.checks import random_tokens
@@ -766,6 +767,19 @@ def test_the_first_layers_are_the_models_own(engine: hw.Engine) -> None:
                 assert [int(out.lens(lens)[0][0][0]) for lens in lenses] == drafted
 
     engine.run(program)
+
+
+def test_the_first_layers_follow_new_weights() -> None:
+    with hw.Engine(random_model(), pages=64, **STRICT) as engine:
+        before = engine.run(lambda engine: collected(engine, speculate=hw.OwnLayers(1, adaptive=False)))
+        old = first_layers(engine, 1)
+        assert first_layers(engine, 1) is old
+        engine.update_weights({"model.norm.weight": torch.linspace(0.5, 2.0, engine.config.hidden_size)})
+        assert first_layers(engine, 1) is not old
+        after = engine.run(lambda engine: collected(engine, speculate=hw.OwnLayers(1, adaptive=False)))
+        assert after[0] == engine.run(collected)[0] != before[0]
+        first_layers(engine, 1).close()
+        old.close()
 
 
 def test_a_draft_model_of_other_tokens_is_refused(engine: hw.Engine, words: hw.Engine) -> None:

@@ -282,8 +282,9 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType({
     "output_attentions": "probe=hw.AttentionScores(layer)",
     "use_cache": "nothing: the context keeps the KV cache",
     "generation_config": "its values by name; the model's own generation_config.json is used already",
-    "assistant_model": "speculate",
-    "prompt_lookup_num_tokens": "speculate",
+    "assistant_model": "speculate=hw.DraftModel(engine)",
+    "prompt_lookup_num_tokens": "speculate=hw.PromptLookup()",
+    "speculative_config": "speculate=hw.PromptLookup(), or hw.DraftModel(engine)",
 })  # fmt: skip
 
 

@@ -360,6 +360,10 @@ class Context:
         logits and this generation before the token is drawn: it changes the array, or returns another. Either may be an
         async function.
 
+        `speculate` is what drafts tokens that are verified several in a pass: `PromptLookup()`, `DraftModel(engine)`,
+        `OwnLayers(n)` or an object with `draft` and `accept`. The tokens are the same with and without; with
+        `verify="rejection"` they are others, equally likely.
+
         With `num_beams` or `num_return_sequences` the result is `Generations`: several sequences on shared pages. The
         first, which is the best of the beams, continues in this context. Without beams, the seeds of the draws are
         derived from this generation's seed.

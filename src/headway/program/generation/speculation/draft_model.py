@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 OWN_ORDINAL = 1 << 32  # of draws that are independent of those of the model that is drafted for
 OWN_PAGES = 1024  # of the first layers, at most
 _same_tokens: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
-_first_layers: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+_first_layers: weakref.WeakKeyDictionary[Any, dict[int, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 
 class ModelDrafter:
@@ -207,18 +207,19 @@ def first_layers(engine: Engine, count: int) -> Engine:
     config = engine.config
     if not 1 <= count < config.layers:
         raise OutOfRange(f"OwnLayers({count}): this model has {config.layers} layers; give 1 to {config.layers - 1}")
-    made = _first_layers.setdefault(engine, {})
-    if count not in made or not made[count].alive:
-        decoder = engine._backend.decoder
+    made, decoder = _first_layers.setdefault(engine, {}), engine._backend.decoder
+    source, found = made.get(count, (None, None))
+    if found is None or not found.alive or source() is not decoder:  # update_weights makes another decoder
         few = replace(config, layers=count, windows=config.windows[:count])
-        made[count] = type(engine)(
+        found = type(engine)(
             replace(decoder, config=few, layers=decoder.layers[:count]),
             threads=engine.info.threads,
             page_size=engine.page_size,
             pages=min(engine.pages, OWN_PAGES),
             deterministic=engine.deterministic,
         )
-    return made[count]
+        made[count] = weakref.ref(decoder), found
+    return found
 
 
 def check_same_tokens(engine: Engine, drafter: Engine) -> None:
