@@ -6,10 +6,12 @@
     python benchmarks/speculation.py --quick                          # a tiny random model, seconds: does it run?
 
 - *quote*: the prompt has a source file twice and begins it again, so the text repeats the prompt. *story*: text that
-  does not repeat. Both with prompt lookup as a user has it, drafting as much as it finds to pay.
+  does not repeat, drawn with a seed, because a small model that takes the likeliest token soon repeats itself. Both with
+  prompt lookup as a user has it, drafting as much as it finds to pay.
 - *replay*: random weights never quote a prompt. So the tokens are recorded once, and a drafter says them again, each
-  right with the probability --acceptance. `--wrong` never right: what drafting costs where it brings nothing.
-- Greedy, to the same number of tokens, which must be the same tokens. Prompts are computed before the clock starts.
+  right with the probability --acceptance. *wrong*: never right, which is what a useless drafter costs.
+- All but the story is greedy, to the same number of tokens, which must be the same tokens. Prompts are computed before
+  the clock starts.
 - Beside it, where installed: transformers' `prompt_lookup_num_tokens` on the same prompts (its own weights in float32),
   and llama.cpp's `llama-lookup` for a GGUF file; each as a ratio to itself without.
 
@@ -102,13 +104,14 @@ class Replay:
 
 
 async def timed(
-    engine: hw.Engine, prompt: Sequence[int], count: int, drafter: hw.Drafter | None
+    engine: hw.Engine, prompt: Sequence[int], how: tuple[hw.Sampler, int], drafter: hw.Drafter | None
 ) -> tuple[float, list[int], hw.SpeculationStats | None]:
-    """Seconds to generate `count` tokens after a prompt that is computed already."""
+    """Seconds to generate so many tokens like that, after a prompt that is computed already."""
+    sampler, count = how
     async with engine.context().fill(prompt) as context:
         await context.flush()
         context.truncate(1).fill(prompt[-1:])
-        generation = context.generate(hw.Argmax(), max_tokens=count, stop_only=True, speculate=drafter)
+        generation = context.generate(sampler, max_tokens=count, stop_only=True, speculate=drafter)
         began = time.perf_counter()
         tokens = await generation.tokens()
         return time.perf_counter() - began, tokens, generation.speculation
@@ -117,15 +120,16 @@ async def timed(
 def compared(engine: hw.Engine, name: str, text: str, prompt: Sequence[int], *, drafter: Any, options: Any) -> Result:
     """Without drafts and with, in turns."""
     count, pairs = options.tokens, []
-    plain, tokens, _ = engine.run(timed, prompt, count, None)  # warm, and what a replay knows
+    how = (hw.Multinomial(seed=1) if text == "story" else hw.Argmax(), count)
+    plain, tokens, _ = engine.run(timed, prompt, how, None)  # warm, and what a replay knows
     if drafter is None:
         right = 0.0 if text == "wrong" else options.acceptance
         drafter = Replay([*prompt, *tokens], right, engine.vocab_size)
-    engine.run(timed, prompt, count, drafter)
+    engine.run(timed, prompt, how, drafter)
     same, stats = True, None
     for _ in range(options.repeats):
-        plain, expected, _ = engine.run(timed, prompt, count, None)
-        drafted, found, stats = engine.run(timed, prompt, count, drafter)
+        plain, expected, _ = engine.run(timed, prompt, how, None)
+        drafted, found, stats = engine.run(timed, prompt, how, drafter)
         same &= found == expected
         pairs.append((plain, drafted))
     acceptance = stats.acceptance if stats is not None and stats.drafted else None
