@@ -6,8 +6,8 @@
     python benchmarks/speculation.py --quick                          # a tiny random model, seconds: does it run?
 
 - *quote*: the prompt has a source file twice and begins it again, so the text repeats the prompt. *story*: text that
-  does not repeat, drawn with a seed, because a small model that takes the likeliest token soon repeats itself. Both with
-  prompt lookup as a user has it, drafting as much as it finds to pay.
+  does not repeat, drawn with a seed, because a small model that takes the likeliest token soon repeats itself. Both
+  with prompt lookup as a user has it, drafting as much as it finds to pay.
 - *replay*: random weights never quote a prompt. So the tokens are recorded once, and a drafter says them again, each
   right with the probability --acceptance. *wrong*: never right, which is what a useless drafter costs.
 - All but the story is greedy, to the same number of tokens, which must be the same tokens. Prompts are computed before
