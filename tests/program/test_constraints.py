@@ -606,6 +606,7 @@ def nest(depth):
     return inside
 
 
+OVERLAP = [{"type": "number"}, {"type": "integer"}]
 SELF = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 DOUBLING = "start: T0\n" + "".join(f"T{i}: T{i + 1} T{i + 1}\n" for i in range(40)) + 'T40: "y"'
 CROSS = {"allOf": [{"anyOf": [obj({f"p{i}": {"const": j}}) for j in range(6)]} for i in range(12)]}
@@ -637,7 +638,12 @@ CROSS = {"allOf": [{"anyOf": [obj({f"p{i}": {"const": j}}) for j in range(6)]} f
         ({"x-guidance": {"lenient": True}}, "x-guidance"),
         (obj({"a": {"$defs": {"b": {"propertys": 1}}}}), r"#/properties/a/\$defs/b.*write 'properties'"),
         ({"type": "string", "format": "date_time"}, "#/format"),
-        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf.*use anyOf"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf at the top.*use anyOf"),
+        (obj({"oneOf": array({"oneOf": OVERLAP})}), "the oneOf at #/properties/oneOf/items may overlap: use anyOf"),
+        (
+            obj({"a": {"oneOf": OVERLAP}, "b/c": {"$ref": "#/$defs/d"}}) | {"$defs": {"d": {"oneOf": OVERLAP}}},
+            r"one of the oneOf at #/properties/a, #/\$defs/d may overlap: use anyOf",
+        ),
         ({"type": "object", "minProperties": 2}, "minProperties"),
         ({"type": "string", "format": "iri"}, "format"),
         ({"type": "text"}, "type"),

@@ -21,6 +21,7 @@ from headway.base.errors import GrammarTooSlow, InvalidInput, InvalidToken, Unsu
 from headway.base.text import shorten
 from headway.program.constraints.bitmask import padded
 from headway.program.constraints.grammar import WHITESPACE, Grammar
+from headway.program.constraints.json_schema import one_ofs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -163,9 +164,9 @@ def _with_deep_stack(work: Callable[[], LLMatcher], grammar: Grammar) -> LLMatch
     if not done:
         raise GrammarTooSlow(f"{named(grammar)} was not compiled in {DEADLINE:.0f} seconds; simplify it")
     if isinstance(done[0], BaseException):
-        raise InvalidInput(f"{named(grammar)} cannot be used: {brief(str(done[0]))}") from done[0]
+        raise InvalidInput(f"{named(grammar)} cannot be used: {_reason(grammar, str(done[0]))}") from done[0]
     if done[0].is_error():
-        raise InvalidInput(f"{named(grammar)} cannot be used: {brief(done[0].get_error())}")
+        raise InvalidInput(f"{named(grammar)} cannot be used: {_reason(grammar, done[0].get_error())}")
     return done[0]
 
 
@@ -191,9 +192,21 @@ def brief(message: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip() and not re.match(r"\s*(\d+ \||<|\^)", line)]
     reasons = [line for line in lines if line.startswith("error: ")]
     said = shorten("; ".join(reasons or lines), SHOWN)
-    if "oneOf" in said:
-        said += "; its choices may overlap: use anyOf, or require a property with a const of its own in each choice"
     return said
+
+
+def _reason(grammar: Grammar, message: str) -> str:
+    """Why the compiler refuses the grammar. It does not say where a oneOf is, nor what to write instead."""
+    said = brief(message)
+    if "oneOf" not in said:
+        return said
+    places = one_ofs(grammar.text) if grammar.kind == "json" else []
+    where = ", ".join(places[:3]) + ", …" * (len(places) > 3)
+    which = "a oneOf" if not places else f"the oneOf at {where}" if len(places) == 1 else f"one of the oneOf at {where}"
+    return (
+        f"{said}; the choices of {which} may overlap: use anyOf, or require a property with a const of its own "
+        "in each choice"
+    )
 
 
 # --- the tokenizer as the compiler sees it

@@ -71,6 +71,31 @@ def checked_schema(schema: Any) -> str:
     return text
 
 
+def one_ofs(text: str) -> list[str]:
+    """The places where a checked schema still has a oneOf: whether its choices overlap is for the compiler to see."""
+    places, todo = [], [("", json.loads(text))]
+    while todo:
+        at, schema = todo.pop()
+        if not isinstance(schema, dict):
+            continue
+        if "oneOf" in schema:
+            places.append(_place(at))
+        todo += reversed(list(_subschemas(schema, at)))
+    return places
+
+
+def _subschemas(schema: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:
+    """The schemas directly inside this one, each with its pointer."""
+    for keyword, value in schema.items():
+        place = f"{at}/{_escaped(keyword)}"
+        if keyword in MAPS:
+            yield from ((f"{place}/{_escaped(name)}", inner) for name, inner in value.items())
+        elif isinstance(value, list) and (keyword in LISTS or keyword == "items"):
+            yield from ((f"{place}/{i}", inner) for i, inner in enumerate(value))
+        elif keyword in ONE or keyword == "items":
+            yield place, value
+
+
 def is_pydantic(schema: Any) -> bool:
     """Whether a schema is given as a pydantic model class."""
     return isinstance(schema, type) and hasattr(schema, "model_json_schema")

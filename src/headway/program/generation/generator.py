@@ -41,8 +41,9 @@ from headway.program.constraints.constraint import Constraint, GrammarMatcher, c
 from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.draws import Drawing, Probes
-from headway.program.generation.hooks import Hooks, LogitsHook, PrepareHook
+from headway.program.generation.hooks import GenerationHooks, LogitsHook, PrepareHook
 from headway.program.generation.lookahead import Lookahead
+from headway.program.generation.ngrams import NoRepeat
 from headway.program.generation.speculation.drafter import Drafter, check_drafter
 from headway.program.generation.speculation.rounds import Round
 from headway.program.generation.speculation.speculation import Speculation, SpeculationStats
@@ -77,6 +78,7 @@ class Generation(Generic[Value_co]):
         stop: str | Iterable[str | int] = (),
         stop_only: bool = False,
         constrain: Grammar | Constraint | None = None,
+        no_repeat_ngram_size: int = 0,
         probe: Probes = None,
         attention_mask: Mask | None = None,
         adapter: AdapterArgument | None = None,
@@ -107,12 +109,14 @@ class Generation(Generic[Value_co]):
             adapter=mix_of(context.engine, adapter),
             words=words,
         )
-        self._hooks = Hooks.of(prepare, logits)
+        self._hooks = GenerationHooks.of(prepare, logits)
         if self._hooks is not None and speculate is not None:
             raise Unsupported("speculate cannot be given with prepare or logits, which see every token: leave one out")
         self._context = context
         self._grammar = constrain if isinstance(constrain, Grammar) else None  # compiled before the first pass
-        self._transcript = Transcript(context.engine, strings, None if isinstance(constrain, Grammar) else constrain)
+        constraint = None if isinstance(constrain, Grammar) else constrain
+        self._no_repeat = NoRepeat(no_repeat_ngram_size, context, constraint) if no_repeat_ngram_size else None
+        self._transcript = Transcript(context.engine, strings, self._no_repeat or constraint)
         self._seen: object = None  # the context as the last step left it; None before the first
         self._ahead = Lookahead(context, self._transcript, self._end_ids)
         self._speculation = None if speculate is None else Speculation(speculate, context, self._drawing, verify)
@@ -211,7 +215,7 @@ class Generation(Generic[Value_co]):
         self._check_text()
         if schema is not None:
             begun = self._transcript.generated or self._ahead.is_there or self.finish is not None
-            if begun or self._transcript.constraint is not None or self._grammar is not None:
+            if begun or self._is_constrained:
                 raise InvalidInput("a schema can be given to json() before the first step, and to no other constraint")
             self._grammar = Grammar.json_schema(schema)
         return parse_json(await self.text(), self.finish, schema)
@@ -230,6 +234,8 @@ class Generation(Generic[Value_co]):
         nothing has changed then. Nothing is computed: the tokens wait in the pending buffer.
         """
         self._go_on()
+        if self._no_repeat is not None:
+            self._no_repeat.stale = True
         ids = token_ids(tokens, self._context.engine.vocab_size)
         self._compile()
         ends = [i for i, token in enumerate(ids) if token in self._end_ids]
@@ -281,6 +287,8 @@ class Generation(Generic[Value_co]):
             raise
         twin = copy(self)
         twin._context, twin._transcript, twin._speculation = context, transcript, speculation
+        if isinstance(rule := transcript.constraint, NoRepeat):
+            rule.context, twin._no_repeat = context, rule
         twin._ahead = self._ahead.fork(context, transcript)
         twin._seen = None if self._seen is None else twin._marked()
         context._generations.add(twin)
@@ -383,10 +391,14 @@ class Generation(Generic[Value_co]):
         """Compile the grammar, if it is not. The first time it may take a second, in the caller's thread."""
         if self._grammar is not None:
             engine = self._context.engine
-            self._transcript.constraint = compile_grammar(
-                self._grammar, engine.tokenizer, engine.vocab_size, budget=GrammarBudget(engine._max_grammar_seconds)
+            self._follow_grammar(
+                compile_grammar(
+                    self._grammar,
+                    engine.tokenizer,
+                    engine.vocab_size,
+                    budget=GrammarBudget(engine._max_grammar_seconds),
+                )
             )
-            self._grammar = None
 
     async def _compile_async(self) -> None:
         """The same without blocking the event loop."""
@@ -396,7 +408,20 @@ class Generation(Generic[Value_co]):
                 grammar, engine.tokenizer, engine.vocab_size, budget=GrammarBudget(engine._max_grammar_seconds)
             )
             if self._grammar is grammar:  # else somebody needed it sooner
-                self._transcript.constraint, self._grammar = made, None
+                self._follow_grammar(made)
+
+    def _follow_grammar(self, compiled: Constraint) -> None:
+        self._grammar = None
+        if self._no_repeat is None:
+            self._transcript.constraint = compiled
+        else:
+            self._no_repeat.other = compiled
+
+    @property
+    def _is_constrained(self) -> bool:
+        """Whether the program has given a constraint."""
+        given = self._transcript.constraint if self._no_repeat is None else self._no_repeat.other
+        return given is not None or self._grammar is not None
 
     async def _settle_grammar(self) -> None:
         """Have what a slow grammar allows next computed in a thread, before anybody here asks for it."""
@@ -539,7 +564,7 @@ class Generation(Generic[Value_co]):
 
     # -- a step with hooks -----------------------------------------------------------------------------------------
 
-    async def _hooked_step(self, hooks: Hooks) -> Step[Value_co]:
+    async def _hooked_step(self, hooks: GenerationHooks) -> Step[Value_co]:
         """A step in which the program has a say: before its pass, or before its draw."""
         prepared = self._drawing.prepared(self._context, self._transcript)
         await hooks.before(prepared)

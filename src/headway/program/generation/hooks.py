@@ -28,14 +28,14 @@ LogitsHook: TypeAlias = Callable[[np.ndarray, "Generation"], Awaitable[np.ndarra
 
 
 @dataclass(frozen=True, eq=False)
-class Hooks:
+class GenerationHooks:
     """`prepare` gets each pass before it is executed; `logits` gets a row's logits before a token is drawn."""
 
     prepare: PrepareHook | None
     logits: LogitsHook | None
 
     @classmethod
-    def of(cls, prepare: object, logits: object) -> Hooks | None:
+    def of(cls, prepare: object, logits: object) -> GenerationHooks | None:
         """From the arguments of `generate`; None without hooks."""
         for name, hook in (("prepare", prepare), ("logits", logits)):
             if hook is not None and not callable(hook):

@@ -1,7 +1,7 @@
 """`no_repeat_ngram_size`: no run of n tokens comes twice, as in `transformers`.
 
 `NoRepeat` is a constraint over all tokens of a context, the prompt included, combined with another constraint that a
-program may give. `Unrepeating` is a generation under it.
+program may give.
 """
 
 from __future__ import annotations
@@ -14,14 +14,9 @@ import numpy as np
 
 from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, Unsupported
-from headway.base.samplers import Sampler
-from headway.program.constraints.budget import GrammarBudget, is_slow
-from headway.program.constraints.constraint import Constraint, compile_async
-from headway.program.constraints.constraint import compile as compile_grammar
+from headway.program.constraints.budget import is_slow
+from headway.program.constraints.constraint import Constraint
 from headway.program.constraints.grammar import Grammar
-from headway.program.generation.generator import Generation
-from headway.program.generation.steps import Prepared, Step
-from headway.program.generation.stops import parse_json
 
 if TYPE_CHECKING:
     from headway.program.context import Context
@@ -49,32 +44,19 @@ def copied(constraint: Any) -> Any:
 class NoRepeat:
     """Allows the tokens that repeat no run of n tokens of its context and that `other` allows.
 
-    It reads the context, not only the tokens it accepted: those that a program writes between two steps count too. A
-    `Grammar` is compiled when it is first needed; `prepare` does so in a thread.
+    It reads the context, not only the tokens it accepted: those that a program writes between two steps count too.
     """
 
-    def __init__(self, n: int, context: Context, other: Grammar | Constraint | None = None) -> None:
+    def __init__(self, n: int, context: Context, other: Constraint | None = None) -> None:
         self._n, self.context, self.other = check_integer(n, "no_repeat_ngram_size", low=1), context, other
         self._tokens: list[int] = []
         self._next: dict[tuple[int, ...], Counter[int]] = {}  # n - 1 tokens → those that came next
         self.stale = True  # the context may have changed
         self._accepted = 0  # tokens since it was read
-        self.twin: NoRepeat | None = None  # the last copy
-
-    async def prepare(self) -> None:
-        """Compile the other constraint in a thread, if it is a grammar."""
-        if isinstance(grammar := self.other, Grammar):
-            engine = self.context.engine
-            matcher = await compile_async(
-                grammar, engine.tokenizer, engine.vocab_size, budget=GrammarBudget(engine._max_grammar_seconds)
-            )
-            if self.other is grammar:  # else it was needed sooner
-                self.other = matcher
 
     def mask(self) -> np.ndarray | None:
         self._sync()
-        other = self._compiled()
-        allowed = None if other is None else other.mask()
+        allowed = None if self.other is None else self.other.mask()
         if not (banned := self._banned()):
             return allowed
         words = _all_but(banned, self.context.engine.vocab_size)
@@ -89,14 +71,14 @@ class NoRepeat:
             self._sync()
         if token in self._banned():
             raise InvalidInput(f"token {token} would repeat a run of {self._n} tokens (no_repeat_ngram_size)")
-        if (other := self._compiled()) is not None:
-            other.accept(token)
+        if self.other is not None:
+            self.other.accept(token)
         self._push(token)
         self._accepted += 1
 
     def rollback(self, n: int) -> None:
-        if (other := self._compiled()) is not None:
-            other.rollback(n)
+        if self.other is not None:
+            self.other.rollback(n)
         if self.stale or n > self._accepted:
             self.stale = True
         else:
@@ -104,13 +86,12 @@ class NoRepeat:
             self._accepted -= n
 
     def copy(self) -> NoRepeat:
-        self.twin = NoRepeat(self._n, self.context, copied(self.other))
-        return self.twin
+        return NoRepeat(self._n, self.context, copied(self.other))
 
     def forced(self) -> list[int]:
         """The other constraint's forced tokens, until one would repeat a run."""
         self._sync()
-        tokens, kept = getattr(self._compiled(), "forced", list)(), 0
+        tokens, kept = getattr(self.other, "forced", list)(), 0
         for token in tokens:
             if token in self._banned():
                 break
@@ -121,11 +102,11 @@ class NoRepeat:
 
     @property
     def may_end(self) -> bool:
-        return getattr(self._compiled(), "may_end", True)
+        return getattr(self.other, "may_end", True)
 
     @property
     def finished(self) -> bool:
-        return getattr(self._compiled(), "finished", False)
+        return getattr(self.other, "finished", False)
 
     @property
     def is_slow(self) -> bool:
@@ -135,14 +116,6 @@ class NoRepeat:
         """In a thread: it touches nothing but the other constraint."""
         other: Any = self.other
         other.settle(is_wanted)
-
-    def _compiled(self) -> Constraint | None:
-        if isinstance(self.other, Grammar):
-            engine = self.context.engine
-            self.other = compile_grammar(
-                self.other, engine.tokenizer, engine.vocab_size, budget=GrammarBudget(engine._max_grammar_seconds)
-            )
-        return self.other
 
     def _sync(self) -> None:
         """Read the context's tokens, unless it has all but those accepted last: drafts."""
@@ -183,40 +156,3 @@ def _all_but(banned: Iterable[int], vocab: int) -> np.ndarray:
     bits[:vocab] = 1
     bits[sorted(banned)] = 0
     return np.packbits(bits, bitorder="little").view(np.uint32)
-
-
-class Unrepeating(Generation):
-    """A generation under `NoRepeat` and any other constraint."""
-
-    def __init__(
-        self, context: Context, sampler: Sampler, n: int, *, constrain: Grammar | Constraint | None, **options: Any
-    ) -> None:
-        self._rule = NoRepeat(n, context, constrain)
-        super().__init__(context, sampler, constrain=self._rule, **options)
-
-    async def __anext__(self) -> Step:
-        await self._rule.prepare()
-        return await super().__anext__()
-
-    async def prepare(self) -> Prepared:
-        await self._rule.prepare()
-        return await super().prepare()
-
-    def accept(self, tokens: Iterable[int]) -> Step:
-        self._rule.stale = True
-        return super().accept(tokens)
-
-    async def json(self, schema: Any = None) -> Any:
-        if schema is not None:
-            if self.generated or self._rule.other is not None:
-                raise InvalidInput("a schema can be given to json() before the first step, and to no other constraint")
-            self._rule.other = Grammar.json_schema(schema)
-        return parse_json(await self.text(), self.finish, schema)
-
-    def fork(self, *, seed: int | None = None) -> Generation:
-        twin = super().fork(seed=seed)
-        assert isinstance(twin, Unrepeating)
-        assert self._rule.twin is not None
-        twin._rule, self._rule.twin = self._rule.twin, None
-        twin._rule.context = twin.context
-        return twin

@@ -23,7 +23,7 @@ from headway.program.constraints.constraint import Constraint
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.beams import Continuation, beam_search
 from headway.program.generation.generator import Generation
-from headway.program.generation.ngrams import Unrepeating, copied
+from headway.program.generation.ngrams import copied
 from headway.program.generation.parameters import Parameters
 from headway.program.generation.steps import Prepared, Step
 from headway.program.generation.stops import parse_json
@@ -254,11 +254,9 @@ def derived_seed(seed: int, number: int) -> int:
 def _single(context: Context, parameters: Parameters) -> Generation:
     """One sequence, in this context."""
     names = ("max_tokens", "min_tokens", "stop", "stop_only", "constrain", "probe", "attention_mask", "penalize_prompt")
-    names += ("speculate", "verify", "adapter", "words", "prepare", "logits")
+    names += ("no_repeat_ngram_size", "speculate", "verify", "adapter", "words", "prepare", "logits")
     options: dict[str, Any] = {name: getattr(parameters, name) for name in names}
-    if parameters.no_repeat_ngram_size == 0:
-        return Generation(context, parameters.sampler, **options)
-    return Unrepeating(context, parameters.sampler, parameters.no_repeat_ngram_size, **options)
+    return Generation(context, parameters.sampler, **options)
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, Continuation]]) -> list[Continuation]:
