@@ -1,8 +1,9 @@
 """Writes what the examples print into the gallery: run it when an example has changed.
 
-    python tests/examples/gallery.py
+    python tests/examples/gallery.py [NAME …]
 
-It runs every example that has a heading of its own there, on the default model, and replaces the block below it.
+It runs every example that has a heading of its own there, or those named, on the default model, and replaces the block
+below it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import io
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import headway as hw
@@ -29,5 +31,11 @@ def printed(engine: hw.Engine, name: str) -> str:
 
 if __name__ == "__main__":
     with hw.Engine("smollm2") as engine:
-        page = BLOCK.sub(lambda found: found[1] + printed(engine, found[2]) + found[4], PAGE.read_text())
+        names = sys.argv[1:]
+        page = BLOCK.sub(
+            lambda found: (
+                found[0] if names and found[2] not in names else found[1] + printed(engine, found[2]) + found[4]
+            ),
+            PAGE.read_text(),
+        )
     PAGE.write_text(page)

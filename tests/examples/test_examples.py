@@ -2,62 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 import headway as hw
-
-FOLDER = Path(__file__).parents[2] / "examples"
-CLOSE = 1e-3  # of a logit, for what is equal to float rounding
-ROUNDED = 0.3  # of a log-probability, where kernels round activations to few bits: float rounding is then magnified
-DRAWN = {"completion", "verifier_rewind", "best_of_n", "self_consistency", "beam_search"}
-
-
-def load(name: str) -> ModuleType:
-    """An example as a module."""
-    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def gallery() -> dict[str, str]:
-    """What the gallery shows of each example's output."""
-    page = (FOLDER.parent / "docs/gallery.md").read_text()
-    return dict(re.findall(r"^### `(\w+)\.py`\n.*?^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
-
-
-def words(lines: list[str]) -> list[str]:
-    """The words of an output: numbers, which may move a little, and the lines around tables left out."""
-    return re.sub(r"[-\d.%]*\d[-\d.%]*|[─━┏┓┡┩└┘┬┴┳╇╈]+", " ", "\n".join(lines)).split()
-
-
-def cells(lines: list[str]) -> list[list[str]]:
-    """The rows of a table."""
-    rows = [re.split("[│┃]", line) for line in lines]
-    return [[cell.strip() for cell in row[1:-1]] for row in rows if len(row) > 2]
-
-
-def fixed(name: str, lines: list[str]) -> list[Any]:
-    """What of an output is the same on every machine: what is drawn differs with its kernels, the sum below not."""
-    if name == "token_healing":
-        return [(prompt, allowed) for prompt, _, _, allowed in cells(lines)]
-    return words(lines[-1:] if name in DRAWN else lines)
+from support.examples import CLOSE, FOLDER, ROUNDED, cells, gallery, load
 
 
 async def scored(engine: hw.Engine, prompt: str, text: str) -> list[float]:
@@ -70,38 +28,8 @@ async def scored(engine: hw.Engine, prompt: str, text: str) -> list[float]:
     return [float(out.logprobs(handle)[0]) for handle in handles]
 
 
-@pytest.fixture(scope="module")
-def floats() -> Iterator[hw.Engine]:
-    """The default model with float weights, for claims that hold to float rounding."""
-    with hw.Engine("smollm2", dtype="float32", pages=64, threads=2) as engine:
-        yield engine
-
-
-@pytest.fixture
-def run(smollm2: hw.Engine, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run an example: what it returned and what it printed. It must leave no page behind."""
-
-    def go(name: str, *args: Any, engine: hw.Engine = smollm2) -> tuple[Any, str]:
-        before = engine.stats().pages_held
-        value = engine.run(load(name).program, *args)
-        for _ in range(1000):  # a pass that ran ahead of a stop gives its pages back when its step ends
-            if engine.stats().pages_held == before:
-                break
-            time.sleep(0.01)
-        assert engine.stats().pages_held == before, "the example kept pages"
-        printed = capsys.readouterr().out
-        assert printed.strip()
-        if name in gallery():
-            shown, seen = (fixed(name, text.splitlines()) for text in (gallery()[name], printed))
-            assert shown, "nothing is compared"
-            assert shown == seen, "the gallery shows another output"
-        return value, printed
-
-    return go
-
-
 def test_every_example_has_a_test_here() -> None:
-    here = Path(__file__).read_text()
+    here = "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py"))
     assert {f.stem for f in FOLDER.glob("*.py")} <= set(re.findall(r'run\("(\w+)"', here))
 
 
