@@ -20,6 +20,7 @@ from headway.base.checks import check_fraction, check_integer, check_number, che
 from headway.base.config import settings
 from headway.base.errors import Closed, InvalidInput, Unsupported, WrongType
 from headway.base.gc_paused import gc_paused
+from headway.base.notebook import NotebookBar, in_notebook
 from headway.base.rng import LIMIT
 from headway.base.text import short_repr
 from headway.kv.allocator import Allocator
@@ -136,7 +137,7 @@ class Engine:
         and graphs (0.9 on a CUDA device; on a CPU, pages take a share of what is free). `max_grammar_seconds` is how
         long following a grammar may take for one generation. With `deterministic` a row's bits depend on nothing but
         the row. `trim=False` keeps masked pages in the attention call. `runner` computes batches in place of the model
-        (headway.testing). `progress` is called with the layers loaded and their total.
+        (headway.testing). `progress` is called with the layers loaded and their total; without, a notebook shows a bar.
         """
         _check_flags(deterministic=deterministic, trim=trim)
         where = pick_device(device)
@@ -167,7 +168,7 @@ class Engine:
                     threads=count,
                     quantize=quantize,
                     settings=settings(),
-                    progress=progress,
+                    progress=progress or _notebook_progress(str(model)),
                 )
         self._quantize, decoder = quantize, self._backend.decoder
         self.config: ModelConfig = decoder.config
@@ -579,6 +580,14 @@ def _unchanged(decoder: Decoder | QuantizedDecoder, dtype: str, device: str) -> 
 
 def _is_auto(name: object) -> bool:
     return isinstance(name, str) and name == "auto"  # an array would be compared element by element
+
+
+def _notebook_progress(name: str) -> LoadProgress | None:
+    """A bar of the layers loaded, where this is a notebook."""
+    if not in_notebook():
+        return None
+    bar = NotebookBar()
+    return lambda done, total: bar(done, total, f"loading the layers of {name}")
 
 
 def _check_flags(**flags: bool) -> None:

@@ -46,7 +46,7 @@ REPO_FILES += ("chat_template.jinja", "chat_template.json", "model.safetensors.i
 class FetchProgress(Protocol):
     """A callback with the bytes received, the total if known, and a label."""
 
-    def __call__(self, received: int, total: int | None, label: str) -> None: ...
+    def __call__(self, received: int, total: int | None, label: str, /) -> None: ...
 
 
 class SourceFailed(Exception):

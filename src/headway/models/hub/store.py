@@ -16,6 +16,8 @@ from pathlib import Path
 
 from headway.base.config import settings
 from headway.base.errors import InvalidInput, ModelError, ModelNotFound, WrongType
+from headway.base.notebook import NotebookBar, in_notebook
+from headway.base.text import format_bytes
 from headway.models.hub.fetch import FetchProgress, fetch_file, fetch_repo, sha256_of, silent
 from headway.models.hub.registry import KNOWN, KnownModel, is_hub_id, nearby
 
@@ -44,11 +46,12 @@ def resolve(
     """The folder or `.gguf` file that `model` means: a known name, a path, or a hub id `org/name`.
 
     A model that is not on this disk is fetched, unless `download` is False. `revision` (a branch, tag or commit) and
-    `token` are for hub ids.
+    `token` are for hub ids. Without `progress`, a notebook shows a bar.
     """
     if not isinstance(model, str | os.PathLike):
         raise WrongType(f"the model is {model!r:.60}; it must be a name, a folder, a .gguf file or a hub id")
     text = str(model)
+    progress = progress or _default_progress()
     if isinstance(model, str) and text in KNOWN:
         known = KNOWN[text]
         if is_installed(known):
@@ -62,9 +65,13 @@ def resolve(
         if folder.is_dir():
             return folder
         if download and (revision is not None or token is not None):
-            return _pull_repo(text, progress or silent, revision, token)
+            return _pull_repo(text, progress, revision, token)
         return _fetched(text, progress, download)
     raise _not_found(text)
+
+
+def _default_progress() -> FetchProgress:
+    return NotebookBar(lambda count: format_bytes(count, 1000)) if in_notebook() else silent
 
 
 def _is_there(path: Path) -> bool:
@@ -79,7 +86,7 @@ def pull(model: str, *, progress: FetchProgress | None = None) -> Path:
     if model in KNOWN:
         return pull_known(KNOWN[model], progress=progress)
     if is_hub_id(model):
-        return _pull_repo(model, progress or silent)
+        return _pull_repo(model, progress or _default_progress())
     if Path(model).expanduser().exists():
         raise InvalidInput(f"{model!r} is already on this disk; pass it with --model, there is nothing to pull")
     raise _not_found(model)
@@ -87,7 +94,7 @@ def pull(model: str, *, progress: FetchProgress | None = None) -> Path:
 
 def pull_known(model: KnownModel, *, progress: FetchProgress | None = None) -> Path:
     """The path of `model`'s pinned file or folder, fetched if it is missing or does not match its hash."""
-    report, target = progress or silent, path_of(model)
+    report, target = progress or _default_progress(), path_of(model)
     with _locked(model.name, report):
         if is_installed(model) and _as_pinned(model, report):
             return model_path(model)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import BadModelFile, InvalidInput, ModelError, Unsupported, UnsupportedModel, WrongType
 from headway.base.files import read_json
+from headway.base.notebook import working_in_notebook
 from headway.models.hub.store import resolve
 from headway.pipelines.backends.torch import Placement, TorchBackend
 from headway.pipelines.inputs.text import TextEncoder, length_limit
@@ -88,7 +89,8 @@ def load(
         name, path, module = type(model).__name__, None, _private(model, placement, changes)
     elif isinstance(model, (str, Path)):
         name, path = str(model), _folder(model)
-        module = _module(library, path, auto_class)
+        with working_in_notebook(f"loading {name}"):
+            module = _module(library, path, auto_class)
     else:
         raise WrongType(f"model is a {type(model).__name__}; pass a name, a folder, a hub id or a torch module")
     for part in needs:
