@@ -11,6 +11,7 @@ import pytest
 import headway as hw
 from headway.base.events import StepEvent
 from headway.program.engine import EngineInfo, EngineStats
+from headway.program.generation.speculation.speculation import SpeculationStats
 from headway.runtime.passes import PassStats
 from headway.runtime.profile import Profile
 
@@ -19,7 +20,10 @@ DOCS = Path(__file__).parents[1] / "docs"
 TABLES: list[tuple[str, str, type]] = [
     ("Step", "generation", hw.Step),
     ("Generation", "generation", hw.Generation),
+    ("Prepared", "generation", hw.Prepared),
+    ("Generations", "beams", hw.Generations),
     ("Continuation", "beams", hw.Continuation),
+    ("gen.speculation", "generation", SpeculationStats),
     ("Ranked", "samplers-and-probes", hw.Ranked),
     ("Rank", "samplers-and-probes", hw.Rank),
     ("out.stats", "forward", PassStats),

@@ -260,7 +260,7 @@ class Generation(Generic[Value_co]):
         if (over := self._over()) is not None:
             raise Closed(f"no step is left to prepare: the next one only ends the generation ({over})")
         prepared = self._drawing.prepared(self._context, self._transcript)
-        return replace(prepared, mark=self._seen, taken=self._take)
+        return replace(prepared, _mark=self._seen, _taken=self._take)
 
     def forced(self) -> list[int]:
         """Tokens that the constraint forces: fed together, without a pass for each."""
@@ -498,7 +498,7 @@ class Generation(Generic[Value_co]):
 
     async def _take(self, prepared: Prepared[Any]) -> Step[Value_co]:
         self._go_on()
-        if prepared.mark != self._seen:
+        if prepared._mark != self._seen:
             raise Closed("the context was changed since this step was prepared; prepare another one")
         out = await prepared.forward.execute()
         return self._sampled_step(out.token(prepared.token), probed(out, prepared.probe))

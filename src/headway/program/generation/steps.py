@@ -52,14 +52,14 @@ class Prepared(Generic[Value_co]):
     forward: Forward
     token: SampleHandle
     probe: ProbeHandles  # what `probe=` of the generation reads
-    mark: object = field(default=None, repr=False)  # the context it was prepared for
-    taken: Callable[[Prepared[Any]], Awaitable[Step[Any]]] | None = field(default=None, repr=False)
+    _mark: object = field(default=None, repr=False)  # the context it was prepared for
+    _taken: Callable[[Prepared[Any]], Awaitable[Step[Any]]] | None = field(default=None, repr=False)
 
     async def take(self) -> Step[Value_co]:
         """Execute the pass and add the token it samples."""
-        if self.taken is None:
+        if self._taken is None:
             raise Closed("this step is taken by its generation, after the hook that was given it")
-        return await self.taken(self)
+        return await self._taken(self)
 
     def execute(self) -> StepInFlight:
         """Submit the pass."""
