@@ -11,7 +11,6 @@ import pytest
 import headway as hw
 from headway.base.events import StepEvent
 from headway.program.engine import EngineInfo, EngineStats
-from headway.program.generation.speculation.speculation import SpeculationStats
 from headway.runtime.passes import PassStats
 from headway.runtime.profile import Profile
 
@@ -23,7 +22,7 @@ TABLES: list[tuple[str, str, type]] = [
     ("Prepared", "generation", hw.Prepared),
     ("Generations", "beams", hw.Generations),
     ("Continuation", "beams", hw.Continuation),
-    ("gen.speculation", "generation", SpeculationStats),
+    ("gen.speculation", "generation", hw.SpeculationStats),
     ("Ranked", "samplers-and-probes", hw.Ranked),
     ("Rank", "samplers-and-probes", hw.Rank),
     ("out.stats", "forward", PassStats),

@@ -12,15 +12,15 @@ from headway.base.checks import check_integer, check_token_id
 from headway.base.errors import InvalidInput, WrongType
 from headway.pipelines.arguments import checked
 from headway.pipelines.generation.generate import merge_generate_kwargs
-from headway.pipelines.generation.options import resolve_lengths
-from headway.pipelines.task import TaskOptions, check_text
+from headway.pipelines.generation.options import DecodingOptions, resolve_lengths
+from headway.pipelines.task import check_text
 from headway.program.generation.word_bias import check_bad_words, check_sequence_bias
 
 RETURNS = ("return_full_text", "return_text", "return_tensors")
 
 
 @dataclass(frozen=True)
-class TextGenerationOptions(TaskOptions):
+class TextGenerationOptions(DecodingOptions):
     """Generation parameters; None means the model's generation_config.json. `return_full_text` includes the prompt.
 
     `max_length` and `min_length` count the prompt, `max_new_tokens` and `min_new_tokens` do not. `stop` ends a text
@@ -30,32 +30,10 @@ class TextGenerationOptions(TaskOptions):
     those tokens, as in transformers.
     """
 
-    max_new_tokens: int | None = None
-    max_length: int | None = None
-    min_new_tokens: int | None = None
-    min_length: int | None = None
-    do_sample: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    epsilon_cutoff: float | None = None
-    eta_cutoff: float | None = None
-    repetition_penalty: float | None = None
-    no_repeat_ngram_size: int | None = None
-    num_beams: int | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | str | None = None
-    num_return_sequences: int | None = None
-    bad_words_ids: Sequence[Sequence[int]] | None = None
     sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any] | None = None
     stop: str | Sequence[str] = ()
-    seed: int | None = None
     stop_strings: str | Sequence[str] | None = None
     stop_sequence: str | Sequence[str] | None = None
-    eos_token_id: int | Sequence[int] | None = None
-    pad_token_id: int | None = None
     return_full_text: bool | None = None
     return_text: bool | None = None
     return_tensors: bool | None = None

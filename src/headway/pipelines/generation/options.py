@@ -20,16 +20,13 @@ Check = tuple[Callable[[Any], bool], str]  # whether a value is valid, and a des
 
 
 @dataclass(frozen=True)
-class GenerationOptions(TaskOptions):
-    """Generation parameters. None means the value of the model's own files.
-
-    `seed` makes sampling repeatable: every item samples as `torch.manual_seed(seed); model.generate(item)` does alone.
-    """
+class DecodingOptions(TaskOptions):
+    """The generation parameters that every model takes. None means the value of the model's own files."""
 
     max_new_tokens: int | None = None
     max_length: int | None = None
-    min_length: int | None = None
     min_new_tokens: int | None = None
+    min_length: int | None = None
     do_sample: bool | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -38,24 +35,33 @@ class GenerationOptions(TaskOptions):
     typical_p: float | None = None
     epsilon_cutoff: float | None = None
     eta_cutoff: float | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
     num_beams: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
     num_return_sequences: int | None = None
-    repetition_penalty: float | None = None
-    no_repeat_ngram_size: int | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    eos_token_id: int | Sequence[int] | None = None
+    pad_token_id: int | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class GenerationOptions(DecodingOptions):
+    """The parameters of transformers' own `generate`.
+
+    `seed` makes sampling repeatable: every item samples as `torch.manual_seed(seed); model.generate(item)` does alone.
+    """
+
     encoder_repetition_penalty: float | None = None
     encoder_no_repeat_ngram_size: int | None = None
-    bad_words_ids: Sequence[Sequence[int]] | None = None
     suppress_tokens: Sequence[int] | None = None
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | Sequence[int] | None = None
     decoder_start_token_id: int | None = None
-    eos_token_id: int | Sequence[int] | None = None
-    pad_token_id: int | None = None
     renormalize_logits: bool | None = None
     use_cache: bool | None = None
-    seed: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
