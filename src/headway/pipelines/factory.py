@@ -11,6 +11,7 @@ import torch
 from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.machine import read_machine
+from headway.base.text import short_repr
 from headway.pipelines.arguments import (
     call_options,
     checked,
@@ -160,15 +161,15 @@ def open_pipeline(spec: PipelineSpec, pipeline_class: type[Pipeline] = Pipeline)
 
 
 def _check_arguments(quantize: Any, compile: Any, backend: Any, unpadded: Any) -> None:
-    if quantize not in (None, "int8"):
-        raise InvalidInput(f"quantize is {quantize!r}; it must be None or 'int8'")
+    if not (quantize is None or (isinstance(quantize, str) and quantize == "int8")):
+        raise InvalidInput(f"quantize is {short_repr(quantize)}; it must be None or 'int8'")
     if not isinstance(compile, bool):
-        raise InvalidInput(f"compile is {compile!r}; it must be True or False")
-    if unpadded not in (True, False, "auto"):
-        raise InvalidInput(f"unpadded is {unpadded!r}; it must be 'auto', True or False")
-    if backend not in BACKENDS:
-        hint = "; there is no TensorRT backend" if str(backend).lower() in ("tensorrt", "trt") else ""
-        raise InvalidInput(f"backend is {backend!r}; it must be {' or '.join(BACKENDS)}{hint}")
+        raise InvalidInput(f"compile is {short_repr(compile)}; it must be True or False")
+    if not (isinstance(unpadded, bool) or (isinstance(unpadded, str) and unpadded == "auto")):
+        raise InvalidInput(f"unpadded is {short_repr(unpadded)}; it must be 'auto', True or False")
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        hint = "; there is no TensorRT backend" if short_repr(backend).strip("'").lower() in ("tensorrt", "trt") else ""
+        raise InvalidInput(f"backend is {short_repr(backend)}; it must be {' or '.join(BACKENDS)}{hint}")
 
 
 # -- backends ----------------------------------------------------------------------------------------------------------

@@ -7,11 +7,13 @@ even if the model's files leave it open.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headway.base.errors import InvalidInput
+from headway.base.text import short_repr
 from headway.pipelines.task import TaskOptions
 
 NEW_TOKENS = 256  # the maximum if neither the call nor the model's files set one
@@ -68,7 +70,9 @@ class GenerationOptions(DecodingOptions):
         for name, (valid, description) in _CHECKS.items():
             value = getattr(self, name)
             if value is not None and not valid(value):
-                raise InvalidInput(f"{name} is {value!r}; it must be {description}, or None for the model's own")
+                raise InvalidInput(
+                    f"{name} is {short_repr(value)}; it must be {description}, or None for the model's own"
+                )
             if isinstance(value, list):  # options must be hashable
                 object.__setattr__(self, name, _frozen(value))
         if self.max_new_tokens is not None and self.max_length is not None:
@@ -90,7 +94,8 @@ def _is_int(value: Any, least: int) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    kind = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return kind and abs(value) <= sys.float_info.max  # neither nan, nor infinite, nor an integer that no float can be
 
 
 def _is_bool(value: Any) -> bool:
@@ -137,7 +142,10 @@ _CHECKS: dict[str, Check] = {
     "eta_cutoff": _CUTOFF,
     "num_beams": _integer(1),
     "length_penalty": (_is_number, "a number"),
-    "early_stopping": ((lambda value: _is_bool(value) or value == "never"), "True, False or 'never'"),
+    "early_stopping": (
+        (lambda value: _is_bool(value) or (isinstance(value, str) and value == "never")),
+        "True, False or 'never'",
+    ),
     "num_return_sequences": _integer(1),
     "repetition_penalty": _POSITIVE,
     "no_repeat_ngram_size": _integer(0),
