@@ -36,6 +36,7 @@ from headway.base.probes import Logits as Logits
 from headway.base.probes import Logprob as Logprob
 from headway.base.probes import Logprobs as Logprobs
 from headway.base.probes import Probe as Probe
+from headway.base.probes import ProbeOf as ProbeOf
 from headway.base.probes import Rank as Rank
 from headway.base.probes import Ranked as Ranked
 from headway.base.probes import Ranking as Ranking

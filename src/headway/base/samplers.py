@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from headway.base.bias import DenseBias
 from headway.base.checks import as_integer, check_number, check_token_id, number_array
 from headway.base.errors import InvalidInput, WrongType
 from headway.base.generation import PARAMETERS
@@ -141,22 +142,6 @@ class Sampling:
     def penalizes(self) -> bool:
         """Whether any penalty is on, so that the tokens seen so far matter."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-
-
-class DenseBias:
-    """A bias for every token, as a value: equal where its numbers are."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DenseBias) and np.array_equal(self.array, other.array)
-
-    def __hash__(self) -> int:
-        return hash(self.array.tobytes())
-
-    def __repr__(self) -> str:
-        return f"<bias of {self.array.size} tokens>"
 
 
 Sampler: TypeAlias = Argmax | Multinomial | TopK | TopP | MinP | TopKTopP | Typical | Sampling

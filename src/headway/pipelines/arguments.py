@@ -15,6 +15,7 @@ import torch
 
 from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, Unsupported, WrongType
+from headway.base.text import short_repr
 from headway.models.hub.registry import KNOWN, is_hub_id
 from headway.models.hub.store import resolve
 
@@ -41,7 +42,7 @@ INPUTS = (
 def checked(value: Any, values: tuple[Any, ...], name: str, way_out: str) -> None:
     """Raise Unsupported unless `value` is one of `values`, by identity for True, False and None."""
     if not any(value is known or (isinstance(known, str) and value == known) for known in values):
-        raise Unsupported(f"{name}={value!r:.60} is not supported; {way_out}")
+        raise Unsupported(f"{name}={short_repr(value)} is not supported; {way_out}")
 
 
 def refuse_remote_code(value: Any) -> None:
@@ -183,7 +184,7 @@ def call_options(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str
 
 def _check_timeout(value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
-        raise InvalidInput(f"timeout is {value!r:.60}; it must be a number of seconds above 0, or None")
+        raise InvalidInput(f"timeout is {short_repr(value)}; it must be a number of seconds above 0, or None")
 
 
 def _tokenizer_options(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any]:

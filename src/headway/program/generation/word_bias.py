@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headway.base.bias import DenseBias
 from headway.base.checks import check_list, check_number, check_token_id
 from headway.base.errors import InvalidInput, InvalidToken, WrongType
-from headway.base.samplers import DenseBias, Sampling, bias_array
+from headway.base.samplers import Sampling, bias_array
 from headway.base.text import short_repr
 
 Words = tuple[tuple[int, ...], ...]
