@@ -19,6 +19,7 @@ import headway as hw
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/gallery.md"
+FLOATS = {"grpo"}  # examples whose claim holds for float weights
 BLOCK = re.compile(r"^(### `(\w+)\.py`\n.*?^```text\n)(.*?)(^```$)", re.MULTILINE | re.DOTALL)
 
 
@@ -30,12 +31,14 @@ def printed(engine: hw.Engine, name: str) -> str:
 
 
 if __name__ == "__main__":
-    with hw.Engine("smollm2") as engine:
-        names = sys.argv[1:]
-        page = BLOCK.sub(
-            lambda found: (
-                found[0] if names and found[2] not in names else found[1] + printed(engine, found[2]) + found[4]
-            ),
-            PAGE.read_text(),
-        )
+    names = sys.argv[1:]
+
+    def block(found: re.Match[str]) -> str:
+        name = found[2]
+        if names and name not in names:
+            return found[0]
+        return found[1] + printed(floats if name in FLOATS else engine, name) + found[4]
+
+    with hw.Engine("smollm2") as engine, hw.Engine("smollm2", dtype="float32", pages=256) as floats:
+        page = BLOCK.sub(block, PAGE.read_text())
     PAGE.write_text(page)

@@ -9,6 +9,7 @@ import sys
 import uuid
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np

@@ -25,6 +25,19 @@ DRAWN = {
     "jacobi_decoding",
     "speculative_decoding",
     "grammar_speculation",
+    "tree_speculation",
+    "heavy_hitters",
+    "snapkv",
+    "lora_mixing",
+    "async_calls",
+    "steering_data",
+    "skeleton_of_thought",
+    "recursion_of_thought",
+    "reflexion",
+    "agent_swarm",
+    "tree_of_thoughts",
+    "mcts",
+    "grpo",
 }
 
 
