@@ -29,7 +29,7 @@ async def vote(ctx: hw.Context, names: list[str]) -> list[float]:
 
 
 async def program(engine: hw.Engine) -> tuple[list[str], str, int, int]:
-    before, apart = engine.stats().tokens, 0
+    before = engine.stats().tokens
     async with engine.context(salt="swarm").fill(BRIEFING) as root:
         await root.flush()
         agents = [root.fork().fill(f"I am {role}.\n") for role in ROLES]
@@ -39,11 +39,12 @@ async def program(engine: hw.Engine) -> tuple[list[str], str, int, int]:
             return (await agent.generate(hw.Multinomial(0.5, seed=seed), constrain=NAME).text()).strip(' "')
 
         names = list(await asyncio.gather(*map(propose, agents, range(len(agents)))))
+        apart = sum(len(agent.tokens) for agent in agents)
         for agent in agents:
             heard = "".join(f'\n{r} says: "{n}"' for r, n, a in zip(ROLES, names, agents) if a is not agent)
             await agent.fill(f".{heard}\n").flush()
         ballots = await asyncio.gather(*(vote(agent, names) for agent in agents))
-        apart = sum(len(agent.tokens) * (1 + len(names)) for agent in agents)
+        apart += sum(len(agent.tokens) * len(names) for agent in agents)
         for agent, role, name, ballot in zip(agents, ROLES, names, ballots):
             print(f'{role} proposes "{name}" and votes for "{names[ballot.index(max(ballot))]}"')
             agent.release()

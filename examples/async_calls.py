@@ -48,7 +48,7 @@ async def program(engine: hw.Engine) -> tuple[str, int, int]:
     async with engine.context().fill(PROMPT) as ctx:
         while not text.startswith("answer"):
             calls = "|".join(f"call {city}" for city in WEATHER if city not in asked)
-            lines = f"({calls})" if calls else "note [A-Z][a-z ]{8,40}\\." if running else "answer [^\\n]{10,60}\\."
+            lines = f"({calls})" if calls else "note [^\\n]{10,50}\\." if running else "answer [^\\n]{10,60}\\."
             gen = ctx.generate(hw.Argmax(), max_tokens=40, constrain=hw.Grammar.regex(lines + "\\n"))
             text = (await gen.text()).strip()
             print(f"{clock.now:3}: {text}")

@@ -17,6 +17,7 @@ ASKED = [
     (("hours", "staff"), "The name of the head librarian is Mrs."),
     (("staff", "fees"), "A late book costs ten"),
     (("rooms", "fees", "hours"), "The library is closed on"),
+    (("fees", "staff", "hours"), "The library is open from nine to"),
 ]
 
 
@@ -41,7 +42,7 @@ async def program(engine: hw.Engine) -> tuple[dict[str, str], int, int]:
         async with engine.context() as ctx:
             for name in names:
                 ctx.inner().append_from(parts[name], range(parts[name].seq_len // ctx.page_size))
-            apart += ctx.seq_len + len(engine.tokenizer.encode(question))
+            apart += len(engine.tokenizer.encode("".join(PARTS[name] for name in names) + question))
             answers[question] = await ctx.fill(question).generate(hw.Argmax(), max_tokens=3, stop=["\n", "."]).text()
             print(f"{' + '.join(names)}: {question}{answers[question]}")
     after = engine.stats()

@@ -42,7 +42,7 @@ async def program(engine: hw.Engine) -> tuple[list[str], list[int]]:
         await root.flush()
         asked = [f"What is the capital of the country where {sight} is?" for sight in SIGHTS]
         answers = [await solve(root, question, sizes) for question in asked]
-    print(f"{len(sizes)} contexts of at most {max(sizes)} tokens after the prompt; one chain would have {sum(sizes)}")
+    print(f"{len(sizes)} contexts of at most {max(sizes)} tokens after the prompt, {sum(sizes)} together")
     return answers, sizes
 
 

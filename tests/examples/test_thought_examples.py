@@ -25,8 +25,8 @@ def test_a_tree_of_drafts_takes_fewer_passes_than_a_line(run: Any) -> None:
 
 def test_prompts_of_cached_parts_are_answered_from_them(run: Any) -> None:
     (answers, tokens, apart), _ = run("modular_cache")
-    assert [answer.split()[0] for answer in answers.values()] == ["Winter", "cents", "Sundays"]
-    assert tokens < 0.7 * apart
+    assert [answer.split()[0].strip(",") for answer in answers.values()] == ["Winter", "cents", "Sundays", "five"]
+    assert tokens < 0.8 * apart
 
 
 def test_eviction_gives_pages_back_and_the_text_goes_on(run: Any) -> None:
