@@ -16,8 +16,8 @@ def sums(text: str) -> list[bool]:
     return [eval(line.replace("=", "==")) for line in text.splitlines()]  # what a grammar of digits and signs allows
 
 
-def test_a_tree_of_drafts_takes_fewer_passes_than_a_line(run: Any) -> None:
-    found, _ = run("tree_speculation")
+def test_a_tree_of_drafts_takes_fewer_passes_than_a_line(run: Any, floats: hw.Engine) -> None:
+    found, _ = run("tree_speculation", engine=floats)
     (plain, most, _), (line, passes, _), (tree, fewest, _) = found.values()
     assert plain == line == tree
     assert fewest < passes < most

@@ -174,3 +174,21 @@ def test_real_text_stops_inside_tokens_and_follows_grammars(smollm2: hw.Engine) 
             assert json.loads(json.dumps(found)) == found
 
     smollm2.run(program)
+
+
+def test_what_was_cut_is_not_generated_though_the_program_writes_it_again(engine: hw.Engine) -> None:
+    async def program(engine: hw.Engine) -> None:
+        async with engine.context().fill([1, 2, 3]) as context:
+            generation = context.generate(hw.Argmax(), max_tokens=6, stop_only=True)
+            async for _ in generation:
+                if len(generation.generated) == 4:
+                    break
+            first = generation.generated
+            context.truncate(1).fill([first[-1]])
+            assert generation.generated == first[:-1]
+            assert len(await generation.tokens()) == 6
+            tokens = await generation.tokens()
+            context.truncate(2)
+            assert await generation.tokens() == tokens[:-2]  # after its end, too
+
+    engine.run(program)

@@ -885,3 +885,40 @@ def test_drafts_that_are_never_right_end(engine: hw.Engine, monkeypatch: pytest.
             assert check(generation.speculation.drafted), generation.speculation
 
     engine.run(program)
+
+
+def test_a_tree_changes_no_token_where_activations_are_quantized(smollm2: hw.Engine) -> None:
+    """There a row in another slot has other sums, which 8 bits magnify: the first branch alone is verified."""
+
+    async def program(engine: hw.Engine) -> None:
+        ids = engine.tokenizer.encode("One, two,")
+        async with engine.context().fill(ids) as context:
+            plain = await context.generate(GREEDY, max_tokens=21, stop_only=True).tokens()
+
+        def tree(tokens: Sequence[int], limit: int) -> hw.Draft:
+            right = plain[len(tokens) - len(ids) :][: max(1, limit - 1)]
+            wrong = (right[0] + 1) % engine.vocab_size if right else 0
+            parents = (-1, -1, *range(1, len(right)))
+            return hw.Draft((wrong, *right)[:limit], parents[: min(limit, len(right) + 1)])
+
+        async with engine.context().fill(ids) as context:
+            generation = context.generate(GREEDY, max_tokens=21, stop_only=True, speculate=Says(tree))
+            assert await generation.tokens() == plain
+            assert generation.speculation is not None
+            assert generation.speculation.drafted > 0
+
+    smollm2.run(program)
+
+
+def test_a_drafter_whose_copy_fails_is_named(engine: hw.Engine) -> None:
+    class Broken(Says):
+        def copy(self) -> Says:
+            raise LookupError("no copy today")
+
+    async def program(engine: hw.Engine) -> None:
+        async with engine.context().fill(PROMPT) as context:
+            with pytest.raises(hw.InvalidInput, match="the drafter Broken raised LookupError: no copy today"):
+                await context.generate(GREEDY, max_tokens=4, speculate=Broken(lambda tokens, limit: [1])).tokens()
+            assert await context.generate(GREEDY, max_tokens=4).tokens()
+
+    engine.run(program)

@@ -482,6 +482,8 @@ class Context:
             self.engine._loop.make_room(self._table.pages_to_truncate(n - waiting), self._table)
             self._table.truncate(n - waiting)
             del self._pending[len(self._pending) - waiting :]
+            for generation in list(self._generations) if n else ():
+                generation._was_cut(total - n)
         return self
 
     def save(self, name: str, *, durable: bool = False) -> None:

@@ -118,6 +118,7 @@ class Generation(Generic[Value_co]):
         self._no_repeat = NoRepeat(no_repeat_ngram_size, context, constraint) if no_repeat_ngram_size else None
         self._transcript = Transcript(context.engine, strings, self._no_repeat or constraint)
         self._seen: object = None  # the context as the last step left it; None before the first
+        self._cut: int | None = None  # the fewest tokens that the context has had since then, if any were cut
         self._ahead = Lookahead(context, self._transcript, self._end_ids)
         self._speculation = None if speculate is None else Speculation(speculate, context, self._drawing, verify)
         self.finish: str | None = None
@@ -198,13 +199,14 @@ class Generation(Generic[Value_co]):
         """Run to the end; all tokens that stayed."""
         async for _ in self:
             pass
-        return list(self._transcript.generated)
+        return list(self.generated)
 
     async def text(self) -> str:
         """Run to the end; the whole text."""
         self._check_text()
         async for _ in self:
             pass
+        self._follow()
         return self._transcript.whole()
 
     async def json(self, schema: Any = None) -> Any:
@@ -346,7 +348,15 @@ class Generation(Generic[Value_co]):
             self._ahead.take_back()
             if token is not None:
                 self._context.fill([token])
-            self._seen = self._marked()
+            self._mark()
+
+    def _mark(self) -> None:
+        """Note the context as it is: this generation has made it so."""
+        self._seen, self._cut = self._marked(), None
+
+    def _was_cut(self, length: int) -> None:
+        """The context was cut to so many tokens: what comes behind them was not generated, whatever it is."""
+        self._cut = length if self._cut is None else min(self._cut, length)
 
     def _marked(self) -> object:
         """What stays equal as long as nobody changes the context."""
@@ -358,16 +368,16 @@ class Generation(Generic[Value_co]):
         """Notice what the program has done to the context since the last step."""
         if self._ahead.is_there:  # nothing: its pass would have been taken back
             return
-        mark, before = self._marked(), self._seen
-        if mark == before:
+        mark, before, cut = self._marked(), self._seen, self._cut
+        if mark == before and cut is None:
             return
-        self._seen = mark
+        self._seen, self._cut = mark, None
         if self._speculation is not None:
             self._speculation.look_again()
         if before is None:
             self._transcript.begin(self._context.tokens, self._context.text_start)
         else:
-            self._transcript.follow(self._context.tokens)
+            self._transcript.follow(self._context.tokens, cut)
 
     @property
     def _has_begun(self) -> bool:
@@ -376,7 +386,7 @@ class Generation(Generic[Value_co]):
     def _slots_moved(self) -> None:
         """The program has moved slots of the context: what was generated stays, wherever it is now."""
         self._transcript.settle(self._context.tokens)
-        self._seen = self._marked()
+        self._mark()
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -494,7 +504,7 @@ class Generation(Generic[Value_co]):
         with suppress(Closed, ContextBusy, PassFailed), self._context._changing():
             if self._transcript.lacks_last(self._context.tokens):
                 self._context.fill([self._transcript.generated[-1]])
-                self._seen = self._marked()
+                self._mark()
 
     async def _take(self, prepared: Prepared[Any]) -> Step[Value_co]:
         self._go_on()
@@ -552,7 +562,7 @@ class Generation(Generic[Value_co]):
             finally:
                 self._context.truncate(max(0, round.computed - len(added)))
                 self._context.fill(added[round.computed :])
-                self._seen = self._marked()
+                self._mark()
                 assert self._speculation is not None
                 self._speculation.add(added, guessed=False)
         values = tuple(value for each in probes[: len(added) + (end is not None)] for value in each)
@@ -575,7 +585,7 @@ class Generation(Generic[Value_co]):
         step = prepared.execute()
         readout = step.execution._job.work.readouts[prepared.token.first]
         out = await self._outcome(step)
-        self._seen = self._marked()
+        self._mark()
         token = out.token(prepared.token)
         if handle is not None:
             position = self._context.next_position - 1
@@ -635,7 +645,7 @@ class Generation(Generic[Value_co]):
             self._context.fill(taken)
         if self._speculation is not None:
             self._speculation.add(taken, guessed=False)
-        self._seen = self._marked()
+        self._mark()
         return self._step(taken)
 
     def _step(self, tokens: list[int], probes: tuple[Any, ...] = ()) -> Step[Value_co]:
@@ -645,7 +655,7 @@ class Generation(Generic[Value_co]):
             self._context.truncate(surplus)
             if self._speculation is not None:
                 self._speculation.look_again()
-            self._seen = self._marked()
+            self._mark()
             return self._end("stop", Step(tuple(tokens[: max(0, len(tokens) - surplus)]), "", probes))
         text, retracted = self._transcript.take_text()
         step = Step(tuple(tokens), text, probes, retracted=retracted)

@@ -102,11 +102,14 @@ class Transcript:
         """Slots were moved and these tokens are left in the context: none of what was generated is cut."""
         self._settled, self._tail, self._base = [*self._settled, *self._tail], [], tokens
 
-    def follow(self, tokens: tuple[int, ...]) -> None:
-        """Take over the context's tokens: what was cut is forgotten, what is new was written by the program."""
+    def follow(self, tokens: tuple[int, ...], cut: int | None = None) -> None:
+        """Take over the context's tokens: what was cut is forgotten, what is new was written by the program.
+
+        `cut` is the fewest tokens that the context had meanwhile: those behind are new, though they be the same.
+        """
         before = self._before
         mine = (*before, *(token for token, _ in self._tail))
-        kept = common(tokens, mine)
+        kept = common(tokens, mine) if cut is None else min(cut, common(tokens, mine))
         if kept == len(tokens) == len(mine):
             return
         base = len(before)

@@ -123,7 +123,10 @@ def copied_drafter(drafter: Any) -> Any:
             f"the drafter {type(drafter).__name__} has no copy(), so it serves one sequence; "
             "give it one that returns a fresh drafter"
         )
-    return drafter.copy()
+    try:
+        return drafter.copy()
+    except Exception as error:
+        raise failed(drafter, error) from error
 
 
 def failed(drafter: object, error: Exception) -> HeadwayError:

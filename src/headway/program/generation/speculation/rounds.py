@@ -25,6 +25,7 @@ from headway.base.errors import HeadwayError
 from headway.base.masks import logit_mask
 from headway.kv.moves import Compaction, keep_slots
 from headway.kv.table import PageTable
+from headway.models.quantized.cpu import QuantizedDecoder
 from headway.program.constraints.constraint import Constraint
 from headway.program.generation.draws import Drawing
 from headway.program.generation.speculation.drafter import Draft
@@ -90,7 +91,10 @@ class Round:
         table = self._table
         reserved = table.working > -(-table.working_tokens // table.page_size)
         plain = self._drawing.attention is None and not table.has_discards and not reserved
-        return plain and not self._engine.deterministic
+        # Where activations are quantized, a sum in another order is more than rounding.
+        decoder = self._engine._backend.decoder
+        quantized = isinstance(decoder, QuantizedDecoder) and decoder.is_quantized
+        return plain and not quantized and not self._engine.deterministic
 
     def _visit(self, at: int, node: int, draft: Draft, children: Mapping[int, list[int]]) -> None:
         """Add the drafts that may follow a site, depth first, with the constraint a token further for each."""

@@ -85,7 +85,7 @@ class Speculation:
 
     def _started(self) -> Any:
         """A drafter for this sequence."""
-        drafter = self._given.copy() if hasattr(self._given, "copy") else self._given
+        drafter = copied_drafter(self._given) if hasattr(self._given, "copy") else self._given
         if hasattr(drafter, "bind"):  # those of ours that draw
             drafter.bind(self._context, self._drawing, rejects=self.rejects)
         return drafter
