@@ -19,7 +19,7 @@ import headway as hw
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/gallery.md"
-FLOATS = {"grpo"}  # examples whose claim holds for float weights
+FLOATS = {"grpo", "tree_speculation"}  # examples whose claim holds for float weights
 BLOCK = re.compile(r"^(### `(\w+)\.py`\n.*?^```text\n)(.*?)(^```$)", re.MULTILINE | re.DOTALL)
 
 

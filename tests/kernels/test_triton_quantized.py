@@ -30,6 +30,9 @@ from support.hf import random_hf, save_hf  # noqa: E402
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 KINDS = pytest.mark.parametrize("kind", quantized.KINDS)
 SLOWER = () if DEVICE == "cuda" else pytest.mark.slow  # in the interpreter
+ONE_KIND = pytest.mark.parametrize(
+    "kind", [quantized.KINDS[0], *(pytest.param(kind, marks=SLOWER) for kind in quantized.KINDS[1:])]
+)
 LIMIT = 3e-6  # sums are float32, in another order
 HALF = 5e-4  # what comes out in float16 has eleven bits
 
@@ -210,7 +213,7 @@ async def logits(engine: hw.Engine, prompts: list[list[int]]) -> list[np.ndarray
     return list(await asyncio.gather(*(one(p) for p in prompts)))
 
 
-@KINDS
+@ONE_KIND
 def test_a_folder_is_quantized_as_it_is_read(kind: QuantKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same file quantized and as floats: near, and nearer the more bits."""
     monkeypatch.setenv("HEADWAY_NATIVE", "triton")
@@ -237,7 +240,7 @@ def test_a_folder_is_quantized_as_it_is_read(kind: QuantKind, tmp_path: Path, mo
         assert 1e-4 < error < {"int4": 0.5, "int8": 0.08, "fp8": 0.3}[kind]
 
 
-@KINDS
+@ONE_KIND
 def test_many_rows_are_the_same_through_floats(kind: QuantKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt above FEW rows is computed with dequantized matrices, in pieces from the quants; activations are rounded
     to float16 in both, so that only the rounding of sums differs."""
@@ -261,7 +264,7 @@ def test_many_rows_are_the_same_through_floats(kind: QuantKind, monkeypatch: pyt
     assert np.abs(whole - cut).max() <= 2e-5 * np.abs(whole).max()
 
 
-@KINDS
+@ONE_KIND
 def test_a_model_of_float16_is_near_one_of_float32(kind: QuantKind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_NATIVE", "triton")
     found = []

@@ -81,7 +81,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("vocab", [97, 5000, 9000])
+@pytest.mark.parametrize("vocab", [97, *(pytest.param(n, marks=pytest.mark.slow) for n in (5000, 9000))])
 def test_every_way_of_drawing_agrees_with_the_reference(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     logits = torch.from_numpy(rng.normal(size=(len(WAYS), vocab)) * 3).float().to(DEVICE)

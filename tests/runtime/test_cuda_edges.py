@@ -128,7 +128,7 @@ def test_a_row_that_sees_nothing_is_laid_out_as_one_wherever_it_stands() -> None
             assert tuple(column[[layout.RUN_COUNT, layout.FIRST, layout.END]]) == expected
 
 
-@pytest.mark.parametrize("mode", ["triton", "off", "auto"])
+@pytest.mark.parametrize("mode", [pytest.param("triton", marks=pytest.mark.slow), "off", "auto"])
 def test_a_generation_whose_mask_comes_to_see_nothing_ends_there(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = hw.Mask.sink(1, 1) & hw.Mask.window(9) & ~hw.Mask.window(1)  # slot 0 alone, and from slot 9 on none
 
@@ -202,6 +202,7 @@ def test_a_step_whose_result_nobody_asks_for_takes_nothing_from_the_next(monkeyp
         assert engine.run(drawn) == expected
 
 
+@pytest.mark.slow
 def test_steps_behind_one_that_was_measured_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     async def measured_in_the_middle(engine: hw.Engine) -> None:
         async with engine.context() as ctx:
