@@ -262,7 +262,7 @@ def test_make_run_installs_once_and_passes_the_prompt_as_it_is(made: Made) -> No
 def test_make_test_installs_the_test_extra_and_runs_the_suite(made: Made) -> None:
     assert made("test").returncode == 0
     assert any(line.endswith("install|-c|constraints.txt|-e|.[test]|") for line in made.asked)
-    assert made.asked[-1] == "-m|pytest|"
+    assert made.asked[-1].startswith("-m|pytest|-n|")
 
 
 def test_a_python_that_cannot_make_environments_is_named(made: Made, tmp_path: Path) -> None:

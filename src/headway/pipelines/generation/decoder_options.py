@@ -82,13 +82,13 @@ class TextGenerationOptions(DecodingOptions):
     def keywords(self) -> dict[str, Any]:
         """The keywords of `ctx.generate`, without what ends a text."""
         names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-        parameters = [field.name for field in dataclasses.fields(self)][:PARAMETERS]
-        given = {name: getattr(self, name) for name in parameters}
+        given = {name: getattr(self, name) for name in PARAMETERS}
         renamed = {names.get(name, name): value for name, value in given.items() if value is not None}
         return renamed | {"stop_only": True}
 
 
-PARAMETERS = [field.name for field in dataclasses.fields(TextGenerationOptions)].index("stop")  # those before it
+ELSEWHERE = {"eos_token_id", "pad_token_id", "seed"}  # what ends a text, what rows are padded with, the context's seed
+PARAMETERS = ("sequence_bias", *(f.name for f in dataclasses.fields(DecodingOptions) if f.name not in ELSEWHERE))
 
 
 def merged_options(given: Mapping[str, Any]) -> dict[str, Any]:
