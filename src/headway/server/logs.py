@@ -95,7 +95,7 @@ class _QueuedHandler(logging.Handler):
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self.dropped = 0  # lines that were not written
-        self._write = _writer(stream)
+        self._write, self._end = _writer(stream)
         self._queue: deque[str] = deque()
         self._characters = 0  # in the queue
         self._writing = self._closed = False
@@ -143,6 +143,7 @@ class _QueuedHandler(logging.Handler):
                 self.dropped += not written
                 self._writing = False
                 self._changed.notify_all()
+        self._end()
 
     def _next(self) -> str | None:
         """The next line to write; None at the end."""
@@ -172,16 +173,16 @@ def _current() -> _QueuedHandler | None:
     return next((one for one in logging.getLogger(LOGGER).handlers if isinstance(one, _QueuedHandler)), None)
 
 
-def _writer(stream: TextIO) -> Callable[[str], None]:
-    """A function that writes a line to a stream.
+def _writer(stream: TextIO) -> tuple[Callable[[str], None], Callable[[], None]]:
+    """A function that writes a line to a stream, and one that ends it.
 
     It writes to the file descriptor: a thread that is blocked inside Python's buffer would hold a lock that the
-    interpreter needs to exit.
+    interpreter needs to exit. The descriptor is a copy: the number of one that was closed may mean another file.
     """
     try:
-        descriptor = stream.fileno()
+        descriptor = os.dup(stream.fileno())
     except (OSError, ValueError, AttributeError):  # a stream in memory
-        return lambda line: _write_stream(stream, line)
+        return lambda line: _write_stream(stream, line), lambda: None
     stream.flush()
     unfinished = False  # whether the last line was cut, by a disk that got full
 
@@ -193,7 +194,7 @@ def _writer(stream: TextIO) -> Callable[[str], None]:
             unfinished, data = True, data[count:]
         unfinished = False
 
-    return write
+    return write, lambda: os.close(descriptor)
 
 
 def _write_stream(stream: TextIO, line: str) -> None:

@@ -75,7 +75,7 @@ def test_a_whole_conversation_is_the_prompt(served):
 
 
 def test_without_a_limit_the_model_ends_by_itself_or_at_its_context(served):
-    response = served.chat(HELLO, temperature=0)
+    response = served.chat([{"role": "user", "content": "Name the capital of France."}], temperature=0)
     assert response["choices"][0]["finish_reason"] == "stop"
 
 
