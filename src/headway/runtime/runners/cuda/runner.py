@@ -52,23 +52,21 @@ ITEM_INTS = 64  # a captured step has room for a multiple of 32 items
 @dataclass(frozen=True, eq=False)
 class AttentionParts:
     """The rows that attention takes one by one, and items of long segments (flat: first row, count) for the matrix
-    units. `is_much`: the items attend to so much that the matrix units pay."""
+    units."""
 
     singles: list[int]
     items: list[int]
-    is_much: bool
 
     @classmethod
     def of(cls, batch: Batch, tokens: int) -> AttentionParts:
         first, long = batch.decode_count, [s for s in batch.segments if len(s.rows) > FEW]
         singles = [*range(first), *(first + row for s in batch.segments if len(s.rows) <= FEW for row in s.rows)]
-        much = sum(len(s.rows) * (int(s.slots[-1]) + 1) for s in long) > MUCH
-        return cls(singles, chunk_items([(first + s.rows.start, len(s.rows)) for s in long], tokens), much)
+        return cls(singles, chunk_items([(first + s.rows.start, len(s.rows)) for s in long], tokens))
 
     def padded(self) -> AttentionParts:
         """The same with room for more, so that few sizes serve all steps: rows -1 and items of no rows."""
         singles = self.singles + [-1] * ((1 << max(3, (len(self.singles) - 1).bit_length())) - len(self.singles))
-        return AttentionParts(singles, self.items + [0] * (-len(self.items) % ITEM_INTS), self.is_much)
+        return AttentionParts(singles, self.items + [0] * (-len(self.items) % ITEM_INTS))
 
 
 class CudaRunner:
@@ -152,17 +150,16 @@ class CudaRunner:
 
     def _forward(self, batch: Batch, hooks: Hooks | None) -> Tensor:
         """Residual rows [T, E] of the whole step, decode rows first."""
-        numbers, parts = self._layout.read(batch), AttentionParts.of(batch, self.model.chunk)
-        with_chunks = parts.is_much and not self.model.deterministic
+        numbers, with_chunks = self._layout.read(batch), _attends_much(batch) and not self.model.deterministic
         size = padded(batch.rows, CHUNK_SIZES if with_chunks else SIZES)
         rows = even(batch.rows if size is None else size)
         large = size is None or self._layout.size(numbers, rows) > GRAPH_INTS
         if large or hooks is not None or self.profiler.measuring:
-            return self._launch(batch, numbers, parts, rows, hooks)
+            return self._launch(batch, numbers, rows, hooks)
         assert size is not None
         key, singles, items = ("step", size), None, None
         if with_chunks:
-            singles, items = self._send_parts(parts.padded())
+            singles, items = self._send_parts(AttentionParts.of(batch, self.model.chunk).padded())
             key = ("chunks", size, len(singles), len(items))
         self._fixed.wait()
         self._fixed.send(self._layout.fill(self._fixed.host, batch, numbers, rows))
@@ -182,11 +179,10 @@ class CudaRunner:
         self._fixed_parts.send(PART_INTS + single)
         return device[PART_INTS : PART_INTS + single], device[:item].view(-1, 2)
 
-    def _launch(
-        self, batch: Batch, numbers: StepNumbers, parts: AttentionParts, rows: int, hooks: Hooks | None
-    ) -> Tensor:
+    def _launch(self, batch: Batch, numbers: StepNumbers, rows: int, hooks: Hooks | None) -> Tensor:
         """A step of any number of rows, kernel by kernel: long segments on the matrix units, other rows one by one."""
-        count, items = batch.rows, parts.items
+        count, parts = batch.rows, AttentionParts.of(batch, self.model.chunk)
+        items = parts.items
         used = even(self._layout.size(numbers, rows))
         after = used + even(len(items))
         needed = after + len(parts.singles)
@@ -283,3 +279,8 @@ def _kept(batch: Batch, x: Tensor) -> list[Tensor | None]:
         return [x[s.rows[-1]].clone() if s.keep_last else None for s in batch.segments]
     rows = x.clone().unbind()
     return [rows[s.rows[-1]] if s.keep_last else None for s in batch.segments]
+
+
+def _attends_much(batch: Batch) -> bool:
+    """Whether long segments attend to so much that the matrix units pay."""
+    return sum(len(s.rows) * (int(s.slots[-1]) + 1) for s in batch.segments if len(s.rows) > FEW) > MUCH
