@@ -76,7 +76,7 @@ def test_float32_logits_are_those_of_the_merged_model(family: str) -> None:
 def test_graphs_give_what_the_kernels_give_by_hand(count: int) -> None:
     """Twice each: the first run of a size is launched, the second captured; float32, so that tokens are the same."""
     decoder = random_model(device="cuda")
-    mixes = mixes_of(decoder)
+    mixes = mixes_of(decoder)[::-1]  # the first has adapters
     with opened(decoder) as graphs, opened(decoder) as hand:
         hand._loop._runner._graphs.enabled = False  # type: ignore[attr-defined]
         for _ in range(3):
@@ -119,7 +119,7 @@ def test_smaller_types_stay_near_the_merged_model(dtype: str, kind: Any) -> None
                     base = dense.run(scored, tokens, [])
                 error, own = np.abs(found - expected).mean(), np.abs(plain - base).mean()
                 assert error <= 4 * own + 0.02 * np.abs(expected).mean()
-                assert np.abs(expected - base).mean() > 2 * own
+                assert np.abs(expected - base).mean() > 1.5 * own  # the adapters show
             engine.cache.clear()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 WIDEST = 128  # steps of more rows are prefills, and nobody chooses their width
+COLD = 2  # first steps of a width that do not count: on some devices kernels are compiled and graphs captured then
 WEIGHT = 0.25  # of the newest measurement
 OUTLIER = 2.0  # a step that took this many times the mean counts as that: something else had the machine
 SLOPE = 0.1  # what one more row costs, relative to the widest step known, until it is measured
@@ -19,13 +20,16 @@ class StepCosts:
     def __init__(self) -> None:
         self._rows: list[int] = []  # ascending
         self._seconds: dict[int, float] = {}
+        self._cold: dict[int, int] = {}  # steps of a width that did not count
 
     def note(self, rows: int, seconds: float) -> None:
         """A step of this many rows took this long."""
         if not 0 < rows <= WIDEST:
             return
         mean = self._seconds.get(rows)
-        if mean is None:
+        if mean is None and (seen := self._cold.get(rows, 0)) < COLD:
+            self._cold[rows] = seen + 1
+        elif mean is None:
             insort(self._rows, rows)
             self._seconds[rows] = seconds
         else:
