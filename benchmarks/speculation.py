@@ -9,7 +9,9 @@
   does not repeat, drawn with a seed, because a small model that takes the likeliest token soon repeats itself. Both
   with prompt lookup as a user has it, drafting as much as it finds to pay.
 - *replay*: random weights never quote a prompt. So the tokens are recorded once, and a drafter says them again, each
-  right with the probability --acceptance. *wrong*: never right, which is what a useless drafter costs.
+  right with the probability --acceptance. *wrong*: never right, which is what a useless drafter costs. On a CUDA device
+  the weights are random but sure of themselves: with plain random ones the likeliest token leads by less than bfloat16's
+  rounding, and a step of several rows would continue another text.
 - All but the story is greedy, to the same number of tokens, which must be the same tokens. Prompts are computed before
   the clock starts.
 - Beside it, where installed: transformers' `prompt_lookup_num_tokens` on the same prompts (its own weights in float32),
@@ -159,9 +161,10 @@ def of_shape(shape: str, options: Any) -> list[Result]:
 def random_engine(shape: str, options: Any) -> Iterator[hw.Engine]:
     """Random weights: bfloat16 on a CUDA device, int8 on a CPU."""
     if torch.cuda.is_available():
-        from gpu_models import random_decoder
+        from gpu_models import make_certain, random_decoder
 
-        with hw.Engine(random_decoder(shape, torch.device("cuda"), torch.bfloat16), pages=1024) as engine:
+        decoder = make_certain(random_decoder(shape, torch.device("cuda"), torch.bfloat16))
+        with hw.Engine(decoder, pages=1024) as engine:
             yield engine
         return
     from headway.bench.models import find_shape, write_folder

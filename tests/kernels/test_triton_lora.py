@@ -13,7 +13,16 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 from headway.kernels.reference.lora import Piece, RowGroup, low_rank  # noqa: E402
-from headway.kernels.triton.lora import MATRICES, AdapterTable, AdapterTiles, expand, rank_blocks, shrink  # noqa: E402
+from headway.kernels.triton.lora import (  # noqa: E402
+    MATRICES,
+    AdapterTable,
+    AdapterTiles,
+    LowRank,
+    expand,
+    rank_blocks,
+    shrink,
+)
+from headway.kernels.triton.matmul import MatmulTile, matmul  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
@@ -63,6 +72,30 @@ def tiles_of(groups: list[tuple[int, list[int]]], empty: int = 1) -> tuple[list[
     return tiles + [0, 0, 0] * empty, rows
 
 
+def laid_out(groups: list[tuple[int, list[int]]], scales: torch.Tensor, rows: int, blocks: int) -> AdapterTiles:
+    tiles, used = tiles_of(groups)
+    places = torch.full((rows, 2), -1, dtype=torch.int32)
+    for tile in range(len(tiles) // 3):
+        _, start, count = tiles[3 * tile : 3 * tile + 3]
+        for use in range(start, start + count):
+            places[used[use]] = torch.tensor([use, tile])
+    return AdapterTiles(ints(tiles).view(-1, 3), ints(used), scales, places.to(DEVICE), blocks)
+
+
+def scales_of(groups: list[tuple[int, list[int]]]) -> torch.Tensor:
+    return draw(sum(len(rows) for _, rows in groups), seed=52)
+
+
+def expected_sum(
+    made: Adapters, x: torch.Tensor, outputs: int, groups: list[tuple[int, list[int]]], scales: torch.Tensor
+) -> torch.Tensor:
+    at, pairs = 0, []
+    for slot, some in groups:
+        pairs.append((RowGroup(torch.tensor(some, device=DEVICE), scales[at : at + len(some)]), made.pieces[slot]))
+        at += len(some)
+    return low_rank(x, outputs, pairs)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ahead", AHEAD)
 @pytest.mark.parametrize(
@@ -80,18 +113,13 @@ def test_rows_get_what_their_adapters_add(
     rows = 27
     x, y = draw(rows, k, seed=50, dtype=dtype), draw(rows, sum(outputs), seed=51, dtype=dtype)
     groups = [(2, [26, 5]), (0, list(range(6, 24))), (1, [0, 25])]
-    tiles, used = tiles_of(groups)
-    scales = draw(len(used), seed=52)
-    how = AdapterTiles(ints(tiles).view(-1, 3), ints(used), scales, blocks=2)
+    scales = scales_of(groups)
+    how = laid_out(groups, scales, rows, blocks=2)
     sums = torch.full(how.sums(), float("nan"), device=DEVICE)
-    expected, at, pairs = y.float().clone(), 0, []
-    for slot, some in groups:
-        group = RowGroup(torch.tensor(some, device=DEVICE), scales[at : at + len(some)])
-        pairs.append((group, made.pieces[slot]))
-        at += len(some)
-    expected += low_rank(x, sum(outputs), pairs) * 2.0
-    shrink(x, made.table, 1, 0, len(outputs), how, sums, ahead=ahead)
-    expand(y, made.table, 1, 0, tuple(outputs), how, sums, factor=2.0, ahead=ahead)
+    expected = y.float() + expected_sum(made, x, sum(outputs), groups, scales) * 2.0
+    added = LowRank(made.table, 1, 0, tuple(outputs), how, sums)
+    shrink(x, added, ahead=ahead)
+    expand(y, added, k, factor=2.0, ahead=ahead)
     limit = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     assert float((y.float() - expected).abs().max()) <= limit * float(expected.abs().max())
     assert made.table.ranks.shape[2] == MATRICES
@@ -103,12 +131,35 @@ def test_a_row_has_the_same_bits_in_any_tile(dtype: torch.dtype) -> None:
     x = draw(20, 300, seed=1, dtype=dtype)
 
     def row(groups: list[tuple[int, list[int]]], blocks: int) -> torch.Tensor:
-        tiles, used = tiles_of(groups)
-        how = AdapterTiles(ints(tiles).view(-1, 3), ints(used), torch.full((len(used),), 0.3, device=DEVICE), blocks)
-        sums, y = torch.zeros(how.sums(), device=DEVICE), torch.zeros(20, 70, dtype=dtype, device=DEVICE)
-        shrink(x, made.table, 0, 0, 1, how, sums, ahead=False)
-        expand(y, made.table, 0, 0, (70,), how, sums, ahead=False)
+        how = laid_out(groups, torch.full((sum(len(rows) for _, rows in groups),), 0.3, device=DEVICE), 20, blocks)
+        y = torch.zeros(20, 70, dtype=dtype, device=DEVICE)
+        added = LowRank(made.table, 0, 0, (70,), how, torch.zeros(how.sums(), device=DEVICE))
+        shrink(x, added, ahead=False)
+        expand(y, added, 300, ahead=False)
         return y[7]
 
     alone = row([(0, [7])], 2)
     assert torch.equal(row([(1, [3, 4]), (0, list(range(19)))], 4), alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_matmul_adds_them_by_itself(gated: bool, ahead: bool, dtype: torch.dtype) -> None:
+    outputs = [64, 64] if gated else [64, 32, 32]
+    ranks = [[4, 0, 1], [16, 16, 16], [0, 20, 0], *([[3, 2, 1]] * 7)]
+    k, rows, many = 84, 45, 64  # rows above are for nothing, as in a step that is padded to a tile
+    made = Adapters([row[: len(outputs)] for row in ranks], outputs, k, dtype, layer=1)
+    x, weight = draw(many, k, seed=50, dtype=dtype), draw(sum(outputs), k, seed=51, dtype=dtype) / k**0.5
+    bias = draw(sum(outputs), seed=53, dtype=dtype)
+    groups = [(2, [26, 5]), (0, list(range(6, 24))), (1, [0, 25]), *((3 + i, [30 + i, 37 + i]) for i in range(7))]
+    scales = scales_of(groups)
+    how = laid_out(groups, scales, rows, blocks=2)
+    added = LowRank(made.table, 1, 0, tuple(outputs), how, torch.full(how.sums(), float("nan"), device=DEVICE))
+    y = torch.empty(many, 64 if gated else 128, dtype=dtype, device=DEVICE)
+    shrink(x, added, ahead=ahead)
+    matmul(x, weight, y, MatmulTile(64, 32, 32), bias=bias, gated=gated, low_rank=added, ahead=ahead)
+    found = x.float() @ weight.float().T + bias.float() + expected_sum(made, x, sum(outputs), groups, scales)
+    expected = torch.nn.functional.silu(found[:, :64]) * found[:, 64:] if gated else found
+    limit = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+    assert float((y.float() - expected).abs().max()) <= limit * float(expected.abs().max())

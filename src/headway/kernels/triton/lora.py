@@ -2,13 +2,15 @@
 
     tiles     [n, 3] int32: an adapter's slot, its first use and how many uses; at most TILE, 0 for an empty tile
     rows      [uses] int32, scales [uses] float32: the row of each use, and the adapter's scale there
+    places    [rows, 2] int32: the use and the tile of each row, -1 for a row without an adapter
     pointers  [slots, layers, 7, 2] int64: where A [r, K] and B [N, r] of each matrix lie, r padded with zeros to whole
               blocks of RANKS; ranks and factors [slots, layers, 7]: their ranks, 0 for nothing, and what to multiply
               their product with
 
-Two kernels, both for all pieces of a stacked matrix: `shrink` sums A x over SPLITS parts of the inputs, `expand` adds
-B times these sums to y. In one call a row has at most one use, so that nothing is added concurrently. A row's bits
-depend on the row and its adapter alone: tiles and parts have fixed sizes, and sums one order.
+Two kernels, both for all pieces of a stacked matrix: `shrink` sums A x over parts of the inputs, `expand` adds B times
+these sums to y. In one call a row has at most one use, so that nothing is added concurrently. A row's bits depend on
+the row and its adapter alone: tiles and parts have fixed sizes, and sums one order. Where the matmul is ours
+(matmul.py), `add_low_rank` in its last lines takes the place of `expand`: one kernel less, and y is written once.
 """
 
 # ruff: noqa: PLR0917
@@ -26,11 +28,17 @@ from headway.kernels.triton.launch import launch_next, options, wait
 
 TILE = 16  # uses of a tile
 RANKS = 16  # ranks of a block
-SPLITS = 8  # parts of the inputs
+SPLITS = 16  # parts of the inputs, at most
+TILES = 8  # whose outputs a matmul adds at once
 PIECES = 3  # of a stacked matrix, at most
 MATRICES = 7  # of a layer
-BLOCK_INPUTS, BLOCK_OUTPUTS = 128, 64
+BLOCK_INPUTS, BLOCK_OUTPUTS = 256, 128
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def splits(k: int) -> int:
+    """In how many parts `k` inputs are summed: enough programs for a device, each with a few blocks to read."""
+    return min(SPLITS, max(1, triton.next_power_of_2(triton.cdiv(k, 2 * BLOCK_INPUTS))))
 
 
 def rank_blocks(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,6 +73,7 @@ class AdapterTiles:
     tiles: Tensor  # [n, 3] int32
     rows: Tensor  # [uses] int32
     scales: Tensor  # [uses] float32
+    places: Tensor  # [rows, 2] int32
     blocks: int
 
     def sums(self) -> tuple[int, ...]:
@@ -72,41 +81,46 @@ class AdapterTiles:
         return len(self.rows), PIECES, SPLITS, self.blocks * RANKS
 
 
-def shrink(
-    x: Tensor, table: AdapterTable, layer: int, first: int, pieces: int, how: AdapterTiles, sums: Tensor, *, ahead: bool
-) -> None:
-    """A x of every use, part by part, into sums (see `AdapterTiles.sums`). The pieces are matrices `first` and on."""
-    k, layers = x.shape[1], table.ranks.shape[1]
-    part = triton.cdiv(triton.cdiv(k, SPLITS), BLOCK_INPUTS) * BLOCK_INPUTS
-    _shrink[(len(how.tiles), how.blocks, pieces * SPLITS)](
-        x, table.pointers, table.ranks, how.tiles, how.rows, sums, x.stride(0), layer, layers, k,
-        FIRST=first, PART=part, WIDE=how.blocks * RANKS, KIND=DTYPES[table.dtype], PRECISION=_precision(x.dtype),
-        TILE=TILE, RANKS=RANKS, SPLITS=SPLITS, PIECES=PIECES, MATRICES=MATRICES, BK=BLOCK_INPUTS, AHEAD=ahead,
-        num_warps=4, num_stages=3, **options(ahead),
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """What adapters add to one matmul of a layer: the pieces of its matrix, from matrix `first` on, have these numbers
+    of outputs, side by side."""
+
+    table: AdapterTable
+    layer: int
+    first: int
+    outputs: tuple[int, ...]
+    tiles: AdapterTiles
+    sums: Tensor  # see `AdapterTiles.sums`
+
+    @property
+    def sizes(self) -> list[int]:
+        return [*self.outputs, 0, 0][:PIECES]
+
+
+def shrink(x: Tensor, low_rank: LowRank, *, ahead: bool) -> None:
+    """A x of every use, part by part, into the sums."""
+    table, how, k = low_rank.table, low_rank.tiles, x.shape[1]
+    part = triton.cdiv(triton.cdiv(k, splits(k)), BLOCK_INPUTS) * BLOCK_INPUTS
+    _shrink[(len(how.tiles), how.blocks, len(low_rank.outputs) * splits(k))](
+        x, table.pointers, table.ranks, how.tiles, how.rows, low_rank.sums, x.stride(0), low_rank.layer,
+        table.ranks.shape[1], k,
+        FIRST=low_rank.first, PART=part, WIDE=how.blocks * RANKS, KIND=DTYPES[table.dtype],
+        PRECISION=_precision(x.dtype), TILE=TILE, RANKS=RANKS, SPLITS=splits(k), PIECES=PIECES, MATRICES=MATRICES,
+        BK=BLOCK_INPUTS, AHEAD=ahead, num_warps=4, num_stages=3, **options(ahead),
     )  # fmt: skip
 
 
-def expand(
-    y: Tensor,
-    table: AdapterTable,
-    layer: int,
-    first: int,
-    outputs: tuple[int, ...],
-    how: AdapterTiles,
-    sums: Tensor,
-    *,
-    factor: float = 1.0,
-    ahead: bool,
-) -> None:
-    """y [T, N] += factor × scale × B (A x) at the rows of the uses; `outputs` are those of each piece, side by side."""
-    layers = table.ranks.shape[1]
-    blocks = [triton.cdiv(n, BLOCK_OUTPUTS) for n in outputs]
-    n = [*outputs, 0, 0][:PIECES]
+def expand(y: Tensor, low_rank: LowRank, k: int, *, factor: float = 1.0, ahead: bool) -> None:
+    """y [T, N] += factor × scale × B (A x) at the rows of the uses, from the sums of `k` inputs."""
+    table, how = low_rank.table, low_rank.tiles
+    blocks, n = [triton.cdiv(n, BLOCK_OUTPUTS) for n in low_rank.outputs], low_rank.sizes
     _expand[(len(how.tiles), sum(blocks))](
-        y, table.pointers, table.ranks, table.factors, how.tiles, how.rows, how.scales, sums, y.stride(0), layer,
-        layers, factor, N0=n[0], N1=n[1], N2=n[2], FIRST=first, WIDE=how.blocks * RANKS, KIND=DTYPES[table.dtype],
-        PRECISION=_precision(table.dtype), TILE=TILE, RANKS=RANKS, SPLITS=SPLITS, PIECES=PIECES, MATRICES=MATRICES,
-        BN=BLOCK_OUTPUTS, AHEAD=ahead, num_warps=4, **options(ahead),
+        y, table.pointers, table.ranks, table.factors, how.tiles, how.rows, how.scales, low_rank.sums, y.stride(0),
+        low_rank.layer, table.ranks.shape[1], factor, N0=n[0], N1=n[1], N2=n[2], FIRST=low_rank.first,
+        WIDE=how.blocks * RANKS, KIND=DTYPES[table.dtype], PRECISION=_precision(table.dtype), TILE=TILE, RANKS=RANKS,
+        SPLITS=splits(k), PIECES=PIECES, MATRICES=MATRICES, BN=BLOCK_OUTPUTS, AHEAD=ahead, num_warps=4,
+        **options(ahead),
     )  # fmt: skip
 
 
@@ -182,3 +196,41 @@ def _expand(
         there = (m < count)[:, None] & (o < outputs)[None, :]
         value = tl.load(place, mask=there, other=0.0).to(tl.float32) + total * scale[:, None]
         tl.store(place, value.to(y.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def add_low_rank(
+    total, m, o, piece, pointers, ranks, factors, tiles, count, places, placed, scales, sums, layer, layers,
+    FIRST: tl.constexpr, WIDE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, RANKS: tl.constexpr,
+    TILES: tl.constexpr, SPLITS: tl.constexpr, PIECES: tl.constexpr, MATRICES: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """The outputs `total` [BM, BN] of rows m at outputs o of a piece, plus what the rows' adapters add to them.
+
+    TILES adapters side by side are one matrix: a row has the sums of its own adapter, and zeros elsewhere.
+    """
+    j = tl.arange(0, RANKS)
+    column = tl.arange(0, TILES * RANKS)
+    use = tl.load(places + 2 * m, mask=m < placed, other=-1)
+    mine = tl.load(places + 2 * m + 1, mask=m < placed, other=-1)
+    scale = tl.load(scales + use, mask=use >= 0, other=0.0)
+    for first in range(0, count, TILES):
+        tile = first + column // RANKS
+        slot = tl.load(tiles + tile * 3, mask=tile < count, other=0)
+        matrix = (slot.to(tl.int64) * layers + layer) * MATRICES + FIRST + piece
+        rank = tl.where(tile < count, tl.load(ranks + matrix), 0)
+        padded = (rank + RANKS - 1) // RANKS * RANKS
+        factor = tl.load(factors + matrix)
+        b = tl.load(pointers + matrix * 2 + 1).to(tl.pointer_type(KIND))
+        for block in range(0, WIDE, RANKS):
+            part = tl.zeros((BM, RANKS), tl.float32)
+            for split in range(SPLITS):
+                at = ((use.to(tl.int64) * PIECES + piece) * SPLITS + split)[:, None] * WIDE + block + j[None, :]
+                part += tl.load(sums + at, mask=(use >= 0)[:, None], other=0.0)
+            wide = tl.reshape(tl.broadcast_to(part[:, None, :], (BM, TILES, RANKS)), (BM, TILES * RANKS))
+            at = block + column % RANKS
+            own = (mine[:, None] == tile[None, :]) & (at < padded)[None, :]  # sums above the rank were never written
+            wide = tl.where(own, wide * scale[:, None] * factor[None, :], 0.0)
+            w = tl.load(b[None, :] + o.to(tl.int64)[:, None] * padded[None, :] + at[None, :],
+                        mask=(at < padded)[None, :], other=0.0)  # fmt: skip
+            total = tl.dot(wide, tl.trans(w.to(tl.float32)), total, input_precision=PRECISION)
+    return total

@@ -24,6 +24,7 @@ from headway.kernels.triton import matmul as tiled
 from headway.kernels.triton.attention import AttentionTile, PagedKV, Scratch, Splits
 from headway.kernels.triton.fused import HeadConfig
 from headway.kernels.triton.launch import can_go_ahead, shared_memory
+from headway.kernels.triton.lora import LowRank
 from headway.kernels.triton.matvec import RmsNorm, matvec
 from headway.kernels.triton.quantized import CudaQuantizedMatrix
 from headway.kv.pool import Pool
@@ -32,6 +33,7 @@ from headway.models.layers import DecoderLayer, Linear
 from headway.runtime.runners.cuda.adapters import CudaAdapters, StepTiles
 
 Mark = Callable[[str], None]
+Place = tuple[int, str]  # a matmul: its layer, and its name there
 PROGRAMS = 264  # that keep the device busy: two a multiprocessor
 MIXED = Splits(8, 256)  # of a few single rows in a step with longer segments
 MANY_SINGLES = 32  # from here on they are divided as in a step of single rows alone
@@ -161,16 +163,16 @@ class CudaModel:
         for l, layer in enumerate(self.decoder.layers):
             fused.norm(x, layer.input_norm, layer.eps, h, ahead=self.ahead)
             self._quantized_matmul(h, layer.qkv, buffers.qkv[:n])
-            self._low_rank(l, "qkv", h, buffers.qkv[:n], step)
+            self._low_rank((l, "qkv"), h, buffers.qkv[:n], step)
             mark("qkv")
             self._attention(l, step, buffers, mark, mixed)
             self._quantized_matmul(mixed.flatten(1), layer.out, x, add=True)
-            self._low_rank(l, "out", mixed.flatten(1), x, step)
+            self._low_rank((l, "out"), mixed.flatten(1), x, step)
             mark("output projection")
             fused.norm(x, layer.mlp_norm, layer.eps, h, ahead=self.ahead)
             self._quantized_matmul(h, layer.gate_up, inner, bias=self._gate_up_delta(l, h, step))
             self._quantized_matmul(inner, layer.down, x, factor=1 / quantized.INNER, add=True)
-            self._low_rank(l, "down", inner, x, step, factor=1 / quantized.INNER)
+            self._low_rank((l, "down"), inner, x, step, factor=1 / quantized.INNER)
             mark("feed-forward")
 
     def _quantized_matmul(
@@ -180,15 +182,20 @@ class CudaModel:
         alone = not self.deterministic
         quantized.matmul(x, w, y, factor=factor, add=add, ahead=self.ahead, alone=alone, row_bias=bias)
 
-    def _low_rank(self, l: int, stack: str, x: Tensor, y: Tensor, step: DeviceStep, *, factor: float = 1.0) -> None:
+    def _low_rank(self, at: Place, x: Tensor, y: Tensor, step: DeviceStep, *, factor: float = 1.0) -> None:
         """Add to a matmul's outputs y what the adapters of its rows x make of them."""
+        for one in self._low_ranks(at, step):
+            lora.shrink(x, one, ahead=self.ahead)
+            lora.expand(y, one, x.shape[1], factor=factor, ahead=self.ahead)
+
+    def _low_ranks(self, at: Place, step: DeviceStep) -> list[LowRank]:
+        """What adapters add to a matmul, round by round."""
+        l, stack = at
         if step.adapters is None or stack not in step.adapters.shape.stacks:
-            return
-        known, first, outputs = self.adapters, self.adapters.first[stack], self.adapters.outputs[stack]
-        sums, ahead = step.adapters.sums, self.ahead
-        for tiles in step.adapters.rounds:
-            lora.shrink(x, known.table, l, first, len(outputs), tiles, sums, ahead=ahead)
-            lora.expand(y, known.table, l, first, outputs, tiles, sums, factor=factor, ahead=ahead)
+            return []
+        known, sums = self.adapters, step.adapters.sums
+        first, outputs = known.first[stack], known.outputs[stack]
+        return [LowRank(known.table, l, first, outputs, tiles, sums) for tiles in step.adapters.rounds]
 
     def _gate_up_delta(self, l: int, h: Tensor, step: DeviceStep) -> Tensor | None:
         """What adapters add to gate and up, with their bias: a gated matmul multiplies them by itself."""
@@ -198,7 +205,7 @@ class CudaModel:
         delta = torch.zeros(len(h), 2 * self.config.intermediate_size, dtype=torch.float32, device=self.device)
         if bias is not None:
             delta += bias
-        self._low_rank(l, "gate_up", h, delta, step)
+        self._low_rank((l, "gate_up"), h, delta, step)
         return delta
 
     def _dense(self, w: Linear | CudaQuantizedMatrix) -> Tensor:
@@ -220,19 +227,16 @@ class CudaModel:
         fused.norm(x, layers[0].input_norm, layers[0].eps, h[:n])
         mark("norm")
         for l, layer in enumerate(layers):
-            self._linear(h, layer.qkv, buffers.qkv[:many])
-            self._low_rank(l, "qkv", h, buffers.qkv[:many], step)
+            self._adapted((l, "qkv"), h, layer.qkv, buffers.qkv[:many], step)
             mark("qkv")
             self._attention(l, step, buffers, mark)
             mixed = buffers.mixed[:many].flatten(1)
-            self._linear(mixed, layer.out, delta)
-            self._low_rank(l, "out", mixed, delta, step)
+            self._adapted((l, "out"), mixed, layer.out, delta, step)
             mark("output projection")
             fused.norm(x, layer.mlp_norm, layer.eps, h[:n], add=delta[:n], ahead=self.ahead)
             mark("norm")
             self._gate_times_up(l, h, buffers, step)
-            self._linear(buffers.inner[:many], layer.down, delta)
-            self._low_rank(l, "down", buffers.inner[:many], delta, step)
+            self._adapted((l, "down"), buffers.inner[:many], layer.down, delta, step)
             mark("feed-forward")
             following: DecoderLayer | None = layers[l + 1] if l + 1 < len(layers) else None
             if following is None:
@@ -303,21 +307,37 @@ class CudaModel:
 
     def _gate_times_up(self, l: int, h: Tensor, buffers: Buffers, step: DeviceStep) -> None:
         w, gate_up, inner = self.decoder.layers[l].gate_up, buffers.gate_up[: len(h)], buffers.inner[: len(h)]
-        if self._in_tiles(len(h)) and step.adapters is None:
-            self._tiled(h, w.weight, inner, w.bias, gated=True)
-        else:
-            self._linear(h, w, gate_up)
-            self._low_rank(l, "gate_up", h, gate_up, step)
-            fused.gated(gate_up, inner, ahead=self.ahead)
+        if self._in_tiles(len(h)) and self._tiled((l, "gate_up"), h, w, inner, step, gated=True):
+            return
+        self._adapted((l, "gate_up"), h, w, gate_up, step)
+        fused.gated(gate_up, inner, ahead=self.ahead)
+
+    def _adapted(self, at: Place, x: Tensor, w: Linear, y: Tensor, step: DeviceStep) -> None:
+        """A matmul of a layer, and what adapters add to it."""
+        if self._in_tiles(len(x)) and self._tiled(at, x, w, y, step):
+            return
+        self._linear(x, w, y)
+        self._low_rank(at, x, y, step)
 
     def _in_tiles(self, rows: int) -> bool:
         """Whether matmuls of this many rows use our kernel; cuBLAS is faster with others, and in float32."""
         own_ways = self.is_quantized or self.deterministic
         return rows == tiled.MOST and not own_ways and self.dtype != torch.float32
 
-    def _tiled(self, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> None:
-        tile = tiled.pick_tile(y.shape[1], gated, self._shared)
-        tiled.matmul(x, weight, y, tile, bias=bias, gated=gated, ahead=self.ahead)
+    def _tiled(self, at: Place, x: Tensor, w: Linear, y: Tensor, step: DeviceStep, *, gated: bool = False) -> bool:
+        """A matmul in our kernel, adapters included; False, with nothing done, if it cannot add these."""
+        tile = self._tile(y, gated=gated)
+        added = self._low_ranks(at, step)
+        if len(added) > 1 or not all(tiled.takes_adapters(tile, one.outputs) for one in added):
+            return False
+        low_rank = added[0] if added else None
+        if low_rank is not None:
+            lora.shrink(x, low_rank, ahead=self.ahead)
+        tiled.matmul(x, w.weight, y, tile, bias=w.bias, gated=gated, low_rank=low_rank, ahead=self.ahead)
+        return True
+
+    def _tile(self, y: Tensor, *, gated: bool = False) -> tiled.MatmulTile:
+        return tiled.pick_tile(y.shape[1], gated, self._shared)
 
     def _linear(self, x: Tensor, w: Linear, y: Tensor) -> None:
         if self.is_quantized and self.dtype == torch.float32:
@@ -325,7 +345,7 @@ class CudaModel:
         if self.deterministic:
             exact.matmul(x, w.weight, y, bias=w.bias, tile=self._exact(len(x)), ahead=self.ahead)
         elif self._in_tiles(len(x)):
-            self._tiled(x, w.weight, y, w.bias)
+            tiled.matmul(x, w.weight, y, self._tile(y), bias=w.bias, ahead=self.ahead)
         elif w.bias is None:
             torch.mm(x, self._dense(w).t(), out=y)
         else:
@@ -379,7 +399,7 @@ class CudaModel:
         if len(h) == 1:
             matvec(h[0], d.output, logits[0], ahead=self.ahead)
         elif self._in_tiles(len(h)):
-            self._tiled(h, d.output, logits)
+            tiled.matmul(h, d.output, logits, self._tile(logits), ahead=self.ahead)
         elif self.dtype == torch.float32:
             torch.mm(h, d.output.t(), out=logits)
         else:
