@@ -144,22 +144,23 @@ def test_a_row_has_the_same_bits_in_any_tile(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ahead", AHEAD)
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_matmul_adds_them_by_itself(gated: bool, ahead: bool, dtype: torch.dtype) -> None:
-    outputs = [64, 64] if gated else [64, 32, 32]
-    ranks = [[4, 0, 1], [16, 16, 16], [0, 20, 0], *([[3, 2, 1]] * 7)]
-    k, rows, many = 84, 45, 64  # rows above are for nothing, as in a step that is padded to a tile
-    made = Adapters([row[: len(outputs)] for row in ranks], outputs, k, dtype, layer=1)
-    x, weight = draw(many, k, seed=50, dtype=dtype), draw(sum(outputs), k, seed=51, dtype=dtype) / k**0.5
-    bias = draw(sum(outputs), seed=53, dtype=dtype)
+def test_a_matmul_adds_them_before_it_multiplies_gate_and_up(ahead: bool, dtype: torch.dtype) -> None:
+    ranks = [[4, 0], [16, 16], [0, 20], *([[3, 2]] * 7)]
+    n, k, rows, many = 64, 84, 45, 64  # rows above are for nothing, as in a step that is padded to a tile
+    made = Adapters(ranks, [n, n], k, dtype, layer=1)
+    x, weight = draw(many, k, seed=50, dtype=dtype), draw(2 * n, k, seed=51, dtype=dtype) / k**0.5
+    bias = draw(2 * n, seed=53, dtype=dtype)
     groups = [(2, [26, 5]), (0, list(range(6, 24))), (1, [0, 25]), *((3 + i, [30 + i, 37 + i]) for i in range(7))]
     scales = scales_of(groups)
     how = laid_out(groups, scales, rows, blocks=2)
-    added = LowRank(made.table, 1, 0, tuple(outputs), how, torch.full(how.sums(), float("nan"), device=DEVICE))
-    y = torch.empty(many, 64 if gated else 128, dtype=dtype, device=DEVICE)
+    added = LowRank(made.table, 1, 0, (n, n), how, torch.full(how.sums(), float("nan"), device=DEVICE))
+    delta = torch.full((many, 2 * n), float("nan"), dtype=dtype, device=DEVICE)
+    y = torch.empty(many, n, dtype=dtype, device=DEVICE)
     shrink(x, added, ahead=ahead)
-    matmul(x, weight, y, MatmulTile(64, 32, 32), bias=bias, gated=gated, low_rank=added, ahead=ahead)
-    found = x.float() @ weight.float().T + bias.float() + expected_sum(made, x, sum(outputs), groups, scales)
-    expected = torch.nn.functional.silu(found[:, :64]) * found[:, 64:] if gated else found
+    expand(delta, added, k, add=False, ahead=ahead)
+    tile = MatmulTile(64, 32, 32)
+    matmul(x, weight, y, tile, bias=bias, gated=True, delta=delta, places=how.places, ahead=ahead)
+    found = x.float() @ weight.float().T + bias.float() + expected_sum(made, x, 2 * n, groups, scales)
+    expected = torch.nn.functional.silu(found[:, :n]) * found[:, n:]
     limit = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     assert float((y.float() - expected).abs().max()) <= limit * float(expected.abs().max())

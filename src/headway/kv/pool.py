@@ -36,6 +36,7 @@ class Pool:
         inv_freq: torch.Tensor | None = None,
     ) -> None:
         self._inv_freq = inv_freq  # the model's angles for each position, by which keys are rotated
+        self.clear_pages = kv.clear  # a runner may have a faster one
         shape = (layers, 2, pages + 1, page_size * kv_heads * head_dim)
         self.raw = _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
         keys, values = self.raw.unbind(1)
@@ -98,7 +99,7 @@ class Pool:
 
     def _clear(self, pages: list[int]) -> None:
         if pages:
-            kv.clear(self.raw, self._index(pages))
+            self.clear_pages(self.raw, self._index(pages))
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -40,7 +40,7 @@ from headway.runtime.step_costs import StepCosts
 
 GATHER = 0.02  # seconds at most to wait for programs to come back after a step, and never longer than the step took
 GATHER_SHARE = 0.1  # of the step's own time: if nobody comes back for that long, the others are busy elsewhere
-SWITCH_INTERVAL = 0.0005  # seconds that a program may keep the interpreter while a step is in flight
+SWITCH_INTERVAL = 0.00005  # seconds that a program may keep the interpreter while a step is in flight
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ WIDEST = 128  # steps of more rows are prefills, and nobody chooses their width
 COLD = 2  # first steps of a width that do not count: on some devices kernels are compiled and graphs captured then
 WEIGHT = 0.25  # of the newest measurement
 OUTLIER = 2.0  # a step that took this many times the mean counts as that: something else had the machine
-SLOPE = 0.1  # what one more row costs, relative to the widest step known, until it is measured
+SLOPE = 0.1  # what one more row costs, relative to the widest step known, while only one width is
 
 
 class StepCosts:
@@ -41,9 +41,11 @@ class StepCosts:
         if not known:
             return 1.0 + SLOPE * rows
         at = bisect_left(known, rows)
-        if at == len(known):
-            last = known[-1]
-            return self._seconds[last] * (1.0 + SLOPE * (rows - last))
+        if at == len(known):  # wider than any: as the known ones grow on average
+            first, last = known[0], known[-1]
+            least, most = self._seconds[first], self._seconds[last]
+            slope = SLOPE * most if first == last else max(0.0, most - least) / (last - first)
+            return most + slope * (rows - last)
         high = known[at]
         if high == rows or at == 0:
             return self._seconds[high]

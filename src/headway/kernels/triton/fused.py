@@ -54,6 +54,15 @@ def norm(
     )  # fmt: skip
 
 
+def clear(pool: Tensor, pages: Tensor) -> None:
+    """Zero whole pages of pool [L, 2, P, numbers of a page], in one launch however large the pool is."""
+    layers, two, total, size = pool.shape
+    block = min(4096, _wide(size))
+    _clear[(len(pages), layers * two, triton.cdiv(size, block))](
+        pool, pages, total, SIZE=size, BLOCK=block, num_warps=4
+    )
+
+
 def add(x: Tensor, delta: Tensor) -> None:
     """x [T, E] += delta."""
     block = 1024
@@ -148,6 +157,14 @@ def _norm(
     wide = v.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / E + eps) * w
     tl.store(out + row * E + i, wide.to(out.dtype.element_ty), mask=i < E)
+
+
+@triton.jit
+def _clear(pool, pages, total, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    page, part = tl.load(pages + tl.program_id(0)), tl.program_id(1).to(tl.int64)
+    i = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    zeros = tl.zeros((BLOCK,), pool.dtype.element_ty)
+    tl.store(pool + (part * total + page) * SIZE + i, zeros, mask=i < SIZE)
 
 
 @triton.jit

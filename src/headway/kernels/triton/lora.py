@@ -9,8 +9,8 @@
 
 Two kernels, both for all pieces of a stacked matrix: `shrink` sums A x over parts of the inputs, `expand` adds B times
 these sums to y. In one call a row has at most one use, so that nothing is added concurrently. A row's bits depend on
-the row and its adapter alone: tiles and parts have fixed sizes, and sums one order. Where the matmul is ours
-(matmul.py), `add_low_rank` in its last lines takes the place of `expand`: one kernel less, and y is written once.
+the row and its adapter alone: tiles and parts have fixed sizes, and sums one order. A matmul that multiplies gate and
+up by itself (matmul.py) takes what `expand` has written beforehand.
 """
 
 # ruff: noqa: PLR0917
@@ -29,7 +29,6 @@ from headway.kernels.triton.launch import launch_next, options, wait
 TILE = 16  # uses of a tile
 RANKS = 16  # ranks of a block
 SPLITS = 16  # parts of the inputs, at most
-TILES = 8  # whose outputs a matmul adds at once
 PIECES = 3  # of a stacked matrix, at most
 MATRICES = 7  # of a layer
 BLOCK_INPUTS, BLOCK_OUTPUTS = 256, 128
@@ -111,15 +110,18 @@ def shrink(x: Tensor, low_rank: LowRank, *, ahead: bool) -> None:
     )  # fmt: skip
 
 
-def expand(y: Tensor, low_rank: LowRank, k: int, *, factor: float = 1.0, ahead: bool) -> None:
-    """y [T, N] += factor × scale × B (A x) at the rows of the uses, from the sums of `k` inputs."""
+def expand(y: Tensor, low_rank: LowRank, k: int, *, factor: float = 1.0, add: bool = True, ahead: bool) -> None:
+    """y [T, N] += factor × scale × B (A x) at the rows of the uses, from the sums of `k` inputs.
+
+    Without `add` it is written there, a zero where an adapter has nothing for a piece; other rows stay as they are.
+    """
     table, how = low_rank.table, low_rank.tiles
     blocks, n = [triton.cdiv(n, BLOCK_OUTPUTS) for n in low_rank.outputs], low_rank.sizes
     _expand[(len(how.tiles), sum(blocks))](
         y, table.pointers, table.ranks, table.factors, how.tiles, how.rows, how.scales, low_rank.sums, y.stride(0),
         low_rank.layer, table.ranks.shape[1], factor, N0=n[0], N1=n[1], N2=n[2], FIRST=low_rank.first,
         WIDE=how.blocks * RANKS, KIND=DTYPES[table.dtype], PRECISION=_precision(table.dtype), TILE=TILE, RANKS=RANKS,
-        SPLITS=splits(k), PIECES=PIECES, MATRICES=MATRICES, BN=BLOCK_OUTPUTS, AHEAD=ahead, num_warps=4,
+        SPLITS=splits(k), PIECES=PIECES, MATRICES=MATRICES, BN=BLOCK_OUTPUTS, ADD=add, AHEAD=ahead, num_warps=4,
         **options(ahead),
     )  # fmt: skip
 
@@ -162,7 +164,7 @@ def _expand(
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
     FIRST: tl.constexpr, WIDE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
     TILE: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, PIECES: tl.constexpr, MATRICES: tl.constexpr,
-    BN: tl.constexpr, AHEAD: tl.constexpr,
+    BN: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     launch_next(AHEAD)
     B0: tl.constexpr = (N0 + BN - 1) // BN
@@ -176,7 +178,7 @@ def _expand(
     matrix = (slot.to(tl.int64) * layers + layer) * MATRICES + FIRST + piece
     rank = tl.load(ranks + matrix)
     wait(AHEAD)
-    if (count > 0) & (rank > 0):
+    if (count > 0) & ((rank > 0) | (not ADD)):
         b = tl.multiple_of(tl.load(pointers + matrix * 2 + 1).to(tl.pointer_type(KIND)), 16)
         padded = (rank + RANKS - 1) // RANKS * RANKS
         m, o = tl.arange(0, TILE), inner * BN + tl.arange(0, BN)
@@ -194,43 +196,7 @@ def _expand(
         row = tl.load(use_rows + use, mask=m < count, other=0).to(tl.int64)
         place = y + row[:, None] * y_row + (before + o)[None, :]
         there = (m < count)[:, None] & (o < outputs)[None, :]
-        value = tl.load(place, mask=there, other=0.0).to(tl.float32) + total * scale[:, None]
-        tl.store(place, value.to(y.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def add_low_rank(
-    total, m, o, piece, pointers, ranks, factors, tiles, count, places, placed, scales, sums, layer, layers,
-    FIRST: tl.constexpr, WIDE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, RANKS: tl.constexpr,
-    TILES: tl.constexpr, SPLITS: tl.constexpr, PIECES: tl.constexpr, MATRICES: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """The outputs `total` [BM, BN] of rows m at outputs o of a piece, plus what the rows' adapters add to them.
-
-    TILES adapters side by side are one matrix: a row has the sums of its own adapter, and zeros elsewhere.
-    """
-    j = tl.arange(0, RANKS)
-    column = tl.arange(0, TILES * RANKS)
-    use = tl.load(places + 2 * m, mask=m < placed, other=-1)
-    mine = tl.load(places + 2 * m + 1, mask=m < placed, other=-1)
-    scale = tl.load(scales + use, mask=use >= 0, other=0.0)
-    for first in range(0, count, TILES):
-        tile = first + column // RANKS
-        slot = tl.load(tiles + tile * 3, mask=tile < count, other=0)
-        matrix = (slot.to(tl.int64) * layers + layer) * MATRICES + FIRST + piece
-        rank = tl.where(tile < count, tl.load(ranks + matrix), 0)
-        padded = (rank + RANKS - 1) // RANKS * RANKS
-        factor = tl.load(factors + matrix)
-        b = tl.load(pointers + matrix * 2 + 1).to(tl.pointer_type(KIND))
-        for block in range(0, WIDE, RANKS):
-            part = tl.zeros((BM, RANKS), tl.float32)
-            for split in range(SPLITS):
-                at = ((use.to(tl.int64) * PIECES + piece) * SPLITS + split)[:, None] * WIDE + block + j[None, :]
-                part += tl.load(sums + at, mask=(use >= 0)[:, None], other=0.0)
-            wide = tl.reshape(tl.broadcast_to(part[:, None, :], (BM, TILES, RANKS)), (BM, TILES * RANKS))
-            at = block + column % RANKS
-            own = (mine[:, None] == tile[None, :]) & (at < padded)[None, :]  # sums above the rank were never written
-            wide = tl.where(own, wide * scale[:, None] * factor[None, :], 0.0)
-            w = tl.load(b[None, :] + o.to(tl.int64)[:, None] * padded[None, :] + at[None, :],
-                        mask=(at < padded)[None, :], other=0.0)  # fmt: skip
-            total = tl.dot(wide, tl.trans(w.to(tl.float32)), total, input_precision=PRECISION)
-    return total
+        total *= scale[:, None]
+        if ADD:
+            total += tl.load(place, mask=there, other=0.0).to(tl.float32)
+        tl.store(place, total.to(y.dtype.element_ty), mask=there)

@@ -1,4 +1,4 @@
-"""Matmul (GEMM) of several rows, tiled for tensor cores, with adapters, bias and gate × up in the same kernel.
+"""Matmul (GEMM) of several rows, tiled for tensor cores, with bias and gate × up in the same kernel.
 
 With MOST rows, reading the matrix takes the time, and cuBLAS leaves bandwidth unused between two kernels. These kernels
 start before the previous one has ended, with as many loads in flight as fit. For fewer rows cuBLAS has smaller tiles.
@@ -15,16 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.kernels.triton.launch import launch_next, options, wait
-from headway.kernels.triton.lora import (
-    DTYPES,
-    MATRICES,
-    PIECES,
-    RANKS,
-    TILES,
-    LowRank,
-    add_low_rank,
-    splits,
-)
 
 LEAST, MOST = 33, 64  # numbers of rows for which this is faster than cuBLAS
 
@@ -48,39 +38,28 @@ def matmul(
     *,
     bias: Tensor | None = None,
     gated: bool = False,
-    low_rank: LowRank | None = None,
+    delta: Tensor | None = None,
+    places: Tensor | None = None,
     ahead: bool = False,
 ) -> None:
     """x [T, K] times weight [N, K], plus bias [N], into y [T, N], which may be of a wider type.
 
-    With `gated` the matrix is [2N, K], gate above up, and y is silu(gate) × up. With `low_rank`, whose sums `shrink`
-    has computed, the adapters' part is added, in 16 bits; `takes_adapters` says for which tiles.
+    With `gated` the matrix is [2N, K], gate above up, and y is silu(gate) × up. `delta` [T, 2N] is added to gate and up
+    first, at rows that have a use of adapters by `places` [rows, 2] (see lora.py).
     """
+    assert (delta is None) == (places is None)
+    assert delta is None or gated
     (rows, k), n = x.shape, y.shape[1]
     assert x.stride(1) == y.stride(1) == weight.stride(1) == 1
-    added, how = (x,) * 7, None
-    sizes, first, wide, layer, layers = [n, 0, 0], 0, RANKS, 0, 1
-    if low_rank is not None:
-        table, how = low_rank.table, low_rank.tiles
-        added = table.pointers, table.ranks, table.factors, how.tiles, how.places, how.scales, low_rank.sums
-        sizes, first, wide = low_rank.sizes, low_rank.first, how.blocks * RANKS
-        layer, layers = low_rank.layer, table.ranks.shape[1]
     _matmul[(triton.cdiv(rows, tile.rows), triton.cdiv(n, tile.outputs))](
-        x, weight, y, x if bias is None else bias, *added, rows, n, k, x.stride(0), weight.stride(0), y.stride(0),
-        0 if how is None else len(how.tiles), 0 if how is None else len(how.places), layer, layers,
-        LOW_RANK=how is not None, N0=sizes[0], N1=sizes[1], FIRST=first, WIDE=wide,
-        KIND=DTYPES[x.dtype if low_rank is None else low_rank.table.dtype],
-        RANKS=RANKS, TILES=TILES, SPLITS=splits(k), PIECES=PIECES, MATRICES=MATRICES,
-        BIAS=bias is not None, GATED=gated, FULL=rows % tile.rows == 0 and n % tile.outputs == 0,
-        BM=tile.rows, BN=tile.outputs, BK=tile.inputs, EVEN=k % tile.inputs == 0,
+        x, weight, y, x if bias is None else bias, x if delta is None else delta, x if places is None else places,
+        rows, n, k, x.stride(0), weight.stride(0), y.stride(0), 0 if places is None else len(places),
+        BIAS=bias is not None, DELTA=delta is not None, GATED=gated,
+        FULL=rows % tile.rows == 0 and n % tile.outputs == 0, EVEN=k % tile.inputs == 0,
+        BM=tile.rows, BN=tile.outputs, BK=tile.inputs,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", AHEAD=ahead,
         num_warps=tile.warps, num_stages=tile.stages, **options(ahead),
     )  # fmt: skip
-
-
-def takes_adapters(tile: MatmulTile, outputs: tuple[int, ...]) -> bool:
-    """Whether no block of outputs lies in two pieces of the matrix."""
-    return all(n % tile.outputs == 0 for n in outputs)
 
 
 def pick_tile(n: int, gated: bool, shared_memory: int) -> MatmulTile:
@@ -106,14 +85,10 @@ def _part(at, k, there, c, K, FULL: tl.constexpr, EVEN: tl.constexpr):
     return tl.load(at + k, mask=there[:, None] & (k + c < K)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["rows", "n", "tile_count", "placed", "layer"])
+@triton.jit(do_not_specialize=["rows", "n", "placed"])
 def _matmul(
-    x, weight, y, bias, pointers, ranks, factors, tiles, places, scales, sums,
-    rows, n, K, x_row, weight_row, y_row, tile_count, placed, layer, layers,
-    LOW_RANK: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, FIRST: tl.constexpr, WIDE: tl.constexpr,
-    KIND: tl.constexpr, RANKS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, PIECES: tl.constexpr,
-    MATRICES: tl.constexpr,
-    BIAS: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, weight, y, bias, delta, places, rows, n, K, x_row, weight_row, y_row, placed,
+    BIAS: tl.constexpr, DELTA: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FULL: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     launch_next(AHEAD)
@@ -131,24 +106,17 @@ def _matmul(
         if GATED:
             b = _part(us, k, o < n, c, K, FULL, EVEN)
             up = tl.dot(a, tl.trans(b), up, input_precision=PRECISION)
-    if LOW_RANK:
-        begin = tl.program_id(1) * BN
-        piece = 0 if GATED else (begin >= N0).to(tl.int32) + (begin >= N0 + N1).to(tl.int32)
-        inner = o - (0 if GATED else tl.where(piece == 0, 0, tl.where(piece == 1, N0, N0 + N1)))
-        total = add_low_rank(
-            total, m, inner, piece, pointers, ranks, factors, tiles, tile_count, places, placed, scales, sums, layer,
-            layers, FIRST, WIDE, KIND, PRECISION, RANKS, TILES, SPLITS, PIECES, MATRICES, BM,
-        )  # fmt: skip
-        if GATED:
-            up = add_low_rank(
-                up, m, inner, 1, pointers, ranks, factors, tiles, tile_count, places, placed, scales, sums, layer,
-                layers, FIRST, WIDE, KIND, PRECISION, RANKS, TILES, SPLITS, PIECES, MATRICES, BM,
-            )  # fmt: skip
     if BIAS:
         total += tl.load(bias + o, mask=o < n, other=0.0).to(tl.float32)[None, :]
     if GATED:
         if BIAS:
             up += tl.load(bias + n + o, mask=o < n, other=0.0).to(tl.float32)[None, :]
+        if DELTA:
+            used = tl.load(places + 2 * m, mask=m < placed, other=-1) >= 0
+            at = delta + m.to(tl.int64)[:, None] * (2 * n) + o[None, :]
+            there = used[:, None] & (o < n)[None, :]
+            total += tl.load(at, mask=there, other=0.0).to(tl.float32)
+            up += tl.load(at + n, mask=there, other=0.0).to(tl.float32)
         total = total / (1.0 + tl.exp(-total)) * up
     place = y + m.to(tl.int64)[:, None] * y_row + o[None, :]
     tl.store(place, total.to(y.dtype.element_ty), mask=(m < rows)[:, None] & (o < n)[None, :])

@@ -11,7 +11,7 @@ itself and cuts its keys at fixed slots, and nothing is chosen by how many rows 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -45,13 +45,15 @@ AT_ONCE = 128  # rows that attention takes in one call in deterministic mode: ea
 @dataclass(frozen=True, eq=False)
 class DeviceStep:
     """One forward of `count` rows. `ints` is laid out for `rows` of them; attention takes the rows of `singles` one by
-    one (None: all of them) and those of `items` [n, 2] together. With `hooks` it is launched by hand."""
+    one (None: all of them) and those of `items` [n, 2] together. `needed` [r] are the rows whose residual somebody
+    reads, where these are few (None: all of them); some may be there twice. With `hooks` it is launched by hand."""
 
     ints: Tensor
     rows: int
     count: int
     singles: Tensor | None = None
     items: Tensor | None = None
+    needed: Tensor | None = None
     hooks: Hooks | None = None
     hooks_from: int = 0  # the row that hooks count from: decode rows have none
     adapters: StepTiles | None = None
@@ -104,6 +106,7 @@ class CudaModel:
         self.chunk = attention.chunk_tokens(c.heads, c.kv_heads, c.head_dim, decoder.dtype)
         self.ahead = can_go_ahead(self.device)
         self._shared = shared_memory(self.device)
+        self._beside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.deterministic = deterministic
         self._wide: bool | None = None  # whether many rows take wider tiles in deterministic mode
         self.is_quantized = isinstance(decoder.output, CudaQuantizedMatrix)
@@ -227,16 +230,22 @@ class CudaModel:
         fused.norm(x, layers[0].input_norm, layers[0].eps, h[:n])
         mark("norm")
         for l, layer in enumerate(layers):
-            self._adapted((l, "qkv"), h, layer.qkv, buffers.qkv[:many], step)
+            self._linear(h, layer.qkv, buffers.qkv[:many])
+            self._low_rank((l, "qkv"), h, buffers.qkv[:many], step)
             mark("qkv")
+            if step.needed is not None and l + 1 == len(layers):
+                self._finish_needed(step.needed, step, buffers, mark)
+                return
             self._attention(l, step, buffers, mark)
             mixed = buffers.mixed[:many].flatten(1)
-            self._adapted((l, "out"), mixed, layer.out, delta, step)
+            self._linear(mixed, layer.out, delta)
+            self._low_rank((l, "out"), mixed, delta, step)
             mark("output projection")
             fused.norm(x, layer.mlp_norm, layer.eps, h[:n], add=delta[:n], ahead=self.ahead)
             mark("norm")
             self._gate_times_up(l, h, buffers, step)
-            self._adapted((l, "down"), buffers.inner[:many], layer.down, delta, step)
+            self._linear(buffers.inner[:many], layer.down, delta)
+            self._low_rank((l, "down"), buffers.inner[:many], delta, step)
             mark("feed-forward")
             following: DecoderLayer | None = layers[l + 1] if l + 1 < len(layers) else None
             if following is None:
@@ -244,6 +253,24 @@ class CudaModel:
             else:
                 fused.norm(x, following.input_norm, following.eps, h[:n], add=delta[:n], ahead=self.ahead)
             mark("norm")
+
+    def _finish_needed(self, needed: Tensor, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
+        """The last layer after its queries, keys and values: the pages need those of every row, but of most rows of a
+        prefill nobody reads what comes after."""
+        l, layer, n, r = len(self.decoder.layers) - 1, self.decoder.layers[-1], step.count, len(needed)
+        assert step.adapters is None, "their tiles stand for all rows"
+        self._attention(l, replace(step, singles=needed, items=None), buffers, mark)
+        x, mixed = (t[:n].index_select(0, needed) for t in (buffers.x, buffers.mixed))
+        h, delta = buffers.h[:r], buffers.delta[:r]
+        self._linear(mixed.flatten(1), layer.out, delta)
+        mark("output projection")
+        fused.norm(x, layer.mlp_norm, layer.eps, h, add=delta, ahead=self.ahead)
+        mark("norm")
+        self._gate_times_up(l, h, buffers, step)
+        self._linear(buffers.inner[:r], layer.down, delta)
+        mark("feed-forward")
+        fused.add(x, delta)
+        buffers.x.index_copy_(0, needed.long(), x)
 
     def _padded_rows(self, rows: int, buffers: Buffers) -> int:
         """How many rows matmuls take: a whole tile where that is faster, the last rows for nothing."""
@@ -275,17 +302,29 @@ class CudaModel:
                     which=which, tile=fixed_tile(q.shape[2], q.dtype), ahead=self.ahead,
                 )  # fmt: skip
             return
+        if step.items is None or n <= tiled.MOST or self._beside is None:
+            self._attend_singles(q, mixed, paged, step, ahead=self.ahead)
+            if step.items is not None:
+                attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
+            return
+        # Single rows read memory and chunks compute: beside each other they take little longer than the longer one.
+        main = torch.cuda.current_stream()
+        self._beside.wait_stream(main)
+        with torch.cuda.stream(self._beside):
+            self._attend_singles(q, mixed, paged, step, ahead=False)
+        attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
+        main.wait_stream(self._beside)
+
+    def _attend_singles(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: DeviceStep, *, ahead: bool) -> None:
         row_bytes = q.shape[2] * q.element_size()
         for which in _in_calls(step.singles):
-            count = n if which is None else len(which)
+            count = step.count if which is None else len(which)
             few = which is not None and count < MANY_SINGLES
             splits = MIXED if few else pick_splits(count, self.config.kv_heads)
             attention.attend_rows(
                 q, mixed, paged, splits, self._scratch_for(splits, count),
-                which=which, tile=pick_tile(count, splits, row_bytes), ahead=self.ahead,
+                which=which, tile=pick_tile(count, splits, row_bytes), ahead=ahead,
             )  # fmt: skip
-        if step.items is not None:
-            attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
 
     def _scratch_for(self, splits: Splits, rows: int) -> Scratch:
         """Room for the parts of so many rows. It is never given back, since graphs go on using it: so each is for the
@@ -307,34 +346,26 @@ class CudaModel:
 
     def _gate_times_up(self, l: int, h: Tensor, buffers: Buffers, step: DeviceStep) -> None:
         w, gate_up, inner = self.decoder.layers[l].gate_up, buffers.gate_up[: len(h)], buffers.inner[: len(h)]
-        if self._in_tiles(len(h)) and self._tiled((l, "gate_up"), h, w, inner, step, gated=True):
+        added = self._low_ranks((l, "gate_up"), step)
+        if self._in_tiles(len(h)) and len(added) <= 1:
+            delta = places = None
+            for one in added:  # where gate and up would be: the matmul adds it to them
+                lora.shrink(h, one, ahead=self.ahead)
+                lora.expand(gate_up, one, h.shape[1], add=False, ahead=self.ahead)
+                delta, places = gate_up, one.tiles.places
+            tile = self._tile(inner, gated=True)
+            tiled.matmul(
+                h, w.weight, inner, tile, bias=w.bias, gated=True, delta=delta, places=places, ahead=self.ahead
+            )
             return
-        self._adapted((l, "gate_up"), h, w, gate_up, step)
+        self._linear(h, w, gate_up)
+        self._low_rank((l, "gate_up"), h, gate_up, step)
         fused.gated(gate_up, inner, ahead=self.ahead)
-
-    def _adapted(self, at: Place, x: Tensor, w: Linear, y: Tensor, step: DeviceStep) -> None:
-        """A matmul of a layer, and what adapters add to it."""
-        if self._in_tiles(len(x)) and self._tiled(at, x, w, y, step):
-            return
-        self._linear(x, w, y)
-        self._low_rank(at, x, y, step)
 
     def _in_tiles(self, rows: int) -> bool:
         """Whether matmuls of this many rows use our kernel; cuBLAS is faster with others, and in float32."""
         own_ways = self.is_quantized or self.deterministic
         return rows == tiled.MOST and not own_ways and self.dtype != torch.float32
-
-    def _tiled(self, at: Place, x: Tensor, w: Linear, y: Tensor, step: DeviceStep, *, gated: bool = False) -> bool:
-        """A matmul in our kernel, adapters included; False, with nothing done, if it cannot add these."""
-        tile = self._tile(y, gated=gated)
-        added = self._low_ranks(at, step)
-        if len(added) > 1 or not all(tiled.takes_adapters(tile, one.outputs) for one in added):
-            return False
-        low_rank = added[0] if added else None
-        if low_rank is not None:
-            lora.shrink(x, low_rank, ahead=self.ahead)
-        tiled.matmul(x, w.weight, y, tile, bias=w.bias, gated=gated, low_rank=low_rank, ahead=self.ahead)
-        return True
 
     def _tile(self, y: Tensor, *, gated: bool = False) -> tiled.MatmulTile:
         return tiled.pick_tile(y.shape[1], gated, self._shared)

@@ -26,13 +26,15 @@ from torch import Tensor
 
 from headway.base.errors import HeadwayError
 from headway.base.samplers import Sampling
+from headway.kernels.triton import fused
 from headway.kernels.triton.attention import chunk_items
+from headway.kernels.triton.matmul import LEAST, MOST
 from headway.kv.allocator import Edit
 from headway.kv.pool import Pool
 from headway.models.adapters.bound import BoundAdapter
 from headway.models.decoder import Decoder, Hooks
 from headway.runtime.batch import Batch, reads_final_state
-from headway.runtime.passes import DecodeMask
+from headway.runtime.passes import BEFORE, DecodeMask
 from headway.runtime.profile import Profiler, step_bytes
 from headway.runtime.readout import make_hooks
 from headway.runtime.runners.base import SegmentResult, StepResult
@@ -45,28 +47,31 @@ from headway.runtime.runners.cuda.readout import CudaReader, Values
 GRAPH_INTS = 1 << 20  # numbers that a captured step can hold
 FEW = 4  # rows of a sequence that attention takes one by one
 MUCH = 1 << 17  # rows × slots of long segments above which attention wants the matrix units
+NEEDED_SIZES = tuple(size for size in SIZES if not LEAST <= size < MOST)
 PART_INTS = 2 * CHUNK_SIZES[-1]  # room for the items of a captured step, or for its single rows
 ITEM_INTS = 64  # a captured step has room for a multiple of 32 items
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionParts:
+class StepParts:
     """The rows that attention takes one by one, and items of long segments (flat: first row, count) for the matrix
-    units."""
+    units; and the rows that the last layer finishes (none: all of them)."""
 
     singles: list[int]
     items: list[int]
+    needed: list[int]
 
     @classmethod
-    def of(cls, batch: Batch, tokens: int) -> AttentionParts:
+    def of(cls, batch: Batch, tokens: int) -> StepParts:
         first, long = batch.decode_count, [s for s in batch.segments if len(s.rows) > FEW]
         singles = [*range(first), *(first + row for s in batch.segments if len(s.rows) <= FEW for row in s.rows)]
-        return cls(singles, chunk_items([(first + s.rows.start, len(s.rows)) for s in long], tokens))
+        items = chunk_items([(first + s.rows.start, len(s.rows)) for s in long], tokens)
+        return cls(singles, items, [] if batch.adapters is not None else _needed(batch))
 
-    def padded(self) -> AttentionParts:
+    def padded(self) -> StepParts:
         """The same with room for more, so that few sizes serve all steps: rows -1 and items of no rows."""
         singles = self.singles + [-1] * ((1 << max(3, (len(self.singles) - 1).bit_length())) - len(self.singles))
-        return AttentionParts(singles, self.items + [0] * (-len(self.items) % ITEM_INTS))
+        return StepParts(singles, self.items + [0] * (-len(self.items) % ITEM_INTS), self.needed)
 
 
 class CudaRunner:
@@ -84,6 +89,7 @@ class CudaRunner:
     ) -> None:
         self.decoder, self.pool, self.page_size, self.profiler = decoder, pool, page_size, profiler
         self.model = CudaModel(decoder, pool, deterministic=deterministic)
+        pool.clear_pages = fused.clear
         self._graphs = Graphs(graphs and decoder.device.type == "cuda")
         self._decode_reader = CudaReader(self.model, self._graphs, "decode")
         self.model.sampled = self._decode_reader.tokens  # what decode rows of the next step are fed with
@@ -91,7 +97,7 @@ class CudaRunner:
         self._last_read: tuple[CudaStep, CudaReader] | None = None  # the last step with segments, and its reader
         self._layout = StepInts(self.model.windows, page_size)
         self._fixed = Upload(GRAPH_INTS, torch.int32, decoder.device)
-        self._fixed_parts = Upload(2 * PART_INTS, torch.int32, decoder.device)
+        self._fixed_parts = Upload(3 * PART_INTS, torch.int32, decoder.device)
         self._fixed_buffers: Buffers | None = None
         self._free = Upload(1 << 14, torch.int32, decoder.device)
         self._free_buffers: Buffers | None = None
@@ -157,49 +163,58 @@ class CudaRunner:
         if large or hooks is not None or self.profiler.measuring:
             return self._launch(batch, numbers, rows, hooks)
         assert size is not None
-        key, singles, items = ("step", size), None, None
+        key: tuple[object, ...] = ("step", size)
+        singles = items = needed = None
         if with_chunks:
-            singles, items = self._send_parts(AttentionParts.of(batch, self.model.chunk).padded())
-            key = ("chunks", size, len(singles), len(items))
+            parts = StepParts.of(batch, self.model.chunk).padded()
+            singles, items, needed = self._send_parts(parts)
+            key = ("chunks", size, len(singles), len(items), len(parts.needed))
         self._fixed.wait()
         self._fixed.send(self._layout.fill(self._fixed.host, batch, numbers, rows))
         adapters = self.model.adapters.step(batch.adapters, size)
         key = key if adapters is None else (*key, adapters.shape)
         buffers = self._graph_buffers()
-        step = DeviceStep(self._fixed.device, rows, size, singles=singles, items=items, adapters=adapters)
+        step = DeviceStep(
+            self._fixed.device, rows, size, singles=singles, items=items, needed=needed, adapters=adapters
+        )
         self._graphs.run(key, lambda: self.model.forward(step, buffers, _unmarked))
         return buffers.x[: batch.rows]
 
-    def _send_parts(self, parts: AttentionParts) -> tuple[Tensor, Tensor]:
-        """The singles and the items of a captured step, where it looks for them."""
-        single, item = len(parts.singles), len(parts.items)
+    def _send_parts(self, parts: StepParts) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The singles, the items and the needed rows of a captured step, where it looks for them."""
         self._fixed_parts.wait()
-        host, device = self._fixed_parts.host, self._fixed_parts.device
-        host[:item], host[PART_INTS : PART_INTS + single] = parts.items, parts.singles
-        self._fixed_parts.send(PART_INTS + single)
-        return device[PART_INTS : PART_INTS + single], device[:item].view(-1, 2)
+        host, device, found = self._fixed_parts.host, self._fixed_parts.device, []
+        for i, numbers in enumerate((parts.items, parts.singles, parts.needed)):
+            place = slice(i * PART_INTS, i * PART_INTS + len(numbers))
+            host[place] = numbers
+            found.append(device[place])
+        self._fixed_parts.send(2 * PART_INTS + len(parts.needed))
+        items, singles, needed = found
+        return singles, items.view(-1, 2), needed if len(needed) else None
 
     def _launch(self, batch: Batch, numbers: StepNumbers, rows: int, hooks: Hooks | None) -> Tensor:
         """A step of any number of rows, kernel by kernel: long segments on the matrix units, other rows one by one."""
-        count, parts = batch.rows, AttentionParts.of(batch, self.model.chunk)
-        items = parts.items
-        used = even(self._layout.size(numbers, rows))
-        after = used + even(len(items))
-        needed = after + len(parts.singles)
-        if needed > len(self._free):
-            self._free.grow(2 * needed)
+        count, parts = batch.rows, StepParts.of(batch, self.model.chunk)
+        needed = [] if self.model.deterministic or hooks is not None else parts.needed
+        places, used = [], even(self._layout.size(numbers, rows))
+        for some in (parts.items, parts.singles, needed):
+            places.append(slice(used, used + len(some)))
+            used += even(len(some))
+        if used > len(self._free):
+            self._free.grow(2 * used)
         self._free.wait()
         host, device = self._free.host, self._free.device
         self._layout.fill(host, batch, numbers, rows)
-        host[used : used + len(items)] = items
-        host[after:needed] = parts.singles
-        self._free.send(needed)
+        for place, some in zip(places, (parts.items, parts.singles, needed), strict=True):
+            host[place] = some
+        self._free.send(used)
         step = DeviceStep(
             device,
             rows,
             count,
-            singles=device[after:needed],
-            items=device[used : used + len(items)].view(-1, 2) if items else None,
+            singles=device[places[1]],
+            items=device[places[0]].view(-1, 2) if parts.items else None,
+            needed=device[places[2]] if needed else None,
             hooks=hooks,
             hooks_from=batch.decode_count,
             adapters=self.model.adapters.step(batch.adapters, None),
@@ -275,10 +290,23 @@ def _unmarked(name: str) -> None:
 
 def _kept(batch: Batch, x: Tensor) -> list[Tensor | None]:
     """Each segment's last row, where it is wanted: copies, as the next step writes where x is."""
-    if len(x) > SIZES[-1]:  # few segments, and their rows must not keep all of x alive
+    if len(batch.segments) <= FEW or len(x) > SIZES[-1]:  # their rows must not keep all of x alive
         return [x[s.rows[-1]].clone() if s.keep_last else None for s in batch.segments]
     rows = x.clone().unbind()
     return [rows[s.rows[-1]] if s.keep_last else None for s in batch.segments]
+
+
+def _needed(batch: Batch) -> list[int]:
+    """The rows whose final residual somebody reads, with some twice for a size that graphs have; none if most rows are
+    read."""
+    first = batch.decode_count
+    rows = list(range(first))
+    for segment in batch.segments:
+        read = {row for _, row, _ in segment.readouts if row != BEFORE}
+        rows += sorted(first + row for row in (read | {segment.rows[-1]} if segment.keep_last else read))
+    rows = rows or [0]
+    size = padded(len(rows), NEEDED_SIZES)
+    return [] if size is None or 2 * size > batch.rows else rows + rows[:1] * (size - len(rows))
 
 
 def _attends_much(batch: Batch) -> bool:
