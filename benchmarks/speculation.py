@@ -10,8 +10,8 @@
   with prompt lookup as a user has it, drafting as much as it finds to pay.
 - *replay*: random weights never quote a prompt. So the tokens are recorded once, and a drafter says them again, each
   right with the probability --acceptance. *wrong*: never right, which is what a useless drafter costs. On a CUDA device
-  the weights are random but sure of themselves: with plain random ones the likeliest token leads by less than bfloat16's
-  rounding, and a step of several rows would continue another text.
+  the weights are random but sure of themselves: with plain random ones the likeliest token leads by less than
+  bfloat16's rounding, and a step of several rows would continue another text.
 - All but the story is greedy, to the same number of tokens, which must be the same tokens. Prompts are computed before
   the clock starts.
 - Beside it, where installed: transformers' `prompt_lookup_num_tokens` on the same prompts (its own weights in float32),
