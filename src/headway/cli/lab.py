@@ -34,9 +34,8 @@ def lab(
         if browser:
             threading.Thread(target=_open_browser, args=(f"{url}/lab/",), daemon=True).start()
 
-    settings = ServerSettings(
-        port=port, model=options.model, log_requests=False
-    )  # so that the address stays on the screen
+    # Requests are not logged, so that the address stays on the screen.
+    settings = ServerSettings(port=port, model=options.model, log_requests=False)
     code = serve(settings, lambda: open_served(options), [pages.router], show)
     raise typer.Exit(code)
 
