@@ -216,7 +216,7 @@ def serve(
 
 
 def _pools(models: dict[str, str | None], device: str) -> PoolingModels:
-    """The models beside the engine's, to be fetched and loaded with it."""
+    """The pooling models, to be fetched and loaded together with the engine's."""
     from headway.server.pooling import PoolingModels
 
     return PoolingModels(

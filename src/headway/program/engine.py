@@ -332,7 +332,7 @@ class Engine:
         """A strong hash of the weights."""
         return self._model.fingerprint
 
-    # -- for those who train ---------------------------------------------------------------------------------------
+    # -- weights and memory ----------------------------------------------------------------------------------------
 
     def update_weights(self, tensors: Mapping[str, Any], contexts: Literal["recompute", "keep"] = "recompute") -> None:
         """Put new weights in place of old ones, between two steps; returns when they are in effect.

@@ -1,4 +1,4 @@
-"""Weights that change and memory that is given back, between two steps of a running engine: for those who train."""
+"""Weights that change and memory that is given back, between two steps of a running engine: for trainers."""
 
 from __future__ import annotations
 

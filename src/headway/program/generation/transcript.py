@@ -99,7 +99,7 @@ class Transcript:
     def follow(self, tokens: tuple[int, ...], cut: int | None = None) -> None:
         """Take over the context's tokens: what was cut is forgotten, what is new was written by the program.
 
-        `cut` is the fewest tokens that the context had meanwhile: those behind are new, though they be the same.
+        `cut` is the fewest tokens that the context had meanwhile: those after them are new, even if they are the same.
         """
         before = self._before
         mine = (*before, *(token for token, _ in self._tail))
