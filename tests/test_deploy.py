@@ -29,7 +29,7 @@ def unit(key: str) -> list[str]:
 
 
 def instructions(name: str) -> list[str]:
-    """What stands behind an instruction of the container file, its lines joined."""
+    """What stands after an instruction of the container file, its lines joined."""
     text = re.sub(r"\\\n\s*", "", IMAGE.read_text())
     return re.findall(rf"^{name} (.*)$", text, re.MULTILINE)
 

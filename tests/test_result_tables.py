@@ -10,7 +10,8 @@ import pytest
 
 import headway as hw
 from headway.base.events import StepEvent
-from headway.program.engine import EngineInfo, EngineStats
+from headway.program.engine import EngineStats
+from headway.program.loaded_model import EngineInfo
 from headway.runtime.passes import PassStats
 from headway.runtime.profile import Profile
 

@@ -20,7 +20,7 @@ from support.examples import CLOSE, FOLDER, ROUNDED, cells, gallery, load
 
 
 async def scored(engine: hw.Engine, prompt: str, text: str) -> list[float]:
-    """The log-probability of each token of a text behind a prompt."""
+    """The log-probability of each token of a text after a prompt."""
     ids = engine.tokenizer.encode(text)
     async with engine.context().fill(prompt) as ctx:
         fwd = ctx.forward().input(ids)

@@ -2,7 +2,7 @@
 
 Called by `make gpu-sanitize`; ends with 1 when one of them finds something, or when there is no GPU or no
 compute-sanitizer, which comes with the CUDA toolkit. Engines launch kernel by kernel, each tensor in memory of its own,
-so that what reads behind its end is seen.
+so that what reads past its end is seen.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ async def rows_of(engine: hw.Engine, prompt: Sequence[int], cuts: Sequence[int])
 
 
 async def decode(engine: hw.Engine, i: int, steps: int) -> tuple[list[int], Rows]:
-    """Tokens drawn one after the other behind a prompt of its own, and the logits that they were drawn from."""
+    """Tokens drawn one by one after a prompt of its own, and the logits that they were drawn from."""
     async with engine.context() as context:
         context.fill(tokens(3 + 7 * i % 90, i))
         how = hw.Sampling(temperature=0.8 if i % 3 else 0.0, top_p=0.9 if i % 2 else 1.0, seed=i)

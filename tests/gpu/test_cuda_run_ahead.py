@@ -29,9 +29,9 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_many_generations_are_what_each_is_alone(engine: hw.Engine) -> None:
-    with watched(engine) as flights:
+    with watched(engine) as steps:
         engine.run(alike)
-    assert sum(flights.rows) > 100
+    assert sum(steps.rows) > 100
 
 
 def test_masks_bind_every_token(engine: hw.Engine) -> None:
@@ -59,7 +59,7 @@ def test_minutes_of_random_operations(engine: hw.Engine) -> None:
         engine.run(abandoned, seed)
 
 
-def test_where_pages_are_short_contexts_are_set_aside() -> None:
+def test_where_pages_are_short_contexts_are_preempted() -> None:
     with hw.Engine(random_model(device="cuda"), device="cuda", pages=14) as engine:
         engine.run(alike)
         assert engine.stats().preemptions > 0

@@ -34,7 +34,7 @@ def thread_pool(request: pytest.FixtureRequest) -> Iterator[ThreadPool]:
         use_isa(ISAS[best])
 
 
-knobs = st.fixed_dictionaries(
+options = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.0, 0.01, 0.3, 1.0, 1.0, 2.5, 100.0]),
         "top_k": st.sampled_from([0, 0, 1, 2, 7, 40, 5000]),
@@ -48,13 +48,13 @@ knobs = st.fixed_dictionaries(
 )
 
 
-def make_draw(rng: np.random.Generator, vocab: int, knobs: dict[str, float], uniform: float) -> RowSampler:
+def make_draw(rng: np.random.Generator, vocab: int, options: dict[str, float], uniform: float) -> RowSampler:
     bias = {int(i): float(b) for i, b in zip(rng.permutation(vocab)[:3], rng.normal(size=3) * 4)}
     seen = np.unique(rng.integers(0, vocab, 5))
     counted = np.unique(rng.integers(0, vocab, 4))
     allowed = rng.random(vocab) < rng.choice([0.02, 0.5, 0.99])
     allowed[rng.integers(vocab)] = True
-    how = Sampling(**knobs, logit_bias=bias if rng.random() < 0.3 else None)  # type: ignore[arg-type]
+    how = Sampling(**options, logit_bias=bias if rng.random() < 0.3 else None)  # type: ignore[arg-type]
     return RowSampler(
         how,
         uniform=uniform,
@@ -90,7 +90,7 @@ def steps(row: torch.Tensor, draw: RowSampler) -> dict[int, tuple[float, float]]
 def test_a_token_is_that_of_the_reference(thread_pool: ThreadPool, data: st.DataObject, vocab: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = torch.from_numpy(np.stack([make_row(rng, vocab) for _ in range(3)]))
-    draws = [make_draw(rng, vocab, data.draw(knobs), float(rng.random())) for _ in rows]
+    draws = [make_draw(rng, vocab, data.draw(options), float(rng.random())) for _ in rows]
     found, expected = drawing.sample(thread_pool, rows, draws), sample(rows, draws).tolist()
     for row, draw, token, other in zip(rows, draws, found, expected, strict=True):
         if token != other:

@@ -37,7 +37,7 @@ NEAR = 1e-10  # a filter whose threshold is nearer than this is not asked to agr
 
 
 def named(sampler) -> str:
-    """A test's name: the knobs that are turned."""
+    """A test's name: the parameters that are set."""
     how, off = resolve(sampler), Sampling()
     turned = [f for f in dataclasses.fields(how) if getattr(how, f.name) != getattr(off, f.name)]
     return " ".join(f"{f.name}={getattr(how, f.name)}" for f in turned) or "plain"
@@ -150,7 +150,7 @@ ROWS = {
     "two peaks": lambda seed, size: np.where(np.arange(size) % 7 == 3, 5.0, few_levels(seed, size)).astype(np.float32),
     "huge": lambda seed, size: numbered(seed, size, 1e30),
 }
-KNOBS = [
+PARAMETERS = [
     Sampling(0.0),
     Sampling(),
     Sampling(0.3),
@@ -170,7 +170,7 @@ KNOBS = [
 ]
 
 
-@pytest.mark.parametrize("how", KNOBS, ids=named)
+@pytest.mark.parametrize("how", PARAMETERS, ids=named)
 @pytest.mark.parametrize("kind", ROWS)
 def test_kept_sets_equal_the_reference_on_hard_rows(kind, how):
     for size in (1, 7, 13, 64, 331):
@@ -188,7 +188,7 @@ def test_the_reference_decides_almost_always():
     """The rows above are not excused too often."""
     undecided = total = 0
     for row in (ROWS[kind](size, size) for kind in ROWS for size in (1, 7, 13, 64, 331)):
-        for how in KNOBS:
+        for how in PARAMETERS:
             total += 1
             try:
                 reference(row, how)
@@ -424,7 +424,7 @@ def test_kept_sets_equal_the_reference_in_a_long_sweep():
     for trial in range(4000):
         size = int(generator.integers(1, 200))
         row = ROWS[str(generator.choice(["spread", "ties", "two peaks"]))](trial, size)
-        how = KNOBS[trial % len(KNOBS)]
+        how = PARAMETERS[trial % len(PARAMETERS)]
         allowed = generator.random(size) < 0.7
         allowed[0] = True
         try:
@@ -461,7 +461,7 @@ def test_a_row_gives_the_same_token_alone_and_among_others(size):
 
 def test_the_probabilities_of_a_row_do_not_depend_on_its_place_in_memory():
     logits = torch.tensor(np.stack([numbered(i, 1001) for i in range(7)]))
-    for how in KNOBS:
+    for how in PARAMETERS:
         for row in range(7):
             inside, alone = sampling_distribution(logits[row], how), sampling_distribution(logits[row].clone(), how)
             assert torch.equal(inside[0], alone[0])

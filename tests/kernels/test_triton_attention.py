@@ -67,7 +67,7 @@ def make(
     pool[:, 0] = float("nan")  # what is not there is never read
     pool = pool.to(DEVICE, dtype)
     keys, values = (p.transpose(1, 2) for p in pool) if by_head else pool
-    groups, segments, behind = [], [], []
+    groups, segments, after = [], [], []
     header = np.zeros((layout.columns(1), rows), np.int32)
     at, row = header.size, 0
     for sequence, count in zip(sequences, counts, strict=True):
@@ -82,17 +82,17 @@ def make(
         groups.append(AttentionGroup(*(p.to(DEVICE) for p in parts)))
         header[layout.PAGE_AT, row : row + len(seen)] = at
         header[layout.WHOLE, row : row + len(seen)] = int(len(here) == count)
-        behind.append(table)
+        after.append(table)
         at += count
         for i, bits in enumerate(sequence.seen):
             edges = np.flatnonzero(np.diff(np.concatenate(([0], bits.astype(np.int8), [0]))))
             edge = (edges[0], edges[-1]) if len(edges) else (0, 0)
             header[layout.run_field(0) :, row + i] = (at, len(edges) // 2, *edge)
-            behind.append(edges)
+            after.append(edges)
             at += len(edges)
         segments.append((row, len(seen)))
         row += len(seen)
-    ints = torch.from_numpy(np.concatenate([header.ravel(), *behind]).astype(np.int32)).to(DEVICE)
+    ints = torch.from_numpy(np.concatenate([header.ravel(), *after]).astype(np.int32)).to(DEVICE)
     q = torch.randn(rows, heads, dim, generator=generator).to(DEVICE, dtype)
     return Case(q, keys, values, groups, ints, segments, rows)
 

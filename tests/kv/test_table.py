@@ -250,7 +250,7 @@ def test_a_key_covers_salt_tokens_positions_masks_and_all_before() -> None:
     assert keys_of(base, salt="a")[0] != first
     assert keys_of(plain([9, *range(1, 8)])) != same
     early = keys_of(plain([9, *range(1, 8)]))
-    assert early[1] != second  # the same second page behind another first one
+    assert early[1] != second  # the same second page after another first one
     assert keys_of(Log(range(8), [0, 1, 2, 3, 4, 5, 6, 8], [None] * 8))[0] == first
     assert keys_of(Log(range(8), [0, 1, 2, 3, 4, 5, 6, 8], [None] * 8))[1] != second
     masks = [None] * 7 + [Brle.from_intervals(8, [(3, 8)])]
@@ -400,8 +400,8 @@ def test_a_copy_in_host_memory_that_a_cut_leaves_nothing_of_is_forgotten() -> No
     assert (table.is_preempted, table.host) == (True, None)
 
 
-def test_what_lies_behind_the_end_is_zeroed() -> None:
-    """In the page of the last token and in all that are reserved behind it, and nowhere else."""
+def test_what_lies_after_the_end_is_zeroed() -> None:
+    """In the page of the last token and in all that are reserved after it, and nowhere else."""
     pool = Allocator(8)
     table = filled(pool, 10, commit=False)
     pool.take_edits()
@@ -445,7 +445,7 @@ class Device:
 
 
 def computed(table: PageTable, log: Log, cells: list[int]) -> list[int]:
-    """What the slots of a log hold, behind the cells before them."""
+    """What the slots of a log hold, after the cells before them."""
     cells = list(cells)
     base = len(cells)
     causal = len(log.tokens) - log.ahead

@@ -25,7 +25,7 @@ LENGTHS = (3, 7, 7, 1, 12)
 
 
 class ByEnds:
-    """Attention between boundaries, row by row; what is behind them is left as it is in a captured pass: anything."""
+    """Attention between boundaries, row by row; what is after them is left as it is in a captured pass: anything."""
 
     def all(self, qkv: Tensor, layout: RowLayout, heads: int) -> Tensor:
         q, k, v = qkv.unflatten(1, (3, heads, -1)).unbind(1)

@@ -330,7 +330,7 @@ def test_masks_of_a_pass_that_is_not_causal_cover_all_of_it(ctx: hw.Context) -> 
         )
 
 
-def test_the_row_that_attends_to_nothing_is_named_behind_pending_tokens_and_discarded_pages(engine: hw.Engine) -> None:
+def test_the_row_that_attends_to_nothing_is_named_with_pending_tokens_and_discarded_pages(engine: hw.Engine) -> None:
     with engine.context() as context:
         context.forward().input(random_tokens(V, DONE)).execute().result()
         context.inner().discard_pages(0, 1)

@@ -531,7 +531,7 @@ def test_closing_the_engine_with_work_queued_does_not_hang(running: bool) -> Non
             executions = [f.execute() for f in forwards]
             if not running:
                 threading.Thread(target=engine.close).start()
-                # It waits for the lock, behind the four passes.
+                # It waits for the lock, after the four passes.
         tasks = [asyncio.ensure_future(wait_for_execution(e)) for e in executions]
         if running:
             await asyncio.to_thread(gate.someone_waits)

@@ -41,7 +41,7 @@ def test_a_generation_adds_the_cue_when_a_chat_verb_was_the_last_write(smollm2: 
     assert said(smollm2.context().user("Hi").cue().cue().fill("Well")).endswith(CUE + "Well")
 
 
-def test_a_generation_adds_no_cue_behind_what_a_program_wrote_itself(smollm2: hw.Engine) -> None:
+def test_a_generation_adds_no_cue_after_what_a_program_wrote_itself(smollm2: hw.Engine) -> None:
     for context in (smollm2.context().user("Hi").fill("Well"), smollm2.context().user("Hi").truncate(3).fill("Well")):
         with context, context.fork() as fork:
             for one in (context, fork):

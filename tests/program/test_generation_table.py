@@ -66,11 +66,13 @@ DECLARED: dict[tuple[str, str], Callable[[], Fields]] = {
 OTHERS = {
     "generate": "sampler unknown",
     "file": "eos_ids bos_id pad_id unknown",
-    "cli": "model dtype device threads quantize memory_fraction system prompt raw profile profile_json json",
+    "cli": "model dtype device threads quantize memory_fraction system prompt raw profile profile_json json quiet",
     "http": "model stream stream_options priority allowed_token_ids stop_token_ids prompt_logprobs "
     "logprobs_mode metadata prediction prompt_cache_key prompt_cache_retention safety_identifier service_tier store "
     "user prompt best_of echo messages max_completion_tokens top_logprobs response_format tools tool_choice "
-    "parallel_tool_calls modalities",
+    "parallel_tool_calls modalities add_generation_prompt cache_salt chat_template_kwargs continue_final_message "
+    "function_call functions include_stop_str_in_output reasoning_effort return_token_ids skip_special_tokens "
+    "truncate_prompt_tokens verbosity",
     "lab": "draws",
     "decoder": "stop_strings stop_sequence eos_token_id pad_token_id return_full_text return_text return_tensors "
     "continue_final_message prefix skip_special_tokens batch_size",
@@ -78,11 +80,6 @@ OTHERS = {
     "forced_bos_token_id forced_eos_token_id decoder_start_token_id eos_token_id pad_token_id renormalize_logits "
     "use_cache",
 }
-OTHERS["cli"] = OTHERS.get("cli", "") + " quiet"  # no parameters of sampling
-OTHERS["http"] = (
-    OTHERS.get("http", "")
-    + " add_generation_prompt cache_salt chat_template_kwargs continue_final_message function_call functions include_stop_str_in_output reasoning_effort return_token_ids skip_special_tokens truncate_prompt_tokens verbosity"  # noqa: E501
-)  # no parameters of sampling
 SETTLED = ("sampler", "lab")  # faces whose defaults take effect; elsewhere None leaves a parameter open
 
 

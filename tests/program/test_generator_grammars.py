@@ -136,7 +136,7 @@ def test_a_step_cancelled_when_its_token_was_drawn_is_taken_again(words: hw.Engi
                 for _ in range(5):  # it has submitted its passes
                     await asyncio.sleep(0)
                 ahead += any(job.decode is not None for job in engine._loop.jobs())
-                step()  # the token is drawn, and the mask behind it computed, before anybody has heard of it
+                step()  # the token is drawn, and the mask after it computed, before anybody has heard of it
                 if turn % 3 == 0:
                     task.cancel()
                 await asyncio.wait([task])
@@ -218,10 +218,12 @@ def test_what_waits_in_other_threads_holds_no_grammar_up(words: hw.Engine) -> No
         compiling = [crowd.submit(held.wait)]
         new = started(engine, hw.Grammar.regex("(?s).{3,40} new"))
         try:
-            assert await asyncio.wait_for(new.tokens(), 60)  # not behind what a program does in its own threads
+            assert await asyncio.wait_for(
+                new.tokens(), 60
+            )  # it does not wait for what a program does in its own threads
             compiling += [_compilers().submit(held.wait) for _ in range(COMPILERS)]
             again = started(engine, hw.Grammar.regex("(?s).{3,40} new"))
-            assert await asyncio.wait_for(again.tokens(), 60) == await new.tokens()  # nor behind others' grammars
+            assert await asyncio.wait_for(again.tokens(), 60) == await new.tokens()  # nor for others' grammars
             later = asyncio.ensure_future(started(engine, hw.Grammar.regex("(?s).{3,40} newer")).tokens())
             await asyncio.sleep(0.01)
             assert not later.done()
@@ -325,7 +327,7 @@ def test_a_dead_end_is_said_again_to_whoever_asks_again(smollm2: hw.Engine, more
 @pytest.mark.parametrize("grammar", [hw.Grammar.regex("(?s).{2000,3000}"), LETTER], ids=["text", "letter"])
 @pytest.mark.parametrize("limit", [1, 2, 9, 30])
 @pytest.mark.parametrize("probe", [None, hw.Logits()], ids=["followed", "step by step"])
-def test_no_mask_is_computed_behind_the_last_token_of_a_text_that_is_cut(
+def test_no_mask_is_computed_after_the_last_token_of_a_text_that_is_cut(
     words: hw.Engine, grammar: hw.Grammar, limit: int, probe: hw.Probe | None
 ) -> None:
     """The text is not complete, so it cannot have ended; and nothing is drawn any more."""

@@ -182,7 +182,7 @@ async def test_half_a_character_accepted_waits_for_the_other_half(engine: hw.Eng
 
 
 @told
-async def test_an_end_token_behind_a_stop_string_is_refused(engine: hw.Engine) -> None:
+async def test_an_end_token_after_a_stop_string_is_refused(engine: hw.Engine) -> None:
     eos = min(engine.eos_ids)
     async with engine.context().fill("x") as context:
         generation = context.generate(hw.Argmax(), max_tokens=100, stop="END")
@@ -581,7 +581,7 @@ async def test_a_refused_call_between_two_steps_takes_nothing_away(engine: hw.En
 
 
 @program
-async def test_a_step_is_prepared_behind_another_generation_s_finished_pass(engine: hw.Engine) -> None:
+async def test_a_step_is_prepared_after_another_generation_s_finished_pass(engine: hw.Engine) -> None:
     async with engine.context().fill([7]) as context:
         one, two = (context.generate(hw.Argmax(), max_tokens=6) for _ in range(2))
         first = await some(one, 1)

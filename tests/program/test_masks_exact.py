@@ -63,7 +63,7 @@ def test_symbolic_masks_for_prompt_and_decode_rows(twin: Twin, name: str, causal
     choice = Choice(mask, sees=sees, causal=causal)
     twin.run(random_tokens(V, 21, 1), mask=choice)  # a prompt
     twin.run(random_tokens(V, 1, 2), mask=choice)  # a decode
-    twin.run(random_tokens(V, 10, 3), mask=choice)  # a prompt behind others
+    twin.run(random_tokens(V, 10, 3), mask=choice)  # a prompt after others
     twin.run(random_tokens(V, 3, 4))  # rows without a mask read what was written under one
 
 

@@ -95,7 +95,7 @@ def built(case: Case) -> Decoder:
 
 
 def looked_at(model: Decoder, case: Case, native: str | None) -> dict[str, np.ndarray]:
-    """What every row of the second pass is before and behind the layer, its attention and its logits."""
+    """What every row of the second pass is before and after the layer, its attention and its logits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEADWAY_NATIVE", "off" if native is None else "require")
         if native is not None:
@@ -115,11 +115,11 @@ def passes(engine: hw.Engine, case: Case) -> dict[str, np.ndarray]:
         if case.mask is not None:
             forward.attention_mask(Mask.window(case.mask))
         rows = range(case.rows)
-        before, behind = ([forward.probe(i, hw.Hidden(l)) for i in rows] for l in (0, 1))
+        before, after = ([forward.probe(i, hw.Hidden(l)) for i in rows] for l in (0, 1))
         logits = [forward.probe(i, hw.Logits()) for i in rows]
         attention = forward.probe(case.rows // 2, hw.AttentionScores(0))
         out = forward.execute().result()
-        final, embedded = (np.stack([out.hidden(h) for h in some]) for some in (behind, before))
+        final, embedded = (np.stack([out.hidden(h) for h in some]) for some in (after, before))
         return {
             "embedded": embedded,
             "normed": final,

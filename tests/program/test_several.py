@@ -105,7 +105,7 @@ def test_beams_hold_the_prompt_once(engine: hw.Engine) -> None:
         assert max(step.pages_held for step in iter(stream.poll, None)) <= 10 + 8 * 2
 
 
-def test_the_real_model_searches_behind_a_chat(smollm2: hw.Engine) -> None:
+def test_the_real_model_searches_after_a_chat(smollm2: hw.Engine) -> None:
     async def program(engine: hw.Engine) -> None:
         async with engine.context() as plain, engine.context() as cued:
             found = plain.user("Name a colour.").generate(num_beams=3, num_return_sequences=2, max_tokens=6)

@@ -203,7 +203,7 @@ def test_a_step_whose_result_nobody_asks_for_takes_nothing_from_the_next(monkeyp
 
 
 @pytest.mark.slow
-def test_steps_behind_one_that_was_measured_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_after_one_that_was_measured_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     async def measured_in_the_middle(engine: hw.Engine) -> None:
         async with engine.context() as ctx:
             steps = ctx.fill([1, 2, 3]).generate(hw.Argmax(), max_tokens=14, stop_only=True)

@@ -146,7 +146,7 @@ def test_a_pass_that_was_not_in_the_step_is_not_hurt_by_its_edits(hand: Bench) -
     idle, running = hand.engine.context(), hand.engine.context()
     hand.compute(idle, numbers(20, 1))
     hand.compute(running, numbers(20, 2))
-    idle.truncate(2)  # its last page is zeroed behind the cut
+    idle.truncate(2)  # its last page is zeroed after the cut
     hand.device.broken = lambda edit: isinstance(edit, Clear) and edit.page in idle._table.held()
     assert drawn(hand, running, [1]) == plain([*numbers(20, 2), 1])
     assert idle._table.is_preempted

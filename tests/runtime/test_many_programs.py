@@ -54,12 +54,12 @@ class Twin:
     context: hw.Context
     tokens: list[int] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
-    flight: Flight | None = None
-    next: Flight | None = None  # a pass that takes the token of the one in flight
+    running: Running | None = None
+    next: Running | None = None  # a pass that takes the token of the one in flight
 
 
 @dataclass(eq=False)
-class Flight:
+class Running:
     execution: Execution[hw.Output]
     handle: hw.SampleHandle
     tokens: list[int]
@@ -103,22 +103,22 @@ class Machine(RuleBasedStateMachine):
         row = count - 1 if seed else 0
         handle = forward.sample([row], hw.Argmax())
         rows = [seen(slot, window) for slot in range(base, total)]
-        twin.flight = Flight(forward.execute(), handle, new, rows, base + row)
+        twin.running = Running(forward.execute(), handle, new, rows, base + row)
 
     @rule(which=st.integers(0, 7), more=st.sampled_from([0, 0, 0, 1, 14, 16, 40]))
     def submits_the_next(self, which: int, more: int) -> None:
         """A pass over the token that the one in flight samples, and some more."""
         twin = self.twins[which % len(self.twins)] if self.twins else None
-        if twin is None or twin.flight is None or twin.next is not None or twin.flight.execution.done():
+        if twin is None or twin.running is None or twin.next is not None or twin.running.execution.done():
             return
-        total = len(twin.tokens) + len(twin.flight.tokens) + 1 + more
+        total = len(twin.tokens) + len(twin.running.tokens) + 1 + more
         if -(-total // 16) > self.pages:
             return
-        forward = twin.context.forward().input(twin.flight.handle).input([2] * more)
+        forward = twin.context.forward().input(twin.running.handle).input([2] * more)
         handle = forward.sample([-1], hw.Argmax())
         rows = [seen(slot) for slot in range(total - 1 - more, total)]
         with suppress(hw.PassFailed):  # the one before has failed in the step that is going on
-            twin.next = Flight(forward.execute(), handle, [-1] + [2] * more, rows, total - 1)
+            twin.next = Running(forward.execute(), handle, [-1] + [2] * more, rows, total - 1)
 
     @rule(
         what=st.sampled_from(["submits", "submits", "submits_the_next", "submits_the_next", "cancels", "releases"]),
@@ -137,7 +137,7 @@ class Machine(RuleBasedStateMachine):
             return
         forward = twin.context.forward().input([POISON])
         handle = forward.sample([0], hw.Argmax())
-        twin.flight = Flight(forward.execute(), handle, [POISON], [], 0)
+        twin.running = Running(forward.execute(), handle, [POISON], [], 0)
 
     @rule(which=st.integers(0, 7))
     def forks(self, which: int) -> None:
@@ -165,9 +165,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 7))
     def cancels(self, which: int) -> None:
-        if self.twins and (twin := self.twins[which % len(self.twins)]).flight is not None:
-            twin.flight.execution.cancel()
-            twin.flight = twin.next = None
+        if self.twins and (twin := self.twins[which % len(self.twins)]).running is not None:
+            twin.running.execution.cancel()
+            twin.running = twin.next = None
 
     @rule(which=st.integers(0, 7), bid=st.integers(-BIDS, BIDS))
     def bids(self, which: int, bid: int) -> None:
@@ -217,36 +217,36 @@ class Machine(RuleBasedStateMachine):
     def look(self) -> None:
         """Every pass that has ended has the right result, or was refused for a reason."""
         for twin in self.twins:
-            flight = twin.flight
-            if flight is None or not flight.execution.done():
+            running = twin.running
+            if running is None or not running.execution.done():
                 continue
-            twin.flight, later, twin.next = None, twin.next, None
-            out = self.outcome(flight)
+            twin.running, later, twin.next = None, twin.next, None
+            out = self.outcome(running)
             if out is None:
                 if later is not None:
                     with pytest.raises(hw.PassFailed, match="the pass whose token this one takes failed"):
                         later.execution.result(0)
                 continue
-            twin.tokens += flight.tokens
-            twin.rows += flight.rows
-            assert out.token(flight.handle) == result(twin.tokens, twin.rows, flight.row) % V
+            twin.tokens += running.tokens
+            twin.rows += running.rows
+            assert out.token(running.handle) == result(twin.tokens, twin.rows, running.row) % V
             assert twin.context.seq_len == len(twin.tokens)
             if later is not None:
-                later.tokens[0] = out.token(flight.handle)
-                twin.flight = later
+                later.tokens[0] = out.token(running.handle)
+                twin.running = later
 
-    def outcome(self, flight: Flight) -> hw.Output | None:
+    def outcome(self, running: Running) -> hw.Output | None:
         """What became of a pass that has ended: None when it failed, for a reason that there was."""
-        if flight.tokens == [POISON]:
+        if running.tokens == [POISON]:
             with pytest.raises(hw.PassFailed, match=r"poisoned|preparing pages"):
-                flight.execution.result(0)
+                running.execution.result(0)
             return None
         try:
-            return flight.execution.result(0)
+            return running.execution.result(0)
         except hw.OutOfPages:
             assert self.engine._loop.kv_cache.pins or len(self.twins) > 1
         except hw.PassFailed as e:
-            if "preparing pages" not in str(e) and not (POISON in flight.tokens and "poisoned" in str(e)):
+            if "preparing pages" not in str(e) and not (POISON in running.tokens and "poisoned" in str(e)):
                 raise
         return None
 
@@ -267,11 +267,11 @@ class Machine(RuleBasedStateMachine):
             with self.engine._lock:
                 self.engine._loop.kv_cache.unpin(name)
         for _ in range(5000):
-            if all(t.flight is None for t in self.twins):
+            if all(t.running is None for t in self.twins):
                 break
             self.step()
             self.look()
-        assert all(t.flight is None for t in self.twins), "a pass neither ended nor was refused"
+        assert all(t.running is None for t in self.twins), "a pass neither ended nor was refused"
         for twin in self.twins:
             twin.context.release()
         self.engine.delete("x")
@@ -285,7 +285,7 @@ class Machine(RuleBasedStateMachine):
         if not self.twins:
             return None
         twin = self.twins[which % len(self.twins)]
-        return twin if twin.flight is None else None
+        return twin if twin.running is None else None
 
 
 TestManyPrograms = Machine.TestCase

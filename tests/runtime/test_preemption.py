@@ -111,7 +111,7 @@ def test_forks_that_share_all_their_pages_go_together(hand: Hand) -> None:
     check_pages(hand.engine)
 
 
-def test_a_pass_that_is_set_aside_half_way_starts_over(hand: Hand) -> None:
+def test_a_pass_that_is_preempted_half_way_starts_over(hand: Hand) -> None:
     low = hand.engine.context(priority=-5)
     running, handle = greedy(low, numbers(80, 1))
     hand.step()  # 32 of its tokens are there

@@ -27,7 +27,7 @@ def engine() -> Iterator[hw.Engine]:
 
 
 def asked(context: hw.Context, tokens: Sequence[int]) -> tuple[int, int]:
-    """The token drawn behind a prompt, and how many pages were found."""
+    """The token drawn after a prompt, and how many pages were found."""
     execution, handle = greedy(context, tokens)
     out = execution.result()
     return out.token(handle), out.stats.cache_hits
@@ -251,7 +251,7 @@ def test_runs_of_neighbouring_masks_cannot_be_told_otherwise() -> None:
     assert chain(root(""), [1, 1], [0, 1], [None, one[0]], 2) != chain(root(""), [1, 1], [0, 1], [one[0], None], 2)
 
 
-def test_pages_that_saw_later_tokens_stay_out_and_so_do_those_behind_them(engine: hw.Engine) -> None:
+def test_pages_that_saw_later_tokens_stay_out_and_so_do_those_after_them(engine: hw.Engine) -> None:
     everything = np.ones((40, 40), bool)
     assert masked(engine, hw.Mask.from_bool(everything), causal=False) == 0
     assert masked(engine, hw.Mask.from_bool(everything), causal=False) == 0

@@ -63,7 +63,7 @@ def test_a_pass_that_comes_during_a_step_has_its_pages_before_the_step_ends() ->
 def chained(
     engine: hw.Engine, hand: Hand, device: Meanwhile, prompt: list[int], sees: Callable[[hw.Context], None]
 ) -> int:
-    """The second token behind a prompt, from a pass that comes while the first is computed."""
+    """The second token after a prompt, from a pass that comes while the first is computed."""
     context, found = engine.context(), []
     running, first = greedy(context, prompt)
 
@@ -92,7 +92,7 @@ def test_a_pass_over_a_token_to_come_is_laid_out_before_the_token_is_there(lengt
         assert token == continued(prompt, 2)[1]
 
 
-def test_a_pass_is_laid_out_behind_one_that_only_reads() -> None:
+def test_a_pass_is_laid_out_after_one_that_only_reads() -> None:
     """As when a generation begins on a context that has nothing pending."""
     device, found = Meanwhile(), []
     with faulty_engine(device, pages=64, max_batch_tokens=64) as engine, by_hand(engine) as hand:

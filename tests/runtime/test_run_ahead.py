@@ -63,7 +63,7 @@ def test_nothing_is_left_of_those_that_end_early(engine: hw.Engine, seed: int) -
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("pages", [10, 14, 20])
-def test_where_pages_are_short_contexts_are_set_aside(path: str, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_pages_are_short_contexts_are_preempted(path: str, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(path, monkeypatch, pages=pages) as engine:
         engine.run(alike)
         assert engine.stats().preemptions > 0
@@ -73,11 +73,9 @@ def test_where_pages_are_short_contexts_are_set_aside(path: str, pages: int, mon
 
 
 @pytest.mark.parametrize("pages", [14, 400])
-def test_pages_that_cannot_be_cleared_before_a_flight_change_nothing(
-    pages: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rows take an ordinary turn then, which waits for pages, or has others set aside."""
-    with opened("native", monkeypatch, pages=pages) as engine, watched(engine) as flights:
+def test_pages_that_cannot_be_cleared_before_a_step_change_nothing(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows take an ordinary step then, which waits for pages, or has others preempted."""
+    with opened("native", monkeypatch, pages=pages) as engine, watched(engine) as steps:
         failed: list[Edit] = []
 
         def fail(edits: tuple[Edit, ...]) -> None:
@@ -95,21 +93,21 @@ def test_pages_that_cannot_be_cleared_before_a_flight_change_nothing(
         monkeypatch.setattr(engine._loop, "_begin", begin_failing)
         engine.run(alike)
         assert failed
-        assert flights.rows
+        assert steps.rows
         assert (engine.stats().preemptions > 0) == (pages == 14)
         gc.collect()
         assert engine.stats().pages_held == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-def test_the_fleet_takes_most_steps(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened("native", monkeypatch, family) as engine, watched(engine) as flights:
+def test_decode_rows_take_most_steps(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened("native", monkeypatch, family) as engine, watched(engine) as steps:
         engine.run(alike)
-        assert sum(flights.rows) > 100
-        assert max(flights.rows) > 4
+        assert sum(steps.rows) > 100
+        assert max(steps.rows) > 4
 
 
-def test_other_passes_join_the_steps_of_streaks(engine: hw.Engine) -> None:
+def test_other_passes_join_the_steps_of_decoding_sequences(engine: hw.Engine) -> None:
     async def program(engine: hw.Engine) -> None:
         async with engine.context().fill([1, 2, 3]) as one, engine.context() as other:
             generation = one.generate(hw.Argmax(), max_tokens=30, stop_only=True)
@@ -124,7 +122,7 @@ def test_other_passes_join_the_steps_of_streaks(engine: hw.Engine) -> None:
 
 
 def test_a_program_that_lags_is_waited_for(engine: hw.Engine) -> None:
-    """A streak rests when it is far ahead, and its context can be looked at then."""
+    """A decoding sequence rests when it is far ahead, and its context can be looked at then."""
 
     async def program(engine: hw.Engine) -> None:
         async with engine.context().fill([1, 2, 3]) as context:
@@ -144,7 +142,7 @@ def test_a_program_that_lags_is_waited_for(engine: hw.Engine) -> None:
 
 
 def test_grammars_bind_every_token(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the real model, in the fleet: what is allowed behind a token is computed while the device computes it."""
+    """On the real model, as decode rows: what is allowed after a token is computed while the device computes it."""
     text = hw.Grammar.regex("(?s)[a-z ,.]{30,400}")
     letter = hw.Grammar.json_schema(
         {
@@ -174,7 +172,7 @@ def test_grammars_bind_every_token(smollm2_path: Path, monkeypatch: pytest.Monke
         assert list(await asyncio.gather(*(one(engine, i, alone=False) for i in range(6)))) == expected
 
     monkeypatch.setenv("HEADWAY_NATIVE", "require")
-    with hw.Engine(smollm2_path, device="cpu", pages=400) as engine, watched(engine) as flights:
+    with hw.Engine(smollm2_path, device="cpu", pages=400) as engine, watched(engine) as steps:
         engine.run(program)
-        assert sum(flights.rows) > 20
+        assert sum(steps.rows) > 20
         assert engine.stats().pages_held == 0

@@ -1,4 +1,4 @@
-"""Generations that follow streaks, in any order of what programs and the device may do, on pages of the scripted model.
+"""Run-ahead decoding, in any order of what programs and the device may do, on pages of the scripted model.
 
 The state machine steps the loop and an event loop by hand, so a failing example is a list of operations that fails
 every time. Every token is compared with what the sequence gives when it is computed at once, and every slot of every
@@ -401,20 +401,20 @@ def rest(hand: Both) -> None:
     assert hand.engine._loop.waiting() == 0
 
 
-def streaks(hand: Both) -> list[Decode]:
+def decoding(hand: Both) -> list[Decode]:
     return [job.decode for job in hand.engine._loop.jobs() if job.decode is not None]
 
 
 def test_a_released_context_gives_no_more_tokens(hand: Both) -> None:
     twin, generation = begun(hand, [1, 2, 3])
     rest(hand)
-    assert len(streaks(hand)[0].buffer) > 3
+    assert len(decoding(hand)[0].buffer) > 3
     twin.context.release()
     with pytest.raises(hw.Closed):
         hand.run(anext(generation), limit=5)
 
 
-def test_a_streak_that_has_failed_gives_no_tokens_of_a_released_context(hand: Both) -> None:
+def test_a_sequence_that_has_failed_gives_no_tokens_of_a_released_context(hand: Both) -> None:
     twin, generation = begun(hand, [1, 2, 3])
     device(hand).moods = ["well"] * 3 + ["nan"]
     rest(hand)
@@ -444,7 +444,7 @@ async def _all(generation: hw.Generation) -> None:
 
 @pytest.mark.parametrize("mood", ["refuses", "fails", "undecided"])
 @pytest.mark.parametrize("length", [1, 12, 14])
-def test_a_flight_that_comes_to_nothing_is_taken_again(hand: Both, mood: str, length: int) -> None:
+def test_a_step_that_comes_to_nothing_is_taken_again(hand: Both, mood: str, length: int) -> None:
     """Whatever becomes of one, the one before it, which may be on its way, stays what it was."""
     for good in range(6):
         twin, _ = begun(hand, [good, *range(length)])
@@ -457,7 +457,7 @@ def test_a_flight_that_comes_to_nothing_is_taken_again(hand: Both, mood: str, le
 
 
 def spoil(hand: Both, twin: Twin, *, flying: bool = False) -> None:
-    """A page of a streak is to be wiped behind its end, and cannot be: before a flight, or before an ordinary turn."""
+    """A page cannot be wiped after a sequence's end: before a step of decode rows, or before an ordinary one."""
     table = twin.context._table
     assert table.length // SIZE > table.committed  # a page is full of tokens that the program has not all taken
     with hand.engine._lock:
@@ -472,7 +472,7 @@ def spoil(hand: Both, twin: Twin, *, flying: bool = False) -> None:
 
 @pytest.mark.parametrize("taken", [0, 3, 7])
 @pytest.mark.parametrize("length", [1, 12, 16])
-def test_a_streak_that_rests_ahead_is_computed_again_when_its_page_is_spoilt(
+def test_a_sequence_that_rests_ahead_is_computed_again_when_its_page_is_spoilt(
     hand: Both, length: int, taken: int
 ) -> None:
     twin, _ = begun(hand, list(range(length)))
@@ -501,10 +501,10 @@ def test_a_sequence_whose_page_is_damaged_before_its_step_is_computed_again(
 
 @pytest.mark.parametrize("pages", [7, 40])
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_flight_whose_next_page_cannot_be_cleared_is_taken_again(count: int, pages: int) -> None:
+def test_a_step_whose_next_page_cannot_be_cleared_is_taken_again(count: int, pages: int) -> None:
     """With another page; where pages are short, another context makes room for it."""
     for kind in (DecodingRunner, OverlappingRunner):
-        with Both(opened(kind(V, SIZE), pages=pages)) as hand, failing_flights(hand) as failed:
+        with Both(opened(kind(V, SIZE), pages=pages)) as hand, failing_steps(hand) as failed:
             twins = [begun(hand, [i, *range(9)])[0] for i in range(count)]
             for _ in range(40):
                 for twin in twins:
@@ -516,8 +516,8 @@ def test_a_flight_whose_next_page_cannot_be_cleared_is_taken_again(count: int, p
 
 
 @contextmanager
-def failing_flights(hand: Both) -> Iterator[list[Clear]]:
-    """No page can be cleared before a flight; those that could not."""
+def failing_steps(hand: Both) -> Iterator[list[Clear]]:
+    """No page can be cleared before a step of decode rows; those that could not."""
     loop, runner, failed = hand.engine._loop, device(hand), list[Clear]()
     begin, edit = loop._begin, runner.edit
 
@@ -542,7 +542,7 @@ def test_logits_that_are_not_numbers_leave_nothing_behind(hand: Both) -> None:
         device(hand).moods = ["well"] * good + ["nan"]
         task = hand.start(_all(generation))
         for _ in range(40):
-            hand._step()  # and nobody hears of it before all have landed
+            hand._step()  # and nobody hears of it before all are applied
         hand.pump()
         with pytest.raises(hw.PassFailed, match="not a number"):
             task.result()
@@ -554,8 +554,8 @@ def test_logits_that_are_not_numbers_leave_nothing_behind(hand: Both) -> None:
         twin.context.release()
 
 
-def test_pages_may_be_others_behind_an_ordinary_turn(hand: Both) -> None:
-    """A streak that flew alone, was set aside, came back, and flies alone again."""
+def test_pages_may_be_others_after_an_ordinary_step(hand: Both) -> None:
+    """A decoding sequence that ran alone, was preempted, resumed, and runs alone again."""
     loop = hand.engine._loop
     twin, _ = begun(hand, list(range(24)))
     rest(hand)
@@ -587,7 +587,7 @@ def test_what_was_cut_while_it_was_aside_does_not_come_back(hand: Both) -> None:
     check_contents(hand.engine)
 
 
-def test_nothing_is_drawn_behind_an_end_token(hand: Both) -> None:
+def test_nothing_is_drawn_after_an_end_token(hand: Both) -> None:
     twin, _ = begun(hand, [1, 2, 3])
     take(hand, twin, 12)
     end = twin.tokens[9]
@@ -596,7 +596,7 @@ def test_nothing_is_drawn_behind_an_end_token(hand: Both) -> None:
     generation = again.generate(hw.Argmax(), max_tokens=100, stop=[end], stop_only=True)
     hand.run(anext(generation))
     rest(hand)
-    assert list(streaks(hand)[-1].buffer) == twin.tokens[4 : first + 1]
+    assert list(decoding(hand)[-1].buffer) == twin.tokens[4 : first + 1]
     assert hand.run(generation.tokens()) == twin.tokens[3:first]
     assert list(again.tokens) == twin.tokens[:first]
 
@@ -615,7 +615,7 @@ def test_a_lost_context_gives_its_pages_back_while_others_fly(hand: Both) -> Non
     assert table.closed
 
 
-def test_nobody_holds_on_to_a_streak_that_has_failed(hand: Both) -> None:
+def test_nobody_holds_on_to_a_sequence_that_has_failed(hand: Both) -> None:
     twin, generation = begun(hand, [1, 2, 3])
     table = twin.context._table
     device(hand).moods = ["nan"]
@@ -629,7 +629,7 @@ def test_nobody_holds_on_to_a_streak_that_has_failed(hand: Both) -> None:
     assert table.closed
 
 
-def test_a_streak_has_waited_for_its_next_token_alone() -> None:
+def test_a_sequence_has_waited_for_its_next_token_alone() -> None:
     """What it waited for earlier tokens gives it no claim on pages."""
     with Both(opened(DecodingRunner(V, SIZE), pages=40, max_batch_tokens=1)) as hand:
         twins = [begun(hand, [i])[0] for i in range(3)]
@@ -639,12 +639,12 @@ def test_a_streak_has_waited_for_its_next_token_alone() -> None:
         assert all(job.waited + job.waited_before <= 3 for job in hand.engine._loop.jobs())
 
 
-def test_a_generation_that_is_cut_short_leaves_no_streak(hand: Both) -> None:
+def test_a_generation_that_is_cut_short_leaves_no_sequence(hand: Both) -> None:
     twin, generation = begun(hand, [1, 2, 3])
     generation.resume(2)
     take(hand, twin, 2)
     assert generation.finish == "length"
-    assert streaks(hand) == []
+    assert decoding(hand) == []
 
 
 def test_a_context_that_was_changed_after_a_failure_is_left_alone(hand: Both) -> None:
@@ -665,7 +665,7 @@ def test_a_context_that_was_changed_after_a_failure_is_left_alone(hand: Both) ->
 
 
 def test_whoever_comes_while_the_worker_sleeps_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A streak that rests is no reason to wait for more passes."""
+    """A decoding sequence that rests is no reason to wait for more passes."""
 
     async def program(engine: hw.Engine) -> None:
         async with engine.context().fill([1, 2, 3]) as one, engine.context().fill([4]) as other:
@@ -688,7 +688,7 @@ def test_whoever_comes_while_the_worker_sleeps_wakes_it(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("pages", [3, 4])
-def test_a_streak_that_fills_all_pages_ends_as_steps_by_hand_do(pages: int) -> None:
+def test_a_sequence_that_fills_all_pages_ends_as_steps_by_hand_do(pages: int) -> None:
     for kind in (DecodingRunner, OverlappingRunner):
         with Both(opened(kind(V, SIZE), pages=pages)) as hand:
             twin, generation = begun(hand, [1, 2, 3])
@@ -716,7 +716,7 @@ def test_the_limit_of_positions_ends_it_as_steps_by_hand_do(kind: type[DecodingR
             assert engine.run(program, prompt, run_ahead) == engine.run(program, prompt, by_hand)
 
 
-def test_whatever_a_streak_holds_is_given_back_before_its_next_token(hand: Both) -> None:
+def test_whatever_a_sequence_holds_is_given_back_before_its_next_token(hand: Both) -> None:
     """Pages that it was to come back into included, should it ever go on with some."""
     twin, _ = begun(hand, [1, 2, 3])
     rest(hand)
@@ -762,7 +762,7 @@ def test_contexts_can_be_changed_between_steps(engine: hw.Engine, seed: int) -> 
 
 @pytest.mark.parametrize("kind", [DecodingRunner, OverlappingRunner])
 @pytest.mark.parametrize("pages", [10, 14, 20])
-def test_where_pages_are_short_contexts_are_set_aside(kind: type[DecodingRunner], pages: int) -> None:
+def test_where_pages_are_short_contexts_are_preempted(kind: type[DecodingRunner], pages: int) -> None:
     with opened(kind(V, SIZE), pages=pages) as engine:
         engine.run(alike)
         assert engine.stats().preemptions > 0
@@ -788,7 +788,7 @@ async def _next(generation: hw.Generation) -> hw.Step:
 
 
 def test_other_threads_may_look_at_any_time(engine: hw.Engine) -> None:
-    """Whoever looks between two steps takes the streak back, and nothing else changes."""
+    """Whoever looks between two steps takes the decoding sequence back, and nothing else changes."""
     context, again = engine.context().fill([1, 2, 3]), engine.context().fill([1, 2, 3])
     generation = context.generate(hw.Argmax(), max_tokens=150, stop_only=True)
     over, problems = threading.Event(), []

@@ -96,7 +96,7 @@ def config(family: str, **more: Any) -> Any:
         shape |= {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "max_position_embeddings": LIMIT}
     else:
         shape |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-        # RoBERTa counts positions from behind the padding token
+        # RoBERTa counts positions from after the padding token
         shape |= {"max_position_embeddings": LIMIT + (words.pad_token_id + 1 if family == "roberta" else 0)}
     match family:
         case "modernbert":

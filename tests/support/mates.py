@@ -91,7 +91,7 @@ def last(forward: hw.Forward) -> list[Any]:
 
 SUBJECTS: dict[str, Work] = {
     "a prompt": Work(0, prompt),
-    "a prompt behind others": Work(13, prompt),
+    "a prompt after others": Work(13, prompt),
     "a decode": Work(31, decode),
     "a decode on a page border": Work(32, decode),
     "raw masks": Work(20, masked),

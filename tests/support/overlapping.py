@@ -93,16 +93,16 @@ class DecodingRunner(Sticking):
         return np.concatenate([self._page(p)[part] for p in pages])
 
     def check_clean(self, pages: Sequence[int], slot: int) -> None:
-        """Nothing may stand behind the last slot: an infinity there would show through every mask."""
+        """Nothing may stand after the last slot: an infinity there would show through every mask."""
         if any(self._all(part, pages)[slot + 1 :].any() for part in (0, 1)):
-            self.faults.append(f"something stands behind slot {slot}")
+            self.faults.append(f"something stands after slot {slot}")
 
     def _segment(self, batch: Batch, segment: Segment, written: dict[int, int]) -> SegmentResult:
         if len(segment.rows) and len(segment.pages):
             behind = (int(segment.numbers[-1]) + 1) * self.page_size - 1 - int(segment.slots[-1])
             last = self._page(int(segment.pages[-1]))[:, self.page_size - behind :] if behind > 0 else np.zeros(0)
             if last.any():
-                self.faults.append(f"something stands behind slot {int(segment.slots[-1])} of a segment")
+                self.faults.append(f"something stands after slot {int(segment.slots[-1])} of a segment")
         return super()._segment(batch, segment, written)
 
 

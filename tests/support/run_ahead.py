@@ -85,7 +85,7 @@ async def alike(engine: hw.Engine, count: int = 13, **options: Any) -> None:
 
 
 async def ends(engine: hw.Engine) -> None:
-    """An end token ends a generation, whatever was started behind it, and the context stands before it."""
+    """An end token ends a generation, whatever was started after it, and the context stands before it."""
 
     async def one(i: int) -> None:
         ids = prompt(i, engine.vocab_size)

@@ -23,7 +23,7 @@ QUIET: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthC
 
 
 def plain(tokens: Sequence[int]) -> int:
-    """The token that the scripted model draws greedily behind these."""
+    """The token that the scripted model draws greedily after these."""
     return result([*tokens], [seen(slot) for slot in range(len(tokens))]) % V
 
 

@@ -30,12 +30,12 @@ class Both:
         self.events = asyncio.new_event_loop()
         loop = self.engine._loop
         self._by_hand = stepping(self.engine, ahead=self.ahead)
-        self._step, self._deliveries = self._by_hand.__enter__(), loop._deliveries
-        loop._deliveries = self  # type: ignore[assignment]  # whom a second thread would wake, at a time of its own
+        self._step, self._notifier = self._by_hand.__enter__(), loop._notifier
+        loop._notifier = self  # type: ignore[assignment]  # whom a second thread would wake, at a time of its own
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.engine._loop._deliveries = self._deliveries
+        self.engine._loop._notifier = self._notifier
         self._by_hand.__exit__(None, None, None)
         self.engine.close()
         self.pump()

@@ -57,7 +57,7 @@ class Family:
         return self.template().render([USER], add_generation_prompt=True, **self.variables)
 
     def write(self, reply):
-        """The prompt, and the text of `reply` behind it as the template writes it."""
+        """The prompt, and the text of `reply` after it as the template writes it."""
         template, message = self.template(), message_of(reply)
         before = self.prompt()
         whole = template.render([USER, message], **self.variables)
@@ -231,7 +231,7 @@ def test_content_and_arguments_come_as_they_are_written(family):
         written = "".join(p.delta for p in parts if isinstance(p, ToolCallArguments))
         shown, begin = text[: at + 1], text.find('{"a"')
         assert len(said) >= min(shown.count("word ") * 5, len(long)) - 20
-        if family.file != "hermes.jinja":  # its names come behind the arguments
+        if family.file != "hermes.jinja":  # its names come after the arguments
             assert len(written) >= min(len(shown) - begin, text.rfind("}}") + 2 - begin) - 20
 
 
@@ -382,7 +382,7 @@ def test_mistral_may_open_the_reasoning_in_the_prompt():
     assert collect(parse("mistral", list("hm[/THINK]yes"), "[/INST][THINK]")) == Reply("yes", "hm")
 
 
-def test_think_behind_content_is_text():
+def test_think_after_content_is_text():
     assert one("qwen", "The <think> tag</think>") == [Content("The <think> tag</think>")]
 
 
@@ -390,7 +390,7 @@ def test_a_call_inside_reasoning_is_reasoning():
     assert one("qwen", "<think>\n<tool_call>{}</tool_call>\n</think>\n\n") == [Reasoning("<tool_call>{}</tool_call>")]
 
 
-def test_text_goes_on_behind_a_call():
+def test_text_goes_on_after_a_call():
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call> done'
     assert collect(parse("hermes", list(text))) == Reply(" done", "", (ToolCall("f", {}),))
 
@@ -522,7 +522,7 @@ def test_llama_objects_that_are_no_calls_are_content(text):
     assert one("llama", text) == [Content(text)]
 
 
-def test_llama_behind_a_bad_bare_object_goes_on_as_content():
+def test_llama_after_a_bad_bare_object_goes_on_as_content():
     text = '{"name": "f", "parameters": {}};  {"name": "Bob"} and more'
     assert collect(parse("llama", list(text))) == Reply(';  {"name": "Bob"} and more', "", (ToolCall("f", {}),))
 
@@ -533,7 +533,7 @@ def test_llama_separates_calls_in_several_ways(gap):
     assert collect(parse("llama", list(text))) == Reply(calls=(ToolCall("f", {"a": 1}), ToolCall("g", {})))
 
 
-def test_llama_code_behind_the_tag_is_a_call_of_the_interpreter():
+def test_llama_code_after_the_tag_is_a_call_of_the_interpreter():
     code = 'print("é\\n")\nx = {1: 2}\t# done'
     parts = one("llama", f"Running.<|python_tag|>{code}<|eom_id|>")
     assert parts[:2] == [Content("Running."), ToolCallStart(0, "code_interpreter")]

@@ -201,7 +201,7 @@ def _pairs(intervals: Any) -> list[tuple[int, int]]:
 
 
 class _RunBuilder:
-    """Collects runs in order and merges neighbours of the same value."""
+    """Collects runs in order and merges neighbors of the same value."""
 
     __slots__ = ("runs",)
 

@@ -128,7 +128,7 @@ async def stream(
     steps = ctx.generate(
         sampler,
         max_tokens=decoding.max_tokens,
-        stop=list(decoding.stop),
+        stop=list(decoding.stop or ()),
         probe=probe,
         adapter=decoding.adapters,
         speculate=drafter,

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from headway.base.errors import HeadwayError, InvalidInput
 from headway.cli import options
 from headway.cli.answer import GeneratedAnswer, show_choices, stream, weights
-from headway.cli.options import Decoding, EngineOptions, load_adapters, open_drafter, open_engine
+from headway.cli.flags import with_flags
+from headway.cli.options import Decoding, EngineOptions, open_drafter, open_engine
 from headway.cli.render import WordWrapper, counted, emit_json, note, report, write_aside, write_text
 from headway.cli.terminal_input import typed_messages
-from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     import headway as hw
@@ -33,27 +33,15 @@ EMPTY = {
 }
 LONG_PROMPT = 1024  # tokens; reading them takes a moment
 COMMANDS = ("/exit", "/help", "/reset", "/system", "/tokens")
+DECODING = Decoding(max_tokens=512, temperature=None)  # unless flags say otherwise
 
 
+@with_flags
 def chat(
     *,
-    model: options.Model = DEFAULT_MODEL,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    threads: options.Threads = None,
-    quantize: options.Quantize = None,
-    memory_fraction: options.MemoryFraction = None,
-    lora: options.Lora = None,
+    engine_options: EngineOptions,
     system: options.System = None,
-    max_tokens: options.MaxTokens = 512,
-    temperature: options.ChatTemperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    logprobs: options.Logprobs = 0,
+    decoding: Decoding = DECODING,
     speculate: options.Speculate = None,
     quiet: options.Quiet = False,
     json: options.Json = False,
@@ -62,12 +50,8 @@ def chat(
 
     Without sampling flags, tokens are drawn as the model's generation_config.json says.
     """
-    decoding = Decoding(
-        max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ()), logprobs
-    )
     decoding.check()
-    decoding = replace(decoding, adapters=load_adapters(lora))
-    engine_options = EngineOptions(model, dtype, device, threads, quantize, memory_fraction)
+    model = engine_options.model
     with open_engine(engine_options) as engine, open_drafter(speculate, engine_options) as drafter:
         if engine.chat_template is None:
             raise InvalidInput(f"{model} has no chat template; `headway run --raw` continues text with it")

@@ -8,22 +8,18 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.options import INTEGER, Device, Dtype, EngineOptions, MemoryFraction, Model, Quantize, Threads
+from headway.cli.flags import with_flags
+from headway.cli.options import INTEGER, EngineOptions
 from headway.cli.render import note
 from headway.cli.serve import open_served
-from headway.models.hub.registry import DEFAULT_MODEL
 
 
+@with_flags
 def lab(
     *,
-    model: Model = DEFAULT_MODEL,
+    options: EngineOptions,
     port: Annotated[int, typer.Option("--port", **INTEGER, help="The port; 0 takes a free one.")] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    quantize: Quantize = None,
-    memory_fraction: MemoryFraction = None,
 ) -> None:
     """Watch live logits become a token: a page with a lesson, sliders and a view of the inside, on a real model.
 
@@ -38,8 +34,8 @@ def lab(
         if browser:
             threading.Thread(target=_open_browser, args=(f"{url}/lab/",), daemon=True).start()
 
-    options = EngineOptions(model, dtype, device, threads, quantize, memory_fraction)
-    settings = ServerSettings(port=port, model=model, log_requests=False)  # so that the address stays on the screen
+    # Requests are not logged, so that the address stays on the screen.
+    settings = ServerSettings(port=port, model=options.model, log_requests=False)
     code = serve(settings, lambda: open_served(options), [pages.router], show)
     raise typer.Exit(code)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -111,18 +112,12 @@ MaxTokens = Annotated[
     int, typer.Option("--max-tokens", "-n", **INTEGER, help="Maximum number of tokens.", rich_help_panel=SAMPLING)
 ]
 Temperature = Annotated[
-    float,
-    typer.Option(
-        "--temperature", "-t", **NUMBER, help="0 takes the likeliest token each time.", rich_help_panel=SAMPLING
-    ),
-]
-ChatTemperature = Annotated[
     float | None,
     typer.Option(
         "--temperature",
         "-t",
         **NUMBER,
-        help="0 takes the likeliest token each time; by default as the model's files say.",
+        help="0 takes the likeliest token each time.",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -190,12 +185,12 @@ System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="Th
 class EngineOptions:
     """Which model to run, and how."""
 
-    model: str = DEFAULT_MODEL
-    dtype: str = "auto"
-    device: str = "auto"
-    threads: int | None = None
-    quantize: str | None = None
-    memory_fraction: float | None = None
+    model: Model = DEFAULT_MODEL
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    threads: Threads = None
+    quantize: Quantize = None
+    memory_fraction: MemoryFraction = None
 
     def __post_init__(self) -> None:
         check_fraction(self.memory_fraction, "--memory-fraction")  # before the model is fetched
@@ -208,28 +203,28 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Sampling parameters and stop conditions. None means the flag was not given.
+    """Sampling parameters, stop conditions and adapters. None means the flag was not given.
 
     Without a temperature, the parameters that were not given are those of the model's generation_config.json.
     """
 
-    max_tokens: int
-    temperature: float | None = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = field(default=())
-    logprobs: int = 0
-    adapters: tuple[tuple[hw.Adapter, float], ...] = ()
+    max_tokens: MaxTokens = 256
+    temperature: Temperature = 0.0
+    top_k: TopK = None
+    top_p: TopP = None
+    min_p: MinP = None
+    repetition_penalty: RepetitionPenalty = None
+    seed: Seed = None
+    stop: Stop = None
+    logprobs: Logprobs = 0
+    lora: Lora = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise InvalidInput(f"--max-tokens is {self.max_tokens}; it must be an integer of at least 1")
         if self.logprobs < 0:
             raise InvalidInput(f"--logprobs is {self.logprobs}; it must be an integer of at least 0")
-        if "" in self.stop:
+        if "" in (self.stop or ()):
             raise InvalidInput("--stop is empty; it must have at least one character")
         for name in ("top_k", "top_p", "min_p") if self.temperature == 0 else ():
             if getattr(self, name) is not None:
@@ -240,8 +235,21 @@ class Decoding:
                 )
 
     def check(self) -> None:
-        """Refuse values out of range, before the model is loaded."""
+        """Refuse values out of range and adapters that cannot be read, before the model is loaded."""
         Sampling(temperature=1.0 if self.temperature is None else self.temperature, **self._given())
+        _ = self.adapters
+
+    @cached_property
+    def adapters(self) -> tuple[tuple[hw.Adapter, float], ...]:
+        """The adapters of --lora, with their scales."""
+        from headway.models.adapters.source import AdapterSource
+
+        sources = [AdapterSource.of(text) for text in self.lora or ()]
+        if not sources:
+            return ()
+        from headway.models.adapters.adapter import Adapter
+
+        return tuple((Adapter.load(source.path), source.scale) for source in sources)
 
     def sampler(self, defaults: GenerationDefaults) -> Sampling:
         """The sampler for these parameters."""
@@ -254,18 +262,6 @@ class Decoding:
     def _given(self) -> dict[str, Any]:
         names = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-
-
-def load_adapters(given: Sequence[str] | None) -> tuple[tuple[hw.Adapter, float], ...]:
-    """The adapters of --lora, with their scales; before the model is loaded, which takes longer."""
-    from headway.models.adapters.source import AdapterSource
-
-    sources = [AdapterSource.of(text) for text in given or ()]
-    if not sources:
-        return ()
-    from headway.models.adapters.adapter import Adapter
-
-    return tuple((Adapter.load(source.path), source.scale) for source in sources)
 
 
 @contextmanager

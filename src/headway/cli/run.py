@@ -16,10 +16,10 @@ import typer
 from headway.base.errors import InvalidInput
 from headway.cli import options
 from headway.cli.answer import GeneratedAnswer, show_choices, stream
-from headway.cli.options import Decoding, EngineOptions, load_adapters, open_drafter, open_engine
+from headway.cli.flags import with_flags
+from headway.cli.options import Decoding, EngineOptions, open_drafter, open_engine
 from headway.cli.profile import check_target, show_profile, write_profile
 from headway.cli.render import emit_json, note, write_text
-from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     import headway as hw
@@ -38,27 +38,14 @@ class RunRequest:
     drafter: hw.Drafter | None = None
 
 
+@with_flags
 def run(
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="- or nothing reads standard input.")] = None,
     *,
-    model: options.Model = DEFAULT_MODEL,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    threads: options.Threads = None,
-    quantize: options.Quantize = None,
-    memory_fraction: options.MemoryFraction = None,
-    lora: options.Lora = None,
+    engine_options: EngineOptions,
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without the chat template.")] = False,
-    max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    logprobs: options.Logprobs = 0,
+    decoding: Decoding,
     speculate: options.Speculate = None,
     profile: Annotated[bool, typer.Option("--profile", help="Show where the time went.")] = False,
     profile_json: Annotated[
@@ -71,22 +58,17 @@ def run(
 
     Piped input is the prompt, or is joined to it after a blank line.
     """
-    decoding = Decoding(
-        max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ()), logprobs
-    )
     decoding.check()
-    decoding = replace(decoding, adapters=load_adapters(lora))
     check_target(profile_json)
     if raw and system is not None:
         raise InvalidInput("--system needs the chat template, which --raw does not use; leave one of them out")
     request = RunRequest(read_prompt(prompt), system, raw, decoding)
-    engine_options = EngineOptions(model, dtype, device, threads, quantize, memory_fraction)
     with open_engine(engine_options) as engine, open_drafter(speculate, engine_options) as drafter:
         request = replace(request, drafter=drafter)
         profiling = profile or profile_json is not None
         if profiling:
             engine.enable_profiling()
-        answer = _generate(engine, request, model, as_json=json)
+        answer = _generate(engine, request, engine_options.model, as_json=json)
         data = engine.profile() if profiling else None
         _show(answer, data if profile else None, as_json=json)
         if data is not None and profile_json is not None:

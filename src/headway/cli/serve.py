@@ -12,27 +12,21 @@ import typer
 
 from headway.base.errors import HeadwayError, InvalidInput
 from headway.base.log import log_event
+from headway.cli.flags import with_flags
 from headway.cli.options import (
     ENGINE,
     INTEGER,
     NUMBER,
-    Device,
-    Dtype,
     EngineOptions,
     Json,
     Lora,
-    MemoryFraction,
-    Model,
-    Quantize,
     Speculate,
-    Threads,
     integer,
     named_drafter,
     number,
 )
 from headway.cli.render import PLAIN_SECONDS, emit_json, fetched, note
 from headway.models.adapters.source import AdapterSource
-from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
@@ -142,16 +136,12 @@ Limit = Annotated[
 ]
 
 
+@with_flags
 def serve(
     *,
-    model: Model = DEFAULT_MODEL,
+    options: EngineOptions,
     host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", **INTEGER, help="The port; 0 takes a free one.")] = 8000,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    quantize: Quantize = None,
-    memory_fraction: MemoryFraction = None,
     pages: Pages = None,
     max_batch_tokens: BatchTokens = None,
     speculate: Speculate = None,
@@ -195,7 +185,7 @@ def serve(
     settings = ServerSettings(
         host=host,
         port=port,
-        model=model,
+        model=options.model,
         served_names=tuple(served_model_name or ()),
         key_file=keys,
         cors_origins=tuple(cors_origin or ()),
@@ -207,13 +197,12 @@ def serve(
         lora_dir=lora_dir,
         **given,
     )
-    options = EngineOptions(model, dtype, device, threads, quantize, memory_fraction)
     try:
         code = run(
             settings,
             lambda: open_served(options, pages, max_batch_tokens),
             [lab.router],
-            pooling_models=_pools({"embed": embed, "rerank": rerank, "classify": classify}, device),
+            pooling_models=_pools({"embed": embed, "rerank": rerank, "classify": classify}, options.device),
             open_drafter=None if speculate is None else lambda: served_drafter(speculate, options),
         )
     except HeadwayError as error:
@@ -227,7 +216,7 @@ def serve(
 
 
 def _pools(models: dict[str, str | None], device: str) -> PoolingModels:
-    """The models beside the engine's, to be fetched and loaded with it."""
+    """The pooling models, to be fetched and loaded together with the engine's."""
     from headway.server.pooling import PoolingModels
 
     return PoolingModels(

@@ -75,7 +75,7 @@ class Batcher:
     """Starts its thread with the first job; `close` ends it."""
 
     def __init__(self, task: Task, budget: TokenBudget, *, padded: bool, depth: int) -> None:
-        """`padded`: rows are padded to one length; `depth`: batches that may be queued behind the running one."""
+        """`padded`: rows are padded to one length; `depth`: batches that may be queued after the running one."""
         self._task, self.budget, self._padded, self._depth = task, budget, padded, depth
         self._wake = threading.Condition()
         self._arrived: deque[Sequence[ItemJob]] = deque()

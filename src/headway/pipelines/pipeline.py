@@ -25,7 +25,7 @@ from headway.pipelines.task import MISSING, ModelInputs, PreparedItem, Task, kno
 from headway.pipelines.token_budget import TokenBudget
 
 ON_ERROR = ("raise", "return")
-DEPTH = 2  # batches queued behind the running one on a GPU
+DEPTH = 2  # batches queued after the running one on a GPU
 GPU_WORKERS = 3
 GPU_LOOKAHEAD = 16  # factor on Task.lookahead: a GPU needs large batches, and more of them queued
 

@@ -32,11 +32,9 @@ from headway.program.checks import check_pass
 from headway.program.constraints.constraint import Constraint
 from headway.program.constraints.grammar import Grammar
 from headway.program.forward import Execution, Forward
-from headway.program.generation.defaults import GenerationDefaults
-from headway.program.generation.draws import checked_probes
 from headway.program.generation.generator import Generation
 from headway.program.generation.hooks import LogitsHook, PrepareHook
-from headway.program.generation.parameters import Beams, Draws, OneSequence, settle
+from headway.program.generation.parameters import OneSequence, Several, settle
 from headway.program.generation.sequences import Generations, start
 from headway.program.generation.speculation.drafter import Drafter
 from headway.program.ids import integers, token_ids
@@ -231,19 +229,19 @@ class Context:
             execution = forward.execute()
         await execution
 
-    # The type of a result: one sequence or several, and what their probes read.
+    # The type of a result: one sequence or several, and what their probes read. The first that fits decides.
     @overload
-    def generate(
+    def generate(  # pyright: ignore[reportOverlappingOverload]
         self, sampler: Sampler | None = None, *, probe: ProbeOf[A] | None = None, **options: Unpack[OneSequence]
     ) -> Generation[A]: ...
 
     @overload
-    def generate(
+    def generate(  # pyright: ignore[reportOverlappingOverload]
         self, sampler: Sampler | None = None, *, probe: tuple[ProbeOf[A], ProbeOf[B]], **options: Unpack[OneSequence]
     ) -> Generation[tuple[A, B]]: ...
 
     @overload
-    def generate(
+    def generate(  # pyright: ignore[reportOverlappingOverload]
         self,
         sampler: Sampler | None = None,
         *,
@@ -258,12 +256,12 @@ class Context:
 
     @overload
     def generate(
-        self, sampler: Sampler | None = None, *, probe: ProbeOf[A] | None = None, **options: Unpack[Beams]
+        self, sampler: Sampler | None = None, *, probe: ProbeOf[A] | None = None, **options: Unpack[Several]
     ) -> Generations[A]: ...
 
     @overload
     def generate(
-        self, sampler: Sampler | None = None, *, probe: tuple[ProbeOf[A], ProbeOf[B]], **options: Unpack[Beams]
+        self, sampler: Sampler | None = None, *, probe: tuple[ProbeOf[A], ProbeOf[B]], **options: Unpack[Several]
     ) -> Generations[tuple[A, B]]: ...
 
     @overload
@@ -272,36 +270,12 @@ class Context:
         sampler: Sampler | None = None,
         *,
         probe: tuple[ProbeOf[A], ProbeOf[B], ProbeOf[C]],
-        **options: Unpack[Beams],
+        **options: Unpack[Several],
     ) -> Generations[tuple[A, B, C]]: ...
 
     @overload
     def generate(
-        self, sampler: Sampler | None = None, *, probe: Iterable[ProbeOf[A]], **options: Unpack[Beams]
-    ) -> Generations[tuple[A, ...]]: ...
-
-    @overload
-    def generate(
-        self, sampler: Sampler | None = None, *, probe: ProbeOf[A] | None = None, **options: Unpack[Draws]
-    ) -> Generations[A]: ...
-
-    @overload
-    def generate(
-        self, sampler: Sampler | None = None, *, probe: tuple[ProbeOf[A], ProbeOf[B]], **options: Unpack[Draws]
-    ) -> Generations[tuple[A, B]]: ...
-
-    @overload
-    def generate(
-        self,
-        sampler: Sampler | None = None,
-        *,
-        probe: tuple[ProbeOf[A], ProbeOf[B], ProbeOf[C]],
-        **options: Unpack[Draws],
-    ) -> Generations[tuple[A, B, C]]: ...
-
-    @overload
-    def generate(
-        self, sampler: Sampler | None = None, *, probe: Iterable[ProbeOf[A]], **options: Unpack[Draws]
+        self, sampler: Sampler | None = None, *, probe: Iterable[ProbeOf[A]], **options: Unpack[Several]
     ) -> Generations[tuple[A, ...]]: ...
 
     def generate(
@@ -368,59 +342,15 @@ class Context:
         first, which is the best of the beams, continues in this context. Without beams, the seeds of the draws are
         derived from this generation's seed.
         """
+        options = {name: value for name, value in locals().items() if name in PARAMETERS}
         self._check_open()
         for name in unknown:
             raise unknown_parameter(name)
-        mix = mix_of(self.engine, adapter)
-        stop_only = PARAMETERS["stop_only"].check(stop_only)
-        penalize_prompt = PARAMETERS["penalize_prompt"].check(penalize_prompt)
-        probes = checked_probes(self.engine.config, probe)
-        given = GenerationDefaults(
-            do_sample=do_sample,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            typical_p=typical_p,
-            epsilon_cutoff=epsilon_cutoff,
-            eta_cutoff=eta_cutoff,
-            repetition_penalty=repetition_penalty,
-            no_repeat_ngram_size=no_repeat_ngram_size,
-            bad_words_ids=bad_words_ids,  # type: ignore[arg-type]  # checked there
-            sequence_bias=sequence_bias,  # type: ignore[arg-type]
-            num_beams=num_beams,
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-            num_return_sequences=num_return_sequences,
-            max_length=max_length,
-            min_length=min_length,
-            max_new_tokens=None if max_tokens is None else PARAMETERS["max_tokens"].check(max_tokens),
-            min_new_tokens=None if min_tokens is None else PARAMETERS["min_tokens"].check(min_tokens),
-        )
         with self._all_or_nothing():
             if self._conversation.messages and not self._conversation.cued and self._total() <= self._written:
                 self.cue()
-            parameters = settle(
-                given,
-                sampler,
-                lambda: self.engine.generation_defaults,
-                prompt=len(self.tokens),
-                room=self._room(),
-                vocab=self.engine.vocab_size,
-                eos_ids=self.engine.eos_ids,
-                stop=stop,
-                stop_only=stop_only,
-                constrain=constrain,
-                probe=probes,
-                attention_mask=attention_mask,
-                penalize_prompt=penalize_prompt,
-                speculate=speculate,
-                adapter=mix,
-                prepare=prepare,
-                logits=logits,
-                verify=verify,
-            )
-            return start(self, parameters, several=num_beams is not None or num_return_sequences is not None)
+            several = num_beams is not None or num_return_sequences is not None
+            return start(self, settle(self, sampler, options), several=several)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -483,7 +413,7 @@ class Context:
             self._table.truncate(n - waiting)
             del self._pending[len(self._pending) - waiting :]
             for generation in list(self._generations) if n else ():
-                generation._was_cut(total - n)
+                generation._seen.was_cut(total - n)
         return self
 
     def save(self, name: str, *, durable: bool = False) -> None:
@@ -545,7 +475,7 @@ class Context:
 
         What generations have generated stays generated, though it may be in no slot any more.
         """
-        followers = [generation for generation in self._generations if generation._has_begun]
+        followers = [generation for generation in self._generations if generation._seen.has_begun]
         for generation in followers:
             generation._follow()
         length = self._table.length

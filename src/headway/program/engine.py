@@ -19,8 +19,6 @@ import torch
 from headway.base.checks import check_fraction, check_integer, check_number, check_text
 from headway.base.config import settings
 from headway.base.errors import Closed, InvalidInput, Unsupported, WrongType
-from headway.base.gc_paused import gc_paused
-from headway.base.notebook import NotebookBar, in_notebook
 from headway.base.rng import LIMIT
 from headway.base.text import short_repr
 from headway.kv.allocator import Allocator
@@ -30,28 +28,26 @@ from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.bound import BoundAdapter
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.fingerprint import fingerprint
-from headway.models.hub.store import resolve
 from headway.models.load import LoadProgress
 from headway.models.quantized.cpu import QuantizedDecoder
 from headway.program.chat.conversation import ChatWriter
 from headway.program.context import Context, checked_bid
 from headway.program.events import EventStream
 from headway.program.generation.defaults import GenerationDefaults
-from headway.program.model_text import ModelText
+from headway.program.loaded_model import EngineInfo, LoadedModel
 from headway.program.page_map import PageMap, map_pages
-from headway.program.pool_size import PoolSize, weight_bytes
+from headway.program.pool_size import PoolSize
 from headway.program.prefix_cache import PrefixCache
 from headway.program.run_in_thread import run_in_thread
 from headway.program.snapshots import Snapshots
 from headway.program.weights import sleep, update_weights, wake
 from headway.runtime.adapters import DeviceWeights, LoadedAdapters
-from headway.runtime.device import dtype_name, pick_device, pick_dtype, pick_threads
+from headway.runtime.device import dtype_name, pick_threads
 from headway.runtime.loop import Loop
 from headway.runtime.memory import running_out
 from headway.runtime.profile import Profile, Profiler, Sample
 from headway.runtime.runners.base import Runner
-from headway.runtime.runners.select import Backend, open_backend
+from headway.runtime.runners.select import Backend
 
 if TYPE_CHECKING:
     from headway.text.stream import TextStream
@@ -67,23 +63,6 @@ CUDA_STEP_TOKENS, CUDA_MIXED_TOKENS = (
 )  # on a CUDA device; with decode rows as many as fill matmuls and graphs
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # for monitors
 _engines_lock = threading.Lock()
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """The loaded model: name, format, device, sizes."""
-
-    name: str
-    path: str | None
-    dtype: str
-    device: str
-    threads: int
-    parameters: int
-    weight_bytes: int
-    kv_bytes_per_token: int
-    runner: str = "torch"  # what computes: torch, or the native step and its instruction set
-    format: str = ""  # how the weights are kept
-    stored: str = ""  # the float type of the file's matrices; empty if they are quantized, of several types or no file
 
 
 @dataclass(frozen=True)
@@ -140,38 +119,17 @@ class Engine:
         (headway.testing). `progress` is called with the layers loaded and their total; without, a notebook shows a bar.
         """
         _check_flags(deterministic=deterministic, trim=trim)
-        where = pick_device(device)
         count = pick_threads(threads)
         page_size = check_integer(page_size, "page_size", 1, 1024)
         fraction = check_fraction(memory_fraction)
-        backend, model = (model, model.decoder) if isinstance(model, Backend) else (None, model)
         self._max_grammar_seconds = _check_seconds(max_grammar_seconds)
-        in_memory = isinstance(model, Decoder | QuantizedDecoder)
-        self._path = None if in_memory else resolve(model)
+        loaded = self._model = LoadedModel(model, dtype=dtype, device=device, quantize=quantize)
         torch.set_num_threads(count)
-        given = _unchanged(model, dtype, device) if in_memory else self._path
-        assert given is not None
-        at = where if isinstance(given, Path) else given.device
-        budget, mixed = _budgets(max_batch_tokens, at)
-        self._text = ModelText(self._path)
-        sizing = PoolSize.begin(at, pages=pages, fraction=fraction, page_size=page_size, rows=budget)
-        if backend is not None:
-            self._backend = backend
-        elif runner is not None and isinstance(given, Decoder):
-            self._backend = Backend(given, None, "another runner was given")
-        else:
-            with running_out(at, "loading the weights"), gc_paused():
-                self._backend = open_backend(
-                    given,
-                    dtype=dtype,
-                    device=at,
-                    threads=count,
-                    quantize=quantize,
-                    settings=settings(),
-                    progress=progress or _notebook_progress(str(model)),
-                )
-        self._quantize, decoder = quantize, self._backend.decoder
-        self.config: ModelConfig = decoder.config
+        budget, mixed = _budgets(max_batch_tokens, loaded.device)
+        sizing = PoolSize.begin(loaded.device, pages=pages, fraction=fraction, page_size=page_size, rows=budget)
+        loaded.load(threads=count, has_runner=runner is not None, progress=progress)
+        decoder = loaded.backend.decoder
+        self.config: ModelConfig = loaded.config
 
         def small(few: int) -> Engine:
             return Engine(
@@ -180,20 +138,17 @@ class Engine:
             )  # fmt: skip
 
         with running_out(decoder.device, "trying out the largest step"):
-            trial, more = small if runner is None else None, self._backend.reference_bytes
-            total = sizing.pick(decoder, in_memory=in_memory, small=trial, more=more)
+            trial, more = small if runner is None else None, loaded.backend.reference_bytes
+            total = sizing.pick(decoder, in_memory=loaded.in_memory, small=trial, more=more)
         self._page_size, self._threads, self.deterministic = page_size, count, deterministic
-        self._decoder = given if isinstance(given, Decoder) else decoder  # one in memory stays as it was given
-        self._name = f"{self.config.family} in memory" if in_memory else str(model)
         self._allocator = Allocator(total)
         self._weights_lock = threading.Lock()  # one change of weights or memory at a time
-        self._place: torch.device | None = None  # where the weights belong, while they are elsewhere
         self._pool: Pool | None = self._new_pool()
         self._profiler = Profiler(_synchronizer(decoder.device), str(decoder.device))
         self._runner_is_given = runner is not None
         if runner is None:
             runner = self._new_runner()
-        native = self._backend.thread_pool is not None  # it has its own thread pool: torch does little next to it
+        native = loaded.backend.thread_pool is not None  # it has its own thread pool: torch does little next to it
         self._loop = Loop(
             runner,
             self._allocator,
@@ -211,9 +166,9 @@ class Engine:
 
     def __repr__(self) -> str:
         decoder, allocator = self._backend.decoder, self._allocator
-        dtype, state = str(decoder.dtype).removeprefix("torch."), "open" if self.alive else "closed"
+        dtype, state = dtype_name(decoder.dtype), "open" if self.alive else "closed"
         pages = f"{allocator.free} of {allocator.total} pages free"
-        return f"<Engine {self._name!r}: {dtype} on {decoder.device}, {pages}, {state}>"
+        return f"<Engine {self._model.name!r}: {dtype} on {decoder.device}, {pages}, {state}>"
 
     def __reduce__(self) -> NoReturn:
         raise Unsupported(
@@ -330,20 +285,20 @@ class Engine:
     @property
     def has_tokenizer(self) -> bool:
         """Whether the model takes text, and not only token ids."""
-        return self._text.tokenizer is not None
+        return self._model.text.tokenizer is not None
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; raises when its folder has none."""
-        tokenizer = self._text.tokenizer
+        tokenizer = self._model.text.tokenizer
         if tokenizer is None:
-            raise Unsupported(f"the model {self._name!r} has no tokenizer; give token ids instead of text")
+            raise Unsupported(f"the model {self._model.name!r} has no tokenizer; give token ids instead of text")
         return tokenizer
 
     @property
     def chat_template(self) -> ChatTemplate | None:
         """The model's chat template, or None."""
-        return self._text.template
+        return self._model.text.template
 
     @cached_property
     def chat_writer(self) -> ChatWriter:
@@ -353,13 +308,13 @@ class Engine:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """The model's end tokens; none when it has no tokenizer."""
-        tokenizer = self._text.tokenizer
+        tokenizer = self._model.text.tokenizer
         return () if tokenizer is None else tokenizer.eos_ids
 
-    @cached_property
+    @property
     def generation_defaults(self) -> GenerationDefaults:
         """The model's generation_config.json; all values are None if it has no such file."""
-        return GenerationDefaults.from_folder(self._path)
+        return self._model.generation_defaults
 
     def stream(self, *, after: Sequence[int] = ()) -> TextStream:
         """A decoder for tokens that arrive one by one, at the beginning of a text or `after` other tokens."""
@@ -370,27 +325,14 @@ class Engine:
     @property
     def info(self) -> EngineInfo:
         """Name, dtype, device, sizes."""
-        decoder = self._backend.decoder
-        return EngineInfo(
-            name=self._name,
-            path=None if self._path is None else str(self._path),
-            dtype=str(decoder.dtype).removeprefix("torch."),
-            device=str(decoder.device),
-            threads=self._threads,
-            parameters=self.config.parameters,
-            weight_bytes=weight_bytes(decoder),
-            kv_bytes_per_token=self.config.kv_values_per_token * decoder.dtype.itemsize,
-            runner=self._backend.name,
-            format=self._backend.format,
-            stored=dtype_name(self._backend.stored),
-        )
+        return self._model.info(self._threads)
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """A strong hash of the weights."""
-        return fingerprint(self._path, self._decoder, self._quantize)
+        return self._model.fingerprint
 
-    # -- for those who train ---------------------------------------------------------------------------------------
+    # -- weights and memory ----------------------------------------------------------------------------------------
 
     def update_weights(self, tensors: Mapping[str, Any], contexts: Literal["recompute", "keep"] = "recompute") -> None:
         """Put new weights in place of old ones, between two steps; returns when they are in effect.
@@ -456,7 +398,11 @@ class Engine:
     @property
     def decoder(self) -> Decoder | QuantizedDecoder:
         """The loaded model; another `Engine` of it shares its weights."""
-        return self._decoder
+        return self._model.decoder
+
+    @property
+    def _backend(self) -> Backend:
+        return self._model.backend
 
     @property
     def _lock(self) -> threading.RLock:
@@ -563,31 +509,6 @@ def engines() -> list[Engine]:
     """The engines of this process, in no order, closed ones included while they are referenced."""
     with _engines_lock:
         return list(_engines)
-
-
-def _unchanged(decoder: Decoder | QuantizedDecoder, dtype: str, device: str) -> Decoder | QuantizedDecoder:
-    """A decoder in memory, used as it is: another dtype or device than its own is refused."""
-    where = decoder.device if _is_auto(device) else pick_device(device)
-    if where.type != decoder.device.type or where.index not in (None, decoder.device.index):
-        raise InvalidInput(
-            f"device {short_repr(device)} was asked for and this decoder is on {decoder.device}; move it first"
-        )
-    if not _is_auto(dtype) and pick_dtype(dtype, where) != decoder.dtype:
-        has = str(decoder.dtype).removeprefix("torch.")
-        raise InvalidInput(f"dtype {short_repr(dtype)} was asked for and this decoder is in {has}; convert it first")
-    return decoder
-
-
-def _is_auto(name: object) -> bool:
-    return isinstance(name, str) and name == "auto"  # an array would be compared element by element
-
-
-def _notebook_progress(name: str) -> LoadProgress | None:
-    """A bar of the layers loaded, where this is a notebook."""
-    if not in_notebook():
-        return None
-    bar = NotebookBar()
-    return lambda done, total: bar(done, total, f"loading the layers of {name}")
 
 
 def _check_flags(**flags: bool) -> None:

@@ -66,7 +66,7 @@ class _OverTokens:
     rows: tuple[int, ...] | None
 
     def is_for(self, row: int, rows: int) -> bool:
-        """Whether it is for a row of so many; rows may be counted from the end."""
+        """Whether it is for this one of `rows` rows, which may be counted from the end."""
         return self.rows is None or row - rows in self.rows or (row >= 0 and row in self.rows)
 
 

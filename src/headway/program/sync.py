@@ -17,8 +17,9 @@ from headway.base.samplers import Argmax, Sampler, Sampling
 from headway.base.text import short_repr
 from headway.models.decoder import Decoder
 from headway.program.context import Context
-from headway.program.engine import Engine, EngineInfo
+from headway.program.engine import Engine
 from headway.program.ids import integers, token_ids
+from headway.program.loaded_model import EngineInfo
 from headway.runtime.profile import Profile
 from headway.runtime.validate import Diagnostic, Trace, compare
 

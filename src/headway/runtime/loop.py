@@ -10,7 +10,6 @@ is applied. While a step runs, results are delivered and programs submit what co
 from __future__ import annotations
 
 import itertools
-import queue
 import sys
 import threading
 import time
@@ -29,8 +28,9 @@ from headway.runtime.adapters import DeviceWeights
 from headway.runtime.batch import Chunk, needed_pages
 from headway.runtime.decode import Decode
 from headway.runtime.edits import carry_out
-from headway.runtime.job import Delivery, Job, Queue
+from headway.runtime.job import Job, Queue
 from headway.runtime.memory import step_error
+from headway.runtime.notifier import Notifier
 from headway.runtime.outcome import resolve, wake_all
 from headway.runtime.passes import Pass
 from headway.runtime.runners.base import InFlight, NoRunner, Runner, SegmentResult, StepResult
@@ -104,12 +104,9 @@ class Loop:
         self._died: BaseException | None = None
         self._on_start = on_start
         self._interval: float | None = None  # Python's own switch interval, while it is ours
-        # Waking an event loop hands the interpreter over to it, so a second thread does it while the device computes.
-        self._deliveries: queue.SimpleQueue[list[Delivery] | None] = queue.SimpleQueue()
+        self._notifier = Notifier()
         self._thread = threading.Thread(target=self._work, name="headway-worker", daemon=True)
-        self._notifier = threading.Thread(target=self._notify, name="headway-notify", daemon=True)
         self._thread.start()
-        self._notifier.start()
 
     # -- from any thread -------------------------------------------------------------------------------------------
 
@@ -304,9 +301,9 @@ class Loop:
             for job in list(self._queue):
                 self.abandon(job, Closed("the engine was closed while this pass was in flight"))
             self._changed.notify_all()
-        for thread in (self._thread, self._notifier):
-            if threading.current_thread() is not thread:
-                thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._notifier.join()
 
     # -- weights and memory, on the worker -----------------------------------------------------------------------------
 
@@ -363,7 +360,7 @@ class Loop:
             self._die(e)
         finally:
             self._since = None
-            self._deliveries.put(None)
+            self._notifier.stop()
 
     def _next(self) -> bool:
         """Wait for work and do some: calls, or one step. False at the end."""
@@ -564,12 +561,7 @@ class Loop:
         if now or self._paused:
             resolve(box)
         if box:
-            self._deliveries.put(box)
-
-    def _notify(self) -> None:
-        while (box := self._deliveries.get()) is not None:
-            resolve(box)
-            wake_all([job for job, _ in box])
+            self._notifier.put(box)
 
     def _tell_listeners(self, plan: StepPlan, seconds: float) -> None:
         event = StepEvent(

@@ -168,7 +168,7 @@ def test_branches_share_full_pages_and_are_scored_as_traces_are(lab_server: Live
     lab_server.until(lab_server.is_quiet)
 
 
-def test_branches_share_what_they_have_in_common_behind_the_prompt_too(lab_server: Live) -> None:
+def test_branches_share_what_they_have_in_common_after_the_prompt_too(lab_server: Live) -> None:
     prompt, stem = list(range(600, 620)), list(range(700, 716))
     branches = [[*stem, 5], [*stem, 6, 7], stem, [9], [*stem, 5]]
     result = lab_server.post("/lab/api/branches", prompt=prompt, branches=branches).json

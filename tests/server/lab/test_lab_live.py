@@ -52,7 +52,7 @@ COMPARE = """async ({params, prompt, taken, bias, seed}) => {
 
 
 def params_of(generator: random.Random, vocab: int) -> dict[str, Any]:
-    """Knobs of every kind, each off half of the time."""
+    """Sampling parameters of every kind, each off half of the time."""
 
     def maybe(value: float, off: float) -> float:
         return value if generator.random() < 0.5 else off
@@ -77,7 +77,7 @@ def ties(vocab: int) -> np.ndarray:
 
 
 def cases_of(generator: random.Random, vocab: int, count: int) -> list[dict[str, Any]]:
-    """Knobs with histories, biases, seeds and positions."""
+    """Sampling parameters with histories, biases, seeds and positions."""
     cases = []
     for _ in range(count):
         taken = [generator.randrange(vocab) for _ in range(generator.randrange(6))]
@@ -182,7 +182,7 @@ def test_branching_and_back_and_a_link_that_brings_it_all_back(lab_server: Live,
     page.locator(".crumbs", has_text="19 tokens").wait_for()
     page.locator(".pages tbody tr").nth(1).wait_for()
     nodes = page.locator(".tree .node")
-    assert nodes.count() == 11  # one, its two children, and eight behind the second
+    assert nodes.count() == 11  # one, its two children, and eight after the second
     page.locator(".tree .node", has_text="%").nth(10).wait_for()
     texts = nodes.all_inner_texts()
     page.locator("#by-entropy").check()

@@ -38,14 +38,14 @@ def message(response, index=0):
 
 
 @pytest.mark.parametrize(
-    ("knobs", "sampler"),
+    ("options", "sampler"),
     [
         ({"temperature": 0}, hw.Argmax()),
         ({"seed": 4}, hw.Multinomial(seed=4)),
         ({"seed": 4, "top_k": 8, "temperature": 0.7}, hw.TopK(8, temperature=0.7, seed=4)),
     ],
 )
-def test_a_chat_gives_the_tokens_of_the_same_chat_in_process(served, knobs, sampler):
+def test_a_chat_gives_the_tokens_of_the_same_chat_in_process(served, options, sampler):
     async def program(engine):
         async with engine.context() as ctx:
             ctx.system(SYSTEM["content"]).user(HELLO[1]["content"])
@@ -54,7 +54,7 @@ def test_a_chat_gives_the_tokens_of_the_same_chat_in_process(served, knobs, samp
             return await generation.text(), len(await generation.tokens()), prompt
 
     text, count, prompt = served.engine.run(program)
-    response = served.chat(HELLO, max_tokens=16, **knobs)
+    response = served.chat(HELLO, max_tokens=16, **options)
     assert message(response) == {"role": "assistant", "content": text, "refusal": None}
     assert (response["usage"]["completion_tokens"], response["usage"]["prompt_tokens"]) == (count, prompt)
     assert response["object"] == "chat.completion"

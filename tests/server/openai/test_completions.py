@@ -32,7 +32,7 @@ def text(response, index=0):
 
 
 @pytest.mark.parametrize(
-    ("knobs", "sampler"),
+    ("options", "sampler"),
     [
         ({"temperature": 0}, hw.Argmax()),
         ({"seed": 7}, hw.Multinomial(1.0, seed=7)),
@@ -42,9 +42,9 @@ def text(response, index=0):
         ({"temperature": 0, "logit_bias": {"253": 5, "28": -100.0}}, hw.Sampling(0.0, logit_bias={253: 5, 28: -100})),
     ],
 )
-def test_a_request_gives_the_tokens_of_the_same_call_in_process(served, knobs, sampler):
+def test_a_request_gives_the_tokens_of_the_same_call_in_process(served, options, sampler):
     expected, tokens = in_process(served.engine, PROMPT, sampler, max_tokens=12)
-    response = served.complete(PROMPT, max_tokens=12, **knobs)
+    response = served.complete(PROMPT, max_tokens=12, **options)
     assert text(response) == expected
     assert response["usage"]["completion_tokens"] == len(tokens)
     assert response["usage"]["prompt_tokens"] == len(served.engine.tokenizer.encode(PROMPT))
@@ -69,8 +69,8 @@ def test_penalties_count_what_was_generated(served):
     """As `SamplingParams` says: the prompt is not penalised."""
     params = hw.SamplingParams(repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.3)
     expected, _ = in_process(served.engine, PROMPT, params.sampling(), max_tokens=16, penalize_prompt=False)
-    knobs = {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3, "temperature": 0}
-    response = served.complete(PROMPT, max_tokens=16, **knobs)
+    options = {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3, "temperature": 0}
+    response = served.complete(PROMPT, max_tokens=16, **options)
     assert text(response) == expected
     assert expected != text(served.complete(PROMPT, max_tokens=16, temperature=0))
 

@@ -31,7 +31,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 def test_responses_are_the_same_and_drafts_are_counted(served: Live) -> None:
     engine = hw.Engine(served.engine.decoder, pages=256, threads=1)
-    engine._text = served.engine._text  # a decoder in memory has no tokenizer
+    engine._model.text = served.engine._model.text  # a decoder in memory has no tokenizer
     with live(engine, drafter=hw.PromptLookup(adaptive=False)) as drafting:
         for path, body in REQUESTS:
             plain, drafted = (server.post(path, **body) for server in (served, drafting))

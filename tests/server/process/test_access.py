@@ -145,7 +145,7 @@ def test_other_web_pages_are_refused_before_anything_is_done(server: Server, ori
     assert server.ask("OPTIONS", "/tokens", headers=preflight).status == 403
 
 
-def test_an_origin_behind_another_is_refused(server: Server) -> None:
+def test_an_origin_after_another_is_refused(server: Server) -> None:
     origins = f"Origin: http://127.0.0.1:{server.port}\r\nOrigin: https://evil.example.org\r\nConnection: close\r\n"
     reply = server.raw(f"GET /health HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n{origins}\r\n".encode())
     assert (reply.status, reply.error["code"]) == (403, "origin_not_allowed")

@@ -140,7 +140,7 @@ def test_what_is_no_http_is_refused(server: Server, junk: bytes) -> None:
         server.until(lambda: server.logged("rejected", request_id=id) or server.logged("request", request_id=id))
 
 
-def test_a_request_of_two_lengths_is_refused_and_nothing_behind_it_is_read(server: Server) -> None:
+def test_a_request_of_two_lengths_is_refused_and_nothing_after_it_is_read(server: Server) -> None:
     hidden = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     lengths = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     with server.connect() as connection:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -16,9 +16,9 @@ from headway.base.errors import InvalidInput
 from headway.base.machine import read_machine
 from headway.bench.models import FORMATS, SHAPES, find_shape, write_folder
 from headway.bench.speed import DecodeTiming, SpeedTest, Summary, measure_startup, pages_for, path_of, step_bytes
-from headway.cli.options import INTEGER, Device, Dtype, EngineOptions, Json, MemoryFraction, Model, Quantize, Threads
+from headway.cli.flags import with_flags
+from headway.cli.options import INTEGER, EngineOptions, Json
 from headway.cli.render import EngineLog, counted, emit_json, fetched, loading, note, show_table, size
-from headway.models.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     import headway as hw
@@ -44,9 +44,9 @@ Repeat = Annotated[int, typer.Option("--repeat", "-r", **INTEGER, help="Runs, af
 class BenchModel:
     """The model to measure, and how it is loaded."""
 
-    engine: EngineOptions
-    shape: str | None
-    format: str | None
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    shape: ShapeName = None
+    format: Format = None
 
     def __post_init__(self) -> None:
         if self.shape is None and self.format is not None:
@@ -71,19 +71,13 @@ class BenchModel:
             yield write_folder(find_shape(self.shape), Path(folder), self.format or "f32")
 
 
+@with_flags
 def decode(
     *,
-    model: Model = DEFAULT_MODEL,
-    shape: ShapeName = None,
-    form: Format = None,
-    quantize: Quantize = None,
-    memory_fraction: MemoryFraction = None,
+    model: BenchModel,
     tokens: Tokens = 128,
     prompt: Prompt = 32,
     repeat: Repeat = 5,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
     json: Json = False,
 ) -> None:
     """Decode speed of one sequence, and how close it comes to the memory-bandwidth limit.
@@ -92,58 +86,43 @@ def decode(
 
     The limit is the measured memory bandwidth divided by the bytes of weights that a token reads.
     """
-    target = BenchModel(EngineOptions(model, dtype, device, threads, quantize, memory_fraction), shape, form)
-    _bench_decode(target, "decode", RunSizes(tokens, prompt, 1, repeat), json)
+    _bench_decode(model, "decode", RunSizes(tokens, prompt, 1, repeat), json)
 
 
+@with_flags
 def batch(
     *,
-    model: Model = DEFAULT_MODEL,
-    shape: ShapeName = None,
-    form: Format = None,
-    quantize: Quantize = None,
-    memory_fraction: MemoryFraction = None,
+    model: BenchModel,
     sequences: Sequences = 8,
     tokens: Tokens = 128,
     prompt: Prompt = 32,
     repeat: Repeat = 5,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
     json: Json = False,
 ) -> None:
     """Decode throughput of many concurrent sequences.
 
     Counted from the moment every sequence has its first token.
     """
-    target = BenchModel(EngineOptions(model, dtype, device, threads, quantize, memory_fraction), shape, form)
-    _bench_decode(target, "batch", RunSizes(tokens, prompt, sequences, repeat), json)
+    _bench_decode(model, "batch", RunSizes(tokens, prompt, sequences, repeat), json)
 
 
+@with_flags
 def prefill(
     *,
-    model: Model = DEFAULT_MODEL,
-    shape: ShapeName = None,
-    form: Format = None,
-    quantize: Quantize = None,
-    memory_fraction: MemoryFraction = None,
+    model: BenchModel,
     prompt: Prompt = 512,
     repeat: Repeat = 5,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
     json: Json = False,
 ) -> None:
     """Prefill speed: prompt tokens per second, up to the first generated token.
 
     Every run has a new prompt, so the prefix cache never hits.
     """
-    target = BenchModel(EngineOptions(model, dtype, device, threads, quantize, memory_fraction), shape, form)
     sizes = RunSizes(1, prompt, 1, repeat)
-    with _open_engine(target, sizes) as engine:
+    with _open_engine(model, sizes) as engine:
         test = SpeedTest(engine)
         seconds = _repeat(repeat, lambda: test.prefill(test.prompt(prompt)))
-        facts = _facts(engine, target)
+        facts = _facts(engine, model)
     rate, to_first = Summary.of([prompt / s for s in seconds]), Summary.of([1e3 * s for s in seconds])
     if json:
         runs = [{"seconds": s, "tokens_per_second": prompt / s} for s in seconds]
@@ -153,27 +132,20 @@ def prefill(
     _table("prefill", facts, [("tokens/s", rate, "–"), ("ms to the first token", to_first, "–")], sizes)
 
 
+@with_flags
 def startup(
     *,
-    model: Model = DEFAULT_MODEL,
-    shape: ShapeName = None,
-    form: Format = None,
-    quantize: Quantize = None,
-    memory_fraction: MemoryFraction = None,
+    model: BenchModel,
     repeat: Repeat = 5,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
     json: Json = False,
 ) -> None:
     """Seconds from process start to the first token of an 8-token prompt, compared with `import torch` alone."""
-    target = BenchModel(EngineOptions(model, dtype, device, threads, quantize, memory_fraction), shape, form)
     RunSizes(1, 8, 1, repeat)
-    with target.path() as path:
+    with model.path() as path:
         # Opened here first: bad options are reported once, and the files are in the page cache.
-        with _load_engine(target, path, pages_for(1, 16)) as engine:
-            facts = _facts(engine, target, bandwidth=False)
-        options = target.engine.given() | {"model": str(path)}
+        with _load_engine(model, path, pages_for(1, 16)) as engine:
+            facts = _facts(engine, model, bandwidth=False)
+        options = model.engine.given() | {"model": str(path)}
         runs = _repeat(repeat, lambda: measure_startup(options))
     names = ("torch", "imported", "loaded", "answered", "beyond_torch")
     found = {name: Summary.of([getattr(run, name) for run in runs]) for name in names}
@@ -202,17 +174,17 @@ class RunSizes:
             check_integer(value, f"--{name}", 1, LIMIT)
 
 
-def _bench_decode(target: BenchModel, work: str, sizes: RunSizes, json: bool) -> None:
+def _bench_decode(model: BenchModel, work: str, sizes: RunSizes, json: bool) -> None:
     if sizes.tokens < 2:
         raise InvalidInput(f"--tokens is {sizes.tokens}; at least 2 are needed, as the first belongs to the prefill")
-    with _open_engine(target, sizes) as engine:
+    with _open_engine(model, sizes) as engine:
         test = SpeedTest(engine)
 
         def once() -> DecodeTiming:
             return test.decode([test.prompt(sizes.prompt) for _ in range(sizes.sequences)], sizes.tokens)
 
         runs = _repeat(sizes.repeat, once)
-        facts = _facts(engine, target)
+        facts = _facts(engine, model)
     limit = sizes.sequences * facts["limit"]["tokens_per_second"]
     rate = Summary.of([run.rate for run in runs])
     first = Summary.of([1e3 * run.prompt_seconds for run in runs])
@@ -243,11 +215,11 @@ def _repeat(repeat: int, once: Callable[[], Result]) -> list[Result]:
 
 
 @contextmanager
-def _open_engine(target: BenchModel, sizes: RunSizes) -> Iterator[hw.Engine]:
+def _open_engine(model: BenchModel, sizes: RunSizes) -> Iterator[hw.Engine]:
     with (
         EngineLog(),
-        target.path() as path,
-        _load_engine(target, path, pages_for(sizes.sequences, sizes.prompt + sizes.tokens)) as e,
+        model.path() as path,
+        _load_engine(model, path, pages_for(sizes.sequences, sizes.prompt + sizes.tokens)) as e,
     ):
         total, most = sizes.prompt + sizes.tokens, e.config.max_positions
         if total > most:
@@ -257,14 +229,14 @@ def _open_engine(target: BenchModel, sizes: RunSizes) -> Iterator[hw.Engine]:
         yield e
 
 
-def _load_engine(target: BenchModel, path: Path, pages: int) -> hw.Engine:
+def _load_engine(model: BenchModel, path: Path, pages: int) -> hw.Engine:
     import headway as hw
 
     with loading() as layers:
-        return hw.Engine(path, pages=pages, progress=layers, **target.engine.given())
+        return hw.Engine(path, pages=pages, progress=layers, **model.engine.given())
 
 
-def _facts(engine: hw.Engine, target: BenchModel, *, bandwidth: bool = True) -> dict[str, Any]:
+def _facts(engine: hw.Engine, model: BenchModel, *, bandwidth: bool = True) -> dict[str, Any]:
     """The machine, the model, its execution path, and the memory-bandwidth limit of one sequence."""
     import torch
 
@@ -273,7 +245,7 @@ def _facts(engine: hw.Engine, target: BenchModel, *, bandwidth: bool = True) -> 
     info = engine.info
     facts = {
         "machine": asdict(read_machine()),
-        "model": asdict(info) | {"name": target.name},
+        "model": asdict(info) | {"name": model.name},
         "path": path_of(engine),
     }
     if bandwidth:

@@ -1,4 +1,4 @@
-// Low-rank adapters beside a matmul: y[row] += scale * B (A x[row]) for the rows of each adapter, from unquantized
+// LoRA adapters, added to a matmul: y[row] += scale * B (A x[row]) for the rows of each adapter, from unquantized
 // activations, in float32. A row's bits do not depend on its neighbors: every sum has one order, whatever the tile.
 //
 // Two parts with a barrier between them: `shrink` computes A x of all rows, split over the threads by work; `expand` adds B

@@ -1,4 +1,4 @@
-"""LoRA beside a matmul: for each row the sum over its adapters of scale × B (A x), in float32."""
+"""LoRA, added to a matmul: for each row the sum over its adapters of scale × B (A x), in float32."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Groups = Sequence[tuple[RowGroup, Sequence[Piece]]]
 
 
 def low_rank(x: Tensor, outputs: int, groups: Groups, *, by_row: bool = False) -> Tensor:
-    """What the groups add to a matmul of x [T, K] with so many outputs [T, N], in float32, in the groups' order.
+    """What the groups add to a matmul of x [T, K] with this many outputs [T, N], in float32, in the groups' order.
 
     With `by_row` every row is computed by itself, so that its bits depend on nothing else.
     """
@@ -51,7 +51,7 @@ def low_rank(x: Tensor, outputs: int, groups: Groups, *, by_row: bool = False) -
 
 @dataclass(frozen=True, eq=False)
 class OrderedLowRank:
-    """The same beside quantized weights, whose format fixes the order of every sum (`ordered`): added by `plus`.
+    """The same for quantized weights, whose format fixes the order of every sum (`ordered`): added by `plus`.
 
     Inputs take turns in four sums, ranks follow each other, and the product is added to y by a fused multiply-add.
     """

@@ -57,7 +57,7 @@ class OrderedMatrix:
             )
         return cls(weights, scale, minimum, w.bias, w.row_quantization, w.nbytes)
 
-    def beside(self, other: OrderedMatrix) -> OrderedMatrix | None:
+    def stacked_with(self, other: OrderedMatrix) -> OrderedMatrix | None:
         """Both as one matrix, this one's outputs first; None if their formats differ."""
         pairs = [(getattr(self, name), getattr(other, name)) for name in ("weights", "scale", "minimum", "bias")]
         alike = all((a is None) == (b is None) for a, b in pairs) and self.weights.shape[:2] == other.weights.shape[:2]

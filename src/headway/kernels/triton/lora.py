@@ -1,4 +1,4 @@
-"""Low-rank adapters beside a matmul: y[row] += scale × B (A x[row]) for rows that are grouped by adapter.
+"""LoRA adapters, added to a matmul: y[row] += scale × B (A x[row]) for rows that are grouped by adapter.
 
     tiles     [n, 3] int32: an adapter's slot, its first use and how many uses; at most TILE, 0 for an empty tile
     rows      [uses] int32, scales [uses] float32: the row of each use, and the adapter's scale there

@@ -132,7 +132,7 @@ class StackedMatrices:
         """Neighbors of one format become one matrix."""
         stacked: list[OrderedMatrix] = []
         for part in map(OrderedMatrix.of, parts):
-            joined = stacked[-1].beside(part) if stacked else None
+            joined = stacked[-1].stacked_with(part) if stacked else None
             stacked[-1:] = [*stacked[-1:], part] if joined is None else [joined]
         return cls(tuple(stacked))
 

@@ -353,7 +353,7 @@ class GrammarMatcher:
         return result, seconds
 
     def _has_another_chance(self, seconds: float) -> bool:
-        """Whether a failed matcher may go on with more room, for states or for items that came in so many seconds."""
+        """Whether a failed matcher may go on with more room, for states or for items; those came within `seconds`."""
         if not TOO_AMBIGUOUS.search(self._matcher.get_error()):
             return self._shares
         had, self._cheap = self._cheap, seconds < CHEAP

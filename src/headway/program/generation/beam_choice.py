@@ -20,7 +20,6 @@ from torch import Tensor
 from headway.base.errors import InvalidInput, PassFailed
 from headway.base.masks import logit_mask
 from headway.base.rng import uniform
-from headway.program.constraints.constraint import GrammarMatcher
 from headway.program.generation.ngrams import banned_by_ngrams
 from headway.program.generation.transcript import Transcript
 
@@ -204,7 +203,7 @@ class BeamSearch:
             return "stop" if beam.tokens[-1] in rules.stops else "eos"
         if transcript is not None and transcript.stopped:
             return "stop"
-        if transcript is not None and _is_finished(transcript):
+        if transcript is not None and transcript.rule.is_over(last=True):
             return "constraint"
         return "length" if last else None
 
@@ -243,15 +242,6 @@ def _booleans(bits: Any, vocab: int) -> np.ndarray:
     if isinstance(bits, np.ndarray) and not bits.any():
         return np.zeros(vocab, np.bool_)
     return np.array(logit_mask(vocab, bits))
-
-
-def _is_finished(transcript: Transcript) -> bool:
-    """Whether the constraint allows nothing but the end.
-
-    A grammar knows by its next mask, which nobody needs for a text that is not complete.
-    """
-    incomplete = isinstance(transcript.constraint, GrammarMatcher) and not transcript.may_end
-    return not incomplete and transcript.finished
 
 
 def _filtered(rows: Tensor, draws: BeamSampling, keep: int) -> Tensor:

@@ -25,10 +25,10 @@ from headway.base.generation import PARAMETERS
 from headway.base.probes import Logits, Value_co
 from headway.base.rng import fresh_seed
 from headway.base.text import short_repr
-from headway.program.constraints.budget import GrammarBudget
-from headway.program.constraints.constraint import Constraint, compile_async
+from headway.program.constraints.constraint import Constraint
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.beam_choice import BeamRules, BeamSampling, BeamSearch, EndedBeam
+from headway.program.generation.constrained import GenerationConstraint
 from headway.program.generation.draws import Probes, add_probes
 from headway.program.generation.ngrams import copied
 from headway.program.generation.steps import probed
@@ -112,7 +112,7 @@ async def beam_search(
     _check_lengths(context, rules)
     text_before, seed = context.text_before, None if rules.draws is None else rules.draws.seed
     first = await _transcript(context, tuple(stop), constrain)
-    if first is not None and first.finished:
+    if first is not None and first.rule.finished:
         return [Continuation((), "", "constraint", 0.0, seed)]
     search = BeamSearch(rules, context.tokens, context.engine.config.max_positions - context._room() - 1, first)
     with _BeamContexts(context.fork(), attention_mask, adapter, probe) as beams:
@@ -135,12 +135,9 @@ async def _transcript(
     """What follows constraint and stop strings, before the first token; None where there are none."""
     if not stops and constrain is None:
         return None
-    engine = context.engine
-    rule = copied(constrain)
-    if isinstance(rule, Grammar):
-        budget = GrammarBudget(engine._max_grammar_seconds)
-        rule = await compile_async(rule, engine.tokenizer, engine.vocab_size, budget=budget)
-    transcript = Transcript(engine, stops, rule)
+    rule = GenerationConstraint(context, copied(constrain))
+    await rule.compile_async()
+    transcript = Transcript(context.engine, stops, rule)
     transcript.begin(context.tokens, context.text_start)
     return transcript
 

@@ -36,14 +36,13 @@ from headway.base.masks import Mask
 from headway.base.probes import Logits, Value_co
 from headway.base.samplers import Sampler
 from headway.program.adapters import AdapterArgument, mix_of
-from headway.program.constraints.budget import GrammarBudget, is_slow, settle
-from headway.program.constraints.constraint import Constraint, GrammarMatcher, compile_async
-from headway.program.constraints.constraint import compile as compile_grammar
+from headway.program.constraints.constraint import Constraint
 from headway.program.constraints.grammar import Grammar
+from headway.program.generation.constrained import GenerationConstraint
 from headway.program.generation.draws import Drawing, Probes
 from headway.program.generation.hooks import GenerationHooks, LogitsHook, PrepareHook
+from headway.program.generation.last_seen import LastSeen
 from headway.program.generation.lookahead import Lookahead
-from headway.program.generation.ngrams import NoRepeat
 from headway.program.generation.speculation.drafter import Drafter, check_drafter
 from headway.program.generation.speculation.rounds import Round
 from headway.program.generation.speculation.speculation import Speculation, SpeculationStats
@@ -113,19 +112,16 @@ class Generation(Generic[Value_co]):
         if self._hooks is not None and speculate is not None:
             raise Unsupported("speculate cannot be given with prepare or logits, which see every token: leave one out")
         self._context = context
-        self._grammar = constrain if isinstance(constrain, Grammar) else None  # compiled before the first pass
-        constraint = None if isinstance(constrain, Grammar) else constrain
-        self._no_repeat = NoRepeat(no_repeat_ngram_size, context, constraint) if no_repeat_ngram_size else None
-        self._transcript = Transcript(context.engine, strings, self._no_repeat or constraint)
-        self._seen: object = None  # the context as the last step left it; None before the first
-        self._cut: int | None = None  # the fewest tokens that the context has had since then, if any were cut
+        self._rule = GenerationConstraint(context, constrain, no_repeat_ngram_size)
+        self._transcript = Transcript(context.engine, strings, self._rule)
+        self._seen = LastSeen(context)
         self._ahead = Lookahead(context, self._transcript, self._end_ids)
         self._speculation = None if speculate is None else Speculation(speculate, context, self._drawing, verify)
         self.finish: str | None = None
         context._generations.add(self)
 
     def __repr__(self) -> str:
-        state = f"ended ({self.finish})" if self.finish is not None else "running" if self._has_begun else "not begun"
+        state = f"ended ({self.finish})" if self.finish else "running" if self._seen.has_begun else "not begun"
         return f"<Generation: {len(self._transcript.generated)} of {self._most} tokens, {state}>"
 
     @property
@@ -170,11 +166,11 @@ class Generation(Generic[Value_co]):
                 if token is not None:
                     return self._buffered_step(token)
                 self._come_back()  # nothing may follow the last token
-        await self._compile_async()
+        await self._rule.compile_async()
         step = self._ahead.claim()
         if step is None:
             self._follow()
-            await self._settle_grammar()
+            await self._rule.settle()
             self._follow()
             if (over := self._over()) is not None:
                 return self._end(over)
@@ -191,7 +187,7 @@ class Generation(Generic[Value_co]):
             self._run_ahead(step)
         out = await self._outcome(step)
         token, probes = out.token(step.token), probed(out, step.probe)
-        if not self._ahead.is_there and is_slow(self._transcript.constraint) and token not in self._end_ids:
+        if not self._ahead.is_there and self._rule.is_slow and token not in self._end_ids:
             return await self._slow_step(token, probes)
         return self._sampled_step(token, probes)
 
@@ -217,9 +213,9 @@ class Generation(Generic[Value_co]):
         self._check_text()
         if schema is not None:
             begun = self._transcript.generated or self._ahead.is_there or self.finish is not None
-            if begun or self._is_constrained:
+            if begun or self._rule.is_given:
                 raise InvalidInput("a schema can be given to json() before the first step, and to no other constraint")
-            self._grammar = Grammar.json_schema(schema)
+            self._rule.follow(Grammar.json_schema(schema))
         return parse_json(await self.text(), self.finish, schema)
 
     def _check_text(self) -> None:
@@ -236,10 +232,9 @@ class Generation(Generic[Value_co]):
         nothing has changed then. Nothing is computed: the tokens wait in the pending buffer.
         """
         self._go_on()
-        if self._no_repeat is not None:
-            self._no_repeat.stale = True
+        self._rule.reread()
         ids = token_ids(tokens, self._context.engine.vocab_size)
-        self._compile()
+        self._rule.compile()
         ends = [i for i, token in enumerate(ids) if token in self._end_ids]
         if not ends:
             return self._append(ids, whole=True)
@@ -257,18 +252,18 @@ class Generation(Generic[Value_co]):
         Tokens that the constraint forces need no pass: `gen.accept(gen.forced())`.
         """
         self._go_on()
-        await self._compile_async()
-        await self._settle_grammar()
+        await self._rule.compile_async()
+        await self._rule.settle()
         if (over := self._over()) is not None:
             raise Closed(f"no step is left to prepare: the next one only ends the generation ({over})")
         prepared = self._drawing.prepared(self._context, self._transcript)
-        return replace(prepared, _mark=self._seen, _taken=self._take)
+        return replace(prepared, _mark=self._seen.mark, _taken=self._take)
 
     def forced(self) -> list[int]:
         """Tokens that the constraint forces: fed together, without a pass for each."""
         self._rest()
-        self._compile()
-        tokens = self._transcript.forced()[: self._left]
+        self._rule.compile()
+        tokens = self._rule.forced()[: self._left]
         ends = [i for i, token in enumerate(tokens) if token in self._end_ids]
         return tokens[: ends[0]] if ends else tokens
 
@@ -282,17 +277,15 @@ class Generation(Generic[Value_co]):
         self._follow()
         context = self._context.fork()  # first: nobody is at work on the constraint of an idle context
         try:
-            transcript = self._transcript.fork()
+            transcript = self._transcript.fork(context)
             speculation = None if self._speculation is None else self._speculation.fork(context)
         except BaseException:
             context.release()
             raise
         twin = copy(self)
         twin._context, twin._transcript, twin._speculation = context, transcript, speculation
-        if isinstance(rule := transcript.constraint, NoRepeat):
-            rule.context, twin._no_repeat = context, rule
+        twin._rule, twin._seen = transcript.rule, self._seen.fork(context)
         twin._ahead = self._ahead.fork(context, transcript)
-        twin._seen = None if self._seen is None else twin._marked()
         context._generations.add(twin)
         return twin.reseed(seed) if seed is not None or not self._drawing.seeded else twin
 
@@ -348,95 +341,36 @@ class Generation(Generic[Value_co]):
             self._ahead.take_back()
             if token is not None:
                 self._context.fill([token])
-            self._mark()
-
-    def _mark(self) -> None:
-        """Note the context as it is: this generation has made it so."""
-        self._seen, self._cut = self._marked(), None
-
-    def _was_cut(self, length: int) -> None:
-        """The context was cut to so many tokens: what comes behind them was not generated, whatever it is."""
-        self._cut = length if self._cut is None else min(self._cut, length)
-
-    def _marked(self) -> object:
-        """What stays equal as long as nobody changes the context."""
-        with self._context.engine._lock:
-            pending = self._context.pending  # first: it takes back what another generation has in flight
-            return self._context._table.stamp, pending
+            self._seen.update()
 
     def _follow(self) -> None:
         """Notice what the program has done to the context since the last step."""
         if self._ahead.is_there:  # nothing: its pass would have been taken back
             return
-        mark, before, cut = self._marked(), self._seen, self._cut
-        if mark == before and cut is None:
+        seen, begun, cut = self._seen, self._seen.has_begun, self._seen.cut
+        if seen.is_current and cut is None:
             return
-        self._seen, self._cut = mark, None
+        seen.update()
         if self._speculation is not None:
             self._speculation.look_again()
-        if before is None:
-            self._transcript.begin(self._context.tokens, self._context.text_start)
-        else:
+        if begun:
             self._transcript.follow(self._context.tokens, cut)
-
-    @property
-    def _has_begun(self) -> bool:
-        return self._seen is not None
+        else:
+            self._transcript.begin(self._context.tokens, self._context.text_start)
 
     def _slots_moved(self) -> None:
         """The program has moved slots of the context: what was generated stays, wherever it is now."""
         self._transcript.settle(self._context.tokens)
-        self._mark()
+        self._seen.update()
 
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _over(self) -> str | None:
         """Why no pass can follow, if none can."""
-        if self._transcript.finished:
+        if self._rule.finished:
             return "constraint"
         # A last token at the limit of positions cannot be computed.
         return "length" if self._left <= 0 or (self._transcript.generated and self._context._room() < 0) else None
-
-    def _compile(self) -> None:
-        """Compile the grammar, if it is not. The first time it may take a second, in the caller's thread."""
-        if self._grammar is not None:
-            engine = self._context.engine
-            self._follow_grammar(
-                compile_grammar(
-                    self._grammar,
-                    engine.tokenizer,
-                    engine.vocab_size,
-                    budget=GrammarBudget(engine._max_grammar_seconds),
-                )
-            )
-
-    async def _compile_async(self) -> None:
-        """The same without blocking the event loop."""
-        if (grammar := self._grammar) is not None:
-            engine = self._context.engine
-            made = await compile_async(
-                grammar, engine.tokenizer, engine.vocab_size, budget=GrammarBudget(engine._max_grammar_seconds)
-            )
-            if self._grammar is grammar:  # else somebody needed it sooner
-                self._follow_grammar(made)
-
-    def _follow_grammar(self, compiled: Constraint) -> None:
-        self._grammar = None
-        if self._no_repeat is None:
-            self._transcript.constraint = compiled
-        else:
-            self._no_repeat.other = compiled
-
-    @property
-    def _is_constrained(self) -> bool:
-        """Whether the program has given a constraint."""
-        given = self._transcript.constraint if self._no_repeat is None else self._no_repeat.other
-        return given is not None or self._grammar is not None
-
-    async def _settle_grammar(self) -> None:
-        """Have what a slow grammar allows next computed in a thread, before anybody here asks for it."""
-        if is_slow(constraint := self._transcript.constraint):
-            await settle(constraint)
 
     def _can_run_ahead(self) -> bool:
         """Whether the next pass can be built before this one's token is known."""
@@ -450,11 +384,8 @@ class Generation(Generic[Value_co]):
         Where it takes nothing but the token, it continues by itself from then on.
         """
         # What prevents it is raised by its own step, or by this step's outcome if that has failed already.
-        with suppress(OutOfPages, TokenBudgetExceeded, DeadlineExceeded, PassFailed), self._context.engine._lock:
-            left = min(self._left, self._context._room()) - 1
-            self._ahead.start(self._drawing.prepared(self._context, self._transcript, step.token, self._ahead.mask()))
-            if self._drawing.repeats(self._context, self._transcript):
-                self._ahead.decode(self._drawing.attention, left)
+        with suppress(OutOfPages, TokenBudgetExceeded, DeadlineExceeded, PassFailed):
+            self._ahead.start(self._drawing, step.token, min(self._left, self._context._room()) - 1)
 
     async def _next_token(self, job: Job) -> int | None:
         """The next token of run-ahead decoding; on an error the context is as it was after the last token."""
@@ -466,7 +397,7 @@ class Generation(Generic[Value_co]):
                     self._come_back()
                 else:  # it failed, and somebody changed the context before this was known
                     self._retract(None)
-                    self._seen = ()
+                    self._seen.invalidate()
             if isinstance(error, CancelledError):
                 raise asyncio.CancelledError from None
             raise
@@ -504,11 +435,11 @@ class Generation(Generic[Value_co]):
         with suppress(Closed, ContextBusy, PassFailed), self._context._changing():
             if self._transcript.lacks_last(self._context.tokens):
                 self._context.fill([self._transcript.generated[-1]])
-                self._mark()
+                self._seen.update()
 
     async def _take(self, prepared: Prepared[Any]) -> Step[Value_co]:
         self._go_on()
-        if prepared._mark != self._seen:
+        if prepared._mark != self._seen.mark:
             raise Closed("the context was changed since this step was prepared; prepare another one")
         out = await prepared.forward.execute()
         return self._sampled_step(out.token(prepared.token), probed(out, prepared.probe))
@@ -526,10 +457,10 @@ class Generation(Generic[Value_co]):
     async def _speculated_step(self) -> Step | None:
         """A step that verifies drafts, or None where none pay."""
         speculation, began = self._speculation, time.perf_counter()
-        if speculation is None or self._most_drafts == 0 or is_slow(self._transcript.constraint):
+        if speculation is None or self._most_drafts == 0 or self._rule.is_slow:
             return None  # a slow grammar would be asked for a mask at every draft
         draft, drafting = await speculation.draft(self._most_drafts)
-        if self._marked() != self._seen:  # somebody changed the context meanwhile
+        if not self._seen.is_current:  # somebody changed the context meanwhile
             return await self.__anext__()
         if not len(draft):
             return None
@@ -548,21 +479,11 @@ class Generation(Generic[Value_co]):
     def _verified_step(self, round: Round, probes: list[tuple[Any, ...]]) -> Step:
         """The step of the tokens that a round adds, up to what ends the text."""
         added: list[int] = []
-        end = None
         with self._context.engine._lock:
             try:
-                for token in round.tokens:
-                    if token in self._end_ids:
-                        end = token
-                        break
-                    self._transcript.add(token)
-                    added.append(token)
-                    if self._transcript.stopped:
-                        break
+                end = round.add_to(self._context, added)
             finally:
-                self._context.truncate(max(0, round.computed - len(added)))
-                self._context.fill(added[round.computed :])
-                self._mark()
+                self._seen.update()
                 assert self._speculation is not None
                 self._speculation.add(added, guessed=False)
         values = tuple(value for each in probes[: len(added) + (end is not None)] for value in each)
@@ -585,7 +506,7 @@ class Generation(Generic[Value_co]):
         step = prepared.execute()
         readout = step.execution._job.work.readouts[prepared.token.first]
         out = await self._outcome(step)
-        self._mark()
+        self._seen.update()
         token = out.token(prepared.token)
         if handle is not None:
             position = self._context.next_position - 1
@@ -594,7 +515,7 @@ class Generation(Generic[Value_co]):
         return self._sampled_step(token, probed(out, prepared.probe))
 
     def _check_untouched(self, hook: str) -> None:
-        if self._marked() != self._seen:
+        if not self._seen.is_current:
             raise InvalidInput(
                 f"the {hook} hook has changed the context of its generation; a hook may read it and fork it"
             )
@@ -632,7 +553,7 @@ class Generation(Generic[Value_co]):
             self._speculation.decoded(token, self._most_drafts)
         self._retract(token)
         if not self._transcript.stopped:
-            await self._settle_grammar()
+            await self._rule.settle()
         return self._step([token], probes)
 
     def _append(self, ids: list[int], *, whole: bool = False, end: int | None = None) -> Step[Value_co]:
@@ -640,12 +561,12 @@ class Generation(Generic[Value_co]):
         if len(ids) > self._left:
             raise InvalidInput(f"{len(ids)} tokens were given; max_tokens leaves room for {self._left}")
         with self._transcript.adding(ids, whole=whole, before_end=end is not None) as taken:
-            if end is not None and not self._transcript.may_end:
+            if end is not None and not self._rule.may_end:
                 raise InvalidInput(f"token {end} would end the generation and the constraint does not allow that here")
             self._context.fill(taken)
         if self._speculation is not None:
             self._speculation.add(taken, guessed=False)
-        self._mark()
+        self._seen.update()
         return self._step(taken)
 
     def _step(self, tokens: list[int], probes: tuple[Any, ...] = ()) -> Step[Value_co]:
@@ -655,7 +576,7 @@ class Generation(Generic[Value_co]):
             self._context.truncate(surplus)
             if self._speculation is not None:
                 self._speculation.look_again()
-            self._mark()
+            self._seen.update()
             return self._end("stop", Step(tuple(tokens[: max(0, len(tokens) - surplus)]), "", probes))
         text, retracted = self._transcript.take_text()
         step = Step(tuple(tokens), text, probes, retracted=retracted)
@@ -665,16 +586,8 @@ class Generation(Generic[Value_co]):
 
     @property
     def _is_finished(self) -> bool:
-        """Whether the constraint allows nothing after the last token.
-
-        A grammar knows by its next mask, which nobody needs where max_tokens ends a text that is not complete.
-        """
-        transcript = self._transcript
-        if self._ahead.has_grammar or (
-            self._left <= 0 and isinstance(transcript.constraint, GrammarMatcher) and not transcript.may_end
-        ):
-            return False
-        return transcript.finished
+        """Whether the constraint allows nothing after the last token."""
+        return not self._ahead.has_grammar and self._rule.is_over(last=self._left <= 0)
 
     def _end(self, why: str, step: Step[Any] | None = None) -> Step[Value_co]:
         """The last step, with the text that was held back."""

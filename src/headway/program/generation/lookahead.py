@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from headway.base.errors import ContextBusy
 from headway.base.masks import Mask
 from headway.program.constraints.async_mask import DENSE, GrammarCursor, GrammarMask
-from headway.program.constraints.budget import is_slow
 from headway.program.constraints.constraint import GrammarMatcher
-from headway.program.generation.steps import Prepared, StepInFlight
+from headway.program.generation.draws import Drawing
+from headway.program.generation.steps import StepInFlight
 from headway.program.generation.transcript import Transcript
+from headway.program.output import SampleHandle
 from headway.runtime.decode import Decode
 from headway.runtime.job import Job
 
@@ -77,24 +78,28 @@ class Lookahead:
         constraint = self._transcript.constraint
         if constraint is None:
             return True
-        if is_slow(constraint):
+        if self._transcript.rule.is_slow:
             return False  # no step waits for its masks
         if self._dense_steps is None:  # its mask was computed just now, for the pass that this one would follow
             self._dense_steps = DENSE_STEPS if self._is_dense() else 0
         return self._dense_steps >= DENSE_STEPS
 
-    def mask(self) -> GrammarMask | None:
-        """The mask of the pass that will be in flight, if a grammar binds it."""
+    def start(self, drawing: Drawing, fed: SampleHandle, left: int) -> None:
+        """Queue a pass that is fed with the token of the one before.
+
+        Where it takes nothing but the token, it continues by itself from then on, for at most `left` tokens.
+        """
         constraint, vocab = self._transcript.constraint, self._context.engine.vocab_size
-        self._mask = GrammarMask(constraint, self._end_ids, vocab) if isinstance(constraint, GrammarMatcher) else None
-        return self._mask
+        with self._lock:
+            if isinstance(constraint, GrammarMatcher):
+                self._mask = GrammarMask(constraint, self._end_ids, vocab)
+            else:
+                self._mask = None
+            self._step = drawing.prepared(self._context, self._transcript, fed, self._mask).execute()
+            if drawing.repeats(self._context, self._transcript):
+                self._decode_on(drawing.attention, left)
 
-    def start(self, prepared: Prepared) -> None:
-        """Queue a pass that is fed with the token of the one before."""
-        self._step = prepared.execute()
-
-    def decode(self, attention: Mask | None, left: int) -> None:
-        """The pass takes nothing but its token: let it continue by itself, for at most `left` tokens."""
+    def _decode_on(self, attention: Mask | None, left: int) -> None:
         assert self._step is not None
         engine, job, constraint = self._context.engine, self._step.execution._job, self._transcript.constraint
         if isinstance(constraint, GrammarMatcher):
@@ -177,7 +182,7 @@ class Lookahead:
 
     def observe(self) -> None:
         """The program has one more token: note whether the mask after it is dense."""
-        if is_slow(self._transcript.constraint):
+        if self._transcript.rule.is_slow:
             self._dense_steps = 0
         elif self._cursor is None:  # else the grammar is ahead of the program
             self._dense_steps = (self._dense_steps or 0) + 1 if self._is_dense() else 0

@@ -10,28 +10,33 @@ likeliest token whatever a model's publisher recommends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Required, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from headway.base.adapters import AdapterMix
 from headway.base.errors import InvalidInput, Unsupported
-from headway.base.generation import PARAMETERS
+from headway.base.generation import PARAMETERS, parameters_of
 from headway.base.masks import Mask
 from headway.base.probes import Ranking
 from headway.base.samplers import Sampler, Sampling, resolve
 from headway.base.text import short_repr
-from headway.program.adapters import AdapterArgument
+from headway.program.adapters import AdapterArgument, mix_of
 from headway.program.constraints.constraint import Constraint, check_constraint
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.defaults import FILE, SAMPLED, GenerationDefaults
-from headway.program.generation.draws import Probes
+from headway.program.generation.draws import Probes, checked_probes
 from headway.program.generation.hooks import LogitsHook, PrepareHook
 from headway.program.generation.speculation.drafter import Drafter, check_drafter
 from headway.program.generation.stops import listed_stops
 from headway.program.generation.word_bias import WordBias
 
+if TYPE_CHECKING:
+    from headway.program.context import Context
+
 MAX_TOKENS = PARAMETERS["max_tokens"].default
+BY_FILE = ("num_beams", "num_return_sequences", "length_penalty", "early_stopping", "no_repeat_ngram_size")
+BY_CALL = ("constrain", "attention_mask", "speculate", "verify", "prepare", "logits")  # taken as they are given
 
 
 class Options(TypedDict, total=False):
@@ -74,18 +79,11 @@ class OneSequence(Options, total=False):
     num_return_sequences: None
 
 
-class Beams(Options, total=False):
-    """A call whose result is `Generations` of a beam search."""
+class Several(Options, total=False):
+    """A call whose result is `Generations`: of a beam search, or of several draws."""
 
-    num_beams: Required[int]
+    num_beams: int | None
     num_return_sequences: int | None
-
-
-class Draws(Options, total=False):
-    """A call whose result is `Generations` of several draws."""
-
-    num_beams: None
-    num_return_sequences: Required[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,48 +116,37 @@ class Parameters:
         return self.sampler.temperature > 0
 
 
-def settle(
-    given: GenerationDefaults,
-    sampler: Sampler | None,
-    file: Callable[[], GenerationDefaults],
-    *,
-    prompt: int,
-    room: int,
-    vocab: int,
-    eos_ids: tuple[int, ...],
-    stop: str | Iterable[str | int],
-    stop_only: bool,
-    constrain: Grammar | Constraint | None,
-    **others: Any,
-) -> Parameters:
-    """The parameters for a prompt of `prompt` tokens with `room` for more; `given` are the call's own values.
+def settle(context: Context, sampler: Sampler | None, options: Mapping[str, Any]) -> Parameters:
+    """The parameters of `context.generate(sampler, **options)`; `options` has every parameter of the call by name.
 
-    End tokens that the file names, besides the model's `eos_ids`, become stops.
+    End tokens that the model's file names, besides its tokenizer's, become stops.
     """
-    check_constraint(constrain)
-    check_drafter(others["speculate"], others["verify"])
+    engine, prompt = context.engine, len(context.tokens)
+    stop_only, penalize_prompt = (PARAMETERS[name].check(options[name]) for name in ("stop_only", "penalize_prompt"))
+    adapter, probe = mix_of(engine, options["adapter"]), checked_probes(engine.config, options["probe"])
+    given = _given(options)
+    check_constraint(options["constrain"])
+    check_drafter(options["speculate"], options["verify"])
     _check_pair("max_tokens", given.max_new_tokens, "max_length", given.max_length)
     _check_pair("min_tokens", given.min_new_tokens, "min_length", given.min_length)
-    base = file() if sampler is None else GenerationDefaults()
+    base = engine.generation_defaults if sampler is None else GenerationDefaults()
     chosen = _override(base, given)
     limit = chosen.max_tokens(prompt)
     if limit is None:
-        limit = MAX_TOKENS if chosen.value("num_beams") == 1 else min(MAX_TOKENS, max(room, 1))
-    ends = () if stop_only else sorted(set(base.eos_ids or ()).difference(eos_ids))
+        limit = MAX_TOKENS if chosen.value("num_beams") == 1 else min(MAX_TOKENS, max(context._room(), 1))
+    ends = () if stop_only else sorted(set(base.eos_ids or ()).difference(engine.eos_ids))
     settled = Parameters(
         sampler=_file_sampler(chosen, given) if sampler is None else _given_sampler(resolve(sampler), given),
         max_tokens=limit,
         min_tokens=chosen.min_tokens(prompt),
-        num_beams=chosen.value("num_beams"),
-        num_return_sequences=chosen.value("num_return_sequences"),
-        length_penalty=chosen.value("length_penalty"),
-        early_stopping=chosen.value("early_stopping"),
-        no_repeat_ngram_size=chosen.value("no_repeat_ngram_size"),
-        words=WordBias.of(chosen.bad_words_ids, chosen.sequence_bias, vocab),
-        stop=(*listed_stops(stop), *ends),
+        words=WordBias.of(chosen.bad_words_ids, chosen.sequence_bias, engine.vocab_size),
+        stop=(*listed_stops(options["stop"]), *ends),
         stop_only=stop_only,
-        constrain=constrain,
-        **others,
+        probe=probe,
+        penalize_prompt=penalize_prompt,
+        adapter=adapter,
+        **{name: chosen.value(name) for name in BY_FILE},
+        **{name: options[name] for name in BY_CALL},
     )
     _check_lengths(settled, given)
     if settled.num_beams == 1:
@@ -167,6 +154,17 @@ def settle(
     else:
         _check_beams(settled)
     return settled
+
+
+def _given(options: Mapping[str, Any]) -> GenerationDefaults:
+    """Those of a call's parameters that a model's file may have, too."""
+    values: dict[str, Any] = {}
+    for parameter in parameters_of("file"):
+        value, name = options[parameter.name], parameter.name_on("file")
+        if value is not None and name != parameter.name:  # an error has the name that the caller knows
+            value = parameter.check(value)
+        values[name] = value
+    return GenerationDefaults(**values)
 
 
 def _override(base: GenerationDefaults, given: GenerationDefaults) -> GenerationDefaults:

@@ -9,20 +9,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from headway.base.errors import InvalidInput, Unsupported
+from headway.base.errors import InvalidInput
 from headway.program.constraints.constraint import Constraint
+from headway.program.generation.constrained import GenerationConstraint
 from headway.program.generation.stops import StopText
 from headway.program.ids import common
 
 if TYPE_CHECKING:
+    from headway.program.context import Context
     from headway.program.engine import Engine
 
 
 class Transcript:
     """The tokens after a prompt, each generated or written by the program, and everything that depends on them."""
 
-    def __init__(self, engine: Engine, stops: tuple[str, ...], constraint: Constraint | None) -> None:
-        self.constraint = constraint
+    def __init__(self, engine: Engine, stops: tuple[str, ...], rule: GenerationConstraint) -> None:
+        self.rule = rule
         self.generated: list[int] = []
         self._prompt: tuple[int, ...] = ()
         self._text_start = 0  # where the text begins that the generated tokens continue
@@ -38,17 +40,9 @@ class Transcript:
         return self._text.stopped
 
     @property
-    def finished(self) -> bool:
-        """Whether the constraint allows nothing but the end."""
-        return self.constraint is not None and bool(getattr(self.constraint, "finished", False))
-
-    @property
-    def may_end(self) -> bool:
-        return bool(getattr(self.constraint, "may_end", True))
-
-    def forced(self) -> list[int]:
-        """Tokens that the constraint forces."""
-        return getattr(self.constraint, "forced", list)()
+    def constraint(self) -> Constraint | None:
+        """What follows the text, once its grammar is compiled."""
+        return self.rule.active
 
     # -- growing ---------------------------------------------------------------------------------------------------
 
@@ -105,7 +99,7 @@ class Transcript:
     def follow(self, tokens: tuple[int, ...], cut: int | None = None) -> None:
         """Take over the context's tokens: what was cut is forgotten, what is new was written by the program.
 
-        `cut` is the fewest tokens that the context had meanwhile: those behind are new, though they be the same.
+        `cut` is the fewest tokens that the context had meanwhile: those after them are new, even if they are the same.
         """
         before = self._before
         mine = (*before, *(token for token, _ in self._tail))
@@ -159,25 +153,14 @@ class Transcript:
         """The stop string that ended the text."""
         return self._text.stop_string
 
-    def fork(self) -> Transcript:
-        """An independent copy."""
+    def fork(self, context: Context | None = None) -> Transcript:
+        """An independent copy, for a fork of the context or for the same one."""
         twin = object.__new__(Transcript)
         twin.__dict__.update(self.__dict__)
-        twin.constraint = self._copied_constraint()
+        twin.rule = self.rule.fork(context)
         twin.generated, twin._tail, twin._text = list(self.generated), list(self._tail), self._text.copy()
         twin._settled = list(self._settled)
         return twin
-
-    def _copied_constraint(self) -> Constraint | None:
-        if self.constraint is None:
-            return None
-        copied = getattr(self.constraint, "copy", None)
-        if copied is None:
-            raise Unsupported(
-                f"the constraint {type(self.constraint).__name__} has no copy(), so this generation cannot be forked; "
-                "give it one that returns a constraint in the same state"
-            )
-        return copied()
 
     # -- text ------------------------------------------------------------------------------------------------------
 

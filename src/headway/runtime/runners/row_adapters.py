@@ -51,7 +51,7 @@ class TorchAdapter:
 
     @classmethod
     def of(cls, adapter: BoundAdapter, config: ModelConfig, device: torch.device, *, half: bool) -> TorchAdapter:
-        """With `half` with the values that float16 can hold, as adapters beside quantized weights have them."""
+        """With `half`, rounded to float16, as the adapters of quantized weights are."""
         outputs = {role: shape[0] for role, shape in target_shapes(config).items()}
         layers = []
         for pairs in adapter.layers:

@@ -85,7 +85,7 @@ class Backend:
 
     @property
     def reference_bytes(self) -> int:
-        """What the torch reference takes beside the quantized weights."""
+        """What the torch reference takes in addition to the quantized weights."""
         return 0 if self.reference is None else reference_bytes(self.reference)
 
     def runner(self, pool: Pool, page_size: int, *, deterministic: bool, profiler: Profiler) -> Runner:

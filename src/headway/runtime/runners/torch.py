@@ -87,7 +87,7 @@ class TorchRunner:
 
 @torch.inference_mode()
 def rows_are_alike(decoder: Decoder, tile: int) -> bool:
-    """Whether a row's bits are the same at every place of a tile, whatever its neighbours: tried on real weights."""
+    """Whether a row's bits are the same at every place of a tile, whatever its neighbors: tried on real weights."""
     generator = torch.Generator().manual_seed(0)
     layer, e = decoder.layers[0], decoder.config.hidden_size
     x = torch.randn(tile, e, generator=generator).to(decoder.device, decoder.dtype)

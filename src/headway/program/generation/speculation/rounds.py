@@ -123,8 +123,8 @@ class Round:
 
     def _continues(self) -> bool:
         """Whether a draw decides what follows the last draft, not the constraint alone."""
-        transcript = self._transcript
-        return transcript.constraint is None or not (transcript.finished or transcript.forced())
+        rule = self._transcript.rule
+        return rule.active is None or not (rule.finished or rule.forced())
 
     @property
     def _is_line(self) -> bool:
@@ -204,6 +204,22 @@ class Round:
         table.commit_up_to(table.length // table.page_size)
 
     # -- after it --------------------------------------------------------------------------------------------------
+
+    def add_to(self, context: Context, added: list[int]) -> int | None:
+        """Put its tokens into transcript and context, up to what ends the text, and into `added`; returns the end token
+        among them. The caller holds the lock, and whatever is raised, context and `added` agree."""
+        try:
+            for token in self.tokens:
+                if token in self._drawing.end_ids:
+                    return token
+                self._transcript.add(token)
+                added.append(token)
+                if self._transcript.stopped:
+                    break
+        finally:
+            context.truncate(max(0, self.computed - len(added)))
+            context.fill(added[self.computed :])
+        return None
 
     def probes(self, out: Output) -> list[tuple[Any, ...]]:
         """What the probe has read for each token that the round adds."""

@@ -1,0 +1,168 @@
+"""The model of an engine: where it comes from, its weights as they are computed, its tokenizer and chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from headway.base.config import settings
+from headway.base.errors import InvalidInput
+from headway.base.gc_paused import gc_paused
+from headway.base.notebook import NotebookBar, in_notebook
+from headway.base.text import short_repr
+from headway.models.config import ModelConfig
+from headway.models.decoder import Decoder
+from headway.models.fingerprint import fingerprint
+from headway.models.hub.store import resolve
+from headway.models.load import LoadProgress
+from headway.models.quantized.cpu import QuantizedDecoder
+from headway.models.update import moved
+from headway.program.generation.defaults import GenerationDefaults
+from headway.program.model_text import ModelText
+from headway.program.pool_size import weight_bytes
+from headway.runtime.device import dtype_name, pick_device, pick_dtype
+from headway.runtime.memory import running_out
+from headway.runtime.runners.select import Backend, open_backend
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """The loaded model: name, format, device, sizes."""
+
+    name: str
+    path: str | None
+    dtype: str
+    device: str
+    threads: int
+    parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    runner: str = "torch"  # what computes: torch, or the native step and its instruction set
+    format: str = ""  # how the weights are kept
+    stored: str = ""  # the float type of the file's matrices; empty if they are quantized, of several types or no file
+
+
+class LoadedModel:
+    """Found when it is created, loaded once by `load`. `decoder` is what was loaded or given, `backend` computes it."""
+
+    backend: Backend
+    decoder: Decoder | QuantizedDecoder
+
+    def __init__(
+        self, model: str | Path | Decoder | QuantizedDecoder | Backend, *, dtype: str, device: str, quantize: str | None
+    ) -> None:
+        where = pick_device(device)
+        self._given_backend, model = (model, model.decoder) if isinstance(model, Backend) else (None, model)
+        self._dtype, self.quantize = dtype, quantize
+        self._home: torch.device | None = None  # where the weights belong, while they are elsewhere
+        self.in_memory = isinstance(model, Decoder | QuantizedDecoder)
+        if isinstance(model, Decoder | QuantizedDecoder):
+            self.path, self.name = None, f"{model.config.family} in memory"
+            self._source = _unchanged(model, dtype, device)
+            self.device = model.device
+        else:
+            self.path = self._source = resolve(model)
+            self.name, self.device = str(model), where
+        self.text = ModelText(self.path)
+
+    def load(self, *, threads: int, has_runner: bool, progress: LoadProgress | None) -> None:
+        """Load the weights; nothing is loaded for a decoder in memory that another runner computes."""
+        source = self._source
+        if self._given_backend is not None:
+            self.backend = self._given_backend
+        elif has_runner and isinstance(source, Decoder):
+            self.backend = Backend(source, None, "another runner was given")
+        else:
+            with running_out(self.device, "loading the weights"), gc_paused():
+                self.backend = open_backend(
+                    source,
+                    dtype=self._dtype,
+                    device=self.device,
+                    threads=threads,
+                    quantize=self.quantize,
+                    settings=settings(),
+                    progress=progress or _notebook_progress(self.name),
+                )
+        self.decoder = source if isinstance(source, Decoder) else self.backend.decoder
+        del self._source, self._given_backend  # weights that are replaced later must not stay
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.backend.decoder.config
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A strong hash of the weights."""
+        return fingerprint(self.path, self.decoder, self.quantize)
+
+    @cached_property
+    def generation_defaults(self) -> GenerationDefaults:
+        """The model's generation_config.json; all values are None if it has no such file."""
+        return GenerationDefaults.from_folder(self.path)
+
+    def info(self, threads: int) -> EngineInfo:
+        """Name, dtype, device, sizes."""
+        backend, decoder = self.backend, self.backend.decoder
+        return EngineInfo(
+            name=self.name,
+            path=None if self.path is None else str(self.path),
+            dtype=dtype_name(decoder.dtype),
+            device=str(decoder.device),
+            threads=threads,
+            parameters=self.config.parameters,
+            weight_bytes=weight_bytes(decoder),
+            kv_bytes_per_token=self.config.kv_values_per_token * decoder.dtype.itemsize,
+            runner=backend.name,
+            format=backend.format,
+            stored=dtype_name(backend.stored),
+        )
+
+    # -- weights that change or move -----------------------------------------------------------------------------------
+
+    def update(self, decoder: Decoder | QuantizedDecoder, fingerprint: str) -> None:
+        """Other weights from now on."""
+        self._replace(decoder)
+        self.fingerprint = fingerprint
+
+    def leave_device(self) -> None:
+        """Keep the weights in host memory until `return_to_device`."""
+        self._home = self.backend.decoder.device
+        self._replace(moved(self.backend.decoder, torch.device("cpu")))
+
+    def return_to_device(self) -> None:
+        """Take the weights back to their device, if they have left it."""
+        if self._home is not None:
+            with running_out(self._home, "taking the weights back"):
+                self._replace(moved(self.backend.decoder, self._home))
+            self._home = None
+
+    def _replace(self, decoder: Decoder | QuantizedDecoder) -> None:
+        self.backend, self.decoder = replace(self.backend, decoder=decoder), decoder
+
+
+def _unchanged(decoder: Decoder | QuantizedDecoder, dtype: str, device: str) -> Decoder | QuantizedDecoder:
+    """A decoder in memory, used as it is: another dtype or device than its own is refused."""
+    where = decoder.device if _is_auto(device) else pick_device(device)
+    if where.type != decoder.device.type or where.index not in (None, decoder.device.index):
+        raise InvalidInput(
+            f"device {short_repr(device)} was asked for and this decoder is on {decoder.device}; move it first"
+        )
+    if not _is_auto(dtype) and pick_dtype(dtype, where) != decoder.dtype:
+        has = dtype_name(decoder.dtype)
+        raise InvalidInput(f"dtype {short_repr(dtype)} was asked for and this decoder is in {has}; convert it first")
+    return decoder
+
+
+def _is_auto(name: object) -> bool:
+    return isinstance(name, str) and name == "auto"  # an array would be compared element by element
+
+
+def _notebook_progress(name: str) -> LoadProgress | None:
+    """A bar of the layers loaded, where this is a notebook."""
+    if not in_notebook():
+        return None
+    bar = NotebookBar()
+    return lambda done, total: bar(done, total, f"loading the layers of {name}")
