@@ -97,9 +97,15 @@ class RunAhead:
         return rows
 
     def _collect(self, jobs: list[Job], slots: list[int], tokens: np.ndarray, masks: Masks) -> DecodeRows:
-        """The rows of these jobs, collected from their tables."""
+        """The rows of these jobs, collected from their tables; most were in the step before, one slot back."""
         size = jobs[0].table.page_size
-        self._tables = [joined(job.table.physical, job.pages) for job in jobs]
+        known = {} if self._rows is None else dict(zip(self._jobs, zip(self._tables, self._rows.slots.tolist())))
+        tables = []
+        for job, slot in zip(jobs, slots, strict=True):
+            table, before = known.get(job, (None, -1))
+            same = table is not None and before == slot - 1 and slot % size  # no page has come since
+            tables.append(table if same else joined(job.table.physical, job.pages))
+        self._tables = tables
         last = np.array([table[slot // size] for table, slot in zip(self._tables, slots, strict=True)])
         readouts = tuple([_decode(job).readout for job in jobs])
         at = np.array(slots)

@@ -20,11 +20,13 @@ class StreamPoint:
     """A point in the stream's work that the host can wait for, without waiting for what was launched after it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        on_device = device.type == "cuda"
+        self._event = torch.cuda.Event() if on_device else None
+        self._stream = torch.cuda.current_stream(device) if on_device else None  # the runner's; to look it up takes time
 
     def record(self) -> None:
         if self._event is not None:
-            self._event.record()
+            self._event.record(self._stream)
 
     def wait(self) -> None:
         if self._event is not None:

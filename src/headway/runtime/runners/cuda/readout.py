@@ -62,6 +62,7 @@ class CudaReader:
         self.model, self._graphs, self._slow, self._name = model, graphs, Reader(model, None), name
         self._room = 0
         self._rows = Upload(MOST, torch.int32, model.device)
+        self._sent_rows: Sequence[int] = ()  # those on the device
         self._draws, self._probes = CudaDraws(model, graphs, name), CudaProbes(model, graphs, name)
         self._grow(1)
         self._pinned = [PinnedBuffer(MOST, model.device) for _ in range(2)]  # for the tokens of decode rows, in turn
@@ -125,7 +126,7 @@ class CudaReader:
 
     def row_logits(self, x: Tensor, count: int) -> Tensor:
         """Logits [N, V] of the first rows of x."""
-        return self._only(x) if len(x) == 1 else self._chosen(list(range(count)), x)
+        return self._only(x) if len(x) == 1 else self._chosen(range(count), x)
 
     def sample_rows(
         self, rows: DecodeRows, logits: Tensor, words: Sequence[np.ndarray | None]
@@ -290,13 +291,17 @@ class CudaReader:
         self._graphs.run(("head", 0, x.data_ptr(), self._name), lambda: self.model.head(x, None, h, logits))
         return logits
 
-    def _chosen(self, rows: list[int], x: Tensor) -> Tensor:
+    def _chosen(self, rows: Sequence[int], x: Tensor) -> Tensor:
         """Logits [R, V] of these rows of x."""
         count, size = len(rows), padded(len(rows))
         assert size is not None
         self._grow(size)
         logits, h = self._out[:size], self._h[:size]
-        self._rows.put(np.pad(np.array(rows, np.int32), (0, size - count)))
+        if rows != self._sent_rows:
+            numbers = np.zeros(size, np.int32)
+            numbers[:count] = rows
+            self._rows.put(numbers)
+            self._sent_rows = rows
         chosen = self._rows.device[:size]
         self._graphs.run(("head", size, x.data_ptr(), self._name), lambda: self.model.head(x, chosen, h, logits))
         return logits[:count]
