@@ -407,7 +407,7 @@ class Loop:
         self._computing = self._in_flight is not None
         self._tune_interpreter()
         if self._runner.overlaps:
-            self._deliver()
+            self._deliver(now=self._in_flight is None)
 
     def _must_finish(self, started: Started) -> bool:
         """Whether nothing may begin before this step is applied."""
@@ -560,7 +560,8 @@ class Loop:
         box, self._scheduler.outbox = self._scheduler.outbox, []
         if now or self._paused:
             resolve(box)
-        if box:
+            wake_all([job for job, _ in box])
+        elif box:
             self._notifier.put(box)
 
     def _tell_listeners(self, plan: StepPlan, seconds: float) -> None:

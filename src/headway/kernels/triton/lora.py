@@ -31,7 +31,7 @@ RANKS = 16  # ranks of a block
 SPLITS = 16  # parts of the inputs, at most
 PIECES = 3  # of a stacked matrix, at most
 MATRICES = 7  # of a layer
-BLOCK_INPUTS, BLOCK_OUTPUTS = 256, 128
+BLOCK_INPUTS, BLOCK_OUTPUTS = 128, 128
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from headway.kernels.triton.launch import launch_next, options, wait
 
 LEAST, MOST = 33, 64  # numbers of rows for which this is faster than cuBLAS
+FEW = 16  # numbers of rows up to this one, more than one, for which gate × up is
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,13 @@ def matmul(
     )  # fmt: skip
 
 
-def pick_tile(n: int, gated: bool, shared_memory: int) -> MatmulTile:
-    """The fastest tile on an H200 for MOST rows and `n` outputs, in 16 bits.
+def pick_tile(rows: int, n: int, gated: bool, shared_memory: int) -> MatmulTile:
+    """The fastest tile on an H200 for MOST rows, or FEW that are gated, and `n` outputs, in 16 bits.
 
     `shared_memory` is what a program may use, in bytes; a smaller device gets fewer stages.
     """
     if gated:
-        tile = MatmulTile(MOST, 128, 64)
+        tile = MatmulTile(MOST, 64, 128, stages=2) if rows > FEW else MatmulTile(FEW, 32, 256, stages=3)
     elif n > 32768:
         tile = MatmulTile(MOST, 128, 128)
     else:

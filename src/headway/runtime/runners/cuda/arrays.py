@@ -22,7 +22,7 @@ class StreamPoint:
     def __init__(self, device: torch.device) -> None:
         on_device = device.type == "cuda"
         self._event = torch.cuda.Event() if on_device else None
-        self._stream = torch.cuda.current_stream(device) if on_device else None  # the runner's; to look it up takes time
+        self._stream = torch.cuda.current_stream(device) if on_device else None  # the runner's; looking it up is slow
 
     def record(self) -> None:
         if self._event is not None:

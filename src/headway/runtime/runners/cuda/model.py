@@ -347,6 +347,11 @@ class CudaModel:
     def _gate_times_up(self, l: int, h: Tensor, buffers: Buffers, step: DeviceStep) -> None:
         w, gate_up, inner = self.decoder.layers[l].gate_up, buffers.gate_up[: len(h)], buffers.inner[: len(h)]
         added = self._low_ranks((l, "gate_up"), step)
+        if 1 < len(h) <= tiled.FEW <= buffers.rows and not added and self._in_tiles(tiled.MOST):
+            h, inner = buffers.h[: tiled.FEW], buffers.inner[: tiled.FEW]  # the last rows for nothing
+            tile = self._tile(inner, gated=True)
+            tiled.matmul(h, w.weight, inner, tile, bias=w.bias, gated=True, ahead=self.ahead)
+            return
         if self._in_tiles(len(h)) and len(added) <= 1:
             delta = places = None
             for one in added:  # where gate and up would be: the matmul adds it to them
@@ -368,7 +373,7 @@ class CudaModel:
         return rows == tiled.MOST and not own_ways and self.dtype != torch.float32
 
     def _tile(self, y: Tensor, *, gated: bool = False) -> tiled.MatmulTile:
-        return tiled.pick_tile(y.shape[1], gated, self._shared)
+        return tiled.pick_tile(len(y), y.shape[1], gated, self._shared)
 
     def _linear(self, x: Tensor, w: Linear, y: Tensor) -> None:
         if self.is_quantized and self.dtype == torch.float32:
