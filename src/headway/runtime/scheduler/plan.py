@@ -149,7 +149,9 @@ class Scheduler:
                     self._draining = in_flight is not None
                 if flies or not self._renewed(job):
                     continue  # it is computed as a pass, once its row in flight is applied
-            room = left if not decodes or not job.is_divisible else left - self._budget + self._mixed_budget
+            room = left
+            if decodes and job.is_divisible:
+                room = min(left, left + len(decodes) - self._budget + self._mixed_budget)
             if room <= 0 and job.remaining > 0:
                 job.waited += 1
                 continue

@@ -18,7 +18,8 @@ from headway.base.log import log_event
 from headway.runtime.memory import is_out_of_memory
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-CHUNK_SIZES = (*range(64, 512, 64), *range(512, 1025, 128))  # of steps whose attention uses the matrix units
+# Of steps whose attention uses the matrix units: up to 1,024 rows of prompts, and decode rows.
+CHUNK_SIZES = (*range(64, 512, 64), *range(512, 1025, 128), 1088, 1152, 1280)
 MOST = 4 * len(SIZES)  # graphs that are kept: steps, heads and samplers of every size, and some that look elsewhere
 
 
