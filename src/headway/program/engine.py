@@ -57,10 +57,8 @@ if TYPE_CHECKING:
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 STEP_TOKENS = 512  # rows of one step, by default
-CUDA_STEP_TOKENS, CUDA_MIXED_TOKENS = (
-    2048,
-    1024,
-)  # on a CUDA device; with decode rows as many as fill matmuls and graphs
+CUDA_STEP_TOKENS = 2048  # on a CUDA device
+CUDA_MIXED_TOKENS = 1024  # of these for prefills beside decode rows: as many as fill matmuls and graphs
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # for monitors
 _engines_lock = threading.Lock()
 

@@ -149,9 +149,7 @@ class Scheduler:
                     self._draining = in_flight is not None
                 if flies or not self._renewed(job):
                     continue  # it is computed as a pass, once its row in flight is applied
-            room = left
-            if decodes and job.is_divisible:
-                room = min(left, left + len(decodes) - self._budget + self._mixed_budget)
+            room = self._room(job, left, len(decodes))
             if room <= 0 and job.remaining > 0:
                 job.waited += 1
                 continue
@@ -171,6 +169,12 @@ class Scheduler:
         rows = self.run_ahead.lay_out(decodes, slots, () if in_flight is None else in_flight.decode_jobs)
         batch = pack([chunk for _, chunk in chunks], rows, positions=self._positions)
         return StepPlan(decodes, chunks, batch)
+
+    def _room(self, job: Job, left: int, decodes: int) -> int:
+        """How many tokens of a job the step may have: beside decode rows, prefills have a budget of their own."""
+        if not decodes or not job.is_divisible:
+            return left
+        return min(left, left + decodes - self._budget + self._mixed_budget)
 
     def _candidates(self) -> Sequence[Job]:
         """Jobs that may run, in the order in which they get tokens."""
