@@ -33,7 +33,7 @@ LONG = ("tests/test_", "tests/examples/", "tests/server/", "tests/pipelines/", "
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: workers take one file after the other, and all would wait for whoever takes one of them last."""
+    """Long files first: workers take file after file, and all would wait for the one that takes a long one last."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
