@@ -39,7 +39,7 @@ run: $(RUN_STAMP) ## answer a prompt with the default model (PROMPT="…", ARGS=
 
 test: $(TEST_STAMP) browser ## run the tests (ARGS="tests/kv -x" narrows them)
 	@$(PY) -m headway.cli.main models pull >/dev/null || echo "Tests that need the default model will fail."
-	@$(PY) -m pytest $(or $(ARGS),-n 3 --dist loadfile)
+	@$(PY) -m pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
 
 # All of it where nothing may fall back to torch unnoticed, then the program API once more on the torch reference.
 test-all: $(TEST_STAMP) browser ## run the slow tests too, and write build/test-all.log

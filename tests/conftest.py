@@ -28,6 +28,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files with few tests, each of which takes long: processes, models of other kinds, browsers, pages of the docs.
+LONG = ("tests/test_", "tests/examples/", "tests/server/", "tests/pipelines/", "tests/cli/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: workers take file after file, and all would wait for the one that takes a long one last."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
 def pytest_collection_finish() -> None:
     """Thousands of tests are not looked through for garbage again and again: that takes half a second each time."""
     gc.collect()

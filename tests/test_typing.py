@@ -1,7 +1,6 @@
-"""pyright on the package and on what users write: `typing/*.py` and the examples must pass, marked lines of
-`typing/must_fail` must not.
+"""pyright on what users write: `typing/*.py` and the examples must pass, marked lines of `typing/must_fail` must not.
 
-A marked line ends in `# expect: rule`. pyright runs once for all files.
+A marked line ends in `# expect: rule`. The package itself is checked by `make lint`, and here with the slow tests.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 STUBS = ROOT / "typings"
-PASSING = sorted([*(ROOT / "tests/typing").glob("*.py"), *(ROOT / "examples").glob("*.py")])
+PASSING = sorted((ROOT / "tests/typing").glob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FAILING = sorted((ROOT / "tests/typing/must_fail").glob("*.py"))
 MARK = re.compile(r"# expect: (\w+)$")
 
@@ -29,17 +29,28 @@ Found = dict[Path, dict[int, list[tuple[str, str]]]]  # by file and line: (rule,
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Every error that pyright sees. The project's own settings leave the files that must fail out."""
-    settings = tmp_path_factory.mktemp("pyright") / "pyrightconfig.json"
-    stubs, *files = [os.path.relpath(file, settings.parent) for file in (STUBS, SOURCE, *PASSING, *FAILING)]
+    """Every error that pyright sees in what the tests write."""
+    return checked(tmp_path_factory.mktemp("pyright"), [*PASSING, *FAILING])
+
+
+@pytest.fixture(scope="module")
+def found_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """The same of the package and the examples, which takes long."""
+    return checked(tmp_path_factory.mktemp("pyright"), [SOURCE, *EXAMPLES])
+
+
+def checked(folder: Path, paths: list[Path]) -> Found:
+    """pyright with the project's rules. Its own settings leave the files that must fail out."""
+    settings = folder / "pyrightconfig.json"
+    stubs, source, *files = [os.path.relpath(path, folder) for path in (STUBS, SOURCE, *paths)]
     ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
     how = {name: ours[name] for name in ("pythonVersion", "typeCheckingMode")}
-    settings.write_text(json.dumps(how | {"include": files, "extraPaths": files[:1], "stubPath": stubs}))
+    settings.write_text(json.dumps(how | {"include": files, "extraPaths": [source], "stubPath": stubs}))
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(settings)]
     run = subprocess.run(command, text=True, capture_output=True, timeout=500, check=False)
     assert run.returncode in (0, 1), run.stderr or run.stdout
     report = json.loads(run.stdout)
-    assert report["summary"]["filesAnalyzed"] >= len(PASSING) + len(FAILING)
+    assert report["summary"]["filesAnalyzed"] >= len(paths)
     errors: Found = {}
     for entry in report["generalDiagnostics"]:
         if entry["severity"] == "error":
@@ -49,12 +60,19 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return errors
 
 
-def test_the_package_passes(found: Found) -> None:
-    assert {file: errors for file, errors in found.items() if file.is_relative_to(SOURCE)} == {}
+@pytest.mark.slow
+def test_the_package_passes(found_elsewhere: Found) -> None:
+    assert {file: errors for file, errors in found_elsewhere.items() if file.is_relative_to(SOURCE)} == {}
 
 
 def ids(files: Iterable[Path]) -> list[str]:
     return [file.stem for file in files]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", EXAMPLES, ids=ids(EXAMPLES))
+def test_an_example_passes(file: Path, found_elsewhere: Found) -> None:
+    assert found_elsewhere.get(file, {}) == {}
 
 
 @pytest.mark.parametrize("file", PASSING, ids=ids(PASSING))

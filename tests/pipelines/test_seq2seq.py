@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +66,27 @@ def ids(result: Any) -> list[list[int]]:
     return [one["generated_token_ids"].tolist() for one in (result if isinstance(result, list) else [result])]
 
 
+def pairs() -> Iterator[Any]:
+    """Every way of decoding with one family, and two of them with the others; the rest is slow."""
+    first, *_ = writers.FAMILIES
+    for family, way in product(writers.FAMILIES, WAYS):
+        quick = family == first or way in ("greedy", "several beams")
+        yield pytest.param(family, way, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("family", "way"), pairs())
+def test_every_way_of_decoding_is_that_of_generate(family: str, way: str) -> None:
+    model, more = writers.model(family), WAYS[way]
+    with ours(model) as mine:
+        found = mine(TEXTS, return_tensors=True, **{"max_new_tokens": 8, **more})
+        assert mine.stats()["batches"] < len(TEXTS)
+    want = [alone(model, text, more) for text in TEXTS]
+    assert [ids(one) for one in found] == want
+    assert len({tuple(map(tuple, one)) for one in want}) > 2  # the model does not say the same of everything
+
+
 @pytest.mark.parametrize("family", writers.FAMILIES)
 class TestAgainstGenerate:
-    @pytest.mark.parametrize("way", WAYS)
-    def test_every_way_of_decoding(self, family: str, way: str) -> None:
-        model, more = writers.model(family), WAYS[way]
-        with ours(model) as mine:
-            found = mine(TEXTS, return_tensors=True, **{"max_new_tokens": 8, **more})
-            assert mine.stats()["batches"] < len(TEXTS)
-        want = [alone(model, text, more) for text in TEXTS]
-        assert [ids(one) for one in found] == want
-        assert len({tuple(map(tuple, one)) for one in want}) > 2  # the model does not say the same of everything
-
     def test_text_is_the_tokenizers_own(self, family: str) -> None:
         model, words = writers.model(family), writers.tokenizer()
         with ours(model, max_new_tokens=8) as mine:

@@ -413,8 +413,8 @@ def test_coded_rows_stay_near_the_floats_of_the_same_weights(
     coarse: hw.Engine, smollm2_float: hw.Engine, text: str
 ) -> None:
     """Measured: 0.0038 nats a token and 0.96 to 0.97 of the best tokens, on both texts."""
-    tokens = coarse.tokenizer.encode((ROOT / text).read_text()[:2600])
-    assert len(tokens) > 400
+    tokens = coarse.tokenizer.encode((ROOT / text).read_text()[:1300])
+    assert len(tokens) > 200
     exact, near = log_probs(smollm2_float, tokens), log_probs(coarse, tokens)
     divergence = (np.exp(exact) * (exact - near)).sum(1)
     assert 0 < divergence.mean() < 0.006
@@ -422,6 +422,7 @@ def test_coded_rows_stay_near_the_floats_of_the_same_weights(
     assert (exact.argmax(1) == near.argmax(1)).mean() > 0.94
 
 
+@pytest.mark.slow
 def test_sixteen_programs_write_the_same_tokens_together_and_alone(coarse: hw.Engine) -> None:
     """Greedy and drawn, prompts of different lengths, one sequence after another and all in the same steps."""
     words = coarse.tokenizer.encode((ROOT / "LICENSE").read_text()[:1500])

@@ -569,7 +569,7 @@ def snapshots_go_to_a_folder_of_their_own() -> Any:
         yield
 
 
-@pytest.mark.parametrize("case", swept(CASES, 2), ids=lambda case: case[0])
+@pytest.mark.parametrize("case", swept(CASES), ids=lambda case: case[0])
 def test_every_interleaving_equals_the_oracle(case: tuple[str, int, int, int | None]) -> None:
     drive(case, examples=50, steps=25)
 

@@ -19,6 +19,7 @@ from headway.program.generation.speculation.draft_model import first_layers
 from headway.runtime.step_costs import StepCosts
 from headway.testing import ScriptedRunner, random_model
 from support.checks import random_tokens
+from support.sweeps import swept
 
 V = 97
 PROMPT = random_tokens(V, 5, 3) * 7
@@ -171,7 +172,7 @@ def test_the_tokens_are_those_without_drafts(engine: hw.Engine, sampler: hw.Samp
     ],
     ids=" ".join,
 )
-@pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("seeded", swept([True, False]), ids=["seeded", "greedy"])
 def test_so_under_everything_that_binds_a_token(engine: hw.Engine, options: dict[str, Any], seeded: bool) -> None:
     sampler = SEEDED if seeded else hw.Sampling(temperature=0)
     if "repetition_penalty" in options:
@@ -715,7 +716,7 @@ def test_a_drafter_without_copy_serves_one_sequence(engine: hw.Engine) -> None:
 # -- models that draft ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampler", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("sampler", swept([SEEDED, GREEDY]), ids=["seeded", "greedy"])
 def test_a_draft_model_changes_no_token(engine: hw.Engine, sampler: hw.Sampler) -> None:
     with hw.Engine(random_model(seed=1), pages=64, **STRICT) as other, hw.Engine(random_model(), **STRICT) as twin:
 

@@ -18,6 +18,7 @@ from headway.testing import random_model
 from support.checks import random_tokens
 from support.gguf_files import write_gguf
 from support.hf import random_hf, save_hf
+from support.sweeps import swept
 
 needs_native = pytest.mark.skipif(open_library().calls is None, reason=open_library().missing or "-")
 needs_triton = pytest.mark.skipif(triton.missing() is not None, reason=triton.missing() or "-")
@@ -85,7 +86,7 @@ def test_a_wrong_constant_of_the_native_step_is_seen(native: hw.InferenceEngine,
 
 
 @needs_triton
-@pytest.mark.parametrize("kind", ["float32", "int8"])
+@pytest.mark.parametrize("kind", swept(["float32", "int8"]))
 def test_a_wrong_constant_of_the_triton_kernels_is_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """In Triton's interpreter, where there is no device. Its int8 takes activations in float16, and so do we."""
     from headway.kernels.triton.attention import PagedKV

@@ -14,6 +14,7 @@ import pytest
 
 from support.live import Live
 from support.small import PROMPT
+from support.sweeps import swept
 
 C, M = "/v1/completions", "/v1/chat/completions"
 LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
@@ -195,7 +196,7 @@ def test_leaving_at_every_byte_of_a_request(served: Live) -> None:
                 reset(one)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", swept(FORMS, 3))
 def test_leaving_at_every_point_of_an_answer(served: Live, form: str) -> None:
     """Before anything is computed, in the middle of the prompt, after so many bytes, with an end or without a word."""
     path, body = FORMS[form]

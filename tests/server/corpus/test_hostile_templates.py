@@ -16,6 +16,7 @@ import pytest
 import headway as hw
 from support.live import Live, live
 from support.small import at_rest, small_folder, tokens_of
+from support.sweeps import swept
 
 M = "/v1/chat/completions"
 INJECTIONS = [
@@ -117,7 +118,7 @@ def evil(tmp_path: Path) -> Iterator[Callable[[str], Live]]:
         one.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", swept(range(3)))
 def test_templates_of_model_files(evil: Callable[[str], Live], part: int) -> None:
     for name in list(EVIL)[part::3]:
         server = evil(EVIL[name])

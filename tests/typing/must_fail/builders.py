@@ -24,7 +24,9 @@ async def program(engine: hw.Engine, ctx: hw.Context) -> None:
     hw.Mask.window("wide")  # expect: reportArgumentType
     hw.Mask.window(3) & True  # expect: reportOperatorIssue
 
-    ctx.generate("argmax")  # expect: reportCallIssue
+    ctx.generate(  # expect: reportCallIssue
+        "argmax",  # expect: reportArgumentType
+    )
     ctx.fill(3)  # expect: reportArgumentType
     engine.open("draft").fork()  # expect: reportOptionalMemberAccess
     (await fwd.execute()).stats.rows = 3  # expect: reportAttributeAccessIssue

@@ -1,4 +1,5 @@
-"""The hooks of a generation: what a program does before every pass, and between a row's logits and its draw.
+"""The hooks of a generation: what a program does before every pass, and between a row's logits and its draw (what other
+engines call a logits processor).
 
 Hooks run in the program, not in the engine: the device goes on with other programs' passes meanwhile. They may be
 async functions. What one raises is raised by the step; the context then has the tokens that it had before.

@@ -1,4 +1,4 @@
-"""The speculation of one generation: its drafter, in step with the sequence, and when to draft how much.
+"""Speculative decoding of one generation: its drafter, in step with the sequence, and when to draft how much.
 
 While drafting pays, every step is a round (`rounds.py`). Where it does not, the generation decodes ahead of its
 program as ever. A drafter that is a plain function is then asked all the same, and its guess compared with the token
