@@ -570,6 +570,7 @@ class Loop:
         while (box := self._deliveries.get()) is not None:
             resolve(box)
             wake_all([job for job, _ in box])
+            del box  # waiting for the next one keeps no job alive, nor its adapters
 
     def _tell_listeners(self, plan: StepPlan, seconds: float) -> None:
         event = StepEvent(
