@@ -22,7 +22,7 @@ from support.watched import WatchedRunner
 V, PAGE = 97, 8
 PROMPT = random_tokens(V, 21, 3)
 MODEL = random_model("qwen3", layers=3)
-ADAPTERS = [random_adapter(MODEL.config, rank=rank, seed=rank) for rank in (1, 4, 17)]
+ADAPTERS = [random_adapter(MODEL.config, rank=rank, seed=rank, head=rank == 4) for rank in (1, 4, 17)]
 Uses = list[tuple[hw.Adapter, float]]
 MIXES: list[Uses] = [
     [],
@@ -255,6 +255,29 @@ def test_speculation_under_an_adapter_gives_the_same_tokens(engine: hw.Engine) -
             return await generation.tokens()
 
     assert engine.run(program, hw.PromptLookup()) == engine.run(program, None)
+
+
+def test_models_draft_under_adapters(engine: hw.Engine) -> None:
+    """The model's own layers under those of the generation, as in the merged model; a draft model under its own."""
+
+    async def program(engine: hw.Engine, drafter: hw.Drafter, uses: Uses) -> tuple[list[int], hw.SpeculationStats]:
+        async with engine.context().fill(PROMPT) as context:
+            generation = context.generate(hw.Multinomial(seed=2), max_tokens=24, adapter=uses, speculate=drafter)
+            tokens = await generation.tokens()
+            assert generation.speculation is not None
+            return tokens, generation.speculation
+
+    own = hw.OwnLayers(2, adaptive=False)
+    for uses in MIXES[2:5]:
+        with hw.Engine(of(uses), threads=1, pages=64, page_size=PAGE) as dense:
+            assert engine.run(program, own, uses) == dense.run(program, own, [])
+    pairs = random_adapter(MODEL.config, seed=9, roles=("o",)).pairs
+    beyond = hw.Adapter({target: pair for target, pair in pairs.items() if target.layer == 2})
+    assert engine.run(program, own, [(beyond, 1.0)])[0]  # it changes no layer that drafts
+    uses = MIXES[4]
+    _, agreeing = engine.run(program, hw.DraftModel(engine, adapter=uses, adaptive=False), uses)
+    _, other = engine.run(program, hw.DraftModel(engine, adaptive=False), uses)
+    assert agreeing.acceptance == 1.0 > other.acceptance
 
 
 NOT_ADAPTERS = ["x", 3, (ADAPTERS[0], "1"), [ADAPTERS[0], 2], (ADAPTERS[0], float("nan")), (ADAPTERS[0], 1e9), {}]
