@@ -9,7 +9,7 @@ import asyncio
 import numpy as np
 
 import headway as hw
-from headway import Logprobs
+from headway import Logits
 
 PROMPT = "In the morning the old man"
 BEAMS, PENALTY, TOKENS = 4, 2.0, 12
@@ -38,12 +38,12 @@ class Group:
 
 
 async def read(tokens: tuple[int, ...], context: hw.Context) -> np.ndarray:
-    forward = context.forward().input(tokens[-1:])
-    handle = forward.probe(-1, Logprobs(range(context.engine.vocab_size)))
-    return (await forward.execute()).logprobs(handle)
+    handle = (forward := context.forward().input(tokens[-1:])).probe(-1, Logits())
+    logits = (await forward.execute()).logits(handle).astype(np.float64)
+    return logits - np.logaddexp.reduce(logits)
 
 
-async def diverse_beams(ctx: hw.Context, groups: int, size: int, penalty: float, tokens: int, ends: set[int]) -> list:
+async def diverse_beams(ctx: hw.Context, groups: int, size: int, *, penalty: float, tokens: int, ends: set) -> list:
     """The sequences of all groups, each with its score, best first."""
     await ctx.flush()
     search = [Group(ctx.fork()) for _ in range(groups)]
@@ -53,8 +53,8 @@ async def diverse_beams(ctx: hw.Context, groups: int, size: int, penalty: float,
         for group in running:
             for token in group.choose([next(rows) for _ in group.beams], cost.copy(), size, ends):
                 cost[token] += penalty
-    for group in search:
-        group.ended += [] if group.done else [(score / len(found), found) for score, found, _ in group.beams]
+    for group in [group for group in search if not group.done]:
+        group.ended += [(score / len(found), found) for score, found, _ in group.beams]
     return sorted((one for group in search for one in sorted(group.ended)[-size:]), reverse=True)
 
 
@@ -63,11 +63,11 @@ async def program(engine: hw.Engine) -> dict[int, list[str]]:
     for groups in (1, BEAMS):
         before = engine.stats()
         async with engine.context() as ctx:
-            best = await diverse_beams(ctx.fill(PROMPT), groups, BEAMS // groups, PENALTY, TOKENS, set(engine.eos_ids))
+            how = {"penalty": PENALTY, "tokens": TOKENS, "ends": set(engine.eos_ids)}
+            best = await diverse_beams(ctx.fill(PROMPT), groups, BEAMS // groups, **how)
         texts = found[groups] = [engine.tokenizer.decode(tokens) for _, tokens in best]
-        passes, steps = engine.stats().passes - before.passes, engine.stats().steps - before.steps
-        words = f"groups: {groups}, different words: {len(set(' '.join(texts).split()))}"
-        print(f"{words}, {passes} passes in {steps} steps", *texts, sep="\n ")
+        words, after = len(set(" ".join(texts).split())), engine.stats()
+        print(f"{groups} groups: {words} different words, {after.steps - before.steps} steps", *texts, sep="\n ")
     return found
 
 

@@ -106,10 +106,10 @@ def test_diverse_beams_are_those_of_transformers(recorded: tuple[hw.Engine, dict
     module = load("diverse_beams")
 
     async def ours(engine: hw.Engine, case: dict[str, Any], ends: set[int]) -> list[tuple[float, tuple[int, ...]]]:
-        groups, penalty = case["num_beam_groups"], case["diversity_penalty"]
-        how = (groups, case["num_beams"] // groups, penalty, case["max_new_tokens"], ends)
+        groups = case["num_beam_groups"]
+        how = {"penalty": case["diversity_penalty"], "tokens": case["max_new_tokens"], "ends": ends}
         async with engine.context().fill(PROMPT) as ctx:
-            return await module.diverse_beams(ctx, *how)
+            return await module.diverse_beams(ctx, groups, case["num_beams"] // groups, **how)
 
     for case, expected in zip(GROUPS, theirs["groups"], strict=True):
         eos = case.get("eos_token_id", [])
