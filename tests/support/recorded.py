@@ -72,7 +72,7 @@ def record() -> dict[str, Any]:
     """What transformers gives, for each case in order."""
     import torch
     from transformers import LlamaForCausalLM, __version__
-    from transformers.generation.utils import _dola_select_contrast  # gone since, and so are the arguments below
+    from transformers.generation.utils import _dola_select_contrast  # type: ignore[attr-defined]  # gone since
 
     with tempfile.TemporaryDirectory() as folder:
         model: Any = LlamaForCausalLM.from_pretrained(write_model(Path(folder))).eval()
