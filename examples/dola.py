@@ -24,12 +24,16 @@ class Dola:
         self.lens = prepared.forward.probe(-1, LogitLens(self.layers, 0))
 
     def logits(self, logits: np.ndarray, gen: hw.Generation) -> np.ndarray:
-        final = log_softmax(logits)
         early = [scattered(ids, probs) for ids, probs in self.forward.output.lens(self.lens)]
-        distances = [divergence(np.exp(final), np.exp(one)) for one in early]
-        best = int(np.argmax(distances))
+        best, contrasted = contrast(log_softmax(logits), early)
         self.chosen.append(self.layers[best])
-        return np.where(final >= final.max() + np.log(RELATIVE_TOP), final - early[best], -np.inf)
+        return contrasted
+
+
+def contrast(final: np.ndarray, early: list[np.ndarray]) -> tuple[int, np.ndarray]:
+    """Which of the early log-probabilities differs most from the final ones, and the difference as logits."""
+    best = int(np.argmax([divergence(np.exp(final), np.exp(one)) for one in early]))
+    return best, np.where(final >= final.max() + np.log(RELATIVE_TOP), final - early[best], -np.inf)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -72,6 +72,7 @@ from headway.program.forward import Forward as Forward
 from headway.program.generation.beams import Continuation as Continuation
 from headway.program.generation.defaults import GenerationDefaults as GenerationDefaults
 from headway.program.generation.generator import Generation as Generation
+from headway.program.generation.hooks import RunningBeam as RunningBeam
 from headway.program.generation.sequences import Generations as Generations
 from headway.program.generation.speculation.draft_model import DraftModel as DraftModel
 from headway.program.generation.speculation.draft_model import OwnLayers as OwnLayers

@@ -26,8 +26,8 @@ from headway.base.samplers import Sampling
 from headway.kernels.reference.rope import Rope, frequencies
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
 from headway.models.adapters.adapter import Adapter
-from headway.models.adapters.bound import BoundAdapter, target_shapes
-from headway.models.adapters.low_rank import ROLES, Target
+from headway.models.adapters.bound import BoundAdapter, head_shape, target_shapes
+from headway.models.adapters.low_rank import HEAD, ROLES, Target
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.families import FAMILIES
@@ -97,13 +97,14 @@ def random_adapter(
     roles: Sequence[str] = ROLES,
     strength: float = 0.5,
     dtype: torch.dtype = torch.float32,
+    head: bool = False,
 ) -> Adapter:
     """A random LoRA adapter for a model of this config, on these of its linear layers, of a given strength."""
     generator, shapes = torch.Generator().manual_seed(seed), target_shapes(config)
     tensors: dict[str, Tensor] = {}
-    for layer, role in itertools.product(range(config.layers), roles):
-        n, k = shapes[role]
-        name = f"base_model.model.model.{Target(layer, role)}.lora_"
+    places = [(f"model.{Target(*at)}", shapes[at[1]]) for at in itertools.product(range(config.layers), roles)]
+    for module, (n, k) in [*places, *([(str(HEAD), head_shape(config))] if head else [])]:
+        name = f"base_model.model.{module}.lora_"
         a, b = (torch.randn(*shape, generator=generator) for shape in ((rank, k), (n, rank)))
         tensors[name + "A.weight"] = (a / math.sqrt(k)).to(dtype)
         tensors[name + "B.weight"] = (b * strength / math.sqrt(rank)).to(dtype)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +19,7 @@ import pytest
 
 import headway as hw
 from support.examples import CLOSE, FOLDER, ROUNDED, cells, gallery, load
+from support.recorded import CONTRASTIVE, FILE, GROUPS, PROMPT, dola_logits, write_model
 
 
 async def scored(engine: hw.Engine, prompt: str, text: str) -> list[float]:
@@ -81,6 +84,52 @@ def test_contrastive_search_is_what_it_is_by_definition(run: Any, floats: hw.Eng
     module = load("contrastive_search")
     found = floats.run(module.contrastive, module.PROMPT, module.K, module.ALPHA, 6)
     assert found == floats.run(contrasted, module, 6)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[hw.Engine, dict[str, Any]]]:
+    """The model of the recordings, and what transformers gave with it."""
+    folder = write_model(tmp_path_factory.mktemp("recorded"))
+    with hw.Engine(folder, dtype="float32", pages=64, threads=1) as engine:
+        yield engine, json.loads(FILE.read_text())
+
+
+def test_contrastive_search_is_that_of_transformers(recorded: tuple[hw.Engine, dict[str, Any]]) -> None:
+    engine, theirs = recorded
+    module = load("contrastive_search")
+    for case, expected in zip(CONTRASTIVE, theirs["contrastive"], strict=True):
+        assert engine.run(module.contrastive, PROMPT, case["top_k"], case["penalty_alpha"], len(expected)) == expected
+
+
+def test_diverse_beams_are_those_of_transformers(recorded: tuple[hw.Engine, dict[str, Any]], run: Any) -> None:
+    engine, theirs = recorded
+    module = load("diverse_beams")
+
+    async def ours(engine: hw.Engine, case: dict[str, Any], ends: set[int]) -> list[tuple[float, tuple[int, ...]]]:
+        groups = case["num_beam_groups"]
+        how = {"penalty": case["diversity_penalty"], "tokens": case["max_new_tokens"], "ends": ends}
+        async with engine.context().fill(PROMPT) as ctx:
+            return await module.diverse_beams(ctx, groups, case["num_beams"] // groups, **how)
+
+    for case, expected in zip(GROUPS, theirs["groups"], strict=True):
+        eos = case.get("eos_token_id", [])
+        ends = {eos} if isinstance(eos, int) else set(eos)
+        found = engine.run(ours, case, ends)
+        lengths = [next((i for i, token in enumerate(row) if token in ends), len(row)) for row in expected["tokens"]]
+        assert [tokens for _, tokens in found] == [tuple(r[:n]) for r, n in zip(expected["tokens"], lengths)]
+        assert [score for score, _ in found] == pytest.approx(expected["scores"], abs=1e-4)
+    assert engine.stats().pages_held == 0
+    found, _ = run("diverse_beams")
+    together, apart = (set(" ".join(texts).split()) for texts in found.values())
+    assert len(apart) > 1.5 * len(together)
+
+
+def test_dola_contrasts_as_transformers_does(recorded: tuple[hw.Engine, dict[str, Any]]) -> None:
+    module = load("dola")
+    for case, expected in enumerate(recorded[1]["dola"]):
+        final, early = dola_logits(case)
+        _, found = module.contrast(module.log_softmax(final), [module.log_softmax(early)])
+        assert found == pytest.approx([-np.inf if value is None else value for value in expected], abs=1e-4)
 
 
 def test_dola_subtracts_the_early_layer_that_differs_most(run: Any, floats: hw.Engine) -> None:

@@ -89,6 +89,7 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "modules that are numbers": ({"target_modules": [1]}, "target_modules"),
     "a broken pattern": ({"target_modules": "(q_proj"}, "target_modules"),
     "layers that are words": ({"layers_to_transform": ["one"]}, "layers_to_transform"),
+    "a head without tensors": ({"target_modules": ["q_proj", "k_proj", "down_proj", "lm_head"]}, "lm_head"),
     "other layers": ({"layers_to_transform": [1]}, "layers.0"),
     "rslora in words": ({"use_rslora": "yes"}, "use_rslora"),
 }
@@ -128,7 +129,8 @@ SPOILED: dict[str, tuple[Callable[[], Tensors], str]] = {
     "no B": (lambda: {k: v for k, v in tensors().items() if k != FIRST_B}, "A and B"),
     "no tensors": (lambda: {"base_model.model.x": torch.ones(1)}, "modules_to_save"),
     "LoRA of the embedding": (lambda: one_more("base_model.model.model.embed_tokens.lora_embedding_A"), "embeddings"),
-    "LoRA of the output": (lambda: one_more("base_model.model.lm_head.lora_A.weight"), "output"),
+    "a head without B": (lambda: one_more("base_model.model.lm_head.lora_A.weight"), "A and B"),
+    "a whole head": (lambda: one_more("base_model.model.lm_head.weight"), "save_embedding_layers"),
     "DoRA's vectors": (lambda: one_more(FIRST_A.replace("lora_A", "lora_magnitude_vector")), "DoRA"),
     "another module": (lambda: one_more("base_model.model.visual.fc.lora_A.weight"), "linear layers"),
     "a layer past the end": (lambda: one_more(NAME.format(99999999, "mlp.up_proj", "A")), "layers go"),

@@ -14,10 +14,17 @@ import torch
 import headway as hw
 from support.gguf_files import round_weights, write_gguf
 from support.hf import random_hf, save_hf, variant
-from support.lora import logits_of, save_lora, with_lora, write_gguf_lora
+from support.lora import logits_of, save_lora, state_of, with_lora, write_gguf_lora
 
 TOKENS = [5, 17, 3, 88, 41, 2, 9, 30, 61, 7, 19, 23, 4, 77, 50, 12, 8, 91, 33]
-FAMILIES = ["llama-biases", "llama-linear-headdim10", "mistral-window", "qwen2-mqa", "qwen3-biases-mha"]
+FAMILIES = [
+    "llama-biases",
+    "llama-gqa-tied",
+    "llama-linear-headdim10",
+    "mistral-window",
+    "qwen2-mqa",
+    "qwen3-biases-mha",
+]
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -70,6 +77,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "excluded": {"exclude_modules": ["down_proj"]},
     "excluded by pattern": {"exclude_modules": r"model\.layers\.0\..*"},
     "wide": {"r": 40, "lora_alpha": 80},
+    "the head alone": {"target_modules": ["lm_head"], "alpha_pattern": {"lm_head": 3}},
 }
 
 
@@ -80,6 +88,49 @@ def test_every_field_of_the_config_means_what_it_does_in_peft(tmp_path: Path, na
     adapter = hw.Adapter.load(save_lora(tmp_path / "adapter", wrapped))
     with hw.Engine(save_hf(tmp_path, model), dtype="float32", threads=1, pages=16) as engine:
         close(logits(engine, TOKENS, (adapter, 1.0)), logits_of(wrapped, TOKENS))
+
+
+def test_a_head_that_is_tied_to_the_embedding_is_peft_s(tmp_path: Path) -> None:
+    """peft changes the output alone, unless it is told to tie both: that is LoRA of the embedding, and refused."""
+    _, model = variant("llama-gqa-tied")
+    wrapped = with_lora(model, target_modules=["lm_head"], ensure_weight_tying=True)
+    tensors, config = state_of(wrapped), wrapped.peft_config["default"].to_dict()
+    head = {name: tensor for name, tensor in tensors.items() if "lm_head" in name and ".lora_" in name}
+    for given in (tensors, head):
+        with pytest.raises(hw.Unsupported, match="embedding"):
+            hw.Adapter.from_tensors(given, config)
+    with_lora(model, target_modules=["lm_head"]).save_pretrained(str(tmp_path))  # and the base weights with it
+    with pytest.raises(hw.Unsupported, match="save_embedding_layers=False"):
+        hw.Adapter.load(tmp_path)
+
+
+def test_the_head_is_adapted_wherever_it_is_read(tmp_path: Path, runner: str) -> None:
+    """Decode rows, the token before a pass, and the logit lens, whose last layer is the model's own output."""
+    _, model = variant("llama-gqa-tied")
+    wrapped = with_lora(model)
+    adapter = hw.Adapter.load(save_lora(tmp_path / "adapter", wrapped))
+    tokens = list(TOKENS)
+    for _ in range(12):
+        tokens.append(int(logits_of(wrapped, tokens)[-1].argmax()))
+
+    async def program(engine: hw.Engine) -> tuple[list[int], int, Any, Any]:
+        async with engine.context().fill(TOKENS) as ctx:
+            found = await ctx.generate(hw.Argmax(), max_tokens=12, stop_only=True, adapter=adapter).tokens()
+            await ctx.flush(adapter=adapter)
+            again = ctx.forward()
+            last, layers = again.probe(-1, hw.Distribution()), engine.config.layers
+            lens = again.probe(-1, hw.LogitLens([layers], 0))
+            token = again.sample([-1], hw.Argmax())
+            out = await again.execute()
+            return found, out.token(token), out.distribution(last), out.lens(lens)[0]
+
+    with hw.Engine(save_hf(tmp_path, model), dtype="float32", threads=1, pages=16) as engine:
+        found, token, (ids, chances), (same, lens) = engine.run(program)
+    assert [*TOKENS, *found] == tokens
+    expected = torch.from_numpy(logits_of(wrapped, tokens)[-1]).softmax(-1).numpy()
+    assert (token, ids[0], same[0]) == (expected.argmax(),) * 3
+    assert chances == pytest.approx(expected[ids], abs=1e-5)
+    assert lens == pytest.approx(expected[same], abs=1e-5)
 
 
 def test_several_adapters_add_up_as_peft_adds_them(tmp_path: Path) -> None:
@@ -98,7 +149,7 @@ def test_tensors_in_memory_give_the_same_adapter_as_their_file(tmp_path: Path) -
     _, model = random_hf("llama", 2)
     wrapped = with_lora(model, r=3, lora_alpha=9)
     saved = hw.Adapter.load(save_lora(tmp_path, wrapped))
-    tensors = peft.get_peft_model_state_dict(wrapped)
+    tensors = state_of(wrapped)
     given = hw.Adapter.from_tensors(tensors, wrapped.peft_config["default"].to_dict())
     assert given.digest == saved.digest == hw.Adapter.from_tensors(tensors, alpha=9).digest
     assert hw.Adapter.from_tensors(tensors).digest != saved.digest

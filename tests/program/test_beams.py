@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import LlamaConfig, LlamaForCausalLM, NoRepeatNGramLogitsProcessor, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, NoRepeatNGramLogitsProcessor, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 import headway as hw
@@ -129,6 +131,83 @@ def test_a_search_finds_what_transformers_finds(name: str, tmp_path: Path) -> No
             compare(engine, model, random_tokens(engine.vocab_size, 3 + 3 * i, i), setting, LENGTH)
             compare(engine, model, random_tokens(engine.vocab_size, 8, 50 + i), setting, LENGTH)
         assert engine.stats().pages_held == 0
+
+
+class Shifted(LogitsProcessor):
+    """Something of its own for each beam: away from the last token, by an amount that the sequence's length decides."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        rows = [changed(row.numpy(), tokens) for row, tokens in zip(scores, input_ids.tolist())]
+        return torch.from_numpy(np.stack(rows))
+
+
+def changed(row: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+    bias = np.random.default_rng([len(tokens), tokens[-1]]).normal(0, 1, len(row)).astype(np.float32)
+    return row + bias - 3 * (np.arange(len(row)) == tokens[-1])
+
+
+def test_hooks_and_biases_are_those_of_transformers(tmp_path: Path) -> None:
+    _, model = variant("llama-gqa-tied")
+    words: dict[str, Any] = {
+        "bad_words_ids": [[7], [3, 9]],
+        "sequence_bias": {(11,): 2.5, (40, 2): -4.0, (60, 61): 3.0},
+    }
+    both: dict[str, Any] = {"num_beams": 4, "num_return_sequences": 4, "repetition_penalty": 1.3}
+    awaited = list[int]()
+
+    async def hook(row: np.ndarray, beam: hw.RunningBeam) -> np.ndarray:
+        await asyncio.sleep(0)
+        assert beam.context.tokens[len(prompt) :] == beam.generated
+        awaited.append(len(beam.generated))
+        return changed(row, beam.context.tokens)
+
+    async def ours(engine: hw.Engine, **options: Any) -> list[Continuation]:
+        async with engine.context().fill(prompt) as context:
+            how = context.generate(max_tokens=LENGTH, stop=[5], stop_only=True, **{**both, **options})
+            return await how.sequences()
+
+    with hw.Engine(save_hf(tmp_path, model), pages=128, threads=1) as engine:
+        for seed in range(4):
+            prompt = random_tokens(V, 6 + seed, seed)
+            theirs = reference(model, prompt, (5,), max_new_tokens=LENGTH, **both, **words)
+            assert_same(replaced(engine.run(partial(ours, **words))), theirs)
+            how = {**both, "repetition_penalty": 1.0}
+            theirs = reference(model, prompt, (5,), max_new_tokens=LENGTH, logits_processor=[Shifted()], **how)
+            assert_same(replaced(engine.run(partial(ours, logits=hook, repetition_penalty=1.0))), theirs)
+        assert set(awaited) == set(range(LENGTH))
+        assert engine.stats().pages_held == 0
+
+
+def replaced(found: list[Continuation]) -> list[Continuation]:
+    """As `reference` calls an end by one of its end tokens."""
+    return [replace(one, finish="eos" if one.finish == "stop" else one.finish) for one in found]
+
+
+BAD_HOOKS: dict[str, tuple[Callable[[np.ndarray, Any], Any], type[Exception], str]] = {
+    "raises": (lambda row, beam: 1 / 0, ZeroDivisionError, "division"),
+    "another shape": (lambda row, beam: row[1:], hw.InvalidInput, "shape"),
+    "not numbers": (lambda row, beam: row * np.nan, hw.InvalidInput, "not a number"),
+    "nothing possible": (lambda row, beam: row - np.inf, hw.InvalidMask, "-inf"),
+    "changes the context": (lambda row, beam: beam.context.fill([1]) and None, hw.InvalidInput, "changed the context"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_HOOKS)
+def test_a_bad_hook_leaves_the_context_as_it_was(case: str) -> None:
+    hook, error, says = BAD_HOOKS[case]
+
+    async def program(engine: hw.Engine) -> tuple[int, ...]:
+        async with engine.context().fill(range(9)) as context:
+            with pytest.raises(error, match=says):
+                await context.generate(num_beams=3, max_tokens=4, logits=hook).tokens()
+            await context.generate(num_beams=3, max_tokens=4).tokens()
+            return context.tokens[:9]
+
+    with hw.Engine(random_model(), pages=64, threads=1) as engine:
+        assert engine.run(program) == tuple(range(9))
+        assert engine.stats().pages_held == 0
+        with engine.context().fill([1]) as context, pytest.raises(hw.Unsupported, match="draws nothing"):
+            context.generate(num_beams=2, prepare=lambda prepared: None)
 
 
 def test_endings_are_of_both_kinds_in_these_settings(tmp_path: Path) -> None:

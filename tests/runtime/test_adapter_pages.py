@@ -228,9 +228,9 @@ def test_random_programs_in_a_tight_pool_give_what_each_gives_alone(seed: int, m
         return found
 
     async def together(engine: hw.Engine) -> list[list[Any]]:
-        return list(await asyncio.gather(*(one(engine, i) for i in range(6))))
+        return list(await asyncio.gather(*(one(engine, i) for i in range(9))))
 
-    with opened(pages=26, max_batch_tokens=32) as tight:
+    with opened(pages=21, max_batch_tokens=32) as tight:
         crowd = tight.run(together)
         assert tight.stats().pages_held == 0
         assert tight.stats().preemptions > 0

@@ -17,6 +17,7 @@ DRAWN = {
     "best_of_n",
     "self_consistency",
     "beam_search",
+    "diverse_beams",
     "classifier_free_guidance",
     "contrastive_decoding",
     "green_list_watermark",

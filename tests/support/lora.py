@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from support.gguf_files import ARCHS, interleaved
 
-ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
 
 def with_lora(model: PreTrainedModel, *, seed: int = 0, strength: float = 0.5, **config: Any) -> peft.PeftModel:
@@ -34,6 +34,11 @@ def randomize(wrapped: peft.PeftModel, seed: int, strength: float = 0.5) -> None
         if ".lora_" in name:
             noise = torch.randn(tensor.shape, generator=generator)
             tensor.copy_(noise * (strength if ".lora_B" in name else 1.0) / math.sqrt(tensor.shape[-1]))
+
+
+def state_of(wrapped: peft.PeftModel) -> dict[str, torch.Tensor]:
+    """The adapter's tensors as peft names them; without the base weights that it adds where a head has LoRA."""
+    return peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
 
 
 def save_lora(folder: Path, wrapped: peft.PeftModel) -> Path:
@@ -57,7 +62,7 @@ def write_gguf_lora(path: Path, wrapped: peft.PeftModel, *, alpha: float, **meta
     writer.add_string(gguf.Keys.Adapter.TYPE, metadata.pop("kind", "lora"))
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
     table = gguf.get_tensor_name_map(ARCHS[arch], config.num_hidden_layers)
-    for name, tensor in peft.get_peft_model_state_dict(wrapped).items():
+    for name, tensor in state_of(wrapped).items():
         module, side = name.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".lora_", 1)
         target = table.get_name(module)
         assert target is not None, name

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 import headway as hw
-from headway.models.adapters.low_rank import Target
+from headway.models.adapters.low_rank import HEAD, Target
 from headway.models.decoder import Decoder
 from headway.models.layers import Linear
 
@@ -35,4 +35,8 @@ def merged(decoder: Decoder, *uses: tuple[hw.Adapter, float]) -> Decoder:
                 first += sizes[role]
             changed[stack] = Linear(weight.to(torch.float32), linear.bias)
         layers.append(replace(layer, **changed))
-    return replace(decoder, layers=tuple(layers))
+    output = decoder.output.double()
+    for adapter, scale in uses:
+        if (pair := adapter.pairs.get(HEAD)) is not None:
+            output = output + scale * pair.scaling * (pair.b.double() @ pair.a.double())
+    return replace(decoder, layers=tuple(layers), output=output.to(torch.float32))

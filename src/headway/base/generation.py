@@ -145,11 +145,11 @@ _TABLE = (
     ),
     Parameter(
         "epsilon_cutoff", float, 0.0, "Draw among tokens whose probabilities are at least this.", low=0, below=1,
-        hint="0 keeps every token", faces=_DRAWING - _on("lab"),
+        hint="0 keeps every token", faces=_DRAWING,
     ),
     Parameter(
         "eta_cutoff", float, 0.0, "The same with a limit that falls where the distribution is flat.", low=0, below=1,
-        hint="0 keeps every token", faces=_DRAWING - _on("lab"),
+        hint="0 keeps every token", faces=_DRAWING,
     ),
     Parameter(
         "repetition_penalty", float, 1.0, "Above 1, tokens that occurred before are less likely.", above=0,

@@ -499,6 +499,11 @@ def _budgets(max_batch_tokens: int | None, device: torch.device) -> tuple[int, i
 
 def _upload(loop: Loop, device: torch.device, adapter: BoundAdapter) -> DeviceWeights:
     """An adapter's weights on the device."""
+    if adapter.head is not None and device.type == "cuda":
+        raise Unsupported(
+            f"the adapter {adapter.name!r} has LoRA of the output matrix (lm_head), which is computed on a CPU only; "
+            "merge it into the weights"
+        )
     with running_out(device, f"loading the adapter {adapter.name!r}"):
         return loop.load_adapter(adapter)
 

@@ -14,8 +14,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from headway.base.errors import InvalidInput, WrongType
 from headway.base.text import short_repr
+from headway.kernels.reference.lora import Piece
 from headway.models.adapters.adapter import Adapter
-from headway.models.adapters.bound import BoundAdapter, bind
+from headway.models.adapters.bound import BoundAdapter, bind, stored_pair
 from headway.models.config import ModelConfig
 
 
@@ -35,15 +36,16 @@ class NoWeights:
 class LoadedAdapter:
     """An adapter that an engine can compute with."""
 
-    __slots__ = ("__weakref__", "bound", "digest", "name", "rank", "weights")
+    __slots__ = ("__weakref__", "bound", "digest", "head", "name", "rank", "weights")
 
     def __init__(self, adapter: BoundAdapter, weights: DeviceWeights) -> None:
         self.digest, self.name, self.rank, self.weights = adapter.digest, adapter.name, adapter.rank, weights
         self.bound = adapter  # another runner loads it again
+        self.head = None if adapter.head is None else Piece(*stored_pair(adapter.head, half=False), 0)
 
     @property
     def nbytes(self) -> int:
-        return self.weights.nbytes
+        return self.weights.nbytes + (0 if self.head is None else self.head.a.nbytes + self.head.b.nbytes)
 
 
 class LoadedAdapters:

@@ -43,6 +43,13 @@ class Segment(NamedTuple):
     kept: object
     before_position: int  # of the token before the pass; -1 when there is none
     adapters: Mixes | None = None  # what each row is computed under; None: no row has an adapter
+    before_adapter: AdapterMix | None = None  # what the token before the pass was computed under
+
+    def mix_of(self, row: int) -> AdapterMix | None:
+        """What a row of the batch, or the token before the pass, is computed under."""
+        if row == BEFORE:
+            return self.before_adapter
+        return None if self.adapters is None else self.adapters[row - self.rows.start]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -277,6 +284,7 @@ def _segment(chunk: Chunk, first: int, slots: np.ndarray, positions: bool) -> Se
         kept=chunk.table.state,
         before_position=chunk.before_position,
         adapters=chunk.adapters,
+        before_adapter=chunk.table.adapters[-1] if chunk.table.length else None,
     )
 
 

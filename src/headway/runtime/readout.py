@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.base.adapters import Mixes
 from headway.base.errors import HeadwayError, PassFailed
 from headway.base.probes import (
     AttentionScores,
@@ -33,6 +34,7 @@ from headway.runtime.batch import Batch
 from headway.runtime.passes import BEFORE, Readout
 from headway.runtime.runners.attention_groups import score_group
 from headway.runtime.runners.base import SegmentResult
+from headway.runtime.runners.row_adapters import add_to_logits, has_head
 
 SLAB = 64  # rows of logits held at once
 NO_NUMBER = "the model's logits are not a number at a sampled row"
@@ -101,10 +103,12 @@ class Reader:
             (others if isinstance(ask.what.what, Hidden | AttentionScores | LogitLens) else heads).append(ask)
         for ask in others:
             values[ask.segment, ask.index] = self.look(ask, batch, hooks)
-        places = sorted({self._place(a) for a in heads})
+        owners = {self._place(a): a.segment for a in heads}
+        places = sorted(owners)
         for start in range(0, len(places), SLAB):
             part = places[start : start + SLAB]
-            logits = self._logits([self._residual(p, batch, x) for p in part])
+            mixes = [batch.segments[owners[p]].mix_of(p[0]) for p in part]
+            logits = self._logits([self._residual(p, batch, x) for p in part], mixes)
             mark("head")
             inside = {p: i for i, p in enumerate(part)}
             chosen = [a for a in heads if self._place(a) in inside]
@@ -127,8 +131,12 @@ class Reader:
         assert x is not None
         return x[row]
 
-    def _logits(self, rows: Sequence[Tensor]) -> Tensor:
-        return self.decoder.logits(torch.stack(list(rows)), self.tile)
+    def _logits(self, rows: Sequence[Tensor], mixes: Mixes) -> Tensor:
+        x = torch.stack(list(rows))
+        logits = self.decoder.logits(x, self.tile)
+        if has_head(mixes):
+            add_to_logits(logits, self.decoder.finish(x, self.tile), mixes)
+        return logits
 
     def answers(self, chosen: list[Ask], at: list[int], logits: Tensor, batch: Batch) -> dict[tuple[int, int], object]:
         """The values of these readouts of the head, each at its row of logits [R, V]."""
@@ -197,7 +205,10 @@ class Reader:
                 return state.float().cpu().numpy()
             case LogitLens(layers=layers, k=k):
                 rows = [self._tapped(hooks, layer, ask.row) for layer in layers]
-                return [_numpy(sampling.distribution(row, 1.0, k)) for row in self._logits(rows)] if rows else []
+                if not rows:
+                    return []
+                mixes = [batch.segments[ask.segment].mix_of(ask.row)] * len(rows)
+                return [_numpy(sampling.distribution(row, 1.0, k)) for row in self._logits(rows, mixes)]
             case AttentionScores(layer, reduce):
                 return self._scores(ask, batch, hooks, layer, reduce)
         raise AssertionError(ask.what.what)

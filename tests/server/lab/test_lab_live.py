@@ -25,7 +25,7 @@ from support.live import Live
 from support.oracle import Oracle
 
 PROMPT = "Once upon a time, there was a little"
-OFF = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}
+OFF = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
 
 # Computes one choice as the page does, from logits that are given.
 CHOOSE = """async ([logits, cases]) => {
@@ -63,6 +63,8 @@ def params_of(generator: random.Random, vocab: int) -> dict[str, Any]:
         "top_p": maybe(generator.choice([1e-6, 0.1, 0.5, 0.9, 0.999]), 1),
         "min_p": maybe(generator.choice([0.01, 0.2, 1.0]), 0),
         "typical_p": maybe(generator.choice([0.05, 0.5, 0.95]), 1),
+        "epsilon_cutoff": maybe(generator.choice([1e-4, 0.003, 0.02, 0.3]), 0),
+        "eta_cutoff": maybe(generator.choice([1e-4, 0.01, 0.2, 0.9]), 0),
         "repetition_penalty": maybe(generator.choice([0.8, 1.3]), 1),
         "presence_penalty": maybe(generator.uniform(-2, 2), 0),
         "frequency_penalty": maybe(generator.uniform(-2, 2), 0),

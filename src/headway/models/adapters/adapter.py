@@ -18,7 +18,7 @@ from headway.base.checks import check_integer, check_number
 from headway.base.errors import ModelNotFound, Unsupported, WrongType
 from headway.base.text import short_repr
 from headway.models.adapters import gguf, peft
-from headway.models.adapters.low_rank import MAX_BYTES, MAX_RANK, ROLES, Limits, LowRank, Target, digest
+from headway.models.adapters.low_rank import HEAD, MAX_BYTES, MAX_RANK, ROLES, Limits, LowRank, Target, digest
 
 
 class Adapter:
@@ -103,9 +103,10 @@ class Adapter:
         return sum(pair.nbytes for pair in self.pairs.values())
 
     def __repr__(self) -> str:
-        layers = len({target.layer for target in self.pairs})
+        layers = len({target.layer for target in self.pairs if target != HEAD})
         roles = ", ".join(role for role in ROLES if any(target.role == role for target in self.pairs))
-        return f"<Adapter {self.name!r}: rank {self.rank}, {roles} of {layers} layers, {self.digest[:12]}>"
+        parts = [f"{roles} of {layers} layers"] * (layers > 0) + [str(HEAD)] * (HEAD in self.pairs)
+        return f"<Adapter {self.name!r}: rank {self.rank}, {' and '.join(parts)}, {self.digest[:12]}>"
 
     def __reduce__(self) -> NoReturn:
         raise Unsupported("an adapter cannot be pickled or copied; load it again where it is needed")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headway.base.errors import BadModelFile
 from headway.models.adapters.adapter import Adapter
-from headway.models.adapters.low_rank import ROLES, LowRank, Target
+from headway.models.adapters.low_rank import HEAD, ROLES, LowRank, Target
 from headway.models.config import ModelConfig
 from headway.models.families import FAMILIES
 from headway.models.layers import half_split
@@ -26,10 +26,12 @@ class BoundAdapter:
     digest: str
     name: str
     layers: tuple[Mapping[str, LowRank], ...]
+    head: LowRank | None = None  # of the output matrix
 
     @property
     def rank(self) -> int:
-        return max(pair.rank for layer in self.layers for pair in layer.values())
+        """The largest rank of the layers' pairs; 0 where the output matrix alone has one."""
+        return max((pair.rank for layer in self.layers for pair in layer.values()), default=0)
 
 
 def bind(adapter: Adapter, config: ModelConfig) -> BoundAdapter:
@@ -43,18 +45,20 @@ def bind(adapter: Adapter, config: ModelConfig) -> BoundAdapter:
             raise BadModelFile(
                 f"{what} has weights for {target}, and the model has {config.layers} layers; it is another model's"
             )
-        has, needs = (pair.b.shape[0], pair.a.shape[1]), shapes[target.role]
+        has, needs = (pair.b.shape[0], pair.a.shape[1]), shapes[target.role] if target != HEAD else head_shape(config)
         if has != needs:
             raise BadModelFile(
                 f"{what} has weights of {list(has)} for {target}, and the model's matrix is {list(needs)}; it is "
                 "another model's"
             )
+        if target == HEAD:
+            continue
         if adapter.architecture is not None and target.role in ("q", "k") and _interleaves(adapter.architecture):
             layers[target.layer][target.role] = replace(pair, b=half_split(pair.b, config.head_dim))
         else:
             layers[target.layer][target.role] = pair
     _check_all_there(adapter, config, what)
-    return BoundAdapter(adapter.digest, adapter.name, tuple(layers))
+    return BoundAdapter(adapter.digest, adapter.name, tuple(layers), adapter.pairs.get(HEAD))
 
 
 def target_shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -62,6 +66,11 @@ def target_shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
     e, f, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
     shapes = ((q, e), (kv, e), (kv, e), (e, q), (f, e), (f, e), (e, f))
     return dict(zip(ROLES, shapes, strict=True))
+
+
+def head_shape(c: ModelConfig) -> tuple[int, int]:
+    """The shape [V, E] of the output matrix."""
+    return c.vocab_size, c.hidden_size
 
 
 def stored_pair(pair: LowRank, *, half: bool) -> tuple[Tensor, Tensor, float]:
@@ -107,3 +116,5 @@ def _check_all_there(adapter: Adapter, config: ModelConfig, what: str) -> None:
             target = Target(layer, role)
             if target not in adapter.pairs and adapter.rules.has(f"model.{target}"):
                 raise BadModelFile(f"{what}: its config targets {target}, and there are no weights for it")
+    if HEAD not in adapter.pairs and adapter.rules.has(str(HEAD)):
+        raise BadModelFile(f"{what}: its config targets {HEAD}, and there are no weights for it")

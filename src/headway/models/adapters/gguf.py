@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headway.base.errors import BadModelFile, Unsupported
 from headway.base.text import short_repr
-from headway.models.adapters.low_rank import Limits, LowRank, Target, check_layer
+from headway.models.adapters.low_rank import HEAD, Limits, LowRank, Target, check_layer
 from headway.models.files.gguf import GgufFile
 from headway.models.files.weights import GgufWeights
 
@@ -24,7 +24,7 @@ NAMES = {
     "ffn_up": "up",
     "ffn_down": "down",
 }
-NAME = re.compile(rf"blk\.(?P<layer>\d+)\.(?P<part>{'|'.join(NAMES)})\.weight\.lora_(?P<side>[ab])")
+NAME = re.compile(rf"(?:blk\.(?P<layer>\d+)\.(?P<part>{'|'.join(NAMES)})|output)\.weight\.lora_(?P<side>[ab])")
 
 
 def read_file(path: Path, limits: Limits) -> tuple[dict[Target, LowRank], str]:
@@ -68,9 +68,11 @@ def _sides(path: Path, weights: GgufWeights) -> dict[Target, dict[str, Tensor]]:
         if found is None:
             raise Unsupported(
                 f"{path}: the tensor {short_repr(name)} is not LoRA of one of a decoder's linear layers "
-                f"({', '.join(NAMES)}); others are not supported"
+                f"({', '.join([*NAMES, 'output'])}); others are not supported"
             )
-        target = Target(check_layer(found["layer"], f"{path}: {name}"), NAMES[found["part"]])
+        target = HEAD
+        if found["part"] is not None:
+            target = Target(check_layer(found["layer"], f"{path}: {name}"), NAMES[found["part"]])
         tensor = weights.load(name, dtype=torch.float32, device=torch.device("cpu")).clone()  # not the file's map
         sides.setdefault(target, {})[found["side"]] = tensor
     return sides

@@ -1,7 +1,7 @@
 """The two matrices of one LoRA target, and the names of targets.
 
-A target is a linear layer of the decoder: its layer's number and its role (`ROLES`). Stacked matrices (q, k and v; gate
-and up) are targets piece by piece, as files have them.
+A target is a linear layer of the decoder: its layer's number and its role (`ROLES`), or the output matrix (`HEAD`).
+Stacked matrices (q, k and v; gate and up) are targets piece by piece, as files have them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,13 @@ class Target(NamedTuple):
     role: str
 
     def __str__(self) -> str:
+        if self == HEAD:
+            return HEAD_MODULE
         module = next(name for name, role in MODULES.items() if role == self.role)
         return f"layers.{self.layer}.{module}"
+
+
+HEAD, HEAD_MODULE = Target(-1, "head"), "lm_head"
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from headway.base.checks import check_integer, check_number
 from headway.base.errors import BadModelFile, ModelNotFound, Unsupported, WrongType
 from headway.base.files import read_json
 from headway.base.text import short_repr
-from headway.models.adapters.low_rank import MODULES, Limits, LowRank, Target, check_layer
+from headway.models.adapters.low_rank import HEAD, HEAD_MODULE, MODULES, Limits, LowRank, Target, check_layer
 from headway.models.files.weights import SafetensorsWeights
 
 CONFIG = "adapter_config.json"
@@ -30,7 +30,7 @@ MAX_PATTERN = 4096  # characters of a pattern
 MAX_REPEATS = 6  # unbounded repetitions of a pattern: more could take for ever on a module's name
 NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>(?:model\.)?layers\.(?P<layer>\d+)\.(?P<part>self_attn\.[qkvo]_proj|"
-    r"mlp\.(?:gate|up|down)_proj))\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight"
+    r"mlp\.(?:gate|up|down)_proj)|lm_head)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight"
 )
 # Fields that must be empty, and what they are.
 REFUSED: Mapping[str, str] = {
@@ -68,7 +68,9 @@ class TargetRules:
         if _named(self.excluded, module):
             return False
         if isinstance(self.modules, str):
-            return self.modules.lower() == "all-linear" or re.fullmatch(self.modules, module) is not None
+            if self.modules.lower() == "all-linear":
+                return module != HEAD_MODULE  # which PEFT does not count among them
+            return re.fullmatch(self.modules, module) is not None
         if module in self.modules:
             return True
         return _named(self.modules, module) and (self.layers is None or self._layer(module) in self.layers)
@@ -135,13 +137,20 @@ def _read(
         found = NAME.fullmatch(name)
         if found is None:
             raise _stranger(name, where)
-        target = Target(check_layer(found["layer"], f"{where}: {name}"), MODULES[found["part"]])
+        target = HEAD
+        if found["part"] is not None:
+            target = Target(check_layer(found["layer"], f"{where}: {name}"), MODULES[found["part"]])
         side = sides.setdefault(target, {})
         if found["side"] in side:
             raise BadModelFile(f"{where}: {target} has two matrices {found['side']}; it must have one")
         side[found["side"]], modules[target] = tensor, found["module"]
     if not sides:
         raise BadModelFile(f"{where} has no LoRA weights")
+    if HEAD in sides and config is not None and config.get("ensure_weight_tying"):
+        raise Unsupported(
+            f"{where}: {CONFIG} has ensure_weight_tying with LoRA of {HEAD}, which changes the embedding too: LoRA of "
+            f"embeddings is not supported; {MERGE}"
+        )
     pairs: dict[Target, LowRank] = {}
     for target, side in sides.items():
         what = f"{where}: {target}"
@@ -159,9 +168,13 @@ def _stranger(name: str, where: str) -> Exception:
     kinds = {
         "lora_embedding": "LoRA of embeddings",
         "lora_magnitude_vector": "DoRA",
-        "lm_head": "LoRA of the output matrix",
         "token_adapter": "trainable tokens",
     }
+    if re.search(r"(?:lm_head|embed_tokens)(?:\.base_layer)?\.weight$", name):
+        return Unsupported(
+            f"{where}: the tensor {short_repr(name)} replaces weights of the model, which is not supported; where they "
+            f"are the model's own, save the adapter with save_embedding_layers=False, otherwise {MERGE}"
+        )
     for part, kind in kinds.items():
         if part in name:
             return Unsupported(f"{where}: the tensor {short_repr(name)} is for {kind}, which is not supported; {MERGE}")
@@ -172,7 +185,7 @@ def _stranger(name: str, where: str) -> Exception:
         )
     return Unsupported(
         f"{where}: the tensor {short_repr(name)} is for none of a decoder's linear layers "
-        f"({', '.join(MODULES)}); {MERGE}"
+        f"({', '.join([*MODULES, HEAD_MODULE])}); {MERGE}"
     )
 
 

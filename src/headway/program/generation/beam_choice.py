@@ -22,6 +22,7 @@ from headway.base.masks import logit_mask
 from headway.base.rng import uniform
 from headway.program.generation.ngrams import banned_by_ngrams
 from headway.program.generation.transcript import Transcript
+from headway.program.generation.word_bias import WordBias
 
 NEVER = -1.0e9  # the score of what must not be chosen; transformers' value, which its ties depend on
 
@@ -52,6 +53,7 @@ class BeamRules:
     eos: tuple[int, ...]  # every token that ends a beam
     stops: frozenset[int]  # those of them that the caller named
     draws: BeamSampling | None
+    words: WordBias | None = None
 
     @property
     def candidates(self) -> int:
@@ -111,17 +113,16 @@ class BeamSearch:
         return [self._allowed(beam) for beam in running]
 
     def step(
-        self, logits: np.ndarray, allowed: Sequence[np.ndarray | None], probes: Sequence[tuple[Any, ...]]
+        self, rows: Tensor, allowed: Sequence[np.ndarray | None], probes: Sequence[tuple[Any, ...]]
     ) -> list[tuple[int, int]] | None:
         """(parent, token) of each beam that goes on; None when the search is over.
 
-        The logits [B, V] are those after each beam, `allowed` what may follow, `probes` what was read there.
+        The rows [B, V] are the log-probabilities after each beam, one row at first, `allowed` what may follow, `probes`
+        what was read there.
         """
-        if np.isnan(logits).any():
-            raise PassFailed("the model's logits are NaN at the end of a beam; no token can be chosen")
-        scores, chosen = self._candidates(torch.from_numpy(logits), allowed)
+        scores, chosen = self._candidates(rows, allowed)
         self.length += 1
-        moves = [divmod(flat, logits.shape[1]) for flat in chosen.tolist()]
+        moves = [divmod(flat, rows.shape[1]) for flat in chosen.tolist()]
         possible = (scores > NEVER / 2).tolist()
         beams = [
             self._grown(parent, token, probes[parent if len(probes) > 1 else 0], may)
@@ -142,15 +143,17 @@ class BeamSearch:
         if not found:
             raise InvalidInput(
                 f"no sequence is possible: after {self.length} tokens every one that may follow has no probability; "
-                "relax no_repeat_ngram_size, min_tokens or the constraint, or a penalty that makes scores too large to "
-                "compare"
+                "relax no_repeat_ngram_size, bad_words_ids, min_tokens or the constraint, or a penalty that makes "
+                "scores too large to compare"
             )
         return found[: self.rules.returned]
 
-    def _candidates(self, logits: Tensor, allowed: Sequence[np.ndarray | None]) -> tuple[Tensor, Tensor]:
+    def _candidates(self, rows: Tensor, allowed: Sequence[np.ndarray | None]) -> tuple[Tensor, Tensor]:
         """Scores and flat (beam, token) indices of the K best continuations."""
-        rows = torch.log_softmax(logits, dim=-1)  # [1, V] at first, then [B, V]
         for row, beam, mask in zip(rows, self.beams, allowed):
+            if self.rules.words is not None:
+                for token, bias in self.rules.words.after((*self.prompt, *beam.tokens)).items():
+                    row[token] += bias
             self._penalize(row, (*self.prompt, *beam.tokens))
             if mask is not None:
                 row[torch.from_numpy(~mask)] = -torch.inf
@@ -235,6 +238,13 @@ class BeamSearch:
         best = float(self.scores[0] / length**rules.length_penalty)
         worst = float(self.end_scores.min()) if full else NEVER
         return best <= worst or (full and rules.early_stopping is True)
+
+
+def log_probabilities(logits: np.ndarray) -> Tensor:
+    """Those of rows [B, V], in float32."""
+    if np.isnan(logits).any():
+        raise PassFailed("the model's logits are NaN at the end of a beam; no token can be chosen")
+    return torch.log_softmax(torch.from_numpy(logits), dim=-1)
 
 
 def _booleans(bits: Any, vocab: int) -> np.ndarray:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from headway.base.adapters import AdapterMix
 from headway.base.errors import ContextLengthExceeded, InvalidInput
@@ -27,12 +29,14 @@ from headway.base.rng import fresh_seed
 from headway.base.text import short_repr
 from headway.program.constraints.constraint import Constraint
 from headway.program.constraints.grammar import Grammar
-from headway.program.generation.beam_choice import BeamRules, BeamSampling, BeamSearch, EndedBeam
+from headway.program.generation.beam_choice import BeamRules, BeamSampling, BeamSearch, EndedBeam, log_probabilities
 from headway.program.generation.constrained import GenerationConstraint
 from headway.program.generation.draws import Probes, add_probes
+from headway.program.generation.hooks import LogitsHook, RunningBeam, changed_logits
 from headway.program.generation.ngrams import copied
 from headway.program.generation.steps import probed
 from headway.program.generation.transcript import Transcript
+from headway.program.generation.word_bias import WordBias
 from headway.program.ids import token_ids
 
 if TYPE_CHECKING:
@@ -40,6 +44,9 @@ if TYPE_CHECKING:
     from headway.program.context import Context
     from headway.program.engine import Engine
     from headway.program.forward import Forward
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,8 @@ async def beam_search(
     constrain: Grammar | Constraint | None = None,
     probe: Probes = None,
     adapter: AdapterMix | None = None,
+    words: WordBias | None = None,
+    logits: LogitsHook | None = None,
     adopt: bool = False,
 ) -> list[Continuation[Any]]:
     """The best continuations of a context, best first; fewer than asked for when no more have any probability.
@@ -89,9 +98,10 @@ async def beam_search(
     The end tokens are the model's own unless `eos_ids` names others; `stop_ids` add to them, and so do the strings of
     `stop`. With `do_sample` the candidates of each step are drawn without replacement, at `temperature`, among the
     `top_k` and `top_p` best of each beam (all, unless given). `attention_mask` and `adapter` apply to every pass. Each
-    beam follows a copy of the constraint, and has what the probes read before each of its tokens. The context is left
-    as it was; with `adopt` the best sequence is appended and computed, on the beams' pages where they are still cached,
-    and the constraint has accepted it. For one beam, use `ctx.generate(...)`.
+    beam follows a copy of the constraint, and has what the probes read before each of its tokens. `logits` gets the
+    log-probabilities after every beam before anything else looks at them, as transformers' processors do. The context
+    is left as it was; with `adopt` the best sequence is appended and computed, on the beams' pages where they are still
+    cached, and the constraint has accepted it. For one beam, use `ctx.generate(...)`.
     """
     own = context.engine.eos_ids if eos_ids is None else token_ids(eos_ids, context.engine.vocab_size, "eos_ids")
     stops = frozenset(token_ids(stop_ids, context.engine.vocab_size, "stop_ids"))
@@ -108,6 +118,7 @@ async def beam_search(
         eos=_ends(context.engine.vocab_size, [*own, *sorted(stops)]),
         stops=stops.difference(own),
         draws=_draws(context, do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
+        words=words,
     )
     _check_lengths(context, rules)
     text_before, seed = context.text_before, None if rules.draws is None else rules.draws.seed
@@ -116,10 +127,16 @@ async def beam_search(
         return [Continuation((), "", "constraint", 0.0, seed)]
     search = BeamSearch(rules, context.tokens, context.engine.config.max_positions - context._room() - 1, first)
     with _BeamContexts(context.fork(), attention_mask, adapter, probe) as beams:
-        following = search.step(*await beams.read(search.allowed()))
+        following: list[tuple[int, int]] | None = []
         while following is not None:
-            beams.follow([parent for parent, _ in following])
-            following = search.step(*await beams.read(search.allowed(), [token for _, token in following]))
+            allowed = search.allowed()
+            read, probes = await beams.read(allowed, [token for _, token in following])
+            rows = log_probabilities(read)
+            if logits is not None:
+                rows = await beams.hooked(logits, rows.numpy(), [beam.tokens for beam in search.beams])
+            following = search.step(rows, allowed, probes)
+            if following is not None:
+                beams.follow([parent for parent, _ in following])
         best = [_continuation(context.engine, end, score, seed, text_before) for end, score in search.results()]
         if adopt and best[0].tokens:
             await _prepared(context, attention_mask, adapter).input(best[0].tokens).execute()
@@ -176,8 +193,8 @@ class _BeamContexts:
 
     async def read(
         self, allowed: list[np.ndarray | None], tokens: Sequence[int] = ()
-    ) -> tuple[np.ndarray, list[np.ndarray | None], list[tuple[Any, ...]]]:
-        """The logits of every beam [B, V], what may follow each, and what the probes read, for `BeamSearch.step`.
+    ) -> tuple[np.ndarray, list[tuple[Any, ...]]]:
+        """The logits after every beam [B, V], and what the probes read there.
 
         Each beam is fed its token first, if any are given. Probes with `masked=True` see what is allowed.
         """
@@ -194,7 +211,20 @@ class _BeamContexts:
             running = [forward.execute() for forward in forwards]
         outputs = await asyncio.gather(*running)
         logits = np.stack([out.logits(handle) for out, handle in zip(outputs, handles, strict=True)])
-        return logits, allowed, [probed(out, probe) for out, probe in zip(outputs, probes, strict=True)]
+        return logits, [probed(out, probe) for out, probe in zip(outputs, probes, strict=True)]
+
+    async def hooked(self, hook: LogitsHook, rows: np.ndarray, tokens: Sequence[tuple[int, ...]]) -> Tensor:
+        """What a hook makes of the log-probabilities after each beam [B, V]. Hooks that are async run together."""
+
+        async def one(row: np.ndarray, context: Context, generated: tuple[int, ...]) -> Tensor:
+            mark = context._table.stamp, context.pending
+            changed = await changed_logits(hook, row, RunningBeam(context, generated))
+            if mark != (context._table.stamp, context.pending):
+                raise InvalidInput("the logits hook has changed the context of a beam; a hook may read it and fork it")
+            return torch.from_numpy(changed).float()
+
+        found = await together([one(*each) for each in zip(rows, self._contexts, tokens)])
+        return torch.stack(found)
 
     def follow(self, parents: Sequence[int]) -> None:
         """Give each new beam a context that continues its parent's; beams without children are released."""
@@ -221,6 +251,18 @@ class _BeamContexts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._release(self._open)
+
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, in order. When one fails, the others are cancelled and have ended before the error is raised."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 # -- checking ------------------------------------------------------------------------------------------------------

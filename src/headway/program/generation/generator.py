@@ -110,7 +110,10 @@ class Generation(Generic[Value_co]):
         )
         self._hooks = GenerationHooks.of(prepare, logits)
         if self._hooks is not None and speculate is not None:
-            raise Unsupported("speculate cannot be given with prepare or logits, which see every token: leave one out")
+            raise Unsupported(
+                "speculate cannot be given with prepare or logits: a hook may look at the context, which has drafts in "
+                "the place of tokens while they are verified; leave one out"
+            )
         self._context = context
         self._rule = GenerationConstraint(context, constrain, no_repeat_ngram_size)
         self._transcript = Transcript(context.engine, strings, self._rule)

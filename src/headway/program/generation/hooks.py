@@ -22,10 +22,20 @@ from headway.runtime.passes import Readout
 from headway.runtime.readout import sample_row
 
 if TYPE_CHECKING:
+    from headway.program.context import Context
     from headway.program.generation.generator import Generation
 
 PrepareHook: TypeAlias = Callable[[Prepared], Awaitable[None] | None]
-LogitsHook: TypeAlias = Callable[[np.ndarray, "Generation"], Awaitable[np.ndarray | None] | np.ndarray | None]
+# The second argument is the generation, or the beam: both have `context` and `generated`.
+LogitsHook: TypeAlias = Callable[[np.ndarray, Any], Awaitable[np.ndarray | None] | np.ndarray | None]
+
+
+@dataclass(frozen=True, eq=False)
+class RunningBeam:
+    """A beam of a search, as a `logits` hook sees it: its context, to be read or forked, and its tokens so far."""
+
+    context: Context
+    generated: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,20 +62,26 @@ class GenerationHooks:
         self, logits: np.ndarray, drawn: int, readout: Readout, position: int, generation: Generation
     ) -> int:
         """The token of a row: `drawn` where the second hook leaves the logits as they are, else drawn from its own."""
-        assert self.logits is not None
-        given = logits.copy()
-        found = await _awaited(self.logits(given, generation))
-        row = check_logits(given if found is None else found, "the logits that the hook returned")
-        if row.shape != logits.shape:
-            raise InvalidInput(
-                f"the logits that the hook returned have shape {row.shape}; expected {logits.shape}, one for each token"
-            )
+        row = await changed_logits(self.logits, logits, generation)
         if np.array_equal(row, logits):
             return drawn
         allowed = readout.permitted()
         if allowed is not None and not (allowed & (row > -np.inf)).any():
             raise InvalidMask("the logits that the hook returned are -inf for every token that may come here")
         return sample_row(row, readout, position)
+
+
+async def changed_logits(hook: LogitsHook | None, logits: np.ndarray, where: Generation | RunningBeam) -> np.ndarray:
+    """The logits [V] that a hook makes of these, checked."""
+    assert hook is not None
+    given = logits.copy()
+    found = await _awaited(hook(given, where))
+    row = check_logits(given if found is None else found, "the logits that the hook returned")
+    if row.shape != logits.shape:
+        raise InvalidInput(
+            f"the logits that the hook returned have shape {row.shape}; expected {logits.shape}, one for each token"
+        )
+    return row
 
 
 async def _awaited(result: Any) -> Any:

@@ -242,12 +242,14 @@ def _check_beams(settled: Parameters) -> None:
                 f"{name}={short_repr(own)} is not supported with num_beams={beams}; leave one of them out"
             )
     refused = {
-        "bad_words_ids or sequence_bias": settled.words is not None,
-        "prepare": settled.prepare is not None,
-        "logits": settled.logits is not None,
         "penalize_prompt=False": not settled.penalize_prompt,
         "speculate": settled.speculate is not None,
     }
+    if settled.prepare is not None:
+        raise Unsupported(
+            f"prepare cannot be given with num_beams={beams}: a beam's pass draws nothing, so what a hook adds to its "
+            "draw would be ignored; give logits, a hook on the log-probabilities after every beam"
+        )
     for name, is_given in refused.items():
         if is_given:
             raise Unsupported(f"{name} cannot be given with num_beams={beams}; leave one of them out")

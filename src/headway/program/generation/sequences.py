@@ -9,8 +9,7 @@ where there may be several. Forks are released when the last sequence has ended,
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -21,7 +20,7 @@ from headway.base.probes import Value_co
 from headway.base.rng import WORD, philox
 from headway.program.constraints.constraint import Constraint
 from headway.program.constraints.grammar import Grammar
-from headway.program.generation.beams import Continuation, beam_search
+from headway.program.generation.beams import Continuation, beam_search, together
 from headway.program.generation.generator import Generation
 from headway.program.generation.ngrams import copied
 from headway.program.generation.parameters import Parameters
@@ -207,6 +206,8 @@ class Generations(Generic[Value_co]):
             probe=own.probe,
             attention_mask=own.attention_mask,
             adapter=own.adapter,
+            words=own.words,
+            logits=own.logits,
             adopt=True,
             **drawing,
         )
@@ -220,7 +221,7 @@ class Generations(Generic[Value_co]):
         forks: list[Context] = []
         try:
             forks += [home.fork() for _ in range(count - 1)]
-            return await _together([self._one(i, c, r) for i, (c, r) in enumerate(zip([home, *forks], constraints))])
+            return await together([self._one(i, c, r) for i, (c, r) in enumerate(zip([home, *forks], constraints))])
         except BaseException:
             with suppress(Closed):
                 home.truncate(len(home.tokens) - self._before)
@@ -257,15 +258,3 @@ def _single(context: Context, parameters: Parameters) -> Generation:
     names += ("no_repeat_ngram_size", "speculate", "verify", "adapter", "words", "prepare", "logits")
     options: dict[str, Any] = {name: getattr(parameters, name) for name in names}
     return Generation(context, parameters.sampler, **options)
-
-
-async def _together(work: Iterable[Coroutine[Any, Any, Continuation]]) -> list[Continuation]:
-    """All results, in order. When one fails, the others are cancelled and have ended before the error is raised."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -43,6 +43,26 @@ def by_adapter(mixes: Sequence[AdapterMix | None]) -> list[AdapterRows]:
     return [group for _, group in sorted(groups.items())]
 
 
+def has_head(mixes: Sequence[AdapterMix | None]) -> bool:
+    """Whether an adapter of these changes the output matrix."""
+    uses = (use for mix in mixes if mix is not None for use, _ in mix.uses)
+    return any(isinstance(use, LoadedAdapter) and use.head is not None for use in uses)
+
+
+def add_to_logits(logits: Tensor, h: Tensor, mixes: Sequence[AdapterMix | None]) -> list[int]:
+    """Add what adapters of the head make of normed rows h [R, E] to logits [R, V], in place; the rows that changed.
+
+    Every row is computed by itself, so that its bits depend on nothing else.
+    """
+    changed = set[int]()
+    for adapter, rows, scales in by_adapter(mixes):
+        if (head := adapter.head) is not None:
+            changed.update(rows)
+            for row, scale in zip(rows, scales, strict=True):
+                logits[row] += torch.mv(head.b, torch.mv(head.a, h[row].float())) * (scale * head.factor)
+    return sorted(changed)
+
+
 @dataclass(frozen=True, eq=False)
 class TorchAdapter:
     """An adapter's matrices in float32 by layer and stack."""

@@ -40,6 +40,8 @@ class SamplingOptions(RequestSchema):
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

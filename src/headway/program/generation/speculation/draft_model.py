@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from headway.base.adapters import AdapterMix, LoadedWeights
 from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, OutOfPages, OutOfRange, WrongType
 from headway.base.probes import Logits
@@ -25,9 +26,13 @@ from headway.base.rng import uniform
 from headway.base.samplers import Sampling
 from headway.base.text import short_repr
 from headway.kernels.reference.sampling import RowSampler, processed_logprobs
+from headway.models.adapters.adapter import Adapter
+from headway.models.adapters.low_rank import HEAD, Target
+from headway.program.adapters import AdapterArgument, mix_of
 from headway.program.generation.draws import Drawing
 from headway.program.generation.speculation.drafter import MAX_DRAFT, Draft
 from headway.program.ids import common
+from headway.runtime.adapters import LoadedAdapter
 
 if TYPE_CHECKING:
     from headway.program.context import Context
@@ -39,6 +44,7 @@ OWN_ORDINAL = 1 << 32  # of draws that are independent of those of the model tha
 OWN_PAGES = 1024  # of the first layers, at most
 _same_tokens: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 _first_layers: weakref.WeakKeyDictionary[Any, dict[int, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+_first_parts: weakref.WeakKeyDictionary[LoadedAdapter, dict[int, Adapter | None]] = weakref.WeakKeyDictionary()
 
 
 class ModelDrafter:
@@ -52,6 +58,7 @@ class ModelDrafter:
         self._context: Context | None = None
         self._prefill: Execution[Output] | None = None
         self._sampler, self._vocab, self._rejects = Sampling(temperature=0), 0, False
+        self._adapter: AdapterMix | None = None  # what its tokens are computed under
 
     @property
     def _model(self) -> Engine:
@@ -68,7 +75,7 @@ class ModelDrafter:
         """Follow the sequence. A prompt is computed from now on, concurrently with the other model."""
         self._sequence += tokens
         if len(tokens) > MAX_DRAFT and self._prefill is None and self._fits:
-            self._prefill = self._follow().forward().execute()
+            self._prefill = self._follow().forward()._under(self._adapter).execute()
 
     async def draft(self, tokens: Sequence[int], limit: int) -> Draft:
         """What the model says comes next."""
@@ -89,7 +96,8 @@ class ModelDrafter:
         if self._rejects:
             return await self._draws(context, count)
         try:
-            found = await context.generate(self._sampler, max_tokens=count, stop_only=True).tokens()
+            drafting = context.generate(self._sampler, max_tokens=count, stop_only=True, adapter=self._adapter)
+            found = await drafting.tokens()
         finally:
             self._drafted = list(context.tokens[self._known :])
         return Draft(self._within(found))
@@ -98,7 +106,7 @@ class ModelDrafter:
         """Draws that do not depend on the other model's, each with its distribution."""
         chances: list[np.ndarray] = []
         for _ in range(count):
-            forward = context.forward()
+            forward = context.forward()._under(self._adapter)
             logits = forward.probe(-1, Logits())
             position = context.next_position - 1
             row = torch.from_numpy((await forward.execute()).logits(logits))
@@ -151,21 +159,24 @@ class DraftModel(ModelDrafter):
     """Drafts with a model of the same vocabulary, loaded in `engine`: `max_tokens` at a time at most.
 
     A draft costs a pass of the small model for every token of it, and the prompt is computed there too. The engine
-    stays the caller's; it may serve any number of generations, and anything else.
+    stays the caller's; it may serve any number of generations, and anything else. Adapters of the generation are for
+    the other model: `adapter` is what this one drafts under.
     """
 
-    def __init__(self, engine: Engine, *, max_tokens: int = 8, adaptive: bool = True) -> None:
+    def __init__(
+        self, engine: Engine, *, adapter: AdapterArgument | None = None, max_tokens: int = 8, adaptive: bool = True
+    ) -> None:
         super().__init__(max_tokens, adaptive)
         if not hasattr(engine, "context"):
             raise WrongType(f"DraftModel was given {short_repr(engine)}; give it an Engine of the smaller model")
-        self._engine = engine
+        self._engine, self._adapter = engine, mix_of(engine, adapter)
 
     def __repr__(self) -> str:
         return f"DraftModel({self._engine!r}, max_tokens={self._most})"
 
     def copy(self) -> DraftModel:
         """One for another sequence, with the same engine."""
-        return DraftModel(self._engine, max_tokens=self._most, adaptive=self.adaptive)
+        return DraftModel(self._engine, adapter=self._adapter, max_tokens=self._most, adaptive=self.adaptive)
 
     @property
     def _model(self) -> Engine:
@@ -177,7 +188,8 @@ class OwnLayers(ModelDrafter):
 
     They run as a model of their own that shares the weights. It has its own KV cache for these layers, so a slot costs
     `layers` / L more memory, and a draft token `layers` / L of a pass, besides the head. A model that was not trained
-    to leave early agrees with its own first layers only if these are most of it.
+    to leave early agrees with its own first layers only if these are most of it. They draft under the generation's
+    adapters, as far as these change the same layers or the head.
     """
 
     def __init__(self, layers: int, *, max_tokens: int = 4, adaptive: bool = True) -> None:
@@ -194,6 +206,9 @@ class OwnLayers(ModelDrafter):
 
     def bind(self, context: Context, drawing: Drawing, *, rejects: bool) -> None:
         self._engine = first_layers(context.engine, self._layers)
+        if drawing.adapter is not None:
+            few = [(_first_part(adapter, self._layers), scale) for adapter, scale in drawing.adapter.uses]
+            self._adapter = mix_of(self._engine, [(part, scale) for part, scale in few if part is not None])
         super().bind(context, drawing, rejects=rejects)
 
     @property
@@ -220,6 +235,18 @@ def first_layers(engine: Engine, count: int) -> Engine:
         )
         made[count] = weakref.ref(decoder), found
     return found
+
+
+def _first_part(loaded: LoadedWeights, count: int) -> Adapter | None:
+    """The part of an adapter that changes a model's first layers or its head; None where there is none."""
+    assert isinstance(loaded, LoadedAdapter)
+    made = _first_parts.setdefault(loaded, {})
+    if count not in made:
+        layers, head = loaded.bound.layers[:count], loaded.bound.head
+        pairs = {Target(number, role): pair for number, layer in enumerate(layers) for role, pair in layer.items()}
+        pairs |= {} if head is None else {HEAD: head}
+        made[count] = Adapter(pairs, name=loaded.name) if pairs else None
+    return made[count]
 
 
 def check_same_tokens(engine: Engine, drafter: Engine) -> None:

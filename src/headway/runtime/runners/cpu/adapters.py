@@ -56,33 +56,24 @@ def _interleaved(matrix: Tensor) -> Tensor:
 
 
 class StepAdapters:
-    """Fills a step's adapters. What it gives stays where it is until the next step."""
+    """Fills a step's adapters. What it gives stays where it is until the next step; the batch keeps them alive."""
 
     def __init__(self) -> None:
-        self._mixes: Sequence[AdapterMix | None] | None = None  # of the last step that had some
-        self._groups: list[AdapterRows] = []
         self._structs: ctypes.Array[AdapterStruct] | None = None
         self._rows = np.empty(0, np.int32)
         self._scales = np.empty(0, np.float32)
 
     def fill(self, step: StepStruct, mixes: Sequence[AdapterMix | None] | None) -> None:
-        step.adapter_count = step.adapter_uses = 0
-        if mixes is None:
-            self._mixes, self._groups = None, []  # keeps no adapter alive
+        groups = () if mixes is None else by_adapter(mixes)
+        step.adapter_count, step.adapter_uses = len(groups), sum(len(group.rows) for group in groups)
+        if not groups:
             return
-        if mixes is not self._mixes:
-            self._collect(mixes)
-        step.adapter_count, step.adapter_uses = len(self._groups), len(self._rows)
-        step.adapters = self._structs
+        firsts = accumulate((len(group.rows) for group in groups), initial=0)
+        structs = [_struct(group, first) for group, first in zip(groups, firsts)]
+        self._structs = step.adapters = (AdapterStruct * len(structs))(*structs)
+        self._rows = np.array([row for group in groups for row in group.rows], np.int32)
+        self._scales = np.array([scale for group in groups for scale in group.scales], np.float32)
         step.adapter_rows, step.adapter_scales = self._rows.ctypes.data, self._scales.ctypes.data
-
-    def _collect(self, mixes: Sequence[AdapterMix | None]) -> None:
-        self._mixes, self._groups = mixes, by_adapter(mixes)
-        firsts = accumulate((len(group.rows) for group in self._groups), initial=0)
-        structs = [_struct(group, first) for group, first in zip(self._groups, firsts)]
-        self._structs = (AdapterStruct * len(structs))(*structs)
-        self._rows = np.array([row for group in self._groups for row in group.rows], np.int32)
-        self._scales = np.array([scale for group in self._groups for scale in group.scales], np.float32)
 
 
 def _struct(group: AdapterRows, first: int) -> AdapterStruct:

@@ -36,6 +36,7 @@ from headway.runtime.readout import SLAB, Reader, make_hooks, not_a_number, plai
 from headway.runtime.runners.base import DECODE_LIMIT, SegmentResult, StepResult
 from headway.runtime.runners.cpu.adapters import NativeAdapter
 from headway.runtime.runners.cpu.arrays import StepArrays
+from headway.runtime.runners.row_adapters import add_to_logits, has_head
 
 
 class NativeModel:
@@ -183,6 +184,7 @@ class NativeRunner:
         native = self._arrays.fill(batch)
         best, bad = self._read(native, [*range(count), *(count + row for _, _, row in reads)])
         x = self._run(native)
+        self._adapt_head(batch, x, [*range(count), *(count + row for _, _, row in reads)], best, bad)
         step.decode = self._decoded(batch, best, bad)
         values: dict[tuple[int, int], object] = {}
         tokens = zip(reads, best[count:].tolist(), bad[count:].tolist(), strict=True)
@@ -201,6 +203,16 @@ class NativeRunner:
         step.logits, step.logits_stride = self._logits.data_ptr(), w.padded_n
         step.best, step.bad = best.ctypes.data, bad.ctypes.data
         return best, bad
+
+    def _adapt_head(self, batch: Batch, x: Tensor, rows: Sequence[int], best: np.ndarray, bad: np.ndarray) -> None:
+        """Add what adapters make of the head to the logits that the step has read of these rows, and choose again."""
+        every = batch.adapters
+        mixes = () if every is None else [every[row] for row in rows]
+        if not has_head(mixes):
+            return
+        logits = self._logits[: len(rows), : self.decoder.output.n]
+        changed = add_to_logits(logits, self.model.finish(x[list(rows)], None), mixes)
+        bad[changed], best[changed] = self.model.best(logits[changed])
 
     def _decoded(self, batch: Batch, best: np.ndarray, bad: np.ndarray) -> DecodeLogits | None:
         count = batch.decode_count
@@ -233,6 +245,7 @@ class NativeRunner:
         best, bad = self._read(step, range(count)) if count else (np.empty(0), np.empty(0))
         x = self._run(step)
         self._collect(hooks, hidden_out, query_out)
+        self._adapt_head(batch, x, range(count), best, bad)
         return x, self._decoded(batch, best, bad)
 
     def _collect(self, hooks: Hooks, hidden: Tensor, queries: Tensor) -> None:

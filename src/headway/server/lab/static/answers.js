@@ -136,6 +136,8 @@ const topK = filter("top_k", "top-k", 40, (value) => Number.isInteger(value) && 
 const topP = filter("top_p", "top-p", 0.9, (value) => value > 0 && value < 1);
 const minP = filter("min_p", "min-p", 0.05, (value) => value > 0 && value <= 1);
 const typical = filter("typical_p", "typical", 0.9, (value) => value > 0 && value < 1);
+const epsilon = filter("epsilon_cutoff", "epsilon", 0.001, (value) => value > 0 && value < 1);
+const eta = filter("eta_cutoff", "eta", 0.001, (value) => value > 0 && value < 1);
 
 function tail(seen) {
   const { ids, share } = kept({ ...seen, params: { ...seen.params, temperature: 1 } }, "top_p", 0.9);
@@ -176,7 +178,7 @@ function choosing(seen) {
   const [taken] = draw(result, seen.seed, seen.trace.position);
   const on = Object.keys(OFF).filter((name) => params[name] !== OFF[name]).map((name) => `${name} ${params[name]}`);
   return [
-    `The pass gives ${whole(row.size)} logits. Then, in this order: bias and penalties, temperature, top-k, top-p, min-p, typical, and a draw. ${on.length ? `Set now: ${on.join(", ")}.` : "All of these are off now, so the draw is from the model's own distribution."}`,
+    `The pass gives ${whole(row.size)} logits. Then, in this order: bias and penalties, temperature, top-k, top-p, min-p, typical, epsilon, eta, and a draw. ${on.length ? `Set now: ${on.join(", ")}.` : "All of these are off now, so the draw is from the model's own distribution."}`,
     `${many(result.at(-1).ids.length, "token")} can be drawn; with seed ${seen.seed} at position ${seen.trace.position} it is ${named(seen, taken)}, which has ${percent(probAt(result.at(-1), taken))}. Greedy would take ${named(seen, row.order[0])}.`,
   ];
 }
@@ -226,6 +228,8 @@ const SUBJECTS = {
   topP: [/top[- ]?p\b|nucleus/, ["Top-p"], topP, ["likeliest", "vocabulary"]],
   minP: [/min[- ]?p\b/, ["Min-p"], minP, ["vocabulary"]],
   typical: [/\btypical/, ["Typical"], typical, ["vocabulary"]],
+  epsilon: [/\bepsilon/, ["Epsilon"], epsilon, ["vocabulary"]],
+  eta: [/\beta\b/, ["Eta"], eta, ["vocabulary"]],
   tail: [/\btail\b|derail|nonsense|long shots?|unlikely|improbable|\brare/, [], tail],
   entropy: [/entropy|uncertain|\bsure\b|perplex|confiden/, ["Entropy"], entropy],
   softmax: [/softmax|logits?.*(become|into|to).*probab/, ["Softmax"], softmaxOf, ["distribution"]],

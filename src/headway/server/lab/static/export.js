@@ -41,7 +41,7 @@ export function exportPng(lab) {
   const prompt = trace.texts.join("");
   write(`${prompt.length > 90 ? "…" : ""}${prompt.slice(-90).replaceAll("\n", "↵")}`, 40, 56, { font: "600 24px Georgia, serif", most: width - 80 });
   const k = lab.state.params;
-  write(`${lab.source.model.name} · T ${k.temperature} · top-k ${k.top_k || "off"} · top-p ${k.top_p < 1 ? k.top_p : "off"} · min-p ${k.min_p || "off"} · typical ${k.typical_p < 1 ? k.typical_p : "off"} · seed ${lab.state.seed}`, 40, 88, { ink: "--soft", most: width - 80 });
+  write(`${lab.source.model.name} · T ${k.temperature} · top-k ${k.top_k || "off"} · top-p ${k.top_p < 1 ? k.top_p : "off"} · min-p ${k.min_p || "off"} · typical ${k.typical_p < 1 ? k.typical_p : "off"}${k.epsilon_cutoff ? ` · epsilon ${k.epsilon_cutoff}` : ""}${k.eta_cutoff ? ` · eta ${k.eta_cutoff}` : ""} · seed ${lab.state.seed}`, 40, 88, { ink: "--soft", most: width - 80 });
   write(`${whole(last.ids.length)} of ${whole(row.size)} tokens stay · entropy ${fixed(entropyOf(distribution(result).probs))} nats · bars from 0 to 100%`, 40, 114, { ink: "--soft", most: width - 80 });
   top.forEach((id, i) => {
     const y = 150 + i * 34;

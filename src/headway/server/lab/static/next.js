@@ -9,12 +9,13 @@ import { distribution, draw, entropyOf, OFF, probAt, Row, stages } from "./sampl
 const PARAMS = [
   ["temperature", "Temperature", 0, 2, 0.01, "0 is greedy"], ["top_k", "Top-k", 0, 200, 1, "0 is off"], ["top_p", "Top-p", 0.01, 1, 0.01, "1 is off"],
   ["min_p", "Min-p", 0, 1, 0.01, "0 is off"], ["typical_p", "Typical", 0.01, 1, 0.01, "1 is off"],
+  ["epsilon_cutoff", "Epsilon", 0, 0.1, 0.001, "0 is off"], ["eta_cutoff", "Eta", 0, 0.1, 0.001, "0 is off"],
   ["repetition_penalty", "Repetition", 0.5, 2, 0.01, "1 is off"], ["presence_penalty", "Presence", -2, 2, 0.05, "0 is off"], ["frequency_penalty", "Frequency", -2, 2, 0.05, "0 is off"],
 ];
 const PRESETS = [
   ["All off", { ...OFF }], ["Evals: T 0", { ...OFF, temperature: 0 }], ["Chat: T 0.7, top-p 0.9", { ...OFF, temperature: 0.7, top_p: 0.9 }], ["Wild: T 1.5", { ...OFF, temperature: 1.5 }],
 ];
-const STAGES = [["penalties", "Bias & penalties"], ["temperature", "Temperature"], ["top_k", "Top-k"], ["top_p", "Top-p"], ["min_p", "Min-p"], ["typical_p", "Typical"]];
+const STAGES = [["penalties", "Bias & penalties"], ["temperature", "Temperature"], ["top_k", "Top-k"], ["top_p", "Top-p"], ["min_p", "Min-p"], ["typical_p", "Typical"], ["epsilon_cutoff", "Epsilon"], ["eta_cutoff", "Eta"]];
 const SHOWN = 12;
 const PEEK = 4;
 const DRAWS = 200;
@@ -107,7 +108,7 @@ function params(lab, redraw) {
   });
   return h("form", { class: "panel params", onsubmit: (event) => event.preventDefault() }, h("h2", {}, "Sampling parameters"),
     h("div", { class: "row presets", role: "group", "aria-label": "Presets" }, PRESETS.map(([label, values]) => h("button", { type: "button", class: "quiet small", onclick: () => { lab.setParams(values); show(); } }, label))),
-    rows.slice(0, 5), h("h3", {}, "Penalties"), rows.slice(5), h("div", { class: "param" }, h("label", { for: seedId }, "Seed"), seed), biasField(lab, redraw));
+    rows.slice(0, 7), h("h3", {}, "Penalties"), rows.slice(7), h("div", { class: "param" }, h("label", { for: seedId }, "Seed"), seed), biasField(lab, redraw));
 }
 
 function valid(name, value) {
@@ -115,6 +116,7 @@ function valid(name, value) {
   if (name === "top_k") return Number.isInteger(value) && value >= 0;
   if (name === "temperature") return value >= 0;
   if (name === "min_p") return value >= 0 && value <= 1;
+  if (name === "epsilon_cutoff" || name === "eta_cutoff") return value >= 0 && value < 1;
   if (name === "top_p" || name === "typical_p") return value > 0 && value <= 1;
   return name !== "repetition_penalty" || value > 0;
 }
@@ -140,7 +142,7 @@ function biasField(lab, redraw) {
 /** The filters in order, with the tokens that each keeps. */
 function strip(lab, result) {
   const { params: k } = lab.state;
-  const settings = { temperature: `T = ${k.temperature}`, top_k: k.top_k || "off", top_p: k.top_p < 1 ? k.top_p : "off", min_p: k.min_p || "off", typical_p: k.typical_p < 1 ? k.typical_p : "off" };
+  const settings = { temperature: `T = ${k.temperature}`, top_k: k.top_k || "off", top_p: k.top_p < 1 ? k.top_p : "off", min_p: k.min_p || "off", typical_p: k.typical_p < 1 ? k.typical_p : "off", epsilon_cutoff: k.epsilon_cutoff || "off", eta_cutoff: k.eta_cutoff || "off" };
   const item = (label, value, under, on = true) => h("li", { class: on ? "on" : "" }, h("span", { class: "stage" }, label), h("strong", { class: "num" }, value), h("span", { class: "soft" }, under));
   const size = lab.now.row.size;
   return h("ol", { class: "strip", "aria-label": "From logits to a token" },
@@ -159,7 +161,7 @@ function stageTable(lab, result, top, open, opened) {
   const { row } = lab.now;
   const { scores } = row.scored(lab.state.params, lab.past, lab.state.bias);
   const cell = (p) => (p > 0 ? percent(p) : h("span", { class: "soft" }, "cut"));
-  const titles = ["Token", ...["Logit", "After bias & penalties", "Temperature", "Top-k", "Top-p", "Min-p", "Typical"].map((text) => [text, "num"])];
+  const titles = ["Token", ...["Logit", "After bias & penalties", "Temperature", "Top-k", "Top-p", "Min-p", "Typical", "Epsilon", "Eta"].map((text) => [text, "num"])];
   return h("details", { class: "panel", open, ontoggle: (event) => opened(event.target.open) }, h("summary", { id: "stages-summary" }, h("h2", {}, "Every stage, token by token")),
     table("Every stage, token by token", titles, top.map((id) => [
       [chip(lab.text(id)), " ", h("span", { class: "soft small num" }, id)], fixed(row.logits[id], 3), fixed(scores[id], 3), ...result.slice(1).map((stage) => cell(probAt(stage, id)))]), { class: "stages" }));

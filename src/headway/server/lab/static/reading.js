@@ -35,7 +35,7 @@ export function reading(app) {
       "In the kitchen: temperature is how heavily the dice are loaded.", figure((facts) => temperatureFigure(facts))),
     section(4, "Top-k and top-p: cut the tail",
       [`Of ${count} tokens most are nonsense at any given position. Each is very unlikely; together they are not. Draw often enough and one of them comes up, and the text has to continue from it.`,
-        "Top-k keeps the k best and drops the rest. Top-p keeps as many of the best as it takes to reach p: few when the model is sure, many when it is not. The kept probabilities are normalized to 1, and then a token is sampled. Min-p and typical are two other ways to cut."],
+        "Top-k keeps the k best and drops the rest. Top-p keeps as many of the best as it takes to reach p: few when the model is sure, many when it is not. The kept probabilities are normalized to 1, and then a token is sampled. Min-p, typical, epsilon and eta are other ways to cut."],
       "In the kitchen: remove the dishes that nobody has ordered in years from tonight's menu.", figure((facts) => cutFigure(facts))),
     h("section", {}, h("h2", {}, "In the kitchen, in the engine"), analogies()),
     h("p", {}, h("a", { class: "button main", href: "#lab" }, "Try it in your Lab"), " "));

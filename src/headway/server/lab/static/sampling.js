@@ -1,12 +1,12 @@
 // From logits to a token, in float64, by the engine's rules:
 //
-//   logits → bias → penalties → temperature → top-k → top-p → min-p → typical → draw
+//   logits → bias → penalties → temperature → top-k → top-p → min-p → typical → epsilon → eta → draw
 //
 // Each filter works on what the previous one kept. Tokens rank by score, then by lower id; top-p and typical keep the
 // shortest prefix that reaches their probability; at least one token is kept. Temperature 0 is greedy.
 
 export const OFF = Object.freeze({
-  temperature: 1, top_k: 0, top_p: 1, min_p: 0, typical_p: 1,
+  temperature: 1, top_k: 0, top_p: 1, min_p: 0, typical_p: 1, epsilon_cutoff: 0, eta_cutoff: 0,
   repetition_penalty: 1, presence_penalty: 0, frequency_penalty: 0,
 });
 
@@ -107,7 +107,7 @@ export function stages(row, params, past = history([], []), bias = new Map()) {
   const result = [first];
   if (params.temperature === 0) {
     result.push(stage("temperature", Int32Array.of(order[0]), Float64Array.of(1), first));
-    for (const name of ["top_k", "top_p", "min_p", "typical_p"]) result.push({ ...result[1], name, kept: 1 });
+    for (const name of ["top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"]) result.push({ ...result[1], name, kept: 1 });
     return result;
   }
   result.push(stage("temperature", ...weighed(first.ids, scores, params.temperature), null));
@@ -120,6 +120,8 @@ export function stages(row, params, past = history([], []), bias = new Map()) {
   narrow("top_p", params.top_p < 1, (from) => prefix(from, params.top_p, order));
   narrow("min_p", params.min_p > 0, ({ ids, weights }) => ids.filter((_, i) => weights[i] >= params.min_p));
   narrow("typical_p", params.typical_p < 1, (from) => typical(from, scores, params));
+  narrow("epsilon_cutoff", params.epsilon_cutoff > 0, (from) => likely(from, params.epsilon_cutoff));
+  narrow("eta_cutoff", params.eta_cutoff > 0, (from) => likely(from, leastOf(from, params.eta_cutoff)));
   return result;
 }
 
@@ -193,6 +195,18 @@ function typical(from, scores, params) {
     if (reached >= goal) break;
   }
   return Int32Array.from(kept).sort();
+}
+
+/** The tokens at least this probable, and the likeliest. */
+function likely({ ids, weights, sum }, least) {
+  return ids.filter((_, i) => weights[i] / sum >= least || weights[i] === 1);
+}
+
+/** The least probability of eta sampling: epsilon, or less where the entropy is large. */
+function leastOf({ weights, sum }, epsilon) {
+  let entropy = 0;
+  for (let i = 0; i < weights.length; i++) if (weights[i] > 0) entropy -= (weights[i] / sum) * Math.log(weights[i] / sum);
+  return Math.min(epsilon, Math.sqrt(epsilon) * Math.exp(-entropy));
 }
 
 /** The index of an id in ascending ids, or -1. */

@@ -11,6 +11,8 @@ export const TERMS = [
   ["Decoding", "Choosing one token from the distribution: greedily, or by drawing."],
   ["Distribution", "A probability for every token of the vocabulary. They add up to 1."],
   ["Entropy", "The uncertainty of the choice, in nats: 0 when one token is certain, more when many are possible."],
+  ["Epsilon", "Keeps the tokens that have at least this probability."],
+  ["Eta", "Keeps the tokens that have at least this probability, or less where the entropy is large."],
   ["Forward pass", "One run of the tokens through all layers. It outputs one score for every possible next token."],
   ["Greedy", "Decoding by argmax at every step. The same prompt gives the same text each time, and often repeats itself."],
   ["Logit", "A raw score, before softmax. Only differences between logits matter."],
