@@ -25,16 +25,19 @@ from headway.server.openai.request_schema import (
     DetokenizeRequest,
     GenerationRequest,
     RequestSchema,
+    SamplingFields,
     StreamOptions,
     StructuredOutputs,
     TokenizeRequest,
 )
+from headway.server.responses.request_schema import ResponseRequest
 from headway.server.serving import Serving
 from headway.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]
 SERVING, CLIENTS, SECURITY = (ROOT / "docs" / f"{name}.md" for name in ("serving", "clients", "security"))
 SERVER = ROOT / "src/headway/server"
+FOLDERS = ("", "openai/", "responses/", "middleware/")
 NAME = re.compile(r"`([^`]+)`")
 STATES = set(re.findall(r'"(\w+)"', inspect.getsource(vars(Serving)["state"].fget)))
 
@@ -146,6 +149,13 @@ def test_every_field_has_its_meaning() -> None:
         assert set(own) == field_names(model) - common
 
 
+def test_every_field_of_responses_has_its_meaning() -> None:
+    page = section(CLIENTS, "The Responses API")
+    listed = {*named(rows(page, "field")), *IGNORED}
+    assert field_names(ResponseRequest) - field_names(SamplingFields) <= listed
+    assert field_names(SamplingFields) <= field_names(GenerationRequest)
+
+
 def test_every_field_of_tokens_has_its_meaning() -> None:
     table = rows(section(CLIENTS, "Of tokens"), "field")
     for path, model in (("/tokenize", TokenizeRequest), ("/detokenize", DetokenizeRequest)):
@@ -171,7 +181,7 @@ def test_every_code_of_an_error_is_listed() -> None:
 
 def _codes() -> Iterator[tuple[int, str | None]]:
     """Status and code of every error that is made with both written out."""
-    for path in sorted({*SERVER.glob("*.py"), *SERVER.glob("openai/*.py"), *SERVER.glob("middleware/*.py")}):
+    for path in sorted(path for folder in FOLDERS for path in SERVER.glob(f"{folder}*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 code = next((word.value for word in node.keywords if word.arg == "code"), None)

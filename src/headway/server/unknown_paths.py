@@ -16,7 +16,6 @@ HINTS = {  # beginnings of paths that clients of other APIs call, the longest ma
     "/v1/v1/": "the client adds /v1 itself: its base URL must not end in /v1",
     "/v1/messages": "Anthropic's API is not supported; use POST /v1/chat/completions",
     "/v1/complete": "use POST /v1/chat/completions",
-    "/v1/responses": "OpenAI's Responses API is not supported; use POST /v1/chat/completions",
     "/v1/assistants": "OpenAI's Assistants API is not supported; use POST /v1/chat/completions",
     "/v1/threads": "OpenAI's Assistants API is not supported; use POST /v1/chat/completions",
     "/v1/audio": "speech is not supported over HTTP; use hw.pipeline in Python",

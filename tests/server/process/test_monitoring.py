@@ -375,7 +375,7 @@ def test_the_root_links_to_what_there_is(server: Server) -> None:
         ("POST", "/api/chat", "/v1"),
         ("POST", "/chat/completions", "base URL must end in /v1"),
         ("POST", "/v1/v1/chat/completions", "must not end in /v1"),
-        ("POST", "/v1/responses", "POST /v1/chat/completions"),
+        ("POST", "/v1/assistants", "POST /v1/chat/completions"),
         ("GET", "/docs", "/openapi.json"),
         ("GET", "/nothing", "GET /"),
     ],
