@@ -14,7 +14,6 @@ HINTS = {  # beginnings of paths that clients of other APIs call, the longest ma
     "/docs": "GET /openapi.json is the API's description",
     "/redoc": "GET /openapi.json is the API's description",
     "/v1/v1/": "the client adds /v1 itself: its base URL must not end in /v1",
-    "/v1/messages": "Anthropic's API is not supported; use POST /v1/chat/completions",
     "/v1/complete": "use POST /v1/chat/completions",
     "/v1/assistants": "OpenAI's Assistants API is not supported; use POST /v1/chat/completions",
     "/v1/threads": "OpenAI's Assistants API is not supported; use POST /v1/chat/completions",

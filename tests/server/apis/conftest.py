@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from headway.server.keys import add_key
-from support.live import Live, live
+from support.live import Answer, Live, live
 from support.speaker import TEMPLATES, Stage, speaking_folder
 
 END = "<|im_end|>"
@@ -19,6 +20,10 @@ class Scene:
     def __init__(self, stage: Stage, server: Live, keys: dict[str, str]) -> None:
         self.stage, self.server, self.keys = stage, server, keys
         self.engine, self.url = server.engine, server.url
+
+    def ask(self, method: str, path: str, body: Any = None) -> Answer:
+        """An answer to a request with Ada's key."""
+        return self.server.ask(method, path, body, {"authorization": f"Bearer {self.keys['ada']}"})
 
     def say(self, *texts: str) -> None:
         self.stage.say(*texts, end=END)
