@@ -14,9 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headway.cli.main import app
 from headway.program.engine import EngineStats
+from headway.server.anthropic.request_schema import MessagesRequest
 from headway.server.app import create_app
 from headway.server.keys import TenantLimits
 from headway.server.metrics import VLLM_NAMES, Metrics
+from headway.server.ollama.request_schema import LOADING, OllamaChatRequest, OllamaGenerateRequest, Options
 from headway.server.openai.request_schema import (
     IGNORED,
     ChatMessage,
@@ -37,7 +39,7 @@ from headway.server.settings import ServerSettings
 ROOT = Path(__file__).parents[2]
 SERVING, CLIENTS, SECURITY = (ROOT / "docs" / f"{name}.md" for name in ("serving", "clients", "security"))
 SERVER = ROOT / "src/headway/server"
-FOLDERS = ("", "openai/", "responses/", "middleware/")
+FOLDERS = ("", "openai/", "responses/", "anthropic/", "ollama/", "middleware/")
 NAME = re.compile(r"`([^`]+)`")
 STATES = set(re.findall(r'"(\w+)"', inspect.getsource(vars(Serving)["state"].fget)))
 
@@ -154,6 +156,15 @@ def test_every_field_of_responses_has_its_meaning() -> None:
     listed = {*named(rows(page, "field")), *IGNORED}
     assert field_names(ResponseRequest) - field_names(SamplingFields) <= listed
     assert field_names(SamplingFields) <= field_names(GenerationRequest)
+
+
+def test_every_field_of_other_apis_has_its_meaning() -> None:
+    listed = set(named(rows(section(CLIENTS, "anthropic"), "field")))
+    assert field_names(MessagesRequest) - field_names(SamplingFields) == listed
+    table = rows(section(CLIENTS, "ollama"), "field")
+    assert field_names(OllamaChatRequest) | field_names(OllamaGenerateRequest) == set(named(table))
+    options = next(set(NAME.findall(row[1])) for row in table if row[0] == "`options`")
+    assert field_names(Options) - set(LOADING) == options - {"max_tokens", "repetition_penalty"}
 
 
 def test_every_field_of_tokens_has_its_meaning() -> None:

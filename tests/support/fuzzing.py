@@ -19,6 +19,9 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import load_all_checks
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+from headway.server.anthropic.response_schema import MessageError
+from headway.server.errors import ANTHROPIC, OLLAMA
+from headway.server.ollama.response_schema import OllamaError
 from headway.server.openai.response_schema import ChatChunk, CompletionChunk, ErrorResponse
 from support.live import Live
 
@@ -30,6 +33,7 @@ NARROW = {  # fields, and what they are drawn from so that most requests can be 
     "max_tokens": {"maximum": 12},
     "max_completion_tokens": {"maximum": 12},
     "max_output_tokens": {"maximum": 12},
+    "num_predict": {"minimum": 1, "maximum": 12},
     "min_tokens": {"maximum": 2},
     "logprobs": {"maximum": 8},
     "top_logprobs": {"maximum": 8},
@@ -38,7 +42,8 @@ NARROW = {  # fields, and what they are drawn from so that most requests can be 
 TEXT = {"maxLength": 40}
 REQUESTS = (
     *("CompletionRequest", "ChatRequest", "TokenizeRequest", "DetokenizeRequest"),
-    *("ResponseRequest", "PromptRequest"),
+    *("ResponseRequest", "PromptRequest", "MessagesRequest", "CountRequest"),
+    *("OllamaChatRequest", "OllamaGenerateRequest", "Options"),
 )
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 CHOSEN: dict[str, list[Any]] = {  # forms that are hard to come by at random
@@ -114,7 +119,7 @@ class Fuzzer:
         case.validate_response(response, excluded_checks=[positive_data_acceptance])
         text = response.content.decode()
         if response.status_code >= 400:
-            ErrorResponse.model_validate_json(text)
+            error_schema(case.path).model_validate_json(text)
         elif response.headers["content-type"].startswith("text/event-stream"):
             if case.path in CHUNKS:
                 check_stream(text, CHUNKS[case.path])
@@ -124,6 +129,11 @@ class Fuzzer:
             return
         told = [word for word in INSIDE if word in text and word not in json.dumps(_plain(case.body))]
         assert not told, (told, text[:500])
+
+
+def error_schema(path: str) -> type[BaseModel]:
+    """What an error is in the API that a path belongs to."""
+    return MessageError if path.startswith(ANTHROPIC) else OllamaError if path.startswith(OLLAMA) else ErrorResponse
 
 
 def check_stream(text: str, shape: type[BaseModel]) -> None:
@@ -150,6 +160,12 @@ def narrowed(document: dict[str, Any], vocab: int) -> dict[str, Any]:
         fields |= {field: {"enum": values} for field, values in CHOSEN.items() if field in fields}
     schemas["ChatRequest"]["properties"]["tools"] = {"enum": [None, [], [TOOL]]}
     schemas["ResponseRequest"]["properties"]["input"] = {"type": "string", "minLength": 1, "maxLength": 40}
+    for name in ("OllamaChatRequest", "OllamaGenerateRequest"):
+        schemas[name]["properties"]["model"] = {"enum": ["smollm2", "smollm2:latest"]}
+    for name in ("InputMessage", "OllamaMessage"):
+        roles = ["user"] if name == "InputMessage" else ["user", "assistant"]
+        schemas[name]["properties"] = {"role": {"enum": roles}, "content": {"type": "string", "maxLength": 40}}
+        schemas[name]["required"] = ["role", "content"]
     _simple_messages(schemas)
     return made
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 PATHS = "GET / lists the paths of this server, and GET /openapi.json describes them"
 HINTS = {  # beginnings of paths that clients of other APIs call, the longest match counts
-    "/api/": "this is not Ollama's API; clients of OpenAI's API work, with the base URL ending in /v1",
+    "/api/": "of Ollama's API there are chat, generate, embed, tags, ps, show and version: models are not managed here",
     "/chat/completions": "the path is /v1/chat/completions: the client's base URL must end in /v1",
     "/completions": "the path is /v1/completions: the client's base URL must end in /v1",
     "/completion": "llama.cpp's own API is not supported; use POST /v1/completions",

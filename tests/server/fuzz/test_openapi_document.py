@@ -18,7 +18,15 @@ from support.small import at_rest, tokens_of
 
 SHORT = 4.0  # seconds, and one round in any case
 LONG = float(os.environ.get("HEADWAY_FUZZ_SECONDS", "1200"))
-ANSWERED = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/responses")
+ANSWERED = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/tokenize",
+    "/detokenize",
+    "/v1/responses",
+    "/v1/messages",
+    "/api/chat",
+)
 
 
 def fuzz(served: Live, seconds: float, number: int, **how: Any) -> None:
