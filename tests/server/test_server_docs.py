@@ -14,9 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headway.cli.main import app
 from headway.program.engine import EngineStats
+from headway.server.anthropic.request_schema import MessagesRequest
 from headway.server.app import create_app
 from headway.server.keys import TenantLimits
 from headway.server.metrics import VLLM_NAMES, Metrics
+from headway.server.ollama.request_schema import LOADING, OllamaChatRequest, OllamaGenerateRequest, Options
 from headway.server.openai.request_schema import (
     IGNORED,
     ChatMessage,
@@ -25,16 +27,19 @@ from headway.server.openai.request_schema import (
     DetokenizeRequest,
     GenerationRequest,
     RequestSchema,
+    SamplingFields,
     StreamOptions,
     StructuredOutputs,
     TokenizeRequest,
 )
+from headway.server.responses.request_schema import ResponseRequest
 from headway.server.serving import Serving
 from headway.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]
 SERVING, CLIENTS, SECURITY = (ROOT / "docs" / f"{name}.md" for name in ("serving", "clients", "security"))
 SERVER = ROOT / "src/headway/server"
+FOLDERS = ("", "openai/", "responses/", "anthropic/", "ollama/", "middleware/")
 NAME = re.compile(r"`([^`]+)`")
 STATES = set(re.findall(r'"(\w+)"', inspect.getsource(vars(Serving)["state"].fget)))
 
@@ -146,6 +151,22 @@ def test_every_field_has_its_meaning() -> None:
         assert set(own) == field_names(model) - common
 
 
+def test_every_field_of_responses_has_its_meaning() -> None:
+    page = section(CLIENTS, "The Responses API")
+    listed = {*named(rows(page, "field")), *IGNORED}
+    assert field_names(ResponseRequest) - field_names(SamplingFields) <= listed
+    assert field_names(SamplingFields) <= field_names(GenerationRequest)
+
+
+def test_every_field_of_other_apis_has_its_meaning() -> None:
+    listed = set(named(rows(section(CLIENTS, "anthropic"), "field")))
+    assert field_names(MessagesRequest) - field_names(SamplingFields) == listed
+    table = rows(section(CLIENTS, "ollama"), "field")
+    assert field_names(OllamaChatRequest) | field_names(OllamaGenerateRequest) == set(named(table))
+    options = next(set(NAME.findall(row[1])) for row in table if row[0] == "`options`")
+    assert field_names(Options) - set(LOADING) == options - {"max_tokens", "repetition_penalty"}
+
+
 def test_every_field_of_tokens_has_its_meaning() -> None:
     table = rows(section(CLIENTS, "Of tokens"), "field")
     for path, model in (("/tokenize", TokenizeRequest), ("/detokenize", DetokenizeRequest)):
@@ -171,7 +192,7 @@ def test_every_code_of_an_error_is_listed() -> None:
 
 def _codes() -> Iterator[tuple[int, str | None]]:
     """Status and code of every error that is made with both written out."""
-    for path in sorted({*SERVER.glob("*.py"), *SERVER.glob("openai/*.py"), *SERVER.glob("middleware/*.py")}):
+    for path in sorted(path for folder in FOLDERS for path in SERVER.glob(f"{folder}*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 code = next((word.value for word in node.keywords if word.arg == "code"), None)

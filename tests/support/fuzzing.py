@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import requests
@@ -17,6 +19,9 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import load_all_checks
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+from headway.server.anthropic.response_schema import MessageError
+from headway.server.errors import ANTHROPIC, OLLAMA
+from headway.server.ollama.response_schema import OllamaError
 from headway.server.openai.response_schema import ChatChunk, CompletionChunk, ErrorResponse
 from support.live import Live
 
@@ -27,18 +32,24 @@ NARROW = {  # fields, and what they are drawn from so that most requests can be 
     "best_of": {"maximum": 3},
     "max_tokens": {"maximum": 12},
     "max_completion_tokens": {"maximum": 12},
+    "max_output_tokens": {"maximum": 12},
+    "num_predict": {"minimum": 1, "maximum": 12},
     "min_tokens": {"maximum": 2},
     "logprobs": {"maximum": 8},
     "top_logprobs": {"maximum": 8},
     "prompt_logprobs": {"maximum": 8},
 }
 TEXT = {"maxLength": 40}
-REQUESTS = ("CompletionRequest", "ChatRequest", "TokenizeRequest", "DetokenizeRequest")
+REQUESTS = (
+    *("CompletionRequest", "ChatRequest", "TokenizeRequest", "DetokenizeRequest"),
+    *("ResponseRequest", "PromptRequest", "MessagesRequest", "CountRequest"),
+    *("OllamaChatRequest", "OllamaGenerateRequest", "Options"),
+)
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 CHOSEN: dict[str, list[Any]] = {  # forms that are hard to come by at random
     "structured_outputs": [None, {"regex": "[ab]{3}"}, {"choice": ["yes", "no"]}, {"json": {"type": "integer"}}],
     "response_format": [None, {"type": "json_object"}, {"type": "text"}],
-    "tools": [None, [], [TOOL]],
+    "tools": [None, []],
     "tool_choice": [None, "auto", "none"],
 }
 
@@ -60,11 +71,14 @@ class Fuzzer:
         schema.config.update(base_url=self.served.url)
         return schema
 
-    def rounds(self, seconds: float, number: int = 0) -> None:
-        """Every operation in every mode, again and again with other seeds, until the time is over."""
-        end = time.monotonic() + seconds
+    def rounds(self, seconds: float, number: int = 0, *, paths: Sequence[str] = (), examples: int = 15) -> None:
+        """Every operation in every mode, once and then again with other seeds until the time is over.
+
+        With `paths` only those that have a body on one of these.
+        """
+        over, end, first = time.monotonic() + seconds, math.inf, True
         dice = random.Random(number)
-        while time.monotonic() < end:
+        while first or time.monotonic() < end:
             for schema, mode in (
                 (self._narrow, GenerationMode.POSITIVE),
                 (self._wide, GenerationMode.POSITIVE),
@@ -72,13 +86,15 @@ class Fuzzer:
             ):
                 for found in schema.get_all_operations():
                     operation = found.ok()
-                    if time.monotonic() < end and (mode is GenerationMode.POSITIVE or operation.body):
-                        self._operation(operation, mode, dice.getrandbits(32), end)
+                    wanted = operation.body and operation.path in paths if paths else True
+                    if wanted and time.monotonic() < end and (mode is GenerationMode.POSITIVE or operation.body):
+                        self._operation(operation, mode, dice.getrandbits(32), end, examples=examples)
+            first, end = False, over
 
-    def _operation(self, operation: Any, mode: GenerationMode, number: int, end: float) -> None:
+    def _operation(self, operation: Any, mode: GenerationMode, number: int, end: float, *, examples: int) -> None:
         @seed(number)
         @settings(
-            max_examples=15,
+            max_examples=examples,
             deadline=None,
             database=None,
             suppress_health_check=list(HealthCheck),  # type: ignore[arg-type]
@@ -103,13 +119,21 @@ class Fuzzer:
         case.validate_response(response, excluded_checks=[positive_data_acceptance])
         text = response.content.decode()
         if response.status_code >= 400:
-            ErrorResponse.model_validate_json(text)
+            error_schema(case.path).model_validate_json(text)
         elif response.headers["content-type"].startswith("text/event-stream"):
-            check_stream(text, CHUNKS[case.path])
+            if case.path in CHUNKS:
+                check_stream(text, CHUNKS[case.path])
+            else:
+                assert text.endswith("}\n\n"), text[-200:]
         else:
             return
         told = [word for word in INSIDE if word in text and word not in json.dumps(_plain(case.body))]
         assert not told, (told, text[:500])
+
+
+def error_schema(path: str) -> type[BaseModel]:
+    """What an error is in the API that a path belongs to."""
+    return MessageError if path.startswith(ANTHROPIC) else OllamaError if path.startswith(OLLAMA) else ErrorResponse
 
 
 def check_stream(text: str, shape: type[BaseModel]) -> None:
@@ -128,12 +152,20 @@ def narrowed(document: dict[str, Any], vocab: int) -> dict[str, Any]:
     schemas = made["components"]["schemas"]
     for name in REQUESTS:
         fields = schemas[name]["properties"]
-        for field in ("model", "stream_options"):
+        for field in ("model", "stream_options", "previous_response_id"):
             fields.pop(field, None)
         for field, value in fields.items():
             for one in (value, *value.get("anyOf", ())):
                 _tighten(field, one, vocab)
         fields |= {field: {"enum": values} for field, values in CHOSEN.items() if field in fields}
+    schemas["ChatRequest"]["properties"]["tools"] = {"enum": [None, [], [TOOL]]}
+    schemas["ResponseRequest"]["properties"]["input"] = {"type": "string", "minLength": 1, "maxLength": 40}
+    for name in ("OllamaChatRequest", "OllamaGenerateRequest"):
+        schemas[name]["properties"]["model"] = {"enum": ["smollm2", "smollm2:latest"]}
+    for name in ("InputMessage", "OllamaMessage"):
+        roles = ["user"] if name == "InputMessage" else ["user", "assistant"]
+        schemas[name]["properties"] = {"role": {"enum": roles}, "content": {"type": "string", "maxLength": 40}}
+        schemas[name]["required"] = ["role", "content"]
     _simple_messages(schemas)
     return made
 

@@ -7,7 +7,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,11 +53,11 @@ class Live:
         self.port, self.engine = port, engine
         self.url = f"http://127.0.0.1:{port}"
 
-    def ask(self, method: str, path: str, body: Any = None) -> Answer:
+    def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
             data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request(method, path, data, {"content-type": "application/json"})
+            connection.request(method, path, data, {"content-type": "application/json", **(headers or {})})
             answer = connection.getresponse()
             return Answer(answer.status, dict(answer.getheaders()), answer.read())
         finally:

@@ -15,13 +15,14 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.middleware import Middleware
 
 from headway.base.samplers import Argmax
-from headway.server import index, logs, openai, pooling
+from headway.server import anthropic, index, logs, ollama, openai, pooling, responses
 from headway.server.errors import install_handlers
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.middleware import MIDDLEWARE
 from headway.server.openai import adapter_routes
 from headway.server.openai.response_schema import COMMON, ErrorResponse, Health, ServerStats, ok
 from headway.server.pooling import PoolingModels
+from headway.server.responses.store import ResponseStore
 from headway.server.serving import Serving
 from headway.server.settings import ServerSettings
 
@@ -74,9 +75,11 @@ def create_app(
         middleware=[Middleware(each, serving=serving) for each in MIDDLEWARE],
     )
     app.state.serving, app.state.pooling_models = serving, extra_models
+    app.state.responses = ResponseStore(settings)
     install_handlers(app)
     loading = () if settings.lora_dir is None else (adapter_routes.router,)
-    for routes in (index.router, router, openai.router, *loading, pooling.router, *routers):
+    apis = (openai.router, responses.router, anthropic.router, ollama.router, pooling.router)
+    for routes in (index.router, router, *apis, *loading, *routers):
         app.include_router(routes)
     app.state.routes = tuple(_all_routes(app.routes))
     return app

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients know them: one exception, one body format, and no internals in it.
+"""Errors as clients know them: one exception, a body in the format of the API that was called, and no internals in it.
 
 `as_api_error` is the only place that decides the status of an error. Messages about a caller's values are sent as they
 are; those about a failure of the server are replaced by a generic sentence and logged.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -36,6 +37,16 @@ from headway.base.text import short_repr, shorten
 from headway.server.unknown_paths import not_found
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ANTHROPIC, OLLAMA = "/v1/messages", "/api/"  # the paths of these APIs begin so
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 FAILED = "internal server error; the server's log has the cause under this request's id"
 HINTS = {  # for fields of other servers or older clients
     "suffix": "infilling between a prompt and a suffix is not supported: remove it",
@@ -73,10 +84,46 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def error_body(error: ApiError) -> bytes:
-    """The body of an error response."""
+def route_path(scope: Mapping[str, Any]) -> str:
+    """The path of a request as routes have it: without the server's --root-path."""
+    path, root = scope["path"], scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+def error_body(error: ApiError, path: str = "") -> bytes:
+    """The body of an error response, in the format of the API that the path belongs to."""
+    if path.startswith(OLLAMA):
+        return json.dumps({"error": error.message}).encode()
+    if path.startswith(ANTHROPIC):
+        type = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        return json.dumps({"type": "error", "error": {"type": type, "message": error.message}}).encode()
     inner = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
     return json.dumps({"error": inner}).encode()
+
+
+def error_event(error: ApiError) -> bytes:
+    """The last event of a stream that fails, in OpenAI's format."""
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+@contextmanager
+def fields_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about a field name it as the API does that was called: `names` maps OpenAI's names to that API's."""
+    try:
+        yield
+    except ApiError as error:
+        message, param = _renamed(error.message, names), None if error.param is None else _renamed(error.param, names)
+        raise ApiError(
+            error.status, message, type=error.type, param=param, code=error.code, headers=error.headers
+        ) from error
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    """A text with other names of fields. A name that is also a plain word must look like a field's."""
+    for old, new in names.items():
+        end = r"\b" if "_" in old else r"(?=\[|\.\w| is |$)"
+        text = re.sub(rf"(?<![\w.'])\b{old}{end}", new, text)
+    return text
 
 
 def as_api_error(error: BaseException) -> ApiError | None:
@@ -124,7 +171,8 @@ def install_handlers(app: FastAPI) -> None:
             known = ApiError(404, not_found(request.url.path), code="path_not_found")
         if known is None or (known.status == 500 and not isinstance(error, ApiError | HTTPException)):
             raise error
-        return Response(error_body(known), known.status, known.headers, "application/json")
+        body = error_body(known, route_path(request.scope))
+        return Response(body, known.status, known.headers, "application/json")
 
     for kind in (ApiError, HTTPException, RequestValidationError, HeadwayError):
         app.add_exception_handler(kind, respond)

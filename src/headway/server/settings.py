@@ -76,6 +76,9 @@ class ServerSettings:
     max_loras: int = 64  # adapters loaded at once
     max_lora_rank: int = 256
     max_lora_bytes: int = 2 << 30  # of one adapter's files
+    max_stored_responses: int = 1024  # of one key
+    max_stored_bytes: int = 64 * MIB  # of one key's stored responses
+    stored_seconds: float = 86_400.0  # that a response is kept
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 PATHS = "GET / lists the paths of this server, and GET /openapi.json describes them"
 HINTS = {  # beginnings of paths that clients of other APIs call, the longest match counts
-    "/api/": "this is not Ollama's API; clients of OpenAI's API work, with the base URL ending in /v1",
+    "/api/": "of Ollama's API there are chat, generate, embed, tags, ps, show and version: models are not managed here",
     "/chat/completions": "the path is /v1/chat/completions: the client's base URL must end in /v1",
     "/completions": "the path is /v1/completions: the client's base URL must end in /v1",
     "/completion": "llama.cpp's own API is not supported; use POST /v1/completions",
@@ -14,9 +14,7 @@ HINTS = {  # beginnings of paths that clients of other APIs call, the longest ma
     "/docs": "GET /openapi.json is the API's description",
     "/redoc": "GET /openapi.json is the API's description",
     "/v1/v1/": "the client adds /v1 itself: its base URL must not end in /v1",
-    "/v1/messages": "Anthropic's API is not supported; use POST /v1/chat/completions",
     "/v1/complete": "use POST /v1/chat/completions",
-    "/v1/responses": "OpenAI's Responses API is not supported; use POST /v1/chat/completions",
     "/v1/assistants": "OpenAI's Assistants API is not supported; use POST /v1/chat/completions",
     "/v1/threads": "OpenAI's Assistants API is not supported; use POST /v1/chat/completions",
     "/v1/audio": "speech is not supported over HTTP; use hw.pipeline in Python",

@@ -190,3 +190,26 @@ def test_fields_that_change_nothing_are_taken(client):
     idle = {"user": "ada", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "x"}
     marked = client.chat.completions.create(**request_body, **idle, prompt_cache_key="k")
     assert plain.choices[0].message.content == marked.choices[0].message.content
+
+
+def test_responses_go_on_as_if_computed_at_once(client, served):
+    """The second turn continues the first one's context; its tokens and their log-probabilities are those of a prompt
+    that was computed anew."""
+    fields = {"model": "smollm2", "temperature": 0, "max_output_tokens": 12}
+    ranked = fields | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    first = client.responses.create(input="Name the capital of France.", **fields)
+    warm = client.responses.create(input="And of Japan?", previous_response_id=first.id, **ranked)
+    items = [{"role": "user", "content": "Name the capital of France."}, *(item.to_dict() for item in first.output)]
+    items += [{"role": "user", "content": "And of Japan?"}]
+    fresh = client.responses.create(input=items, store=False, extra_body={"cache_salt": "fresh"}, **ranked)
+    assert fresh.usage.input_tokens_details.cached_tokens == 0
+    assert warm.usage.input_tokens_details.cached_tokens > first.usage.input_tokens
+    assert warm.output_text == fresh.output_text
+    (one,), (two,) = warm.output[0].content, fresh.output[0].content
+    assert "".join(token.token for token in one.logprobs) == one.text
+    assert [token.logprob for token in one.logprobs] == pytest.approx([t.logprob for t in two.logprobs], abs=1e-3)
+    assert {len(token.top_logprobs) for token in one.logprobs} == {2}
+    assert client.responses.retrieve(warm.id).output[0].content[0].logprobs == []
+    for response in (first, warm):
+        client.responses.delete(response.id)
+    served.until(served.is_quiet)

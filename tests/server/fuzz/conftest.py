@@ -11,7 +11,12 @@ import pytest
 from support.live import Live, live
 from support.small import small_engine
 
-LIMITS: dict[str, Any] = {"max_queue_tokens": 20_000, "max_grammar_seconds": 3.0, "request_timeout": 60.0}
+LIMITS: dict[str, Any] = {
+    "max_queue_tokens": 20_000,
+    "max_grammar_seconds": 3.0,
+    "request_timeout": 60.0,
+    "stored_seconds": 0.5,
+}
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import pytest
 
@@ -15,15 +16,23 @@ from support.fuzzing import Fuzzer
 from support.live import Live
 from support.small import at_rest, tokens_of
 
-SHORT = 6.0  # seconds
+SHORT = 4.0  # seconds, and one round in any case
 LONG = float(os.environ.get("HEADWAY_FUZZ_SECONDS", "1200"))
-ANSWERED = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+ANSWERED = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/tokenize",
+    "/detokenize",
+    "/v1/responses",
+    "/v1/messages",
+    "/api/chat",
+)
 
 
-def fuzz(served: Live, seconds: float, number: int) -> None:
+def fuzz(served: Live, seconds: float, number: int, **how: Any) -> None:
     right = tokens_of(served)
     fuzzer = Fuzzer(served)
-    fuzzer.rounds(seconds, number)
+    fuzzer.rounds(seconds, number, **how)
     assert tokens_of(served) == right
     at_rest(served)
     for path in ANSWERED:  # the drawing is of use only where both ways are taken
@@ -32,7 +41,7 @@ def fuzz(served: Live, seconds: float, number: int) -> None:
 
 
 def test_the_server_is_as_it_describes_itself(served: Live) -> None:
-    fuzz(served, SHORT, 0)
+    fuzz(served, SHORT, 0, paths=ANSWERED, examples=5)
 
 
 @pytest.mark.slow

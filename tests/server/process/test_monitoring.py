@@ -372,10 +372,10 @@ def test_the_root_links_to_what_there_is(server: Server) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "hint"),
     [
-        ("POST", "/api/chat", "/v1"),
+        ("POST", "/api/pull", "models are not managed here"),
         ("POST", "/chat/completions", "base URL must end in /v1"),
         ("POST", "/v1/v1/chat/completions", "must not end in /v1"),
-        ("POST", "/v1/responses", "POST /v1/chat/completions"),
+        ("POST", "/v1/assistants", "POST /v1/chat/completions"),
         ("GET", "/docs", "/openapi.json"),
         ("GET", "/nothing", "GET /"),
     ],

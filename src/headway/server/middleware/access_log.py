@@ -12,7 +12,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headway.server import logs
-from headway.server.errors import FAILED, ApiError, error_body
+from headway.server.errors import FAILED, ApiError, error_body, route_path
 from headway.server.middleware.key_check import POLLED_PATHS
 from headway.server.serving import Serving
 
@@ -37,7 +37,7 @@ class AccessLog:
         values: dict[str, Any] = {}
         tokens = logs.request_id.set(id), logs.request_values.set(values)
         scope.setdefault("state", {})["request_id"] = id
-        exchange = _Exchange(id, receive, send, may_drain="expect" not in headers)
+        exchange = _Exchange(id, route_path(scope), receive, send, may_drain="expect" not in headers)
         start = time.perf_counter()
         try:
             await self._app(scope, exchange.receive, exchange.send)
@@ -90,11 +90,11 @@ def _route(scope: Scope) -> str:
 class _Exchange:
     """Counts the bytes of one request and its response as they pass through."""
 
-    def __init__(self, id: str, receive: Receive, send: Send, *, may_drain: bool) -> None:
+    def __init__(self, id: str, path: str, receive: Receive, send: Send, *, may_drain: bool) -> None:
         self.status: int | None = None
         self.complete = False
         self.bytes_in = self.bytes_out = 0
-        self._id, self._receive, self._send, self._may_drain = id, receive, send, may_drain
+        self._id, self._path, self._receive, self._send, self._may_drain = id, path, receive, send, may_drain
         self._more = True  # whether more of the request body may come
 
     async def receive(self) -> Message:
@@ -116,7 +116,7 @@ class _Exchange:
 
     async def send_error(self, error: ApiError) -> None:
         """Send an error response. Keeps reading what the client still sends for a moment, so that it can read this."""
-        body = error_body(error)
+        body = error_body(error, self._path)
         unread = self._more
         headers = {"content-type": "application/json", "content-length": str(len(body)), **(error.headers or {})}
         if unread:

@@ -12,6 +12,9 @@ POLLED_PATHS = frozenset({"/health", "/metrics", "/stats", "/lab/api/model", "/l
 """Paths that monitors poll: neither rate-limited nor, while they succeed, logged."""
 
 
+KEY_HEADERS = (b"authorization", b"x-api-key")
+
+
 class KeyCheck:
     """Requires a key for every path, existing or not, except the open ones. Does nothing on a server without keys."""
 
@@ -20,13 +23,12 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._keys is not None and not _is_open(scope):
-            values = [value for name, value in scope["headers"] if name == b"authorization"]
-            key = bearer_key(values[0].decode("latin-1")) if len(values) == 1 else None
+            key = _key(scope)
             tenant = None if key is None else self._keys.find(key)
             if tenant is None:
                 raise ApiError(
                     401,
-                    "this server requires an API key; send it as Authorization: Bearer KEY"
+                    "this server requires an API key; send it as Authorization: Bearer KEY, or as x-api-key"
                     if key is None
                     else "this API key is not valid",
                     code="invalid_api_key",
@@ -36,6 +38,15 @@ class KeyCheck:
             if scope["path"] not in POLLED_PATHS:
                 self._serving.check_rate(tenant)
         await self._app(scope, receive, send)
+
+
+def _key(scope: Scope) -> str | None:
+    """The one key of a request: a bearer's, or as Anthropic's clients send it."""
+    values = [(name, value.decode("latin-1")) for name, value in scope["headers"] if name in KEY_HEADERS]
+    if len(values) != 1:
+        return None
+    ((name, value),) = values
+    return bearer_key(value) if name == b"authorization" else value.strip(" ") or None
 
 
 def _is_open(scope: Scope) -> bool:

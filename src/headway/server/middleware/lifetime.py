@@ -11,10 +11,10 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headway.server.errors import FAILED, ApiError, as_api_error, error_body
+from headway.server.errors import FAILED, ApiError, as_api_error, error_event
 from headway.server.serving import Serving
 
-EVENTS = b"text/event-stream"
+STREAMS = (b"text/event-stream", b"application/x-ndjson")
 
 
 class RequestLifetime:
@@ -26,7 +26,7 @@ class RequestLifetime:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        task = _RequestTask(receive, send)
+        task = _RequestTask(scope, receive, send)
         limit = self._serving.settings.request_timeout
         timeout = ApiError(
             504,
@@ -37,15 +37,15 @@ class RequestLifetime:
         timer = asyncio.get_running_loop().call_later(limit, task.cancel, timeout)
         self._serving.cancels.add(task.cancel)
         try:
-            await task.run(self._app, scope)
+            await task.run(self._app)
         finally:
             timer.cancel()
             self._serving.cancels.discard(task.cancel)
 
 
 class _RequestTask:
-    def __init__(self, receive: Receive, send: Send) -> None:
-        self._receive, self._send = receive, send
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._canceled = asyncio.get_running_loop().create_future()  # of ApiError | None: why it was canceled
         self._started = self._streams = self._complete = False
@@ -55,8 +55,8 @@ class _RequestTask:
         if not self._canceled.done():
             self._canceled.set_result(why)
 
-    async def run(self, app: ASGIApp, scope: Scope) -> None:
-        work = asyncio.create_task(app(scope, self._inbox.get, self._tracked_send))  # type: ignore[arg-type]
+    async def run(self, app: ASGIApp) -> None:
+        work = asyncio.create_task(app(self._scope, self._inbox.get, self._tracked_send))  # type: ignore[arg-type]
         listener = asyncio.create_task(self._listen())
         try:
             await asyncio.wait({work, self._canceled}, return_when=asyncio.FIRST_COMPLETED)
@@ -89,7 +89,7 @@ class _RequestTask:
         if message["type"] == "http.response.start":
             self._started = True
             kind = next((value for name, value in message.get("headers", []) if name == b"content-type"), b"")
-            self._streams = kind.startswith(EVENTS)
+            self._streams = kind.startswith(STREAMS)
         elif message["type"] == "http.response.body":
             self._complete = not message.get("more_body", False)
         await self._send(message)
@@ -106,8 +106,8 @@ class _RequestTask:
         return self._started and self._streams and not self._complete
 
     async def _send_event(self, why: ApiError) -> None:
-        event = b"data: " + error_body(why) + b"\n\n"
-        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        write = self._scope["state"].get("error_event", error_event)  # a stream of another API has its own format
+        await self._send({"type": "http.response.body", "body": write(why), "more_body": False})
 
 
 def _known(error: BaseException) -> ApiError:

@@ -57,7 +57,7 @@ async def _preflight(origin: str, headers: Headers, send: Send) -> None:
     allowed = requested if _HEADER_NAMES.fullmatch(requested) else "authorization, content-type"
     response_headers = {
         "access-control-allow-origin": origin,
-        "access-control-allow-methods": "GET, POST, OPTIONS",
+        "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
         "access-control-allow-headers": allowed,
         "access-control-max-age": "600",
         "vary": "Origin",

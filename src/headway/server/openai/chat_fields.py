@@ -76,6 +76,13 @@ def _with_allowed_tools(body: ChatRequest) -> ChatRequest:
     return body.model_copy(update={"tools": tools, "tool_choice": choice.mode})
 
 
+def template_reads(engine: Engine, name: str) -> bool:
+    """Whether the model's chat template reads a variable."""
+    template = engine.chat_template
+    source = "" if template is None else template.source + (template.tool_source or "")
+    return re.search(rf"\b{re.escape(name)}\b", source) is not None
+
+
 def template_variables(
     kwargs: dict[str, Any] | None, engine: Engine, *, effort: str | None = None, verbosity: str | None = None
 ) -> dict[str, Any]:
@@ -84,11 +91,9 @@ def template_variables(
     `effort` and `verbosity` are hints: they reach a template that reads them, and "none" turns reasoning off where the
     template can. A variable of `kwargs` that the template does not read is rejected unless its value means "off".
     """
-    template = engine.chat_template
-    source = "" if template is None else template.source + (template.tool_source or "")
 
     def reads(name: str) -> bool:
-        return re.search(rf"\b{re.escape(name)}\b", source) is not None
+        return template_reads(engine, name)
 
     result: dict[str, Any] = {}
     if effort is not None and reads("reasoning_effort"):

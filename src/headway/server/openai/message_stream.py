@@ -63,6 +63,7 @@ class MessageStream:
         self._script = self._first_script()
         self._next_script: Script | None = None  # replaces the script
         self.count = 0  # tokens of the message so far
+        self.stop_string: str | None = None  # the one that ended the message
         self._calls = 0
         self._announced: set[int] = set()  # calls whose start was sent
 
@@ -150,6 +151,8 @@ class MessageStream:
         async for step in generation:
             kept = before + len(step.tokens) if step.finish is None else len(generation.generated)
             parts, tokens = self._reader.push(step), token_stream.push(step, kept)
+            if step.finish == "stop":
+                self.stop_string = generation.stop_string
             if self._plan.show_stop and step.finish == "stop":
                 parts = [*parts, *self._reader.write(generation.stop_string or "")]
             self.count += kept - before

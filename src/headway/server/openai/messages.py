@@ -73,6 +73,13 @@ def read_chat_prompt(
     return ChatPrompt(tuple(token_ids(ids, engine.vocab_size)), conversation.rendered, format, box, form)
 
 
+def template_reasons(engine: Engine) -> bool:
+    """Whether the model's chat template handles reasoning."""
+    template = engine.chat_template
+    source = "" if template is None else template.source + (template.tool_source or "")
+    return any(word in source for word in REASONING_WORDS)
+
+
 def _check_continued(message: ChatMessage, number: int) -> None:
     """Raise unless a message can be continued."""
     if message.role != "assistant" or message.tool_calls or not _content(message, f"messages[{number}]").strip():

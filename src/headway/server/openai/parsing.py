@@ -42,6 +42,8 @@ class JsonRoute(APIRoute):
     Web pages can send such bodies without a preflight; the origin check rejects those of other origins.
     """
 
+    messages = "messages"  # the field that has the messages of a chat
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
@@ -50,7 +52,7 @@ class JsonRoute(APIRoute):
             if self.body_field is not None and (body := await json_request.body()):
                 check_content_type(MutableHeaders(scope=request.scope))
                 value = await _parse(json_request)
-                check_counts(value, request.app.state.serving.settings)
+                check_counts(value, request.app.state.serving.settings, self.messages)
                 if SURROGATE.search(body):
                     check_unicode(value)
             return await handle(json_request)
@@ -101,14 +103,22 @@ def check_unicode(body: Any) -> None:
         raise bad_request(f"the body has a lone surrogate {surrogate}, which is not valid Unicode; remove it") from None
 
 
-def check_counts(body: Any, settings: ServerSettings) -> None:
-    """Raise if a list of a body is longer than the server's limit."""
+class ItemsRoute(JsonRoute):
+    """The same for chats whose messages are items of `input`."""
+
+    messages = "input"
+
+
+def check_counts(body: Any, settings: ServerSettings, field: str = "messages") -> None:
+    """Raise if a list of a body is longer than the server's limit. `field` has the messages."""
     limits = {
-        "messages": settings.max_messages,
+        field: settings.max_messages,
         "tools": settings.max_tools,
         "functions": settings.max_tools,
         "tokens": settings.max_detokenize,
         "stop": settings.max_stops,
+        "stop_sequences": settings.max_stops,
+        "system": settings.max_parts,
         "stop_token_ids": settings.max_ids,
         "allowed_token_ids": settings.max_ids,
         "bad_words": settings.max_bias,
@@ -118,16 +128,17 @@ def check_counts(body: Any, settings: ServerSettings) -> None:
         value = body.get(name)
         if isinstance(value, list | dict) and len(value) > limit:
             raise bad_request(f"{name} has {len(value)} entries; at most {limit} are allowed", name, "too_many")
-    messages = body.get("messages") if isinstance(body, dict) else None
+    messages = body.get(field) if isinstance(body, dict) else None
     parts = sum(map(_parts, messages)) if isinstance(messages, list) else 0
     if parts > settings.max_parts:
         raise bad_request(
-            f"messages have {parts} content parts and tool calls; at most {settings.max_parts} are allowed",
-            "messages",
+            f"{field} has {parts} content parts and tool calls; at most {settings.max_parts} are allowed",
+            field,
             "too_many",
         )
 
 
 def _parts(message: Any) -> int:
-    values = (message.get("content"), message.get("tool_calls")) if isinstance(message, dict) else ()
+    names = ("content", "tool_calls", "output", "summary")
+    values = map(message.get, names) if isinstance(message, dict) else ()
     return sum(len(value) for value in values if isinstance(value, list))

@@ -117,15 +117,11 @@ class StructuredOutputs(RequestSchema):
 BIAS = described(additionalProperties={"type": "number"}, propertyNames={"pattern": "^[0-9]{1,18}$"})
 
 
-class GenerationRequest(RequestSchema):
-    """The fields that all requests for text have."""
+class SamplingFields(RequestSchema):
+    """How tokens are chosen: the fields that requests for text have in every API here."""
 
     off_values: ClassVar[dict[str, Any]] = OFF_VALUES
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Count | None = None
     seed: Annotated[int, described(minimum=-(2**63), exclusiveMaximum=2**64)] | None = None
     priority: Annotated[float, described(minimum=-1000, maximum=1000)] | None = None
 
@@ -142,12 +138,22 @@ class GenerationRequest(RequestSchema):
     logit_bias: Annotated[dict[str, Any], BIAS] | None = None  # values are checked after their number
     allowed_token_ids: NonEmptyIds | None = None
     bad_words: WordList | None = None
-
-    max_tokens: NonNegative | None = None
     min_tokens: NonNegative | None = None
-    stop: Text | Texts | None = None
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+
+
+class GenerationRequest(SamplingFields):
+    """The fields that all requests for text in OpenAI's older APIs have."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Count | None = None
+
+    max_tokens: NonNegative | None = None
+    stop: Text | Texts | None = None
 
     prompt_logprobs: NonNegative | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
@@ -157,7 +163,6 @@ class GenerationRequest(RequestSchema):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, described(minimum=-1)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
 
     metadata: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None

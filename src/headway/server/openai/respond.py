@@ -16,9 +16,16 @@ from starlette.responses import Response
 
 from headway.server import logs
 from headway.server.adapters import ServedAdapter
-from headway.server.errors import FAILED, ApiError, as_api_error, bad_request, error_body
+from headway.server.errors import FAILED, ApiError, as_api_error, bad_request, error_event
 from headway.server.openai.request_schema import GenerationRequest
-from headway.server.openai.streaming import EventStreamResponse, Put, event, json_bytes, json_bytes_in_pieces, relay
+from headway.server.openai.streaming import (
+    EventStreamResponse,
+    Put,
+    event,
+    json_bytes,
+    json_bytes_in_pieces,
+    relay,
+)
 from headway.server.serving import AdmittedRequest, Serving
 from headway.server.threads import WorkerThreads
 
@@ -151,7 +158,7 @@ async def _event_pieces(
             batch = await anext(rest, None)
     except Exception as error:
         admitted.finish("error")
-        yield b"data: " + error_body(_client_error(error, log_text=serving.settings.log_prompts)) + b"\n\n"
+        yield error_event(client_error(error, log_text=serving.settings.log_prompts))
         return
     admitted.cached(job.usage.cached)
     if "usage" in head:
@@ -165,7 +172,8 @@ def _events(
     return b"".join(event(head | chunk, pack) for delta in batch for chunk in job.chunks(delta))
 
 
-def _client_error(error: Exception, *, log_text: bool) -> ApiError:
+def client_error(error: Exception, *, log_text: bool) -> ApiError:
+    """What a client is told about an error in the middle of a stream; one of ours is logged."""
     known = as_api_error(error)
     if known is None or known.status == 500:
         logs.failure("a stream failed", error, with_text=log_text)

@@ -21,7 +21,9 @@ from starlette.types import Receive, Scope, Send
 
 from headway.models.adapters.adapter import Adapter
 from headway.program.context import Context
+from headway.server.errors import ApiError, error_event
 
+EVENTS, JSON_LINES = "text/event-stream", "application/x-ndjson"
 QUEUE_SIZE = 64  # events that wait for a slow reader before the work waits too
 DEPTH = 5  # response, choices, choice, log-probabilities, those of one token
 _write = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
@@ -126,17 +128,28 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
 
 
 class EventStreamResponse(Response):
-    """Server-sent events. `held` is closed at the end, also when the client disconnects before the start."""
+    """Server-sent events or JSON lines. `held` is closed at the end, also when the client left before the start.
 
-    media_type = "text/event-stream"
+    `failed` writes the last event of a stream that is canceled.
+    """
 
-    def __init__(self, events: AsyncIterator[bytes], held: AsyncExitStack) -> None:
+    media_type = EVENTS
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        held: AsyncExitStack,
+        *,
+        failed: Callable[[ApiError], bytes] = error_event,
+        media_type: str = EVENTS,
+    ) -> None:
         self.status_code, self.background, self.body = 200, None, b""
-        self._events, self._held = events, held
+        self.media_type, self._events, self._held, self._failed = media_type, events, held, failed
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["error_event"] = self._failed
         async with self._held:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for piece in self._events:

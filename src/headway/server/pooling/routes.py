@@ -51,10 +51,7 @@ class PoolingResult:
 @router.post("/v1/embeddings", summary="Embed texts", response_model=None, responses=ok(EmbeddingsResponse))
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """One vector for each text, in OpenAI's format."""
-    serving, pool = _pool(request, "embed", model=body.model)
-    options = _dimension_options(pool, body.dimensions)
-    inputs = _inputs(body.input, pool, serving)
-    result = await _compute(serving, request, pool, await _tokenize(serving, request, pool, inputs, body), **options)
+    pool, result = await embed(body, request)
 
     def write() -> bytes:
         data = [
@@ -63,7 +60,17 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         ]
         return json_bytes({"object": "list", "model": pool.name, "data": data, "usage": result.usage})
 
-    return await _response(serving, write)
+    return await _response(request.app.state.serving, write)
+
+
+async def embed(body: EmbeddingRequest, request: Request) -> tuple[PoolingModel, PoolingResult]:
+    """The vectors of a request, and the model they are from."""
+    serving, pool = _pool(request, "embed", model=body.model)
+    options = _dimension_options(pool, body.dimensions)
+    inputs = _inputs(body.input, pool, serving)
+    return pool, await _compute(
+        serving, request, pool, await _tokenize(serving, request, pool, inputs, body), **options
+    )
 
 
 @router.post("/rerank", summary="Rank documents for a query", response_model=None, responses=ok(RerankResponse))

@@ -1,0 +1,145 @@
+"""The fields of requests to Ollama's routes and their types."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from headway.server.openai.request_schema import (
+    Count,
+    Cutoff,
+    FailAtFirst,
+    Fraction,
+    FunctionDefinition,
+    NonNegative,
+    Penalty,
+    RequestSchema,
+    Text,
+    Texts,
+    described,
+)
+
+LOADING = (
+    *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa", "low_vram", "f16_kv"),
+    *("use_mmap", "use_mlock", "logits_all", "vocab_only", "embedding_only"),
+)
+"""Options about how Ollama loads a model: accepted, and without effect, but for a `num_ctx` that the model lacks."""
+
+
+class Options(RequestSchema):
+    """How tokens are chosen. Those that a request does not set are the model's own, not Ollama's."""
+
+    off_values: ClassVar[dict[str, Any]] = {
+        "mirostat": 0,
+        "penalize_newline": True,
+        "repeat_last_n": -1,
+        "tfs_z": 1,
+    }
+
+    seed: Annotated[int, described(minimum=-(2**63), exclusiveMaximum=2**64)] | None = None
+    num_predict: Annotated[int, described(minimum=-1)] | None = None
+    temperature: Annotated[float, described(minimum=0)] | None = None
+    top_k: Annotated[int, described(minimum=-1)] | None = None
+    top_p: Fraction | None = None
+    min_p: Annotated[float, described(minimum=0, maximum=1)] | None = None
+    typical_p: Fraction | None = None
+    epsilon_cutoff: Cutoff | None = None
+    repeat_penalty: Penalty | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: Text | Texts | None = None
+
+    num_ctx: Count | None = None
+    num_batch: int | None = None
+    num_gpu: int | None = None
+    main_gpu: int | None = None
+    num_thread: int | None = None
+    num_keep: int | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+    logits_all: bool | None = None
+    vocab_only: bool | None = None
+    embedding_only: bool | None = None
+
+
+class OllamaRequest(RequestSchema):
+    """The fields that requests for text have."""
+
+    off_values: ClassVar[dict[str, Any]] = {"images": [], "shift": True, "truncate": True}
+
+    model: Text
+    stream: bool | None = None  # default true
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: Options | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NonNegative | None = None
+    keep_alive: float | str | None = None  # ignored: the model stays
+
+
+class OllamaCallFunction(RequestSchema):
+    name: str
+    arguments: dict[str, Any]
+    index: int | None = None
+
+
+class OllamaCall(RequestSchema):
+    function: OllamaCallFunction
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class OllamaMessage(RequestSchema):
+    """One message; the result of a tool names the tool it is of."""
+
+    off_values: ClassVar[dict[str, Any]] = {"images": []}
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: Annotated[list[OllamaCall], FailAtFirst()] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaTool(RequestSchema):
+    type: Literal["function"] | None = None
+    function: FunctionDefinition
+
+
+class OllamaChatRequest(OllamaRequest):
+    """`POST /api/chat`."""
+
+    messages: Annotated[list[OllamaMessage], FailAtFirst()] | None = None
+    tools: Annotated[list[OllamaTool], FailAtFirst()] | None = None
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """`POST /api/generate`."""
+
+    off_values: ClassVar[dict[str, Any]] = OllamaRequest.off_values | {"template": "", "context": [], "suffix": ""}
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+
+class OllamaEmbedRequest(RequestSchema):
+    """`POST /api/embed`."""
+
+    model: Text
+    input: str | Annotated[list[str], FailAtFirst()]
+    truncate: bool | None = None  # default true
+    dimensions: Count | None = None
+    options: Options | None = None
+    keep_alive: float | str | None = None
+
+
+class OllamaShowRequest(RequestSchema):
+    """`POST /api/show`."""
+
+    model: Text | None = None
+    name: Text | None = None  # the older name of `model`
+    verbose: bool | None = None

@@ -1,0 +1,189 @@
+"""Requests to Ollama's routes as requests for a chat, and their prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from headway.program.chat.tools import ToolSet
+from headway.program.constraints.grammar import Grammar
+from headway.server.adapters import ServedAdapter
+from headway.server.errors import bad_request
+from headway.server.keys import Tenant
+from headway.server.ollama.request_schema import (
+    OllamaCall,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaRequest,
+)
+from headway.server.openai.chat_fields import template_reads
+from headway.server.openai.chat_plan import ChatPlan, plan_chat
+from headway.server.openai.checks import RequestChecks
+from headway.server.openai.message_stream import ToolPolicy
+from headway.server.openai.messages import ChatPrompt, template_reasons
+from headway.server.openai.plan import check_size, grammar_of, plan_request
+from headway.server.openai.prompts import read_prompts
+from headway.server.openai.request_schema import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    JsonSchema,
+    MessageFunctionCall,
+    MessageToolCall,
+    ResponseFormat,
+    ToolDefinition,
+)
+from headway.server.serving import Serving
+
+FIELDS = {
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    "response_format": "format",
+    "stop": "options.stop",
+}
+"""Names of fields of a chat, as errors about a request here have them."""
+SAME_OPTIONS = (
+    *("seed", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff"),
+    *("presence_penalty", "frequency_penalty", "stop"),
+)
+
+
+async def plan_ollama(
+    body: OllamaChatRequest | OllamaGenerateRequest, serving: Serving, tenant: Tenant, adapter: ServedAdapter | None
+) -> ChatPlan:
+    """The plan of a request that passes all checks. Called with a place in the queue."""
+    options = _options(body, serving)
+    if isinstance(body, OllamaGenerateRequest) and body.raw:
+        return await _plan_raw(body, options, serving, tenant, adapter)
+    chat = await serving.readers.run(lambda: _chat(body, options, serving))
+    return await plan_chat(chat, serving, tenant, adapter)
+
+
+def _options(body: OllamaRequest, serving: Serving) -> dict[str, Any]:
+    given = body.options
+    if given is None:
+        return {}
+    limit = serving.engine.config.max_positions
+    if given.num_ctx is not None and given.num_ctx > limit:
+        raise bad_request(
+            f"options.num_ctx is {given.num_ctx}; this model's context length is {limit}", "options.num_ctx"
+        )
+    fields = {name: getattr(given, name) for name in SAME_OPTIONS}
+    fields["repetition_penalty"] = given.repeat_penalty
+    fields["max_tokens"] = None if given.num_predict == -1 else given.num_predict
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _chat(body: OllamaChatRequest | OllamaGenerateRequest, options: dict[str, Any], serving: Serving) -> ChatRequest:
+    fields = options | _thinking(body, serving)
+    if body.logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    elif body.top_logprobs:
+        raise bad_request("top_logprobs requires logprobs: true", "top_logprobs")
+    if body.format:
+        fields["response_format"] = _format(body.format)
+    if isinstance(body, OllamaChatRequest):
+        tools = [ToolDefinition(type="function", function=tool.function) for tool in body.tools or ()]
+        return ChatRequest(messages=_messages(body.messages or ()), tools=tools or None, **fields)
+    system = [] if not body.system else [ChatMessage(role="system", content=body.system)]
+    return ChatRequest(messages=[*system, ChatMessage(role="user", content=body.prompt or "")], **fields)
+
+
+def _format(format: str | dict[str, Any]) -> ResponseFormat:
+    if isinstance(format, str):
+        return ResponseFormat(type="json_object")
+    return ResponseFormat(type="json_schema", json_schema=JsonSchema(name="format", schema=format))
+
+
+def _thinking(body: OllamaRequest, serving: Serving) -> dict[str, Any]:
+    """`think` as the template takes it. Asking a model for reasoning that has none is an error."""
+    if body.think is None:
+        return {}
+    switch, effort = (template_reads(serving.engine, name) for name in ("enable_thinking", "reasoning_effort"))
+    if isinstance(body.think, str) and effort:
+        return {"reasoning_effort": body.think}
+    if switch:
+        return {"chat_template_kwargs": {"enable_thinking": body.think is not False}}
+    if body.think and not template_reasons(serving.engine):
+        raise bad_request(
+            f"think is {body.think!r}, and this model's chat template has no reasoning; remove it", "think"
+        )
+    return {}  # a model that always reasons
+
+
+async def _plan_raw(
+    body: OllamaGenerateRequest,
+    options: dict[str, Any],
+    serving: Serving,
+    tenant: Tenant,
+    adapter: ServedAdapter | None,
+) -> ChatPlan:
+    """A prompt as it is, without the model's template."""
+    for field in ("system", "think"):
+        if getattr(body, field):
+            raise bad_request(f"{field} is for the template, which raw leaves out; remove one of them", field)
+    check = RequestChecks(serving)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    request = CompletionRequest(prompt=body.prompt or "", **options)
+    grammar = None if not body.format else await serving.readers.run(_grammar, body.format, check)
+    plan = await plan_request(request, serving, tenant, top_logprobs=top, grammar=grammar, adapter=adapter)
+    (prompt,) = await read_prompts(request.prompt, check)
+    max_tokens = check.in_range("max_tokens", request.max_tokens, 1, check.engine.config.max_positions)
+    limit = check.max_new_tokens(len(prompt.ids), max_tokens, 0, "prompt")
+    check.response_logprobs(False, limit, top)
+    return ChatPlan(plan, ChatPrompt(prompt.ids, prompt.text, None, ToolSet([]), None), ToolPolicy(max_tokens=limit))
+
+
+def _grammar(format: str | dict[str, Any], check: RequestChecks) -> Grammar:
+    if isinstance(format, str):
+        return Grammar.json_object()
+    check_size(format, "format", check.settings)
+    return grammar_of(lambda: Grammar.json_schema(format), "format")
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def _messages(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
+    """Messages with ids for calls, which Ollama's do not have: a result belongs to the first call it may be of."""
+    waiting: list[MessageToolCall] = []  # calls without a result
+    result: list[ChatMessage] = []
+    count = 0
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if message.role == "tool":
+            call = _answered(message, waiting, where)
+            waiting.remove(call)
+            result.append(ChatMessage(role="tool", tool_call_id=call.id, content=message.content or ""))
+            continue
+        calls = [_call(call, count + j) for j, call in enumerate(message.tool_calls or ())]
+        count += len(calls)
+        waiting += calls
+        if message.role != "assistant" and (calls or message.thinking):
+            raise bad_request(f"{where} has tool_calls or thinking, which only an assistant's messages have", where)
+        content = None if calls and not message.content else message.content or ""
+        result.append(
+            ChatMessage(
+                role=message.role,
+                content=content,
+                reasoning_content=message.thinking or None,
+                tool_calls=calls or None,
+            )
+        )
+    return result
+
+
+def _call(call: OllamaCall, number: int) -> MessageToolCall:
+    arguments = json.dumps(call.function.arguments, ensure_ascii=False)
+    function = MessageFunctionCall(name=call.function.name, arguments=arguments)
+    return MessageToolCall(id=call.id or f"call{number:05d}", function=function)
+
+
+def _answered(message: OllamaMessage, waiting: Sequence[MessageToolCall], where: str) -> MessageToolCall:
+    for call in waiting:
+        if message.tool_name in (None, call.function.name) and message.tool_call_id in (None, call.id):
+            return call
+    named = message.tool_name or message.tool_call_id or "a tool"
+    raise bad_request(f"{where} is the result of {named!r:.60}, and no earlier call waits for it", where)

@@ -1,0 +1,155 @@
+"""The routes of /v1/responses: create, retrieve, list input items, cancel, delete, count tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from headway.server.errors import bad_request, fields_named
+from headway.server.message_job import respond_message
+from headway.server.openai.chat_fields import modern_request
+from headway.server.openai.chat_plan import plan_chat, read_prompt
+from headway.server.openai.checks import RequestChecks
+from headway.server.openai.parsing import ItemsRoute
+from headway.server.openai.respond import requested_adapter
+from headway.server.openai.response_schema import ERRORS, QUEUE_ERRORS, ok
+from headway.server.openai.streaming import json_bytes
+from headway.server.responses.items import FIELDS, chat_request
+from headway.server.responses.output import ResponseWriter
+from headway.server.responses.request_schema import PromptRequest, ResponseRequest
+from headway.server.responses.response_schema import (
+    WHOLE_OR_EVENTS,
+    DeletedResponse,
+    InputItems,
+    InputTokens,
+    ResponseObject,
+)
+from headway.server.responses.store import ResponseStore
+from headway.server.responses.turn import TurnJob, previous_response, read_turn
+from headway.server.serving import Serving
+
+router = APIRouter(route_class=ItemsRoute, responses={**ERRORS, **QUEUE_ERRORS})
+
+
+@router.post("/v1/responses", summary="Generate a response", response_model=None, responses=WHOLE_OR_EVENTS)
+async def create_response(body: ResponseRequest, request: Request) -> Response:
+    """The model's next turn: whole, as a stream of server-sent events, or in the background."""
+    serving: Serving = request.app.state.serving
+    store: ResponseStore = request.app.state.responses
+    tenant, adapter = serving.tenant(request), requested_adapter(serving, body.model)
+    _check_options(body)
+    previous = previous_response(body, store, tenant)
+    with serving.queue_slot(tenant), fields_named(FIELDS):
+        turn = await serving.readers.run(read_turn, body, serving.settings, previous)
+        plan = await plan_chat(chat_request(body, turn.earlier, turn.new), serving, tenant, adapter)
+    name = None if adapter is None else adapter.name
+    writer = ResponseWriter(body, serving.engine, model=name or serving.model_name, format=plan.prompt.format)
+    job = TurnJob(turn, plan, writer, store, keeps=body.store is not False)
+    if body.background:
+        return Response(json_bytes(await job.start(serving, tenant, model=name)), media_type="application/json")
+    if body.store is not False:
+        job.store_at_end(tenant)
+    return await respond_message(serving, request, plan, job.message, writer, stream=bool(body.stream), model=name)
+
+
+def _check_options(body: ResponseRequest) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options require stream: true; set it, or remove them", "stream_options")
+    if body.background and body.stream:
+        raise bad_request("a background response is not streamed; remove background or stream", "background")
+    if body.background and body.store is False:
+        raise bad_request("a background response must be stored; remove background or store", "background")
+
+
+@router.post(
+    "/v1/responses/{response_id}/cancel",
+    summary="Cancel a background response",
+    response_model=None,
+    responses=ok(ResponseObject),
+)
+async def cancel_response(response_id: str, request: Request) -> Response:
+    """A background response, which stops if it is under way."""
+    serving: Serving = request.app.state.serving
+    stored = request.app.state.responses.get(serving.tenant(request), response_id)
+    if not stored.response["background"]:
+        raise bad_request(
+            "only a background response can be canceled; disconnect to end any other", "response_id", "unsupported"
+        )
+    if (task := stored.task) is not None:
+        task.cancel()
+        await asyncio.wait({task})
+    return Response(json_bytes(stored.response), media_type="application/json")
+
+
+# -- stored responses --------------------------------------------------------------------------------------------------
+
+
+@router.get(
+    "/v1/responses/{response_id}", summary="A stored response", response_model=None, responses=ok(ResponseObject)
+)
+async def retrieve_response(
+    response_id: str, request: Request, stream: Annotated[bool, Query(description="Only false")] = False
+) -> Response:
+    """A response that was stored, without log-probabilities."""
+    if stream:
+        raise bad_request("a stored response is not streamed; remove stream", "stream", "unsupported")
+    serving: Serving = request.app.state.serving
+    stored = request.app.state.responses.get(serving.tenant(request), response_id)
+    return Response(json_bytes(stored.response), media_type="application/json")
+
+
+@router.delete(
+    "/v1/responses/{response_id}", summary="Delete a response", response_model=None, responses=ok(DeletedResponse)
+)
+async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
+    """Forget a stored response and its context; responses that continue it stay."""
+    serving: Serving = request.app.state.serving
+    request.app.state.responses.delete(serving.tenant(request), response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    summary="The input of a stored response",
+    response_model=None,
+    responses=ok(InputItems),
+)
+async def list_input_items(
+    response_id: str,
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """The input items of a stored response, without those of earlier ones."""
+    serving: Serving = request.app.state.serving
+    stored = request.app.state.responses.get(serving.tenant(request), response_id)
+    items = list(stored.input_items) if order == "asc" else list(reversed(stored.input_items))
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise bad_request(f"after is {after!r:.80}; it must be the id of an input item", "after")
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + limit]
+    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    fields = {"object": "list", "data": page, **ends, "has_more": start + limit < len(items)}
+    return Response(json_bytes(fields), media_type="application/json")
+
+
+@router.post("/v1/responses/input_tokens", summary="Count input tokens", response_model=None, responses=ok(InputTokens))
+async def count_input_tokens(body: PromptRequest, request: Request) -> dict[str, Any]:
+    """The tokens of the prompt that a request would have."""
+    serving: Serving = request.app.state.serving
+    tenant = serving.tenant(request)
+    requested_adapter(serving, body.model)
+    previous = previous_response(body, request.app.state.responses, tenant)
+
+    def count() -> int:
+        turn = read_turn(body, serving.settings, previous)
+        chat = modern_request(chat_request(body, turn.earlier, turn.new))
+        return len(read_prompt(chat, RequestChecks(serving)).ids)
+
+    with serving.queue_slot(tenant), fields_named(FIELDS):
+        return {"object": "response.input_tokens", "input_tokens": await serving.readers.run(count)}
