@@ -17,7 +17,7 @@ enum { HW_F32 = 0, HW_F16 = 1, HW_BF16 = 2, HW_INT8 = 3, HW_GROUPS = 4 };
 enum { HW_SCALE_F16 = 0, HW_SCALE_F32 = 1, HW_SCALE_K = 2 };
 
 typedef struct {
-  int32_t kind;       // HW_F32 ... HW_GROUPS; HW_INT8 has one float scale per row, and one per row of activations
+  int32_t kind;       // HW_F32 ... HW_GROUPS; HW_INT8 has one float scale per row
   int32_t n, k;       // outputs and inputs, as the model has them
   int32_t bits;       // of HW_GROUPS: 4 or 8
   int32_t group;      // of HW_GROUPS: 16, or 32 times a power of two

@@ -16,18 +16,20 @@
 
 namespace HW_NS {
 
+// Whether the matrix takes quantized activations.
+inline bool is_quantized(const hw_matrix& w) { return w.kind >= HW_INT8; }
+
 inline int up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
 // Rows of activations in the form that a weight format needs.
-//   floats:  values as they are
-//   groups:  int8 quants, and for each 32 inputs a float scale and the sum of the quants
-//   by row:  int8 quants, one scale and one sum
+//   floats:     values as they are
+//   quantized:  int8 quants, and for each 32 inputs a float scale and the sum of the quants
 struct Activations {
   const float* values = nullptr;   // [rows, stride]
   size_t stride = 0;
   const int8_t* quants = nullptr;   // [rows, width], width a multiple of 32
   const float* scales = nullptr;   // [rows, groups]
-  const int32_t* totals = nullptr; // [rows, 3, groups] sums of the quants: of 32, of the first 16, of the last 16; by row [rows]
+  const int32_t* totals = nullptr; // [rows, 3, groups] sums of the quants: of 32, of the first 16, of the last 16
   const float* sums = nullptr;     // [rows, 3, groups] scale times totals
   int width = 0, groups = 0;
 };
@@ -89,34 +91,7 @@ inline void float_tile(const hw_matrix& w, int block, const Activations& x, int 
   }
 }
 
-template <int M, int B>
-inline void int8_tile(const hw_matrix& w, int block, const Activations& x, int row, vf (&acc)[B][M]) {
-  vi dot[B][M];
-  HW_UNROLL
-  for (int b = 0; b < B; b++)
-    HW_UNROLL
-    for (int m = 0; m < M; m++) dot[b][m] = vi_set1(-w.zero * x.totals[row + m]);
-  const uint8_t* quants = (const uint8_t*)w.quants + (size_t)block * x.width * LANES;
-  const size_t next = (size_t)x.width * LANES;
-  const int8_t* in = x.quants + (size_t)row * x.width;
-  for (int k = 0; k < x.width; k += 4, quants += 64) {
-    vb v[B];
-    HW_UNROLL
-    for (int b = 0; b < B; b++) v[b] = vb_load(quants + b * next);
-    HW_UNROLL
-    for (int m = 0; m < M; m++) {
-      int32_t a = load_i32(in + (size_t)m * x.width + k);
-      HW_UNROLL
-      for (int b = 0; b < B; b++) dot[b][m] = vi_dot8(dot[b][m], v[b], a);
-    }
-  }
-  HW_UNROLL
-  for (int b = 0; b < B; b++) {
-    vf scale = vf_load((const float*)w.scales + (size_t)(block + b) * LANES);
-    HW_UNROLL
-    for (int m = 0; m < M; m++) acc[b][m] = vf_mul(vf_from(dot[b][m]), vf_mul(scale, vf_set1(x.scales[row + m])));
-  }
-}
+constexpr int SCALE_ROW = -1;  // of HW_INT8: one scale for all inputs, multiplied at the end
 
 // The scales (and minimums) of one block, group by group.
 template <int SCALE, bool HAS_MIN>
@@ -139,47 +114,76 @@ struct Scales {
 };
 
 // PARTS is 2 when a scale covers 16 inputs, else 1. Without a min the integer sum starts at -zero times the sum of the
-// quants, which is exact.
-template <int BITS, int SCALE, bool HAS_MIN, int PARTS, int M>
-inline void group_tile(const hw_matrix& w, int block, const Activations& x, int row, vf (&acc)[1][M]) {
+// quants, which is exact. Several blocks share the activations they load: loads, not products, limit a tile of one block.
+template <int BITS, int SCALE, bool HAS_MIN, int PARTS, int M, int B>
+inline void group_tile(const hw_matrix& w, int block, const Activations& x, int row, vf (&acc)[B][M]) {
   constexpr int HELD = 8 / PARTS;  // vectors of quants for the inputs of one scale
-  const int groups = x.groups, per = PARTS == 2 ? 1 : w.group / 32;  // activation groups per scale
-  Scales<SCALE, HAS_MIN> s{w, (size_t)block, (size_t)(PARTS == 2 ? 2 * groups : (groups + per - 1) / per), vf_zero(), vf_zero()};
-  const uint8_t* quants = (const uint8_t*)w.quants + (size_t)block * groups * (BITS == 4 ? 256 : 512);
+  const int groups = x.groups, per = PARTS == 2 || SCALE == SCALE_ROW ? 1 : w.group / 32;  // activation groups per scale
+  const size_t scale_groups = PARTS == 2 ? 2 * groups : (groups + per - 1) / per, next = (size_t)groups * BITS * 64;
+  const uint8_t* quants = (const uint8_t*)w.quants + block * next;
   const int8_t* in = x.quants + (size_t)row * x.width;
   const float *scales = x.scales + (size_t)row * groups, *sums = x.sums + (size_t)row * 3 * groups;
   const int32_t* totals = x.totals + (size_t)row * 3 * groups;
-  int left = 1;     // activation groups until the next scale is loaded
-  size_t next = 0;  // its index
+  vf scale[B], min[B];
+  int left = 1;         // activation groups until the next scale is loaded
+  size_t scale_at = 0;  // its index
   HW_UNROLL
-  for (int m = 0; m < M; m++) acc[0][m] = vf_zero();
-  for (int g = 0; g < groups; g++) {
+  for (int b = 0; b < B; b++)
+    HW_UNROLL
+    for (int m = 0; m < M; m++) acc[b][m] = vf_zero();
+  for (int g = 0; g < groups; g++)
     for (int part = 0; part < PARTS; part++) {
-      vb v[HELD];
+      const size_t sum = (size_t)(PARTS == 2 ? 1 + part : 0) * groups + g;
+      vi dot[B][M];
       HW_UNROLL
-      for (int j = 0; j < HELD; j += BITS == 4 ? 2 : 1) {
-        if (BITS == 4) {
-          vb both = vb_load(quants);
-          v[j] = vb_low(both);
-          v[j + 1] = vb_high(both);
-        } else {
-          v[j] = vb_load(quants);
+      for (int b = 0; b < B; b++)
+        HW_UNROLL
+        for (int m = 0; m < M; m++) dot[b][m] = HAS_MIN ? vi_zero() : vi_set1(-w.zero * totals[(size_t)m * 3 * groups + sum]);
+      const int8_t* p = in + g * 32 + part * 16;
+      HW_UNROLL
+      for (int j = 0; j < HELD; j += BITS == 4 ? 2 : 1, quants += 64) {
+        vb v[B][2];
+        HW_UNROLL
+        for (int b = 0; b < B; b++) {
+          const vb both = vb_load(quants + b * next);
+          v[b][0] = BITS == 4 ? vb_low(both) : both;
+          v[b][1] = BITS == 4 ? vb_high(both) : both;
         }
-        quants += 64;
+        HW_UNROLL
+        for (int half = 0; half < (BITS == 4 ? 2 : 1); half++)
+          HW_UNROLL
+          for (int m = 0; m < M; m++) {
+            const int32_t a = load_i32(p + (size_t)m * x.width + 4 * (j + half));
+            HW_UNROLL
+            for (int b = 0; b < B; b++) dot[b][m] = BITS == 4 ? vi_dot4(dot[b][m], v[b][half], a) : vi_dot8(dot[b][m], v[b][half], a);
+          }
       }
-      if (PARTS == 2) s.at(2 * (size_t)g + part);
-      else if (--left == 0) s.at(next++), left = per;
+      if (SCALE != SCALE_ROW && (PARTS == 2 || --left == 0)) {
+        HW_UNROLL
+        for (int b = 0; b < B; b++) {
+          Scales<SCALE, HAS_MIN> s{w, (size_t)block + b, scale_groups, vf_zero(), vf_zero()};
+          s.at(scale_at);
+          scale[b] = s.scale;
+          min[b] = s.min;
+        }
+        scale_at++;
+        left = per;
+      }
       HW_UNROLL
       for (int m = 0; m < M; m++) {
-        const size_t sum = ((size_t)m * 3 + (PARTS == 2 ? 1 + part : 0)) * groups + g;
-        vi dot = HAS_MIN ? vi_zero() : vi_set1(-w.zero * totals[sum]);
-        const int8_t* p = in + (size_t)m * x.width + g * 32 + part * 16;
+        const vf factor = vf_set1(scales[(size_t)m * groups + g]);
         HW_UNROLL
-        for (int j = 0; j < HELD; j++) dot = BITS == 4 ? vi_dot4(dot, v[j], load_i32(p + 4 * j)) : vi_dot8(dot, v[j], load_i32(p + 4 * j));
-        acc[0][m] = vf_fma(vf_from(dot), vf_mul(s.scale, vf_set1(scales[(size_t)m * groups + g])), acc[0][m]);
-        if (HAS_MIN) acc[0][m] = vf_fma(s.min, vf_set1(sums[sum]), acc[0][m]);
+        for (int b = 0; b < B; b++) {
+          acc[b][m] = vf_fma(vf_from(dot[b][m]), SCALE == SCALE_ROW ? factor : vf_mul(scale[b], factor), acc[b][m]);
+          if (HAS_MIN) acc[b][m] = vf_fma(min[b], vf_set1(sums[(size_t)m * 3 * groups + sum]), acc[b][m]);
+        }
       }
     }
+  HW_UNROLL
+  for (int b = 0; b < B && SCALE == SCALE_ROW; b++) {
+    scale[b] = vf_load((const float*)w.scales + (size_t)(block + b) * LANES);
+    HW_UNROLL
+    for (int m = 0; m < M; m++) acc[b][m] = vf_mul(acc[b][m], scale[b]);
   }
 }
 
@@ -215,25 +219,26 @@ inline void store_tile(const hw_matrix& w, int block, int row, const MatmulOutpu
 }
 
 template <int M, int B>
-inline void matmul_tile(const hw_matrix& w, int block, const Activations& x, int row, const MatmulOutput& to) {
+inline void matmul_float_tile(const hw_matrix& w, int block, const Activations& x, int row, const MatmulOutput& to) {
   vf acc[B][M];
   if (w.kind == HW_F32) float_tile<HW_F32, M, B>(w, block, x, row, acc);
   else if (w.kind == HW_F16) float_tile<HW_F16, M, B>(w, block, x, row, acc);
-  else if (w.kind == HW_BF16) float_tile<HW_BF16, M, B>(w, block, x, row, acc);
-  else int8_tile<M, B>(w, block, x, row, acc);
+  else float_tile<HW_BF16, M, B>(w, block, x, row, acc);
   store_tile<M, B>(w, block, row, to, acc);
 }
 
-template <int M>
-inline void grouped_tile(const hw_matrix& w, int block, const Activations& x, int row, const MatmulOutput& to) {
-  vf acc[1][M];
-  const bool halves = w.group == 16;
-#define HW_TRY(BITS, SCALE, HAS_MIN, PARTS)                                                                    \
-  if (w.bits == BITS && w.scale_kind == SCALE && (w.has_min != 0) == HAS_MIN && halves == (PARTS == 2)) {     \
-    group_tile<BITS, SCALE, HAS_MIN, PARTS, M>(w, block, x, row, acc);                                         \
-    store_tile<M, 1>(w, block, row, to, acc);                                                                       \
-    return;                                                                                                  \
+template <int M, int B>
+inline void matmul_quantized_tile(const hw_matrix& w, int block, const Activations& x, int row, const MatmulOutput& to) {
+  vf acc[B][M];
+  const int scale = w.kind == HW_INT8 ? SCALE_ROW : w.scale_kind, bits = w.kind == HW_INT8 ? 8 : w.bits;
+  const bool halves = w.kind == HW_GROUPS && w.group == 16, has_min = w.kind == HW_GROUPS && w.has_min;
+#define HW_TRY(BITS, SCALE, HAS_MIN, PARTS)                                                    \
+  if (bits == BITS && scale == SCALE && has_min == HAS_MIN && halves == (PARTS == 2)) {        \
+    group_tile<BITS, SCALE, HAS_MIN, PARTS, M, B>(w, block, x, row, acc);                      \
+    store_tile<M, B>(w, block, row, to, acc);                                                  \
+    return;                                                                                    \
   }
+  HW_TRY(8, SCALE_ROW, false, 1)
   HW_TRY(4, HW_SCALE_F16, false, 1)  // Q4_0
   HW_TRY(4, HW_SCALE_F16, true, 1)   // Q4_1
   HW_TRY(4, HW_SCALE_K, true, 1)     // Q4_K
@@ -247,34 +252,29 @@ inline void grouped_tile(const hw_matrix& w, int block, const Activations& x, in
 #undef HW_TRY
 }
 
-// `count` rows starting at `row`, blocks [from, to) of the matrix.
-inline void matmul_rows(const hw_matrix& w, int from, int to, const Activations& x, int row, int count, const MatmulOutput& target) {
-  if (w.kind == HW_GROUPS) {
-    for (int block = from; block < to; block++) {
-      int r = row, left = count;
-      for (; left >= 8; r += 8, left -= 8) grouped_tile<8>(w, block, x, r, target);
-      if (left & 4) grouped_tile<4>(w, block, x, r, target), r += 4;
-      if (left & 2) grouped_tile<2>(w, block, x, r, target), r += 2;
-      if (left & 1) grouped_tile<1>(w, block, x, r, target);
-    }
+// `count` rows starting at `row`, B blocks of the matrix from `block`.
+template <int B>
+inline void matmul_blocks(const hw_matrix& w, int block, const Activations& x, int row, int count, const MatmulOutput& target) {
+#define HW_TILES(TILE, M) for (; count >= M; row += M, count -= M) TILE<M, B>(w, block, x, row, target);
+  if (is_quantized(w)) {
+    if (B == 1) HW_TILES(matmul_quantized_tile, 8)
+    HW_TILES(matmul_quantized_tile, 4)
+    HW_TILES(matmul_quantized_tile, 2)
+    HW_TILES(matmul_quantized_tile, 1)
     return;
   }
-  for (int block = from; block < to;) {
-    int r = row, left = count;
-    if (block + 1 < to) {  // two blocks share the loaded activations
-      for (; left >= 8; r += 8, left -= 8) matmul_tile<8, 2>(w, block, x, r, target);
-      if (left & 4) matmul_tile<4, 2>(w, block, x, r, target), r += 4;
-      if (left & 2) matmul_tile<2, 2>(w, block, x, r, target), r += 2;
-      if (left & 1) matmul_tile<1, 2>(w, block, x, r, target);
-      block += 2;
-    } else {
-      for (; left >= 8; r += 8, left -= 8) matmul_tile<8, 1>(w, block, x, r, target);
-      if (left & 4) matmul_tile<4, 1>(w, block, x, r, target), r += 4;
-      if (left & 2) matmul_tile<2, 1>(w, block, x, r, target), r += 2;
-      if (left & 1) matmul_tile<1, 1>(w, block, x, r, target);
-      block += 1;
-    }
-  }
+  HW_TILES(matmul_float_tile, 8)
+  HW_TILES(matmul_float_tile, 4)
+  HW_TILES(matmul_float_tile, 2)
+  HW_TILES(matmul_float_tile, 1)
+#undef HW_TILES
+}
+
+// Blocks [from, to) of the matrix. Two blocks share the activations they load; a single row reads its quants in one stream.
+inline void matmul_rows(const hw_matrix& w, int from, int to, const Activations& x, int row, int count, const MatmulOutput& target) {
+  const bool pairs = !is_quantized(w) || (HW_ISA >= 2 && count > 1);
+  for (; pairs && from + 1 < to; from += 2) matmul_blocks<2>(w, from, x, row, count, target);
+  for (; from < to; from++) matmul_blocks<1>(w, from, x, row, count, target);
 }
 
 // One matmul of a group that shares its rows; each thread computes a share of the group's blocks.

@@ -32,9 +32,9 @@ struct QuantizedActivations {
   Buffer<float> scales, sums;
   Buffer<int32_t> totals;
   int width = 0, groups = 0;
-  void fit(int rows, int k, bool by_row) {
+  void fit(int rows, int k) {
     width = up(k, 32);
-    groups = by_row ? 1 : width / 32;
+    groups = width / 32;
     quants.fit((size_t)rows * width);
     scales.fit((size_t)rows * groups);
     totals.fit((size_t)rows * 3 * groups);
@@ -54,7 +54,7 @@ struct QuantizedActivations {
 
 struct Workspace {
   Buffer<float> x, h, q, k, v, mixed, gate, up_, act, angles, partial, low_rank;
-  QuantizedActivations by_group[8], by_row[8];  // one per thread where rows are replicated, else only the first
+  QuantizedActivations quantized[8];  // one per thread where rows are replicated, else only the first
   std::vector<Layout> layouts;
   std::vector<Sampler> samplers;  // one per thread
   std::vector<SharedPrefix> prefixes;
@@ -64,27 +64,19 @@ struct Workspace {
   int counter_count = 0;
 };
 
-// The activations a matrix needs: 0 floats, 1 quantized by group, 2 quantized by row.
-inline int form(const hw_matrix& w) { return w.kind <= HW_BF16 ? 0 : w.kind == HW_GROUPS ? 1 : 2; }
-
-// Quantizes one row of `k` values, padded with zeros to a multiple of 32, in each form that is not null.
-inline void quantize_row(const float* x, int k, int row, QuantizedActivations* by_group, QuantizedActivations* by_row) {
+// Quantizes one row of `k` values, padded with zeros to a multiple of 32.
+inline void quantize_row(const float* x, int k, int row, QuantizedActivations& to) {
   const int width = up(k, 32), groups = width / 32;
-  for (int g = 0; by_group && g < groups; g++) {
-    int8_t* quants = by_group->quants.at + (size_t)row * width + g * 32;
+  for (int g = 0; g < groups; g++) {
+    int8_t* quants = to.quants.at + (size_t)row * width + g * 32;
     const float scale = quantize_group(x + g * 32, 32, quants);
     const int32_t first = total(quants, 16), last = total(quants + 16, 16), of[3] = {first + last, first, last};
-    by_group->scales.at[(size_t)row * groups + g] = scale;
+    to.scales.at[(size_t)row * groups + g] = scale;
     for (int n = 0; n < 3; n++) {
       const size_t at = ((size_t)row * 3 + n) * groups + g;
-      by_group->totals.at[at] = of[n];
-      by_group->sums.at[at] = scale * (float)of[n];
+      to.totals.at[at] = of[n];
+      to.sums.at[at] = scale * (float)of[n];
     }
-  }
-  if (by_row) {
-    int8_t* quants = by_row->quants.at + (size_t)row * width;
-    by_row->scales.at[row] = quantize_group(x, width, quants);
-    by_row->totals.at[row] = total(quants, width);
   }
 }
 
@@ -193,7 +185,7 @@ struct Forward {
     workspace.q.fit(T * Q), workspace.k.fit(T * K), workspace.v.fit(T * K), workspace.mixed.fit(T * Q);
     workspace.gate.fit(T * F), workspace.up_.fit(T * F), workspace.act.fit(T * F * (replicated ? threads : 1)), workspace.angles.fit((size_t)T * 2 * m.rope_half + LANES);
     int wide = std::max({m.hidden, m.inner, m.heads * m.head_dim});
-    for (int i = 0; i < (replicated ? threads : 1); i++) workspace.by_group[i].fit(T, wide, false), workspace.by_row[i].fit(T, wide, true);
+    for (int i = 0; i < (replicated ? threads : 1); i++) workspace.quantized[i].fit(T, wide);
     for (int r = 0; r < T; r++) pad(workspace.mixed.at + r * Q, m.heads * m.head_dim, Q);
     make_layouts();
     for (int a = 0; a < step.adapter_count; a++)
@@ -303,13 +295,12 @@ struct Forward {
   // Logits and argmax token of the requested rows, in the same parallel region.
   void read_logits(int i) {
     const hw_matrix& w = m.output;
-    QuantizedActivations *g = &workspace.by_group[copy(i)], *r = &workspace.by_row[copy(i)];
     const int from_ = replicated ? 0 : from(i, step.reads), to = replicated ? step.reads : from(i + 1, step.reads);
     float* h = workspace.h.at + (replicated ? (size_t)i * T * E : 0);
     for (int n = from_; n < to; n++) {
       rms_norm(workspace.x.at + step.read_rows[n] * E, m.final_norm, m.hidden, m.eps, h + n * E);
       pad(h + n * E, m.hidden, E);
-      quantize_row(h + n * E, m.hidden, n, form(w) == 1 ? g : nullptr, form(w) == 2 ? r : nullptr);
+      if (is_quantized(w)) quantize(i, h + n * E, m.hidden, n);
     }
     if (!replicated) sync();
     const Matmul head = make_matmul(i, w, workspace.h.at, E, step.logits, step.logits_stride, false);
@@ -350,20 +341,15 @@ struct Forward {
   int last_(int i) const { return replicated ? T : from(i + 1, T); }
   int copy(int i) const { return replicated ? i : 0; }
 
-  void quantize(int i, const float* row, int k, int r, int forms) {
-    quantize_row(row, k, r, forms & 1 ? &workspace.by_group[copy(i)] : nullptr, forms & 2 ? &workspace.by_row[copy(i)] : nullptr);
-  }
+  void quantize(int i, const float* row, int k, int r) { quantize_row(row, k, r, workspace.quantized[copy(i)]); }
 
-  static int forms(std::initializer_list<const hw_matrix*> list) {
-    int all = 0;
-    for (auto* w : list) all |= form(*w) == 1 ? 1 : form(*w) == 2 ? 2 : 0;
-    return all;
+  static bool any_quantized(std::initializer_list<const hw_matrix*> list) {
+    return std::any_of(list.begin(), list.end(), [](const hw_matrix* w) { return is_quantized(*w); });
   }
 
   Matmul make_matmul(int i, const hw_matrix& w, const float* values, size_t stride, float* y, size_t y_stride, bool add) const {
     Activations r;
-    if (form(w) == 1) r = workspace.by_group[copy(i)].rows(), r.width = up(w.k, 32), r.groups = r.width / 32;
-    else if (form(w) == 2) r = workspace.by_row[copy(i)].rows(), r.width = up(w.k, 32), r.groups = 1;
+    if (is_quantized(w)) r = workspace.quantized[copy(i)].rows(), r.width = up(w.k, 32), r.groups = r.width / 32;
     r.values = values + (replicated ? (size_t)i * T * stride : 0);
     r.stride = stride;
     return {&w, r, {y, y_stride, add}};
@@ -383,12 +369,12 @@ struct Forward {
     if (adapted) expand(adapters, l, pieces, list, i, threads);
   }
 
-  void norm_and_quantize(int i, const float* weight, int wanted) {
+  void norm_and_quantize(int i, const float* weight, bool wanted) {
     float* h = workspace.h.at + (replicated ? (size_t)i * T * E : 0);
     for (int r = first(i); r < last_(i); r++) {
       rms_norm(workspace.x.at + r * E, weight, m.hidden, m.eps, h + r * E);
       pad(h + r * E, m.hidden, E);
-      quantize(i, h + r * E, m.hidden, r, wanted);
+      if (wanted) quantize(i, h + r * E, m.hidden, r);
     }
     if (!replicated) sync();
   }
@@ -397,7 +383,7 @@ struct Forward {
     const hw_layer& w = m.layer[l];
     Workspace& s = workspace;
     copy_hidden(i, l);
-    norm_and_quantize(i, w.norm_in, forms({&w.q, &w.k, &w.v}));
+    norm_and_quantize(i, w.norm_in, any_quantized({&w.q, &w.k, &w.v}));
     phase(i, HW_NORM);
     const Matmul qkv[3] = {make_matmul(i, w.q, s.h.at, E, s.q.at, Q, false), make_matmul(i, w.k, s.h.at, E, s.k.at, K, false),
                             make_matmul(i, w.v, s.h.at, E, s.v.at, K, false)};
@@ -414,7 +400,7 @@ struct Forward {
     project_out(i, l);
     sync();
     phase(i, HW_OUT);
-    norm_and_quantize(i, w.norm_mlp, forms({&w.gate, &w.up}));
+    norm_and_quantize(i, w.norm_mlp, any_quantized({&w.gate, &w.up}));
     phase(i, HW_NORM);
     const Matmul gate_up[2] = {make_matmul(i, w.gate, s.h.at, E, s.gate.at, F, false), make_matmul(i, w.up, s.h.at, E, s.up_.at, F, false)};
     const std::initializer_list<Piece> inner_pieces = {&hw_adapter_layer::gate, &hw_adapter_layer::up};
@@ -567,10 +553,10 @@ struct Forward {
 
   void project_out(int i, int l) {
     const hw_layer& w = m.layer[l];
-    const int wanted = forms({&w.o});
+    const bool wanted = any_quantized({&w.o});
     const std::initializer_list<Piece> pieces = {&hw_adapter_layer::o};
     const bool adapted = shrink_(i, l, pieces, m.heads * m.head_dim, workspace.mixed.at, Q);
-    for (int r = first(i); wanted && r < last_(i); r++) quantize(i, workspace.mixed.at + r * Q, m.heads * m.head_dim, r, wanted);
+    for (int r = first(i); wanted && r < last_(i); r++) quantize(i, workspace.mixed.at + r * Q, m.heads * m.head_dim, r);
     if (wanted && !replicated) sync();
     Matmul p = make_matmul(i, w.o, workspace.mixed.at, Q, workspace.x.at, E, true);
     p.x.values = workspace.mixed.at;  // one copy for all threads
@@ -584,12 +570,12 @@ struct Forward {
 
   void project_down(int i, int l) {
     const hw_layer& w = m.layer[l];
-    const int wanted = forms({&w.down});
+    const bool wanted = any_quantized({&w.down});
     float* act = workspace.act.at + (replicated ? (size_t)i * T * F : 0);
     for (int r = first(i); r < last_(i); r++) {
       gated_silu(workspace.gate.at + r * F, workspace.up_.at + r * F, m.inner, act + r * F);
       pad(act + r * F, m.inner, F);
-      if (wanted) quantize(i, act + r * F, m.inner, r, wanted);
+      if (wanted) quantize(i, act + r * F, m.inner, r);
     }
     if (!replicated) sync();
     Matmul p = make_matmul(i, w.down, workspace.act.at, F, workspace.x.at, E, true);
@@ -613,8 +599,7 @@ struct SingleMatmul {
 
   void prepare() {
     workspace.h.fit(rows * wide);
-    workspace.by_group[0].fit(rows, w.k, false);
-    workspace.by_row[0].fit(rows, w.k, true);
+    workspace.quantized[0].fit(rows, w.k);
   }
   void run_thread(int i) {
     const int threads = pool.count();
@@ -623,10 +608,10 @@ struct SingleMatmul {
       if (norm) rms_norm(x + (size_t)r * w.k, norm, w.k, eps, h);
       else std::memcpy(h, x + (size_t)r * w.k, w.k * sizeof(float));
       pad(h, w.k, wide);
-      if (form(w)) quantize_row(h, w.k, r, form(w) == 1 ? &workspace.by_group[0] : nullptr, form(w) == 2 ? &workspace.by_row[0] : nullptr);
+      if (is_quantized(w)) quantize_row(h, w.k, r, workspace.quantized[0]);
     }
     pool.barrier.wait();
-    Activations in = form(w) == 2 ? workspace.by_row[0].rows() : workspace.by_group[0].rows();
+    Activations in = workspace.quantized[0].rows();
     in.values = workspace.h.at;
     in.stride = wide;
     Matmul p{&w, in, {y, stride, false}};

@@ -21,7 +21,6 @@ from headway.kernels.reference.quantized import (
 )
 
 ELEMENTS = 1 << 22  # of one intermediate
-EXACT = 512  # inputs whose 8-bit products a float32 sums without rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +28,7 @@ class OrderedMatrix:
     """A matrix [N, K] ready to be multiplied in the order its format fixes, with four bytes for each weight.
 
     weights [G, S, N] are integers, multiplied S at a time without rounding, or floats [K, 1, N]; scale and minimum are
-    [G, N], or scale [N] for all inputs.
+    [G, N], or scale [N] for all inputs, which the sum is multiplied by.
     """
 
     weights: Tensor
@@ -46,7 +45,7 @@ class OrderedMatrix:
             weights = dequantize(w).t().contiguous()[:, None]
         elif w.kind == "int8":
             assert w.scales is not None
-            weights, scale = _by_group(stored_quants(w).float() - w.zero, EXACT), w.scales[: w.n]
+            weights, scale = _by_group(stored_quants(w).float() - w.zero, GROUP), w.scales[: w.n]
         else:
             size, repeat = min(w.group, GROUP), max(1, w.group // GROUP)
             quants = stored_quants(w).float() - (0 if w.has_min else w.zero)
@@ -80,11 +79,11 @@ class OrderedMatrix:
     def _rows(self, x: Tensor) -> Tensor:
         if self.row_quantization is None:
             return fma_sum((len(x), self.outputs), zip(self.weights, x.t()[:, :, None], strict=True))
-        quants, scales = quantized(x, self.row_quantization)
+        quants, scales = quantized(x)
         assert self.scale is not None
-        if self.row_quantization == "row":
-            sums = self._dots(quants.flatten(1)).double().sum(0).float()  # exact until the last
-            return sums * (self.scale * scales[:, 0])
+        if self.scale.ndim == 1:
+            dots = self._dots(quants.flatten(1))
+            return fma_sum(dots.shape[1:], zip(dots, scales.transpose(0, 1), strict=True)) * self.scale
         size = self.weights.shape[1]
         scales = scales[:, :, 0].repeat_interleave(GROUP // size, 1)  # [R, G]
         totals = quants.flatten(1).unflatten(1, (-1, size)).sum(2) * scales
@@ -93,8 +92,7 @@ class OrderedMatrix:
     def _dots(self, quants: Tensor) -> Tensor:
         """The exact sums [G, R, N] of integers [R, K] times weights."""
         size = self.weights.shape[1]
-        padded = F.pad(quants, (0, -quants.shape[1] % size))
-        return torch.bmm(padded.unflatten(1, (-1, size)).transpose(0, 1), self.weights)
+        return torch.bmm(quants.unflatten(1, (-1, size)).transpose(0, 1), self.weights)
 
     def _grouped(self, dots: Tensor, scales: Tensor, totals: Tensor) -> Tensor:
         """Group after group, its sum [R, N] times both scales, then its minimum times the total of the inputs."""

@@ -3,9 +3,10 @@
 A format also fixes how activations are quantized and in which order products are summed, whatever computes:
 
     f32, f16, bf16  activations as they are; one multiply-add per input, first to last
-    int8            a row to int8 with one scale, largest magnitude / 127; one exact integer sum, times both scales
-    groups          each 32 inputs to int8 with their scale; group after group, of 32 inputs or of 16, the exact integer
-                    sum times both scales is added, and then the minimum times the sum of the inputs
+    int8            each 32 inputs to int8 with their scale, largest magnitude / 127; group after group the exact
+                    integer sum times that scale is added; the total is multiplied by the scale of the weights' row
+    groups          each 32 inputs likewise; group after group, of 32 inputs or of 16, the exact integer sum times both
+                    scales is added, and then the minimum times the sum of the inputs
 
 An 8-bit value is x × (127 / largest), rounded half to even; inputs past the last are zeros; a group whose largest
 magnitude is below SMALLEST is zero, and one with a value that is not finite is NaN. `ordered_matmul` computes the
@@ -63,8 +64,8 @@ class QuantizedMatrix:
 
     @property
     def row_quantization(self) -> str | None:
-        """How activations are quantized before the matmul: by `groups`, by `row`, or None."""
-        return {"groups": "groups", "int8": "row"}.get(self.kind)
+        """How activations are quantized before the matmul: by `groups`, or None."""
+        return None if self.kind in FLOATS else "groups"
 
     def problem(self) -> str | None:
         """Why its tensors do not match its size and format, or None. Native code reads them as described."""
@@ -241,17 +242,17 @@ def dequantize_rows(w: QuantizedMatrix, rows: Tensor) -> Tensor:
 
 
 def quantize_rows(x: Tensor, how: str | None) -> Tensor:
-    """Rows as the matmul sees them: rounded to 8 bits by groups of 32 inputs or by row, or unchanged."""
+    """Rows as the matmul sees them: rounded to 8 bits by groups of 32 inputs, or unchanged."""
     if how is None:
         return x
-    quants, scales = quantized(x, how)
+    quants, scales = quantized(x)
     return (quants * scales).flatten(-2)[..., : x.shape[-1]]
 
 
-def quantized(x: Tensor, how: str) -> tuple[Tensor, Tensor]:
-    """The 8-bit integers of x [R, K], as floats [R, G, S], and their scales [R, G, 1]; K is padded to whole groups."""
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The 8-bit integers of x [R, K], as floats [R, G, 32], and their scales [R, G, 1]; K is padded to whole groups."""
     padded = x if x.shape[-1] % GROUP == 0 else F.pad(x, (0, -x.shape[-1] % GROUP))
-    parts = padded.unflatten(-1, (-1, GROUP)) if how == "groups" else padded.unsqueeze(-2)
+    parts = padded.unflatten(-1, (-1, GROUP))
     most = parts.abs().amax(-1, keepdim=True)
     small, top = most < SMALLEST, torch.full_like(most, 127)  # number / tensor would compute number × reciprocal
     quants = torch.round(parts * torch.where(small, 0, top / torch.where(small, 1, most)))

@@ -1,7 +1,7 @@
 """Linear layers for encoders: torch's own, oneDNN's blocked layout, or int8.
 
 A LinearOp is created once from a weight and a bias, and computes x·Wᵀ + b, optionally with a fused activation or
-residual. int8 ops quantize each row of x with its own scale, so that a row never depends on its neighbors.
+residual. int8 ops quantize each 32 inputs of a row with their own scale, so that a row never depends on its neighbors.
 """
 
 from __future__ import annotations
@@ -104,22 +104,21 @@ class NativeInt8Linear(LinearOp):
 
 
 class TorchInt8Linear(LinearOp):
-    """The same numbers from torch's integer matmul, where there is no native library."""
+    """The same numbers to float rounding from torch, where there is no native library."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         scale = weight.abs().amax(1) / 127
         quantized = torch.round(weight / torch.where(scale > 0, scale, 1)[:, None]).clamp(-127, 127).to(torch.int8)
-        self._weight, self._scale, self._bias = quantized.t(), scale, bias
+        self._weight, self._scale, self._bias = quantized, scale, bias
 
     @property
     def nbytes(self) -> int:
         return self._weight.nbytes + self._scale.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        largest = x.abs().amax(1, keepdim=True)
-        scale = torch.where(largest > 0, largest, 1) / 127
-        quantized = torch.round(x / scale).to(torch.int8)
-        y = torch.ops.aten._int_mm(quantized, self._weight).float().mul_(self._scale).mul_(scale)
+        from headway.kernels.reference.quantized import quantize_rows
+
+        y = F.linear(quantize_rows(x, "groups"), self._weight.float()).mul_(self._scale)
         return y if self._bias is None else y.add_(self._bias)
 
 
