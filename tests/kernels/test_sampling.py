@@ -31,6 +31,7 @@ from headway.kernels.reference.sampling import (
     sample,
     sampling_distribution,
 )
+from support.sweeps import swept
 
 LEVEL = 1e-6  # of every chi-square test here; seeds are fixed, so a pass stays a pass
 NEAR = 1e-10  # a filter whose threshold is nearer than this is not asked to agree
@@ -404,7 +405,7 @@ def check_frequencies(sampler, draws: int, masked: bool) -> None:
         assert stats.chisquare(counts, means).pvalue > LEVEL
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", swept([True, False]))
 @pytest.mark.parametrize("sampler", COMBINATIONS, ids=named)
 def test_frequencies_fit_the_exact_distribution(sampler, masked):
     check_frequencies(sampler, 1500, masked)
