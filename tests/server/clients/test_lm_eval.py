@@ -16,7 +16,6 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
 import headway as hw
-from support.sweeps import swept
 
 TASKS = Path(__file__).with_name("tasks")
 CHOOSING: dict[str, Any] = {
@@ -117,7 +116,7 @@ def expected(served):
     return evaluated(InProcess(served.engine))
 
 
-@pytest.mark.parametrize(("concurrent", "batch"), swept([(3, 2), (1, 1)]))
+@pytest.mark.parametrize(("concurrent", "batch"), [(3, 2), pytest.param(1, 1, marks=pytest.mark.slow)])
 def test_scores_over_http_are_those_in_process(served, expected, concurrent, batch):
     """The tokenizer is the server's own, over HTTP; prompts go as token ids."""
     address = {"model": "smollm2", "base_url": f"{served.url}/v1/completions", "tokenizer_backend": "remote"}
