@@ -318,7 +318,7 @@ def test_a_regex_allows_what_pythons_re_matches(pattern, start, tokenizer, close
             made.append(tokenizer.decode(tokens))
             assert re.fullmatch(pattern, made[-1]), made[-1]
     assert made
-    for text in made:  # and its neighbours, which mostly do not match
+    for text in made:  # and its neighbors, which mostly do not match
         at = int(rng.integers(len(text) + 1))
         other = text[:at] + str(rng.choice(alphabet)) + text[at + 1 :]
         got = matches(start(Grammar.regex(pattern)), tokenizer, other)

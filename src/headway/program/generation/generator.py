@@ -217,7 +217,7 @@ class Generation(Generic[Value_co]):
         if schema is not None:
             begun = self._transcript.generated or self._ahead.is_there or self.finish is not None
             if begun or self._rule.is_given:
-                raise InvalidInput("a schema can be given to json() before the first step, and to no other constraint")
+                raise InvalidInput("give json() a schema before the first step, and only without another constraint")
             self._rule.follow(Grammar.json_schema(schema))
         return parse_json(await self.text(), self.finish, schema)
 
