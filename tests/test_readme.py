@@ -212,8 +212,8 @@ def test_the_first_example_is_the_program_of_the_readme(smollm2_path: Path) -> N
 
 
 def test_the_guide_shows_a_family_as_it_is() -> None:
-    shown = [block.text for block, _ in with_output(ROOT / "CONTRIBUTING.md")]
-    assert (ROOT / "src/headway/models/families/qwen3.py").read_text() in shown
+    shown = [block.text for block, _ in with_output(ROOT / "docs/add-a-family.md")]
+    assert (ROOT / "src/headway/models/families/starcoder2.py").read_text() in shown
 
 
 # -- make --------------------------------------------------------------------------------------------------------------

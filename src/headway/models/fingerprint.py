@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from headway.models.decoder import Decoder
+from headway.models.described import DescribedDecoder
+from headway.models.layers import tensors_of
 from headway.models.quantized.cpu import QuantizedDecoder
 
 CHUNK = 1 << 22
@@ -21,6 +23,9 @@ def fingerprint(path: Path | None, decoder: Decoder | QuantizedDecoder, quantize
     if path is None and isinstance(decoder, QuantizedDecoder):
         digest.update(repr(decoder.config).encode())
         _hash(digest, decoder.tensors())
+    elif isinstance(decoder, DescribedDecoder) and path is None:
+        digest.update(repr(decoder.config).encode())
+        _hash(digest, tensors_of(decoder))
     elif path is None:
         assert isinstance(decoder, Decoder)
         _hash_tensors(digest, decoder)

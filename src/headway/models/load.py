@@ -7,7 +7,7 @@ to its rows of the stacked matrix.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from headway.kernels.reference.quantized import QuantizedMatrix
 from headway.kernels.reference.rope import frequencies
 from headway.models.config import ModelConfig, read_config
 from headway.models.decoder import Decoder
+from headway.models.families import is_llama_like
 from headway.models.files.dequant import FLOATS
 from headway.models.files.staging import Staging
 from headway.models.files.weights import Weights, open_weights
@@ -84,6 +85,10 @@ def load_model(
     whole. `staging` copies weights to the device; a CUDA device has one by default.
     """
     config, names = read_config(path), GGUF_NAMES if path.is_file() else HF_NAMES
+    if not is_llama_like(config):
+        from headway.models.load_described import load_described  # it builds on this module
+
+        return load_described(path, config, dtype=dtype, device=device, progress=progress)
     with ExitStack() as stack:
         weights = open_weights(path)
         stack.callback(weights.close)
@@ -134,6 +139,26 @@ def stored_dtype(path: Path) -> torch.dtype | None:
     with open_weights(path) as weights:
         kinds = {weights.stored(name) for name in weights.names() if len(weights.shape(name)) == 2}
     return FLOATS.get(kinds.pop()) if len(kinds) == 1 else None
+
+
+def check_weight(weights: Weights, names: Collection[str], name: str, shape: tuple[int, ...]) -> None:
+    """Raise if a weight is missing or has another shape."""
+    if name not in names:
+        raise BadModelFile(f"the weight {name!r} is missing; this config needs it with shape {list(shape)}")
+    stored = tuple(weights.shape(name))
+    if stored != shape:
+        raise BadModelFile(f"the weight {name!r} has shape {list(stored)}; this config needs {list(shape)}")
+
+
+def check_all_used(weights: Weights, used: Collection[str], family: str, ignored: str | None = None) -> None:
+    """Raise if there are weights that nobody has asked for, and that no pattern ignores."""
+    extra = sorted(n for n in weights.names() if n not in used and not HARMLESS.fullmatch(n))
+    extra = [n for n in extra if ignored is None or not re.fullmatch(ignored, n)]
+    if extra:
+        raise BadModelFile(
+            f"{len(extra)} weights do not belong to this {family} config, such as {extra[0]!r}; "
+            "the config and the weights belong to different models"
+        )
 
 
 def _check_floats(path: Path, weights: Weights, quantize: str) -> None:
@@ -187,20 +212,11 @@ class _Reader:
 
     def claim(self, name: str, shape: tuple[int, ...]) -> None:
         """Mark a weight as used; raise if it is missing or has another shape."""
-        if name not in self.weights.names():
-            raise BadModelFile(f"the weight {name!r} is missing; this config needs it with shape {list(shape)}")
-        stored = tuple(self.weights.shape(name))
-        if stored != shape:
-            raise BadModelFile(f"the weight {name!r} has shape {list(stored)}; this config needs {list(shape)}")
+        check_weight(self.weights, self.weights.names(), name, shape)
         self.used.add(name)
 
     def check_all_used(self) -> None:
-        extra = sorted(n for n in self.weights.names() if n not in self.used and not HARMLESS.fullmatch(n))
-        if extra:
-            raise BadModelFile(
-                f"{len(extra)} weights do not belong to this {self.config.family} config, such as {extra[0]!r}; "
-                "the config and the weights belong to different models"
-            )
+        check_all_used(self.weights, self.used, self.config.family)
 
     def layer(self, i: int) -> DecoderLayer:
         c, n = self.config, self.names

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,8 @@ from headway.kernels.reference.quantized import (
 )
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.layers import DecoderLayer, Linear
+from headway.models.families import is_llama_like
+from headway.models.layers import DecoderLayer, Linear, mapped
 from headway.models.load import HARMLESS, HF_NAMES
 from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer
 
@@ -37,6 +38,8 @@ def updated(
     decoder: Decoder | QuantizedDecoder, tensors: Mapping[str, Any], quantize: str | None = None
 ) -> Decoder | QuantizedDecoder:
     """The decoder with these weights in place of its own; all of them are checked before anything is made."""
+    if not is_llama_like(decoder.config):
+        raise Unsupported(f"weights of the {decoder.config.family} family cannot be updated in place; load them anew")
     given = _Given(decoder.config, tensors)
     given.check()
     if isinstance(decoder, QuantizedDecoder):
@@ -44,21 +47,9 @@ def updated(
     return _dense(decoder, given)
 
 
-def moved(value: Any, device: torch.device, seen: dict[int, Any] | None = None) -> Any:
+def moved(value: Any, device: torch.device) -> Any:
     """The same with its tensors on another device; what is shared stays shared."""
-    seen = {} if seen is None else seen
-    if id(value) not in seen:
-        if isinstance(value, Tensor):
-            found: Any = value.to(device)
-        elif isinstance(value, tuple):
-            found = tuple(moved(each, device, seen) for each in value)
-        elif is_dataclass(value) and not isinstance(value, type | ModelConfig):
-            parts = {each.name: moved(getattr(value, each.name), device, seen) for each in fields(value)}
-            found = replace(value, **parts)
-        else:
-            found = value
-        seen[id(value)] = found
-    return seen[id(value)]
+    return mapped(value, lambda tensor: tensor.to(device))
 
 
 class _Given:

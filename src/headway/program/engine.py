@@ -26,6 +26,7 @@ from headway.kv.pool import Pool
 from headway.kv.table import PageTable
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.bound import BoundAdapter
+from headway.models.capabilities import Capabilities
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.load import LoadProgress
@@ -324,6 +325,11 @@ class Engine:
     def info(self) -> EngineInfo:
         """Name, dtype, device, sizes."""
         return self._model.info(self._threads)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What computes this model, and what can be done with it; the rest is refused where it is asked for."""
+        return Capabilities.of(self.config, runner=self._backend.name, reason=self._backend.reason)
 
     @property
     def fingerprint(self) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rope:
-    """How positions become angles. `kind` is one of default, linear, llama3, yarn."""
+    """How positions become angles. `kind` is one of default, linear, llama3, yarn, longrope."""
 
     dim: int
     theta: float = 10_000.0
@@ -26,11 +26,12 @@ class Rope:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    factors: tuple[float, ...] | None = None  # longrope's divisors of the frequencies
 
     @property
     def scale(self) -> float:
         """The factor on cos and sin (yarn's attention temperature)."""
-        if self.kind != "yarn":
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
@@ -51,6 +52,8 @@ def frequencies(rope: Rope) -> Tensor:
             return _llama3(plain, rope)
         case "yarn":
             return _yarn(plain, rope)
+        case "longrope":
+            return plain / torch.tensor(rope.factors)
     raise AssertionError(rope.kind)
 
 
@@ -72,9 +75,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turn(keys: Tensor, inv_freq: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Keys [L, T, Hkv, D] that were rotated for positions `before` [T], as they would be for `after` [T]."""
-    angles = [positions.float()[:, None] * inv_freq[None, :] for positions in (before, after)]  # rounded as there
-    by = (angles[1].double() - angles[0].double()).repeat(1, 2)[:, None, :]  # [T, 1, D]
+    """Keys [L, T, Hkv, D] that were rotated for positions `before` [T], as they would be for `after` [T].
+
+    inv_freq [D/2] is for all layers, [L, D/2] has a row for each.
+    """
+    angles = [positions.float()[:, None] * inv_freq[..., None, :] for positions in (before, after)]  # rounded as there
+    half = angles[1].double() - angles[0].double()
+    by = torch.cat((half, half), -1)[..., None, :]  # [T, 1, D] or [L, T, 1, D]
     return rotate(keys.float(), by.cos().float(), by.sin().float()).to(keys.dtype)
 
 

@@ -17,7 +17,10 @@ from headway.base.errors import Unsupported
 from headway.kernels import triton
 from headway.kernels.native.library import ISA_NAMES, ThreadPool, open_library, use_isa
 from headway.kv.pool import Pool
+from headway.models.capabilities import why_not_fast
+from headway.models.config import read_config
 from headway.models.decoder import Decoder
+from headway.models.families import is_llama_like
 from headway.models.load import LoadProgress, has_quantized, load_model, load_quantized_model, stored_dtype
 from headway.models.quantized.cpu import QuantizedDecoder, interleave_decoder
 from headway.models.quantized.reference import float_decoder, reference_bytes, reference_decoder
@@ -124,7 +127,8 @@ def open_backend(
         return Backend(model, _thread_pool(threads, settings), "") if reason is None else _reference(model, reason)
     reason = why_not_native(model, dtype, device, settings)
     if reason is not None:
-        fast = why_not_triton(device, settings)
+        config = model.config if isinstance(model, Decoder) else read_config(model)
+        fast = why_not_triton(device, settings) or why_not_fast(config)
         if settings.native == "triton" and fast is not None:
             raise Unsupported(f"HEADWAY_NATIVE asks for Triton kernels, and {fast}")
         if settings.native == "require" and fast is not None:
@@ -143,6 +147,8 @@ def open_backend(
             keep = dtype == "auto"
             held = load_quantized_model(model, thread_pool=None, keep=keep, quantize=quantize, progress=progress)
             return _reference(held, reason, stored_dtype(model))
+        if quantize is not None and (why := why_not_fast(config)) is not None:
+            raise Unsupported(f"quantize={quantize!r} is not for this model: {why}; leave it out")
         if quantize is not None:
             needs, why = ("Triton kernels", fast) if device.type == "cuda" else ("the native step", reason)
             raise Unsupported(f"quantize={quantize!r} needs {needs}, and {why}")
@@ -160,6 +166,8 @@ def open_backend(
 
 def _stays_quantized(model: Path, dtype: str, quantize: str | None) -> bool:
     """Whether a model on the CPU has quantized matrices: its file's own, or those that `quantize` makes."""
+    if not is_llama_like(read_config(model)):
+        return False  # the files of others are read as floats
     if quantize is not None:
         return pick_dtype(dtype, torch.device("cpu")) == torch.float32
     return dtype == "auto" and has_quantized(model)
@@ -183,6 +191,8 @@ def why_not_native(
         return f"HEADWAY_NATIVE is {settings.native}"
     if device.type != "cpu":
         return f"it runs on the CPU, not on {device}"
+    if why := why_not_fast(read_config(model) if isinstance(model, Path) else model.config):
+        return why
     computed = pick_dtype(dtype, device) if isinstance(model, Path) else model.dtype
     if computed != torch.float32:
         return f"it computes in float32, not in {str(computed).removeprefix('torch.')}"
