@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from headway.base.errors import GrammarTooSlow, InvalidInput, InvalidToken, Unsupported
 from headway.base.text import shorten
 from headway.program.constraints.bitmask import padded
-from headway.program.constraints.grammar import WHITESPACE, Grammar
+from headway.program.constraints.grammar import WHITESPACE, Grammar, embedded_schemas
 from headway.program.constraints.json_schema import one_ofs
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ CHEAP_ITEMS: dict[str, Any] = {"max_items_in_row": 2000, "step_max_items": 50_00
 MAX_GRAMMARS = 64  # compiled, for each tokenizer
 MAX_SOURCE_BYTES = 1 << 20  # of their sources, a rough measure of their memory: large ones leave sooner
 STACK = 64 << 20  # bytes; only what is used becomes real memory
+FORCED = 1024  # bytes of a forced text that are encoded at once: a long one would hold Python's global lock
 DEADLINE = 20.0  # seconds; what the limits let through takes a tenth of this
 SHOWN = 200  # characters of the compiler's message
 
@@ -200,13 +201,21 @@ def _reason(grammar: Grammar, message: str) -> str:
     said = brief(message)
     if "oneOf" not in said:
         return said
-    places = one_ofs(grammar.text) if grammar.kind == "json" else []
+    places = _one_ofs(grammar)
     where = ", ".join(places[:3]) + ", …" * (len(places) > 3)
     which = "a oneOf" if not places else f"the oneOf at {where}" if len(places) == 1 else f"one of the oneOf at {where}"
     return (
         f"{said}; the choices of {which} may overlap: use anyOf, or require a property with a const of its own "
         "in each choice"
     )
+
+
+def _one_ofs(grammar: Grammar) -> list[str]:
+    """The places of oneOf in a grammar's schemas."""
+    if grammar.kind == "json":
+        return one_ofs(grammar.text)
+    schemas = embedded_schemas(grammar.text) if grammar.kind == "lark" else []
+    return [f"{place} of %json {i}" for i, schema in enumerate(schemas, 1) for place in one_ofs(schema)]
 
 
 # --- the tokenizer as the compiler sees it
@@ -226,14 +235,20 @@ class _Wrapper:
         self.special_token_ids = sorted(id for id in {*tokenizer.special_ids, *tokenizer.eos_ids, size} if id <= size)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The ids of a forced text as the tokenizer encodes it, or [] when they are not exactly that text."""
+        """The ids of a forced text as the tokenizer encodes it, or [] when they are not exactly that text.
+
+        Of a long text they are those of its beginning: the compiler asks again when they are there.
+        """
         tokenizer = self._tokenizer()
         wanted = text.encode() if isinstance(text, str) else bytes(text)
         if tokenizer is None:
             return []
-        ids = tokenizer.encode(wanted.decode("utf-8", "replace"))
-        exact = all(id < self._size for id in ids) and b"".join(map(tokenizer.token_bytes, ids)) == wanted
-        return ids if exact else []
+        ids = tokenizer.encode(wanted[:FORCED].decode("utf-8", "replace"))
+        if len(wanted) > FORCED:
+            ids = ids[: len(ids) * 3 // 4]  # what follows the cut may change the last ones
+        exact = all(id < self._size for id in ids)
+        written = b"".join(map(tokenizer.token_bytes, ids)) if exact else b""
+        return ids if written == wanted[: len(written)] and (written == wanted or len(wanted) > FORCED) else []
 
 
 def _compiler_tokenizer(tokenizer: Tokenizer, size: int) -> LLTokenizer:

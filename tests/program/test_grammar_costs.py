@@ -1,0 +1,86 @@
+"""What grammars cost others: checking, compiling and following one holds nobody up, whatever its text."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headway as hw
+from headway.program.constraints.constraint import GrammarMatcher, compile
+from headway.program.constraints.json_schema import HINTS, checked_schema
+from headway.testing import ScriptedRunner
+from support.schemas import obj
+
+
+@pytest.fixture(scope="module")
+def words(smollm2_path: Path) -> Iterator[hw.Engine]:
+    """A scripted model with SmolLM2's vocabulary: it draws evenly from what a mask allows, at no cost."""
+    with hw.Engine(smollm2_path, runner=ScriptedRunner(49152, 16), pages=400, threads=1) as made:
+        yield made
+
+
+def matcher(engine: hw.Engine, grammar: hw.Grammar, **options: Any) -> GrammarMatcher:
+    return compile(grammar, engine.tokenizer, engine.vocab_size, **options)
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """Of this thread alone: the machine may be busy."""
+    began = time.thread_time()
+    work()
+    return time.thread_time() - began
+
+
+@pytest.mark.parametrize("piece", ['"\\', '\\"', "\\/", "/a", 'a["'], ids=["quotes", "escapes", "slashes", "regexes", "["])
+def test_a_lark_grammar_is_read_in_one_go_however_it_is_broken(piece: str) -> None:
+    grammar = 'start: "' + piece * (60_000 // len(piece))
+    assert seconds(lambda: hw.Grammar.lark(grammar)) < 1
+
+
+def test_a_long_oneof_is_read_at_once() -> None:
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(900)} | {"d900": {"type": "string"}}
+    choices = [obj({"k": {"const": str(i)}}) for i in range(600)]
+    assert seconds(lambda: checked_schema({"oneOf": choices})) < 0.25
+    assert seconds(lambda: checked_schema({"$defs": chain, "oneOf": [{"$ref": "#/$defs/d0"}] * 900})) < 0.25
+    assert '"anyOf"' in checked_schema({"oneOf": choices})  # its choices cannot overlap
+    assert '"oneOf"' in checked_schema({"oneOf": [*choices, choices[7]]})
+
+
+def test_names_that_no_draft_knows_are_few_or_begin_with_x() -> None:
+    own = {f"{i:x>12}": 1 for i in range(HINTS + 1)}
+    with pytest.raises(hw.InvalidInput, match=f"more than {HINTS} different keywords .* begin .* with x-"):
+        checked_schema(own)
+    checked_schema({f"x-{name}": 1 for name in own})
+    checked_schema({"type": "object", "properties": {name: dict.fromkeys(list(own)[:90], 1) for name in own}})
+
+
+def test_a_long_forced_text_comes_in_pieces_as_the_tokenizer_would_write_it(words: hw.Engine) -> None:
+    rng = random.Random(5)
+    text = " ".join("".join(rng.choices("abcdefgäöü", k=rng.randint(2, 9))) for _ in range(8000))
+    followed, written, worst = matcher(words, hw.Grammar.choices([text])), [], 0.0
+    while not followed.finished:
+        began = time.thread_time()
+        forced = followed.forced()
+        worst = max(worst, time.thread_time() - began)
+        assert forced
+        for token in forced:
+            followed.accept(token)
+        written += forced
+    assert written == words.tokenizer.encode(text)
+    assert worst < 0.02
+
+
+@pytest.mark.parametrize("filler", ["a", " ", "é", "ab "], ids=["letters", "spaces", "accents", "words"])
+def test_a_forced_run_of_one_character_has_its_text(words: hw.Engine, filler: str) -> None:
+    text = "x" + filler * 3000 + "y"
+    followed, written = matcher(words, hw.Grammar.choices([text])), []
+    while not followed.finished:
+        forced = followed.forced() or [int(token) for token in words.tokenizer.encode(text)[len(written) :][:1]]
+        for token in forced:
+            followed.accept(token)
+        written += forced
+    assert words.tokenizer.decode(written) == text
