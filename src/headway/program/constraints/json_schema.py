@@ -266,8 +266,8 @@ class _Walk:
             raise InvalidInput(f"the JSON schema has {keyword} at {_place(at)}; it may only stand at the top")
         elif keyword in NOT_ENFORCED:
             raise InvalidInput(
-                f"the JSON schema has {short_repr(keyword)} at {_place(at)}, which cannot be enforced while generating; "
-                "take it out and check it afterwards"
+                f"the JSON schema has {short_repr(keyword)} at {_place(at)}, which cannot be enforced while "
+                "generating; take it out and check it afterwards"
             )
         elif keyword not in ANNOTATIONS and (meant := self.meant(keyword, ENFORCED)):
             raise InvalidInput(
