@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import headway as hw
+from headway.program.constraints import cache as cache_module
+from headway.program.constraints.cache import GrammarCache, grammar_cache
 from headway.program.constraints.constraint import GrammarMatcher, compile
 from headway.program.constraints.json_schema import HINTS, checked_schema
 from headway.testing import ScriptedRunner
@@ -84,3 +88,82 @@ def test_a_forced_run_of_one_character_has_its_text(words: hw.Engine, filler: st
             followed.accept(token)
         written += forced
     assert words.tokenizer.decode(written) == text
+
+
+PAIRS = " | ".join(f"{first} {second}" for first in "abcd" for second in "abcd")
+COSTLY = {
+    "pairs": hw.Grammar.lark("start: a\n" + "\n".join(f"{name}: {PAIRS} | /[a-z]/" for name in "abcd")),
+    "ambiguous": hw.Grammar.lark('start: s\ns: s s s | s s | "a" | "b"'),
+    "choices": hw.Grammar.lark(
+        "start: "
+        + " | ".join(f"r{i}" for i in range(500))
+        + "\n"
+        + "\n".join(f'r{i}: /[a-z]{{{1 + i % 9}}}/ start | "b{i}"' for i in range(500))
+    ),
+    "empty": hw.Grammar.lark('start: a*\na: b*\nb: c*\nc: d*\nd: "x"? | " "? | a'),
+}
+
+
+@pytest.mark.parametrize("grammar", COSTLY.values(), ids=COSTLY.keys())
+def test_a_single_call_of_a_costly_grammar_is_short(words: hw.Engine, grammar: hw.Grammar) -> None:
+    cache = grammar_cache(words.tokenizer, words.vocab_size)
+    compiled, worst = cache.compile(grammar), 0.0
+    buffer = np.empty(words.vocab_size // 32 + 2, np.uint32)
+    for _ in range(40):
+        worst = max(worst, seconds(lambda: compiled.unsafe_compute_mask_ptr(buffer.ctypes.data, buffer.nbytes)))
+        allowed = np.flatnonzero(np.unpackbits(buffer.view(np.uint8), bitorder="little")[: words.vocab_size])
+        if compiled.is_error() or not len(allowed):
+            break
+        token = int(allowed[-1])
+        worst = max(worst, seconds(lambda token=token: compiled.consume_token(token)))
+    assert worst < 0.04  # some 15 ms on a quiet machine
+
+
+def test_what_was_refused_is_not_compiled_again_at_once(words: hw.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(hw.GrammarTooSlow, match="less ambiguous") as first:
+        matcher(words, COSTLY["pairs"])
+    monkeypatch.setattr(GrammarCache, "compile", lambda *_: pytest.fail("compiled again"))
+    with pytest.raises(hw.GrammarTooSlow) as second:
+        matcher(words, COSTLY["pairs"])
+    assert str(second.value) == str(first.value)
+    monkeypatch.undo()
+    monkeypatch.setattr(cache_module.time, "monotonic", lambda: time.perf_counter() + 1e9)
+    with pytest.raises(hw.GrammarTooSlow):
+        matcher(words, COSTLY["pairs"])
+
+
+@pytest.mark.parametrize("pattern", ["(?s).{20,900}", "[0-9]{20,900}"], ids=["dense", "sparse"])
+def test_a_grammar_is_compiled_again_in_the_thread_for_slow_ones(
+    words: hw.Engine, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no step waits for it; the tokens are the same."""
+    grammar = hw.Grammar.regex(pattern)
+
+    async def drawn(engine: hw.Engine) -> list[tuple[int, ...]]:
+        async with engine.context().fill("A text:") as context:
+            made = context.generate(hw.Multinomial(seed=3), max_tokens=60, constrain=grammar)
+            return [step.tokens async for step in made]
+
+    expected = words.run(drawn)
+    where, compiled, breaks = [], GrammarCache.compile, iter([7, 23])
+    broken = next(breaks)
+
+    def compile_noted(*given: Any) -> Any:
+        where.append(threading.current_thread().name)
+        return compiled(*given)
+
+    def breaking(self: GrammarMatcher, token: int) -> None:
+        """At two places the table of states is full."""
+        nonlocal broken
+        moved(self, token)
+        if len(self._accepted) == broken:
+            broken = next(breaks, -1)
+            self._matcher.consume_token(words.vocab_size - 1 if token else 0)
+            self._matcher.consume_token(0)
+            assert self._matcher.is_error()
+
+    moved = GrammarMatcher._moved
+    monkeypatch.setattr(GrammarCache, "compile", compile_noted)
+    monkeypatch.setattr(GrammarMatcher, "_moved", breaking)
+    assert words.run(drawn) == expected
+    assert where == ["headway-slow-grammars_0"] * 2

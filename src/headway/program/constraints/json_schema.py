@@ -439,8 +439,9 @@ def _told_apart(choices: list[Any]) -> bool:
     if not all(isinstance(choice, dict) and choice.get("type") == "object" for choice in choices):
         return False
     for name in set.intersection(*({*choice.get("required", ())} for choice in choices)):
-        values = [_values(choice.get("properties", {}).get(name)) for choice in choices]
-        if None not in values and len(set().union(*values)) == sum(map(len, values)):
+        each = (_values(choice.get("properties", {}).get(name)) for choice in choices)
+        values = [listed for listed in each if listed is not None]
+        if len(values) == len(choices) and len(set().union(*values)) == sum(map(len, values)):
             return True
     return False
 
