@@ -715,6 +715,10 @@ def test_what_is_no_schema_is_a_wrong_type(schema):
         (lambda: Grammar.lark('%llguidance {"allow_invalid_utf8": true}\nstart: "a"'), "allow_invalid_utf8"),
         (lambda: Grammar.lark('start: %json {"not": {}}'), "'not'"),
         (lambda: Grammar.lark("start: %json {"), "no JSON"),
+        (
+            lambda: Grammar.lark('start: a b\na: %json {}\nb: %json ' + json.dumps(obj({"c": {"oneOf": OVERLAP}}))),
+            "the oneOf at #/properties/c of %json 2 may overlap",
+        ),
         (lambda: Grammar.lark("start: " + "(" * 5000 + '"a"' + ")" * 5000), "nested"),
         (lambda: Grammar.lark('start: "' + "a" * 70_000 + '"'), "bytes"),
         (lambda: Grammar.lark("\n".join(f'r{i}: "x"' for i in range(LARK_NAMES + 1))), f"at most {LARK_NAMES}"),
