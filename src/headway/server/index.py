@@ -10,6 +10,7 @@ from headway.server.openai.response_schema import COMMON, Index, ok
 LINKS = {
     "models": "/v1/models",
     "api": "/openapi.json",
+    "docs": "/docs",
     "health": "/health",
     "metrics": "/metrics",
     "lab": "/lab/",

@@ -8,7 +8,9 @@ from headway.server.errors import ApiError
 from headway.server.keys import bearer_key
 from headway.server.serving import Serving
 
-POLLED_PATHS = frozenset({"/health", "/metrics", "/stats", "/lab/api/model", "/lab/api/pages", "/lab/api/steps"})
+POLLED_PATHS = frozenset(
+    {"/health", "/ping", "/metrics", "/stats", "/lab/api/model", "/lab/api/pages", "/lab/api/steps"}
+)
 """Paths that monitors poll: neither rate-limited nor, while they succeed, logged."""
 
 
@@ -50,7 +52,7 @@ def _key(scope: Scope) -> str | None:
 
 
 def _is_open(scope: Scope) -> bool:
-    """Whether a path needs no key: health, the links at /, and the Lab's files, as its page asks for the key."""
+    """Whether a path needs no key: health, ping, the links at /, and the Lab's files, as its page asks for the key."""
     path = scope["path"]
     files = path == "/lab" or (path.startswith("/lab/") and "/" not in path.removeprefix("/lab/"))
-    return path == "/health" or ((files or path == "/") and scope["method"] in ("GET", "HEAD"))
+    return path in ("/health", "/ping") or ((files or path == "/") and scope["method"] in ("GET", "HEAD"))
