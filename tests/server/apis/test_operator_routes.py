@@ -30,9 +30,7 @@ def test_slots_are_those_of_the_key(scene):
         stream = bob.completions.create(model="speaker", prompt="x", max_tokens=3000, temperature=0, stream=True)
         next(stream)
         headers = {"authorization": f"Bearer {scene.keys['bob']}"}
-        seen.append(
-            [Slot.model_validate(one, strict=True) for one in scene.server.ask("GET", "/slots", None, headers).json]
-        )
+        listed = scene.server.ask("GET", "/slots", None, headers).json
         assert scene.ask("GET", "/slots").json == []
         stream.close()
     (slot,) = (Slot.model_validate(one, strict=True) for one in listed)
