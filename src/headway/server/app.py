@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.middleware import Middleware
 
 from headway.base.samplers import Argmax
-from headway.server import anthropic, index, logs, ollama, openai, pooling, responses
+from headway.server import anthropic, index, logs, ollama, openai, operator_routes, pooling, responses
 from headway.server.errors import install_handlers
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.middleware import MIDDLEWARE
@@ -79,7 +79,7 @@ def create_app(
     install_handlers(app)
     loading = () if settings.lora_dir is None else (adapter_routes.router,)
     apis = (openai.router, responses.router, anthropic.router, ollama.router, pooling.router)
-    for routes in (index.router, router, *apis, *loading, *routers):
+    for routes in (index.router, router, operator_routes.router, *apis, *loading, *routers):
         app.include_router(routes)
     app.state.routes = tuple(_all_routes(app.routes))
     return app

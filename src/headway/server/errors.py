@@ -168,7 +168,7 @@ def install_handlers(app: FastAPI) -> None:
     async def respond(request: Request, error: Exception) -> Response:
         known = as_api_error(error)
         if isinstance(error, HTTPException) and error.status_code == 404:
-            known = ApiError(404, not_found(request.url.path), code="path_not_found")
+            known = ApiError(404, not_found(route_path(request.scope)), code="path_not_found")
         if known is None or (known.status == 500 and not isinstance(error, ApiError | HTTPException)):
             raise error
         body = error_body(known, route_path(request.scope))
