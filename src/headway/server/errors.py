@@ -49,7 +49,8 @@ ANTHROPIC_TYPES = {
 }
 FAILED = "internal server error; the server's log has the cause under this request's id"
 HINTS = {  # for fields of other servers or older clients
-    "suffix": "infilling between a prompt and a suffix is not supported: remove it",
+    "suffix": "infilling is for /v1/completions: remove it",
+    "grammar": "use structured_outputs.grammar instead, which is a Lark grammar",
     "guided_json": "use structured_outputs.json instead",
     "guided_regex": "use structured_outputs.regex instead",
     "guided_choice": "use structured_outputs.choice instead",
