@@ -84,6 +84,15 @@ Quantize = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+KvDtype = Annotated[
+    str,
+    typer.Option(
+        "--kv-dtype",
+        metavar="TYPE",
+        help="Keys and values on a CPU: float32, float16, bfloat16; auto is float16 for quantized weights.",
+        rich_help_panel=ENGINE,
+    ),
+]
 MemoryFraction = Annotated[
     float | None,
     typer.Option(
@@ -191,6 +200,7 @@ class EngineOptions:
     threads: Threads = None
     quantize: Quantize = None
     memory_fraction: MemoryFraction = None
+    kv_dtype: KvDtype = "auto"
 
     def __post_init__(self) -> None:
         check_fraction(self.memory_fraction, "--memory-fraction")  # before the model is fetched

@@ -47,6 +47,11 @@ class Pool:
         else:
             self.keys = keys.unflatten(2, heads).transpose(2, 3) if by_head else keys.unflatten(2, slots)
 
+    @property
+    def width(self) -> int:
+        """Bytes of one number."""
+        return self.raw.dtype.itemsize
+
     def apply(self, edits: Sequence[Edit]) -> None:
         """Do noted edits in order; consecutive clears go in one call."""
         run: list[int] = []

@@ -101,6 +101,7 @@ class Engine:
         memory_fraction: float | None = None,
         max_grammar_seconds: float = 10.0,
         quantize: str | None = None,
+        kv_dtype: str = "auto",
         deterministic: bool = False,
         trim: bool = True,
         runner: Runner | None = None,
@@ -112,9 +113,11 @@ class Engine:
         The KV cache has `pages` of `page_size` slots (by default as many as fit); a step computes at most
         `max_batch_tokens` rows. `memory_fraction` is how much of the device's memory Headway may use for weights, pages
         and graphs (0.9 on a CUDA device; on a CPU, pages take a share of what is free). `max_grammar_seconds` is how
-        long following a grammar may take for one generation. With `deterministic` a row's bits depend on nothing but
-        the row. `trim=False` keeps masked pages in the attention call. `runner` computes batches in place of the model
-        (headway.testing). `progress` is called with the layers loaded and their total; without, a notebook shows a bar.
+        long following a grammar may take for one generation. `kv_dtype` is what keys and values are stored in, on a CPU
+        float32, float16 or bfloat16; auto is float16 for quantized weights there, and what is computed in elsewhere.
+        With `deterministic` a row's bits depend on nothing but the row. `trim=False` keeps masked pages in attention
+        calls. `runner` computes batches in place of the model (headway.testing). `progress` is called with the layers
+        loaded and their total; without, a notebook shows a bar.
         """
         _check_flags(deterministic=deterministic, trim=trim)
         count = pick_threads(threads)
@@ -128,16 +131,19 @@ class Engine:
         loaded.load(threads=count, has_runner=runner is not None, progress=progress)
         decoder = loaded.backend.decoder
         self.config: ModelConfig = loaded.config
+        self._kv_dtype = loaded.backend.kv_dtype(kv_dtype)
 
         def small(few: int) -> Engine:
             return Engine(
                 decoder, threads=count, page_size=page_size, pages=few, max_batch_tokens=budget,
-                deterministic=deterministic, trim=trim,
+                kv_dtype=kv_dtype, deterministic=deterministic, trim=trim,
             )  # fmt: skip
 
         with running_out(decoder.device, "trying out the largest step"):
             trial, more = small if runner is None else None, loaded.backend.reference_bytes
-            total = sizing.pick(decoder, in_memory=loaded.in_memory, small=trial, more=more)
+            total = sizing.pick(
+                decoder, kv_dtype=self._kv_dtype, in_memory=loaded.in_memory, small=trial, more=more
+            )
         self._page_size, self._threads, self.deterministic = page_size, count, deterministic
         self._allocator = Allocator(total)
         self._weights_lock = threading.Lock()  # one change of weights or memory at a time
@@ -323,7 +329,7 @@ class Engine:
     @property
     def info(self) -> EngineInfo:
         """Name, dtype, device, sizes."""
-        return self._model.info(self._threads)
+        return self._model.info(self._threads, self._kv_dtype)
 
     @property
     def fingerprint(self) -> str:
@@ -379,7 +385,7 @@ class Engine:
                 page_size=self._page_size,
                 kv_heads=self.config.kv_heads,
                 head_dim=self.config.head_dim,
-                dtype=decoder.dtype,
+                dtype=self._kv_dtype,
                 device=decoder.device,
                 by_head=self._backend.by_head,
                 across=self._backend.thread_pool is not None,

@@ -47,7 +47,15 @@ class PoolSize:
             memory.tidy(device)
         return cls(pages, fraction, page_size, rows, memory.read_memory(device))
 
-    def pick(self, decoder: Decoder | QuantizedDecoder, *, in_memory: bool, small: Small | None, more: int = 0) -> int:
+    def pick(
+        self,
+        decoder: Decoder | QuantizedDecoder,
+        *,
+        kv_dtype: torch.dtype,
+        in_memory: bool,
+        small: Small | None,
+        more: int = 0,
+    ) -> int:
         """The number of pages. `small` creates the engine of the trial; None for no trial.
 
         A decoder that was `in_memory` before counts as memory of this engine too, and so do `more` bytes of weights.
@@ -67,7 +75,7 @@ class PoolSize:
         if fraction is None and self.pages is None and device.type == "cuda":
             fraction = memory.FRACTION
         budget = MemoryBudget(str(device), now.total, now.free, fraction, taken, work, graphs)
-        return memory.pick_pages(self.pages, self.wish(decoder.config, decoder.dtype), budget)
+        return memory.pick_pages(self.pages, self.wish(decoder.config, kv_dtype), budget)
 
     def wish(self, config: ModelConfig, dtype: torch.dtype) -> Wish:
         """The pool that a model can use; it holds one step at least."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from headway.base.errors import InvalidInput, Unsupported
 
-VERSION = 8
+VERSION = 9
 ISAS = ("plain", "avx2", "avx512", "vnni")
 ISA_NAMES = {"plain": "plain C++", "avx2": "AVX2", "avx512": "AVX-512", "vnni": "AVX-512 VNNI"}
 KINDS = ("f32", "f16", "bf16", "int8", "groups")
@@ -84,6 +84,7 @@ class ModelStruct(Structure):
         ("output", MatrixStruct),
         ("kv", c_void_p),
         ("kv_pages", c_int64),
+        ("kv_kind", c_int32),
     )
 
 

@@ -15,6 +15,39 @@ namespace HW_NS {
 
 constexpr int LANES = 16;
 
+// ---- single numbers ----------------------------------------------------------------------------------------------
+inline float half_to_float(uint16_t h) {
+  uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023, bits;
+  if (exponent == 31) bits = sign | 0x7f800000 | mantissa << 13;
+  else if (exponent) bits = sign | (exponent + 112) << 23 | mantissa << 13;
+  else { float f = std::ldexp((float)mantissa, -24); std::memcpy(&bits, &f, 4); bits |= sign; }
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+inline float bfloat_to_float(uint16_t h) {
+  uint32_t bits = (uint32_t)h << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+inline uint16_t float_to_half(float f) {  // to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return sign | 0x7e00;   // NaN
+  if (bits >= 0x477ff000) return sign | 0x7c00;  // 65520 and more become infinity
+  if (bits < 0x38800000) return sign | (uint16_t)std::nearbyint(std::ldexp(std::fabs(f), 24));
+  return sign | (uint16_t)((bits + 0xfff + (bits >> 13 & 1) - 0x38000000) >> 13);
+}
+inline uint16_t float_to_bfloat(float f) {  // to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  if (f != f) return (uint16_t)(bits >> 16 | 0x40);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 #if HW_ISA >= 2
 // ---- AVX-512 -----------------------------------------------------------------------------------------------------
 typedef __m512 vf;
@@ -41,6 +74,7 @@ inline vf vf_load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_s
 inline vf vf_load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
+inline void vf_store_f16(uint16_t* p, vf x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
 inline vf vf_load_u8(const uint8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
@@ -110,6 +144,10 @@ inline vf vf_pow2(vf x, vf n) { return {pow2_half(x.a, n.a), pow2_half(x.b, n.b)
 inline vf vf_from(vi x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline vf vf_load_f16(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+inline void vf_store_f16(uint16_t* p, vf x) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 inline __m256 bf16_half(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
@@ -195,22 +233,8 @@ inline vf vf_pow2(vf a, vf n) {
   return a;
 }
 inline vf vf_from(vi a) { vf r; HW_EACH(r.v[i] = (float)a.v[i]); return r; }
-inline float half_to_float(uint16_t h) {
-  uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023, bits;
-  if (exponent == 31) bits = sign | 0x7f800000 | mantissa << 13;
-  else if (exponent) bits = sign | (exponent + 112) << 23 | mantissa << 13;
-  else { float f = std::ldexp((float)mantissa, -24); std::memcpy(&bits, &f, 4); bits |= sign; }
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-inline float bfloat_to_float(uint16_t h) {
-  uint32_t bits = (uint32_t)h << 16;
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
 inline vf vf_load_f16(const uint16_t* p) { vf r; HW_EACH(r.v[i] = half_to_float(p[i])); return r; }
+inline void vf_store_f16(uint16_t* p, vf x) { HW_EACH(p[i] = float_to_half(x.v[i])); }
 inline vf vf_load_bf16(const uint16_t* p) { vf r; HW_EACH(r.v[i] = bfloat_to_float(p[i])); return r; }
 inline vf vf_load_u8(const uint8_t* p) { vf r; HW_EACH(r.v[i] = p[i]); return r; }
 inline vf vf_select(uint16_t bits, vf a, vf b) { HW_EACH(if (!(bits >> i & 1)) a.v[i] = b.v[i]); return a; }
@@ -241,6 +265,12 @@ inline float vf_sum(vf x) {  // in one fixed order
   for (int n = 8; n; n /= 2)
     for (int i = 0; i < n; i++) t[i] += t[i + n];
   return t[0];
+}
+
+inline void vf_store_bf16(uint16_t* p, vf x) {
+  float t[16];
+  vf_store(t, x);
+  for (int i = 0; i < 16; i++) p[i] = float_to_bfloat(t[i]);
 }
 
 inline float vf_most(vf x) {
