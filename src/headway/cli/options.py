@@ -93,6 +93,15 @@ KvDtype = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="AMOUNT",
+        help="Memory to use for weights, KV cache and graphs, e.g. 2G; the KV cache alone takes 1/8 of a CPU's memory.",
+        rich_help_panel=ENGINE,
+    ),
+]
 MemoryFraction = Annotated[
     float | None,
     typer.Option(
@@ -201,6 +210,7 @@ class EngineOptions:
     quantize: Quantize = None
     memory_fraction: MemoryFraction = None
     kv_dtype: KvDtype = "auto"
+    memory: Memory = None
 
     def __post_init__(self) -> None:
         check_fraction(self.memory_fraction, "--memory-fraction")  # before the model is fetched
@@ -296,7 +306,7 @@ def open_drafter(name: str | None, options: EngineOptions) -> Iterator[hw.Drafte
     if name is None or own is not None:
         yield own
         return
-    with open_engine(replace(options, model=name, quantize=None, memory_fraction=None)) as engine:
+    with open_engine(replace(options, model=name, quantize=None, memory_fraction=None, memory=None)) as engine:
         yield hw.DraftModel(engine)
 
 

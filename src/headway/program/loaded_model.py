@@ -41,6 +41,8 @@ class EngineInfo:
     weight_bytes: int
     kv_bytes_per_token: int
     kv_dtype: str = "float32"  # what keys and values are stored in
+    kv_bytes: int = 0  # that the KV cache may take, and why
+    kv_reason: str = ""
     runner: str = "torch"  # what computes: torch, or the native step and its instruction set
     format: str = ""  # how the weights are kept
     stored: str = ""  # the float type of the file's matrices; empty if they are quantized, of several types or no file

@@ -6,6 +6,9 @@
 #include <system_error>
 
 #include "threads.h"
+#ifdef HW_X86
+#include <cpuid.h>
+#endif
 
 #define HW_DECLARE(NS)                                                                                              \
   namespace NS {                                                                                                    \
@@ -53,12 +56,19 @@ const Kernels* const tables[4] = {
 #endif
 };
 
+#ifdef HW_X86
+bool has_f16c() {  // clang's __builtin_cpu_supports does not know it
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 int best() {
 #ifdef HW_X86
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
     return __builtin_cpu_supports("avx512vnni") ? 3 : 2;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return 1;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) return 1;
 #endif
   return 0;
 }
