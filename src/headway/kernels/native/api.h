@@ -118,7 +118,7 @@ enum { HW_EMBED, HW_NORM, HW_QKV, HW_ROPE, HW_KV_WRITE, HW_ATTENTION, HW_OUT, HW
 extern "C" {
 #endif
 int32_t hw_version(void);
-int32_t hw_isa(void);                       // in use: 0 plain, 1 AVX2, 2 AVX-512, 3 AVX-512 VNNI
+int32_t hw_isa(void);                       // in use: 0 plain; 1 AVX2, 2 AVX-512, 3 AVX-512 VNNI; on ARM 1 NEON with dotprod, 2 and i8mm
 int32_t hw_best_isa(void);                  // the best on this machine
 int32_t hw_use_isa(int32_t isa);            // 0 if the machine has it
 void* hw_pool_new(int32_t count);        // a thread pool with its workspace; null if threads cannot be started

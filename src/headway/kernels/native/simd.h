@@ -1,7 +1,7 @@
-// Sixteen SIMD lanes on every machine: one set of names over AVX-512 (with or without VNNI), AVX2 and plain C++.
+// Sixteen SIMD lanes on every machine: one set of names over AVX-512 (with or without VNNI), AVX2, NEON and plain C++.
 //
 // The file that includes this is compiled once for each instruction set; HW_ISA says which (3: AVX-512 VNNI, 2: AVX-512,
-// 1: AVX2 with FMA and F16C, 0: plain). All multiplications and sums are explicit, so that every kernel built on these
+// 1: AVX2 with FMA and F16C, 0: plain, or with HW_NEON 1: NEON with dotprod, 2: and with i8mm). All multiplications and sums are explicit, so that every kernel built on these
 // rounds in the same places. `vf` is 16 floats, `vi` 16 int32, `vb` 64 bytes.
 #pragma once
 #include <cmath>
@@ -9,6 +9,8 @@
 #include <cstring>
 #if HW_ISA >= 1
 #include <immintrin.h>
+#elif defined(HW_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace HW_NS {
@@ -200,6 +202,86 @@ inline vi vi_dot8(vi acc, vb codes, int32_t a) {
                                _mm256_madd_epi16(_mm256_srli_epi16(codes.b, 8), odd));
   return {_mm256_add_epi32(acc.a, p), _mm256_add_epi32(acc.b, q)};
 }
+
+#elif defined(HW_NEON)
+// ---- NEON --------------------------------------------------------------------------------------------------------
+struct vf { float32x4_t v[4]; };
+struct vi { int32x4_t v[4]; };
+struct vb { uint8x16_t v[4]; };
+
+#define HW_EACH(expression) \
+  do { _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) { expression; } } while (0)
+
+inline vf vf_set1(float x) { vf r; HW_EACH(r.v[i] = vdupq_n_f32(x)); return r; }
+inline vf vf_zero() { return vf_set1(0); }
+inline vf vf_load(const float* p) { vf r; HW_EACH(r.v[i] = vld1q_f32(p + 4 * i)); return r; }
+inline void vf_store(float* p, vf x) { HW_EACH(vst1q_f32(p + 4 * i, x.v[i])); }
+inline vf vf_add(vf a, vf b) { HW_EACH(a.v[i] = vaddq_f32(a.v[i], b.v[i])); return a; }
+inline vf vf_sub(vf a, vf b) { HW_EACH(a.v[i] = vsubq_f32(a.v[i], b.v[i])); return a; }
+inline vf vf_mul(vf a, vf b) { HW_EACH(a.v[i] = vmulq_f32(a.v[i], b.v[i])); return a; }
+inline vf vf_div(vf a, vf b) { HW_EACH(a.v[i] = vdivq_f32(a.v[i], b.v[i])); return a; }
+inline vf vf_fma(vf a, vf b, vf c) { HW_EACH(c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i])); return c; }
+inline vf vf_max(vf a, vf b) { HW_EACH(a.v[i] = vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); return a; }
+inline vf vf_min(vf a, vf b) { HW_EACH(a.v[i] = vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); return a; }
+inline vf vf_abs(vf a) { HW_EACH(a.v[i] = vabsq_f32(a.v[i])); return a; }
+inline vf vf_round(vf a) { HW_EACH(a.v[i] = vrndnq_f32(a.v[i])); return a; }
+inline float32x4_t pow2_quarter(float32x4_t a, float32x4_t n) {
+  // 2^n in two factors: n reaches -150, past what one exponent holds.
+  const int32x4_t whole = vcvtnq_s32_f32(n), half = vshrq_n_s32(whole, 1), bias = vdupq_n_s32(127);
+  const float32x4_t f = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(half, bias), 23));
+  const float32x4_t g = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vsubq_s32(whole, half), bias), 23));
+  return vmulq_f32(vmulq_f32(a, f), g);
+}
+inline vf vf_pow2(vf a, vf n) { HW_EACH(a.v[i] = pow2_quarter(a.v[i], n.v[i])); return a; }
+inline vf vf_from(vi a) { vf r; HW_EACH(r.v[i] = vcvtq_f32_s32(a.v[i])); return r; }
+inline vf vf_load_f16(const uint16_t* p) { vf r; HW_EACH(r.v[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)))); return r; }
+inline void vf_store_f16(uint16_t* p, vf x) { HW_EACH(vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.v[i])))); }
+inline vf vf_load_bf16(const uint16_t* p) { vf r; HW_EACH(r.v[i] = vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16))); return r; }
+inline vf vf_load_u8(const uint8_t* p) {
+  const uint8x16_t bytes = vld1q_u8(p);
+  const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
+  return {{vcvtq_f32_u32(vmovl_u16(vget_low_u16(low))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(low))),
+           vcvtq_f32_u32(vmovl_u16(vget_low_u16(high))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(high)))}};
+}
+inline vf vf_select(uint16_t bits, vf a, vf b) {
+  const uint32x4_t lanes = {1, 2, 4, 8};
+  HW_EACH(a.v[i] = vbslq_f32(vtstq_u32(vdupq_n_u32(bits >> 4 * i), lanes), a.v[i], b.v[i]));
+  return a;
+}
+
+inline vi vi_set1(int32_t x) { vi r; HW_EACH(r.v[i] = vdupq_n_s32(x)); return r; }
+inline vi vi_zero() { return vi_set1(0); }
+inline vi vi_add(vi a, vi b) { HW_EACH(a.v[i] = vaddq_s32(a.v[i], b.v[i])); return a; }
+inline vi vi_round(vf a) { vi r; HW_EACH(r.v[i] = vcvtnq_s32_f32(a.v[i])); return r; }
+inline void vi_store_i8(int8_t* p, vi a) {
+  const int16x8_t low = vcombine_s16(vqmovn_s32(a.v[0]), vqmovn_s32(a.v[1])), high = vcombine_s16(vqmovn_s32(a.v[2]), vqmovn_s32(a.v[3]));
+  vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
+}
+
+inline vb vb_load(const uint8_t* p) { vb r; HW_EACH(r.v[i] = vld1q_u8(p + 16 * i)); return r; }
+inline vb vb_low(vb a) { HW_EACH(a.v[i] = vandq_u8(a.v[i], vdupq_n_u8(15))); return a; }
+inline vb vb_high(vb a) { HW_EACH(a.v[i] = vshrq_n_u8(a.v[i], 4)); return a; }
+inline vi vi_dot4(vi acc, vb codes, int32_t a) {
+  const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(a));
+  HW_EACH(acc.v[i] = vdotq_s32(acc.v[i], vreinterpretq_s8_u8(codes.v[i]), x));
+  return acc;
+}
+#if HW_NEON == 2
+inline vi vi_dot8(vi acc, vb codes, int32_t a) {
+  const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(a));
+  HW_EACH(acc.v[i] = vusdotq_s32(acc.v[i], codes.v[i], x));
+  return acc;
+}
+#else
+inline vi vi_dot8(vi acc, vb codes, int32_t a) {
+  // Only signed products: 128 is taken from each quant, and 128 times the inputs is added again.
+  const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(a)), half = vdupq_n_s8(64);
+  const int32x4_t again = vdotq_s32(vdotq_s32(vdupq_n_s32(0), half, x), half, x);
+  HW_EACH(acc.v[i] = vaddq_s32(vdotq_s32(acc.v[i], vreinterpretq_s8_u8(veorq_u8(codes.v[i], vdupq_n_u8(128))), x), again));
+  return acc;
+}
+#endif
+#undef HW_EACH
 
 #else
 // ---- plain C++ ---------------------------------------------------------------------------------------------------
