@@ -268,7 +268,7 @@ def served_drafter(name: str, options: EngineOptions) -> Drafter:
 
     if (own := named_drafter(name)) is not None:
         return own
-    return hw.DraftModel(open_served(replace(options, model=name, quantize=None, memory_fraction=None)))
+    return hw.DraftModel(open_served(replace(options, model=name, quantize=None, memory_fraction=None, memory=None)))
 
 
 class LoadingLog:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from headway.kernels.reference import kv
 from headway.kernels.reference.rope import turn
 from headway.kernels.transfer import to_device
+from headway.kv import host_memory
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
 
 
@@ -38,7 +39,12 @@ class Pool:
         self._inv_freq = inv_freq  # the model's angles for each position, by which keys are rotated
         self.clear_pages = kv.clear  # a runner may have a faster one
         shape = (layers, 2, pages + 1, page_size * kv_heads * head_dim)
-        self.raw = _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        self._memory = None
+        if device.type == "cpu":
+            self._memory = host_memory.lazy_zeros(math.prod(shape) * dtype.itemsize)
+            self.raw = torch.frombuffer(self._memory, dtype=torch.uint8).view(dtype).view(shape)
+        else:
+            self.raw = torch.zeros(shape, dtype=dtype, device=device)
         keys, values = self.raw.unbind(1)
         slots, heads = (page_size, kv_heads, head_dim), (kv_heads, page_size, head_dim)
         self.values = values.unflatten(2, heads).transpose(2, 3) if by_head else values.unflatten(2, slots)
@@ -46,6 +52,22 @@ class Pool:
             self.keys = keys.unflatten(2, (kv_heads, head_dim, page_size)).permute(0, 1, 4, 2, 3)
         else:
             self.keys = keys.unflatten(2, heads).transpose(2, 3) if by_head else keys.unflatten(2, slots)
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Give the memory of these pages, whose contents nobody needs, back to the system; they become zeros."""
+        if self._memory is None:
+            return
+        layers, two, total, numbers = self.raw.shape
+        size = numbers * self.width
+        for first, end in host_memory.runs(pages):
+            for plane in range(layers * two):
+                at = plane * total * size
+                host_memory.give_back(self._memory, at + first * size, at + end * size)
+
+    @property
+    def width(self) -> int:
+        """Bytes of one number."""
+        return self.raw.dtype.itemsize
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Do noted edits in order; consecutive clears go in one call."""
@@ -100,9 +122,3 @@ class Pool:
     def _clear(self, pages: list[int]) -> None:
         if pages:
             self.clear_pages(self.raw, self._index(pages))
-
-
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros whose memory is only taken when it is first written; torch.zeros would touch all of it at once."""
-    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.middleware import Middleware
 
 from headway.base.samplers import Argmax
+from headway.base.text import format_bytes
 from headway.server import anthropic, index, logs, ollama, openai, operator_routes, pooling, responses
 from headway.server.errors import install_handlers
 from headway.server.metrics import CONTENT_TYPE
@@ -184,7 +185,15 @@ def _log_stuck(serving: Serving, state: str) -> None:
 def _facts(engine: Engine) -> dict[str, Any]:
     facts, pages = engine.info, engine.stats().pages_total
     stored = {"stored": facts.stored} if facts.stored else {}
-    return {"dtype": facts.dtype, **stored, "device": facts.device, "threads": facts.threads, "pages": pages}
+    cache = f"at most {format_bytes(facts.kv_bytes)}: {facts.kv_reason}; --memory sets another amount"
+    return {
+        "dtype": facts.dtype,
+        **stored,
+        "device": facts.device,
+        "threads": facts.threads,
+        "pages": pages,
+        "kv_cache": cache,
+    }
 
 
 router = APIRouter(responses=COMMON)

@@ -53,7 +53,7 @@ def attend(
     out = torch.empty_like(q)
     for group in groups:
         n, m = group.rows.shape
-        keys, values = _gather(k, group.pages), _gather(v, group.pages)  # [N, Hkv, S, D]
+        keys, values = (_gather(x, group.pages).to(q.dtype) for x in (k, v))  # [N, Hkv, S, D]
         heads = keys.shape[1]
         # Query heads that share a key head become rows of one matmul: [N, Hkv, G*M, D], no repeated keys.
         queries = q[group.rows].unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)  # [N, Hkv, G, M, D]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from headway.base.config import Settings
-from headway.base.errors import Unsupported
+from headway.base.errors import InvalidInput, Unsupported
+from headway.base.text import short_repr
 from headway.kernels import triton
 from headway.kernels.native.library import ISA_NAMES, ThreadPool, open_library, use_isa
 from headway.kv.pool import Pool
@@ -25,7 +26,7 @@ from headway.models.load import LoadProgress, has_quantized, load_model, load_qu
 from headway.models.quantized.cpu import QuantizedDecoder, interleave_decoder
 from headway.models.quantized.reference import float_decoder, reference_bytes, reference_decoder
 from headway.models.quantized.repack import check_quantize
-from headway.runtime.device import dtype_name, pick_dtype
+from headway.runtime.device import DTYPES, dtype_name, pick_dtype
 from headway.runtime.profile import Profiler
 from headway.runtime.runners.base import Runner
 from headway.runtime.runners.cpu.runner import NativeRunner
@@ -74,6 +75,22 @@ class Backend:
         dtype = dtype_name(self.decoder.dtype)
         halved = isinstance(self.decoder, Decoder) and not isinstance(self.decoder.output, Tensor)
         return "float16" if halved and dtype == "float32" else dtype
+
+    def kv_dtype(self, name: str) -> torch.dtype:
+        """What keys and values are stored in: `name`, or for auto float16 where weights are quantized on a CPU."""
+        own, cpu = self.decoder.dtype, self.decoder.device.type == "cpu" and not self.triton
+        if isinstance(name, str) and name == "auto":
+            quantized = isinstance(self.decoder, QuantizedDecoder) and self.decoder.is_quantized
+            return torch.float16 if quantized else own
+        if not isinstance(name, str) or name not in DTYPES:
+            raise InvalidInput(f"kv_dtype {short_repr(name)} is not known; it takes auto, float32, bfloat16 or float16")
+        if DTYPES[name] != own and not (cpu and own == torch.float32):
+            where = f"{self.decoder.device}{' with Triton kernels' if self.triton else ''}"
+            raise Unsupported(
+                f"kv_dtype={name!r} is for CPUs that compute in float32; on {where} in {dtype_name(own)} keys and "
+                f"values are {dtype_name(own)} too; leave out kv_dtype="
+            )
+        return DTYPES[name]
 
     def on_torch(self) -> Backend:
         """The same model as torch computes it in float32 on the CPU: the reference of every runner.

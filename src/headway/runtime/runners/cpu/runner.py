@@ -23,6 +23,7 @@ from headway.kernels.native.library import ThreadPool, check
 from headway.kernels.native.matmul import float_rows, matrix_struct
 from headway.kernels.reference.attention import scores
 from headway.kernels.reference.ordered import rms_norm
+from headway.kernels.reference.quantized import FLOATS
 from headway.kernels.reference.sampling import RowSampler
 from headway.kv.allocator import Edit
 from headway.kv.pool import Pool
@@ -37,6 +38,8 @@ from headway.runtime.runners.base import DECODE_LIMIT, SegmentResult, StepResult
 from headway.runtime.runners.cpu.adapters import NativeAdapter
 from headway.runtime.runners.cpu.arrays import StepArrays
 from headway.runtime.runners.row_adapters import add_to_logits, has_head
+
+KV_KINDS = {dtype: library.KINDS.index(kind) for kind, dtype in FLOATS.items()}
 
 
 class NativeModel:
@@ -55,7 +58,6 @@ class NativeModel:
             *(self._layer(layer, self.windows.index(c.windows[i])) for i, layer in enumerate(d.layers))
         )
         kv = self.pool.raw
-        assert kv.dtype == torch.float32
         assert kv.is_contiguous()
         assert kv.shape[:2] == (c.layers, 2)
         inner = page_size * c.head_dim
@@ -81,6 +83,7 @@ class NativeModel:
             output=matrix_struct(d.output),
             kv=kv.data_ptr(),
             kv_pages=kv.shape[2],
+            kv_kind=KV_KINDS[kv.dtype],
         )
 
     @staticmethod
@@ -264,7 +267,7 @@ class NativeRunner:
     def profiled(self, batch: Batch) -> None:
         """The step is over: give its bytes to the profiler."""
         if self.profiler.measuring:
-            sizes = step_bytes(self.decoder, batch, self.page_size)
+            sizes = step_bytes(self.decoder, batch, self.page_size, self.pool.width)
             sizes["rope"] += sizes.pop("kv write")  # keys and values go to their pages as they are rotated
             self.profiler.end(sizes)
 
