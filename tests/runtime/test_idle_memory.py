@@ -71,18 +71,18 @@ def test_an_engine_stays_within_the_amount() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="resident memory is read from /proc")
 def test_memory_that_is_given_back_reads_as_zeros() -> None:
-    memory = host_memory.lazy_zeros(1 << 22)
+    memory = host_memory.lazy_zeros(1 << 26)
     data = np.frombuffer(memory, np.uint8)
     data[:] = 7
     before = resident(data)
-    assert before >= 1 << 22
-    host_memory.give_back(memory, 5000, 1 << 21)
-    assert resident(data) <= before - (1 << 21) + 2 * 8192
+    assert before >= 1 << 26
+    host_memory.give_back(memory, 5000, 1 << 25)
+    assert resident(data) <= before - (1 << 25) + (1 << 20)  # its neighbors may have grown
     edge = host_memory.SYSTEM_PAGE
     kept = -(-5000 // edge) * edge
     assert (data[:kept] == 7).all()
-    assert not data[kept : 1 << 21].any()
-    assert (data[1 << 21 :] == 7).all()
+    assert not data[kept : 1 << 25].any()
+    assert (data[1 << 25 :] == 7).all()
     host_memory.give_back(memory, 10, 20)  # less than a page of the system: nothing
     assert (data[:kept] == 7).all()
 
