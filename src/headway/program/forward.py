@@ -34,9 +34,10 @@ from headway.base.samplers import Sampler, Sampling, bias_array, resolve
 from headway.base.text import short_repr
 from headway.models.adapters.adapter import Adapter
 from headway.program.adapters import use_of
-from headway.program.checks import check_probe, check_readout, check_reread, check_windows
+from headway.program.checks import check_reread, check_windows
 from headway.program.ids import check_position, integers, position_ids, token_ids
 from headway.program.output import Output, ProbeHandle, SampleHandle
+from headway.program.readout_checks import check_probe, check_readout
 from headway.program.view import ContextView
 from headway.runtime.job import Job
 from headway.runtime.passes import BEFORE, AsyncLogitMask, Feed, Pass, PassResult, Readout
