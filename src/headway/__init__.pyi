@@ -3,6 +3,7 @@
 from headway.base.brle import Brle as Brle
 from headway.base.errors import BadModelFile as BadModelFile
 from headway.base.errors import Closed as Closed
+from headway.base.errors import ConnectionFailed as ConnectionFailed
 from headway.base.errors import ContextBusy as ContextBusy
 from headway.base.errors import ContextLengthExceeded as ContextLengthExceeded
 from headway.base.errors import DeadlineExceeded as DeadlineExceeded
@@ -89,6 +90,8 @@ from headway.program.sync import DecodeState as DecodeState
 from headway.program.sync import InferenceEngine as InferenceEngine
 from headway.program.sync import SamplingParams as SamplingParams
 from headway.program.sync import generate as generate
+from headway.remote.engine import RemoteEngine as RemoteEngine
+from headway.remote.engine import connect as connect
 from headway.text.replies.parts import BadToolCall as BadToolCall
 from headway.text.replies.parts import Content as Content
 from headway.text.replies.parts import Part as Part

@@ -473,6 +473,14 @@ class Execution(Generic[Result]):
                 ) from None
             raise
 
+    async def wait(self) -> None:
+        """Wait for its end without taking the result: until somebody does, `cancel` undoes the pass."""
+        job, loop = self._job, asyncio.get_running_loop()
+        waiter = loop.create_future()
+        job.waiters.append((loop, waiter))
+        if not job.outcome.done():
+            await waiter
+
     def done(self) -> bool:
         """Whether there is a result, or an error."""
         return self._job.outcome.done()

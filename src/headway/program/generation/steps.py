@@ -83,12 +83,12 @@ def probed(out: Output, handles: ProbeHandles) -> tuple[Any, ...]:
         case None:
             return ()
         case ProbeHandle():
-            return (_value(out, handles),)
+            return (read_probe(out, handles),)
         case _:
-            return (tuple(_value(out, handle) for handle in handles),)
+            return (tuple(read_probe(out, handle) for handle in handles),)
 
 
-def _value(out: Output, handle: ProbeHandle[Any]) -> Any:
+def read_probe(out: Output, handle: ProbeHandle[Any]) -> Any:
     """What a probe of any kind has read."""
     readers = (
         out.distribution,
