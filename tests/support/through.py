@@ -1,4 +1,4 @@
-"""A pytest plugin, `-p support.through`: every engine that a test opens is served, and the test gets it by `hw.connect`.
+"""A pytest plugin, `-p support.through`: engines that tests open are served, and tests get them by `hw.connect`.
 
 What a remote engine does not have (the loop, the allocator, the cache: tests look there) is that of the real one.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import headway
 from headway import testing
 from headway.program.engine import Engine
+from headway.remote.context import RemoteContext
 from headway.remote.engine import RemoteEngine
 from headway.server.serving import Serving
 from headway.server.sessions.sockets import UnixListener
@@ -32,6 +33,10 @@ class Served:
         self._thread = threading.Thread(target=self._run, name="served", daemon=True)
         self._thread.start()
         self._ready.wait()
+
+    @property
+    def url(self) -> str:
+        return f"unix:{self.path}"
 
     def _run(self) -> None:
         self._loop.run_until_complete(self._serve())
@@ -73,6 +78,17 @@ def opened(*args: Any, **options: Any) -> Through:
     return Through(Engine(*args, **options))
 
 
+def real(self: RemoteContext, name: str) -> Any:
+    """What a test looks at in a context's insides, which are the server's."""
+    if name not in ("_table", "_pending", "_conversation"):
+        raise AttributeError(name)
+    self._settle()
+    self._connection.request("engine.stats")  # everything before has been handled
+    (session,) = self.engine._served.serving.sessions._sessions.values()
+    return getattr(session.contexts[self._number], name)
+
+
 def pytest_configure() -> None:
+    RemoteContext.__getattr__ = real  # type: ignore[attr-defined]
     headway.Engine = opened  # type: ignore[attr-defined]
     testing.Engine = opened  # type: ignore[attr-defined]

@@ -72,6 +72,11 @@ class RemoteContext:
         return self._ask("state")["next_position"]
 
     @property
+    def seed(self) -> int | None:
+        """The seed for samplers that have none of their own."""
+        return self._ask("state")["seed"]
+
+    @property
     def cached_tokens(self) -> int:
         """Tokens taken from the prefix cache instead of computed."""
         return self._ask("state")["cached_tokens"]

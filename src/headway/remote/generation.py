@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, Self
 
-from headway.base.errors import Closed, HeadwayError, InvalidInput, Unsupported, WrongType
+from headway.base.errors import Closed, ContextBusy, HeadwayError, InvalidInput, Unsupported, WrongType
 from headway.base.masks import Mask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampler
@@ -59,7 +59,7 @@ def generate(
         given["sampler"] = spec_json(sampler)
     if (mask := options.get("attention_mask")) is not None:
         if not isinstance(mask, Mask):
-            raise WrongType(f"attention_mask is {short_repr(mask)}; it must be a Mask")
+            raise WrongType(f"attention_mask is {short_repr(mask)}; a Mask is needed, such as Mask.window(64)")
         given["attention_mask"] = context._mask_json(mask, context._rule_rows(options) if mask.needs_positions else 0)
     if (stop := options.get("stop")) is not None:
         given["stop"] = [one if isinstance(one, str | bool) else int(one) for one in listed_stops(stop)]
@@ -162,6 +162,7 @@ class RemoteGeneration:
     async def __anext__(self) -> Step[Any]:
         if self.finish is not None:
             raise StopAsyncIteration
+        self._check_idle()
         self._context._check_open()
         self._context._settle(but=self)
         self._pull()
@@ -248,6 +249,7 @@ class RemoteGeneration:
 
     def accept(self, tokens: Iterable[int]) -> Step[Any]:
         """Add tokens by hand, as if they had been sampled: they go through the constraint, the text and the stops."""
+        self._check_idle()
         ids = token_ids(tokens, self._context.engine.vocab_size)
         constraint: Any = self._constraint
         followed = 0
@@ -269,6 +271,7 @@ class RemoteGeneration:
     async def prepare(self) -> Prepared[Any]:
         """The next step, to be taken by hand: a pass with the generation's masks, sampler and probe."""
         self._check_one("prepare")
+        self._check_idle()
         self._settle()
         number = self._context.engine._new_number()
         await self._wait("prepare", prepared=number)
@@ -285,12 +288,19 @@ class RemoteGeneration:
 
     def forced(self) -> list[int]:
         """Tokens that the constraint forces: fed together, without a pass for each."""
+        self._check_idle()
         return self._ask("forced")
 
     def fork(self, *, seed: int | None = None) -> Self:
         """A second generation that goes on from here, on a fork of the context: `.context`, which is the caller's."""
         from headway.remote.context import RemoteContext
 
+        self._check_idle()
+        if self._constraint is not None and not hasattr(self._constraint, "copy"):
+            raise Unsupported(
+                f"the constraint {type(self._constraint).__name__} has no copy(), so this generation cannot be forked; "
+                "give it one that returns a constraint in the same state"
+            )
         engine = self._context.engine
         number, context = engine._new_number(), engine._new_number()
         inbox = engine._open_inbox(number)
@@ -309,6 +319,7 @@ class RemoteGeneration:
 
     def reseed(self, seed: int | None = None) -> Self:
         """Sample the tokens that follow with another seed, or with fresh entropy."""
+        self._check_idle()
         self.seed = self._ask("reseed", seed=seed)
         return self
 
@@ -404,6 +415,10 @@ class RemoteGeneration:
 
     def _note(self, state: Mapping[str, Any]) -> None:
         self.finish, self.stop_string, self.seed = state["finish"], state["stop_string"], state["seed"]
+
+    def _check_idle(self) -> None:
+        if self._waits:
+            raise ContextBusy("this generation has a step in flight; await it before steering the generation")
 
     def _check_one(self, verb: str) -> None:
         if self.finish is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import HeadwayError, InvalidInput, Unsupported
@@ -43,9 +44,13 @@ def generation_new(session: Session, context: int, generation: int, options: dic
         raise InvalidInput(f"this session has {len(session.generations)} generations; let go of some")
     arguments, constraint = _arguments(session, generation, own, options)
     made = own.generate(**arguments)
-    served = ServedGeneration(made, constraint, lambda message: session.send({**message, "generation": generation}))
+    served = ServedGeneration(made, constraint, partial(_send_step, session, generation))
     session.generations[generation] = served
     return {"several": isinstance(made, Generations), "seed": made.seed, "repr": repr(made)}
+
+
+def _send_step(session: Session, generation: int, message: dict[str, Any]) -> None:
+    session.send({**message, "generation": generation})
 
 
 def _arguments(
@@ -193,8 +198,16 @@ async def generation_contexts(session: Session, generation: int, contexts: list[
 
 
 @verb
-def generation_state(session: Session, generation: int) -> dict[str, Any]:
-    return session.generation(generation).state()
+def generation_state(session: Session, generation: int) -> Awaitable[dict[str, Any]]:
+    served = session.generation(generation)
+
+    async def state() -> dict[str, Any]:
+        found = served.state()
+        if served.constraint is not None and served.constraint.is_behind:
+            await served.constraint.settle_async()
+        return found
+
+    return state()
 
 
 @verb
@@ -237,7 +250,8 @@ def generation_fork(session: Session, generation: int, fork: int, context: int, 
     served = session.generation(generation)
     twin = served.generation.fork(seed=seed)
     session.hold(context, twin.context)
-    session.generations[fork] = served.forked(twin, lambda message: session.send({**message, "generation": fork}))
+    send = partial(_send_step, session, fork)
+    session.generations[fork] = served.forked(twin, session.caller(fork), send)
     constraint = session.generations[fork].constraint
     own = None if constraint is None or constraint is served.constraint else constraint.number
     return {"seed": twin.seed, "finish": twin.finish, "object": own}
@@ -275,6 +289,8 @@ def generation_take(
 
     async def taken() -> dict[str, Any]:
         found = await step.prepared.take()
+        if served.constraint is not None:
+            served.constraint.finish()
         return {"step": step_json(served.shown(found)), "pass": step.result(), **served.state()}
 
     return taken()

@@ -184,6 +184,7 @@ def context_state(session: Session, context: int) -> dict[str, Any]:
         "pending": list(own.pending),
         "next_position": own.next_position,
         "cached_tokens": own.cached_tokens,
+        "seed": own.seed,
     }
 
 
