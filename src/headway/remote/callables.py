@@ -10,7 +10,9 @@ from collections.abc import Callable
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any
 
+from headway.base.checks import number_array
 from headway.base.errors import Unsupported, WrongType
+from headway.base.lazy_numpy import has_numpy
 from headway.base.text import short_repr
 from headway.remote.codec import BadMessage
 from headway.remote.forward import RemoteForward
@@ -40,6 +42,8 @@ class Callables:
 
     def call(self, message: dict[str, Any], generation: RemoteGeneration | None) -> Any:
         """Do what the server asks; the result may be awaitable."""
+        if message["method"] == "passed":
+            return generation._passed(message["args"][0]) if generation is not None else None
         thing, method, args = self._objects.get(message["object"]), message["method"], message["args"]
         if thing is None:
             raise Unsupported("the program has let go of what the server asks for")
@@ -93,7 +97,10 @@ async def _logits(hook: Any, logits: Any, generation: RemoteGeneration | None) -
     changed = hook(logits, generation)
     if isawaitable(changed):
         changed = await changed
-    return logits if changed is None else changed
+    if changed is None or not has_numpy():
+        return logits if changed is None else changed
+    row = number_array(changed, "the logits that the hook returned")
+    return row.astype("<f4" if row.dtype.kind == "f" and row.itemsize <= 4 else "<f8")
 
 
 async def _prepared(hook: Any, generation: RemoteGeneration | None) -> Any:

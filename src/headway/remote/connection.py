@@ -64,9 +64,9 @@ class Connection:
         """Ask, and wait for the reply in this thread."""
         return self.value(self.ask(verb, **args)[1].get())
 
-    def ask(self, verb: str, **args: Any) -> tuple[int, Mailbox]:
+    def ask(self, verb: str, into: Mailbox | None = None, **args: Any) -> tuple[int, Mailbox]:
         """Ask: the request's number, and where the reply comes."""
-        number, mailbox = next(self._ids), Mailbox()
+        number, mailbox = next(self._ids), into or Mailbox()
         self._waiting[number] = mailbox
         try:
             self._post({"type": "request", "id": number, "verb": verb, "args": args})
@@ -152,7 +152,12 @@ class Connection:
             self._number({"type": "request", "id": next(self._ids), "verb": verb, "args": args, "quiet": True})
 
     def _number(self, message: dict[str, Any]) -> None:
-        frame = encode({"n": self._sent + 1, "ack": self._received, **message})
+        try:
+            frame = encode({"n": self._sent + 1, "ack": self._received, **message})
+        except ValueError:
+            raise InvalidInput(
+                "a number that was given is infinite or not a number; it must be a finite number"
+            ) from None
         limit = self.welcome.get("max_message_bytes", len(frame))
         if len(frame) > limit:
             raise InvalidInput(f"this message has {len(frame)} bytes and the server takes at most {limit}; send less")

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from headway.remote.context import RemoteContext
 
 LOOKUP = {"_most": "max_tokens", "_least_n": "min_ngram", "_most_n": "max_ngram", "_window": "window"}
+AWAITED = ("draft", "logits", "prepare")  # calls of functions that may be async
 OURS = {  # drafters that a server has too, and where they keep their arguments
     "PromptLookup": ("prompt_lookup", LOOKUP),
     "OwnLayers": ("own_layers", {"_layers": "layers", "_most": "max_tokens"}),
@@ -201,10 +202,15 @@ class RemoteGeneration:
             own.upto, own.window = own.taken, 1
             raise self._connection.error(message["error"])
         own.taken = message["number"]
-        if "pass" in message and self._prepared is not None:
-            forward: Any = self._prepared.forward
-            forward._read(message["pass"])
+        if "pass" in message:
+            self._passed(message["pass"])
         return self._read(message)
+
+    def _passed(self, result: dict[str, Any]) -> None:
+        """The pass that the hook was given has ended."""
+        if self._prepared is not None:
+            forward: Any = self._prepared.forward
+            forward._read(result)
 
     def _read(self, message: Mapping[str, Any]) -> Step[Any]:
         step = Step(
@@ -358,23 +364,30 @@ class RemoteGeneration:
         """A verb, and its reply; waits in this thread, and runs what the server asks of the program meanwhile."""
         self._context.engine._check_open()
         self._context._settle()
-        number, mailbox = self._connection.ask(f"generation.{verb}", generation=self._ahead.number, **args)
-        self._context.engine._waiters[self._ahead.number].append(mailbox)
+        engine, own, later, mailbox, number = self._context.engine, self._ahead.number, [], Mailbox(), 0
+        engine._waiters[own].append(mailbox)  # first: the server may ask something before it replies
         try:
+            number, _ = self._connection.ask(f"generation.{verb}", mailbox, generation=own, **args)
             while True:
                 message = mailbox.get()
                 if isinstance(message, Lost) or message["type"] == "reply":
                     return self._connection.value(message)
-                self._serve_now(message)
+                if message["method"] in AWAITED:  # of another sequence: for whoever can await it
+                    later.append(message)
+                else:
+                    self._serve_now(message)
         finally:
             self._connection.forget(number)
-            self._context.engine._waiters[self._ahead.number].remove(mailbox)
+            engine._waiters[own].remove(mailbox)
+            for message in later:
+                engine._route(message)
 
     async def _wait(self, verb: str, **args: Any) -> Any:
         """The same in an event loop; cancelling it undoes what is not done."""
-        number, mailbox = self._connection.ask(f"generation.{verb}", generation=self._ahead.number, **args)
-        self._context.engine._waiters[self._ahead.number].append(mailbox)
+        engine, own, mailbox, number = self._context.engine, self._ahead.number, Mailbox(), 0
+        engine._waiters[own].append(mailbox)
         try:
+            number, _ = self._connection.ask(f"generation.{verb}", mailbox, generation=own, **args)
             while True:
                 message = await mailbox.next()
                 if isinstance(message, Lost) or message["type"] == "reply":
@@ -386,7 +399,7 @@ class RemoteGeneration:
             raise
         finally:
             self._connection.forget(number)
-            self._context.engine._waiters[self._ahead.number].remove(mailbox)
+            engine._waiters[own].remove(mailbox)
 
     async def _serve(self, message: dict[str, Any]) -> None:
         """Do what the server asks of the program."""
@@ -402,13 +415,10 @@ class RemoteGeneration:
         return None
 
     def _serve_now(self, message: dict[str, Any]) -> None:
-        """The same where nothing can be awaited."""
+        """The same for what a constraint is asked, which cannot be awaited."""
         call = message.get("id")
         try:
             value = self._context.engine._callables.call(message, self)
-            if isawaitable(value):
-                value.close()  # type: ignore[attr-defined]
-                raise Unsupported("a hook or drafter cannot be awaited here; take the next step with await")
         except Exception as error:
             return None if call is None else self._connection.give(call, error=error)
         return None if call is None else self._connection.give(call, value)

@@ -35,7 +35,7 @@ class ClientConstraint:
     is_slow = True  # so that the generation settles it before each step, and looks no further ahead
 
     def __init__(self, caller: Caller, of: int, vocab: int) -> None:
-        self.caller, self.number, self._vocab = caller, of, vocab
+        self._caller, self.number, self._vocab = caller, of, vocab
         self._since: list[list[Any]] = []  # what it was not told yet
         self._mask: np.ndarray | None = None
         self._forced: list[int] = []
@@ -51,14 +51,14 @@ class ClientConstraint:
         """Tell it what it was not told, without asking."""
         if self._since:
             since, self._since = self._since, []
-            self.caller.tell(self.number, "follow", since)
+            self._caller.tell(self.number, "follow", since)
 
     async def settle_async(self) -> None:
         """Tell it what came, and ask what may come next."""
         if self._settled and not self._since:
             return
         since, self._since = self._since, []
-        self._read(await self.caller.ask(self.number, "follow", since))
+        self._read(await self._caller.ask(self.number, "follow", since))
         self._settled = not self._since
 
     def _read(self, state: Any) -> None:
@@ -101,8 +101,8 @@ class CopyableConstraint(ClientConstraint):
     """One whose object on the client has `copy()`."""
 
     def copy(self) -> CopyableConstraint:
-        twin = CopyableConstraint(self.caller, self.caller.new_object(), self._vocab)
-        self.caller.tell(self.number, "copy", twin.number, self._since)
+        twin = CopyableConstraint(self._caller, self._caller.new_object(), self._vocab)
+        self._caller.tell(self.number, "copy", twin.number, self._since)
         self._since = []
         return twin
 
@@ -123,25 +123,25 @@ class ClientDrafter:
     """A drafter of the client's own, which is told the tokens and asked for drafts."""
 
     def __init__(self, caller: Caller, of: int, adaptive: bool) -> None:
-        self.caller, self._of, self.adaptive = caller, of, adaptive
+        self._caller, self._of, self.adaptive = caller, of, adaptive
 
     async def draft(self, tokens: Sequence[int], limit: int) -> Draft:
-        match await self.caller.ask(self._of, "draft", np.array(tokens, np.int32), limit):
+        match await self._caller.ask(self._of, "draft", np.array(tokens, np.int32), limit):
             case [drafted, parents, probabilities, int(kind), float() | int() as chance]:
                 return Draft(drafted, parents, probabilities, kind, float(chance))
             case other:
                 raise BadMessage(f"{other!r:.80} is not a draft; see docs/protocol.md")
 
     def accept(self, tokens: Sequence[int]) -> None:
-        self.caller.tell(self._of, "accept", np.array(tokens, np.int32))
+        self._caller.tell(self._of, "accept", np.array(tokens, np.int32))
 
 
 class CopyableDrafter(ClientDrafter):
     """One whose object on the client has `copy()`."""
 
     def copy(self) -> CopyableDrafter:
-        twin = CopyableDrafter(self.caller, self.caller.new_object(), self.adaptive)
-        self.caller.tell(self._of, "copy", twin._of, [])
+        twin = CopyableDrafter(self._caller, self._caller.new_object(), self.adaptive)
+        self._caller.tell(self._of, "copy", twin._of, [])
         return twin
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from headway.base.errors import HeadwayError, InvalidInput, Unsupported
 from headway.base.generation import parameters_of
 from headway.program.constraints.grammar import Grammar
-from headway.program.context import Context
 from headway.program.generation.sequences import Generations
 from headway.program.generation.speculation.draft_model import OwnLayers
 from headway.program.generation.speculation.prompt_lookup import PromptLookup
@@ -42,7 +41,7 @@ def generation_new(session: Session, context: int, generation: int, options: dic
         raise BadMessage(f"{generation!r:.40} is not a new number of a generation")
     if len(session.generations) >= session.serving.settings.max_contexts:
         raise InvalidInput(f"this session has {len(session.generations)} generations; let go of some")
-    arguments, constraint = _arguments(session, generation, own, options)
+    arguments, constraint = _arguments(session, options)
     made = own.generate(**arguments)
     served = ServedGeneration(made, constraint, partial(_send_step, session, generation))
     session.generations[generation] = served
@@ -53,17 +52,15 @@ def _send_step(session: Session, generation: int, message: dict[str, Any]) -> No
     session.send({**message, "generation": generation})
 
 
-def _arguments(
-    session: Session, number: int, context: Context, options: Any
-) -> tuple[dict[str, Any], ClientConstraint | None]:
+def _arguments(session: Session, options: Any) -> tuple[dict[str, Any], ClientConstraint | None]:
     """The arguments of `ctx.generate`, and the client's own constraint among them."""
     unknown = sorted(set(options) - PLAIN - OTHERS) if isinstance(options, dict) else [options]
     if unknown:
         raise BadMessage(f"generate has no option {unknown[0]!r:.80}")
-    caller, engine = session.caller(number), session.engine
+    caller, engine = session.caller, session.engine
     arguments = {name: value for name, value in options.items() if name in PLAIN}
     if (given := options.get("sequence_bias")) is not None:
-        arguments["sequence_bias"] = [(ids, bias) for ids, bias in given]
+        arguments["sequence_bias"] = [tuple(pair) if isinstance(pair, list) else pair for pair in given]
     if (given := options.get("sampler")) is not None:
         arguments["sampler"] = sampler_of(given)
     if (given := options.get("stop")) is not None:
@@ -83,7 +80,7 @@ def _arguments(
     if (of := options.get("logits")) is not None:
         arguments["logits"] = logits_hook(caller, of)
     if (of := options.get("prepare")) is not None:
-        arguments["prepare"] = _prepare_hook(session, number, of)
+        arguments["prepare"] = _prepare_hook(session, of)
     return arguments, constraint
 
 
@@ -124,13 +121,13 @@ def _drafter(caller: Caller, given: Any) -> Any:
         raise BadMessage(f"the drafter {given!r:.80}: {error}") from None
 
 
-def _prepare_hook(session: Session, number: int, of: int) -> Callable[[Prepared[Any]], Awaitable[None]]:
+def _prepare_hook(session: Session, of: int) -> Callable[[Prepared[Any]], Awaitable[None]]:
     """The client's hook before every pass: it returns the operations to add to the pass."""
 
     async def hook(prepared: Prepared[Any]) -> None:
-        served = session.generation(number)
+        served = session.generation(session.running)
         step = PreparedStep(prepared, served.context)
-        operations = await session.caller(number).ask(of, "prepare", len(step.handles))
+        operations = await session.caller.ask(of, "prepare", len(step.handles))
         served.hooked = step
         step.build(operations, {}, session.serving.adapters.names)
 
@@ -251,7 +248,7 @@ def generation_fork(session: Session, generation: int, fork: int, context: int, 
     twin = served.generation.fork(seed=seed)
     session.hold(context, twin.context)
     send = partial(_send_step, session, fork)
-    session.generations[fork] = served.forked(twin, session.caller(fork), send)
+    session.generations[fork] = served.forked(twin, send)
     constraint = session.generations[fork].constraint
     own = None if constraint is None or constraint is served.constraint else constraint.number
     return {"seed": twin.seed, "finish": twin.finish, "object": own}

@@ -26,7 +26,7 @@ from headway.program.ids import common
 from headway.remote.codec import BadMessage, number
 from headway.remote.limits import WINDOW
 from headway.remote.values import value_json
-from headway.server.sessions.callables import Caller, ClientConstraint, ClientDrafter
+from headway.server.sessions.callables import ClientConstraint
 from headway.server.sessions.passes import ServedPass
 
 TAIL = 256  # characters of the text that the client has, to tell what of them still stands
@@ -189,20 +189,15 @@ class ServedGeneration:
         return step
 
     def forked(
-        self, twin: Generation[Any] | Generations[Any], caller: Caller, send: Callable[[dict[str, Any]], None]
+        self, twin: Generation[Any] | Generations[Any], send: Callable[[dict[str, Any]], None]
     ) -> ServedGeneration:
-        """A fork of it, whose copies of the client's objects are called for it."""
+        """A fork of it."""
         constraint = self.constraint
         if constraint is not None and isinstance(twin, Generation):
             own = twin._transcript.constraint
             found = own.other if isinstance(own, NoRepeat) else own
             assert isinstance(found, ClientConstraint)
             constraint = found
-        if constraint is not None:
-            constraint.caller = caller
-        speculation = getattr(twin, "_speculation", None)
-        if speculation is not None and isinstance(speculation._drafter, ClientDrafter):
-            speculation._drafter.caller = caller
         served = ServedGeneration(twin, constraint, send)
         served._base, served._tail = None, self._tail
         served._carry, served._lost = self._carry, self._lost
@@ -223,6 +218,10 @@ class ServedGeneration:
         """Run to the end: its tokens, or its text."""
         if what not in ("tokens", "text"):
             raise BadMessage(f"{what!r:.40} cannot be collected")
+        async for _ in self.generation:
+            if self.hooked is not None:  # the client's hook may have read something
+                passed, self.hooked = self.hooked.result(), None
+                self._send({"type": "tell", "object": 0, "method": "passed", "args": [passed]})
         found = await (self.generation.text() if what == "text" else self.generation.tokens())
         state = self.state()
         if self.constraint is not None:

@@ -14,6 +14,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import Closed, HeadwayError, InvalidInput, Unsupported
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from headway.program.engine import Engine
     from headway.server.serving import Serving
 
+RUNNING: ContextVar[int | None] = ContextVar("generation", default=None)  # whose work this task does
 LARGE = 64 << 10  # bytes of a message from which on it is read in a thread
 INBOX = 64  # messages that wait; then the connection is not read
 
@@ -65,6 +67,8 @@ class Session:
         self._numbers = itertools.count(1)
         self._objects = itertools.count(-1, -1)  # objects that this side names: copies
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.caller = ClientCaller(self)
+        self._is_awaiting = False  # a verb that may wait for the client
         self._worker = asyncio.create_task(self._work())
 
     @property
@@ -84,8 +88,10 @@ class Session:
         """A message of the client, numbered; waits while many are not handled yet."""
         self.outbox.receive(message)
         match message:
-            case {"type": "return", "id": int(call)}:
+            case {"type": "return", "id": int(call)} if self._is_awaiting:  # perhaps this
                 self._returned(call, message)
+            case {"type": "return", "id": int()}:  # after the requests that the callable has sent before it
+                await self.inbox.put((message, size))
             case {"type": "bye"}:
                 self.end(SessionClosed("bye", "the client has ended the session"))
             case {"type": "request", "id": int(), "verb": str(), "args": dict()}:
@@ -103,6 +109,8 @@ class Session:
                 self.end(error if isinstance(error, SessionClosed) else SessionClosed("malformed", str(error)))
 
     async def _handle(self, message: dict[str, Any], size: int) -> None:
+        if message["type"] == "return":
+            return self._returned(message["id"], message)
         id, name, args = message["id"], message["verb"], message["args"]
         verb = VERBS.get(name)
         if verb is None:
@@ -112,9 +120,14 @@ class Session:
         except TypeError as error:
             raise SessionClosed("malformed", f"{name}: {error}"[:200]) from None
         quiet = message.get("quiet") is True
+        RUNNING.set(args.get("generation"))
         try:
             if inspect.iscoroutinefunction(verb):
-                value = await verb(*bound.args, **bound.kwargs)
+                self._is_awaiting = True
+                try:
+                    value = await verb(*bound.args, **bound.kwargs)
+                finally:
+                    self._is_awaiting = False
             elif name in WAITING or size > LARGE:
                 value = await asyncio.to_thread(verb, *bound.args, **bound.kwargs)
             else:
@@ -196,9 +209,10 @@ class Session:
 
     # -- the client's callables ------------------------------------------------------------------------------------
 
-    def caller(self, generation: int) -> ClientCaller:
-        """Calls of the client's objects for a generation."""
-        return ClientCaller(self, generation)
+    @property
+    def running(self) -> int | None:
+        """The generation whose work is done here."""
+        return RUNNING.get()
 
     def call(self, message: dict[str, Any]) -> asyncio.Future[Any]:
         """Call something on the client."""
@@ -318,17 +332,16 @@ class Session:
 
 
 class ClientCaller:
-    """The client's objects, called for one generation."""
+    """The client's objects, called for the generation that is at work: a fork's calls are its own."""
 
-    def __init__(self, session: Session, generation: int) -> None:
-        self._session, self._generation = session, generation
+    def __init__(self, session: Session) -> None:
+        self._session = session
 
     def ask(self, of: int, method: str, *args: Any) -> Awaitable[Any]:
-        message = {"generation": self._generation, "object": of, "method": method, "args": list(args)}
-        return self._session.call(message)
+        return self._session.call({"generation": RUNNING.get(), "object": of, "method": method, "args": list(args)})
 
     def tell(self, of: int, method: str, *args: Any) -> None:
-        message = {"generation": self._generation, "object": of, "method": method, "args": list(args)}
+        message = {"generation": RUNNING.get(), "object": of, "method": method, "args": list(args)}
         self._session.send({"type": "tell", **message})
 
     def new_object(self) -> int:
