@@ -15,7 +15,7 @@ from support.through import Served
 def served() -> Iterator[Served]:
     """The engine's server; nobody holds a page at the end."""
     engine = hw.Engine(random_model(), pages=128, threads=1)
-    server = Served(engine, session_grace=2.0)
+    server = Served(engine, session_grace=1.0)
     try:
         yield server
     finally:

@@ -545,7 +545,8 @@ def _constraint(given: Any, add: Any, objects: list[int]) -> Any:
             "Grammar.json_schema(...), .regex, .lark or .choices, or an object with mask(), accept() and rollback()"
         )
     objects.append(number := add(given))
-    return {"object": number, "copy": hasattr(given, "copy")}
+    name = type(given).__name__[:80]
+    return {"object": number, "copy": hasattr(given, "copy"), "name": name if name.isidentifier() else "Constraint"}
 
 
 def _grammar_json(grammar: Grammar) -> list[Any]:

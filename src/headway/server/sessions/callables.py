@@ -101,7 +101,7 @@ class CopyableConstraint(ClientConstraint):
     """One whose object on the client has `copy()`."""
 
     def copy(self) -> CopyableConstraint:
-        twin = CopyableConstraint(self._caller, self._caller.new_object(), self._vocab)
+        twin = type(self)(self._caller, self._caller.new_object(), self._vocab)
         self._caller.tell(self.number, "copy", twin.number, self._since)
         self._since = []
         return twin
@@ -112,10 +112,11 @@ def _allows(mask: np.ndarray, token: int) -> bool:
 
 
 def client_constraint(caller: Caller, given: Any, vocab: int) -> ClientConstraint:
-    """The constraint of `{"object": number, "copy": whether it can be copied}`."""
+    """The constraint of `{"object": number, "copy": whether it can be copied, "name": its class, for messages}`."""
     match given:
-        case {"object": int(of), "copy": bool(copies)}:
-            return (CopyableConstraint if copies else ClientConstraint)(caller, of, vocab)
+        case {"object": int(of), "copy": bool(copies), "name": str(name)} if name.isidentifier() and len(name) <= 80:
+            kind: Any = type(name, (CopyableConstraint if copies else ClientConstraint,), {})
+            return kind(caller, of, vocab)
     raise BadMessage(f"{given!r:.80} is not a constraint; see docs/protocol.md")
 
 
