@@ -41,7 +41,7 @@ PASSES = 64
 def served(engine: hw.Engine, folder: Path) -> Iterator[tuple[str, str]]:
     """The engine's HTTP address and its Unix socket."""
     path = folder / "socket"
-    settings = ServerSettings(port=0, model="model", unix_socket=path, log_requests=False)
+    settings = ServerSettings(port=0, model="model", session_socket=path, log_requests=False)
     server = uvicorn.Server(configure(settings, create_app(settings, lambda: engine)))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()

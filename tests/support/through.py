@@ -27,7 +27,7 @@ class Served:
     def __init__(self, engine: Engine, **settings: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="headway-")
         self.path = Path(self._folder.name) / "socket"
-        self.engine, self._settings = engine, {"unix_socket": self.path, **settings}
+        self.engine, self._settings = engine, {"session_socket": self.path, **settings}
         self._ready, self._stop = threading.Event(), asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="served", daemon=True)

@@ -115,7 +115,7 @@ async def _lifespan(
     on_engine_end: Callable[[], None],
 ) -> AsyncIterator[None]:
     watch = asyncio.create_task(_load_and_watch(serving, open_engine, on_engine_end))
-    socket = serving.settings.unix_socket
+    socket = serving.settings.session_socket
     try:
         async with nullcontext() if socket is None else UnixListener(serving, socket):
             yield

@@ -38,7 +38,7 @@ class ServerSettings:
     log_requests: bool = True  # also those that succeed
     metrics_style: str = "headway"
     adapters: tuple[AdapterSource, ...] = ()  # each is a model name for clients
-    unix_socket: Path | None = None  # also serve sessions on this file
+    session_socket: Path | None = None  # also serve sessions on this file
     lora_dir: Path | None = None  # admin keys may load adapters from below it; None: nobody may
     ssl_certfile: Path | None = None  # TLS, with the key file
     ssl_keyfile: Path | None = None
