@@ -33,7 +33,7 @@ def connect(url: str, *, api_key: str | None = None, timeout: float = 30.0) -> R
         engine = hw.connect("http://127.0.0.1:8000")
         print(engine.run(program))
 
-    `url` is that of `headway serve`, or `unix:` and the file of its `--session-socket`. `api_key` is a key of the server,
+    `url` is that of `headway serve`, or `unix:` and its `--session-socket`. `api_key` is a key of the server,
     by default HEADWAY_API_KEY. `timeout` is how many seconds connecting may take. A lost connection is resumed, within
     the server's grace time.
     """
