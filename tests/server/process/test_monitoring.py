@@ -44,7 +44,7 @@ def other(start: Callable[..., Server]) -> Server:
     [
         ("GET", "/nothing", 404),
         ("GET", "/health/", 404),
-        ("GET", "/docs", 404),
+        ("GET", "/redoc", 404),
         ("GET", "/../../etc/passwd", 404),
         ("GET", "/%2e%2e/%00", 404),
         ("PUT", "/health", 405),
