@@ -372,7 +372,6 @@ def test_the_root_links_to_what_there_is(server: Server) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "hint"),
     [
-        ("POST", "/api/pull", "models are not managed here"),
         ("POST", "/chat/completions", "base URL must end in /v1"),
         ("POST", "/v1/v1/chat/completions", "must not end in /v1"),
         ("POST", "/v1/assistants", "POST /v1/chat/completions"),
