@@ -89,7 +89,7 @@ KvDtype = Annotated[
     typer.Option(
         "--kv-dtype",
         metavar="TYPE",
-        help="Keys and values on a CPU: float32, float16, bfloat16; auto is float16 for quantized weights.",
+        help="Keys and values on a CPU: float32, float16, bfloat16; auto is what the model computes in.",
         rich_help_panel=ENGINE,
     ),
 ]

@@ -98,9 +98,9 @@ class Engine:
         graphs: bytes, or text like "2G"; `memory_fraction` is the same as a fraction (0.9 on a CUDA device; on a CPU,
         pages take an eighth of the memory by default, and cached ones go back when the engine is idle).
         `max_grammar_seconds` is how long following a grammar may take for one generation. `kv_dtype` is what keys and
-        values are stored in, on a CPU float32, float16 or bfloat16; auto is float16 for quantized weights there, and
-        what is computed in elsewhere. With `deterministic` a row's bits depend on nothing but the row. `trim=False`
-        keeps masked pages in attention calls. `runner` computes batches in place of the model (headway.testing).
+        values are stored in, on a CPU float32, float16 or bfloat16; auto is what the model computes in. With
+        `deterministic` a row's bits depend on nothing but the row. `trim=False` keeps masked pages in attention calls.
+        `runner` computes batches in place of the model (headway.testing).
         `progress` is called with the layers loaded and their total; without, a notebook shows a bar.
         """
         _check_flags(deterministic=deterministic, trim=trim)

@@ -147,7 +147,7 @@ def test_a_chart_is_in_view_while_a_slider_moves(
     page.locator("#engine-check", has_text="Equal").wait_for()
     page.locator("#stages-summary").click()  # the page gets longer
     sliders = page.locator(".params input[type=range]").evaluate_all("(all) => all.map((one) => one.id)")
-    assert len(sliders) == 8
+    assert len(sliders) == 10
     check_in_view(page, sliders, f"{chart} .track")
     before = page.locator(f"{chart} .bars").first.inner_text()
     page.locator("#param-temperature").focus()

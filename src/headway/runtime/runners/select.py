@@ -77,11 +77,10 @@ class Backend:
         return "float16" if halved and dtype == "float32" else dtype
 
     def kv_dtype(self, name: str) -> torch.dtype:
-        """What keys and values are stored in: `name`, or for auto float16 where weights are quantized on a CPU."""
+        """What keys and values are stored in: `name`, or for auto what the model computes in."""
         own, cpu = self.decoder.dtype, self.decoder.device.type == "cpu" and not self.triton
         if isinstance(name, str) and name == "auto":
-            quantized = isinstance(self.decoder, QuantizedDecoder) and self.decoder.is_quantized
-            return torch.float16 if quantized else own
+            return own
         if not isinstance(name, str) or name not in DTYPES:
             raise InvalidInput(f"kv_dtype {short_repr(name)} is not known; it takes auto, float32, bfloat16 or float16")
         if DTYPES[name] != own and not (cpu and own == torch.float32):
