@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "huggingface_hub", "llguidance")
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "huggingface_hub", "llguidance")
 
 
 def headway_version() -> str:
@@ -60,12 +60,11 @@ class ModelFacts:
 
 def read_model(path: Path) -> ModelFacts:
     """Facts about the model at `path`, without reading its weights."""
-    import torch
-
+    from headway.base.device import Device
     from headway.models.config import read_config
     from headway.models.files.weights import open_weights
     from headway.models.load import stored_dtype
-    from headway.runtime.device import dtype_name, pick_dtype
+    from headway.runtime.device import pick_dtype
 
     config = read_config(path)
     with open_weights(path) as weights:
@@ -78,7 +77,7 @@ def read_model(path: Path) -> ModelFacts:
         parameters=config.parameters,
         file_bytes=stored,
         stored_types=tuple(kinds.most_common()),
-        gpu_dtype=dtype_name(pick_dtype("auto", torch.device("cuda"), stored_dtype(path))),
+        gpu_dtype=pick_dtype("auto", Device("cuda"), stored_dtype(path)),
         **{name: getattr(config, name) for name in _SHAPE},
     )
 

@@ -1,51 +1,86 @@
-"""The KV cache in memory: the tensor that holds the pages. Only the worker thread touches it."""
+"""The KV cache in memory: the array that holds the pages. Only the worker thread touches it.
+
+`Pool` is what the engine needs of one; `HostPool` is that of the native step, `tensor_pool` has the one of torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 
-from headway.kernels.reference import kv
-from headway.kernels.reference.rope import turn
-from headway.kernels.transfer import to_device
+from headway.base.arrays import empty
+from headway.kernels.host.rope import turn
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
 
 
-class Pool:
-    """`keys` and `values` of every page, [L, P + 1, page, Hkv, D] each; page 0 stays zero.
+class Pool(Protocol):
+    """Keys and values of every page; page 0 stays zero."""
 
-    They are views of `raw` [L, 2, P + 1, numbers of a page]. With `by_head` a head's slots of a page are contiguous,
-    for kernels that read pages in place; with `across` a head's keys are moreover stored dimension by dimension,
-    [Hkv, D, page], so that one vector instruction scores several slots.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        ...
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number."""
+        ...
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        """(layers, 2, page, Hkv, D): the numbers of one page."""
+        ...
+
+    def apply(self, edits: Sequence[Edit]) -> None:
+        """Do noted edits in order. What is exported, and imported again, is an array of the host."""
+        ...
+
+    def from_bytes(self, data: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        """Bytes of a file as numbers of the pool's type, on the host."""
+        ...
+
+    def save_state(self, state: Any) -> np.ndarray:
+        """The bytes of a token's residual, as the runner keeps it."""
+        ...
+
+    def load_state(self, data: np.ndarray) -> object:
+        """What `save_state` gave, as the runner keeps it."""
+        ...
+
+
+class HostPool:
+    """`keys` and `values` [L, P + 1, page, Hkv, D], as the native step reads them.
+
+    They are views of `raw` [L, 2, P + 1, numbers of a page]. A head's slots of a page are contiguous, and its keys are
+    stored dimension by dimension, [Hkv, D, page], so that one vector instruction scores several slots.
     """
 
     def __init__(
-        self,
-        *,
-        layers: int,
-        pages: int,
-        page_size: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        by_head: bool = False,
-        across: bool = False,
-        inv_freq: torch.Tensor | None = None,
+        self, *, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, inv_freq: np.ndarray
     ) -> None:
         self._inv_freq = inv_freq  # the model's angles for each position, by which keys are rotated
-        self.clear_pages = kv.clear  # a runner may have a faster one
-        shape = (layers, 2, pages + 1, page_size * kv_heads * head_dim)
-        self.raw = _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
-        keys, values = self.raw.unbind(1)
-        slots, heads = (page_size, kv_heads, head_dim), (kv_heads, page_size, head_dim)
-        self.values = values.unflatten(2, heads).transpose(2, 3) if by_head else values.unflatten(2, slots)
-        if across:
-            self.keys = keys.unflatten(2, (kv_heads, head_dim, page_size)).permute(0, 1, 4, 2, 3)
-        else:
-            self.keys = keys.unflatten(2, heads).transpose(2, 3) if by_head else keys.unflatten(2, slots)
+        self.raw = empty((layers, 2, pages + 1, page_size * kv_heads * head_dim), np.float32, zero=True)
+        keys, values = self.raw[:, 0], self.raw[:, 1]
+        heads = (layers, pages + 1, kv_heads)
+        self.keys = keys.reshape(*heads, head_dim, page_size).transpose(0, 1, 4, 2, 3)
+        self.values = values.reshape(*heads, page_size, head_dim).transpose(0, 1, 3, 2, 4)
+        assert np.shares_memory(self.keys, self.raw)
+        assert np.shares_memory(self.values, self.raw)
+
+    @property
+    def nbytes(self) -> int:
+        return self.raw.nbytes
+
+    @property
+    def itemsize(self) -> int:
+        return self.raw.itemsize
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        layers, _, *page = self.keys.shape
+        return (layers, 2, *page)
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Do noted edits in order; consecutive clears go in one call."""
@@ -61,48 +96,47 @@ class Pool:
                     self.keys[:, page, start:] = 0
                     self.values[:, page, start:] = 0
                 case Copy(source, target, slots):
-                    kv.copy(self.keys, source, target, slots)
-                    kv.copy(self.values, source, target, slots)
+                    for pages in (self.keys, self.values):
+                        pages[:, target, :slots] = pages[:, source, :slots]
                 case Gather():
                     self._gather(edit)
                 case Export(pages, target):
-                    target.data = self.read(pages).cpu()
+                    target.data = self.read(pages)
                 case Import(source, places, pages):
                     data = source.data
-                    assert isinstance(data, torch.Tensor)
+                    assert isinstance(data, np.ndarray)
                     self.write(pages, data[:, :, list(places)])
         self._clear(run)
 
     def _gather(self, edit: Gather) -> None:
-        pages, places, end = self._index(edit.pages), self._index(edit.places), edit.start + len(edit.pages)
-        keys = self.keys[:, pages, places]  # [L, slots, Hkv, D]
+        pages, places = np.array(edit.pages, np.int64), np.array(edit.places, np.int64)
+        end, keys = edit.start + len(pages), self.keys[:, pages, places]  # [L, slots, Hkv, D]
         if edit.shift:
-            assert self._inv_freq is not None
-            positions = self._index(edit.positions)
+            positions = np.array(edit.positions, np.int64)
             keys = turn(keys, self._inv_freq, positions, positions + edit.shift)
+        values = self.values[:, pages, places]
         self.keys[:, edit.target, edit.start : end] = keys
-        self.values[:, edit.target, edit.start : end] = self.values[:, pages, places]
+        self.values[:, edit.target, edit.start : end] = values
 
-    def read(self, pages: Sequence[int]) -> torch.Tensor:
-        """Keys and values of these pages, [L, 2, pages, page, Hkv, D], however they lie in memory."""
-        index = self._index(pages)
-        return torch.stack([self.keys.index_select(1, index), self.values.index_select(1, index)], 1)
+    def read(self, pages: Sequence[int]) -> np.ndarray:
+        """Keys and values of these pages, [L, 2, pages, page, Hkv, D]."""
+        index = np.array(pages, np.int64)
+        return np.stack([self.keys[:, index], self.values[:, index]], 1)
 
-    def write(self, pages: Sequence[int], data: torch.Tensor) -> None:
+    def write(self, pages: Sequence[int], data: np.ndarray) -> None:
         """What `read` gave, into these pages."""
-        index, data = self._index(pages), data.to(self.raw.device)
-        self.keys.index_copy_(1, index, data[:, 0])
-        self.values.index_copy_(1, index, data[:, 1])
+        index = np.array(pages, np.int64)
+        self.keys[:, index], self.values[:, index] = data[:, 0], data[:, 1]
 
-    def _index(self, pages: Sequence[int]) -> torch.Tensor:
-        return to_device(pages, torch.int64, self.raw.device)
+    def from_bytes(self, data: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        return data.copy().view(self.raw.dtype).reshape(shape)  # as the file has it, it may be unaligned
+
+    def save_state(self, state: Any) -> np.ndarray:
+        return np.ascontiguousarray(state).view(np.uint8).ravel()
+
+    def load_state(self, data: np.ndarray) -> np.ndarray:
+        return data.copy().view(np.float32)
 
     def _clear(self, pages: list[int]) -> None:
         if pages:
-            self.clear_pages(self.raw, self._index(pages))
-
-
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros whose memory is only taken when it is first written; torch.zeros would touch all of it at once."""
-    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
+            self.raw[:, :, pages] = 0

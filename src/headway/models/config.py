@@ -10,7 +10,7 @@ from typing import Any
 
 from headway.base.errors import BadModelFile, Unsupported
 from headway.base.files import read_json
-from headway.kernels.reference.rope import Rope
+from headway.kernels.host.rope import Rope
 from headway.models.families import by_architecture, by_gguf
 from headway.models.families.family import Family
 

@@ -91,9 +91,3 @@ class DecoderLayer:
 def fused(parts: list[Tensor]) -> Tensor:
     """Matrices of one width stacked into one."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def half_split(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows stored for rotation of neighboring pairs, reordered for rotation of halves."""
-    heads = rows.unflatten(0, (-1, head_dim // 2, 2))
-    return heads.transpose(1, 2).flatten(0, 2).contiguous()

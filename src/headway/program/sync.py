@@ -15,7 +15,7 @@ from headway.base.errors import Closed, ContextLengthExceeded, InvalidInput, Wro
 from headway.base.probes import Hidden, Logits
 from headway.base.samplers import Argmax, Sampler, Sampling
 from headway.base.text import short_repr
-from headway.models.decoder import Decoder
+from headway.models.any_decoder import AnyDecoder
 from headway.program.context import Context
 from headway.program.engine import Engine
 from headway.program.ids import integers, token_ids
@@ -96,7 +96,7 @@ class DecodeState:
 class InferenceEngine:
     """One model, driven token by token from one thread."""
 
-    def __init__(self, model: str | Path | Decoder | Engine, **options: Any) -> None:
+    def __init__(self, model: str | Path | AnyDecoder | Engine, **options: Any) -> None:
         if isinstance(model, Engine) and options:
             raise InvalidInput(f"options {sorted(options)} cannot be given with an engine that exists already")
         self._owned = not isinstance(model, Engine)

@@ -18,8 +18,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from headway.base.adapters import AdapterMix
 from headway.base.errors import ContextLengthExceeded, InvalidInput
@@ -213,18 +211,18 @@ class _BeamContexts:
         logits = np.stack([out.logits(handle) for out, handle in zip(outputs, handles, strict=True)])
         return logits, [probed(out, probe) for out, probe in zip(outputs, probes, strict=True)]
 
-    async def hooked(self, hook: LogitsHook, rows: np.ndarray, tokens: Sequence[tuple[int, ...]]) -> Tensor:
+    async def hooked(self, hook: LogitsHook, rows: np.ndarray, tokens: Sequence[tuple[int, ...]]) -> np.ndarray:
         """What a hook makes of the log-probabilities after each beam [B, V]. Hooks that are async run together."""
 
-        async def one(row: np.ndarray, context: Context, generated: tuple[int, ...]) -> Tensor:
+        async def one(row: np.ndarray, context: Context, generated: tuple[int, ...]) -> np.ndarray:
             mark = context._table.stamp, context.pending
             changed = await changed_logits(hook, row, RunningBeam(context, generated))
             if mark != (context._table.stamp, context.pending):
                 raise InvalidInput("the logits hook has changed the context of a beam; a hook may read it and fork it")
-            return torch.from_numpy(changed).float()
+            return changed.astype(np.float32)
 
         found = await together([one(*each) for each in zip(rows, self._contexts, tokens)])
-        return torch.stack(found)
+        return np.stack(found)
 
     def follow(self, parents: Sequence[int]) -> None:
         """Give each new beam a context that continues its parent's; beams without children are released."""

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from headway.base.arrays import is_tensor
 from headway.base.config import Settings
+from headway.base.device import CPU, AnyDevice
 from headway.base.errors import Unsupported
+from headway.base.extras import need_torch
 from headway.kernels import triton
 from headway.kernels.native.library import ISA_NAMES, ThreadPool, open_library, use_isa
-from headway.kv.pool import Pool
-from headway.models.decoder import Decoder
-from headway.models.load import LoadProgress, has_quantized, load_model, load_quantized_model, stored_dtype
+from headway.kv.pool import HostPool, Pool
+from headway.models.load import LoadProgress, has_quantized, load_quantized_model, stored_dtype
+from headway.models.quantized.cache import WeightCache
 from headway.models.quantized.cpu import QuantizedDecoder, interleave_decoder
-from headway.models.quantized.reference import float_decoder, reference_bytes, reference_decoder
 from headway.models.quantized.repack import check_quantize
 from headway.runtime.device import dtype_name, pick_dtype
 from headway.runtime.profile import Profiler
 from headway.runtime.runners.base import Runner
-from headway.runtime.runners.cpu.runner import NativeRunner
-from headway.runtime.runners.torch import TorchRunner
+
+if TYPE_CHECKING:
+    from headway.models.decoder import Decoder
 
 REFERENCE = "the reference was asked for"
 
@@ -43,7 +44,7 @@ class Backend:
     reason: str
     triton: bool = False
     reference: Decoder | None = None
-    stored: torch.dtype | None = None  # the float type of the file's matrices, if they have one
+    stored: str | None = None  # the float type of the file's matrices, if they have one
 
     @property
     def name(self) -> str:
@@ -51,10 +52,19 @@ class Backend:
             return f"native, {ISA_NAMES[self.thread_pool.isa]}"
         return "triton" if self.triton else "torch"
 
-    @property
-    def by_head(self) -> bool:
-        """Whether the pool is to keep a head's slots of a page together."""
-        return self.thread_pool is not None or self.triton
+    def new_pool(self, *, pages: int, page_size: int) -> Pool:
+        """The KV cache in memory, all zeros."""
+        decoder: Any = self.decoder
+        c = decoder.config
+        sizes = {"layers": c.layers, "pages": pages, "page_size": page_size}
+        sizes |= {"kv_heads": c.kv_heads, "head_dim": c.head_dim}
+        if self.thread_pool is not None:
+            return HostPool(**sizes, inv_freq=decoder.inv_freq)
+        from headway.kv.tensor_pool import TensorPool
+
+        decoder = self.reference or decoder
+        where = {"dtype": decoder.dtype, "device": decoder.device, "inv_freq": decoder.inv_freq}
+        return TensorPool(**sizes, **where, by_head=self.triton)
 
     @property
     def format(self) -> str:
@@ -63,13 +73,13 @@ class Backend:
             return ", ".join(self.decoder.formats())
         matrices = (self.decoder.layers[0].qkv, self.decoder.output)
         found = [getattr(m, "label", None) for m in matrices]  # a quantized matrix has one
-        return ", ".join(dict.fromkeys(filter(None, found))) or str(self.decoder.dtype).removeprefix("torch.")
+        return ", ".join(dict.fromkeys(filter(None, found))) or dtype_name(self.decoder.dtype)
 
     @property
     def activations(self) -> str:
         """The narrowest float type that activations are rounded to; quantized formats of CUDA devices take float16."""
         dtype = dtype_name(self.decoder.dtype)
-        halved = isinstance(self.decoder, Decoder) and not isinstance(self.decoder.output, Tensor)
+        halved = not isinstance(self.decoder, QuantizedDecoder) and not is_tensor(self.decoder.output)
         return "float16" if halved and dtype == "float32" else dtype
 
     def on_torch(self) -> Backend:
@@ -77,35 +87,46 @@ class Backend:
 
         Weights are dequantized, and activations quantized where the format says so.
         """
+        need_torch("the reference")
+        from headway.models.quantized.reference import float_decoder, reference_decoder
+
         if isinstance(self.decoder, QuantizedDecoder):
             return Backend(self.decoder, None, REFERENCE, reference=self.reference or reference_decoder(self.decoder))
-        here = self.decoder.device.type == "cpu" and self.decoder.dtype == torch.float32
-        floats = here and isinstance(self.decoder.output, Tensor)
+        here = self.decoder.device.type == "cpu" and dtype_name(self.decoder.dtype) == "float32"
+        floats = here and is_tensor(self.decoder.output)
         return Backend(self.decoder if floats else float_decoder(self.decoder), None, REFERENCE)
 
     @property
     def reference_bytes(self) -> int:
         """What the torch reference takes in addition to the quantized weights."""
-        return 0 if self.reference is None else reference_bytes(self.reference)
+        if self.reference is None:
+            return 0
+        from headway.models.quantized.reference import reference_bytes
 
-    def runner(self, pool: Pool, page_size: int, *, deterministic: bool, profiler: Profiler) -> Runner:
-        if self.reference is not None:
-            return TorchRunner(self.reference, pool, page_size, deterministic=deterministic, profiler=profiler)
-        if isinstance(self.decoder, QuantizedDecoder):
+        return reference_bytes(self.reference)
+
+    def runner(self, pool: Any, page_size: int, *, deterministic: bool, profiler: Profiler) -> Runner:
+        """What computes batches over the pages of this pool, which is one of `new_pool`."""
+        decoder = self.reference or self.decoder
+        if isinstance(decoder, QuantizedDecoder):
+            from headway.runtime.runners.cpu.runner import NativeRunner
+
             assert self.thread_pool is not None
-            return NativeRunner(self.decoder, pool, page_size, thread_pool=self.thread_pool, profiler=profiler)
+            return NativeRunner(decoder, pool, page_size, thread_pool=self.thread_pool, profiler=profiler)
         if self.triton:
             from headway.runtime.runners.cuda.runner import CudaRunner
 
-            return CudaRunner(self.decoder, pool, page_size, profiler=profiler, deterministic=deterministic)
-        return TorchRunner(self.decoder, pool, page_size, deterministic=deterministic, profiler=profiler)
+            return CudaRunner(decoder, pool, page_size, profiler=profiler, deterministic=deterministic)
+        from headway.runtime.runners.torch import TorchRunner
+
+        return TorchRunner(decoder, pool, page_size, deterministic=deterministic, profiler=profiler)
 
 
 def open_backend(
     model: Path | Decoder | QuantizedDecoder,
     *,
     dtype: str,
-    device: torch.device,
+    device: AnyDevice,
     threads: int,
     quantize: str | None,
     settings: Settings,
@@ -124,6 +145,7 @@ def open_backend(
         return Backend(model, _thread_pool(threads, settings), "") if reason is None else _reference(model, reason)
     reason = why_not_native(model, dtype, device, settings)
     if reason is not None:
+        need_torch(f"computing this model without the native step ({reason})", _extra(device))
         fast = why_not_triton(device, settings)
         if settings.native == "triton" and fast is not None:
             raise Unsupported(f"HEADWAY_NATIVE asks for Triton kernels, and {fast}")
@@ -131,13 +153,16 @@ def open_backend(
             why = reason if device.type == "cpu" else fast
             raise Unsupported(f"HEADWAY_NATIVE asks for the native step, and {why}")
         if quantize is not None and fast is None:
+            import torch
+
             from headway.kernels.triton.quantized import as_kind
             from headway.models.quantized.cuda import load_cuda_quantized_model
 
             assert isinstance(model, Path)
             stored = stored_dtype(model)
             kept, kind = pick_dtype(dtype, device, stored), as_kind(quantize)
-            found = load_cuda_quantized_model(model, kind, dtype=kept, device=device, progress=progress)
+            there = torch.device(str(device))
+            found = load_cuda_quantized_model(model, kind, dtype=getattr(torch, kept), device=there, progress=progress)
             return Backend(found, None, "", triton=True, stored=stored)
         if fast and device.type == "cpu" and isinstance(model, Path) and _stays_quantized(model, dtype, quantize):
             keep = dtype == "auto"
@@ -150,22 +175,30 @@ def open_backend(
         found = _torch_model(model, pick_dtype(dtype, device, stored), device, progress)
         return Backend(found, None, reason if fast else "", triton=fast is None, stored=stored)
     thread_pool = _thread_pool(threads, settings)
-    if isinstance(model, Decoder):
+    if not isinstance(model, Path):
         return Backend(interleave_decoder(model), thread_pool, "")
     packed = load_quantized_model(
-        model, thread_pool=thread_pool, keep=dtype == "auto", quantize=quantize, progress=progress
-    )
+        model, thread_pool=thread_pool, keep=dtype == "auto", quantize=quantize, progress=progress,
+        cache=WeightCache(settings.cache / "weights", settings.weight_cache) if settings.weight_cache else None,
+    )  # fmt: skip
     return Backend(packed, thread_pool, "", stored=stored_dtype(model))
+
+
+def _extra(device: AnyDevice) -> str:
+    return "cuda" if device.type == "cuda" else "torch"
 
 
 def _stays_quantized(model: Path, dtype: str, quantize: str | None) -> bool:
     """Whether a model on the CPU has quantized matrices: its file's own, or those that `quantize` makes."""
     if quantize is not None:
-        return pick_dtype(dtype, torch.device("cpu")) == torch.float32
+        return pick_dtype(dtype, CPU) == "float32"
     return dtype == "auto" and has_quantized(model)
 
 
-def _reference(model: QuantizedDecoder, reason: str, stored: torch.dtype | None = None) -> Backend:
+def _reference(model: QuantizedDecoder, reason: str, stored: str | None = None) -> Backend:
+    need_torch(f"computing this model without the native step ({reason})")
+    from headway.models.quantized.reference import reference_decoder
+
     return Backend(model, None, reason, stored=stored, reference=reference_decoder(model))
 
 
@@ -176,20 +209,20 @@ def _thread_pool(threads: int, settings: Settings) -> ThreadPool:
 
 
 def why_not_native(
-    model: Path | Decoder | QuantizedDecoder, dtype: str, device: torch.device, settings: Settings
+    model: Path | Decoder | QuantizedDecoder, dtype: str, device: AnyDevice, settings: Settings
 ) -> str | None:
     """Why the native step does not serve, in words, or None."""
     if settings.native in ("off", "triton"):
         return f"HEADWAY_NATIVE is {settings.native}"
     if device.type != "cpu":
         return f"it runs on the CPU, not on {device}"
-    computed = pick_dtype(dtype, device) if isinstance(model, Path) else model.dtype
-    if computed != torch.float32:
-        return f"it computes in float32, not in {str(computed).removeprefix('torch.')}"
+    computed = pick_dtype(dtype, device) if isinstance(model, Path) else dtype_name(model.dtype)
+    if computed != "float32":
+        return f"it computes in float32, not in {computed}"
     return open_library().missing or None
 
 
-def why_not_triton(device: torch.device, settings: Settings) -> str | None:
+def why_not_triton(device: AnyDevice, settings: Settings) -> str | None:
     """Why the Triton kernels do not serve, in words, or None."""
     if settings.native == "off":
         return "HEADWAY_NATIVE is off"
@@ -198,9 +231,11 @@ def why_not_triton(device: torch.device, settings: Settings) -> str | None:
     return triton.missing()
 
 
-def _torch_model(
-    model: Path | Decoder, dtype: torch.dtype, device: torch.device, progress: LoadProgress | None
-) -> Decoder:
-    if isinstance(model, Decoder):
+def _torch_model(model: Path | Decoder, dtype: str, device: AnyDevice, progress: LoadProgress | None) -> Decoder:
+    if not isinstance(model, Path):
         return model
-    return load_model(model, dtype=dtype, device=device, progress=progress)
+    import torch
+
+    from headway.models.load_tensors import load_model
+
+    return load_model(model, dtype=getattr(torch, dtype), device=torch.device(str(device)), progress=progress)
