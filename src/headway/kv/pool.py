@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from headway.base.arrays import empty
+from headway.base.arrays import STORED, empty
 from headway.kernels.host.rope import turn
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
 
@@ -58,10 +58,18 @@ class HostPool:
     """
 
     def __init__(
-        self, *, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, inv_freq: np.ndarray
+        self,
+        *,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        inv_freq: np.ndarray,
+        dtype: str = "float32",
     ) -> None:
         self._inv_freq = inv_freq  # the model's angles for each position, by which keys are rotated
-        self.raw = empty((layers, 2, pages + 1, page_size * kv_heads * head_dim), np.float32, zero=True)
+        self.raw = empty((layers, 2, pages + 1, page_size * kv_heads * head_dim), STORED[dtype], zero=True)
         keys, values = self.raw[:, 0], self.raw[:, 1]
         heads = (layers, pages + 1, kv_heads)
         self.keys = keys.reshape(*heads, head_dim, page_size).transpose(0, 1, 4, 2, 3)
