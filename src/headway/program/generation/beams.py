@@ -131,7 +131,7 @@ async def beam_search(
             read, probes = await beams.read(allowed, [token for _, token in following])
             rows = log_probabilities(read)
             if logits is not None:
-                rows = await beams.hooked(logits, rows.numpy(), [beam.tokens for beam in search.beams])
+                rows = await beams.hooked(logits, rows, [beam.tokens for beam in search.beams])
             following = search.step(rows, allowed, probes)
             if following is not None:
                 beams.follow([parent for parent, _ in following])
