@@ -229,7 +229,8 @@ def _read(path: Path, key: str, config: ModelConfig) -> QuantizedDecoder:
         return whole[at : at + count].view(kind).reshape(shape)
 
     def matrix(entry: dict[str, Any]) -> QuantizedMatrix:
-        parts = {n: array(v) if n in ("quants", "scales", "super", "bias") else v for n, v in entry.items()}
+        held = ("quants", "scales", "super", "bias")
+        parts: dict[str, Any] = {n: array(v) if n in held else v for n, v in entry.items()}
         return QuantizedMatrix(**parts)
 
     matrices = {name: matrix(entry) for name, entry in header["matrices"].items()}
