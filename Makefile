@@ -44,7 +44,7 @@ test: $(TEST_STAMP) browser ## run the tests (ARGS="tests/kv -x" narrows them)
 # All of it where nothing may fall back to torch unnoticed, then the program API once more on the torch reference.
 test-all: $(TEST_STAMP) browser ## run the slow tests too, and write build/test-all.log
 	@mkdir -p build
-	@{ failed=0; $(PY) tests/native/check.py || failed=1; \
+	@{ failed=0; $(PY) tests/native/check.py || failed=1; $(PY) tests/native/arm.py || failed=1; \
 	HEADWAY_NATIVE=$${HEADWAY_NATIVE:-require} $(PY) -m pytest -m "not gpu" --color=no $(ARGS) || failed=1; \
 	$(if $(strip $(ARGS)),,HEADWAY_NATIVE=off $(PY) -m pytest -m "not gpu" --color=no tests/program tests/oracle || failed=1;) \
 	exit $$failed; } 2>&1 | tee build/test-all.log

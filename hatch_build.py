@@ -36,6 +36,11 @@ SETS = {  # step.cpp is compiled once for each
     "hw_avx512": AVX512,
     "hw_vnni": (*AVX512, "-mavx512vnni"),
 }
+ARM_SETS = {
+    "hw_plain": (),
+    "hw_neon": ("-march=armv8.2-a+dotprod",),
+    "hw_i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
+}
 PROBE = "#include <thread>\nint main() { std::thread([] {}).join(); }\n"
 
 
@@ -58,6 +63,7 @@ class Toolchain(NamedTuple):
     flags: tuple[str, ...]
     link: tuple[str, ...] = ()
     x86: bool = False
+    arm: bool = False
 
     @classmethod
     def detect(cls, environment: Mapping[str, str], machine: str) -> Toolchain | None:
@@ -70,7 +76,8 @@ class Toolchain(NamedTuple):
             return None
         flags = (*OPTIMIZE, *shlex.split(environment.get("CXXFLAGS", "")), *ALWAYS)
         link = tuple(shlex.split(environment.get("LDFLAGS", "")))
-        return cls(command, flags, link, machine.lower() in ("x86_64", "amd64"))
+        kind = machine.lower()
+        return cls(command, flags, link, kind in ("x86_64", "amd64"), kind in ("aarch64", "arm64"))
 
     def run(self, arguments: Sequence[str | Path]) -> None:
         command = [*self.command, *self.flags, *map(str, arguments)]
@@ -82,6 +89,7 @@ class Toolchain(NamedTuple):
     def works(self) -> bool:
         """Whether it compiles and links C++17 with threads for every instruction set."""
         flags = {flag for flags in SETS.values() for flag in flags} if self.x86 else ()
+        flags = ARM_SETS["hw_i8mm"] if self.arm else flags
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.cpp")
             source.write_text(PROBE)
@@ -103,20 +111,26 @@ def compiler(environment: Mapping[str, str]) -> tuple[str, ...] | None:
     return next(((name,) for name in paths if name), None)
 
 
-def units(sources: Sequence[Path], x86: bool) -> list[Unit]:
+def units(sources: Sequence[Path], x86: bool, arm: bool = False) -> list[Unit]:
     """The object files, in link order.
 
     The plain instruction set comes first: of inline functions that several objects define, the linker keeps the first,
     which must run on every machine.
     """
-    sets = SETS if x86 else {"hw_plain": ()}
+    sets = SETS if x86 else ARM_SETS if arm else {"hw_plain": ()}
     levels = [
-        Unit(name, "step.cpp", (f"-DHW_ISA={level}", f"-DHW_NS={name}", "-fvisibility=hidden", *flags))
+        Unit(name, "step.cpp", (*level_flags(level, arm), f"-DHW_NS={name}", "-fvisibility=hidden", *flags))
         for level, (name, flags) in enumerate(sets.items())
     ]
+    machine = ("-DHW_X86",) if x86 else ("-DHW_ARM",) if arm else ()
     others = [source.name for source in sources if source.suffix == ".cpp" and source.name != "step.cpp"]
-    rest = [Unit(Path(name).stem, name, (*(("-DHW_X86",) if x86 else ()), visibility(name))) for name in others]
+    rest = [Unit(Path(name).stem, name, (*machine, visibility(name))) for name in others]
     return [levels[0], *rest, *levels[1:]]
+
+
+def level_flags(level: int, arm: bool) -> tuple[str, ...]:
+    """What tells simd.h its instruction set."""
+    return ("-DHW_ISA=0", *((f"-DHW_NEON={level}",) if level else ())) if arm else (f"-DHW_ISA={level}",)
 
 
 def visibility(source: str) -> str:
@@ -131,7 +145,7 @@ def native_sources(root: Path) -> list[Path]:
 
 def key(sources: Sequence[Path], tools: Toolchain) -> str:
     """A hash of everything the library depends on."""
-    digest = hashlib.sha256(repr((tools, units(sources, tools.x86))).encode())
+    digest = hashlib.sha256(repr((tools, units(sources, tools.x86, tools.arm))).encode())
     for source in sources:
         digest.update(f"\n{source.name}\n".encode() + source.read_bytes())
     return digest.hexdigest()
@@ -142,7 +156,7 @@ def compile_objects(root: Path, folder: Path, tools: Toolchain) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     sources = native_sources(root)
     stamp, wanted = folder / "key", key(sources, tools)
-    parts = units(sources, tools.x86)
+    parts = units(sources, tools.x86, tools.arm)
     objects = [folder / f"{unit.name}.o" for unit in parts]
     if stamp.exists() and stamp.read_text() == wanted and all(path.exists() for path in objects):
         return objects

@@ -118,10 +118,23 @@ def test_every_instruction_set_is_compiled_and_the_plain_one_is_linked_first(hoo
     assert {unit.source for unit in units} == {source.name for source in sources if source.suffix == ".cpp"}
 
 
+def test_arm_gets_neon_with_dotprod_and_with_i8mm(hook: ModuleType, tmp_path: Path) -> None:
+    program(tmp_path / "c++", "")
+    for machine in ("aarch64", "arm64"):
+        tools = hook.Toolchain.detect({"PATH": str(tmp_path)}, machine)
+        assert (tools.x86, tools.arm) == (False, True)
+    units = hook.units(hook.native_sources(ROOT), x86=False, arm=True)
+    steps = {unit.name: unit.flags for unit in units if unit.source == "step.cpp"}
+    assert list(steps) == ["hw_plain", "hw_neon", "hw_i8mm"] == [units[0].name, *list(steps)[1:]]
+    assert not [flag for flag in steps["hw_plain"] if flag.startswith(("-m", "-DHW_NEON"))]
+    assert {"-DHW_ISA=0", "-DHW_NEON=2", "-march=armv8.2-a+dotprod+i8mm"} <= set(steps["hw_i8mm"])
+    assert all("-DHW_ARM" in unit.flags for unit in units if unit.source != "step.cpp")
+
+
 def test_other_machines_get_the_plain_set_alone(hook: ModuleType, tmp_path: Path) -> None:
     program(tmp_path / "c++", "")
     assert hook.Toolchain.detect({"PATH": str(tmp_path)}, "AMD64").x86
-    assert not hook.Toolchain.detect({"PATH": str(tmp_path)}, "aarch64").x86
+    assert not any(hook.Toolchain.detect({"PATH": str(tmp_path)}, "riscv64")[3:])
     units = hook.units(hook.native_sources(ROOT), x86=False)
     assert [unit.name for unit in units if unit.source == "step.cpp"] == ["hw_plain"]
     assert not [flag for unit in units for flag in unit.flags if flag.startswith("-m") or flag == "-DHW_X86"]

@@ -10,6 +10,7 @@ import pytest
 
 import headway as hw
 from headway.base.events import StepEvent
+from headway.models.capabilities import Capabilities
 from headway.program.engine import EngineStats
 from headway.program.loaded_model import EngineInfo
 from headway.runtime.passes import PassStats
@@ -31,6 +32,7 @@ TABLES: list[tuple[str, str, type]] = [
     ("StepEvent", "scheduling", StepEvent),
     ("ChatReply", "chat", hw.ChatReply),
     ("engine.info", "cpu", EngineInfo),
+    ("engine.capabilities", "models", Capabilities),
     ("DecodeState", "sync", hw.DecodeState),
     ("engine.profile()", "sync", Profile),
 ]

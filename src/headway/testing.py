@@ -68,8 +68,9 @@ def random_model(
 def random_config(family: str = "llama", **overrides: Any) -> ModelConfig:
     """The small config that `random_model` uses."""
     found = next((f for f in FAMILIES if f.name == family), None)
-    if found is None:
-        raise InvalidInput(f"family {family!r} is not known; it must be one of {', '.join(f.name for f in FAMILIES)}")
+    if found is None or found.describe is not None:
+        plain = ", ".join(f.name for f in FAMILIES if f.describe is None)
+        raise InvalidInput(f"family {family!r} is not known here; it must be one with Llama's layers: {plain}")
     known = {f.name for f in fields(ModelConfig)}
     unknown = sorted(set(overrides) - known)
     if unknown:

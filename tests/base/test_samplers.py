@@ -215,7 +215,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_numbers_are_uniform_and_free_of_their_neighbours(name):
+def test_numbers_are_uniform_and_free_of_their_neighbors(name):
     values = STREAMS[name](100_000)
     assert len(np.unique(values)) == len(values)
     assert stats.kstest(values, "uniform").pvalue > LEVEL
@@ -228,7 +228,7 @@ def test_numbers_are_uniform_and_free_of_their_neighbours(name):
         assert stats.chisquare(np.bincount(pairs[:: lag + 1], minlength=256)).pvalue > LEVEL
 
 
-def test_streams_of_neighbouring_seeds_positions_and_ordinals_are_independent():
+def test_streams_of_neighboring_seeds_positions_and_ordinals_are_independent():
     base = rng.uniforms(7, np.arange(50_000), 0)
     for other in (rng.uniforms(8, np.arange(50_000), 0), rng.uniforms(7, np.arange(50_000), 1)):
         pairs = (base * 16).astype(int) * 16 + (other * 16).astype(int)

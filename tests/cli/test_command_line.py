@@ -16,6 +16,8 @@ import pytest
 from headway.cli import render
 from headway.models.hub import store
 from support.forked import forked
+from support.hf import save_hf
+from support.hf_families import family_model
 
 Run = Callable[..., CompletedProcess[str]]
 
@@ -237,6 +239,13 @@ class TestModels:
         text = headway("models", "show").stdout
         assert "SmolLM2-135M-Instruct" in text
         assert "9 queries, 3 keys, 64 wide" in text
+
+    def test_show_says_which_path_will_compute(self, headway: Run, tmp_path: Path) -> None:
+        shown = headway("models", "show", str(save_hf(tmp_path, family_model("qwen3-moe")[1]))).stdout
+        assert "(2 of 5 experts)" in shown
+        assert "torch, the reference" in shown
+        assert "adapters of gate, up, down" in " ".join(shown.split())
+        assert "the native step on a CPU" in headway("models", "show", "smollm2").stdout
 
     def test_show_refuses_a_file_that_is_no_model(self, headway: Run, tmp_path: Path) -> None:
         file = tmp_path / "bad.gguf"

@@ -35,6 +35,7 @@ from support.arrays import (
     quantize_int4,
     quantize_int8,
 )
+from support.sweeps import instruction_sets
 
 Build = Callable[[int, int, torch.Generator], QuantizedMatrix]
 THREADS = (1, 2, 3, 4, 8, 9, 17)
@@ -48,9 +49,9 @@ def here() -> tuple[str, ...]:
     return () if calls is None else ISAS[: calls.hw_best_isa() + 1]
 
 
-@pytest.fixture(scope="module", params=ISAS)
+@pytest.fixture(scope="module", params=instruction_sets())
 def thread_pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], ThreadPool]]:
-    """Teams of any size that keep to one instruction set."""
+    """Thread pools of any size that keep to one instruction set."""
     if request.param not in here():
         pytest.skip(open_library().missing or f"this machine has no {request.param}")
     before = open_library().isa

@@ -15,12 +15,13 @@ from headway.base.samplers import Sampling
 from headway.kernels.native.library import ISAS, ThreadPool, open_library, use_isa
 from headway.kernels.reference.sampling import NO_TOKEN, RowSampler, sample, sampling_distribution
 from support.arrays import sample_native
+from support.sweeps import instruction_sets
 
 pytestmark = pytest.mark.skipif(open_library().calls is None, reason=open_library().missing or "-")
 NEAR = 1e-9  # of a step of the running probability: there another order of sums may choose the neighbor
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=instruction_sets())
 def thread_pool(request: pytest.FixtureRequest) -> Iterator[ThreadPool]:
     calls = open_library().calls
     assert calls is not None

@@ -31,6 +31,7 @@ from headway.kernels.reference.sampling import (
     sample,
     sampling_distribution,
 )
+from support.sweeps import swept
 
 LEVEL = 1e-6  # of every chi-square test here; seeds are fixed, so a pass stays a pass
 NEAR = 1e-10  # a filter whose threshold is nearer than this is not asked to agree
@@ -68,16 +69,16 @@ def reference(logits, how: Sampling, allowed=None, seen=(), generated=None) -> d
         return {min(i for i in range(len(scores)) if scores[i] == scores.max()): 1.0}
     live = [i for i in range(len(scores)) if scores[i] > -np.inf]
     logs = {i: (scores[i] - scores.max()) / how.temperature for i in live}
-    probs = renormalised({i: math.exp(logs[i]) for i in live})
+    probs = renormalized({i: math.exp(logs[i]) for i in live})
     if how.top_k:
-        probs = renormalised({i: probs[i] for i in sorted(live, key=lambda i: (-scores[i], i))[: how.top_k]})
+        probs = renormalized({i: probs[i] for i in sorted(live, key=lambda i: (-scores[i], i))[: how.top_k]})
     if how.top_p < 1:
         probs = shortest(probs, sorted(probs, key=lambda i: (-scores[i], i)), how.top_p)
     if how.min_p > 0:
         edge = how.min_p * max(probs.values())
         if any(abs(p - edge) < NEAR and p != max(probs.values()) for p in probs.values()):
             raise Close
-        probs = renormalised({i: p for i, p in probs.items() if p >= edge})
+        probs = renormalized({i: p for i, p in probs.items() if p >= edge})
     if how.typical_p < 1:
         mean = math.fsum(-p * math.log(p) for p in probs.values() if p > 0)
         far = {i: abs(-math.log(p) - mean) if p > 0 else math.inf for i, p in probs.items()}
@@ -89,7 +90,7 @@ def reference(logits, how: Sampling, allowed=None, seen=(), generated=None) -> d
     return probs
 
 
-def renormalised(weights: dict[int, float]) -> dict[int, float]:
+def renormalized(weights: dict[int, float]) -> dict[int, float]:
     total = math.fsum(weights.values())
     return {i: weight / total for i, weight in weights.items()}
 
@@ -104,8 +105,8 @@ def shortest(probs: dict[int, float], order: list[int], share: float) -> dict[in
             raise Close
         # Equal weights are whole numbers to the kernel, and then it must land on the threshold exactly.
         if (size >= share * len(order)) if equal else (gap >= 0):
-            return renormalised({j: probs[j] for j in order[:size]})
-    return renormalised(probs)
+            return renormalized({j: probs[j] for j in order[:size]})
+    return renormalized(probs)
 
 
 def history(seen, generated):
@@ -404,7 +405,7 @@ def check_frequencies(sampler, draws: int, masked: bool) -> None:
         assert stats.chisquare(counts, means).pvalue > LEVEL
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", swept([True, False]))
 @pytest.mark.parametrize("sampler", COMBINATIONS, ids=named)
 def test_frequencies_fit_the_exact_distribution(sampler, masked):
     check_frequencies(sampler, 1500, masked)

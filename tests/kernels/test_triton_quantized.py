@@ -131,7 +131,7 @@ def test_matmul_with_rows(kind: QuantKind, rows: int) -> None:
 @KINDS
 @pytest.mark.parametrize("rows", [1, pytest.param(2, marks=SLOWER), 9])
 def test_gate_times_up(kind: QuantKind, rows: int) -> None:
-    for n, k in ((21, 96), (48, 320)):
+    for n, k in ((21, 96), (48, 320)) if DEVICE == "cuda" else ((21, 96),):
         x, w = draw(rows, k).half(), matrix(kind, 2 * n, k, gated=True)
         expected = gated_silu(F.linear(x.float(), w.weight, w.bias), exact=False)
         y, half = draw(rows, n), draw(rows, n).half()

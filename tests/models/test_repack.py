@@ -194,7 +194,7 @@ def test_a_quantized_folder_is_near_the_plain_one(tmp_path: Path, quantize: str)
     assert 1e-4 < error < {"int8": 0.08, "int4": 0.5}[quantize]
 
 
-def test_other_ways_to_quantise_are_refused(tmp_path: Path) -> None:
+def test_other_ways_to_quantize_are_refused(tmp_path: Path) -> None:
     folder = save_hf(tmp_path, variant("llama-biases")[1])
     with pytest.raises(hw.InvalidInput, match="quantize is 'int5'; it must be int8, int4 or fp8"):
         hw.Engine(folder, quantize="int5")

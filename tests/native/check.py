@@ -1,4 +1,4 @@
-"""Runs driver.cpp with the native library under sanitizers (address, undefined behaviour, threads), then valgrind.
+"""Runs driver.cpp with the native library under sanitizers (address, undefined behavior, threads), then valgrind.
 
 Called by `make native-sanitize` and `make test-all`; ends with 1 when one of them finds something. What this machine
 lacks is skipped, and said. Valgrind knows no AVX-512 and tells programs so: under it the plain and the AVX2 kernels

@@ -160,6 +160,7 @@ Results sampled(int vocab, int threads) {
 struct Shape {
   int hidden, inner, heads, kv_heads, head_dim, page, segments, rows, past;
   int common = 0;  // pages that all sequences begin with; each then has `rows` rows
+  int kv_kind = HW_F32;
 };
 
 // A step of several sequences: `past` slots before each, pages in random order, two mask sets, some rows not kept.
@@ -244,7 +245,7 @@ Results step(const Shape& s, int threads) {
   const size_t cells = (size_t)LAYERS * 2 * q.all_pages * s.page * narrow;
   hw_model model{LAYERS, s.hidden, s.inner, s.heads, s.kv_heads, s.head_dim, VOCAB, s.head_dim / 2, s.page, 1e-5f,
                  0.25f, 1.0f, m.floats(s.head_dim / 2), m.floats(s.hidden), layers, any(VOCAB, s.hidden), any(VOCAB, s.hidden),
-                 m.floats(cells), q.all_pages};
+                 s.kv_kind == HW_F32 ? (void*)m.floats(cells) : m.halves(cells), q.all_pages, s.kv_kind};
   const int32_t* at[2] = {m.copy(q.at[0]), m.copy(q.at[1])};
   const int32_t* runs[2] = {m.copy(q.runs[0]), m.copy(q.runs[1])};
   float *hidden = m.floats((size_t)hooks * s.hidden), *queries = m.floats((size_t)hooks * wide), *out = m.floats((size_t)T * s.hidden);
@@ -266,7 +267,7 @@ Results step(const Shape& s, int threads) {
   for (int norm = 0; norm < 2; norm++) require(hw_logits(pool, &model, out, T, norm, logits, VOCAB) == 0, "hw_logits");
   Results all;
   keep(all, out, (size_t)T * s.hidden), keep(all, hidden, (size_t)hooks * s.hidden), keep(all, queries, (size_t)hooks * wide);
-  keep(all, logits, (size_t)T * VOCAB), keep(all, model.kv, cells), keep(all, best, reads), keep(all, bad, reads);
+  keep(all, logits, (size_t)T * VOCAB), keep(all, (uint16_t*)model.kv, cells * (s.kv_kind == HW_F32 ? 2 : 1)), keep(all, best, reads), keep(all, bad, reads);
   hw_pool_free(pool);
   return all;
 }
@@ -274,10 +275,11 @@ Results step(const Shape& s, int threads) {
 // ---- all cases ---------------------------------------------------------------------------------------------------
 
 int cases = 0;
+uint64_t digest = 0;  // of what all cases of an instruction set gave, but for those with values that are not finite
 
 // 1 to `most` threads; with `crowd` also more threads than replicate rows.
 template <class F>
-void same_for_all_threads(const char* what, int isa, int most, F&& work, bool crowd = false) {
+void same_for_all_threads(const char* what, int isa, int most, F&& work, bool crowd = false, bool finite = true) {
   Results first;
   std::vector<int> counts;
   for (int threads = 1; threads <= most; threads++) counts.push_back(threads);
@@ -292,6 +294,7 @@ void same_for_all_threads(const char* what, int isa, int most, F&& work, bool cr
       std::exit(1);
     }
   }
+  for (size_t i = 0; finite && i < first.size(); i++) digest = (digest ^ first[i]) * 1099511628211ull;
 }
 
 void all_of(int isa, int most) {
@@ -301,7 +304,7 @@ void all_of(int isa, int most) {
     for (auto& z : sizes)
       for (int strange = 0; strange < 2; strange++) {
         const int k = f.scale == HW_SCALE_K ? up(z[1], 256) : z[1];
-        same_for_all_threads("matmul", isa, most, [&](int t) { return matmul(f, z[0], k, z[2], strange, t); });
+        same_for_all_threads("matmul", isa, most, [&](int t) { return matmul(f, z[0], k, z[2], strange, t); }, false, !strange);
       }
   for (int kind = 0; kind < 4; kind++)
     for (int n : {1, 31, 48})
@@ -310,7 +313,11 @@ void all_of(int isa, int most) {
   const Shape shapes[] = {{64, 96, 4, 2, 16, 16, 1, 1, 300}, {50, 70, 6, 2, 20, 8, 3, 2, 140}, {256, 256, 4, 4, 32, 32, 2, 19, 0},
                           {40, 33, 8, 1, 24, 40, 1, 2, 500}, {96, 64, 2, 1, 64, 64, 4, 5, 70},
                           {48, 32, 4, 2, 16, 16, 19, 1, 300, 17}, {50, 40, 2, 1, 20, 24, 3, 1, 290, 11}};
-  for (const Shape& s : shapes) same_for_all_threads("step", isa, most, [&](int t) { return step(s, t); }, true);
+  for (Shape s : shapes)
+    for (int kind : {HW_F32, HW_F16, HW_BF16}) {
+      s.kv_kind = kind;
+      same_for_all_threads("step", isa, most, [&](int t) { return step(s, t); }, true);
+    }
 }
 
 }  // namespace
@@ -319,6 +326,11 @@ int main(int count, char** arguments) {
   const int most = count > 1 ? std::atoi(arguments[1]) : 8;
   require(hw_version() == HW_VERSION, "the library has the header's version");
   require(hw_use_isa(-1) != 0 && hw_use_isa(hw_best_isa() + 1) != 0, "an instruction set that is not there is refused");
-  for (int isa = 0; isa <= hw_best_isa(); isa++) all_of(isa, most);
+  for (int isa = 0; isa <= hw_best_isa(); isa++) {
+    digest = 14695981039346656037ull;
+    all_of(isa, most);
+    std::printf("instruction set %d: %016llx\n", isa, (unsigned long long)digest);
+    std::fflush(stdout);
+  }
   std::printf("%d cases, instruction sets 0 to %d, 1 to %d threads\n", cases, hw_best_isa(), most);
 }

@@ -112,7 +112,7 @@ class TestProducts:
         torch.testing.assert_close(native(x), reference(x), rtol=1e-4, atol=2e-4)
         assert float((reference(x) - TorchLinear(weight, bias)(x)).abs().max()) > 1e-3  # it really is 8 bits
 
-    def test_a_row_does_not_depend_on_its_neighbours(self) -> None:
+    def test_a_row_does_not_depend_on_its_neighbors(self) -> None:
         torch.manual_seed(0)
         product = int8_factory(1)(torch.randn(48, 64), None)
         x = torch.randn(5, 64)

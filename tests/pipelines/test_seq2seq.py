@@ -22,7 +22,7 @@ TEXTS = [*encoders.texts(5, seed=5), "a", "the film was great in paris and dull 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "greedy, no cache": {"use_cache": False},
-    "penalised": {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "min_length": 5},
+    "penalized": {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "min_length": 5},
     "by total length": {"max_length": 7, "max_new_tokens": None},
     "another start": {"decoder_start_token_id": 5},
     "forced": {"forced_bos_token_id": 7, "forced_eos_token_id": 1},

@@ -39,7 +39,7 @@ def engine() -> Iterator[hw.Engine]:
 
 @pytest.fixture(scope="module")
 def pair(engine: hw.Engine) -> Iterator[tuple[hw.Context, hw.Context]]:
-    """A context that every case tries to break, and its neighbour. Nothing may change them, so all cases share them."""
+    """A context that every case tries to break, and its neighbor. Nothing may change them, so all cases share them."""
     contexts = engine.context(), engine.context()
     for seed, context in enumerate(contexts):
         context.forward().input(random_tokens(V, DONE, seed)).execute().result()
@@ -737,7 +737,7 @@ TWO = ("input_at", "sample", "probe", "discard_pages")
 def test_arbitrary_values_are_used_or_refused_and_never_break_anything(engine: hw.Engine, calls: list[Any]) -> None:
     with engine.context() as context:
         context.forward().input(random_tokens(V, DONE)).execute().result()
-        with context.fork() as neighbour:
+        with context.fork() as neighbor:
             forward = context.forward()
             for verb, one, two in calls:
                 target: Any = forward if verb in VERBS[:6] else context if verb in VERBS[6:8] else context.inner()
@@ -751,7 +751,7 @@ def test_arbitrary_values_are_used_or_refused_and_never_break_anything(engine: h
                 forward.execute().result()
             except hw.HeadwayError:
                 assert snapshot(context) == before
-            expected = logit_rows(neighbour, [1, 2])
+            expected = logit_rows(neighbor, [1, 2])
     with engine.context() as fresh:
         fresh.forward().input(random_tokens(V, DONE)).execute().result()
         assert_close(logit_rows(fresh, [1, 2]), expected)

@@ -1,4 +1,4 @@
-"""The law of batch mates: a pass gives the same result alone and in any batch, whatever its neighbours ask for."""
+"""The law of batch mates: a pass gives the same result alone and in any batch, whatever its neighbors ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cancellation and failure: at every await point the context, its pages and its neighbours are exactly as before."""
+"""Cancellation and failure: at every await point the context, its pages and its neighbors are exactly as before."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_cancelled_before_its_step(parts: tuple[hw.Engine, Gate, Judge]) -> None
 
     async def program() -> None:
         gate.shut()
-        neighbour = asyncio.ensure_future(asyncio.to_thread(other.run, [1]))
+        neighbor = asyncio.ensure_future(asyncio.to_thread(other.run, [1]))
         await asyncio.to_thread(gate.someone_waits)
         task = asyncio.ensure_future(wait_for(twin.build(random_tokens(V, 20, 1))))
         await asyncio.sleep(0)
@@ -118,7 +118,7 @@ def test_cancelled_before_its_step(parts: tuple[hw.Engine, Gate, Judge]) -> None
         assert snapshot(twin.context)[:3] == before[:3]
         twin.context.fill([5]).truncate(1)
         gate.open.set()
-        await neighbour
+        await neighbor
 
     asyncio.run(program())
     other.context.release()

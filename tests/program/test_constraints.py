@@ -318,7 +318,7 @@ def test_a_regex_allows_what_pythons_re_matches(pattern, start, tokenizer, close
             made.append(tokenizer.decode(tokens))
             assert re.fullmatch(pattern, made[-1]), made[-1]
     assert made
-    for text in made:  # and its neighbours, which mostly do not match
+    for text in made:  # and its neighbors, which mostly do not match
         at = int(rng.integers(len(text) + 1))
         other = text[:at] + str(rng.choice(alphabet)) + text[at + 1 :]
         got = matches(start(Grammar.regex(pattern)), tokenizer, other)
@@ -715,6 +715,10 @@ def test_what_is_no_schema_is_a_wrong_type(schema):
         (lambda: Grammar.lark('%llguidance {"allow_invalid_utf8": true}\nstart: "a"'), "allow_invalid_utf8"),
         (lambda: Grammar.lark('start: %json {"not": {}}'), "'not'"),
         (lambda: Grammar.lark("start: %json {"), "no JSON"),
+        (
+            lambda: Grammar.lark('start: a b\na: %json {}\nb: %json ' + json.dumps(obj({"c": {"oneOf": OVERLAP}}))),
+            "the oneOf at #/properties/c of %json 2 may overlap",
+        ),
         (lambda: Grammar.lark("start: " + "(" * 5000 + '"a"' + ")" * 5000), "nested"),
         (lambda: Grammar.lark('start: "' + "a" * 70_000 + '"'), "bytes"),
         (lambda: Grammar.lark("\n".join(f'r{i}: "x"' for i in range(LARK_NAMES + 1))), f"at most {LARK_NAMES}"),

@@ -47,12 +47,12 @@ def test_deterministic_rows_have_the_same_bits_alone_and_in_any_batch_and_chunki
     with exact.context() as context:
         while at < len(tokens):
             count = int(rng.integers(1, len(tokens) - at + 1))
-            found.append(among_neighbours(exact, context, tokens[at : at + count], rng))
+            found.append(among_neighbors(exact, context, tokens[at : at + count], rng))
             at += count
     np.testing.assert_array_equal(np.concatenate(found), alone)
 
 
-def among_neighbours(engine: hw.Engine, context: hw.Context, tokens: list[int], rng: np.random.Generator) -> np.ndarray:
+def among_neighbors(engine: hw.Engine, context: hw.Context, tokens: list[int], rng: np.random.Generator) -> np.ndarray:
     """The logits of the context's next rows, computed in one step with up to seven other sequences, 64 rows in all."""
     left, others = 64 - len(tokens), []
     while left > 0 and len(others) < 7:

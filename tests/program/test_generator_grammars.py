@@ -275,9 +275,9 @@ def test_a_bad_grammar_leaves_nothing_behind_and_disturbs_nobody(words: hw.Engin
 
     async def program(engine: hw.Engine) -> None:
         alone = await started(engine, LETTER, 9).tokens()
-        neighbour = asyncio.create_task(started(engine, LETTER, 9).tokens())
+        neighbor = asyncio.create_task(started(engine, LETTER, 9).tokens())
         await bad(engine)
-        assert await neighbour == alone
+        assert await neighbor == alone
 
     words.run(program)
     assert words.stats().pages_held == 0

@@ -23,6 +23,7 @@ from headway.models.decoder import Decoder
 from headway.models.layers import Linear
 from headway.testing import random_model
 from support.checks import assert_close, random_tokens
+from support.sweeps import instruction_sets
 
 V = 53
 TOLERANCE = 3e-5  # of the largest; one layer rounds less than the whole models that 1e-4 is for
@@ -145,7 +146,7 @@ def assert_same_layer(case: Case, isa: str) -> None:
         assert_close(ours[name], theirs[name], f"{name} of {case}", tolerance)
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=instruction_sets())
 def isa(request: pytest.FixtureRequest) -> str:
     calls = open_library().calls
     if calls is None or ISAS.index(request.param) > calls.hw_best_isa():

@@ -91,7 +91,7 @@ def test_ambiguous_grammars_end_with_the_reason_and_others_do_not(words: hw.Engi
     async def ambiguous(engine: hw.Engine, seed: int) -> None:
         async with engine.context().fill(f"{seed}") as context:
             made = context.generate(hw.Multinomial(seed=seed), max_tokens=400, min_tokens=400, constrain=AMBIGUOUS)
-            with pytest.raises(hw.GrammarTooSlow, match=r"Too many items \(limit 5000.*less ambiguous"):
+            with pytest.raises(hw.GrammarTooSlow, match=r"Too many items \(limit \d+.*less ambiguous"):
                 await made.tokens()
             with pytest.raises(hw.GrammarTooSlow, match="less ambiguous"):  # said again to whoever asks again
                 await anext(made)
@@ -105,7 +105,7 @@ def test_ambiguous_grammars_end_with_the_reason_and_others_do_not(words: hw.Engi
 
     async def program(engine: hw.Engine) -> None:
         others = asyncio.gather(*(ambiguous(engine, seed) for seed in range(2)))
-        assert await bystander(engine, others) > 20
+        assert await bystander(engine, others) > 5
         await others
 
     words.run(program)
@@ -138,11 +138,11 @@ def test_many_items_that_are_cheap_are_no_reason_to_end(words: hw.Engine) -> Non
 
 def test_a_budget_ends_a_generation_and_is_shared_by_its_copies(words: hw.Engine) -> None:
     async def program(engine: hw.Engine) -> None:
-        limit = GrammarBudget(0.02)
+        limit = GrammarBudget(0.002)
         first = matcher(engine, AMBIGUOUS, budget=limit)
         second = first.copy()
         made = started(engine, first, max_tokens=400, min_tokens=400)
-        with pytest.raises(hw.GrammarTooSlow, match=r"taken 0\.\d seconds; max_grammar_seconds is 0.02"):
+        with pytest.raises(hw.GrammarTooSlow, match=r"taken 0\.\d seconds; max_grammar_seconds is 0.002"):
             await made.tokens()
         assert limit.spent > limit.seconds
         with pytest.raises(hw.GrammarTooSlow, match="max_grammar_seconds"):
@@ -158,10 +158,10 @@ def test_an_engine_has_the_budget_of_its_generations(smollm2_path: Path) -> None
     with pytest.raises(hw.InvalidInput, match="max_grammar_seconds is 0; it must be a number greater than 0"):
         hw.Engine(smollm2_path, max_grammar_seconds=0)
     runner = ScriptedRunner(49152, 16)
-    with hw.Engine(smollm2_path, runner=runner, pages=100, threads=1, max_grammar_seconds=0.02) as engine:
+    with hw.Engine(smollm2_path, runner=runner, pages=100, threads=1, max_grammar_seconds=0.002) as engine:
 
         async def program(engine: hw.Engine) -> None:
-            with pytest.raises(hw.GrammarTooSlow, match=r"max_grammar_seconds is 0.02"):
+            with pytest.raises(hw.GrammarTooSlow, match=r"max_grammar_seconds is 0.002"):
                 await started(engine, AMBIGUOUS, max_tokens=400, min_tokens=400).tokens()
 
         engine.run(program)

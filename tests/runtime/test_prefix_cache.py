@@ -243,7 +243,7 @@ def test_the_key_is_a_chain_over_all_that_matters() -> None:
     assert chain(root(""), tokens, positions, moved, 16)[0] != own[0]
 
 
-def test_runs_of_neighbouring_masks_cannot_be_told_otherwise() -> None:
+def test_runs_of_neighboring_masks_cannot_be_told_otherwise() -> None:
     """Two rows whose runs, written one after the other, read the same must not have one key."""
     one: list[Brle | None] = [Brle.from_intervals(4, [(0, 2)]), Brle.from_intervals(4, [(0, 1), (2, 3)])]
     two: list[Brle | None] = [Brle.from_intervals(4, [(0, 1), (2, 3)]), Brle.from_intervals(4, [(0, 2)])]

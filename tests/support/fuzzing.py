@@ -51,6 +51,7 @@ CHOSEN: dict[str, list[Any]] = {  # forms that are hard to come by at random
     "response_format": [None, {"type": "json_object"}, {"type": "text"}],
     "tools": [None, []],
     "tool_choice": [None, "auto", "none"],
+    "suffix": [None, ""],
 }
 
 load_all_checks()
@@ -160,6 +161,9 @@ def narrowed(document: dict[str, Any], vocab: int) -> dict[str, Any]:
         fields |= {field: {"enum": values} for field, values in CHOSEN.items() if field in fields}
     schemas["ChatRequest"]["properties"]["tools"] = {"enum": [None, [], [TOOL]]}
     schemas["ResponseRequest"]["properties"]["input"] = {"type": "string", "minLength": 1, "maxLength": 40}
+    tokenize = schemas["TokenizeRequest"]  # texts; chats are drawn elsewhere
+    tokenize["properties"] = {name: tokenize["properties"][name] for name in ("prompt", "special", "return_token_strs")}
+    tokenize["properties"]["prompt"], tokenize["required"] = {"type": "string", **TEXT}, ["prompt"]
     for name in ("OllamaChatRequest", "OllamaGenerateRequest"):
         schemas[name]["properties"]["model"] = {"enum": ["smollm2", "smollm2:latest"]}
     for name in ("InputMessage", "OllamaMessage"):

@@ -112,7 +112,7 @@ def write_gguf(
 
 
 def blocks_of(values: np.ndarray, kind: str) -> np.ndarray:
-    """Values stored as `kind`. The gguf package cannot quantise to the K kinds: there, random blocks of their size."""
+    """Values stored as `kind`. The gguf package cannot quantize to the K kinds: there, random blocks of their size."""
     if kind not in TYPICAL:
         return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
     blocks = random_bytes(kind, *values.shape).reshape(-1, KINDS[kind].nbytes)

@@ -166,14 +166,20 @@ def random_hf(family: str, seed: int, *, name: str = "", **overrides: Any) -> tu
 
     `overrides` are config keys in transformers' spelling; `name` only lets an entry of `VARIANTS` be passed whole.
     """
+    return build_hf(f"{_CLASSES[family]}Config", f"{_CLASSES[family]}ForCausalLM", overrides, seed)
+
+
+def build_hf(
+    config_class: str, model_class: str, overrides: dict[str, Any], seed: int
+) -> tuple[dict[str, Any], PreTrainedModel]:
+    """The same for any of transformers' classes."""
     settings = json.loads(json.dumps({**_SMALL, **overrides}))  # transformers edits the nested dicts it is given
-    class_name = f"{_CLASSES[family]}ForCausalLM"
-    config = getattr(transformers, f"{_CLASSES[family]}Config")(**settings)
-    config.architectures = [class_name]
+    config = getattr(transformers, config_class)(**settings)
+    config.architectures = [model_class]
     config.dtype = "float32"
     config._attn_implementation = "eager"
     with torch.random.fork_rng(devices=[]):
-        model: PreTrainedModel = getattr(transformers, class_name)(config).float().eval()
+        model: PreTrainedModel = getattr(transformers, model_class)(config).float().eval()
     randomize(model, seed)
     return json.loads(model.config.to_json_string(use_diff=False)), model
 

@@ -28,7 +28,7 @@ def small_engine(folder: Path, *, pages: int = 256, **options: Any) -> hw.Engine
 
 
 def tokens_of(served: Live, prompt: str = PROMPT, **more: Any) -> list[Any]:
-    """What a neighbour gets: the tokens it draws and their log-probabilities, with a seed of its own."""
+    """What a neighbor gets: the tokens it draws and their log-probabilities, with a seed of its own."""
     asked = {"max_tokens": 24, "seed": 5, "temperature": 0.8, "logprobs": 0, "ignore_eos": True} | more
     (choice,) = served.complete(prompt, **asked)["choices"]
     return [choice["text"], choice["logprobs"]["tokens"]]

@@ -132,7 +132,7 @@ def parse(format, pieces, prompt="", limits=None):
 
 
 def merged(parts):
-    """The parts with neighbouring deltas put together."""
+    """The parts with neighboring deltas put together."""
     out = []
     for part in parts:
         match out[-1:], part:

@@ -124,7 +124,7 @@ def test_a_prompt_and_its_continuation_make_the_whole(name, data):
     assert tokenizer.decode(ids[:cut]) + stream.push(ids[cut:]) + stream.flush() == tokenizer.decode(ids)
 
 
-def test_neighbours_matter_for_wordpiece_so_it_waits():
+def test_neighbors_matter_for_wordpiece_so_it_waits():
     stream = TextStream(TOKENIZERS["wordpiece"])
     assert stream.push([1, 2, 3, 4]) == ""
     assert stream.flush() == "undo it."

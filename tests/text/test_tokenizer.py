@@ -219,7 +219,7 @@ def test_words_of_each_pre_tokenizer(pre, text, words):
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
 def test_every_pre_tokenizer_keeps_the_text(pre):
     tokenizer = built(byte_metadata(pre=pre))
-    text = TEXT.replace("e\u0301", "é")  # some families normalise to NFC
+    text = TEXT.replace("e\u0301", "é")  # some families normalize to NFC
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -549,7 +549,7 @@ def test_unigram_text_never_becomes_a_special_token(tmp_path):
         ({"tokenizer_config": {"chat_template": [3]}}, "chat_template .* entry 3"),
     ],
 )
-def test_broken_neighbours_are_named(tmp_path, backend, files, said):
+def test_broken_neighbors_are_named(tmp_path, backend, files, said):
     with pytest.raises(BadModelFile, match=said):
         Tokenizer.from_folder(write_folder(tmp_path, backend, **files))
 

@@ -52,6 +52,11 @@ class ModelFacts:
     intermediate_size: int
     vocab_size: int
     max_positions: int
+    active_parameters: int = 0  # that one token uses
+    windows: tuple[int, int] = (0, 0)  # layers with a sliding window, and the widest
+    experts: tuple[int, int] | None = None  # how many, and how many a token goes to
+    why_not_fast: str | None = None  # why neither the native step nor Triton kernels compute it
+    missing: tuple[str, ...] = ()  # what is refused
 
     @property
     def kv_values_per_token(self) -> int:
@@ -61,6 +66,7 @@ class ModelFacts:
 def read_model(path: Path) -> ModelFacts:
     """Facts about the model at `path`, without reading its weights."""
     from headway.base.device import Device
+    from headway.models.capabilities import Capabilities, why_not_fast
     from headway.models.config import read_config
     from headway.models.files.weights import open_weights
     from headway.models.load import stored_dtype
@@ -78,9 +84,13 @@ def read_model(path: Path) -> ModelFacts:
         file_bytes=stored,
         stored_types=tuple(kinds.most_common()),
         gpu_dtype=pick_dtype("auto", Device("cuda"), stored_dtype(path)),
+        windows=(len(bound := [w for w in config.windows if w is not None]), max(bound, default=0)),
+        experts=None if (experts := config.description.experts) is None else (experts.count, experts.per_token),
+        why_not_fast=why_not_fast(config),
+        missing=Capabilities.of(config).missing(),
         **{name: getattr(config, name) for name in _SHAPE},
     )
 
 
-_SHAPE = ("family", "layers", "hidden_size", "heads", "kv_heads", "head_dim")
+_SHAPE = ("family", "active_parameters", "layers", "hidden_size", "heads", "kv_heads", "head_dim")
 _SHAPE += ("intermediate_size", "vocab_size", "max_positions")

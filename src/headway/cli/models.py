@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from headway.base.errors import InvalidInput
+from headway.cli.facts import ModelFacts, read_model
 from headway.cli.options import Json, Quiet
 from headway.cli.render import counted, emit_json, fetching, note, show_pairs, show_table, size
 from headway.models.hub import store
@@ -46,8 +47,6 @@ def pull(name: Name = None, model: Flag = None, quiet: Quiet = False, json: Json
 @app.command()
 def show(name: Anything = None, model: Flag = None, json: Json = False) -> None:
     """Show a model's family, size, shape and types. Nothing is fetched or loaded."""
-    from headway.cli.facts import read_model
-
     wanted = _one(name, model, default=DEFAULT_MODEL)
     facts = read_model(store.resolve(wanted, download=False))
     if json:
@@ -55,13 +54,14 @@ def show(name: Anything = None, model: Flag = None, json: Json = False) -> None:
             {"name": wanted} | asdict(facts) | {"path": str(facts.path), "stored_types": dict(facts.stored_types)}
         )
         return
+    kv = facts.kv_values_per_token
     pairs: list[tuple[str, Any]] = [
         ("name", wanted),
         *([("title", KNOWN[wanted].title)] if wanted in KNOWN else []),
         ("path", facts.path),
         ("format", facts.format),
         ("family", facts.family),
-        ("parameters", f"{facts.parameters:,}"),
+        ("parameters", _parameters(facts)),
         ("weights on disk", size(facts.file_bytes)),
         ("stored as", ", ".join(f"{kind} ({counted(count, 'tensor')})" for kind, count in facts.stored_types)),
         ("computed in", f"float32 on a CPU, {facts.gpu_dtype} on a GPU, unless --dtype says otherwise"),
@@ -70,9 +70,30 @@ def show(name: Anything = None, model: Flag = None, json: Json = False) -> None:
         ("heads", f"{facts.heads} queries, {facts.kv_heads} keys, {facts.head_dim} wide"),
         ("feed-forward size", facts.intermediate_size),
         ("vocabulary", f"{facts.vocab_size:,}"),
-        ("context", f"{facts.max_positions:,} positions"),
+        ("context", f"{facts.max_positions:,} positions{_windows(facts)}"),
+        ("memory of 1,000 tokens", f"{size(4000 * kv)} in float32, {size(2000 * kv)} in {facts.gpu_dtype}"),
+        ("computed by", _runner(facts)),
+        ("not supported", "; ".join(facts.missing) or "nothing is left out"),
     ]
     show_pairs((key, str(value)) for key, value in pairs)
+
+
+def _parameters(facts: ModelFacts) -> str:
+    if facts.experts is None:
+        return f"{facts.parameters:,}"
+    count, each = facts.experts
+    return f"{facts.parameters:,}, of which a token uses {facts.active_parameters:,} ({each} of {count} experts)"
+
+
+def _windows(facts: ModelFacts) -> str:
+    layers, widest = facts.windows
+    return f"; {counted(layers, 'layer')} see{'s' if layers == 1 else ''} the last {widest:,}" if layers else ""
+
+
+def _runner(facts: ModelFacts) -> str:
+    if facts.why_not_fast is None:
+        return "the native step on a CPU, Triton kernels on a CUDA device"
+    return f"torch, the reference: a faster path does not serve; {facts.why_not_fast}"
 
 
 @app.command()

@@ -84,6 +84,24 @@ Quantize = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+KvDtype = Annotated[
+    str,
+    typer.Option(
+        "--kv-dtype",
+        metavar="TYPE",
+        help="Keys and values on a CPU: float32, float16, bfloat16; auto is float16 for quantized weights.",
+        rich_help_panel=ENGINE,
+    ),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="AMOUNT",
+        help="Memory to use for weights, KV cache and graphs, e.g. 2G; the KV cache alone takes 1/8 of a CPU's memory.",
+        rich_help_panel=ENGINE,
+    ),
+]
 MemoryFraction = Annotated[
     float | None,
     typer.Option(
@@ -191,6 +209,8 @@ class EngineOptions:
     threads: Threads = None
     quantize: Quantize = None
     memory_fraction: MemoryFraction = None
+    kv_dtype: KvDtype = "auto"
+    memory: Memory = None
 
     def __post_init__(self) -> None:
         check_fraction(self.memory_fraction, "--memory-fraction")  # before the model is fetched
@@ -286,7 +306,7 @@ def open_drafter(name: str | None, options: EngineOptions) -> Iterator[hw.Drafte
     if name is None or own is not None:
         yield own
         return
-    with open_engine(replace(options, model=name, quantize=None, memory_fraction=None)) as engine:
+    with open_engine(replace(options, model=name, quantize=None, memory_fraction=None, memory=None)) as engine:
         yield hw.DraftModel(engine)
 
 

@@ -118,6 +118,26 @@ AllowedHosts = Annotated[
         rich_help_panel=ACCESS,
     ),
 ]
+CertFile = Annotated[
+    Path | None,
+    typer.Option("--ssl-certfile", metavar="FILE", help="A TLS certificate (PEM).", rich_help_panel=ACCESS),
+]
+CertKey = Annotated[
+    Path | None,
+    typer.Option("--ssl-keyfile", metavar="FILE", help="The certificate's key (PEM).", rich_help_panel=ACCESS),
+]
+UnixSocket = Annotated[
+    Path | None,
+    typer.Option(
+        "--unix-socket", metavar="PATH", help="Listen on a Unix socket, not on a port.", rich_help_panel=ACCESS
+    ),
+]
+RootPath = Annotated[
+    str,
+    typer.Option(
+        "--root-path", metavar="PREFIX", help="The prefix that a proxy removes from paths.", rich_help_panel=ACCESS
+    ),
+]
 RequestTimeout = Annotated[
     float | None, typer.Option("--request-timeout", **NUMBER, help="Seconds per request.", rich_help_panel=LIMITS)
 ]
@@ -156,6 +176,10 @@ def serve(
     admin: Admin = False,
     cors_origin: CorsOrigins = None,
     allowed_host: AllowedHosts = None,
+    ssl_certfile: CertFile = None,
+    ssl_keyfile: CertKey = None,
+    unix_socket: UnixSocket = None,
+    root_path: RootPath = "",
     request_timeout: RequestTimeout = None,
     drain_timeout: DrainTimeout = None,
     limit: Limit = None,
@@ -195,6 +219,10 @@ def serve(
         metrics_style=metrics_style,
         adapters=tuple(AdapterSource.of(text) for text in lora or ()),
         lora_dir=lora_dir,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
+        unix_socket=unix_socket,
+        root_path=root_path,
         **given,
     )
     try:
@@ -240,7 +268,7 @@ def served_drafter(name: str, options: EngineOptions) -> Drafter:
 
     if (own := named_drafter(name)) is not None:
         return own
-    return hw.DraftModel(open_served(replace(options, model=name, quantize=None, memory_fraction=None)))
+    return hw.DraftModel(open_served(replace(options, model=name, quantize=None, memory_fraction=None, memory=None)))
 
 
 class LoadingLog:

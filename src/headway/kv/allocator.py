@@ -93,6 +93,7 @@ class Allocator:
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._edits: list[Edit] = []
+        self._used: set[int] = set()  # pages that may have memory of their own: those taken since `shrink` gave them up
 
     @property
     def free(self) -> int:
@@ -127,6 +128,7 @@ class Allocator:
         while len(self._free) < n:
             self.forget(next(iter(self._cached)))
         pages = [self._free.pop() for _ in range(n)]
+        self._used.update(pages)
         for page in pages:
             self._holders[page] = 1
             self._edits.append(Clear(page))
@@ -185,11 +187,25 @@ class Allocator:
             self.forget(page)
         return len(self._free) - before
 
+    def shrink(self, floor: int, most: int) -> list[int]:
+        """Free cached pages, the least recently used first, until `floor` are left; at most `most` free pages that have
+        been used, whose memory the caller gives back before anybody takes them. No edit may be left to do."""
+        assert not self._edits
+        while len(self._cached) > floor:
+            self.forget(next(iter(self._cached)))
+        pages = sorted(self._used.intersection(self._free))[:most]
+        self._used.difference_update(pages)
+        return pages
+
     # -- the device's share ----------------------------------------------------------------------------------------
 
     def edit(self, edit: Edit) -> None:
         """Note work for the device."""
         self._edits.append(edit)
+
+    @property
+    def has_edits(self) -> bool:
+        return bool(self._edits)
 
     def take_edits(self) -> tuple[Edit, ...]:
         """The noted device work, in order; the caller has it done before anything else."""

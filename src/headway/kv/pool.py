@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from headway.base.arrays import STORED, empty
+from headway.base.arrays import STORED
 from headway.kernels.host.rope import turn
+from headway.kv import host_memory
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
 
 
@@ -24,7 +26,7 @@ class Pool(Protocol):
         ...
 
     @property
-    def itemsize(self) -> int:
+    def width(self) -> int:
         """Bytes of one number."""
         ...
 
@@ -37,6 +39,10 @@ class Pool(Protocol):
         """Do noted edits in order. What is exported, and imported again, is an array of the host."""
         ...
 
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Give the memory of these pages, whose contents nobody needs, back to the system; they become zeros."""
+        ...
+
     def from_bytes(self, data: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         """Bytes of a file as numbers of the pool's type, on the host."""
         ...
@@ -45,8 +51,8 @@ class Pool(Protocol):
         """The bytes of a token's residual, as the runner keeps it."""
         ...
 
-    def load_state(self, data: np.ndarray) -> object:
-        """What `save_state` gave, as the runner keeps it."""
+    def load_state(self, data: np.ndarray, dtype: str) -> object:
+        """What `save_state` gave, as the runner keeps it: in the float type that it computes in."""
         ...
 
 
@@ -69,7 +75,9 @@ class HostPool:
         dtype: str = "float32",
     ) -> None:
         self._inv_freq = inv_freq  # the model's angles for each position, by which keys are rotated
-        self.raw = empty((layers, 2, pages + 1, page_size * kv_heads * head_dim), STORED[dtype], zero=True)
+        shape, kind = (layers, 2, pages + 1, page_size * kv_heads * head_dim), STORED[dtype]
+        self._memory = host_memory.lazy_zeros(math.prod(shape) * kind.itemsize)
+        self.raw = np.frombuffer(self._memory, kind).reshape(shape)
         keys, values = self.raw[:, 0], self.raw[:, 1]
         heads = (layers, pages + 1, kv_heads)
         self.keys = keys.reshape(*heads, head_dim, page_size).transpose(0, 1, 4, 2, 3)
@@ -82,13 +90,16 @@ class HostPool:
         return self.raw.nbytes
 
     @property
-    def itemsize(self) -> int:
+    def width(self) -> int:
         return self.raw.itemsize
 
     @property
     def page_shape(self) -> tuple[int, ...]:
         layers, _, *page = self.keys.shape
         return (layers, 2, *page)
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        host_memory.give_back_pages(self._memory, self.raw.shape, self.width, pages)
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Do noted edits in order; consecutive clears go in one call."""
@@ -142,8 +153,8 @@ class HostPool:
     def save_state(self, state: Any) -> np.ndarray:
         return np.ascontiguousarray(state).view(np.uint8).ravel()
 
-    def load_state(self, data: np.ndarray) -> np.ndarray:
-        return data.copy().view(np.float32)
+    def load_state(self, data: np.ndarray, dtype: str) -> np.ndarray:
+        return data.copy().view(STORED[dtype])
 
     def _clear(self, pages: list[int]) -> None:
         if pages:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from headway.base.arrays import empty, from_tensor
+from headway.base.arrays import from_tensor
 from headway.kernels.reference import kv
 from headway.kernels.reference.quantized import tensor
 from headway.kernels.reference.rope import turn
 from headway.kernels.transfer import to_device
+from headway.kv import host_memory
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
 
 
@@ -41,7 +43,12 @@ class TensorPool:
         self.clear_pages = kv.clear  # a runner may have a faster one
         self._inv_freq = inv_freq  # the model's angles for each position, by which keys are rotated
         shape = (layers, 2, pages + 1, page_size * kv_heads * head_dim)
-        self.raw = _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        self._memory = None
+        if device.type == "cpu":
+            self._memory = host_memory.lazy_zeros(math.prod(shape) * dtype.itemsize)
+            self.raw = torch.frombuffer(self._memory, dtype=torch.uint8).view(dtype).view(shape)
+        else:
+            self.raw = torch.zeros(shape, dtype=dtype, device=device)
         keys, values = self.raw.unbind(1)
         slots, heads = (page_size, kv_heads, head_dim), (kv_heads, page_size, head_dim)
         self.values = values.unflatten(2, heads).transpose(2, 3) if by_head else values.unflatten(2, slots)
@@ -102,7 +109,7 @@ class TensorPool:
         return self.raw.nbytes
 
     @property
-    def itemsize(self) -> int:
+    def width(self) -> int:
         return self.raw.element_size()
 
     @property
@@ -110,17 +117,18 @@ class TensorPool:
         layers, _, *page = self.keys.shape
         return (layers, 2, *page)
 
+    def give_back(self, pages: Sequence[int]) -> None:
+        if self._memory is not None:
+            host_memory.give_back_pages(self._memory, self.raw.shape, self.width, pages)
+
     def from_bytes(self, data: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        return from_tensor(self._numbers(data)).reshape(shape)
+        return from_tensor(_numbers(data, self.raw.dtype)).reshape(shape)
 
     def save_state(self, state: Any) -> np.ndarray:
         return state.cpu().contiguous().view(torch.uint8).flatten().numpy()
 
-    def load_state(self, data: np.ndarray) -> torch.Tensor:
-        return self._numbers(data).to(self.raw.device)
-
-    def _numbers(self, data: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(data.copy()).view(self.raw.dtype)  # as the file has it, it may be unaligned
+    def load_state(self, data: np.ndarray, dtype: str) -> torch.Tensor:
+        return _numbers(data, getattr(torch, dtype)).to(self.raw.device)
 
     def _index(self, pages: Sequence[int]) -> torch.Tensor:
         return to_device(pages, torch.int64, self.raw.device)
@@ -130,7 +138,5 @@ class TensorPool:
             self.clear_pages(self.raw, self._index(pages))
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros whose memory is only taken when it is first written; torch.zeros would touch all of it at once."""
-    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return torch.from_numpy(empty(count, np.uint8, zero=True)).view(dtype).view(shape)
+def _numbers(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(data.copy()).view(dtype)  # as the file has it, it may be unaligned

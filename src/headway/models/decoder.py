@@ -7,7 +7,7 @@ the final norm and the logits. The tensor functions are in `kernels/reference`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -27,7 +27,7 @@ from headway.models.hooks import Hooks
 from headway.models.layers import DecoderLayer
 
 MarkPhase = Callable[[str], None]  # ends a phase of the profile
-Attention = Callable[[Tensor, Tensor, Tensor, Sequence[AttentionGroup], float], Tensor]
+Attention = Callable[..., Tensor]  # q, k, v, groups, scale, and what a layer's softmax has besides
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +80,10 @@ class Decoder(AnyDecoder):
         that a row's bits depend only on the row.
         """
         mix = self.attention(tile)
-        scale = self.config.head_dim**-0.5
-        x = self.embed(step.tokens)
+        scale = self.config.attention_scale
+        x = self.embed(step.tokens, step.positions)
         mark("embed")
-        cos, sin = self.rotation(step.positions)
+        rotations = self.rotations(step.positions)
         mark("rope")
         for l, layer in enumerate(self.layers):
             on_hidden(hooks, l, x)
@@ -91,31 +91,36 @@ class Decoder(AnyDecoder):
             mark("norm")
             q, k, v = by_rows(tile, layer.project, h, *step.delta(l, "qkv", h))
             mark("qkv")
-            q, k = by_rows(tile, layer.rotate, q, k, cos, sin)
+            q, k = by_rows(tile, layer.rotate, q, k, *rotations[l])
             mark("rope")
             keep = slice(None) if step.write_rows is None else step.write_rows
             keys, values = kv[0][l], kv[1][l]
             pages.write(keys, step.write_slots, k[keep])
             pages.write(values, step.write_slots, v[keep])
             mark("kv write")
-            mixed = mix(q, keys, values, step.groups[self.config.windows[l]], scale)
+            mixed = mix(q, keys, values, step.groups[self.config.windows[l]], scale, **layer.softmax)
             mark("attention")
-            on_attention(hooks, l, q, keys, scale)
+            on_attention(hooks, l, q, keys, scale, **layer.softmax)
+            before = x
             (x,) = by_rows(tile, layer.project_out, x, mixed, *step.delta(l, "out", mixed))
             mark("output projection")
-            (h,) = by_rows(tile, layer.norm_mlp, x)
+            (h,) = by_rows(tile, layer.norm_mlp, x, before)
             mark("norm")
             x = self._feed_forward(l, x, h, step, tile)
             mark("feed-forward")
         on_hidden(hooks, len(self.layers), x)
         return x
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Residual rows [T, E] of tokens [T]."""
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Residual rows [T, E] of tokens [T] at positions [T]."""
         return self.embedding[tokens]
 
+    def rotations(self, positions: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+        """For each layer cos and sin of every row's angles: positions [T] → two [T, 1, D]."""
+        return [self.rotation(positions)] * len(self.layers)
+
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of every row's angles: positions [T] → two [T, 1, D]."""
+        """cos and sin of every row's angles, the same in all layers."""
         return rotation(self.inv_freq, positions, self.config.rope.scale, self.dtype)
 
     def attention(self, tile: int | None) -> Attention:
@@ -158,6 +163,10 @@ class Decoder(AnyDecoder):
         """The token sampled at each row."""
         return sampling.sample(logits, samplers).tolist()
 
+    def first_layers(self, count: int) -> Decoder:
+        """The first layers of the model, with its embedding and head."""
+        return replace(self, config=self.config.first_layers(count), layers=self.layers[:count])
+
     @property
     def device(self) -> torch.device:
         return self.embedding.device
@@ -183,11 +192,11 @@ def on_hidden(hooks: Hooks, l: int, x: Tensor) -> None:
         hooks.hidden_out[l] = x[torch.from_numpy(hooks.hidden[l]).to(x.device)].clone()
 
 
-def on_attention(hooks: Hooks, l: int, q: Tensor, k: Tensor, scale: float) -> None:
+def on_attention(hooks: Hooks, l: int, q: Tensor, k: Tensor, scale: float, **softmax: Any) -> None:
     """Compute the attention that the hooks want of layer l."""
     if l in hooks.scores:
         groups = [group_on(q.device, group) for group in hooks.scores[l]]
-        hooks.scores_out[l] = [scores(q, k, group, scale)[0] for group in groups]
+        hooks.scores_out[l] = [scores(q, k, group, scale, **softmax)[0] for group in groups]
 
 
 def group_on(device: torch.device, group: AttentionGroup) -> AttentionGroup:

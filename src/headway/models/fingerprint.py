@@ -24,7 +24,7 @@ def fingerprint(path: Path | None, decoder: AnyDecoder, quantize: str | None = N
         digest.update(repr(decoder.config).encode())
         _hash(digest, decoder.arrays())
     elif path is None:
-        _hash_tensors(digest, decoder)
+        _hash_decoder(digest, decoder)
     elif path.is_file():
         _hash_file(digest, path)
     else:
@@ -40,8 +40,14 @@ def _hash_file(digest: hashlib._Hash, path: Path) -> None:
             digest.update(part)
 
 
-def _hash_tensors(digest: hashlib._Hash, decoder: Any) -> None:
+def _hash_decoder(digest: hashlib._Hash, decoder: Any) -> None:
+    from headway.models.described import DescribedDecoder
+    from headway.models.layers import tensors_of
+
     digest.update(repr(decoder.config).encode())
+    if isinstance(decoder, DescribedDecoder):
+        _hash(digest, tensors_of(decoder))
+        return
     output = getattr(decoder.output, "weight", decoder.output)  # a quantized one has a dequantized `weight`
     tensors = [decoder.embedding, decoder.final_norm, output, decoder.inv_freq]
     for layer in decoder.layers:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +51,11 @@ class DecoderLayer:
     head_dim: int
     eps: float
 
+    @property
+    def softmax(self) -> Mapping[str, Any]:
+        """What attention has besides its scale, as arguments of `attend`: a soft cap, sinks."""
+        return {}
+
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.eps)
 
@@ -71,7 +78,8 @@ class DecoderLayer:
         """The residual x [R, E] plus the projected attention mixed [R, H, D]."""
         return (plus(x + self.out(mixed.flatten(1)), delta),)
 
-    def norm_mlp(self, x: Tensor) -> tuple[Tensor]:
+    def norm_mlp(self, x: Tensor, before: Tensor) -> tuple[Tensor]:
+        """The feed-forward's input, from the residual after attention; a parallel layer takes the one before."""
         return (self.norm(x, self.mlp_norm),)
 
     def feed_forward(self, x: Tensor, h: Tensor, *, exact: bool) -> tuple[Tensor]:
@@ -86,6 +94,39 @@ class DecoderLayer:
 
     def gated(self, gate_up: Tensor, *, exact: bool) -> Tensor:
         return gated_silu(gate_up, exact=exact)
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor], seen: dict[int, Any] | None = None) -> Any:
+    """The same with every tensor changed, in tuples and dataclasses; what is shared stays shared."""
+    seen = {} if seen is None else seen
+    if id(value) not in seen:
+        if isinstance(value, Tensor):
+            seen[id(value)] = change(value)
+        elif isinstance(value, tuple):
+            parts = [mapped(each, change, seen) for each in value]
+            seen[id(value)] = value if _all_same(parts, value) else tuple(parts)
+        elif is_dataclass(value) and not isinstance(value, type):
+            old = {each.name: getattr(value, each.name) for each in fields(value)}
+            new = {name: mapped(each, change, seen) for name, each in old.items()}
+            seen[id(value)] = value if _all_same(new.values(), old.values()) else replace(value, **new)
+        else:
+            return value
+    return seen[id(value)]
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Every tensor in tuples and dataclasses, in their order, each once."""
+    found: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        return found.setdefault(id(tensor), tensor)
+
+    mapped(value, note)
+    return list(found.values())
+
+
+def _all_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    return all(a is b for a, b in zip(new, old, strict=True))
 
 
 def fused(parts: list[Tensor]) -> Tensor:

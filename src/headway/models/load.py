@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +111,26 @@ def stored_dtype(path: Path) -> str | None:
     return FLOATS.get(kinds.pop()) if len(kinds) == 1 else None
 
 
+def check_weight(weights: Weights, names: Collection[str], name: str, shape: tuple[int, ...]) -> None:
+    """Raise if a weight is missing or has another shape."""
+    if name not in names:
+        raise BadModelFile(f"the weight {name!r} is missing; this config needs it with shape {list(shape)}")
+    stored = tuple(weights.shape(name))
+    if stored != shape:
+        raise BadModelFile(f"the weight {name!r} has shape {list(stored)}; this config needs {list(shape)}")
+
+
+def check_all_used(weights: Weights, used: Collection[str], family: str, ignored: str | None = None) -> None:
+    """Raise if there are weights that nobody has asked for, and that no pattern ignores."""
+    extra = sorted(n for n in weights.names() if n not in used and not HARMLESS.fullmatch(n))
+    extra = [n for n in extra if ignored is None or not re.fullmatch(ignored, n)]
+    if extra:
+        raise BadModelFile(
+            f"{len(extra)} weights do not belong to this {family} config, such as {extra[0]!r}; "
+            "the config and the weights belong to different models"
+        )
+
+
 def _check_floats(path: Path, weights: Weights, quantize: str) -> None:
     """Raise if there is nothing to quantize: matrices quantized in the file stay as they are."""
     stored = {weights.stored(name) for name in weights.names() if len(weights.shape(name)) == 2}
@@ -142,20 +162,11 @@ class NamedWeights:
 
     def claim(self, name: str, shape: tuple[int, ...]) -> None:
         """Mark a weight as used; raise if it is missing or has another shape."""
-        if name not in self.weights.names():
-            raise BadModelFile(f"the weight {name!r} is missing; this config needs it with shape {list(shape)}")
-        stored = tuple(self.weights.shape(name))
-        if stored != shape:
-            raise BadModelFile(f"the weight {name!r} has shape {list(stored)}; this config needs {list(shape)}")
+        check_weight(self.weights, self.weights.names(), name, shape)
         self.used.add(name)
 
     def check_all_used(self) -> None:
-        extra = sorted(n for n in self.weights.names() if n not in self.used and not HARMLESS.fullmatch(n))
-        if extra:
-            raise BadModelFile(
-                f"{len(extra)} weights do not belong to this {self.config.family} config, such as {extra[0]!r}; "
-                "the config and the weights belong to different models"
-            )
+        check_all_used(self.weights, self.used, self.config.family)
 
     def frequencies(self) -> np.ndarray:
         """Rotation frequencies; a GGUF file may carry a divisor for each (`rope_freqs`)."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from headway.kernels.reference.quantized import tensor
 from headway.models.config import read_config
 from headway.models.decoder import Decoder
+from headway.models.families import is_llama_like
 from headway.models.files.staging import Staging
 from headway.models.files.weights import open_weights
 from headway.models.layers import DecoderLayer, Linear, fused
@@ -41,6 +42,10 @@ def load_model(
     whole. `staging` copies weights to the device; a CUDA device has one by default.
     """
     config, names = read_config(path), names_in(path)
+    if not is_llama_like(config):
+        from headway.models.load_described import load_described  # most models do not need it
+
+        return load_described(path, config, dtype=dtype, device=device, progress=progress)
     with ExitStack() as stack:
         weights = open_weights(path)
         stack.callback(weights.close)

@@ -24,6 +24,7 @@ from headway.kernels.host.quantized import (
     quantize_int8,
 )
 from headway.models.config import ModelConfig
+from headway.models.families import is_llama_like
 from headway.models.load import HARMLESS, HF_NAMES
 from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer
 
@@ -32,6 +33,8 @@ FLOATS = {kind: name for name, kind in KINDS.items()}
 
 def updated(decoder: Any, tensors: Mapping[str, Any], quantize: str | None = None) -> Any:
     """The decoder with these weights in place of its own; all of them are checked before anything is made."""
+    if not is_llama_like(decoder.config):
+        raise Unsupported(f"weights of the {decoder.config.family} family cannot be updated in place; load them anew")
     given = GivenWeights(decoder.config, tensors)
     given.check()
     if isinstance(decoder, QuantizedDecoder):

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headway.base.errors import Unsupported
-from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.layers import DecoderLayer, Linear
+from headway.models.layers import DecoderLayer, Linear, mapped
 from headway.models.load import HF_NAMES
 from headway.models.update import GivenWeights
 
 Part = tuple[str, int]  # the role of a matrix, and its rows
 
 
-def moved(value: Any, device: torch.device, seen: dict[int, Any] | None = None) -> Any:
+def moved(value: Any, device: torch.device) -> Any:
     """The same with its tensors on another device; what is shared stays shared."""
-    seen = {} if seen is None else seen
-    if id(value) not in seen:
-        if isinstance(value, Tensor):
-            found: Any = value.to(device)
-        elif isinstance(value, tuple):
-            found = tuple(moved(each, device, seen) for each in value)
-        elif is_dataclass(value) and not isinstance(value, type | ModelConfig):
-            parts = {each.name: moved(getattr(value, each.name), device, seen) for each in fields(value)}
-            found = replace(value, **parts)
-        else:
-            found = value
-        seen[id(value)] = found
-    return seen[id(value)]
+    return mapped(value, lambda tensor: tensor.to(device))
 
 
 def dense(decoder: Decoder, given: GivenWeights) -> Decoder:

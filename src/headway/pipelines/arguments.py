@@ -62,7 +62,9 @@ def device_of(device: Any, device_map: Any = None) -> str:
     if device_map is not None:
         mapped = _mapped(device_map)
         if device not in (None, "auto"):
-            raise InvalidInput(f"device={device!r} and device_map={device_map!r:.60} were both given; pass one of them")
+            raise InvalidInput(
+                f"device={short_repr(device)} and device_map={short_repr(device_map)} were both given; pass one of them"
+            )
         device = mapped
     match device:
         case None:
@@ -70,7 +72,9 @@ def device_of(device: Any, device_map: Any = None) -> str:
         case torch.device():
             return str(device)
         case bool():
-            raise WrongType(f"device is {device!r}; it must be a name such as 'cuda:0', a number or a torch.device")
+            raise WrongType(
+                f"device is {short_repr(device)}; it must be a name such as 'cuda:0', a number or a torch.device"
+            )
         case int():
             return "cpu" if check_integer(device, "device", -1) == -1 else f"cuda:{device}"
     return device
@@ -92,7 +96,9 @@ def dtype_of(dtype: Any, torch_dtype: Any = None) -> str:
     """The dtype's name; `torch_dtype` is the older word for it."""
     if torch_dtype is not None:
         if dtype not in (None, "auto", torch_dtype):
-            raise InvalidInput(f"dtype={dtype!r} and torch_dtype={torch_dtype!r} were both given; pass dtype alone")
+            raise InvalidInput(
+                f"dtype={short_repr(dtype)} and torch_dtype={short_repr(torch_dtype)} were both given; pass dtype alone"
+            )
         dtype = torch_dtype
     if dtype is None:
         return "auto"
@@ -130,15 +136,16 @@ def loading_arguments(model_kwargs: Any) -> dict[str, Any]:
 def model_of(model: Any, revision: Any, token: Any, local_only: Any) -> Any:
     """`model`, fetched if it is a hub id of which a revision, a token or only local files are asked for."""
     if revision is not None and not isinstance(revision, str):
-        raise WrongType(f"revision is {revision!r:.60}; it must be a branch, a tag or a commit")
+        raise WrongType(f"revision is {short_repr(revision)}; it must be a branch, a tag or a commit")
     if not (token is None or isinstance(token, (bool, str))):
         raise WrongType(f"token is a {type(token).__name__}; it must be a string, True, False or None")
     if not isinstance(local_only, bool):
-        raise WrongType(f"local_files_only is {local_only!r:.60}; it must be True or False")
+        raise WrongType(f"local_files_only is {short_repr(local_only)}; it must be True or False")
     if not is_remote(model):
         if revision not in (None, "main"):
             raise InvalidInput(
-                f"revision={revision!r} was given and {model if isinstance(model, (str, Path)) else 'this model'} has "
+                f"revision={short_repr(revision)} was given and "
+                f"{model if isinstance(model, (str, Path)) else 'this model'} has "
                 "no revisions: only a hub id (org/name) has; leave it out"
             )
         return model
@@ -155,6 +162,11 @@ def is_remote(model: Any) -> bool:
 # -- options of a call -------------------------------------------------------------------------------------------------
 
 
+def _plain(value: Any) -> Any:
+    """An option's value; numbers and arrays of numpy and torch as Python's own numbers and lists."""
+    return value.tolist() if hasattr(value, "tolist") and hasattr(value, "ndim") else value
+
+
 def call_options(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a call, of which `known` are the task's own, without those that change no result here.
 
@@ -162,7 +174,7 @@ def call_options(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str
     are never fetched from a network, so nothing can time out.
     """
     options: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in ((name, _plain(value)) for name, value in given.items()):
         if name in known:
             options[name] = value
         elif name == "batch_size":

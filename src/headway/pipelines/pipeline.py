@@ -16,6 +16,7 @@ import torch
 
 from headway.base.errors import Closed, InvalidInput, Unsupported
 from headway.base.machine import read_machine
+from headway.base.text import short_repr
 from headway.pipelines.arguments import INPUTS, call_options
 from headway.pipelines.backends.torch import FORWARD_PARAMETERS, HostCopy, to_host
 from headway.pipelines.batcher import Batcher, ItemJob
@@ -63,7 +64,7 @@ class Pipeline:
         Task options are keywords. `on_error="return"` returns the error of an item that fails in place of its result.
         """
         if on_error not in ON_ERROR:
-            raise InvalidInput(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
+            raise InvalidInput(f"on_error is {short_repr(on_error)}; it must be 'raise' or 'return'")
         inputs, given = self.task.gather(*by_keyword(self.task, inputs, more, given))
         options = self._options(given)
         if self.task.is_item(inputs) or inputs is None:
@@ -71,7 +72,8 @@ class Pipeline:
             return result if isinstance(result, Exception) else self.task.single(inputs, result, given)
         if isinstance(inputs, (list, tuple)):
             return list(self._stream(inputs, options, on_error))
-        if not (hasattr(inputs, "__iter__") or hasattr(inputs, "__getitem__")):
+        several = hasattr(inputs, "__iter__") or hasattr(inputs, "__getitem__")
+        if not several or getattr(inputs, "ndim", 1) == 0:
             return self._one(inputs, options, on_error)  # preprocess raises the error
         return self._stream(inputs, options, on_error)
 

@@ -245,12 +245,21 @@ def check_text(value: Any, what: str = "a string") -> str:
     return value
 
 
+def check_switch(name: str, value: Any) -> None:
+    """Raise InvalidInput unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise InvalidInput(f"{name} is {short_repr(value)}; it must be True or False")
+
+
 def check_count(name: str, value: Any, least: int = 1, *, optional: bool = True) -> None:
     """Raise InvalidInput unless `value` is an integer of at least `least`, or None if `optional`."""
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidInput(f"{name} is {value!r}; it must be an integer of at least {least}{', or None' * optional}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 63:
+        raise InvalidInput(
+            f"{name} is {short_repr(value)}; it must be an integer of at least {least} and below 2**63"
+            f"{', or None' * optional}"
+        )
 
 
 def wrong_type(value: Any, expected: str) -> WrongType:

@@ -16,6 +16,7 @@ from typing import Any
 
 from headway.base.config import settings
 from headway.base.errors import InvalidInput
+from headway.base.text import short_repr
 
 CPU_SIZES = (256, 512, 1024, 2048, 4096)
 GPU_SIZES = (2048, 4096, 8192, 16384, 32768)  # larger ones use a GPU no better and leave too few batches to overlap
@@ -40,7 +41,7 @@ class TokenBudget:
         elif isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1:
             self.rows, self.tokens = batch_size, 1 << 62
         else:
-            raise InvalidInput(f"batch_size is {batch_size!r}; it must be 'auto' or an integer of at least 1")
+            raise InvalidInput(f"batch_size is {short_repr(batch_size)}; it must be 'auto' or an integer of at least 1")
 
     @property
     def searching(self) -> bool:

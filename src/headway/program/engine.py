@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import isawaitable
 from pathlib import Path
@@ -25,6 +25,7 @@ from headway.kv.pool import Pool
 from headway.kv.table import PageTable
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.bound import BoundAdapter
+from headway.models.capabilities import Capabilities
 from headway.models.config import ModelConfig
 from headway.models.load import LoadProgress
 from headway.models.quantized.cpu import QuantizedDecoder
@@ -42,7 +43,7 @@ from headway.program.weights import sleep, update_weights, wake
 from headway.runtime.adapters import DeviceWeights, LoadedAdapters
 from headway.runtime.device import dtype_name, pick_threads
 from headway.runtime.loop import Loop
-from headway.runtime.memory import running_out
+from headway.runtime.memory import memory_share, running_out
 from headway.runtime.profile import Profile, Profiler, Sample
 from headway.runtime.runners.base import Runner
 from headway.runtime.runners.select import Backend
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 STEP_TOKENS = 512  # rows of one step, by default
+IDLE_CACHE = 256 << 20  # bytes of cached pages that an idle engine on a CPU keeps
+IDLE_SHARE = 64 << 20  # bytes of pages given back to the system at a time, while the lock is held
 CUDA_STEP_TOKENS = 2048  # on a CUDA device
 CUDA_MIXED_TOKENS = 1024  # of these for prefills beside decode rows: as many as fill matmuls and graphs
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # for monitors
@@ -97,9 +100,11 @@ class Engine:
         page_size: int = 16,
         pages: int | None = None,
         max_batch_tokens: int | None = None,
+        memory: int | str | None = None,
         memory_fraction: float | None = None,
         max_grammar_seconds: float = 10.0,
         quantize: str | None = None,
+        kv_dtype: str = "auto",
         deterministic: bool = False,
         trim: bool = True,
         runner: Runner | None = None,
@@ -109,11 +114,14 @@ class Engine:
         is one with the runner that computes it).
 
         The KV cache has `pages` of `page_size` slots (by default as many as fit); a step computes at most
-        `max_batch_tokens` rows. `memory_fraction` is how much of the device's memory Headway may use for weights, pages
-        and graphs (0.9 on a CUDA device; on a CPU, pages take a share of what is free). `max_grammar_seconds` is how
-        long following a grammar may take for one generation. With `deterministic` a row's bits depend on nothing but
-        the row. `trim=False` keeps masked pages in the attention call. `runner` computes batches in place of the model
-        (headway.testing). `progress` is called with the layers loaded and their total; without, a notebook shows a bar.
+        `max_batch_tokens` rows. `memory` is how much of the device's memory Headway may use for weights, pages and
+        graphs: bytes, or text like "2G"; `memory_fraction` is the same as a fraction (0.9 on a CUDA device; on a CPU,
+        pages take an eighth of the memory by default, and cached ones go back when the engine is idle).
+        `max_grammar_seconds` is how long following a grammar may take for one generation. `kv_dtype` is what keys and
+        values are stored in, on a CPU float32, float16 or bfloat16; auto is float16 for quantized weights there, and
+        what is computed in elsewhere. With `deterministic` a row's bits depend on nothing but the row. `trim=False`
+        keeps masked pages in attention calls. `runner` computes batches in place of the model (headway.testing).
+        `progress` is called with the layers loaded and their total; without, a notebook shows a bar.
         """
         _check_flags(deterministic=deterministic, trim=trim)
         count = pick_threads(threads)
@@ -122,21 +130,25 @@ class Engine:
         self._max_grammar_seconds = _check_seconds(max_grammar_seconds)
         loaded = self._model = LoadedModel(model, dtype=dtype, device=device, quantize=quantize)
         budget, mixed = _budgets(max_batch_tokens, loaded.device)
+        fraction = memory_share(memory, fraction, loaded.device)
         sizing = PoolSize.begin(loaded.device, pages=pages, fraction=fraction, page_size=page_size, rows=budget)
         loaded.load(threads=count, has_runner=runner is not None, progress=progress)
         _use_threads(loaded.backend, count)
         decoder = loaded.backend.decoder
         self.config: ModelConfig = loaded.config
+        self._kv_dtype = loaded.backend.kv_dtype(kv_dtype)
 
         def small(few: int) -> Engine:
             return Engine(
                 decoder, threads=count, page_size=page_size, pages=few, max_batch_tokens=budget,
-                deterministic=deterministic, trim=trim,
+                kv_dtype=kv_dtype, deterministic=deterministic, trim=trim,
             )  # fmt: skip
 
         with running_out(decoder.device, "trying out the largest step"):
             trial, more = small if runner is None else None, loaded.backend.reference_bytes
-            total = sizing.pick(decoder, in_memory=loaded.in_memory, small=trial, more=more)
+            total, self._pool_reason = sizing.pick(
+                decoder, kv_dtype=self._kv_dtype, in_memory=loaded.in_memory, small=trial, more=more
+            )
         self._page_size, self._threads, self.deterministic = page_size, count, deterministic
         self._allocator = Allocator(total)
         self._weights_lock = threading.Lock()  # one change of weights or memory at a time
@@ -152,6 +164,7 @@ class Engine:
             mixed_budget=mixed,
             trim=trim,
             positions=any(window is not None for window in self.config.windows),
+            on_idle=partial(_when_idle, weakref.ref(self)),
             on_start=partial(_use_threads, loaded.backend, count),
         )
         weakref.finalize(self, self._loop.close)  # when the engine is garbage, or still open as Python exits
@@ -321,7 +334,14 @@ class Engine:
     @property
     def info(self) -> EngineInfo:
         """Name, dtype, device, sizes."""
-        return self._model.info(self._threads)
+        info = self._model.info(self._threads, self._kv_dtype)
+        size = info.kv_bytes_per_token * self._page_size * self._allocator.total
+        return replace(info, kv_bytes=size, kv_reason=self._pool_reason)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What computes this model, and what can be done with it; the rest is refused where it is asked for."""
+        return Capabilities.of(self.config, runner=self._backend.name, reason=self._backend.reason)
 
     @property
     def fingerprint(self) -> str:
@@ -371,7 +391,7 @@ class Engine:
         """The KV cache in memory, all zeros."""
         decoder, total = self._backend.decoder, self._allocator.total
         with running_out(decoder.device, f"making {total} pages"):
-            return self._backend.new_pool(pages=total, page_size=self._page_size)
+            return self._backend.new_pool(pages=total, page_size=self._page_size, dtype=self._kv_dtype)
 
     def _new_runner(self) -> Runner:
         """What computes, over the weights and pages that there are."""
@@ -482,6 +502,17 @@ def _budgets(max_batch_tokens: int | None, device: AnyDevice) -> tuple[int, int]
         check_integer(max_batch_tokens, "max_batch_tokens", 1, 1 << 20)
         return max_batch_tokens, max_batch_tokens
     return (CUDA_STEP_TOKENS, CUDA_MIXED_TOKENS) if device.type == "cuda" else (STEP_TOKENS, STEP_TOKENS)
+
+
+def _when_idle(engine: weakref.ref[Engine]) -> bool:
+    """Give memory of cached pages back to the system, a share at a time; whether there is more. The lock is held."""
+    one = engine()
+    if one is None or one._pool is None or one._backend.decoder.device.type != "cpu":
+        return False
+    size = one._pool.nbytes // (one._allocator.total + 1)
+    pages = one._allocator.shrink(IDLE_CACHE // size, max(1, IDLE_SHARE // size))
+    one._pool.give_back(pages)
+    return bool(pages)
 
 
 def _upload(loop: Loop, device: AnyDevice, adapter: BoundAdapter) -> DeviceWeights:

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.base.arrays import STORED
 from headway.base.config import settings
 from headway.base.device import AnyDevice
 from headway.base.errors import InvalidInput
@@ -42,6 +43,9 @@ class EngineInfo:
     parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
+    kv_dtype: str = "float32"  # what keys and values are stored in
+    kv_bytes: int = 0  # that the KV cache may take, and why
+    kv_reason: str = ""
     runner: str = "torch"  # what computes: torch, or the native step and its instruction set
     format: str = ""  # how the weights are kept
     stored: str = ""  # the float type of the file's matrices; empty if they are quantized, of several types or no file
@@ -106,7 +110,7 @@ class LoadedModel:
         """The model's generation_config.json; all values are None if it has no such file."""
         return GenerationDefaults.from_folder(self.path)
 
-    def info(self, threads: int) -> EngineInfo:
+    def info(self, threads: int, kv_dtype: str) -> EngineInfo:
         """Name, dtype, device, sizes."""
         backend, decoder = self.backend, self.backend.decoder
         return EngineInfo(
@@ -117,7 +121,8 @@ class LoadedModel:
             threads=threads,
             parameters=self.config.parameters,
             weight_bytes=weight_bytes(decoder),
-            kv_bytes_per_token=self.config.kv_values_per_token * decoder.dtype.itemsize,
+            kv_bytes_per_token=self.config.kv_values_per_token * STORED[kv_dtype].itemsize,
+            kv_dtype=kv_dtype,
             runner=backend.name,
             format=backend.format,
             stored=dtype_name(backend.stored),

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from headway.base.checks import check_integer
-from headway.base.errors import InvalidInput, OutOfPages, OutOfRange, WrongType
+from headway.base.errors import InvalidInput, OutOfPages, OutOfRange, Unsupported, WrongType
 from headway.base.text import short_repr
 from headway.kv.moves import Compaction, append_pages, check_kept, is_shareable, keep_slots
 from headway.program.ids import check_position, integers
@@ -115,6 +115,11 @@ class RawPages:
         context = self._context
         chosen, (shift,) = integers(pages, "pages"), integers([shift], "shift")
         _check_other(context, other)
+        if shift and not context.engine.capabilities.shift_pages:
+            raise Unsupported(
+                f"append_from: shift is {shift}, and a {context.engine.config.family} model learned its positions; "
+                "only 0 is possible"
+            )
         while True:
             context._settle()
             other._settle()

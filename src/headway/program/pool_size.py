@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headway.base.arrays import STORED
 from headway.base.device import AnyDevice
 from headway.base.errors import PassFailed
 from headway.base.samplers import Sampling
@@ -46,8 +47,16 @@ class PoolSize:
             memory.tidy(device)
         return cls(pages, fraction, page_size, rows, memory.read_memory(device))
 
-    def pick(self, decoder: Decoder | QuantizedDecoder, *, in_memory: bool, small: Small | None, more: int = 0) -> int:
-        """The number of pages. `small` creates the engine of the trial; None for no trial.
+    def pick(
+        self,
+        decoder: Decoder | QuantizedDecoder,
+        *,
+        kv_dtype: str,
+        in_memory: bool,
+        small: Small | None,
+        more: int = 0,
+    ) -> tuple[int, str]:
+        """The number of pages, and why. `small` creates the engine of the trial; None for no trial.
 
         A decoder that was `in_memory` before counts as memory of this engine too, and so do `more` bytes of weights.
         """
@@ -66,13 +75,15 @@ class PoolSize:
         if fraction is None and self.pages is None and device.type == "cuda":
             fraction = memory.FRACTION
         budget = MemoryBudget(str(device), now.total, now.free, fraction, taken, work, graphs)
-        return memory.pick_pages(self.pages, self.wish(decoder.config, decoder.dtype.itemsize), budget)
+        wish = self.wish(decoder.config, kv_dtype)
+        pages = memory.pick_pages(self.pages, wish, budget)
+        return pages, memory.reason(pages, self.pages, wish, budget)
 
-    def wish(self, config: ModelConfig, width: int) -> Wish:
+    def wish(self, config: ModelConfig, dtype: str) -> Wish:
         """The pool that a model can use; it holds one step at least."""
         most = -(-config.max_positions // self.page_size) * memory.SEQUENCES
-        page = config.kv_values_per_token * self.page_size * width
-        return Wish(page, most, min(most, -(-self.rows // self.page_size)))
+        page = config.kv_values_per_token * self.page_size * STORED[dtype].itemsize
+        return Wish(page, most, min(most, -(-self.rows // self.page_size)), one=most // memory.SEQUENCES)
 
 
 def trial(small: Small, rows: int, page_size: int, device: AnyDevice) -> int:

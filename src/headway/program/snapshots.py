@@ -26,6 +26,7 @@ from headway.models.quantized.cpu import QuantizedDecoder
 from headway.program.chat.conversation import Conversation
 from headway.program.context import Context
 from headway.program.ids import position_ids, token_ids
+from headway.runtime.device import dtype_name
 from headway.runtime.passes import Pass
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ class Snapshots:
             table.restore(*log, saved.committed, adapters)
 
         def restore_state() -> None:
-            table.state = pool.load_state(saved.state)
+            table.state = pool.load_state(saved.state, dtype_name(engine.decoder.dtype))
 
         if saved.state.size:
             engine._loop.call(restore_state)
@@ -253,10 +254,10 @@ class Snapshots:
 
     def _check(self, saved: Snapshot, name: str) -> None:
         """Raise unless the saved bytes have the size of this model's pages and last token: kernels do not check."""
-        item = self._pool.itemsize
+        item = self._pool.width
         if saved.kv.dtype != np.uint8 or saved.kv.nbytes != int(np.prod(self._shape(saved))) * item:
             raise SnapshotError(f"the pages of the snapshot {name} do not have this model's shape; {files.AGAIN}")
-        needed = self._engine.config.hidden_size * item
+        needed = self._engine.config.hidden_size * self._engine.decoder.dtype.itemsize
         if saved.state.dtype != np.uint8 or saved.state.shape not in ((0,), (needed,)):
             raise SnapshotError(
                 f"the last token of the snapshot {name} has a state of {saved.state.nbytes} bytes and this model's has "
@@ -289,7 +290,8 @@ def _kv_type(engine: Engine) -> str:
     """The type of keys and values, and how activations were quantized to compute them, which changes their values."""
     decoder = engine.decoder
     coding = decoder.row_quantization if isinstance(decoder, QuantizedDecoder) else None
-    return engine.info.dtype if coding is None else f"{engine.info.dtype} from rows coded by {coding}"
+    kept = engine.info.kv_dtype
+    return kept if coding is None else f"{kept} from rows coded by {coding}"
 
 
 def _maker(engine: Engine) -> str:

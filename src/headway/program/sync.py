@@ -257,6 +257,7 @@ class InferenceEngine:
                 page_size=size,
                 pages=min(whole, self.engine.pages),
                 threads=self.info.threads,
+                kv_dtype=self.info.kv_dtype if self.info.device == "cpu" else "auto",
                 deterministic=True,  # where torch computes the steps too, this at least sums in another order
             )
 

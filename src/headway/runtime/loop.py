@@ -10,6 +10,7 @@ is applied. While a step runs, results are delivered and programs submit what co
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import threading
 import time
@@ -40,6 +41,7 @@ from headway.runtime.step_costs import StepCosts
 
 GATHER = 0.02  # seconds at most to wait for programs to come back after a step, and never longer than the step took
 GATHER_SHARE = 0.1  # of the step's own time: if nobody comes back for that long, the others are busy elsewhere
+IDLE_SECONDS = 30.0  # without work until memory goes back to the system
 SWITCH_INTERVAL = 0.00005  # seconds that a program may keep the interpreter while a step is in flight
 
 
@@ -78,6 +80,7 @@ class Loop:
         trim: bool,
         positions: bool = True,
         on_start: Callable[[], None] = lambda: None,
+        on_idle: Callable[[], bool] = lambda: False,
     ) -> None:
         self.lock = threading.RLock()
         self.kv_cache = KVCache(allocator)
@@ -102,7 +105,7 @@ class Loop:
         self._asleep = False  # it waits for any work, not for programs to come back
         self._since: float | None = None  # when the worker began its current step
         self._died: BaseException | None = None
-        self._on_start = on_start
+        self._on_start, self._on_idle = on_start, on_idle
         self._interval: float | None = None  # Python's own switch interval, while it is ours
         self._notifier = Notifier()
         self._thread = threading.Thread(target=self._work, name="headway-worker", daemon=True)
@@ -525,10 +528,17 @@ class Loop:
 
         They are many and take turns, so the moment lasts while they keep coming; see GATHER.
         """
+        idle_at, more = time.monotonic() + IDLE_SECONDS, False
         while not (self._has_work() or self._calls or self._closing):
             self._asleep, self._since = True, None
-            self._changed.wait(timeout=1.0)
+            self._changed.wait(timeout=0.02 if more else 1.0)
             self.drain()
+            if time.monotonic() < idle_at or self._suspended:
+                continue
+            if self._allocator.has_edits:
+                self._calls.append(lambda: None)  # calls run after all edits
+            elif not (more := self._on_idle()):
+                idle_at = math.inf
         self._asleep, self._since = False, time.monotonic()
         while len(self._queue) < self._returning and not (self._closing or self._calls):
             before = len(self._queue)

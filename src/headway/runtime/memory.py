@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 from headway.base.checks import check_integer
 from headway.base.device import CPU, AnyDevice, Device
-from headway.base.errors import HeadwayError, OutOfMemory, OutOfPages, PassFailed
+from headway.base.errors import HeadwayError, InvalidInput, OutOfMemory, OutOfPages, PassFailed
 from headway.base.machine import read_machine
-from headway.base.text import format_bytes
+from headway.base.text import format_bytes, short_repr
 
 SEQUENCES = 32  # sequences of full length that the automatic pool can hold
-SHARE = 0.4  # of the free memory of a CPU's machine that the automatic pool may take
+SHARE = 0.4  # of the free memory of a CPU's machine that the automatic pool may take at most
+ROOM = 8  # it takes one part in so many of all memory, or a sequence of full length, if that is more
 FRACTION = 0.9  # of a CUDA device's memory that Headway may use, by default
 GRAPHS, GRAPHS_OF_LAYER = 128 << 20, 12 << 20  # bytes held back for captured graphs: 92 of them at 128 KiB a layer
 RAN_OUT = "memory ran out"
@@ -101,6 +102,7 @@ class Wish:
     page: int
     most: int
     least: int
+    one: int = 0  # pages of a sequence of full length
 
 
 def pick_pages(pages: int | None, wish: Wish, budget: MemoryBudget) -> int:
@@ -111,7 +113,7 @@ def pick_pages(pages: int | None, wish: Wish, budget: MemoryBudget) -> int:
         fitting = int(budget.free * SHARE) // wish.page
         if fitting < 1:
             raise OutOfPages(f"a page takes {wish.page} bytes and only {budget.free >> 20} MiB of memory are free")
-        return min(wish.most, fitting)
+        return min(wish.most, fitting, max(1, _modest(wish, budget)))
     fitting = budget.left // wish.page
     if fitting < wish.least:
         raise OutOfMemory(
@@ -120,6 +122,51 @@ def pick_pages(pages: int | None, wish: Wish, budget: MemoryBudget) -> int:
             f"{wish.least} ({format_bytes(wish.least * wish.page)}); try {WAYS_OUT}"
         )
     return min(wish.most, fitting)
+
+
+def _modest(wish: Wish, budget: MemoryBudget) -> int:
+    """Pages that leave room for others on a CPU's machine."""
+    return max(budget.total // ROOM // wish.page, wish.one)
+
+
+def reason(pages: int, asked: int | None, wish: Wish, budget: MemoryBudget) -> str:
+    """Why the pool has this many pages, in words."""
+    if asked is not None:
+        return "as many pages as were asked for"
+    if pages == wish.most:
+        return f"{SEQUENCES} sequences of full length"
+    if budget.fraction is not None:
+        return f"what weights leave {budget.describe()}"
+    if pages < _modest(wish, budget):
+        return f"{SHARE:.0%} of the {format_bytes(budget.free)} that are free"
+    if pages == wish.one:
+        return "one sequence of full length"
+    return f"an eighth of the {format_bytes(budget.total)} of this machine"
+
+
+def memory_share(amount: int | str | None, fraction: float | None, device: AnyDevice) -> float | None:
+    """The fraction of the device's memory that may be used: `fraction`, or that of an amount in bytes or like "2G"."""
+    if amount is None:
+        return fraction
+    if fraction is not None:
+        raise InvalidInput("memory and memory_fraction both say how much memory may be used; give one of them")
+    size, total = _bytes(amount), read_memory(device).total
+    if not 0 < size <= total:
+        limit = f"more than 0 and at most {format_bytes(total)}, which {device} has"
+        raise InvalidInput(f"memory is {format_bytes(size)}; it must be {limit}")
+    return size / total
+
+
+def _bytes(amount: int | str) -> int:
+    """Bytes, or text like "2G", "1.5 GiB" or "512 MB"."""
+    if not isinstance(amount, str):
+        return check_integer(amount, "memory", 1)
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(?:i?b)?\s*", amount, re.IGNORECASE | re.ASCII)
+    if match is None:
+        raise InvalidInput(
+            f"memory is {short_repr(amount)}; it must be a number of bytes, or one with K, M, G or T, such as 2G"
+        )
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
 
 
 def _as_asked(pages: int, page: int, budget: MemoryBudget) -> int:

@@ -200,10 +200,10 @@ def _best_time(work: Callable[[], object]) -> float:
     return best
 
 
-def step_bytes(decoder: Decoder | QuantizedDecoder, batch: Batch, page_size: int) -> dict[str, int]:
-    """Bytes that each phase of this step had to move, by arithmetic."""
+def step_bytes(decoder: Decoder | QuantizedDecoder, batch: Batch, page_size: int, kv_width: int) -> dict[str, int]:
+    """Bytes that each phase of this step had to move, by arithmetic; `kv_width` bytes for a number in the KV cache."""
     config, width = decoder.config, decoder.dtype.itemsize
-    slot = config.kv_values_per_token * width
+    slot = config.kv_values_per_token * kv_width
     rows = len(batch.tokens)
     pages = sum(len(s.pages) for s in batch.segments if len(s.rows))
     asked = len({row for s in batch.segments for _, row, _ in s.readouts})

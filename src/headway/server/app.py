@@ -15,7 +15,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.middleware import Middleware
 
 from headway.base.samplers import Argmax
-from headway.server import anthropic, index, logs, ollama, openai, pooling, responses
+from headway.base.text import format_bytes
+from headway.server import anthropic, index, logs, ollama, openai, operator_routes, pooling, responses
 from headway.server.errors import install_handlers
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.middleware import MIDDLEWARE
@@ -79,7 +80,7 @@ def create_app(
     install_handlers(app)
     loading = () if settings.lora_dir is None else (adapter_routes.router,)
     apis = (openai.router, responses.router, anthropic.router, ollama.router, pooling.router)
-    for routes in (index.router, router, *apis, *loading, *routers):
+    for routes in (index.router, router, operator_routes.router, *apis, *loading, *routers):
         app.include_router(routes)
     app.state.routes = tuple(_all_routes(app.routes))
     return app
@@ -184,7 +185,15 @@ def _log_stuck(serving: Serving, state: str) -> None:
 def _facts(engine: Engine) -> dict[str, Any]:
     facts, pages = engine.info, engine.stats().pages_total
     stored = {"stored": facts.stored} if facts.stored else {}
-    return {"dtype": facts.dtype, **stored, "device": facts.device, "threads": facts.threads, "pages": pages}
+    cache = f"at most {format_bytes(facts.kv_bytes)}: {facts.kv_reason}; --memory sets another amount"
+    return {
+        "dtype": facts.dtype,
+        **stored,
+        "device": facts.device,
+        "threads": facts.threads,
+        "pages": pages,
+        "kv_cache": cache,
+    }
 
 
 router = APIRouter(responses=COMMON)

@@ -49,7 +49,8 @@ ANTHROPIC_TYPES = {
 }
 FAILED = "internal server error; the server's log has the cause under this request's id"
 HINTS = {  # for fields of other servers or older clients
-    "suffix": "infilling between a prompt and a suffix is not supported: remove it",
+    "suffix": "infilling is for /v1/completions: remove it",
+    "grammar": "use structured_outputs.grammar instead, which is a Lark grammar",
     "guided_json": "use structured_outputs.json instead",
     "guided_regex": "use structured_outputs.regex instead",
     "guided_choice": "use structured_outputs.choice instead",
@@ -168,7 +169,7 @@ def install_handlers(app: FastAPI) -> None:
     async def respond(request: Request, error: Exception) -> Response:
         known = as_api_error(error)
         if isinstance(error, HTTPException) and error.status_code == 404:
-            known = ApiError(404, not_found(request.url.path), code="path_not_found")
+            known = ApiError(404, not_found(route_path(request.scope)), code="path_not_found")
         if known is None or (known.status == 500 and not isinstance(error, ApiError | HTTPException)):
             raise error
         body = error_body(known, route_path(request.scope))

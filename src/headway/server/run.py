@@ -14,9 +14,11 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -56,6 +58,7 @@ def serve(
     along with the engine's model. `open_drafter` opens what drafts tokens for every request.
     """
     check_exposure(settings)
+    check_certificate(settings)
     logs.set_up(as_json=settings.log_json)
     shutdown = _Shutdown()
     app = create_app(
@@ -68,8 +71,8 @@ def serve(
     )
     serving: Serving = app.state.serving
     try:
-        with _listen(settings) as listener:
-            on_listening(f"http://{_address(listener)}")
+        with _listen(settings) as listener, _removed(settings.unix_socket):
+            on_listening(_url(settings, listener))
             asyncio.run(_serve(serving, app, shutdown, listener))
     finally:
         logs.flush()
@@ -92,11 +95,36 @@ def _exit_now(code: int) -> None:
 
 def check_exposure(settings: ServerSettings) -> None:
     """Raise if the server would listen on every address, without keys and for any Host."""
-    if settings.host in EVERYWHERE and settings.key_file is None and not settings.allowed_hosts:
+    if (
+        settings.unix_socket is None
+        and settings.host in EVERYWHERE
+        and settings.key_file is None
+        and not settings.allowed_hosts
+    ):
         raise InvalidInput(
             f"host {settings.host!r} is reachable from other machines; pass --keys FILE (from --new-key), or name the "
             "hosts that clients may use with --allowed-host, or allow any with --allowed-host '*'"
         )
+
+
+def check_certificate(settings: ServerSettings) -> None:
+    """Raise if the certificate and its key cannot be used, before a model is loaded."""
+    if settings.ssl_certfile is None or settings.ssl_keyfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            settings.ssl_certfile, settings.ssl_keyfile, _no_password
+        )
+    except OSError as error:  # ssl's errors are among them
+        raise InvalidInput(
+            f"the certificate {str(settings.ssl_certfile)!r} and the key {str(settings.ssl_keyfile)!r} cannot be used: "
+            f"{error.strerror or error}; pass PEM files that belong together"
+        ) from None
+
+
+def _no_password() -> str:
+    """A key with a password would make a server wait at the terminal."""
+    raise InvalidInput("the key of --ssl-keyfile has a password; pass one without")
 
 
 async def _serve(serving: Serving, app: FastAPI, shutdown: _Shutdown, listener: socket.socket) -> None:
@@ -105,8 +133,7 @@ async def _serve(serving: Serving, app: FastAPI, shutdown: _Shutdown, listener: 
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, shutdown.on_signal, number)
-    address = _address(listener)
-    logs.info("listening", url=f"http://{address}", keys=0 if serving.keys is None else len(serving.keys))
+    logs.info("listening", url=_url(settings, listener), keys=0 if serving.keys is None else len(serving.keys))
     if not settings.on_loopback and serving.keys is None:
         logs.warn("anyone who can reach this address can use this server: it has no API keys")
     work = asyncio.create_task(server.serve(sockets=[listener]))
@@ -180,6 +207,9 @@ def configure(settings: ServerSettings, app: FastAPI) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        root_path=settings.root_path,
+        ssl_certfile=None if settings.ssl_certfile is None else str(settings.ssl_certfile),
+        ssl_keyfile=None if settings.ssl_keyfile is None else str(settings.ssl_keyfile),
         h11_max_incomplete_event_size=settings.max_header_bytes,
         timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]
         timeout_graceful_shutdown=CANCEL_SECONDS,
@@ -188,6 +218,8 @@ def configure(settings: ServerSettings, app: FastAPI) -> uvicorn.Config:
 
 def _listen(settings: ServerSettings) -> socket.socket:
     """A listening socket, opened before anything is loaded so that an address in use is reported at once."""
+    if settings.unix_socket is not None:
+        return _listen_at(settings.unix_socket, settings)
     try:
         family, kind, number, _, address = socket.getaddrinfo(
             settings.host or None, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -209,6 +241,50 @@ def _listen(settings: ServerSettings) -> socket.socket:
     return listener
 
 
-def _address(listener: socket.socket) -> str:
+def _listen_at(path: Path, settings: ServerSettings) -> socket.socket:
+    """A Unix socket for this user and group. One that nobody listens to any more is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _is_answered(path):
+            path.unlink()
+        mask = os.umask(0o117)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(mask)
+        listener.listen(min(settings.max_connections, socket.SOMAXCONN))
+    except OSError as error:
+        listener.close()
+        raise InvalidInput(
+            f"cannot listen on {str(path)!r}: {error.strerror or error}; choose another --unix-socket"
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+@contextmanager
+def _removed(path: Path | None) -> Generator[None, None, None]:
+    """Remove the Unix socket at the end."""
+    try:
+        yield
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def _is_answered(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(1.0)
+        try:
+            client.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+def _url(settings: ServerSettings, listener: socket.socket) -> str:
+    if settings.unix_socket is not None:
+        return f"{settings.scheme}+unix:{settings.unix_socket}"
     host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{settings.scheme}://{address}"

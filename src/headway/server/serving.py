@@ -56,6 +56,7 @@ class Serving:
         self._events: EventStream | None = None
         self._seconds: deque[float] = deque(maxlen=STEPS)
         self._batch = 0
+        self._admitted: dict[AdmittedRequest, None] = {}  # in flight, oldest first
         self._total_load = _QueueLoad()
         self._tenant_loads: dict[str, _QueueLoad] = {}
 
@@ -167,6 +168,7 @@ class Serving:
         with self.queue_slot(tenant, tokens=tokens):
             id = logs.request_id.get() or logs.new_request_id()
             admitted = AdmittedRequest(id, tenant, self.metrics, model or self.model_name)
+            self._admitted[admitted] = None
             try:
                 yield admitted
             except (asyncio.CancelledError, GeneratorExit):
@@ -176,7 +178,12 @@ class Serving:
                 admitted.finish("error")
                 raise
             finally:
+                del self._admitted[admitted]
                 admitted.close()
+
+    def admitted(self, tenant: Tenant) -> list[AdmittedRequest]:
+        """The requests of a tenant that are in flight, oldest first."""
+        return [one for one in self._admitted if one.tenant is tenant or one.tenant.name == tenant.name]
 
     def _load(self, tenant: Tenant) -> _QueueLoad:
         return self._tenant_loads.setdefault(tenant.name, _QueueLoad())
@@ -292,6 +299,17 @@ class AdmittedRequest:
         """Count how many of the prompt's tokens were in the prefix cache."""
         self._metrics.cache_queries.inc(self._prompt)
         self._metrics.cache_hits.inc(tokens)
+
+    def progress(self) -> dict[str, Any]:
+        """How far it is, for its own key: nothing of what it says."""
+        return {
+            "request_id": self.request_id,
+            "model": self._model,
+            "is_processing": bool(self._token_times),  # it has tokens, and is not waiting for its prompt
+            "prompt_tokens": self._prompt,
+            "generated_tokens": self._generated,
+            "seconds": round(time.perf_counter() - self._start, 3),
+        }
 
     def finish(self, reason: str) -> None:
         """Set the finish reason: stop, length or tool_calls (`admit` sets abort and error). The first one counts."""

@@ -18,6 +18,7 @@ ANY_HOST = "*"
 EVERYWHERE = frozenset({"", "0.0.0.0", "::"})  # wildcard addresses: every interface of the machine
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,252}[a-z0-9])?|\[[0-9a-f:.]{2,45}\]|\*", re.IGNORECASE)
 _ORIGIN = re.compile(r"https?://[a-z0-9.\[\]:-]{1,260}|\*", re.IGNORECASE)
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+){1,16}")
 _NAME = re.compile(r"[!-~]{1,256}")
 
 
@@ -38,6 +39,10 @@ class ServerSettings:
     metrics_style: str = "headway"
     adapters: tuple[AdapterSource, ...] = ()  # each is a model name for clients
     lora_dir: Path | None = None  # admin keys may load adapters from below it; None: nobody may
+    ssl_certfile: Path | None = None  # TLS, with the key file
+    ssl_keyfile: Path | None = None
+    unix_socket: Path | None = None  # listen there, not on host and port
+    root_path: str = ""  # the prefix that a proxy removes from paths
 
     max_connections: int = 512
     max_header_bytes: int = 32 << 10
@@ -90,6 +95,12 @@ class ServerSettings:
         _check_each("served name", self.served_names, _NAME, "printable characters without spaces")
         if self.lora_dir is not None and not self.lora_dir.is_dir():
             raise InvalidInput(f"lora_dir is {str(self.lora_dir)!r}; it must be a folder")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise InvalidInput("TLS needs both ssl_certfile and ssl_keyfile; pass the other one too")
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise InvalidInput(
+                f"root_path is {self.root_path!r}; it must be a path such as /llm, without a slash at its end"
+            )
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type in ("int", "float") and field.name != "port":
@@ -101,9 +112,13 @@ class ServerSettings:
         return public_name(self.model)
 
     @property
+    def scheme(self) -> str:
+        return "http" if self.ssl_certfile is None else "https"
+
+    @property
     def on_loopback(self) -> bool:
         """Whether the server is reachable only from this machine."""
-        return self.host == "localhost" or _is_loopback(self.host)
+        return self.unix_socket is not None or self.host == "localhost" or _is_loopback(self.host)
 
 
 def public_name(model: str) -> str:

@@ -11,8 +11,7 @@ HINTS = {  # beginnings of paths that clients of other APIs call, the longest ma
     "/embeddings": "the path is /v1/embeddings: the client's base URL must end in /v1",
     "/models": "the path is /v1/models: the client's base URL must end in /v1",
     "/generate": "use POST /v1/completions",
-    "/docs": "GET /openapi.json is the API's description",
-    "/redoc": "GET /openapi.json is the API's description",
+    "/redoc": "GET /docs is the API's description, and GET /openapi.json the same for programs",
     "/v1/v1/": "the client adds /v1 itself: its base URL must not end in /v1",
     "/v1/complete": "use POST /v1/chat/completions",
     "/v1/assistants": "OpenAI's Assistants API is not supported; use POST /v1/chat/completions",
@@ -23,8 +22,6 @@ HINTS = {  # beginnings of paths that clients of other APIs call, the longest ma
     "/v1/files": "files are not supported over HTTP",
     "/v1/batches": "batches are not supported over HTTP",
     "/v1/fine_tuning": "training is not supported",
-    "/v1/score": "use POST /v1/rerank",
-    "/score": "use POST /rerank",
     "/lab": "this server has no Lab",
 }
 

@@ -116,7 +116,7 @@ def expected(served):
     return evaluated(InProcess(served.engine))
 
 
-@pytest.mark.parametrize(("concurrent", "batch"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize(("concurrent", "batch"), [(3, 2), pytest.param(1, 1, marks=pytest.mark.slow)])
 def test_scores_over_http_are_those_in_process(served, expected, concurrent, batch):
     """The tokenizer is the server's own, over HTTP; prompts go as token ids."""
     address = {"model": "smollm2", "base_url": f"{served.url}/v1/completions", "tokenizer_backend": "remote"}
@@ -137,6 +137,7 @@ def _plain(responses: list[Any]) -> list[Any]:
     return [(round(float(one[0]), 3), str(one[1])) if isinstance(one, (tuple, list)) else one for one in responses]
 
 
+@pytest.mark.slow
 def test_text_prompts_score_alike(served, expected):
     """Without token ids: the server writes the texts as tokens itself."""
     address = {"model": "smollm2", "base_url": f"{served.url}/v1/completions", "tokenizer_backend": "remote"}

@@ -1,6 +1,6 @@
 """Schemas, expressions and grammars that are deep, wide, endless, or grow when they are compiled.
 
-Each is answered or refused within the time that a grammar has; none takes the process along, and a neighbour with a
+Each is answered or refused within the time that a grammar has; none takes the process along, and a neighbor with a
 grammar of its own gets it.
 """
 
@@ -195,7 +195,7 @@ def test_grammars_that_grow(served: Live, part: int) -> None:
         ask(served, C, f'"structured_outputs":{{"grammar":{json.dumps(text)}}}')
 
 
-def test_a_neighbour_has_its_form_all_the_while(served: Live) -> None:
+def test_a_neighbor_has_its_form_all_the_while(served: Live) -> None:
     """Compiling has threads of its own: a queue of bombs must not keep a plain form from being answered at all."""
     for bomb in BOMBS[:4]:
         ask(served, C, f'"structured_outputs":{{"regex":{json.dumps(bomb + "x")}}}')

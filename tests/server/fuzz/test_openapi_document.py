@@ -41,7 +41,7 @@ def fuzz(served: Live, seconds: float, number: int, **how: Any) -> None:
 
 
 def test_the_server_is_as_it_describes_itself(served: Live) -> None:
-    fuzz(served, SHORT, 0, paths=ANSWERED, examples=5)
+    fuzz(served, SHORT, 0, paths=ANSWERED, examples=8)
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_several_choices_are_the_draws_of_one_seed(served):
 
 
 def test_penalties_count_what_was_generated(served):
-    """As `SamplingParams` says: the prompt is not penalised."""
+    """As `SamplingParams` says: the prompt is not penalized."""
     params = hw.SamplingParams(repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.3)
     expected, _ = in_process(served.engine, PROMPT, params.sampling(), max_tokens=16, penalize_prompt=False)
     options = {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3, "temperature": 0}

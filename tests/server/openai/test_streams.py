@@ -1,4 +1,4 @@
-"""Streams that end early: clients that leave at any point, errors in the middle, and neighbours who notice nothing."""
+"""Streams that end early: clients that leave at any point, errors in the middle, and neighbors who notice nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_client_that_leaves_a_chat_or_a_scoring(served):
         served.until(served.is_quiet)
 
 
-def test_neighbours_of_those_who_leave_get_their_tokens(served):
+def test_neighbors_of_those_who_leave_get_their_tokens(served):
     request_body = {"prompt": PROMPT, "max_tokens": 24, "seed": 12}
     expected = served.complete(**request_body)["choices"]
 

@@ -16,7 +16,13 @@ import pytest
 
 import headway as hw
 from headway.server.pooling import PoolingModels
-from headway.server.pooling.response_schema import ClassifyResponse, EmbeddingsResponse, PoolingResponse, RerankResponse
+from headway.server.pooling.response_schema import (
+    ClassifyResponse,
+    EmbeddingsResponse,
+    PoolingResponse,
+    RerankResponse,
+    ScoreResponse,
+)
 from support import encoders
 from support.fuzzing import Fuzzer
 from support.live import Live, live
@@ -167,13 +173,30 @@ class TestRankings:
         assert best == [{key: one[key] for key in ("index", "relevance_score")} for one in whole[:2]]
         assert len(served.post("/rerank", **request_body, top_n=0).json["results"]) == 7
 
+    def test_scores_of_pairs(self, served: Live, folders: dict[str, str]) -> None:
+        documents = encoders.texts(3, seed=3)
+        ranked = served.post("/rerank", query="the film", documents=documents).json["results"]
+        want = {one["index"]: one["relevance_score"] for one in ranked}
+        response = served.post("/v1/score", model="small-rerank", text_1="the film", text_2=documents)
+        ScoreResponse.model_validate(response.json, strict=True)
+        scores = [one["score"] for one in response.json["data"]]
+        assert scores == pytest.approx([want[i] for i in range(3)], rel=1e-4)
+        pairs = served.post("/score", text_1=["the film"] * 3, text_2=documents).json["data"]
+        assert [one["score"] for one in pairs] == pytest.approx(scores, rel=1e-4)
+        error = served.refused("/score", text_1=["a", "b"], text_2=documents)
+        assert error["message"].startswith("text_1 has 2 texts and text_2 has 3")
+
     def test_an_embedding_model_will_do(self, minilm: hw.Pipeline, tmp_path: Path) -> None:
         documents = ["Quarterly profits rose.", "He plays the guitar.", "It rains."]
         with live(small_engine(tmp_path / "model"), PoolingModels({"embed": "minilm"}, device="cpu")) as served:
             result = served.post("/rerank", query="a musician", documents=documents).json["results"]
             assert served.refused("/classify", input="x")["code"] == "unsupported"
+            scores = served.post("/score", text_1="a musician", text_2=documents).json["data"]
+            own = served.post("/api/embed", model="minilm:latest", input=["a musician", *documents]).json
         vectors = np.stack(minilm(["a musician", *documents]))
         cosines = vectors[1:] @ vectors[0]
+        np.testing.assert_allclose([one["score"] for one in scores], cosines, atol=1e-5)
+        np.testing.assert_allclose(own["embeddings"], vectors, atol=2e-6)
         assert [one["index"] for one in result] == np.argsort(-cosines).tolist()
         np.testing.assert_allclose([one["relevance_score"] for one in result], sorted(cosines, reverse=True), atol=1e-5)
         assert result[0]["document"]["text"] == "He plays the guitar."

@@ -102,8 +102,8 @@ def main() -> int:
     options = given["settings"]
     for name in ("allowed_hosts", "cors_origins", "served_names"):
         options[name] = tuple(options.get(name, ()))
-    if "key_file" in options:
-        options["key_file"] = Path(options["key_file"])
+    for name in {"key_file", "ssl_certfile", "ssl_keyfile", "unix_socket"} & set(options):
+        options[name] = Path(options[name])
     settings = ServerSettings(**{"port": 0, "log_json": True, "model": "scripted", **options})
     how = {"step_seconds": 0.0, "pages": 64, "load_seconds": 0.0} | given.get("engine", {})
     return serve(settings, lambda: open_engine(**how), [router])

@@ -12,7 +12,7 @@ from headway.base.arrays import float_name, narrow, widen
 
 @dataclass(frozen=True)
 class Rope:
-    """How positions become angles. `kind` is one of default, linear, llama3, yarn."""
+    """How positions become angles. `kind` is one of default, linear, llama3, yarn, longrope."""
 
     dim: int
     theta: float = 10_000.0
@@ -27,11 +27,12 @@ class Rope:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    factors: tuple[float, ...] | None = None  # longrope's divisors of the frequencies
 
     @property
     def scale(self) -> float:
         """The factor on cos and sin (yarn's attention temperature)."""
-        if self.kind != "yarn":
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
@@ -53,14 +54,19 @@ def frequencies(rope: Rope) -> np.ndarray:
             return _llama3(plain, rope)
         case "yarn":
             return _yarn(plain, rope)
+        case "longrope":
+            return plain / np.array(rope.factors, np.float32)
     raise AssertionError(rope.kind)
 
 
 def turn(keys: np.ndarray, inv_freq: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Keys [L, T, Hkv, D] that were rotated for positions `before` [T], as they would be for `after` [T]."""
-    angles = [positions.astype(np.float32)[:, None] * inv_freq[None, :] for positions in (before, after)]
+    """Keys [L, T, Hkv, D] that were rotated for positions `before` [T], as they would be for `after` [T].
+
+    inv_freq [D/2] is for all layers, [L, D/2] has a row for each.
+    """
+    angles = [positions.astype(np.float32)[:, None] * inv_freq[..., None, :] for positions in (before, after)]
     by = angles[1].astype(np.float64) - angles[0].astype(np.float64)  # of angles that are rounded as they were there
-    by = np.concatenate((by, by), -1)[:, None, :]  # [T, 1, D]
+    by = np.concatenate((by, by), -1)[..., None, :]  # [T, 1, D] or [L, T, 1, D]
     name = float_name(keys)
     assert name is not None
     return narrow(_rotate(widen(keys), np.cos(by).astype(np.float32), np.sin(by).astype(np.float32)), name)

@@ -6,6 +6,13 @@
 #include <system_error>
 
 #include "threads.h"
+#ifdef HW_X86
+#include <cpuid.h>
+#elif defined(HW_ARM) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(HW_ARM) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 #define HW_DECLARE(NS)                                                                                              \
   namespace NS {                                                                                                    \
@@ -40,6 +47,9 @@ HW_DECLARE(hw_plain)
 HW_DECLARE(hw_avx2)
 HW_DECLARE(hw_avx512)
 HW_DECLARE(hw_vnni)
+#elif defined(HW_ARM)
+HW_DECLARE(hw_neon)
+HW_DECLARE(hw_i8mm)
 #endif
 
 namespace {
@@ -48,17 +58,46 @@ const Kernels* const tables[4] = {
     &table_hw_plain,
 #ifdef HW_X86
     &table_hw_avx2, &table_hw_avx512, &table_hw_vnni,
+#elif defined(HW_ARM)
+    &table_hw_neon, &table_hw_i8mm, nullptr,
 #else
     nullptr, nullptr, nullptr,
 #endif
 };
+
+#ifdef HW_X86
+bool has_f16c() {  // clang's __builtin_cpu_supports does not know it
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
+#ifdef HW_ARM
+#if defined(__linux__)
+bool has_dotprod() { return getauxval(AT_HWCAP) >> 20 & 1; }  // HWCAP_ASIMDDP
+bool has_i8mm() { return getauxval(AT_HWCAP2) >> 13 & 1; }    // HWCAP2_I8MM
+#elif defined(__APPLE__)
+bool feature(const char* name) {
+  int64_t value = 0;
+  size_t size = sizeof value;
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value;
+}
+bool has_dotprod() { return feature("hw.optional.arm.FEAT_DotProd"); }
+bool has_i8mm() { return feature("hw.optional.arm.FEAT_I8MM"); }
+#else
+bool has_dotprod() { return false; }
+bool has_i8mm() { return false; }
+#endif
+#endif
 
 int best() {
 #ifdef HW_X86
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
     return __builtin_cpu_supports("avx512vnni") ? 3 : 2;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return 1;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) return 1;
+#elif defined(HW_ARM)
+  if (has_dotprod()) return has_i8mm() ? 2 : 1;
 #endif
   return 0;
 }

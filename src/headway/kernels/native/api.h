@@ -11,7 +11,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HW_VERSION 8
+#define HW_VERSION 9
 
 enum { HW_F32 = 0, HW_F16 = 1, HW_BF16 = 2, HW_INT8 = 3, HW_GROUPS = 4 };
 enum { HW_SCALE_F16 = 0, HW_SCALE_F32 = 1, HW_SCALE_K = 2 };
@@ -46,8 +46,9 @@ typedef struct {
   const float* final_norm;  // [hidden]
   const hw_layer* layer;
   hw_matrix embedding, output;
-  float* kv;                // KV cache [layers, 2, pages, …]: keys [kv_heads, head_dim, page_size], values [kv_heads, page_size, head_dim]
+  void* kv;                 // KV cache [layers, 2, pages, …]: keys [kv_heads, head_dim, page_size], values [kv_heads, page_size, head_dim]
   int64_t kv_pages;
+  int32_t kv_kind;          // HW_F32, HW_F16 or HW_BF16
 } hw_model;
 
 // What an adapter adds to a matrix's outputs: factor * B (A x). Both are interleaved as float matrices are, in blocks of 16
@@ -117,7 +118,7 @@ enum { HW_EMBED, HW_NORM, HW_QKV, HW_ROPE, HW_KV_WRITE, HW_ATTENTION, HW_OUT, HW
 extern "C" {
 #endif
 int32_t hw_version(void);
-int32_t hw_isa(void);                       // in use: 0 plain, 1 AVX2, 2 AVX-512, 3 AVX-512 VNNI
+int32_t hw_isa(void);                       // in use: 0 plain; 1 AVX2, 2 AVX-512, 3 AVX-512 VNNI; on ARM 1 NEON with dotprod, 2 and i8mm
 int32_t hw_best_isa(void);                  // the best on this machine
 int32_t hw_use_isa(int32_t isa);            // 0 if the machine has it
 void* hw_pool_new(int32_t count);        // a thread pool with its workspace; null if threads cannot be started

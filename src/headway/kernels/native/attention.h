@@ -35,17 +35,30 @@ struct SharedPrefix {
   size_t task;  // index of its first partial result, ordered by kv head, then chunk
 };
 
+// The keys and values of a layer, as floats or in half precision (kind); pointers to numbers are void pointers.
 struct KvCache {
-  const float* keys;    // [pages, kv_heads, head_dim, page]: a unit's slots are adjacent, as scoring reads them
-  const float* values;  // [pages, kv_heads, page, head_dim]
-  int heads, kv_heads, dim, page;
-  const float* value(int64_t offset, int head) const { return values + (offset + (int64_t)head * page) * dim; }
+  const char* keys;    // [pages, kv_heads, head_dim, page]: a unit's slots are adjacent, as scoring reads them
+  const char* values;  // [pages, kv_heads, page, head_dim]
+  int kind, heads, kv_heads, dim, page;
+  int width() const { return kind == HW_F32 ? 4 : 2; }  // bytes of a number
+  const void* value(int64_t offset, int head) const { return values + (offset + (int64_t)head * page) * dim * width(); }
   // The first number of a slot's key; the others follow with a stride of `page`.
-  const float* key(int64_t offset, int head) const {
+  const void* key(int64_t offset, int head) const {
     const int64_t at = offset % page;
-    return keys + (offset - at + (int64_t)head * page) * dim + at;
+    return keys + ((offset - at + (int64_t)head * page) * dim + at) * width();
   }
 };
+
+inline float read_number(int kind, const void* p, size_t at) {
+  if (kind == HW_F32) return ((const float*)p)[at];
+  const uint16_t half = ((const uint16_t*)p)[at];
+  return kind == HW_F16 ? half_to_float(half) : bfloat_to_float(half);
+}
+
+// 16 numbers of the cache.
+inline vf read_lanes(int kind, const void* p, size_t at) {
+  return kind == HW_F32 ? load_float<HW_F32>(p, at) : kind == HW_F16 ? load_float<HW_F16>(p, at) : load_float<HW_BF16>(p, at);
+}
 
 inline void make_layout(const hw_step& step, int segment, int page_size, int kv_heads, Layout& out) {
   out.row = step.segment_rows[segment];
@@ -133,31 +146,41 @@ struct Scratch {
   }
 };
 
-// One head's keys of a unit: the 16 slots of a dimension are adjacent, dimensions are `apart` floats apart.
+// One head's keys of a unit: the 16 slots of a dimension are adjacent, dimensions are `apart` numbers apart.
 struct UnitKeys {
-  const float* at;
+  const void* at;
   size_t apart;
   int dims;  // an even number
+  int kind;
 };
 
-// Read in place if the unit is within one page, else gathered; zeros for absent slots.
-inline UnitKeys unit_keys(const KvCache& kv, const Unit& unit, int head, Scratch& scratch) {
-  if (kv.page % LANES == 0 && kv.dim % 2 == 0) return {kv.key(unit.offset[0], head), (size_t)kv.page, kv.dim};
+constexpr int SCORED = 8, MIXED = 4;  // queries that share a load of keys, of values
+
+// Read in place if the unit is within one page, else gathered; zeros for absent slots. In half precision they are made
+// floats first if `queries` would load them more than once.
+inline UnitKeys unit_keys(const KvCache& kv, const Unit& unit, int head, int queries, Scratch& scratch) {
+  const bool adjacent = kv.page % LANES == 0 && kv.dim % 2 == 0;
+  const void* first = adjacent ? kv.key(unit.offset[0], head) : nullptr;
+  if (adjacent && (kv.kind == HW_F32 || queries <= SCORED)) return {first, (size_t)kv.page, kv.dim, kv.kind};
+  if (adjacent) {
+    for (int d = 0; d < kv.dim; d++) vf_store(&scratch.keys[d * LANES], read_lanes(kv.kind, first, (size_t)d * kv.page));
+    return {scratch.keys.data(), LANES, kv.dim, HW_F32};
+  }
   std::fill(scratch.keys.begin(), scratch.keys.end(), 0.0f);
   for (int s = 0; s < LANES; s++)
     if (unit.present >> s & 1)
-      for (int d = 0; d < kv.dim; d++) scratch.keys[d * LANES + s] = kv.key(unit.offset[s], head)[(size_t)d * kv.page];
-  return {scratch.keys.data(), LANES, (int)up(kv.dim, 2)};
+      for (int d = 0; d < kv.dim; d++) scratch.keys[d * LANES + s] = read_number(kv.kind, kv.key(unit.offset[s], head), (size_t)d * kv.page);
+  return {scratch.keys.data(), LANES, (int)up(kv.dim, 2), HW_F32};
 }
 
 // Scores of Q queries with a unit's slots. Even and odd dimensions are summed separately, which hides latency with few queries.
-template <int Q>
+template <int KIND, int Q>
 inline void score(const UnitKeys& keys, const float* queries, size_t wide, float* out, size_t stride) {
   vf even[Q], odd[Q];
   HW_UNROLL
   for (int q = 0; q < Q; q++) even[q] = odd[q] = vf_zero();
   for (int d = 0; d < keys.dims; d += 2) {
-    vf k = vf_load(keys.at + d * keys.apart), l = vf_load(keys.at + (d + 1) * keys.apart);
+    vf k = load_float<KIND>(keys.at, d * keys.apart), l = load_float<KIND>(keys.at, (d + 1) * keys.apart);
     HW_UNROLL
     for (int q = 0; q < Q; q++) {
       even[q] = vf_fma(k, vf_set1(queries[q * wide + d]), even[q]);
@@ -168,25 +191,39 @@ inline void score(const UnitKeys& keys, const float* queries, size_t wide, float
   for (int q = 0; q < Q; q++) vf_store(out + q * stride, vf_add(even[q], odd[q]));
 }
 
-inline void score_all(const UnitKeys& keys, const float* queries, size_t wide, int count, float* out, size_t stride) {
-  constexpr void (*few[8])(const UnitKeys&, const float*, size_t, float*, size_t) = {nullptr, score<1>, score<2>, score<3>, score<4>, score<5>, score<6>, score<7>};
+template <int KIND>
+inline void score_kind(const UnitKeys& keys, const float* queries, size_t wide, int count, float* out, size_t stride) {
+  constexpr void (*few[SCORED])(const UnitKeys&, const float*, size_t, float*, size_t) = {
+      nullptr, score<KIND, 1>, score<KIND, 2>, score<KIND, 3>, score<KIND, 4>, score<KIND, 5>, score<KIND, 6>, score<KIND, 7>};
   int q = 0;
-  for (; q + 8 <= count; q += 8) score<8>(keys, queries + q * wide, wide, out + q * stride, stride);
+  for (; q + SCORED <= count; q += SCORED) score<KIND, SCORED>(keys, queries + q * wide, wide, out + q * stride, stride);
   if (q < count) few[count - q](keys, queries + q * wide, wide, out + q * stride, stride);
 }
 
-// One head's values of a unit, slot by slot; zeros for absent slots. Rows not a multiple of a vector are copied and padded.
+inline void score_all(const UnitKeys& keys, const float* queries, size_t wide, int count, float* out, size_t stride) {
+  if (keys.kind == HW_F32) score_kind<HW_F32>(keys, queries, wide, count, out, stride);
+  else if (keys.kind == HW_F16) score_kind<HW_F16>(keys, queries, wide, count, out, stride);
+  else score_kind<HW_BF16>(keys, queries, wide, count, out, stride);
+}
+
+// One head's values of a unit, slot by slot; zeros for absent slots. Rows not a multiple of a vector are copied and padded,
+// and rows in half precision are made floats first if `queries` would load them more than once.
 struct UnitValues {
-  const float* row[LANES];
-  UnitValues(const KvCache& kv, const Unit& unit, int head, Scratch& scratch) {
+  const void* row[LANES];
+  int kind;
+  UnitValues(const KvCache& kv, const Unit& unit, int head, int queries, Scratch& scratch) : kind(kv.kind) {
     const size_t wide = scratch.zeros.size();
+    const bool whole = kv.dim % LANES == 0, widen = whole && kind != HW_F32 && queries > MIXED;
     for (int s = 0; s < LANES; s++) {
-      row[s] = unit.present >> s & 1 ? kv.value(unit.offset[s], head) : scratch.zeros.data();
-      if (kv.dim % LANES == 0) continue;
+      const bool present = unit.present >> s & 1;
+      row[s] = present ? kv.value(unit.offset[s], head) : scratch.zeros.data();
+      if (!present || (whole && !widen)) continue;
       float* copy = &scratch.values[s * wide];
-      for (size_t d = 0; d < wide; d++) copy[d] = (int)d < kv.dim ? row[s][d] : 0.0f;
+      for (int d = 0; widen && d < kv.dim; d += LANES) vf_store(copy + d, read_lanes(kind, row[s], d));
+      for (size_t d = 0; !widen && d < wide; d++) copy[d] = (int)d < kv.dim ? read_number(kind, row[s], d) : 0.0f;
       row[s] = copy;
     }
+    if (!whole || widen) kind = HW_F32;
   }
 };
 
@@ -194,11 +231,11 @@ struct UnitValues {
 inline void prefetch_values(const KvCache& kv, const Unit& unit, int head) {
   for (int s = 0; s < LANES; s++)
     if (unit.present >> s & 1)
-      for (int d = 0; d < kv.dim; d += LANES) __builtin_prefetch(kv.value(unit.offset[s], head) + d);
+      for (int at = 0; at < kv.dim * kv.width(); at += 64) __builtin_prefetch((const char*)kv.value(unit.offset[s], head) + at);
 }
 
 // Adds weights times values of one unit for Q queries, over V vectors of the head. `bits` selects the slots.
-template <int Q, int V>
+template <int KIND, int Q, int V>
 inline void add_weighted_values(const UnitValues& values, int at, const float* weights, size_t stride, uint32_t bits, float* mixed, size_t wide) {
   vf acc[Q][V];
   HW_UNROLL
@@ -209,7 +246,7 @@ inline void add_weighted_values(const UnitValues& values, int at, const float* w
     const int s = __builtin_ctz(bits);
     vf x[V];
     HW_UNROLL
-    for (int v = 0; v < V; v++) x[v] = vf_load(values.row[s] + at + v * LANES);
+    for (int v = 0; v < V; v++) x[v] = load_float<KIND>(values.row[s], at + v * LANES);
     HW_UNROLL
     for (int q = 0; q < Q; q++) {
       vf w = vf_set1(weights[q * stride + s]);
@@ -223,11 +260,17 @@ inline void add_weighted_values(const UnitValues& values, int at, const float* w
     for (int v = 0; v < V; v++) vf_store(mixed + q * wide + at + v * LANES, acc[q][v]);
 }
 
-template <int Q>
+template <int KIND, int Q>
 inline void add_all_weighted_values(const UnitValues& values, const float* weights, size_t stride, uint32_t bits, float* mixed, size_t wide) {
   int at = 0, end = (int)wide;
-  for (; at + 4 * LANES <= end; at += 4 * LANES) add_weighted_values<Q, 4>(values, at, weights, stride, bits, mixed, wide);
-  for (; at < end; at += LANES) add_weighted_values<Q, 1>(values, at, weights, stride, bits, mixed, wide);
+  for (; at + 4 * LANES <= end; at += 4 * LANES) add_weighted_values<KIND, Q, 4>(values, at, weights, stride, bits, mixed, wide);
+  for (; at < end; at += LANES) add_weighted_values<KIND, Q, 1>(values, at, weights, stride, bits, mixed, wide);
+}
+
+template <int KIND>
+inline void mix_kind(const UnitValues& values, int queries, const float* weights, size_t stride, uint32_t bits, float* mixed, size_t wide) {
+  auto go = queries == 4 ? add_all_weighted_values<KIND, 4> : queries == 3 ? add_all_weighted_values<KIND, 3> : queries == 2 ? add_all_weighted_values<KIND, 2> : add_all_weighted_values<KIND, 1>;
+  go(values, weights, stride, bits, mixed, wide);
 }
 
 // A unit of parallel work: rows [first, first + rows) of a segment, or the rows of segments with a shared prefix, for kv
@@ -261,7 +304,7 @@ inline void score_chunk(const WorkItem& p, Scratch& scratch) {
     const Unit& unit = p.lay.units[scratch.active[i]];
     for (int h = 0; h < p.heads; h++) {
       prefetch_values(p.kv, unit, p.head + h);
-      const UnitKeys keys = unit_keys(p.kv, unit, p.head + h, scratch);
+      const UnitKeys keys = unit_keys(p.kv, unit, p.head + h, each, scratch);
       float* out = scratch.scores.data() + (size_t)h * each * stride + i * LANES;
       score_all(keys, &scratch.queries[(size_t)h * each * wide], wide, each, out, stride);
       for (int q = 0; q < each; q++, out += stride) {
@@ -302,13 +345,13 @@ inline void mix_chunk(const WorkItem& p, Scratch& scratch) {
   for (size_t i = 0; i < scratch.active.size(); i++)
     for (int h = 0; h < p.heads; h++) {
       const int unit = scratch.active[i];
-      const UnitValues values(p.kv, p.lay.units[unit], p.head + h, scratch);
+      const UnitValues values(p.kv, p.lay.units[unit], p.head + h, each, scratch);
       for (int q = h * each, end = q + each, same; q < end; q += same) {
         const uint32_t take = scratch.mask_bits[q][unit];
-        for (same = 1; same < 4 && q + same < end && scratch.mask_bits[q + same][unit] == take;) same++;
+        for (same = 1; same < MIXED && q + same < end && scratch.mask_bits[q + same][unit] == take;) same++;
         if (!take) continue;
-        auto go = same == 4 ? add_all_weighted_values<4> : same == 3 ? add_all_weighted_values<3> : same == 2 ? add_all_weighted_values<2> : add_all_weighted_values<1>;
-        go(values, scratch.scores.data() + q * stride + i * LANES, stride, take, &scratch.mixed[q * wide], wide);
+        auto go = values.kind == HW_F32 ? mix_kind<HW_F32> : values.kind == HW_F16 ? mix_kind<HW_F16> : mix_kind<HW_BF16>;
+        go(values, same, scratch.scores.data() + q * stride + i * LANES, stride, take, &scratch.mixed[q * wide], wide);
       }
     }
 }

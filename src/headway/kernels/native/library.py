@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import sys
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
@@ -16,9 +17,17 @@ from pathlib import Path
 
 from headway.base.errors import InvalidInput, Unsupported
 
-VERSION = 8
-ISAS = ("plain", "avx2", "avx512", "vnni")
-ISA_NAMES = {"plain": "plain C++", "avx2": "AVX2", "avx512": "AVX-512", "vnni": "AVX-512 VNNI"}
+VERSION = 9
+ARM = platform.machine().lower() in ("aarch64", "arm64")
+ISAS = ("plain", "neon", "i8mm") if ARM else ("plain", "avx2", "avx512", "vnni")
+ISA_NAMES = {
+    "plain": "plain C++",
+    "avx2": "AVX2",
+    "avx512": "AVX-512",
+    "vnni": "AVX-512 VNNI",
+    "neon": "NEON with dotprod",
+    "i8mm": "NEON with i8mm",
+}
 KINDS = ("f32", "f16", "bf16", "int8", "groups")
 SCALES = ("f16", "f32", "k")
 NAME = "_headway.dylib" if sys.platform == "darwin" else "_headway.so"
@@ -84,6 +93,7 @@ class ModelStruct(Structure):
         ("output", MatrixStruct),
         ("kv", c_void_p),
         ("kv_pages", c_int64),
+        ("kv_kind", c_int32),
     )
 
 

@@ -1,7 +1,7 @@
-// Sixteen SIMD lanes on every machine: one set of names over AVX-512 (with or without VNNI), AVX2 and plain C++.
+// Sixteen SIMD lanes on every machine: one set of names over AVX-512 (with or without VNNI), AVX2, NEON and plain C++.
 //
 // The file that includes this is compiled once for each instruction set; HW_ISA says which (3: AVX-512 VNNI, 2: AVX-512,
-// 1: AVX2 with FMA and F16C, 0: plain). All multiplications and sums are explicit, so that every kernel built on these
+// 1: AVX2 with FMA and F16C, 0: plain, or with HW_NEON 1: NEON with dotprod, 2: and with i8mm). All multiplications and sums are explicit, so that every kernel built on these
 // rounds in the same places. `vf` is 16 floats, `vi` 16 int32, `vb` 64 bytes.
 #pragma once
 #include <cmath>
@@ -9,11 +9,46 @@
 #include <cstring>
 #if HW_ISA >= 1
 #include <immintrin.h>
+#elif defined(HW_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace HW_NS {
 
 constexpr int LANES = 16;
+
+// ---- single numbers ----------------------------------------------------------------------------------------------
+inline float half_to_float(uint16_t h) {
+  uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023, bits;
+  if (exponent == 31) bits = sign | 0x7f800000 | mantissa << 13;
+  else if (exponent) bits = sign | (exponent + 112) << 23 | mantissa << 13;
+  else { float f = std::ldexp((float)mantissa, -24); std::memcpy(&bits, &f, 4); bits |= sign; }
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+inline float bfloat_to_float(uint16_t h) {
+  uint32_t bits = (uint32_t)h << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+inline uint16_t float_to_half(float f) {  // to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return sign | 0x7e00;   // NaN
+  if (bits >= 0x477ff000) return sign | 0x7c00;  // 65520 and more become infinity
+  if (bits < 0x38800000) return sign | (uint16_t)std::nearbyint(std::ldexp(std::fabs(f), 24));
+  return sign | (uint16_t)((bits + 0xfff + (bits >> 13 & 1) - 0x38000000) >> 13);
+}
+inline uint16_t float_to_bfloat(float f) {  // to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  if (f != f) return (uint16_t)(bits >> 16 | 0x40);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
 
 #if HW_ISA >= 2
 // ---- AVX-512 -----------------------------------------------------------------------------------------------------
@@ -41,6 +76,7 @@ inline vf vf_load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_s
 inline vf vf_load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
+inline void vf_store_f16(uint16_t* p, vf x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
 inline vf vf_load_u8(const uint8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
@@ -111,6 +147,10 @@ inline vf vf_from(vi x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.
 inline vf vf_load_f16(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
+inline void vf_store_f16(uint16_t* p, vf x) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 inline __m256 bf16_half(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
@@ -163,6 +203,86 @@ inline vi vi_dot8(vi acc, vb codes, int32_t a) {
   return {_mm256_add_epi32(acc.a, p), _mm256_add_epi32(acc.b, q)};
 }
 
+#elif defined(HW_NEON)
+// ---- NEON --------------------------------------------------------------------------------------------------------
+struct vf { float32x4_t v[4]; };
+struct vi { int32x4_t v[4]; };
+struct vb { uint8x16_t v[4]; };
+
+#define HW_EACH(expression) \
+  do { _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) { expression; } } while (0)
+
+inline vf vf_set1(float x) { vf r; HW_EACH(r.v[i] = vdupq_n_f32(x)); return r; }
+inline vf vf_zero() { return vf_set1(0); }
+inline vf vf_load(const float* p) { vf r; HW_EACH(r.v[i] = vld1q_f32(p + 4 * i)); return r; }
+inline void vf_store(float* p, vf x) { HW_EACH(vst1q_f32(p + 4 * i, x.v[i])); }
+inline vf vf_add(vf a, vf b) { HW_EACH(a.v[i] = vaddq_f32(a.v[i], b.v[i])); return a; }
+inline vf vf_sub(vf a, vf b) { HW_EACH(a.v[i] = vsubq_f32(a.v[i], b.v[i])); return a; }
+inline vf vf_mul(vf a, vf b) { HW_EACH(a.v[i] = vmulq_f32(a.v[i], b.v[i])); return a; }
+inline vf vf_div(vf a, vf b) { HW_EACH(a.v[i] = vdivq_f32(a.v[i], b.v[i])); return a; }
+inline vf vf_fma(vf a, vf b, vf c) { HW_EACH(c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i])); return c; }
+inline vf vf_max(vf a, vf b) { HW_EACH(a.v[i] = vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); return a; }
+inline vf vf_min(vf a, vf b) { HW_EACH(a.v[i] = vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); return a; }
+inline vf vf_abs(vf a) { HW_EACH(a.v[i] = vabsq_f32(a.v[i])); return a; }
+inline vf vf_round(vf a) { HW_EACH(a.v[i] = vrndnq_f32(a.v[i])); return a; }
+inline float32x4_t pow2_quarter(float32x4_t a, float32x4_t n) {
+  // 2^n in two factors: n reaches -150, past what one exponent holds.
+  const int32x4_t whole = vcvtnq_s32_f32(n), half = vshrq_n_s32(whole, 1), bias = vdupq_n_s32(127);
+  const float32x4_t f = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(half, bias), 23));
+  const float32x4_t g = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vsubq_s32(whole, half), bias), 23));
+  return vmulq_f32(vmulq_f32(a, f), g);
+}
+inline vf vf_pow2(vf a, vf n) { HW_EACH(a.v[i] = pow2_quarter(a.v[i], n.v[i])); return a; }
+inline vf vf_from(vi a) { vf r; HW_EACH(r.v[i] = vcvtq_f32_s32(a.v[i])); return r; }
+inline vf vf_load_f16(const uint16_t* p) { vf r; HW_EACH(r.v[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)))); return r; }
+inline void vf_store_f16(uint16_t* p, vf x) { HW_EACH(vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.v[i])))); }
+inline vf vf_load_bf16(const uint16_t* p) { vf r; HW_EACH(r.v[i] = vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16))); return r; }
+inline vf vf_load_u8(const uint8_t* p) {
+  const uint8x16_t bytes = vld1q_u8(p);
+  const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
+  return {{vcvtq_f32_u32(vmovl_u16(vget_low_u16(low))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(low))),
+           vcvtq_f32_u32(vmovl_u16(vget_low_u16(high))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(high)))}};
+}
+inline vf vf_select(uint16_t bits, vf a, vf b) {
+  const uint32x4_t lanes = {1, 2, 4, 8};
+  HW_EACH(a.v[i] = vbslq_f32(vtstq_u32(vdupq_n_u32(bits >> 4 * i), lanes), a.v[i], b.v[i]));
+  return a;
+}
+
+inline vi vi_set1(int32_t x) { vi r; HW_EACH(r.v[i] = vdupq_n_s32(x)); return r; }
+inline vi vi_zero() { return vi_set1(0); }
+inline vi vi_add(vi a, vi b) { HW_EACH(a.v[i] = vaddq_s32(a.v[i], b.v[i])); return a; }
+inline vi vi_round(vf a) { vi r; HW_EACH(r.v[i] = vcvtnq_s32_f32(a.v[i])); return r; }
+inline void vi_store_i8(int8_t* p, vi a) {
+  const int16x8_t low = vcombine_s16(vqmovn_s32(a.v[0]), vqmovn_s32(a.v[1])), high = vcombine_s16(vqmovn_s32(a.v[2]), vqmovn_s32(a.v[3]));
+  vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
+}
+
+inline vb vb_load(const uint8_t* p) { vb r; HW_EACH(r.v[i] = vld1q_u8(p + 16 * i)); return r; }
+inline vb vb_low(vb a) { HW_EACH(a.v[i] = vandq_u8(a.v[i], vdupq_n_u8(15))); return a; }
+inline vb vb_high(vb a) { HW_EACH(a.v[i] = vshrq_n_u8(a.v[i], 4)); return a; }
+inline vi vi_dot4(vi acc, vb codes, int32_t a) {
+  const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(a));
+  HW_EACH(acc.v[i] = vdotq_s32(acc.v[i], vreinterpretq_s8_u8(codes.v[i]), x));
+  return acc;
+}
+#if HW_NEON == 2
+inline vi vi_dot8(vi acc, vb codes, int32_t a) {
+  const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(a));
+  HW_EACH(acc.v[i] = vusdotq_s32(acc.v[i], codes.v[i], x));
+  return acc;
+}
+#else
+inline vi vi_dot8(vi acc, vb codes, int32_t a) {
+  // Only signed products: 128 is taken from each quant, and 128 times the inputs is added again.
+  const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(a)), half = vdupq_n_s8(64);
+  const int32x4_t again = vdotq_s32(vdotq_s32(vdupq_n_s32(0), half, x), half, x);
+  HW_EACH(acc.v[i] = vaddq_s32(vdotq_s32(acc.v[i], vreinterpretq_s8_u8(veorq_u8(codes.v[i], vdupq_n_u8(128))), x), again));
+  return acc;
+}
+#endif
+#undef HW_EACH
+
 #else
 // ---- plain C++ ---------------------------------------------------------------------------------------------------
 struct vf { float v[16]; };
@@ -195,22 +315,8 @@ inline vf vf_pow2(vf a, vf n) {
   return a;
 }
 inline vf vf_from(vi a) { vf r; HW_EACH(r.v[i] = (float)a.v[i]); return r; }
-inline float half_to_float(uint16_t h) {
-  uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023, bits;
-  if (exponent == 31) bits = sign | 0x7f800000 | mantissa << 13;
-  else if (exponent) bits = sign | (exponent + 112) << 23 | mantissa << 13;
-  else { float f = std::ldexp((float)mantissa, -24); std::memcpy(&bits, &f, 4); bits |= sign; }
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-inline float bfloat_to_float(uint16_t h) {
-  uint32_t bits = (uint32_t)h << 16;
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
 inline vf vf_load_f16(const uint16_t* p) { vf r; HW_EACH(r.v[i] = half_to_float(p[i])); return r; }
+inline void vf_store_f16(uint16_t* p, vf x) { HW_EACH(p[i] = float_to_half(x.v[i])); }
 inline vf vf_load_bf16(const uint16_t* p) { vf r; HW_EACH(r.v[i] = bfloat_to_float(p[i])); return r; }
 inline vf vf_load_u8(const uint8_t* p) { vf r; HW_EACH(r.v[i] = p[i]); return r; }
 inline vf vf_select(uint16_t bits, vf a, vf b) { HW_EACH(if (!(bits >> i & 1)) a.v[i] = b.v[i]); return a; }
@@ -241,6 +347,12 @@ inline float vf_sum(vf x) {  // in one fixed order
   for (int n = 8; n; n /= 2)
     for (int i = 0; i < n; i++) t[i] += t[i + n];
   return t[0];
+}
+
+inline void vf_store_bf16(uint16_t* p, vf x) {
+  float t[16];
+  vf_store(t, x);
+  for (int i = 0; i < 16; i++) p[i] = float_to_bfloat(t[i]);
 }
 
 inline float vf_most(vf x) {

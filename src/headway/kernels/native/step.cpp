@@ -415,8 +415,7 @@ struct Forward {
   void rope_and_write_kv(int i, int l) {
     const hw_layer& w = m.layer[l];
     const int D = m.head_dim, all = m.heads + m.kv_heads;
-    float* keys = m.kv + (size_t)l * 2 * m.kv_pages * m.page_size * m.kv_heads * D;
-    float* values = keys + (size_t)m.kv_pages * m.page_size * m.kv_heads * D;
+    const size_t plane = (size_t)m.kv_pages * m.page_size * m.kv_heads * D;  // numbers of a layer's keys, or values
     const int64_t work = (int64_t)T * all;
     for (int64_t n = work * i / threads; n < work * (i + 1) / threads; n++) {
       const int r = (int)(n / all), h = (int)(n % all), kh = h - m.heads;
@@ -435,10 +434,28 @@ struct Forward {
       rotate(k, angles, m.rope_half, 1.0f, D);
       if (step.write_slots[r] < 0) continue;
       const size_t page = step.write_slots[r] / m.page_size, slot = step.write_slots[r] % m.page_size;
-      const size_t at = ((page * m.kv_heads + kh) * m.page_size + slot) * D;
-      float* key = keys + (page * m.kv_heads + kh) * m.page_size * D + slot;
-      for (int d = 0; d < D; d++) key[(size_t)d * m.page_size] = k[d];
-      std::memcpy(values + at, workspace.v.at + r * K + (size_t)kh * D, D * sizeof(float));
+      const size_t first = (page * m.kv_heads + kh) * m.page_size * D, keys = 2 * l * plane + first, values = keys + plane;
+      write_numbers(k, keys + slot, m.page_size);
+      write_numbers(workspace.v.at + r * K + (size_t)kh * D, values + slot * D, 1);
+    }
+  }
+
+  // A head's numbers to the KV cache, beginning at its number `at`, with a stride.
+  void write_numbers(const float* x, size_t at, size_t stride) {
+    const int D = m.head_dim;
+    if (m.kv_kind == HW_F32) {
+      float* to = (float*)m.kv + at;
+      for (int d = 0; d < D; d++) to[d * stride] = x[d];
+      return;
+    }
+    for (int d = 0; d < D; d += LANES) {
+      const int wide = std::min(LANES, D - d);
+      float part[LANES] = {0};
+      uint16_t half[LANES], *to = (uint16_t*)m.kv + at + d * stride;
+      std::memcpy(part, x + d, wide * sizeof(float));
+      if (m.kv_kind == HW_F16) vf_store_f16(half, vf_load(part));
+      else vf_store_bf16(half, vf_load(part));
+      for (int n = 0; n < wide; n++) to[n * stride] = half[n];
     }
   }
 
@@ -458,7 +475,8 @@ struct Forward {
 
   KvCache cache(int l) const {
     const size_t plane = (size_t)m.kv_pages * m.page_size * m.kv_heads * m.head_dim;
-    return {m.kv + (size_t)l * 2 * plane, m.kv + ((size_t)l * 2 + 1) * plane, m.heads, m.kv_heads, m.head_dim, m.page_size};
+    const char* keys = (const char*)m.kv + (size_t)l * 2 * plane * (m.kv_kind == HW_F32 ? 4 : 2);
+    return {keys, keys + plane * (m.kv_kind == HW_F32 ? 4 : 2), m.kv_kind, m.heads, m.kv_heads, m.head_dim, m.page_size};
   }
 
   // Computes the chunks of shared prefixes.

@@ -21,23 +21,52 @@ UNIT = 1 << 22  # elements of one intermediate in attend_exact
 UNITS = 64  # (row, split) pairs that a GPU sums at a time
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[AttentionGroup], scale: float) -> Tensor:
-    """q [T, H, D] over pages k, v [P, page, Hkv, D] → [T, H, D]."""
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: Sequence[AttentionGroup],
+    scale: float,
+    *,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """q [T, H, D] over pages k, v [P, page, Hkv, D] → [T, H, D].
+
+    A `cap` bounds scores softly; `sinks` [H] are scores of a slot of zeros that every row sees.
+    """
     out = torch.empty_like(q)
     for group in groups:
         n, m = group.rows.shape
-        keys, values = _gather(k, group.pages), _gather(v, group.pages)  # [N, Hkv, S, D]
+        keys, values = (_gather(x, group.pages).to(q.dtype) for x in (k, v))  # [N, Hkv, S, D]
         heads = keys.shape[1]
         # Query heads that share a key head become rows of one matmul: [N, Hkv, G*M, D], no repeated keys.
         queries = q[group.rows].unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)  # [N, Hkv, G, M, D]
         share = queries.shape[2]
         mask = group.mask[:, None, None].expand(n, 1, share, m, -1).flatten(2, 3)  # [N, 1, G*M, S]
-        mixed = F.scaled_dot_product_attention(queries.flatten(2, 3), keys, values, attn_mask=mask, scale=scale)
+        if cap is None and sinks is None:
+            mixed = F.scaled_dot_product_attention(queries.flatten(2, 3), keys, values, attn_mask=mask, scale=scale)
+        else:
+            raw = capped(queries.flatten(2, 3).float() @ keys.float().transpose(2, 3) * scale, cap)  # [N, Hkv, G*M, S]
+            raw = raw.masked_fill(~mask, float("-inf"))
+            if sinks is not None:
+                own = sinks.float().view(heads, share, 1).expand(n, -1, -1, m).reshape(n, heads, share * m, 1)
+                raw = torch.cat((raw, own), -1)
+            mixed = (raw.softmax(-1)[..., : keys.shape[2]] @ values.float()).to(q.dtype)
         out[group.rows] = mixed.unflatten(2, (share, m)).permute(0, 3, 1, 2, 4).flatten(2, 3)
     return out
 
 
-def attend_exact(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[AttentionGroup], scale: float) -> Tensor:
+def attend_exact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: Sequence[AttentionGroup],
+    scale: float,
+    *,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """As `attend`, with bits that do not depend on other rows, on trimmed pages or on how rows were grouped."""
     out = torch.empty_like(q)
     for group in groups:
@@ -50,17 +79,30 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[AttentionGrou
                 first = int(rows[0] - group.rows[i][0])
                 queries = q[rows].float().unflatten(1, (heads, -1)) * scale  # [r, Hkv, G, D]
                 mask = seen[i, first : first + len(rows)]  # [r, B, SPLIT]
-                out[rows] = _row_sums(queries, keys[i], values[i], mask).to(q.dtype)
+                out[rows] = _row_sums(queries, keys[i], values[i], mask, cap=cap, sinks=sinks).to(q.dtype)
     return out
 
 
-def scores(q: Tensor, k: Tensor, group: AttentionGroup, scale: float) -> Tensor:
+def scores(
+    q: Tensor,
+    k: Tensor,
+    group: AttentionGroup,
+    scale: float,
+    *,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention probabilities of one sequence's rows: q [T, H, D] → [M, H, S] float32, S in absolute slots."""
     heads = k.shape[2]
     keys, _, seen = aligned(k, k, group)
     queries = q[group.rows[0]].float().unflatten(1, (heads, -1)) * scale
-    weight, total = _weights(queries, keys[0], seen[0])
+    weight, total = _weights(queries, keys[0], seen[0], cap, sinks)
     return (weight / total[:, None, None]).flatten(1, 2).flatten(2).transpose(1, 2)  # from [M, B, SPLIT, Hkv, G]
+
+
+def capped(raw: Tensor, cap: float | None) -> Tensor:
+    """Scores bounded softly by a cap."""
+    return raw if cap is None else torch.tanh(raw / cap) * cap
 
 
 def _gather(pool: Tensor, pages: Tensor) -> Tensor:
@@ -91,21 +133,27 @@ def aligned(k: Tensor, v: Tensor, group: AttentionGroup, split: int = SPLIT) -> 
     )
 
 
-def _weights(q: Tensor, keys: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+def _weights(q: Tensor, keys: Tensor, seen: Tensor, cap: float | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Unnormalized weights [r, B, SPLIT, Hkv, G] of q [r, Hkv, G, D] over keys [B, SPLIT, Hkv, D], and their sums.
 
     Everything is elementwise and summed over one fixed-length dimension, then over splits in order: a masked slot adds
     an exact zero, so leaving pages out changes no bit.
     """
     raw = _by_split(lambda a, k: (a[:, None] * k[:, :, :, None]).sum(-1), q, keys)
-    raw = raw.masked_fill(~seen[..., None, None], float("-inf"))
-    weight = torch.exp(raw - raw.amax((1, 2), keepdim=True))
-    return weight, _in_order(_by_split(lambda w: w.sum(1), weight))
+    raw = capped(raw, cap).masked_fill(~seen[..., None, None], float("-inf"))
+    largest = raw.amax((1, 2), keepdim=True)  # [r, 1, 1, Hkv, G]
+    own = None if sinks is None else sinks.float().view(1, 1, 1, *q.shape[1:3])
+    largest = largest if own is None else torch.maximum(largest, own)
+    weight = torch.exp(raw - largest)
+    total = _in_order(_by_split(lambda w: w.sum(1), weight))
+    return weight, total if own is None else total + torch.exp(own - largest)[:, 0, 0]
 
 
-def _row_sums(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+def _row_sums(
+    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, *, cap: float | None, sinks: Tensor | None
+) -> Tensor:
     """The weighted values of q [r, Hkv, G, D] → [r, H, D]."""
-    weight, total = _weights(q, keys, seen)
+    weight, total = _weights(q, keys, seen, cap, sinks)
     mixed = _in_order(_by_split(lambda w, v: (w[..., None] * v[:, :, :, None]).sum(1), weight, values))
     return (mixed / total[..., None]).flatten(1, 2)
 

@@ -24,7 +24,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turn(keys: Tensor, inv_freq: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Keys [L, T, Hkv, D] that were rotated for positions `before` [T], as they would be for `after` [T]."""
-    angles = [positions.float()[:, None] * inv_freq[None, :] for positions in (before, after)]  # rounded as there
-    by = (angles[1].double() - angles[0].double()).repeat(1, 2)[:, None, :]  # [T, 1, D]
+    """Keys [L, T, Hkv, D] that were rotated for positions `before` [T], as they would be for `after` [T].
+
+    inv_freq [D/2] is for all layers, [L, D/2] has a row for each.
+    """
+    angles = [positions.float()[:, None] * inv_freq[..., None, :] for positions in (before, after)]  # rounded as there
+    half = angles[1].double() - angles[0].double()
+    by = torch.cat((half, half), -1)[..., None, :]  # [T, 1, D] or [L, T, 1, D]
     return rotate(keys.float(), by.cos().float(), by.sin().float()).to(keys.dtype)

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from headway.base.arrays import widen
-from headway.base.errors import BadModelFile
+from headway.base.errors import BadModelFile, Unsupported
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.low_rank import HEAD, ROLES, LowRank, Target
+from headway.models.capabilities import Capabilities
 from headway.models.config import ModelConfig
-from headway.models.families import FAMILIES
+from headway.models.families import FAMILIES, by_name
 from headway.models.rows import half_split
+from headway.models.shapes import has_experts, layer_shapes
 
 MAX_FACTOR = 1e38  # what float32 can hold
 LARGEST = 1024.0  # what the largest value of a float16 matrix is brought near to
@@ -46,6 +48,7 @@ def bind(adapter: Adapter, config: ModelConfig) -> BoundAdapter:
             raise BadModelFile(
                 f"{what} has weights for {target}, and the model has {config.layers} layers; it is another model's"
             )
+        _check_role(target, config, what)
         has, needs = (pair.b.shape[0], pair.a.shape[1]), shapes[target.role] if target != HEAD else head_shape(config)
         if has != needs:
             raise BadModelFile(
@@ -54,8 +57,8 @@ def bind(adapter: Adapter, config: ModelConfig) -> BoundAdapter:
             )
         if target == HEAD:
             continue
-        if adapter.architecture is not None and target.role in ("q", "k") and _interleaves(adapter.architecture):
-            layers[target.layer][target.role] = replace(pair, b=half_split(pair.b, config.head_dim))
+        if target.role in ("q", "k") and _interleaves(adapter, config):
+            layers[target.layer][target.role] = replace(pair, b=half_split(pair.b, config.head_dim, config.rope.dim))
         else:
             layers[target.layer][target.role] = pair
     _check_all_there(adapter, config, what)
@@ -63,10 +66,28 @@ def bind(adapter: Adapter, config: ModelConfig) -> BoundAdapter:
 
 
 def target_shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The shape [N, K] of each role's matrix."""
-    e, f, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
-    shapes = ((q, e), (kv, e), (kv, e), (e, q), (f, e), (f, e), (e, f))
-    return dict(zip(ROLES, shapes, strict=True))
+    """The shape [N, K] of each role's matrix; roles that no layer has are left out."""
+    found: dict[str, tuple[int, ...]] = {}
+    for layer in range(c.layers):
+        found |= layer_shapes(c, layer)
+    return {role: (found[role][0], found[role][1]) for role in ROLES if role in found}
+
+
+def _check_role(target: Target, config: ModelConfig, what: str) -> None:
+    if target == HEAD:
+        if not Capabilities.of(config).adapts_head:
+            raise Unsupported(
+                f"{what} has weights for {target}, and a {config.family} model scales or caps its logits, after which "
+                f"adapters of the output matrix would be added; train it on {', '.join(target_shapes(config))}"
+            )
+        return
+    if target.role in layer_shapes(config, target.layer):
+        return
+    kind = "its experts" if has_experts(config, target.layer) else "a feed-forward without a gate"
+    raise Unsupported(
+        f"{what} has weights for {target}, and this layer of the {config.family} model has {kind}, which adapters do "
+        f"not change; train it on {', '.join(target_shapes(config))}"
+    )
 
 
 def head_shape(c: ModelConfig) -> tuple[int, int]:
@@ -95,15 +116,18 @@ def as_half(matrix: np.ndarray) -> tuple[np.ndarray, float]:
     return (matrix.astype(np.float64) * 2.0**power).astype(np.float16), 2.0**-power
 
 
-def _interleaves(architecture: str) -> bool:
-    return any(family.interleaved_gguf for family in FAMILIES if family.gguf == architecture)
+def _interleaves(adapter: Adapter, config: ModelConfig) -> bool:
+    """Whether its q and k rows lie for rotation of neighboring pairs."""
+    family = by_name(config.family)
+    if adapter.architecture is None:
+        return family.interleaved_hf
+    return any(family.interleaved_gguf for family in FAMILIES if family.gguf == adapter.architecture)
 
 
 def _check_architecture(adapter: Adapter, config: ModelConfig, what: str) -> None:
     if adapter.architecture is None:
         return
-    family = next(family for family in FAMILIES if family.name == config.family)
-    own = family.gguf or "llama"  # Mistral's GGUF files call themselves llama
+    own = "llama" if config.family == "mistral" else by_name(config.family).gguf  # as Mistral's GGUF files say
     if adapter.architecture != own:
         raise BadModelFile(f"{what} is for the architecture {adapter.architecture!r}; the model's is {own!r}")
 
@@ -113,7 +137,7 @@ def _check_all_there(adapter: Adapter, config: ModelConfig, what: str) -> None:
     if adapter.rules is None:
         return
     for layer in range(config.layers):
-        for role in ROLES:
+        for role in sorted(layer_shapes(config, layer).keys() & set(ROLES)):
             target = Target(layer, role)
             if target not in adapter.pairs and adapter.rules.has(f"model.{target}"):
                 raise BadModelFile(f"{what}: its config targets {target}, and there are no weights for it")

@@ -2,11 +2,73 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from headway.base.errors import UnsupportedModel
-from headway.models.families import llama, mistral, qwen2, qwen3
+from headway.models.description import PLAIN
+from headway.models.families import (
+    cohere2,
+    falcon,
+    gemma,
+    gemma2,
+    gemma3,
+    glm4,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    gptj,
+    granite,
+    granite_moe,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    olmoe,
+    phi,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
 from headway.models.families.family import Family
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)
+if TYPE_CHECKING:
+    from headway.models.config import ModelConfig
+
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    cohere2.FAMILY,
+    falcon.FAMILY,
+    gemma.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+    glm4.FAMILY,
+    gpt2.FAMILY,
+    gpt_neox.FAMILY,
+    gpt_oss.FAMILY,
+    gptj.FAMILY,
+    granite.FAMILY,
+    granite_moe.FAMILY,
+    mixtral.FAMILY,
+    olmo2.FAMILY,
+    olmo3.FAMILY,
+    olmoe.FAMILY,
+    phi.FAMILY,
+    phi3.FAMILY,
+    qwen2_moe.FAMILY,
+    qwen3_moe.FAMILY,
+    smollm3.FAMILY,
+    stablelm.FAMILY,
+    starcoder2.FAMILY,
+)
 
 
 def by_architecture(name: str) -> Family:
@@ -18,10 +80,24 @@ def by_architecture(name: str) -> Family:
     raise UnsupportedModel(f"the architecture {name!r} is not supported; supported are {known}")
 
 
-def by_gguf(name: str) -> Family:
-    """The family whose GGUF files say this architecture."""
-    for family in FAMILIES:
-        if name == family.gguf:
+def by_gguf(name: str, *, experts: bool = False) -> Family:
+    """The family whose GGUF files say this architecture, and have experts or not."""
+    named = [family for family in FAMILIES if name == family.gguf]
+    for family in named:
+        if family.experts == experts:
             return family
-    known = ", ".join(sorted(family.gguf for family in FAMILIES if family.gguf))
+    if named:
+        return named[0]
+    known = ", ".join(sorted({family.gguf for family in FAMILIES if family.gguf}))
     raise UnsupportedModel(f"the GGUF architecture {name!r} is not supported; supported are {known}")
+
+
+def by_name(name: str) -> Family:
+    """The family of this name."""
+    return next(family for family in FAMILIES if family.name == name)
+
+
+def is_llama_like(config: ModelConfig) -> bool:
+    """Whether a model has Llama's layers, in files that have Llama's names: what the fast paths read."""
+    family = by_name(config.family)
+    return config.description == PLAIN and not family.parts and not family.gguf_parts

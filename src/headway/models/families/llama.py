@@ -5,6 +5,7 @@ from headway.models.families.family import Family
 FAMILY = Family(
     name="llama",
     architectures=("LlamaForCausalLM",),
+    model_types=("llama",),
     gguf="llama",
     qkv_bias="attention_bias",
     o_bias="attention_bias",

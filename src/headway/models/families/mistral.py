@@ -2,4 +2,11 @@
 
 from headway.models.families.family import Family
 
-FAMILY = Family(name="mistral", architectures=("MistralForCausalLM",), gguf=None, window="all", kv_heads=8)
+FAMILY = Family(
+    name="mistral",
+    architectures=("MistralForCausalLM",),
+    model_types=("mistral",),
+    gguf=None,
+    window="all",
+    kv_heads=8,
+)

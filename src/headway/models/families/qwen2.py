@@ -5,6 +5,7 @@ from headway.models.families.family import Family
 FAMILY = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
+    model_types=("qwen2",),
     gguf="qwen2",
     qkv_bias=True,
     window="layers",

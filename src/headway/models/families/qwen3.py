@@ -5,6 +5,7 @@ from headway.models.families.family import Family
 FAMILY = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM",),
+    model_types=("qwen3",),
     gguf="qwen3",
     qkv_bias="attention_bias",
     o_bias="attention_bias",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -88,6 +88,10 @@ class QuantizedDecoder(AnyDecoder):
             size["output projection"] += layer.o.nbytes
             size["feed-forward"] += layer.gate.nbytes + layer.up.nbytes + layer.down.nbytes
         return {**size, "head": self.output.nbytes}
+
+    def first_layers(self, count: int) -> QuantizedDecoder:
+        """The first layers of the model, with its embedding and head."""
+        return replace(self, config=self.config.first_layers(count), layers=self.layers[:count])
 
     @property
     def row_quantization(self) -> str | None:

@@ -18,7 +18,8 @@ from headway.kernels.reference import ordered
 from headway.kernels.reference.ordered_matmul import OrderedMatrix
 from headway.kernels.reference.quantized import dequantize, dequantize_rows, tensor
 from headway.models.decoder import Attention, Decoder
-from headway.models.layers import DecoderLayer, Linear
+from headway.models.described import DescribedDecoder
+from headway.models.layers import DecoderLayer, Linear, mapped
 from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer
 
 NORMS, MATRICES = ("input_norm", "mlp_norm", "q_norm", "k_norm"), ("qkv", "out", "gate_up", "down")
@@ -62,6 +63,8 @@ def float_decoder(decoder: Decoder) -> Decoder:
         parts: dict[str, Any] = {n: None if (w := getattr(x, n)) is None else wide(w) for n in NORMS}
         return replace(x, **parts, **{n: linear(getattr(x, n)) for n in MATRICES})
 
+    if isinstance(decoder, DescribedDecoder):
+        return mapped(decoder, wide)
     embedding, output = wide(decoder.embedding), decoder.output
     head: Any = wide(output) if isinstance(output, Tensor) else linear(output)
     return Decoder(
@@ -93,7 +96,7 @@ class OrderedDecoder(Decoder):
 
     ordered: ClassVar[bool] = True
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         table: Any = self.embedding
         return dequantize_rows(table, tokens)
 

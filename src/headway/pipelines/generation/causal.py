@@ -20,6 +20,7 @@ from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, Unsupported, WrongType
 from headway.base.probes import AttentionScores, Hidden, Logits
 from headway.base.samplers import Sampling
+from headway.base.text import short_repr
 from headway.kernels.reference.sampling import RowSampler, changed_scores, processed_logprobs
 from headway.pipelines.outputs import ModelOutput
 from headway.pipelines.task import ModelInputs, Row
@@ -134,7 +135,7 @@ def check_forward(parameters: Mapping[str, Any]) -> None:
 
 def check_flag(name: str, value: Any) -> None:
     if value not in (None, True, False):
-        raise InvalidInput(f"{name} is {value!r:.60}; it must be True or False")
+        raise InvalidInput(f"{name} is {short_repr(value)}; it must be True or False")
 
 
 async def forward(engine: Engine, inputs: Mapping[str, Any], parameters: Mapping[str, Any]) -> Any:

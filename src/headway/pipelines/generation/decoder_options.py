@@ -10,6 +10,7 @@ from typing import Any
 
 from headway.base.checks import check_integer, check_token_id
 from headway.base.errors import InvalidInput, WrongType
+from headway.base.text import short_repr
 from headway.pipelines.arguments import checked
 from headway.pipelines.generation.generate import merge_generate_kwargs
 from headway.pipelines.generation.options import DecodingOptions, resolve_lengths
@@ -62,7 +63,10 @@ class TextGenerationOptions(DecodingOptions):
             check_token_id(id, "eos_token_id")
         if self.pad_token_id is not None:
             check_token_id(self.pad_token_id, "pad_token_id")
-        for text in (*self.ends_after, self.prefix or ""):
+        for name in ("stop_strings", "stop_sequence"):
+            if (value := getattr(self, name)) is not None and not isinstance(value, (str, list, tuple)):
+                raise WrongType(f"{name} is {short_repr(value)}; it must be a string or a list of strings")
+        for text in (*self.ends_after, "" if self.prefix is None else self.prefix):
             check_text(text, "a stop string or prefix")
         if "" in self.ends_after:
             raise InvalidInput("a stop string is empty; it must have at least one character")
@@ -117,7 +121,8 @@ def settled_lengths(base: TextGenerationOptions, given: dict[str, Any]) -> dict[
     """As in transformers: of two maxima the one without the prompt decides, and what a call gives replaces defaults."""
     for new, whole in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
         if given.get(new) is not None and given.get(whole) is not None:
-            warnings.warn(f"{new}={given[new]} decides; {whole}={given[whole]} has no effect", stacklevel=4)
+            shown = f"{new}={short_repr(given[new])} decides; {whole}={short_repr(given[whole])} has no effect"
+            warnings.warn(shown, stacklevel=4)
             given = {name: value for name, value in given.items() if name != whole}
     if any(given.get(name) is not None for name in RETURNS):
         given = {**dict.fromkeys((name for name in RETURNS if getattr(base, name) is not None), None), **given}

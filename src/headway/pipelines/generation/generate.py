@@ -63,7 +63,8 @@ class PerItemSampling(TorchFunctionMode):
 
 def merge_generate_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a call, including those in `generate_kwargs`."""
-    more = given.get("generate_kwargs") or {}
+    more = given.get("generate_kwargs")
+    more = {} if more is None else more
     if not isinstance(more, Mapping):
         raise WrongType(f"generate_kwargs is a {type(more).__name__}; it must be a dict of options")
     if twice := sorted(set(more) & set(given)):

@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 
 from headway.base.errors import InvalidInput, Unsupported, WrongType
+from headway.base.text import short_repr
 from headway.pipelines.inputs.images import is_cpu_tensor, read_file
 from headway.pipelines.task import wrong_type
 
 MAX_SECONDS = 4 * 3600.0
 RATES = (1_000, 768_000)
+MOST_SECONDS = 1e9
 EXPECTED = (
     'a recording: an array, {"array": ..., "sampling_rate": ...}, bytes or the path of a WAV, FLAC, Ogg or MP3 file'
 )
@@ -104,17 +106,18 @@ def _of_dict(item: Mapping[str, Any], rate: int) -> tuple[np.ndarray, int]:
 
 def check_seconds(name: str, value: Any, *, zero: bool = False) -> None:
     """Raise InvalidInput unless `value` is a positive number of seconds, or 0 if `zero`."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value < float("inf")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value <= MOST_SECONDS
     if not number or value < 0 or (value == 0 and not zero):
         raise InvalidInput(
-            f"{name} is {value!r}; it must be a number of seconds {'of at least' if zero else 'above'} 0"
+            f"{name} is {short_repr(value)}; it must be a number of seconds {'of at least' if zero else 'above'} 0, at "
+            f"most {MOST_SECONDS:g}"
         )
 
 
 def check_rate(rate: Any) -> int:
     """`rate` if it is a valid sampling rate."""
     if isinstance(rate, bool) or not isinstance(rate, (int, np.integer)):
-        raise WrongType(f"sampling_rate is {rate!r}; it must be an integer, in Hz")
+        raise WrongType(f"sampling_rate is {short_repr(rate)}; it must be an integer, in Hz")
     if not RATES[0] <= rate <= RATES[1]:
         raise InvalidInput(f"sampling_rate is {rate}; it must be in [{RATES[0]}, {RATES[1]}] Hz")
     return int(rate)

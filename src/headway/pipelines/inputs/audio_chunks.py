@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from headway.base.errors import InvalidInput
+from headway.base.text import short_repr
 from headway.pipelines.inputs.audio import check_seconds
 
 
@@ -39,14 +40,18 @@ def check_chunking(chunk: Any, stride: Any) -> tuple[float, float] | float | Non
     if stride is None:
         return None
     if not chunk:
-        raise InvalidInput(f"stride_length_s is {stride!r} but chunk_length_s is not set; pass it too")
+        raise InvalidInput(f"stride_length_s is {short_repr(stride)} but chunk_length_s is not set; pass it too")
     both = tuple(stride) if isinstance(stride, (list, tuple)) else (stride, stride)
     if len(both) != 2:
-        raise InvalidInput(f"stride_length_s is {stride!r}; it must be a number of seconds, or two: left and right")
+        raise InvalidInput(
+            f"stride_length_s is {short_repr(stride)}; it must be a number of seconds, or two: left and right"
+        )
     for one in both:
         check_seconds("stride_length_s", one, zero=True)
     if sum(both) >= chunk:
-        raise InvalidInput(f"stride_length_s is {stride!r}, and chunks of {chunk} s must be longer than both strides")
+        raise InvalidInput(
+            f"stride_length_s is {short_repr(stride)}, and chunks of {chunk} s must be longer than both strides"
+        )
     return both
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from headway.base.errors import InvalidInput, Unsupported, WrongType
+from headway.base.text import short_repr
 from headway.pipelines.task import wrong_type
 
 MAX_PIXELS = 89_478_485  # a quarter of a gigabyte in RGB; PIL's own warning limit
@@ -97,11 +98,11 @@ def _read(path: str | os.PathLike[str]) -> tuple[bytes, str]:
     if isinstance(text, str) and text.startswith("data:"):
         head, _, body = text.partition(",")
         if not head.endswith(";base64"):
-            raise InvalidInput(f"{head!r:.40} is not a data:image/...;base64, URL; pass bytes or a path")
+            raise InvalidInput(f"{short_repr(head)} is not a data:image/...;base64, URL; pass bytes or a path")
         try:
-            return base64.b64decode(body, validate=True), f"the data {head!r:.40}"
+            return base64.b64decode(body, validate=True), f"the data {short_repr(head)}"
         except binascii.Error as error:
-            raise InvalidInput(f"the text after {head!r:.40} is not valid base64: {error}") from error
+            raise InvalidInput(f"the text after {short_repr(head)} is not valid base64: {error}") from error
     return read_file(path, "image")
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.text import check_unicode
-from headway.pipelines.task import PreparedItem, Row, Task, TaskOptions, check_count, check_text
+from headway.pipelines.task import PreparedItem, Row, Task, TaskOptions, check_count, check_switch, check_text
 
 UNLIMITED = 1 << 30  # tokenizers without a limit report a huge number
 
@@ -43,8 +43,7 @@ class TextOptions(TaskOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.truncation, bool):
-            raise InvalidInput(f"truncation is {self.truncation!r}; it must be True or False")
+        check_switch("truncation", self.truncation)
         check_count("max_length", self.max_length)
         check_count("stride", self.stride, 0)
         if self.truncation and self.stride is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel, WrongType
 from headway.base.files import read_json
+from headway.base.text import short_repr
 from headway.pipelines.inputs.arrays import by_token, pooled
 from headway.pipelines.inputs.text import TextOptions, TextTask
 from headway.pipelines.task import (
@@ -81,9 +82,9 @@ class EmbeddingOptions(TextOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pooling not in POOLING:
-            raise InvalidInput(f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLING)}")
+            raise InvalidInput(f"pooling is {short_repr(self.pooling)}; it must be one of {', '.join(POOLING)}")
         if self.normalize not in (None, True, False):
-            raise InvalidInput(f"normalize is {self.normalize!r}; it must be True, False or None")
+            raise InvalidInput(f"normalize is {short_repr(self.normalize)}; it must be True, False or None")
         check_count("dimensions", self.dimensions)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from headway.base.errors import InvalidInput, UnsupportedModel
+from headway.base.text import short_repr
 from headway.pipelines.inputs.arrays import Ragged, at_marks
 from headway.pipelines.inputs.text import TextOptions, TextTask
 from headway.pipelines.task import ModelInputs, PreparedItem, Row, check_count, check_text
@@ -31,6 +32,8 @@ class FillMaskOptions(TextOptions):
         check_count("top_k", self.top_k, optional=False)
         if self.stride is not None:
             raise InvalidInput("fill-mask takes no stride: a mask belongs to one chunk; use truncation=True")
+        if self.targets is not None and not isinstance(self.targets, Iterable):
+            raise InvalidInput(f"targets is {short_repr(self.targets)}; it must be a word or a list of words")
         if self.targets is not None:
             words = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
             if not words:
@@ -68,7 +71,9 @@ class FillMask(TextTask):
             return None
         for word in options.targets:
             if word not in self._vocabulary:
-                raise InvalidInput(f"target {word!r} is not a token of the vocabulary; targets must be single tokens")
+                raise InvalidInput(
+                    f"target {short_repr(word)} is not a token of the vocabulary; targets must be single tokens"
+                )
         return sorted({self._vocabulary[word] for word in options.targets})
 
     def preprocess_many(self, items: Sequence[Any], options: FillMaskOptions) -> list[PreparedItem]:
@@ -82,7 +87,7 @@ class FillMask(TextTask):
         marks = tuple(i for i, token in enumerate(ids) if token == self._mask)
         if not marks:
             raise InvalidInput(
-                f"{item!r:.60} has no {self.loaded.tokenizer.mask_token}; put it where a word is missing"
+                f"{short_repr(item)} has no {self.loaded.tokenizer.mask_token}; put it where a word is missing"
             )
         return PreparedItem((Row(row.inputs, row.length, marks),), ids)
 

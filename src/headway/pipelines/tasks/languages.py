@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import InvalidInput
+from headway.base.text import short_repr
 from headway.pipelines.inputs.text import TextEncoder
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class ModelLanguages:
         """Raise InvalidInput for unknown languages; `explicit`: given by keyword, not in the task's name."""
         for name, language in (("src_lang", pair.source), ("tgt_lang", pair.target)):
             if language is not None and not (isinstance(language, str) and language):
-                raise InvalidInput(f"{name} is {language!r}; it must be a language code")
+                raise InvalidInput(f"{name} is {short_repr(language)}; it must be a language code")
         if self.codes:
             for language in filter(None, (pair.source, pair.target)):
                 self.code(language)
@@ -144,4 +145,6 @@ def _targets(tokenizer: Any) -> dict[str, str]:
 def _unknown(language: str, known: Iterable[str]) -> InvalidInput:
     names = sorted(known)
     close = difflib.get_close_matches(language, names, n=3, cutoff=0.3) or names[:3]
-    return InvalidInput(f"the model does not know the language {language!r}; it knows {len(names)}, such as {close}")
+    return InvalidInput(
+        f"the model does not know the language {short_repr(language)}; it knows {len(names)}, such as {close}"
+    )

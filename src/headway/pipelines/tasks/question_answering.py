@@ -18,6 +18,7 @@ from headway.pipelines.task import (
     Task,
     capturable,
     check_count,
+    check_switch,
     check_text,
     wrong_type,
 )
@@ -52,6 +53,8 @@ class QuestionAnsweringOptions(TextOptions):
         check_count("doc_stride", self.doc_stride)
         check_count("max_answer_len", self.max_answer_len)
         check_count("max_seq_len", self.max_seq_len)
+        check_switch("handle_impossible_answer", self.handle_impossible_answer)
+        check_switch("align_to_words", self.align_to_words)
 
 
 class QuestionAnswering(Task):

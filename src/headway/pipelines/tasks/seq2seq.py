@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput, UnsupportedModel
+from headway.base.text import short_repr
 from headway.pipelines.generation.generate import cut_at_eos, generate
 from headway.pipelines.generation.options import (
     NAMES,
@@ -52,11 +53,11 @@ class Seq2SeqOptions(GenerationOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prefix is not None and not isinstance(self.prefix, str):
-            raise InvalidInput(f"prefix is {self.prefix!r}; it must be a string, or None for the model's own")
+            raise InvalidInput(f"prefix is {short_repr(self.prefix)}; it must be a string, or None for the model's own")
         if not isinstance(self.return_tensors, bool):
-            raise InvalidInput(f"return_tensors is {self.return_tensors!r}; it must be True or False")
+            raise InvalidInput(f"return_tensors is {short_repr(self.return_tensors)}; it must be True or False")
         if self.clean_up_tokenization_spaces not in (None, True, False):
-            shown = f"{self.clean_up_tokenization_spaces!r}"
+            shown = f"{short_repr(self.clean_up_tokenization_spaces)}"
             raise InvalidInput(f"clean_up_tokenization_spaces is {shown}; it must be True, False or None")
         if self.return_tensors and self.stride is not None:
             raise InvalidInput("return_tensors=True with stride: chunks have several sequences of ids; leave one out")

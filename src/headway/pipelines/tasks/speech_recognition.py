@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel
+from headway.base.text import short_repr
 from headway.pipelines.backends.loading import config_of
 from headway.pipelines.generation.generate import cut_at_eos, generate, merge_generate_kwargs
 from headway.pipelines.generation.options import NAMES, GenerationOptions, GenerationSettings, resolve_lengths
@@ -66,7 +67,7 @@ class CtcOptions(ChunkOptions):
         super().__post_init__()
         if self.return_timestamps not in (None, False, "char", "word"):
             raise InvalidInput(
-                f"return_timestamps is {self.return_timestamps!r}; CTC models take 'char', 'word' or None"
+                f"return_timestamps is {short_repr(self.return_timestamps)}; CTC models take 'char', 'word' or None"
             )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from headway.base.errors import InvalidInput
+from headway.base.text import short_repr
 from headway.pipelines.inputs.text import TextOptions, TextTask
 from headway.pipelines.task import (
     ModelInputs,
@@ -58,7 +59,7 @@ class LabelOptions(TaskOptions):
 def check_function(name: Any) -> None:
     """Raise InvalidInput unless `name` is a function over logits, or None."""
     if name is not None and name not in FUNCTIONS:
-        raise InvalidInput(f"function_to_apply is {name!r}; it must be {', '.join(FUNCTIONS)} or None")
+        raise InvalidInput(f"function_to_apply is {short_repr(name)}; it must be {', '.join(FUNCTIONS)} or None")
 
 
 class TextClassification(TextTask):

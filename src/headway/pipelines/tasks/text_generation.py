@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from headway.base.errors import Closed, InvalidInput, Unsupported
 from headway.base.probes import Ranking
+from headway.base.text import short_repr
 from headway.pipelines.arguments import INPUTS, call_options
 from headway.pipelines.generation import causal
 from headway.pipelines.generation.causal import Continued
@@ -30,6 +31,7 @@ from headway.pipelines.generation.decoder_options import TextGenerationOptions, 
 from headway.pipelines.outputs import ModelOutput
 from headway.pipelines.stream import item_failed
 from headway.pipelines.task import MISSING, ModelInputs, Task, check_text, known_options, wrong_type
+from headway.program.generation.stops import listed_stops
 
 if TYPE_CHECKING:
     from headway.pipelines.factory import PipelineSpec
@@ -103,13 +105,13 @@ class TextGenerationPipeline:
     def __call__(self, inputs: Any = MISSING, /, *, on_error: str = "raise", **given: Any) -> Any:
         """A list of `{"generated_text": ...}` for a text or a chat; a list of those for a list, else an iterator."""
         if on_error not in ("raise", "return"):
-            raise InvalidInput(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
+            raise InvalidInput(f"on_error is {short_repr(on_error)}; it must be 'raise' or 'return'")
         if inputs is MISSING:
             inputs = next((given.pop(name) for name in INPUTS if name in given), MISSING)
         if inputs is MISSING:
             raise InvalidInput("no input; call it with a text, a chat, a list or an iterable of them")
         options = self._options(given)
-        if is_prompt(inputs) or not hasattr(inputs, "__iter__"):
+        if is_prompt(inputs) or not hasattr(inputs, "__iter__") or getattr(inputs, "ndim", 1) == 0:
             return self._one(inputs, options, on_error)
         results = self._stream(inputs, options, on_error)
         return list(results) if isinstance(inputs, (list, tuple)) else results
@@ -297,7 +299,7 @@ class TextGenerationPipeline:
         """
         keywords: dict[str, Any] = dict(self._settled(options).keywords())
         end_ids = self._end_ids(options)
-        keywords |= {"stop": [*([options.stop] if isinstance(options.stop, str) else options.stop), *end_ids]}
+        keywords |= {"stop": [*listed_stops(options.stop), *end_ids]}
         if {"num_return_sequences", "num_beams"} & set(keywords):
             if options.ends_after:
                 raise Unsupported(
@@ -350,7 +352,7 @@ class TextGenerationPipeline:
         if not draws:
             given = [name for name in DRAWING if getattr(options, name) is not None]
             if given:
-                named = ", ".join(f"{name}={getattr(options, name)!r}" for name in given)
+                named = ", ".join(f"{name}={short_repr(getattr(options, name))}" for name in given)
                 warnings.warn(f"{named} has no effect with do_sample=False", stacklevel=2)
             return dataclasses.replace(options, do_sample=False, **dict.fromkeys(given))
         defaults = {"temperature": TEMPERATURE, "top_k": TOP_K}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from headway.base.errors import InvalidInput
+from headway.base.text import short_repr
 from headway.pipelines.inputs.arrays import by_token
 from headway.pipelines.inputs.text import TextOptions, TextTask
 from headway.pipelines.task import ModelInputs, PreparedItem, capturable
@@ -32,9 +33,11 @@ class TokenClassificationOptions(TextOptions):
         super().__post_init__()
         if self.aggregation_strategy not in STRATEGIES:
             known = ", ".join(STRATEGIES)
-            raise InvalidInput(f"aggregation_strategy is {self.aggregation_strategy!r}; it must be one of {known}")
-        if isinstance(self.ignore_labels, str):
-            raise InvalidInput(f"ignore_labels is {self.ignore_labels!r}; it must be a list of labels")
+            raise InvalidInput(
+                f"aggregation_strategy is {short_repr(self.aggregation_strategy)}; it must be one of {known}"
+            )
+        if isinstance(self.ignore_labels, str) or not isinstance(self.ignore_labels, Iterable):
+            raise InvalidInput(f"ignore_labels is {short_repr(self.ignore_labels)}; it must be a list of labels")
         if self.stride is not None and self.aggregation_strategy == "none":
             raise InvalidInput(
                 "stride needs an aggregation_strategy other than none, to merge the entities of overlapping chunks"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput, UnsupportedModel
+from headway.base.text import short_repr
 from headway.pipelines.backends.torch import to_device
 from headway.pipelines.inputs.arrays import Ragged
 from headway.pipelines.inputs.image_transforms import ImagePreprocessor
@@ -129,7 +130,7 @@ class ImageFeatureOptions(ImageOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pool not in POOLS:
-            raise InvalidInput(f"pool is {self.pool!r}; it must be True, False, 'cls' or 'mean'")
+            raise InvalidInput(f"pool is {short_repr(self.pool)}; it must be True, False, 'cls' or 'mean'")
         if self.normalize and not self.pool:
             raise InvalidInput("normalize=True is for pooled vectors; pass pool=True, 'cls' or 'mean' too")
 

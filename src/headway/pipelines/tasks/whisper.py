@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput, Unsupported
+from headway.base.text import short_repr
 from headway.pipelines.generation.generate import per_item_sampling
 from headway.pipelines.inputs.arrays import Ragged
 from headway.pipelines.inputs.audio_chunks import AudioChunker
@@ -42,11 +43,13 @@ class WhisperOptions(SpeechOptions, ChunkOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.return_timestamps not in (None, True, False, "word"):
-            raise InvalidInput(f"return_timestamps is {self.return_timestamps!r}; Whisper takes True, False or 'word'")
+            raise InvalidInput(
+                f"return_timestamps is {short_repr(self.return_timestamps)}; Whisper takes True, False or 'word'"
+            )
         if self.task not in (None, "transcribe", "translate"):
-            raise InvalidInput(f"task is {self.task!r}; it must be 'transcribe' or 'translate'")
+            raise InvalidInput(f"task is {short_repr(self.task)}; it must be 'transcribe' or 'translate'")
         if self.return_language not in (True, False):
-            raise InvalidInput(f"return_language is {self.return_language!r}; it must be True or False")
+            raise InvalidInput(f"return_language is {short_repr(self.return_language)}; it must be True or False")
 
 
 class WhisperRecognition(SpeechSeq2Seq):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from headway.base.errors import InvalidInput, UnsupportedModel
+from headway.base.errors import InvalidInput, UnsupportedModel, WrongType
+from headway.base.text import short_repr
 from headway.pipelines.inputs.text import TextOptions
 from headway.pipelines.task import PreparedItem, Row, Task, TaskOptions, check_text
 from headway.pipelines.tasks.text_classification import apply, weighted_mean
@@ -44,6 +45,8 @@ def checked_labels(labels: Any) -> tuple[str, ...] | None:
         return None
     if isinstance(labels, str):
         labels = [label.strip() for label in labels.split(",") if label.strip()]
+    if not isinstance(labels, Iterable):
+        raise WrongType(f"candidate_labels is {short_repr(labels)}; it must be a list of labels, or one string of them")
     checked = tuple(check_text(label, "a label") for label in labels)
     if not checked:
         raise InvalidInput("candidate_labels is empty; at least one label is needed")
@@ -57,7 +60,7 @@ def check_template(template: Any) -> None:
             return
     except (KeyError, IndexError, ValueError):
         pass
-    raise InvalidInput(f"hypothesis_template is {template!r}; it needs one {{}} where the label goes")
+    raise InvalidInput(f"hypothesis_template is {short_repr(template)}; it needs one {{}} where the label goes")
 
 
 class ZeroShotClassification(Task):

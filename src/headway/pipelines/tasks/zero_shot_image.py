@@ -15,7 +15,7 @@ from torch import Tensor
 from headway.base.errors import InvalidInput
 from headway.pipelines.inputs.arrays import Ragged, collate
 from headway.pipelines.inputs.text import TextOptions
-from headway.pipelines.task import ModelInputs, PreparedItem, Row
+from headway.pipelines.task import ModelInputs, PreparedItem, Row, check_switch
 from headway.pipelines.tasks.text_classification import apply
 from headway.pipelines.tasks.vision import ImageOptions, ImageTask, features_of
 from headway.pipelines.tasks.zero_shot import CandidateOptions
@@ -39,6 +39,10 @@ class ZeroShotImageOptions(CandidateOptions, ImageOptions):
 
     hypothesis_template: str = "This is a photo of {}."
     truncation: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_switch("truncation", self.truncation)
 
 
 @dataclass(frozen=True, eq=False)

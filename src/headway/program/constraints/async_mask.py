@@ -3,9 +3,10 @@
 A pass that takes a token which nobody has read yet cannot have its mask yet, because the token decides it. When the
 token is known, the pass goes to the device, and a thread of ours advances the grammar and computes the mask, which is
 needed only once the logits are there. The thread takes all waiting masks at once (`constraints/batched_masks.py`). Only
-compiled grammars work like this, because their cost for each token is bounded (LIMITS in `constraints/cache.py`); the
+compiled grammars work like this, because their cost for each token is bounded (limits in `constraints/cache.py`); the
 cost of a program's own constraint is not. A grammar that turns out slow counts as sparse, so that its masks are
-computed between passes from then on, and no step waits for them.
+computed between passes from then on, and no step waits for them. In run-ahead decoding one that must be compiled again
+ends the run instead: the token drawn at its row is void.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 from headway.base.errors import Closed, HeadwayError
 from headway.base.masks import logit_mask
 from headway.program.constraints.batched_masks import accept_all, internal_error, masks_of
+from headway.program.constraints.budget import Postponed
 from headway.program.constraints.constraint import GrammarMatcher
 
 DENSE = 0.25  # mask density (share of the vocabulary allowed) below which forced tokens are likely to follow
@@ -32,6 +34,7 @@ class GrammarCursor:
     def __init__(self, first: GrammarMask, grammar: GrammarMatcher, ends: frozenset[int], vocab_size: int) -> None:
         self._grammar, self._ends, self._vocab = grammar, ends, vocab_size
         self.first, self._masks = first, deque([first])  # those that are not known to be done
+        first.hurries = True
         self.tokens = 1  # tokens received; not the last of a run, after which nothing is drawn
         self._accepted = 0  # by masks that are done
 
@@ -40,6 +43,7 @@ class GrammarCursor:
         while self._masks and self._masks[0].done:  # a long run has many
             self._accepted += self._masks.popleft().accepted
         mask = GrammarMask(self._grammar, self._ends, self._vocab)
+        mask.hurries = True
         self._masks.append(mask)
         self.tokens += 1
         mask.start((token,))
@@ -55,13 +59,14 @@ class GrammarCursor:
 class GrammarMask:
     """The mask after the token that a pass takes. `accepted` once the grammar has accepted that token."""
 
-    __slots__ = ("_ended", "_ends", "_result", "_sparse", "_vocab", "accepted", "done", "grammar", "token")
+    __slots__ = ("_ended", "_ends", "_result", "_sparse", "_vocab", "accepted", "done", "grammar", "hurries", "token")
 
     def __init__(self, grammar: GrammarMatcher, ends: frozenset[int], vocab_size: int) -> None:
         self.grammar, self._ends, self._vocab = grammar, ends, vocab_size
         self.token: int | None = None
         self._result: np.ndarray | HeadwayError | None = None
         self._ended = self._sparse = self.accepted = False
+        self.hurries = False  # whether the run of its grammar may end before this mask
         self.done = False  # whether nobody needs to wait for it
 
     def start(self, tokens: Sequence[int]) -> None:
@@ -114,6 +119,10 @@ class GrammarMask:
 
     def set_mask(self, mask: np.ndarray | HeadwayError) -> None:
         """The mask after the token, or why there is none."""
+        if isinstance(mask, Postponed) and self.hurries:
+            self._result = self.grammar.layout.only_first()  # the token drawn under it is void
+            self._ended = self._sparse = True
+            return
         self._result = mask
         if not isinstance(mask, HeadwayError):
             self._sparse = self.grammar.mask_density < DENSE or self.grammar.is_slow
@@ -127,6 +136,8 @@ def compute(masks: Sequence[GrammarMask]) -> None:
     """Advance the grammar of each mask, all of them different, and compute the masks."""
     try:
         going = [mask for mask in masks if not mask.ends_text]
+        for mask in going:
+            mask.grammar.hurries = mask.hurries
         tokens = [(mask.grammar, mask.token) for mask in going if mask.token is not None]
         for mask, error in zip(going, accept_all(tokens), strict=True):
             mask.set_accepted(error)
@@ -138,7 +149,7 @@ def compute(masks: Sequence[GrammarMask]) -> None:
             mask.set_mask(internal_error(error))
     finally:
         for mask in masks:
-            mask.done = True
+            mask.grammar.hurries, mask.done = False, True
         with _computed:
             _computed.notify_all()
 

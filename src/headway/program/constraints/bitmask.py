@@ -48,6 +48,12 @@ class MaskLayout:
         self.allow_ends(mask, [0])
         return mask[0]
 
+    def only_first(self) -> np.ndarray:
+        """A mask [V / 32] that allows token 0 alone, where any one will do."""
+        mask = np.zeros(_words(self.vocab), np.uint32)
+        mask[0] = 1
+        return mask
+
 
 def padded(count: int) -> int:
     """The size of the library's vocabulary for `count` tokens: its masks are counted 64 bits at a time."""

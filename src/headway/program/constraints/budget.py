@@ -2,7 +2,7 @@
 
 A mask takes well under a millisecond under most grammars, and is computed wherever it is needed. An ambiguous grammar,
 or one whose lexer keeps finding new states, takes longer with every token. Such a grammar is followed in one thread for
-all of them, which works half of the time at most: its own text waits, and the steps of others go on. LIMITS in
+all of them, which works half of the time at most: its own text waits, and the steps of others go on. Limits in
 `constraints/cache.py` bound a single call; the budget bounds all calls of a request, and ends it with `GrammarTooSlow`.
 """
 
@@ -15,18 +15,22 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from headway.base.errors import GrammarTooSlow
+from headway.base.errors import GrammarTooSlow, HeadwayError
 from headway.base.machine import read_machine
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 SECONDS = 10.0  # a request's budget unless told otherwise
-SLOW = 0.005  # seconds of work for a token, on average, from which a grammar is slow
+SLOW = 0.002  # seconds of work for a token, on average, from which a grammar is slow
 RECENT = 0.25  # the share of the last token in that average
-SUSPECT = 0.02  # seconds for many masks at once, from which each grammar among them is measured by itself
+SUSPECT = 0.01  # seconds for many masks at once, from which each grammar among them is measured by itself
 HANDOVER = 0.005  # seconds that a thread may wait for Python's global lock, which are not the grammar's
 THREADS = 8  # at most: the device's worker and the event loop need cores too
+
+
+class Postponed(HeadwayError):
+    """A grammar must be compiled again, which takes long: `settle` will, and whoever hurries does without."""
 
 
 class GrammarBudget:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from headway.base.errors import GrammarTooSlow, InvalidInput, InvalidToken, Unsupported
 from headway.base.text import shorten
 from headway.program.constraints.bitmask import padded
-from headway.program.constraints.grammar import WHITESPACE, Grammar
+from headway.program.constraints.grammar import WHITESPACE, Grammar, embedded_schemas
 from headway.program.constraints.json_schema import one_ofs
 
 if TYPE_CHECKING:
@@ -35,15 +36,18 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-# Items of the parser. Under an ambiguous grammar one takes up to 25 ns for each item of its row: with the first limits
-# some 100 ms at most for a mask, and a fifth of that for a token. Where items are cheap, the last ones apply. A JSON
-# document can be read in few ways, so its items are cheap.
-ITEMS: dict[str, Any] = {"max_items_in_row": 1000, "step_max_items": 5000}
-JSON_ITEMS: dict[str, Any] = {"max_items_in_row": 2000, "step_max_items": 10_000}
-CHEAP_ITEMS: dict[str, Any] = {"max_items_in_row": 2000, "step_max_items": 50_000}
+# Items of the parser. Under an ambiguous grammar each takes up to 10 ns for every item of its row: with the first limit
+# 20 ms at most for a mask, and a fifth of that for a token. A grammar that reached its limit quickly gets the next one.
+# What such a grammar may take in one call is not known then, so it counts as slow from there on. A JSON document can be
+# read in few ways, so its items are cheap.
+STEP_ITEMS = (2000, 6000, 18_000, 50_000)
+JSON_STEP_ITEMS = (10_000, 18_000, 50_000)
+ROW_ITEMS, MORE_ROW_ITEMS = 1000, 2000  # of one row: with the first limit, and with the others and for JSON
 MAX_GRAMMARS = 64  # compiled, for each tokenizer
+REFUSED_SECONDS = 60.0  # that a refusal is remembered: compiling the same again would be refused again
 MAX_SOURCE_BYTES = 1 << 20  # of their sources, a rough measure of their memory: large ones leave sooner
 STACK = 64 << 20  # bytes; only what is used becomes real memory
+FORCED = 1024  # bytes of a forced text that are encoded at once: a long one would hold Python's global lock
 DEADLINE = 20.0  # seconds; what the limits let through takes a tenth of this
 SHOWN = 200  # characters of the compiler's message
 
@@ -53,34 +57,49 @@ class GrammarCache:
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         self.tokenizer = _compiler_tokenizer(tokenizer, size)
-        self._kept: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()
+        self._refused: OrderedDict[bytes, tuple[float, InvalidInput]] = OrderedDict()  # until when, and why
         self._lock = threading.Lock()
 
-    def get(self, key: bytes) -> LLMatcher | None:
-        """A copy of a compiled grammar, if it is cached."""
+    def get(self, key: bytes) -> tuple[LLMatcher, int] | None:
+        """A copy of a compiled grammar, if it is cached, and which limit of items it has."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is None:
                 return None
             self._kept.move_to_end(key)
-            return kept.deep_copy()
+            return kept[0].deep_copy(), kept[1]
 
-    def compile(self, grammar: Grammar, *, cheap: bool = False) -> LLMatcher:
-        """The grammar, compiled again; `cheap` if its items are known to be."""
-        return _with_deep_stack(lambda: _matcher(grammar, self.tokenizer, cheap=cheap), grammar)
+    def compile(self, grammar: Grammar, limit: int = 0) -> LLMatcher:
+        """The grammar, compiled again, with one of the limits of items."""
+        return _with_deep_stack(lambda: _matcher(grammar, self.tokenizer, limit), grammar)
 
     def drop(self, key: bytes) -> None:
         """Forget a grammar whose table of states is full."""
         with self._lock:
             self._kept.pop(key, None)
 
-    def put(self, key: bytes, matcher: LLMatcher) -> None:
+    def put(self, key: bytes, matcher: LLMatcher, limit: int = 0) -> None:
         with self._lock:
-            self._kept[key] = matcher
+            self._kept[key] = (matcher, limit)
             while len(self._kept) > MAX_GRAMMARS or (
                 len(self._kept) > 1 and sum(map(len, self._kept)) > MAX_SOURCE_BYTES
             ):
                 self._kept.popitem(last=False)
+
+    def refuse(self, key: bytes, error: InvalidInput) -> None:
+        """Remember why a grammar was refused, for a while."""
+        with self._lock:
+            self._refused[key] = (time.monotonic() + REFUSED_SECONDS, error)
+            while len(self._refused) > MAX_GRAMMARS or sum(map(len, self._refused)) > MAX_SOURCE_BYTES:
+                self._refused.popitem(last=False)
+
+    def check_refused(self, key: bytes) -> None:
+        """Raise if this grammar was refused a moment ago."""
+        with self._lock:
+            until, error = self._refused.get(key, (0.0, None))
+        if error is not None and time.monotonic() < until:
+            raise type(error)(str(error))
 
 
 _caches: weakref.WeakKeyDictionary[Tokenizer, dict[int, GrammarCache]] = weakref.WeakKeyDictionary()
@@ -109,10 +128,16 @@ def ready_grammar_cache(tokenizer: Tokenizer, size: int) -> GrammarCache | None:
 # --- compiling
 
 
-def _matcher(grammar: Grammar, tokenizer: LLTokenizer, *, cheap: bool) -> LLMatcher:
+def limits_of_items(grammar: Grammar) -> tuple[int, ...]:
+    """How many items the parser may have in one call: at first, and where it has so many quickly."""
+    return JSON_STEP_ITEMS if grammar.kind == "json" else STEP_ITEMS
+
+
+def _matcher(grammar: Grammar, tokenizer: LLTokenizer, limit: int) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
-    items = CHEAP_ITEMS if cheap else JSON_ITEMS if grammar.kind == "json" else ITEMS
+    row = ROW_ITEMS if limit == 0 and grammar.kind != "json" else MORE_ROW_ITEMS
+    items: dict[str, Any] = {"max_items_in_row": row, "step_max_items": limits_of_items(grammar)[limit]}
     return LLMatcher(tokenizer, _source(grammar), log_level=0, limits=LLParserLimits(**LIMITS, **items))
 
 
@@ -200,13 +225,21 @@ def _reason(grammar: Grammar, message: str) -> str:
     said = brief(message)
     if "oneOf" not in said:
         return said
-    places = one_ofs(grammar.text) if grammar.kind == "json" else []
+    places = _one_ofs(grammar)
     where = ", ".join(places[:3]) + ", …" * (len(places) > 3)
     which = "a oneOf" if not places else f"the oneOf at {where}" if len(places) == 1 else f"one of the oneOf at {where}"
     return (
         f"{said}; the choices of {which} may overlap: use anyOf, or require a property with a const of its own "
         "in each choice"
     )
+
+
+def _one_ofs(grammar: Grammar) -> list[str]:
+    """The places of oneOf in a grammar's schemas."""
+    if grammar.kind == "json":
+        return one_ofs(grammar.text)
+    schemas = embedded_schemas(grammar.text) if grammar.kind == "lark" else []
+    return [f"{place} of %json {i}" for i, schema in enumerate(schemas, 1) for place in one_ofs(schema)]
 
 
 # --- the tokenizer as the compiler sees it
@@ -226,14 +259,20 @@ class _Wrapper:
         self.special_token_ids = sorted(id for id in {*tokenizer.special_ids, *tokenizer.eos_ids, size} if id <= size)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The ids of a forced text as the tokenizer encodes it, or [] when they are not exactly that text."""
+        """The ids of a forced text as the tokenizer encodes it, or [] when they are not exactly that text.
+
+        Of a long text they are those of its beginning: the compiler asks again when they are there.
+        """
         tokenizer = self._tokenizer()
         wanted = text.encode() if isinstance(text, str) else bytes(text)
         if tokenizer is None:
             return []
-        ids = tokenizer.encode(wanted.decode("utf-8", "replace"))
-        exact = all(id < self._size for id in ids) and b"".join(map(tokenizer.token_bytes, ids)) == wanted
-        return ids if exact else []
+        ids = tokenizer.encode(wanted[:FORCED].decode("utf-8", "replace"))
+        if len(wanted) > FORCED:
+            ids = ids[: len(ids) * 3 // 4]  # what follows the cut may change the last ones
+        exact = all(id < self._size for id in ids)
+        written = b"".join(map(tokenizer.token_bytes, ids)) if exact else b""
+        return ids if written == wanted[: len(written)] and (written == wanted or len(wanted) > FORCED) else []
 
 
 def _compiler_tokenizer(tokenizer: Tokenizer, size: int) -> LLTokenizer:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -22,10 +23,18 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 
 from headway.base.errors import GrammarTooSlow, InvalidInput, InvalidToken, WrongType
+from headway.base.machine import read_machine
 from headway.base.text import short_repr
 from headway.program.constraints.bitmask import MaskLayout
-from headway.program.constraints.budget import GrammarBudget, TokenTime, consume_unlocked, timed
-from headway.program.constraints.cache import GrammarCache, brief, grammar_cache, named, ready_grammar_cache
+from headway.program.constraints.budget import GrammarBudget, Postponed, TokenTime, consume_unlocked, timed
+from headway.program.constraints.cache import (
+    GrammarCache,
+    brief,
+    grammar_cache,
+    limits_of_items,
+    named,
+    ready_grammar_cache,
+)
 from headway.program.constraints.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -34,9 +43,10 @@ if TYPE_CHECKING:
     from headway.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
-COMPILERS = 4  # threads that compile grammars for programs in event loops
-TOO_AMBIGUOUS = re.compile("Too many items|Current row has [0-9]+ items")  # of the parser: see ITEMS
-CHEAP = 0.002  # seconds; if the parser reaches its limit of items sooner, it gets more
+COMPILERS = 4  # threads that compile grammars for programs in event loops, at most: half of those for a model
+TOO_AMBIGUOUS = re.compile("Too many items|Current row has [0-9]+ items")  # of the parser: see STEP_ITEMS
+CHEAP = 0.002  # seconds; if the parser reaches its limit of items sooner, it gets the next one
+REST = 1.0  # seconds that a thread rests after compiling, at most
 TRIAL = 12  # tokens tried before a grammar is handed out
 
 
@@ -91,12 +101,18 @@ def compile(
     if not isinstance(grammar, Grammar):
         raise WrongType(f"{short_repr(grammar)} is not a Grammar; see Grammar.json_schema, .regex, .choices")
     cache = grammar_cache(tokenizer, min(vocab_size, tokenizer.vocab_size))
-    matcher = cache.get(grammar.key)
-    if matcher is None:
-        matcher = cache.compile(grammar)
-        _try_out(grammar, GrammarMatcher(matcher.deep_copy(), grammar, cache, tokenizer, vocab_size))
-        cache.put(grammar.key, matcher.deep_copy())
-    return GrammarMatcher(matcher, grammar, cache, tokenizer, vocab_size, budget=budget)
+    kept = cache.get(grammar.key)
+    if kept is None:
+        cache.check_refused(grammar.key)
+        try:
+            kept = cache.compile(grammar), 0
+            _try_out(grammar, GrammarMatcher(kept[0].deep_copy(), grammar, cache, tokenizer, vocab_size))
+        except InvalidInput as error:
+            cache.refuse(grammar.key, error)
+            raise
+        kept = cache.get(grammar.key) or kept  # trying it out may have found that it needs more room
+        cache.put(grammar.key, kept[0].deep_copy(), kept[1])
+    return GrammarMatcher(kept[0], grammar, cache, tokenizer, vocab_size, limit=kept[1], budget=budget)
 
 
 async def compile_async(
@@ -106,12 +122,28 @@ async def compile_async(
     if (cached := _cached(grammar, tokenizer, vocab_size, budget)) is not None:
         return cached
     work = partial(compile, grammar, tokenizer, vocab_size, budget=budget)
-    return await asyncio.get_running_loop().run_in_executor(_compilers(), work)
+    return await asyncio.get_running_loop().run_in_executor(_compilers(), _with_rests, work)
 
 
 @cache
 def _compilers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(COMPILERS, thread_name_prefix="headway-compile")
+    count = max(1, min(COMPILERS, read_machine().fair_threads // 2))
+    return ThreadPoolExecutor(count, thread_name_prefix="headway-compile")
+
+
+_rest = threading.local()  # until when a thread rests
+
+
+def _with_rests(work: Callable[[], Result]) -> Result:
+    """The result of `work`. A thread that has worked rests as long before its next work: half of the time is for
+    others."""
+    time.sleep(max(0.0, getattr(_rest, "until", 0.0) - time.monotonic()))
+    began = time.monotonic()
+    try:
+        return work()
+    finally:
+        ended = time.monotonic()
+        _rest.until = ended + min(REST, ended - began)
 
 
 def _cached(
@@ -119,10 +151,10 @@ def _cached(
 ) -> GrammarMatcher | None:
     """A grammar that was compiled before; None also while a cache is being created, which takes long."""
     cache = ready_grammar_cache(tokenizer, min(vocab_size, tokenizer.vocab_size))
-    matcher = None if cache is None else cache.get(grammar.key)
-    if matcher is None or cache is None:
+    kept = None if cache is None else cache.get(grammar.key)
+    if kept is None or cache is None:
         return None
-    return GrammarMatcher(matcher, grammar, cache, tokenizer, vocab_size, budget=budget)
+    return GrammarMatcher(kept[0], grammar, cache, tokenizer, vocab_size, limit=kept[1], budget=budget)
 
 
 class GrammarMatcher:
@@ -134,7 +166,9 @@ class GrammarMatcher:
     when the parser has many items that took little time.
 
     While it is slow, `accept` only notes a token that is known to be allowed. What follows from it is computed by
-    `settle` in a thread, or by whoever asks first; one of them at a time.
+    `settle` in a thread, or by whoever asks first; one of them at a time. While it `hurries`, for somebody whom others
+    wait for, it is not compiled again: it is slow from then on, a token that was drawn under its mask is noted, and
+    asking for more raises `Postponed`.
     """
 
     def __init__(
@@ -145,12 +179,14 @@ class GrammarMatcher:
         tokenizer: Tokenizer,
         vocab_size: int,
         *,
+        limit: int = 0,
         budget: GrammarBudget | None = None,
     ) -> None:
         self._matcher, self._grammar, self._cache = matcher, grammar, cache
         self._tokenizer, self._vocab = tokenizer, vocab_size
         self._shares = True  # its table of states may hold those of other texts
-        self._cheap = False  # its parser has the room of CHEAP_ITEMS
+        self._limit = limit  # which limit of items its parser has
+        self.hurries = False
         self._is_over = False  # it failed, and more room would not help
         self._known = min(vocab_size, tokenizer.vocab_size)
         self._ends = tuple(id for id in tokenizer.eos_ids if id < vocab_size)
@@ -182,11 +218,20 @@ class GrammarMatcher:
     @property
     def is_slow(self) -> bool:
         """Whether it takes long to follow: then `settle` is for a thread, and no step may wait for its masks."""
-        return self.pace.is_slow
+        return self._limit > 0 or self.pace.is_slow
+
+    @contextmanager
+    def hurrying(self) -> Iterator[None]:
+        """While others wait for this thread."""
+        self.hurries = True
+        try:
+            yield
+        finally:
+            self.hurries = False
 
     def settle(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Compute all that is asked for next. Errors are left for whoever asks."""
-        with self._lock, suppress(InvalidInput):
+        with self._lock, suppress(InvalidInput, Postponed):
             if is_wanted():
                 self._catch_up()
                 self.mask()
@@ -218,10 +263,16 @@ class GrammarMatcher:
         if known and self.is_slow:
             self._noted.append(token)
             return
-        self._catch_up()
-        if not known and (self._ended or token >= self._known or self._do(lambda m: m.validate_tokens([token])) != 1):
-            raise self._not_allowed(token)
-        self._consume(token)
+        try:
+            self._catch_up()
+            if not known and not self._is_allowed(token):
+                raise self._not_allowed(token)
+            self._consume(token)
+        except Postponed:
+            self._noted.append(token)
+
+    def _is_allowed(self, token: int) -> bool:
+        return not self._ended and token < self._known and self._do(lambda m: m.validate_tokens([token])) == 1
 
     def _is_in_mask(self, token: int) -> bool:
         """Whether the mask is known and allows this token of text."""
@@ -356,15 +407,20 @@ class GrammarMatcher:
         """Whether a failed matcher may go on with more room, for states or for items; those came within `seconds`."""
         if not TOO_AMBIGUOUS.search(self._matcher.get_error()):
             return self._shares
-        had, self._cheap = self._cheap, seconds < CHEAP
-        return self._cheap and not had
+        if seconds > CHEAP or self._limit + 1 == len(limits_of_items(self._grammar)):
+            return False
+        self._limit += 1
+        return True
 
     def _renew(self) -> None:
         """Compile the grammar again, with more room or a table of its own, and follow the text so far."""
+        if self.hurries:
+            self.pace.suspect()
+            raise Postponed("the grammar must be compiled again")
         self._cache.drop(self._grammar.key)
-        self._matcher, self._shares = self._cache.compile(self._grammar, cheap=self._cheap), False
-        if self._cheap:
-            self._cache.put(self._grammar.key, self._matcher.deep_copy())  # others will want the room too
+        self._matcher, self._shares = self._cache.compile(self._grammar, self._limit), False
+        if self._limit > 0:
+            self._cache.put(self._grammar.key, self._matcher.deep_copy(), self._limit)  # others will want the room too
             self._shares = True
         text = [token for token in self._accepted if token not in self._ends]
         for token in text[: len(text) - len(self._noted)]:  # one by one: each holds Python's global lock

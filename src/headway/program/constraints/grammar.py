@@ -26,10 +26,11 @@ WHITESPACE = (
     64  # characters at one place between the parts of a JSON document: a model that pads with spaces must continue
 )
 
-# What may be inside a Lark grammar: literals and comments are skipped, the rest is looked at. Names are matched in one
-# way only: a search that goes back and forth in a long one would hold Python's global lock for seconds.
+# What may be inside a Lark grammar: literals and comments are skipped, the rest is looked at. Each is matched in one
+# way only, and a literal without an end up to the end of its line: a search that goes back and forth in a long one
+# would hold Python's global lock for seconds.
 _LARK = re.compile(
-    r'"(?:\\.|[^"\\\n])*"i?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/[imslux]*'
+    r'"(?:\\.|[^"\\\n])*+"?i?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])++/?[imslux]*'
     r"|(?P<embed>%(?:json|llguidance)\b)|(?P<name>^[?!]*+[A-Za-z_][\w-]*+)",
     re.MULTILINE,
 )
@@ -130,6 +131,17 @@ def _checked_lark(text: str) -> str:
     if names > LARK_NAMES:
         raise InvalidInput(f"the Lark grammar has {names} rules and terminals; at most {LARK_NAMES} are allowed")
     return "".join(out) + text[at:]
+
+
+def embedded_schemas(text: str) -> list[str]:
+    """The schemas after %json in a checked Lark grammar, as JSON texts."""
+    found, at = [], 0
+    while (each := _LARK.search(text, at)) is not None:
+        at = each.end()
+        if each["embed"] == "%json":
+            written, at = _embedded("%json", text, at)
+            found.append(written)
+    return found
 
 
 def _defined(text: str, at: int) -> tuple[str, int] | None:

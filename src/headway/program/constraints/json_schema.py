@@ -25,6 +25,9 @@ BYTES = 256 * 1024  # of a schema as JSON text
 NODES = 2048  # subschemas, and lists and objects inside const and enum
 DEPTH = 100  # of JSON values inside each other
 OPTIONAL = 400  # properties of one object that may be left out: each is a choice at every other
+HINTS = 200  # names that no draft knows, each compared with those it knows
+HINT_LENGTH = 40  # characters of a name that may be a misspelled keyword or format
+PAIRS = 20_000  # pairs of choices of oneOf that are compared, in a whole schema
 EXACT = 1 << 53  # bounds are read as doubles: beyond, integers would be rounded
 
 ONE = {"additionalProperties", "additionalItems"}
@@ -133,6 +136,8 @@ class _Walk:
         self.nodes: dict[str, Any] = {}  # pointer → subschema
         self.references: dict[str, str] = {}  # pointer of the $ref → pointer it names
         self.unions: list[dict[str, Any]] = []  # rewritten subschemas that have oneOf
+        self.targets: dict[str, Any] = {}  # pointer of a $ref → the subschema that it leads to
+        self.unknown: set[str] = set()  # keywords and formats that no draft knows
         self.count = 0
 
     def node(self, schema: Any, at: str, depth: int) -> Any:
@@ -152,7 +157,7 @@ class _Walk:
                 if written is not None or keyword == "const":
                     out[keyword] = written
             else:
-                _check_annotation(keyword, value, at)
+                self.annotation(keyword, value, at)
         _check_properties(schema, at)
         if "oneOf" in out:
             self.unions.append(out)
@@ -172,13 +177,13 @@ class _Walk:
             self.references[at.rpartition("/")[0]] = _target(_typed(value, str, at), at)
         elif keyword in ("const", "enum"):
             self.literal(_typed(value, list, at) if keyword == "enum" else value, at, depth)
+        elif keyword == "format":
+            return self.format(_typed(value, str, at), at)
         else:
             _check_value(keyword, value, at)
         if keyword in COUNTS:
             assert isinstance(value, int | float)
             return int(value)  # 2.0 is 2
-        if keyword == "format":
-            return value if value in FORMATS else None  # another name is an annotation
         return ecma_pattern(str(value)) if keyword == "pattern" else value
 
     def literal(self, value: Any, at: str, depth: int) -> None:
@@ -227,18 +232,71 @@ class _Walk:
 
     def settle_unions(self) -> None:
         """Where no document satisfies two choices of a oneOf it is an anyOf, which the compiler enforces."""
+        pairs = PAIRS
         for schema in self.unions:
             choices = [self.resolved(choice) for choice in schema["oneOf"]]
-            if "anyOf" not in schema and all(_apart(a, b) for a, b in combinations(choices, 2)):
+            if "anyOf" in schema:
+                continue
+            apart = _told_apart(choices)
+            if not apart and (count := math.comb(len(choices), 2)) <= pairs:
+                pairs -= count
+                apart = all(_apart(a, b) for a, b in combinations(choices, 2))
+            if apart:
                 schema["anyOf"] = schema.pop("oneOf")
 
     def resolved(self, schema: Any) -> Any:
-        """The subschema that a chain of references ends in."""
-        for _ in range(len(self.nodes)):
-            if not isinstance(schema, dict) or "$ref" not in schema:
-                return schema
-            schema = self.nodes[_target(schema["$ref"], "")]
-        raise AssertionError("endless references are refused before")
+        """The subschema that a chain of references ends in; endless ones are refused before."""
+        chain = []
+        while isinstance(schema, dict) and "$ref" in schema:
+            at = _target(schema["$ref"], "")
+            if at in self.targets:
+                schema = self.targets[at]
+                break
+            chain.append(at)
+            schema = self.nodes[at]
+        self.targets.update(dict.fromkeys(chain, schema))
+        return schema
+
+    def annotation(self, keyword: str, value: Any, at: str) -> None:
+        """A keyword that is not enforced says nothing about the document, as far as is known."""
+        if keyword == "$schema":
+            if not any(draft in _typed(value, str, at) for draft in DRAFTS):
+                raise InvalidInput(f"$schema is {short_repr(value)}; the drafts known are {', '.join(DRAFTS)}")
+        elif keyword in ("$id", "id") and at:
+            raise InvalidInput(f"the JSON schema has {keyword} at {_place(at)}; it may only stand at the top")
+        elif keyword in NOT_ENFORCED:
+            raise InvalidInput(
+                f"the JSON schema has {short_repr(keyword)} at {_place(at)}, which cannot be enforced while "
+                "generating; take it out and check it afterwards"
+            )
+        elif keyword not in ANNOTATIONS and (meant := self.meant(keyword, ENFORCED)):
+            raise InvalidInput(
+                f"the JSON schema has {short_repr(keyword)} at {_place(at)}, which is not a keyword; write {meant!r}, "
+                "or begin an annotation of your own with x-"
+            )
+
+    def format(self, name: str, at: str) -> str | None:
+        """The name of a format that is enforced; None for another, which is an annotation."""
+        if name in FORMATS:
+            return name
+        if name in OTHER_FORMATS or self.meant(name, FORMATS):
+            raise InvalidInput(
+                f"{_place(at)} in the JSON schema is {short_repr(name)}; it must be one of {', '.join(FORMATS)}, which "
+                "are enforced, or a name of your own, which is not"
+            )
+        return None
+
+    def meant(self, name: str, known: Iterable[str]) -> str | None:
+        """The known name that an unknown one nearly is. Comparing takes long, so that only some may be compared."""
+        if name in self.unknown or name.startswith("x-") or len(name) > HINT_LENGTH:
+            return None
+        self.unknown.add(name)
+        if len(self.unknown) > HINTS:
+            raise InvalidInput(
+                f"the JSON schema has more than {HINTS} different keywords and formats that no draft knows; begin "
+                "annotations of your own with x-"
+            )
+        return next(iter(get_close_matches(name, known, 1, 0.8)), None)
 
     def endless(self) -> str | None:
         """A subschema that no finite document satisfies, if there is one."""
@@ -323,25 +381,6 @@ def _no_constant(name: str) -> Any:
     raise InvalidInput(f"the JSON schema has {name}, which is not a JSON number")
 
 
-def _check_annotation(keyword: str, value: Any, at: str) -> None:
-    if keyword == "$schema":
-        known = any(draft in _typed(value, str, at) for draft in DRAFTS)
-        if not known:
-            raise InvalidInput(f"$schema is {short_repr(value)}; the drafts known are {', '.join(DRAFTS)}")
-    elif keyword in ("$id", "id") and at:
-        raise InvalidInput(f"the JSON schema has {keyword} at {_place(at)}; it may only stand at the top")
-    elif keyword in NOT_ENFORCED:
-        raise InvalidInput(
-            f"the JSON schema has {short_repr(keyword)} at {_place(at)}, which cannot be enforced while generating; "
-            "take it out and check it afterwards"
-        )
-    elif keyword not in ANNOTATIONS and (meant := get_close_matches(keyword, ENFORCED, 1, 0.8)):
-        raise InvalidInput(
-            f"the JSON schema has {short_repr(keyword)} at {_place(at)}, which is not a keyword; write {meant[0]!r}, "
-            "or begin an annotation of your own with x-"
-        )
-
-
 def _modern(schema: dict[str, Any]) -> dict[str, Any]:
     """A subschema with the bounds of draft 4, where "exclusiveMinimum": true changes "minimum", in today's form."""
     out = dict(schema)
@@ -363,10 +402,6 @@ def _check_value(keyword: str, value: Any, at: str) -> None:
         kinds = value if isinstance(value, list) else [value]
         good = bool(kinds) and all(isinstance(kind, str) and kind in TYPES for kind in kinds)
         wanted = f"one or a list of {', '.join(TYPES)}"
-    elif keyword == "format":
-        meant = isinstance(value, str) and (value in OTHER_FORMATS or get_close_matches(value, FORMATS, 1, 0.8))
-        good = isinstance(value, str) and (value in FORMATS or not meant)
-        wanted = f"one of {', '.join(FORMATS)}, which are enforced, or a name of your own, which is not"
     elif keyword == "required":
         good, wanted = isinstance(value, list) and all(isinstance(v, str) for v in value), "a list of property names"
     else:
@@ -397,6 +432,18 @@ def _check_text(text: str, at: str) -> None:
             raise InvalidInput(
                 f"{_place(at)} in the JSON schema has the character U+{ord(c):04X}, which is never generated"
             )
+
+
+def _told_apart(choices: list[Any]) -> bool:
+    """Whether all choices are objects that one required property tells apart: the usual oneOf, of any length."""
+    if not all(isinstance(choice, dict) and choice.get("type") == "object" for choice in choices):
+        return False
+    for name in set.intersection(*({*choice.get("required", ())} for choice in choices)):
+        each = (_values(choice.get("properties", {}).get(name)) for choice in choices)
+        values = [listed for listed in each if listed is not None]
+        if len(values) == len(choices) and len(set().union(*values)) == sum(map(len, values)):
+            return True
+    return False
 
 
 def _apart(a: Any, b: Any) -> bool:

@@ -5,11 +5,12 @@ A `Grammar` is compiled before the first pass that needs it: in the caller's thr
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from typing import TYPE_CHECKING
 
 from headway.base.errors import Unsupported
-from headway.program.constraints.budget import GrammarBudget, is_slow, settle
+from headway.program.constraints.budget import GrammarBudget, Postponed, is_slow, settle
 from headway.program.constraints.constraint import Constraint, GrammarMatcher, compile_async
 from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
@@ -36,6 +37,11 @@ class GenerationConstraint:
         return given is not None or self._grammar is not None
 
     @property
+    def is_grammar(self) -> bool:
+        """Whether it is a compiled grammar, or has one that is slow to follow: what follows a token may take long."""
+        return isinstance(self.active, GrammarMatcher) or self.is_slow
+
+    @property
     def is_slow(self) -> bool:
         """Whether it has a grammar that is slow to follow."""
         return is_slow(self.active)
@@ -48,7 +54,11 @@ class GenerationConstraint:
     def is_over(self, *, last: bool) -> bool:
         """The same; after the `last` token, a grammar is not asked for a mask that nobody needs: a text that is not
         complete is not over."""
-        return not (last and isinstance(self.active, GrammarMatcher) and not self.may_end) and self.finished
+        if last and isinstance(self.active, GrammarMatcher) and not self.may_end:
+            return False
+        with suppress(Postponed), self.hurrying():
+            return self.finished
+        return False  # the next step will tell
 
     @property
     def may_end(self) -> bool:
@@ -89,9 +99,16 @@ class GenerationConstraint:
             self._no_repeat.other = constraint
 
     async def settle(self) -> None:
-        """Have what a slow grammar allows next computed in a thread, before anybody here asks for it."""
+        """Have what a grammar allows next computed, in a thread if it is slow, before anybody here asks for it."""
+        if isinstance(self.active, GrammarMatcher) and not self.is_slow:
+            with self.hurrying():
+                self.active.settle()
         if self.is_slow:
             await settle(self.active)
+
+    def hurrying(self) -> AbstractContextManager[None]:
+        """While a grammar is asked in an event loop, where others wait."""
+        return self.active.hurrying() if isinstance(self.active, GrammarMatcher) else nullcontext()
 
     def reread(self) -> None:
         """Tokens come that nobody sampled: what must not repeat is read from the context again."""

@@ -190,8 +190,8 @@ class Generation(Generic[Value_co]):
             self._run_ahead(step)
         out = await self._outcome(step)
         token, probes = out.token(step.token), probed(out, step.probe)
-        if not self._ahead.is_there and self._rule.is_slow and token not in self._end_ids:
-            return await self._slow_step(token, probes)
+        if not self._ahead.is_there and self._rule.is_grammar and token not in self._end_ids:
+            return await self._grammar_step(token, probes)
         return self._sampled_step(token, probes)
 
     async def tokens(self) -> list[int]:
@@ -217,7 +217,7 @@ class Generation(Generic[Value_co]):
         if schema is not None:
             begun = self._transcript.generated or self._ahead.is_there or self.finish is not None
             if begun or self._rule.is_given:
-                raise InvalidInput("a schema can be given to json() before the first step, and to no other constraint")
+                raise InvalidInput("give json() a schema before the first step, and only without another constraint")
             self._rule.follow(Grammar.json_schema(schema))
         return parse_json(await self.text(), self.finish, schema)
 
@@ -548,15 +548,22 @@ class Generation(Generic[Value_co]):
             self._context._retract = self._come_back
         return self._step([token], probes)
 
-    async def _slow_step(self, token: int, probes: tuple[Any, ...]) -> Step[Value_co]:
-        """The same under a grammar that is slow. When it is cancelled the token is there, and the next step has its
-        text."""
-        self._transcript.add(token)
+    async def _grammar_step(self, token: int, probes: tuple[Any, ...]) -> Step[Value_co]:
+        """The same under a grammar, which may be slow. When it is cancelled the token is there, and the next step has
+        its text."""
+        try:
+            with self._rule.hurrying():
+                self._transcript.add(token)
+        except BaseException:
+            self._retract(None)
+            raise
         if self._speculation is not None:
             self._speculation.decoded(token, self._most_drafts)
         self._retract(token)
-        if not self._transcript.stopped:
+        if not self._transcript.stopped and (self._left > 0 or self._rule.is_slow):
             await self._rule.settle()
+        if self._left > 0:
+            self._ahead.observe()
         return self._step([token], probes)
 
     def _append(self, ids: list[int], *, whole: bool = False, end: int | None = None) -> Step[Value_co]:

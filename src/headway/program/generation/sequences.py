@@ -131,7 +131,7 @@ class Generations(Generic[Value_co]):
         self._check_text()
         if schema is not None:
             if self._sequences is not None or self._parameters.constrain is not None:
-                raise InvalidInput("a schema can be given to json() before the first step, and to no other constraint")
+                raise InvalidInput("give json() a schema before the first step, and only without another constraint")
             self._parameters = replace(self._parameters, constrain=Grammar.json_schema(schema))
         return parse_json(await self.text(), self.finish, schema)
 

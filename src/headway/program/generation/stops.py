@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from headway.base.errors import InvalidInput, Unsupported, WrongType
 from headway.base.text import short_repr, shorten
 from headway.program.constraints.json_schema import is_pydantic
+from headway.program.generation.stop_search import StopSearch
 from headway.program.ids import common, token_ids
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class StopText:
     def __init__(self, engine: Engine, stops: tuple[str, ...], prompt: Sequence[int] = ()) -> None:
         if stops and engine.tokenizer.decoding.kind == "opaque":
             raise Unsupported("this tokenizer decodes only whole sequences, so it supports no stop strings")
-        self._engine, self._stops = engine, stops
+        self._engine, self._stops, self._search = engine, stops, StopSearch(stops)
         self._before = prompt
         self._stream = engine.stream(after=prompt) if engine.has_tokenizer else None
         self._words = engine.tokenizer.vocab_size if self._stream is not None else 0
@@ -72,7 +73,7 @@ class StopText:
         text = self._stream.push([token]) if token < self._words else ""  # ids the tokenizer lacks have no text
         self._known += len(text)
         self._ends.append(self._known + self._stream.holds)
-        self._look(self._held + text)
+        self._look(text)
 
     def take(self) -> str:
         """The text that has become certain since the last call."""
@@ -88,7 +89,7 @@ class StopText:
         rest = self._stream.flush()
         self._known += len(rest)
         self._certain.append(self._held + rest)
-        self._held = ""
+        self._held, self._search = "", self._search.again()
 
     def begin(self, prompt: Sequence[int]) -> None:
         """The text goes on after these tokens; none has been pushed yet."""
@@ -134,24 +135,22 @@ class StopText:
         twin._stream = None if self._stream is None else self._stream.copy()
         twin._pushed, twin._ends = list(self._pushed), list(self._ends)
         twin._given, twin._certain = list(self._given), list(self._certain)
+        twin._search = self._search.copy()
         return twin
 
     def _look(self, text: str) -> None:
-        begins = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if begins:
-            first, self.stop_string = min(begins, key=lambda begin: begin[0])
-            self._cut = self._known - len(text) + first
+        """Take in text that came: it is certain, held back as the beginning of a stop string, or holds one."""
+        found = self._search.push(text)
+        held = self._held + text
+        if found is not None:
+            first, self.stop_string = found
+            self._cut = first
             self.stopped, self._held = True, ""
-            self._certain.append(text[:first])
+            self._certain.append(held[: len(held) - (self._known - first)])
             return
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        self._certain.append(text[: len(text) - keep])
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The longest end of text that begins a stop string."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+        keep = self._search.longest
+        self._held = held[len(held) - keep :]
+        self._certain.append(held[: len(held) - keep])
 
 
 def parse_json(text: str, finish: str | None, schema: Any = None) -> Any:

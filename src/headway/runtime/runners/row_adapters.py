@@ -43,7 +43,7 @@ class TorchAdapter:
                         a, b, factor = stored_pair(pair, half=half)
                         a, b = (tensor(t).to(device, torch.float32) for t in (a, b))
                         stacks.setdefault(stack, []).append(Piece(a, b, factor, first))
-                    first += outputs[role]
+                    first += outputs.get(role, 0)
             layers.append(stacks)
         return cls(tuple(layers))
 
@@ -65,7 +65,7 @@ class TorchRowAdapters:
         ordered: bool,
     ) -> None:
         self._by_row, self._ordered, shapes = by_row, ordered, target_shapes(config)
-        self._outputs = {stack: sum(shapes[role][0] for role in roles) for stack, roles in STACKS.items()}
+        self._outputs = {stack: sum(shapes[r][0] for r in roles if r in shapes) for stack, roles in STACKS.items()}
         self._groups: list[tuple[RowGroup, TorchAdapter]] = []
         for adapter, rows, scales in by_adapter(mixes):
             assert isinstance(adapter.weights, TorchAdapter)

@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Any
 from headway.base.arrays import is_tensor
 from headway.base.config import Settings
 from headway.base.device import CPU, AnyDevice
-from headway.base.errors import Unsupported
+from headway.base.errors import InvalidInput, Unsupported
 from headway.base.extras import need_torch
+from headway.base.text import short_repr
 from headway.kernels import triton
 from headway.kernels.native.library import ISA_NAMES, ThreadPool, open_library, use_isa
 from headway.kv.pool import HostPool, Pool
+from headway.models.capabilities import why_not_fast
+from headway.models.config import read_config
+from headway.models.families import is_llama_like
 from headway.models.load import LoadProgress, has_quantized, load_quantized_model, stored_dtype
 from headway.models.quantized.cache import WeightCache
 from headway.models.quantized.cpu import QuantizedDecoder, interleave_decoder
 from headway.models.quantized.repack import check_quantize
-from headway.runtime.device import dtype_name, pick_dtype
+from headway.runtime.device import DTYPES, dtype_name, pick_dtype
 from headway.runtime.profile import Profiler
 from headway.runtime.runners.base import Runner
 
@@ -52,18 +56,20 @@ class Backend:
             return f"native, {ISA_NAMES[self.thread_pool.isa]}"
         return "triton" if self.triton else "torch"
 
-    def new_pool(self, *, pages: int, page_size: int) -> Pool:
-        """The KV cache in memory, all zeros."""
+    def new_pool(self, *, pages: int, page_size: int, dtype: str) -> Pool:
+        """The KV cache in memory, all zeros, its numbers in one of `kv_dtype`'s types."""
         decoder: Any = self.decoder
         c = decoder.config
         sizes = {"layers": c.layers, "pages": pages, "page_size": page_size}
         sizes |= {"kv_heads": c.kv_heads, "head_dim": c.head_dim}
         if self.thread_pool is not None:
-            return HostPool(**sizes, inv_freq=decoder.inv_freq)
+            return HostPool(**sizes, inv_freq=decoder.inv_freq, dtype=dtype)
+        import torch
+
         from headway.kv.tensor_pool import TensorPool
 
         decoder = self.reference or decoder
-        where = {"dtype": decoder.dtype, "device": decoder.device, "inv_freq": decoder.inv_freq}
+        where = {"dtype": getattr(torch, dtype), "device": decoder.device, "inv_freq": decoder.inv_freq}
         return TensorPool(**sizes, **where, by_head=self.triton)
 
     @property
@@ -81,6 +87,22 @@ class Backend:
         dtype = dtype_name(self.decoder.dtype)
         halved = not isinstance(self.decoder, QuantizedDecoder) and not is_tensor(self.decoder.output)
         return "float16" if halved and dtype == "float32" else dtype
+
+    def kv_dtype(self, name: str) -> str:
+        """What keys and values are stored in: `name`, or for auto float16 where weights are quantized on a CPU."""
+        own, cpu = dtype_name(self.decoder.dtype), self.decoder.device.type == "cpu" and not self.triton
+        if isinstance(name, str) and name == "auto":
+            quantized = isinstance(self.decoder, QuantizedDecoder) and self.decoder.is_quantized
+            return "float16" if quantized else own
+        if not isinstance(name, str) or name not in DTYPES:
+            raise InvalidInput(f"kv_dtype {short_repr(name)} is not known; it takes auto, float32, bfloat16 or float16")
+        if DTYPES[name] != own and not (cpu and own == "float32"):
+            where = f"{self.decoder.device}{' with Triton kernels' if self.triton else ''}"
+            raise Unsupported(
+                f"kv_dtype={name!r} is for CPUs that compute in float32; on {where} in {own} keys and "
+                f"values are {own} too; leave out kv_dtype="
+            )
+        return DTYPES[name]
 
     def on_torch(self) -> Backend:
         """The same model as torch computes it in float32 on the CPU: the reference of every runner.
@@ -146,7 +168,8 @@ def open_backend(
     reason = why_not_native(model, dtype, device, settings)
     if reason is not None:
         need_torch(f"computing this model without the native step ({reason})", _extra(device))
-        fast = why_not_triton(device, settings)
+        config = read_config(model) if isinstance(model, Path) else model.config
+        fast = why_not_triton(device, settings) or why_not_fast(config)
         if settings.native == "triton" and fast is not None:
             raise Unsupported(f"HEADWAY_NATIVE asks for Triton kernels, and {fast}")
         if settings.native == "require" and fast is not None:
@@ -168,6 +191,8 @@ def open_backend(
             keep = dtype == "auto"
             held = load_quantized_model(model, thread_pool=None, keep=keep, quantize=quantize, progress=progress)
             return _reference(held, reason, stored_dtype(model))
+        if quantize is not None and (why := why_not_fast(config)) is not None:
+            raise Unsupported(f"quantize={quantize!r} is not for this model: {why}; leave it out")
         if quantize is not None:
             needs, why = ("Triton kernels", fast) if device.type == "cuda" else ("the native step", reason)
             raise Unsupported(f"quantize={quantize!r} needs {needs}, and {why}")
@@ -190,6 +215,8 @@ def _extra(device: AnyDevice) -> str:
 
 def _stays_quantized(model: Path, dtype: str, quantize: str | None) -> bool:
     """Whether a model on the CPU has quantized matrices: its file's own, or those that `quantize` makes."""
+    if not is_llama_like(read_config(model)):
+        return False  # the files of others are read as floats
     if quantize is not None:
         return pick_dtype(dtype, CPU) == "float32"
     return dtype == "auto" and has_quantized(model)
@@ -216,6 +243,8 @@ def why_not_native(
         return f"HEADWAY_NATIVE is {settings.native}"
     if device.type != "cpu":
         return f"it runs on the CPU, not on {device}"
+    if why := why_not_fast(read_config(model) if isinstance(model, Path) else model.config):
+        return why
     computed = pick_dtype(dtype, device) if isinstance(model, Path) else dtype_name(model.dtype)
     if computed != "float32":
         return f"it computes in float32, not in {computed}"

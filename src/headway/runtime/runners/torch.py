@@ -64,7 +64,7 @@ class TorchRunner:
         if step is not None:
             x = self.decoder.forward(step, (self.pool.keys, self.pool.values), hooks, self.profiler.mark, self.tile)
         values = self.reader.read(batch, x, hooks, self.profiler.mark)
-        self.profiler.end(step_bytes(self.decoder, batch, self.page_size))
+        self.profiler.end(step_bytes(self.decoder, batch, self.page_size, self.pool.width))
         return segment_results(batch, x, values)
 
     def _step(self, batch: Batch) -> DecoderInput:

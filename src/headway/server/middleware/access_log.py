@@ -59,7 +59,7 @@ class AccessLog:
         method = scope["method"] if scope["method"] in METHODS else "other"
         status = CLIENT_CLOSED_REQUEST if exchange.status is None else exchange.status
         self._serving.metrics.responded(method, _route(scope), status)
-        if status < 400 and (scope["path"] in POLLED_PATHS or not self._serving.settings.log_requests):
+        if status < 400 and (route_path(scope) in POLLED_PATHS or not self._serving.settings.log_requests):
             return
         tenant = scope["state"].get("tenant")
         client = scope.get("client")

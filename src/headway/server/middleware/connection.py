@@ -42,7 +42,8 @@ class _LimitedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # report any unsent bytes, including those left when closing
+        # Report any unsent bytes, including those left when closing. With TLS a limit of 0 would pause an empty buffer.
+        transport.set_write_buffer_limits(high=0 if transport.get_extra_info("ssl_object") is None else 1)
         if len(self.connections) > self.settings.max_connections:
             self._reject(ApiError(503, "this server has too many connections", headers={"Retry-After": "1"}))
         else:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headway.server.errors import ApiError
+from headway.server.errors import ApiError, route_path
 from headway.server.keys import bearer_key
 from headway.server.serving import Serving
 
-POLLED_PATHS = frozenset({"/health", "/metrics", "/stats", "/lab/api/model", "/lab/api/pages", "/lab/api/steps"})
+POLLED_PATHS = frozenset(
+    {"/health", "/ping", "/metrics", "/stats", "/lab/api/model", "/lab/api/pages", "/lab/api/steps"}
+)
 """Paths that monitors poll: neither rate-limited nor, while they succeed, logged."""
 
 
@@ -35,7 +37,7 @@ class KeyCheck:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
             scope.setdefault("state", {})["tenant"] = tenant
-            if scope["path"] not in POLLED_PATHS:
+            if route_path(scope) not in POLLED_PATHS:
                 self._serving.check_rate(tenant)
         await self._app(scope, receive, send)
 
@@ -50,7 +52,7 @@ def _key(scope: Scope) -> str | None:
 
 
 def _is_open(scope: Scope) -> bool:
-    """Whether a path needs no key: health, the links at /, and the Lab's files, as its page asks for the key."""
-    path = scope["path"]
+    """Whether a path needs no key: health, ping, the links at /, and the Lab's files, as its page asks for the key."""
+    path = route_path(scope)
     files = path == "/lab" or (path.startswith("/lab/") and "/" not in path.removeprefix("/lab/"))
-    return path == "/health" or ((files or path == "/") and scope["method"] in ("GET", "HEAD"))
+    return path in ("/health", "/ping") or ((files or path == "/") and scope["method"] in ("GET", "HEAD"))

@@ -58,7 +58,10 @@ async def _plan_completion(
     plan = await plan_request(body, serving, tenant, top_logprobs=top_logprobs, grammar=None, adapter=adapter)
     plan = replace(plan, count=count)
     max_tokens = _max_tokens(body, check)
-    prompts = await read_prompts(body.prompt, check, truncate=body.truncate_prompt_tokens, max_tokens=max_tokens)
+    _check_suffix(body)
+    prompts = await read_prompts(
+        body.prompt, check, truncate=body.truncate_prompt_tokens, max_tokens=max_tokens, suffix=body.suffix
+    )
     for prompt in prompts:
         check.max_new_tokens(len(prompt.ids), max_tokens, plan.min_tokens, "prompt")
     job = CompletionJob(body, plan, prompts, max_tokens)
@@ -81,6 +84,12 @@ def _count(body: CompletionRequest, check: RequestChecks) -> int:
             "best_of",
         )
     return best
+
+
+def _check_suffix(body: CompletionRequest) -> None:
+    for name in ("echo", "truncate_prompt_tokens"):
+        if body.suffix and getattr(body, name):
+            raise bad_request(f"suffix and {name} cannot be combined; remove one of them", "suffix")
 
 
 def _max_tokens(body: CompletionRequest, check: RequestChecks) -> int:

@@ -39,6 +39,7 @@ from headway.server.serving import Serving
 from headway.server.settings import ServerSettings
 from headway.server.threads import WorkerThreads
 
+GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z_][\w-]{0,100}[ \t]{0,100}::=", re.MULTILINE)
 RARE_FIELDS = ("typical_p", "epsilon_cutoff", "eta_cutoff")  # those that the synchronous API does not have
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", *RARE_FIELDS, "repetition_penalty")
 
@@ -226,6 +227,13 @@ def structured_grammar(body: StructuredOutputs, settings: ServerSettings) -> Gra
     ((kind, value),) = given.items()
     where = f"structured_outputs.{kind}"
     check_size(value, where, settings)
+    if kind == "grammar" and GBNF_RULE.search(value):
+        raise bad_request(
+            f"{where} looks like GBNF, which is not supported; write it as a Lark grammar: `name: …` instead of "
+            "`name ::= …`, and `start` instead of `root`",
+            where,
+            "invalid_grammar",
+        )
     make = {"json": Grammar.json_schema, "regex": Grammar.regex, "choice": Grammar.choices, "grammar": Grammar.lark}
     return grammar_of(lambda: make[kind](value), where)
 

@@ -20,6 +20,12 @@ from headway.server.openai.tokens import ScoredToken
 from headway.text.stream import TextStream
 
 ROWS = 64  # of a prompt scored in one pass, so that other requests do not wait long
+INFILL_TOKENS = (  # as Qwen, StarCoder, Granite and Code Llama name them
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+)
 FORMS = "a text, a list of texts, a list of token ids, or a list of lists of token ids"
 
 
@@ -33,9 +39,17 @@ class Prompt:
 
 
 async def read_prompts(
-    given: Any, check: RequestChecks, *, truncate: int | None = None, max_tokens: int | None = None
+    given: Any,
+    check: RequestChecks,
+    *,
+    truncate: int | None = None,
+    max_tokens: int | None = None,
+    suffix: str | None = None,
 ) -> list[Prompt]:
-    """The prompts of a request, tokenized in a thread; `truncate` is `truncate_prompt_tokens`."""
+    """The prompts of a request, tokenized in a thread; `truncate` is `truncate_prompt_tokens`.
+
+    With a `suffix` the model fills in what is between a prompt and it.
+    """
     listed = given if isinstance(given, list) else [given]
     if set(map(type, listed)) == {int}:
         listed = [listed]
@@ -46,7 +60,12 @@ async def read_prompts(
     if types not in ({str}, {list}):
         raise _wrong_types(listed)
 
+    if suffix and types != {str}:
+        raise bad_request("suffix needs prompts that are texts; pass texts, or remove it", "suffix")
+
     def read(one: Any, number: int) -> Prompt:
+        if suffix:
+            return _infilling(one, suffix, check)
         prompt = _prompt(one, number, check, may_truncate=truncate is not None)
         ids = check.truncated(prompt.ids, truncate, max_tokens)
         return prompt if ids == prompt.ids else Prompt(ids, decode(ids, check.engine), prompt.from_text)
@@ -74,6 +93,30 @@ def _prompt(given: str | list[Any], number: int, check: RequestChecks, *, may_tr
         if not 0 <= id < vocab:
             raise unknown_token(f"prompt[{number}][{i}]", id, vocab, "prompt")
     return Prompt(tuple(given), decode(given, engine), False)
+
+
+def _infilling(prefix: str, suffix: str, check: RequestChecks) -> Prompt:
+    """A prompt for what is between two texts, as models for code are trained: prefix, suffix, middle."""
+    check.text([prefix, suffix], "prompt")
+    tokenizer = check.engine.tokenizer
+    before, after, middle = _infill_ids(check.engine)
+    bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+    ids = (*bos, before, *tokenizer.encode(prefix), after, *tokenizer.encode(suffix), middle)
+    return Prompt(ids, prefix, True)
+
+
+def _infill_ids(engine: Engine) -> tuple[int, int, int]:
+    """The tokens that mark what comes before, after and in the middle; raises for a model without them."""
+    for names in INFILL_TOKENS:
+        before, after, middle = (engine.tokenizer.backend.token_to_id(name) for name in names)
+        if before is not None and after is not None and middle is not None:
+            return before, after, middle
+    raise bad_request(
+        f"suffix needs a model with tokens for infilling, such as {', '.join(INFILL_TOKENS[0])}, which this one lacks: "
+        "remove it",
+        "suffix",
+        "unsupported",
+    )
 
 
 def encode(text: str, engine: Engine, *, begin: bool = True, special: bool = False) -> tuple[int, ...]:

@@ -187,9 +187,10 @@ PROMPT: dict[str, Any] = {
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    off_values: ClassVar[dict[str, Any]] = OFF_VALUES | {"suffix": "", "add_special_tokens": True}
+    off_values: ClassVar[dict[str, Any]] = OFF_VALUES | {"add_special_tokens": True}
 
     prompt: Annotated[Any, Field(json_schema_extra=PROMPT)]  # parsed in `prompts`, not by trying each type
+    suffix: str | None = None
     best_of: Count | None = None
     echo: bool | None = None
     logprobs: NonNegative | None = None

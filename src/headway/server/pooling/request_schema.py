@@ -46,6 +46,13 @@ class RerankRequest(PooledRequest):
     return_documents: bool | None = None
 
 
+class ScoreRequest(PooledRequest):
+    """`POST /score`: how well texts fit each other, one with many or pair by pair."""
+
+    text_1: str | Texts
+    text_2: str | Texts
+
+
 class ClassifyRequest(PooledRequest):
     """`POST /classify`."""
 
@@ -63,4 +70,13 @@ class PoolingRequest(PooledRequest):
     add_special_tokens: bool | None = None
 
 
-__all__ = ["ClassifyRequest", "Document", "EmbeddingRequest", "Ids", "Input", "PoolingRequest", "RerankRequest"]
+__all__ = [
+    "ClassifyRequest",
+    "Document",
+    "EmbeddingRequest",
+    "Ids",
+    "Input",
+    "PoolingRequest",
+    "RerankRequest",
+    "ScoreRequest",
+]

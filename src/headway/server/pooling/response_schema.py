@@ -42,6 +42,21 @@ class RerankResponse(ResponseSchema):
     usage: PoolingUsage
 
 
+class PairScore(ResponseSchema):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreResponse(ResponseSchema):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: PoolingUsage
+
+
 class LabelScores(ResponseSchema):
     index: int
     label: str

@@ -28,8 +28,15 @@ from headway.server.pooling.request_schema import (
     PooledRequest,
     PoolingRequest,
     RerankRequest,
+    ScoreRequest,
 )
-from headway.server.pooling.response_schema import ClassifyResponse, EmbeddingsResponse, PoolingResponse, RerankResponse
+from headway.server.pooling.response_schema import (
+    ClassifyResponse,
+    EmbeddingsResponse,
+    PoolingResponse,
+    RerankResponse,
+    ScoreResponse,
+)
 from headway.server.serving import Serving
 
 router = APIRouter(route_class=JsonRoute, responses={**ERRORS, **QUEUE_ERRORS})
@@ -99,6 +106,47 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
             {"id": f"rerank-{result.id}", "model": pool.name, "results": results, "usage": result.usage}
         ),
     )
+
+
+@router.post("/score", summary="Score pairs of texts", response_model=None, responses=ok(ScoreResponse))
+@router.post("/v1/score", summary="Score pairs of texts", response_model=None, responses=ok(ScoreResponse))
+async def score(body: ScoreRequest, request: Request) -> Response:
+    """A score for each pair: a reranker's, or the cosine of embeddings. One text is paired with each of the others."""
+    serving, pool = _pool(request, "rerank", "embed", model=body.model)
+    pairs = _pairs(body, serving)
+    if pool.role == "rerank":
+        result = await _compute(
+            serving, request, pool, await _tokenize(serving, request, pool, pairs, body, param="text_2")
+        )
+        scores = [float(array[0]) for array in result.arrays]
+    else:
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # each is embedded once
+        result = await _compute(
+            serving, request, pool, await _tokenize(serving, request, pool, texts, body, param="text_2")
+        )
+        places = {text: i for i, text in enumerate(texts)}
+        table = _unit_rows(result.arrays)
+        scores = [float(table[places[one]] @ table[places[other]]) for one, other in pairs]
+    data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
+    return await _response(
+        serving, lambda: json_bytes(_common_fields("score", result, pool) | {"data": data, "usage": result.usage})
+    )
+
+
+def _pairs(body: ScoreRequest, serving: Serving) -> list[tuple[str, str]]:
+    first, second = ([one] if isinstance(one, str) else one for one in (body.text_1, body.text_2))
+    for name, texts in (("text_1", first), ("text_2", second)):
+        _check_count(name, len(texts), serving)
+        if not texts:
+            raise bad_request(f"{name} is empty; pass at least one text", name)
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        raise bad_request(
+            f"text_1 has {len(first)} texts and text_2 has {len(second)}; pass one in text_1, or as many as in text_2",
+            "text_1",
+        )
+    return list(zip(first, second, strict=True))
 
 
 @router.post("/classify", summary="Classify texts", response_model=None, responses=ok(ClassifyResponse))
@@ -259,9 +307,13 @@ def _check_size(serving: Serving, pool: PoolingModel, vectors: int) -> None:
 def _scores(arrays: Sequence[np.ndarray], pool: PoolingModel) -> list[float]:
     if pool.role == "rerank":
         return [float(array[0]) for array in arrays]
-    table = np.stack(arrays)
-    table = table / np.maximum(np.linalg.norm(table, axis=1, keepdims=True), 1e-12)
+    table = _unit_rows(arrays)
     return [float(score) for score in table[1:] @ table[0]]
+
+
+def _unit_rows(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    table = np.stack(arrays)
+    return table / np.maximum(np.linalg.norm(table, axis=1, keepdims=True), 1e-12)
 
 
 def _encode_vector(array: np.ndarray, encoding: str | None) -> Any:

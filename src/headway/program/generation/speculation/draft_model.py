@@ -224,9 +224,8 @@ def first_layers(engine: Engine, count: int) -> Engine:
     made, decoder = _first_layers.setdefault(engine, {}), engine._backend.decoder
     source, found = made.get(count, (None, None))
     if found is None or not found.alive or source() is not decoder:  # update_weights makes another decoder
-        few = replace(config, layers=count, windows=config.windows[:count])
         found = type(engine)(
-            replace(decoder, config=few, layers=decoder.layers[:count]),
+            decoder.first_layers(count),
             threads=engine.info.threads,
             page_size=engine.page_size,
             pages=min(engine.pages, OWN_PAGES),

@@ -19,6 +19,7 @@ from headway.base.samplers import NO_TOKEN, Sampling
 from headway.kernels.host import sampling
 from headway.kernels.host.attention import row_scores
 from headway.kernels.host.ordered import rms_norm
+from headway.kernels.host.quantized import FLOATS
 from headway.kernels.host.sampling import RowSampler
 from headway.kernels.native import library
 from headway.kernels.native import sampling as drawing
@@ -38,6 +39,8 @@ from headway.runtime.runners.base import DECODE_LIMIT, SegmentResult, StepResult
 from headway.runtime.runners.cpu.adapters import NativeAdapter
 from headway.runtime.runners.cpu.arrays import StepArrays
 
+KV_KINDS = {dtype: library.KINDS.index(kind) for kind, dtype in FLOATS.items()}
+
 
 class NativeModel:
     """The packed weights, bound to the pages, as the reader and the runner use them."""
@@ -56,7 +59,6 @@ class NativeModel:
             *(self._layer(layer, self.windows.index(c.windows[i])) for i, layer in enumerate(d.layers))
         )
         kv = self.pool.raw
-        assert kv.dtype == np.float32
         assert kv.flags.c_contiguous
         assert kv.shape[:2] == (c.layers, 2)
         head, item = page_size * c.head_dim * kv.itemsize, kv.itemsize
@@ -83,6 +85,7 @@ class NativeModel:
             output=matrix_struct(d.output),
             kv=kv.ctypes.data,
             kv_pages=kv.shape[2],
+            kv_kind=KV_KINDS[kv.dtype],
         )
 
     @staticmethod
@@ -262,7 +265,7 @@ class NativeRunner:
     def profiled(self, batch: Batch) -> None:
         """The step is over: give its bytes to the profiler."""
         if self.profiler.measuring:
-            sizes = step_bytes(self.decoder, batch, self.page_size)
+            sizes = step_bytes(self.decoder, batch, self.page_size, self.pool.width)
             sizes["rope"] += sizes.pop("kv write")  # keys and values go to their pages as they are rotated
             self.profiler.end(sizes)
 

@@ -243,7 +243,7 @@ class CudaRunner:
             values = {} if step.read is None else step.read()
         step.is_over = True
         if step.is_measured:
-            self.profiler.end(step_bytes(self.decoder, step.batch, self.page_size))
+            self.profiler.end(step_bytes(self.decoder, step.batch, self.page_size, self.pool.width))
         return [
             SegmentResult({index: values[i, index] for index, _, _ in segment.readouts}, step.kept[i])
             for i, segment in enumerate(step.batch.segments)

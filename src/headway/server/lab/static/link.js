@@ -5,7 +5,7 @@ import { OFF } from "./sampling.js";
 export const VERSION = 1;
 export const TABS = ["next", "tree", "lens", "attention", "engine", "call"];
 const RANGES = {
-  temperature: [0, 100], top_k: [0, 1e7, true], top_p: [1e-9, 1], min_p: [0, 1], typical_p: [1e-9, 1], epsilon_cutoff: [0, 1 - 1e-9], eta_cutoff: [0, 1 - 1e-9],
+  temperature: [0, 100], top_k: [0, 1e7, true], top_p: [1e-9, 1], min_p: [0, 1], typical_p: [1e-9, 1], epsilon_cutoff: [0, 0.999999999], eta_cutoff: [0, 0.999999999],
   repetition_penalty: [1e-3, 100], presence_penalty: [-100, 100], frequency_penalty: [-100, 100],
 };
 const MAX_NODES = 4096;

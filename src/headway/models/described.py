@@ -1,0 +1,161 @@
+"""The decoder of a family that is not Llama's: the same forward, with what its description says.
+
+`DescribedLayer` has the functions of `DecoderLayer`, so `Decoder.forward` calls either. Experts are in `experts`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.kernels.reference.linear import by_rows
+from headway.kernels.reference.lora import Delta, plus
+from headway.kernels.reference.mlp import activate
+from headway.kernels.reference.norm import layer_norm, rms_norm
+from headway.kernels.reference.rope import rotation
+from headway.models.decoder import Decoder
+from headway.models.description import Description
+from headway.models.experts import ExpertWeights
+from headway.models.layers import DecoderLayer, tensors_of
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DescribedLayer(DecoderLayer):
+    """A layer as its description has it.
+
+    `input_norm` and `mlp_norm` are those before attention and feed-forward; where there are none, or one for both, the
+    missing one is the layer's other norm and not used. Without a gate, `gate_up` is up alone; with experts, `gate_up`
+    and `down` have a leading dimension for them.
+    """
+
+    description: Description
+    experts: ExpertWeights | None = None
+    input_norm_bias: Tensor | None = None
+    mlp_norm_bias: Tensor | None = None
+    post_attention_norm: Tensor | None = None
+    post_attention_norm_bias: Tensor | None = None
+    post_mlp_norm: Tensor | None = None
+    post_mlp_norm_bias: Tensor | None = None
+    sinks: Tensor | None = None  # [H]
+
+    @property
+    def softmax(self) -> dict[str, Any]:
+        cap, sinks = self.description.attention_cap, self.sinks
+        return {k: v for k, v in (("cap", cap), ("sinks", sinks)) if v is not None}
+
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        match self.description.norm:
+            case "rms":
+                return rms_norm(x, weight, self.eps)
+            case "rms+1":
+                return rms_norm(x, weight, self.eps, offset=1.0)
+            case "layer":
+                return layer_norm(x, weight, bias, self.eps)
+
+    def norm_in(self, x: Tensor) -> tuple[Tensor]:
+        after = self.description.norm_place == "after"
+        return (x if after else self.norm(x, self.input_norm, self.input_norm_bias),)
+
+    def project(self, h: Tensor, delta: Delta | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        widths = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
+        q, k, v = plus(self.qkv(h), delta).split(widths, dim=-1)
+        return self._heads(q, self.q_norm), self._heads(k, self.k_norm), self._heads(v, None)
+
+    def _heads(self, rows: Tensor, weight: Tensor | None) -> Tensor:
+        """Rows of queries, keys or values by head, normed and clipped."""
+        by_row, clip = self.description.qk_norm == "row", self.description.qkv_clip
+        if weight is not None and by_row:
+            rows = self.norm(rows, weight)
+        rows = rows if clip is None else rows.clamp(-clip, clip)
+        heads = rows.unflatten(-1, (-1, self.head_dim))
+        return heads if weight is None or by_row else self.norm(heads, weight)
+
+    def project_out(self, x: Tensor, mixed: Tensor, delta: Delta | None = None) -> tuple[Tensor]:
+        y = plus(self.out(mixed.flatten(1)), delta)
+        return (self._add(x, y, self.post_attention_norm, self.post_attention_norm_bias),)
+
+    def norm_mlp(self, x: Tensor, before: Tensor) -> tuple[Tensor]:
+        d = self.description
+        x = before if d.parallel else x
+        if d.norm_place == "after":
+            return (x,)
+        if d.one_norm:
+            return (self.norm(x, self.input_norm, self.input_norm_bias),)
+        return (self.norm(x, self.mlp_norm, self.mlp_norm_bias),)
+
+    def gate_times_up(self, h: Tensor, delta: Delta | None = None, *, exact: bool) -> tuple[Tensor]:
+        """What `add_down` takes: with experts, their whole output."""
+        if self.experts is not None:
+            return (self.experts(h, self.gate_up, self.down, self.description.activation, exact=exact),)
+        rows, kind = plus(self.gate_up(h), delta), self.description.activation
+        if not self.description.gated:
+            return (activate(rows, kind, exact=exact),)
+        gate, up = rows.chunk(2, dim=-1)
+        return (activate(gate, kind, exact=exact) * up,)
+
+    def add_down(self, x: Tensor, inner: Tensor, delta: Delta | None = None) -> tuple[Tensor]:
+        y = inner if self.experts is not None else plus(self.down(inner), delta)
+        return (self._add(x, y, self.post_mlp_norm, self.post_mlp_norm_bias),)
+
+    def _add(self, x: Tensor, y: Tensor, norm: Tensor | None, bias: Tensor | None) -> Tensor:
+        y = y if norm is None else self.norm(y, norm, bias)
+        return x + (y if self.description.residual_scale == 1.0 else y * self.description.residual_scale)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DescribedDecoder(Decoder):
+    """Embedding, layers and head as the description has them. `inv_freq` [L, D/2] has a row for each layer."""
+
+    final_norm_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+    positions: Tensor | None = None  # [max positions, E]
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x, scale = self.embedding[tokens], self.config.description.embedding_scale
+        if scale != 1.0:
+            x = x * torch.tensor(scale, dtype=x.dtype, device=x.device)  # rounded as the weights are
+        return x if self.positions is None else x + self.positions[positions]
+
+    def rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        ropes = self.config.description.ropes or (self.config.rope,) * self.config.layers
+        found: dict[Any, tuple[Tensor, Tensor]] = {}
+        for l, rope in enumerate(ropes):
+            if rope not in found:
+                scale = rope.scale if rope.dim else 1.0
+                found[rope] = rotation(self.inv_freq[l], positions, scale, self.dtype)
+        return [found[rope] for rope in ropes]
+
+    def finish(self, x: Tensor, tile: int | None) -> Tensor:
+        layer: Any = self.layers[0]
+        return by_rows(tile, lambda r: (layer.norm(r, self.final_norm, self.final_norm_bias),), x)[0]
+
+    def head(self, h: Tensor, tile: int | None) -> Tensor:
+        d, bias = self.config.description, self.output_bias
+        logits = super().head(h, tile)
+        logits = logits if bias is None else logits + bias.float()
+        logits = logits if d.logit_scale == 1.0 else logits * d.logit_scale
+        return logits if d.logit_cap is None else torch.tanh(logits / d.logit_cap) * d.logit_cap
+
+    def nbytes(self) -> dict[str, int]:
+        size = {"norm": _bytes(self.final_norm, self.final_norm_bias), "qkv": 0, "output projection": 0}
+        size["feed-forward"] = 0
+        for layer in self.layers:
+            parts = {
+                "qkv": _bytes(layer.qkv, layer.q_norm, layer.k_norm),
+                "output projection": _bytes(layer.out),
+                "feed-forward": _bytes(layer.gate_up, layer.down, getattr(layer, "experts", None)),
+            }
+            parts["norm"] = _bytes(layer) - sum(parts.values())
+            size = {phase: size[phase] + parts[phase] for phase in size}
+        return {**size, "head": _bytes(self.output, self.output_bias), "embed": _bytes(self.positions)}
+
+    def first_layers(self, count: int) -> DescribedDecoder:
+        few = self.config.first_layers(count)
+        return replace(self, config=few, layers=self.layers[:count], inv_freq=self.inv_freq[:count])
+
+
+def _bytes(*parts: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(parts))

@@ -1,0 +1,170 @@
+"""Routes that operators and clients of other servers ask about this one: /ping, /version, /props, /slots, /docs."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse, JSONResponse
+
+from headway.base.version import VERSION
+from headway.server.openai.response_schema import COMMON, ErrorResponse, Responses, ResponseSchema, ok
+from headway.server.serving import Serving
+
+router = APIRouter(responses=COMMON)
+
+
+class Ping(ResponseSchema):
+    """Nothing: the status says it."""
+
+
+class Version(ResponseSchema):
+    version: str
+
+
+class GenerationSettings(ResponseSchema):
+    n_ctx: int
+
+
+class Modalities(ResponseSchema):
+    vision: bool
+    audio: bool
+
+
+class Props(ResponseSchema):
+    """What llama-server tells about its model; `total_slots` is the most requests that may be in flight."""
+
+    default_generation_settings: GenerationSettings
+    total_slots: int
+    model_alias: str
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    modalities: Modalities
+    build_info: str
+    is_sleeping: bool
+
+
+class Slot(ResponseSchema):
+    """A request in flight of the key that asks."""
+
+    id: int
+    n_ctx: int
+    request_id: str
+    model: str
+    is_processing: bool
+    prompt_tokens: int
+    generated_tokens: int
+    seconds: float
+
+
+SLOTS: Responses = {200: {"model": list[Slot], "description": "The requests"}}
+
+
+@router.get(
+    "/ping",
+    summary="Whether the server is ready",
+    response_model=None,
+    responses=ok(Ping) | {503: {"model": Ping | ErrorResponse, "description": "Not ready"}},
+)
+async def ping(request: Request) -> JSONResponse:
+    """200 when the server is ready, otherwise 503; `/health` says why."""
+    serving: Serving = request.app.state.serving
+    return JSONResponse({}, 200 if serving.state == "ready" else 503)
+
+
+@router.get("/version", summary="The server's version", response_model=None, responses=ok(Version))
+async def version() -> dict[str, str]:
+    """The version of Headway."""
+    return {"version": VERSION}
+
+
+@router.get("/props", summary="The model's properties", response_model=None, responses=ok(Props))
+async def props(request: Request) -> dict[str, Any]:
+    """The context length, the chat template and the special tokens, as clients of llama-server ask for them."""
+    serving: Serving = request.app.state.serving
+    engine = serving.engine
+    names = engine.tokenizer.special_tokens if engine.has_tokenizer else {}
+    return {
+        "default_generation_settings": {"n_ctx": engine.config.max_positions},
+        "total_slots": serving.settings.max_queue_requests,
+        "model_alias": serving.model_name,
+        "chat_template": "" if engine.chat_template is None else engine.chat_template.source,
+        "bos_token": names.get("bos_token", ""),
+        "eos_token": names.get("eos_token", ""),
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"headway {VERSION}",
+        "is_sleeping": False,
+    }
+
+
+@router.get(
+    "/slots",
+    summary="Requests in flight",
+    response_model=None,
+    responses={200: {"model": list[Slot], "description": "The requests"}},
+)
+async def slots(request: Request) -> list[dict[str, Any]]:
+    """The requests of this key that are in flight, oldest first, and how far they are."""
+    serving: Serving = request.app.state.serving
+    limit = serving.engine.config.max_positions
+    own = serving.admitted(serving.tenant(request))
+    return [{"id": i, "n_ctx": limit, **one.progress()} for i, one in enumerate(own)]
+
+
+# -- the API's description, for people ---------------------------------------------------------------------------------
+
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Headway's API</title>
+<style>body{{font:16px/1.5 system-ui;max-width:60em;margin:2em auto;padding:0 1em}}code{{font-size:.9em}}
+td{{padding:.1em 1em .1em 0;vertical-align:top}}summary{{cursor:pointer}}details{{margin:.5em 0}}</style>
+<h1>Headway's API</h1>
+<p>The same for programs: <a href="openapi.json">openapi.json</a></p>
+{operations}
+</html>
+"""
+POLICY = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+
+
+@router.get("/docs", summary="The API's description as a page", response_class=HTMLResponse)
+async def docs(request: Request) -> HTMLResponse:
+    """Every route with its fields, on one page without scripts."""
+    document = request.app.openapi()
+    operations = "\n".join(
+        _operation(method, path, about, document["components"]["schemas"])
+        for path, methods in document["paths"].items()
+        for method, about in methods.items()
+    )
+    return HTMLResponse(PAGE.format(operations=operations), headers=POLICY)
+
+
+def _operation(method: str, path: str, about: dict[str, Any], schemas: dict[str, Any]) -> str:
+    content = about.get("requestBody", {}).get("content", {}).get("application/json", {})
+    fields = _resolved(content.get("schema", {}), schemas)
+    rows = "".join(
+        f"<tr><td><code>{html.escape(name)}</code></td><td>{html.escape(_type(schema))}</td>"
+        f"<td>{'required' if name in fields.get('required', ()) else ''}</td></tr>"
+        for name, schema in fields.get("properties", {}).items()
+    )
+    head = f"<code>{method.upper()} {html.escape(path)}</code> {html.escape(about.get('summary', ''))}"
+    text = html.escape(about.get("description", ""))
+    return f"<details><summary>{head}</summary><p>{text}</p><table>{rows}</table></details>"
+
+
+def _resolved(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    name = schema.get("$ref", "").rpartition("/")[2]
+    return schemas.get(name, schema)
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """A short name of a field's type."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_type(one) for one in schema["anyOf"] if one.get("type") != "null"))
+    if "$ref" in schema:
+        return schema["$ref"].rpartition("/")[2]
+    if "enum" in schema:
+        return ", ".join(map(str, schema["enum"]))
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    return str(schema.get("const", schema.get("type", "any")))

@@ -1,0 +1,303 @@
+"""The families that are not Llama's: logits against transformers, however the rows arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+import headway as hw
+from headway.kernels.reference.experts import grouped_linear, route
+from headway.models.config import from_hf
+from headway.models.files.weights import SafetensorsWeights
+from headway.testing import random_model
+from support.checks import all_logits, assert_close, logit_rows, random_tokens, reference_logits
+from support.hf import save_hf
+from support.hf_families import OTHERS, QUICK, family_model
+from support.models_table import table, written
+
+N = 37  # longer than two pages and every small window
+HIDDEN = (3, 4, 17)  # slots that a mask hides
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    model: Any
+    folder: Path
+    engine: hw.Engine
+    tokens: list[int]
+    expected: np.ndarray  # [N, V]
+
+
+@pytest.fixture(scope="module", params=[*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    _, model = family_model(request.param)
+    folder = save_hf(tmp_path_factory.mktemp(request.param), model)
+    tokens = random_tokens(model.config.vocab_size, N)
+    with hw.Engine(folder, pages=64, threads=2) as engine:
+        yield Case(model, folder, engine, tokens, reference_logits(model, tokens))
+
+
+def test_logits_are_those_of_transformers_however_the_rows_arrive(case: Case) -> None:
+    assert_close(all_logits(case.engine, case.tokens), case.expected, "the whole prompt")
+    with case.engine.context() as context:
+        rows = [logit_rows(context, case.tokens[:18])]
+        with context.fork() as fork:
+            logit_rows(fork, [5, 6, 7])
+            fork.truncate(3)
+            rows += [logit_rows(fork, case.tokens[18:30])]
+            rows += [logit_rows(fork, [token]) for token in case.tokens[30:]]
+        assert_close(np.concatenate(rows), case.expected, "a fork, token by token")
+        assert_close(logit_rows(context, case.tokens[18:]), case.expected[18:], "the rest in one pass")
+
+
+def test_masked_slots_are_those_of_transformers(case: Case) -> None:
+    seen = torch.ones(1, N, dtype=torch.long)
+    seen[0, list(HIDDEN)] = 0
+    with torch.no_grad():
+        theirs = case.model(
+            input_ids=torch.tensor([case.tokens]),
+            attention_mask=seen,
+            position_ids=torch.arange(N)[None],
+            use_cache=False,
+        ).logits[0]
+    attend = torch.ones(N, N, dtype=torch.bool).tril() & (seen.bool() | torch.eye(N, dtype=torch.bool))
+    with case.engine.context() as context:
+        forward = context.forward().input(case.tokens).attention_mask(hw.Mask.from_bool(attend.numpy()))
+        handles = [forward.probe(i, hw.Logits()) for i in range(N)]
+        out = forward.execute().result()
+    rows = [i for i in range(N) if i not in HIDDEN]
+    assert_close(np.stack([out.logits(handles[i]) for i in rows]), theirs[rows].numpy())
+
+
+def test_a_prompt_in_chunks_beside_another(case: Case) -> None:
+    other = random_tokens(case.model.config.vocab_size, 11, seed=1)
+    with hw.Engine(case.engine.decoder, pages=64, threads=2, max_batch_tokens=16, page_size=5) as engine:
+        contexts = [engine.context(), engine.context()]
+        forwards = [c.forward().input(t) for c, t in zip(contexts, (case.tokens, other), strict=True)]
+        handles = [[f.probe(i, hw.Logits()) for i in range(n)] for f, n in zip(forwards, (N, 11), strict=True)]
+
+        async def together() -> list[hw.Output]:
+            with engine._lock:  # the worker forms no batch before both are queued
+                running = [forward.execute() for forward in forwards]
+            return list(await asyncio.gather(*running))
+
+        outputs = asyncio.run(together())
+        assert max(out.stats.steps for out in outputs) > 2
+        ours = [np.stack([out.logits(h) for h in hs]) for out, hs in zip(outputs, handles, strict=True)]
+    assert_close(ours[0], case.expected, "the long prompt")
+    assert_close(ours[1], reference_logits(case.model, other), "the short prompt")
+
+
+@pytest.mark.slow
+def test_a_rows_bits_depend_on_nothing_else_in_deterministic_mode(case: Case) -> None:
+    with hw.Engine(case.folder, pages=64, threads=2, deterministic=True) as engine:
+        whole = all_logits(engine, case.tokens)
+        assert_close(whole, case.expected)
+        with engine.context() as context:
+            rows = [logit_rows(context, case.tokens[:9]), *(logit_rows(context, [t]) for t in case.tokens[9:20])]
+            rows.append(logit_rows(context, case.tokens[20:]))
+        np.testing.assert_array_equal(np.concatenate(rows), whole)
+
+
+@pytest.mark.slow
+def test_positions_hidden_states_and_attention_are_those_of_transformers(case: Case) -> None:
+    layers, positions = case.engine.config.layers, torch.arange(N) + 5
+    with torch.no_grad():
+        theirs = case.model(
+            input_ids=torch.tensor([case.tokens]),
+            position_ids=positions[None],
+            output_hidden_states=True,
+            output_attentions=True,
+            use_cache=False,
+        )
+    with case.engine.context() as context:
+        forward = context.forward().input_at(case.tokens, positions.tolist())
+        logits = forward.probe(20, hw.Logits())
+        hidden = [forward.probe(20, hw.Hidden(l)) for l in range(layers + 1)]
+        attention = [forward.probe(20, hw.AttentionScores(l)) for l in range(layers)]
+        out = forward.execute().result()
+    assert_close(out.logits(logits), theirs.logits[0, 20].numpy())
+    for l, handle in enumerate(hidden):
+        assert_close(out.hidden(handle), theirs.hidden_states[l][0, 20].numpy(), f"hidden state {l}")
+    for l, handle in enumerate(attention):
+        assert_close(out.attention(handle), theirs.attentions[l][0, :, 20, :21].numpy(), f"attention {l}")
+
+
+def test_the_sizes_that_are_reported_are_those_of_the_weights(case: Case) -> None:
+    info = case.engine.info
+    assert info.parameters == sum(p.numel() for p in case.model.parameters())
+    assert info.weight_bytes == 4 * info.parameters
+    assert info.runner == "torch"
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma3", "qwen2-moe", *(pytest.param(n, marks=pytest.mark.slow) for n in [*QUICK, *OTHERS])]
+)
+def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(name: str, tmp_path: Path) -> None:
+    """Transformers fills in what is missing; a key that Headway needs is refused by name."""
+    config, _ = family_model(name)
+    for key in list(config):
+        if key in ("architectures", "model_type"):
+            continue
+        less = {k: v for k, v in config.items() if k != key}
+        (tmp_path / "config.json").write_text(json.dumps(less))
+        try:
+            whole = json.loads(AutoConfig.from_pretrained(tmp_path).to_json_string(use_diff=False))
+        except Exception:
+            continue  # transformers refuses it itself
+        whole["architectures"] = config["architectures"]
+        ours = outcome(less)
+        if not isinstance(ours, str) or key not in ours:
+            assert ours == outcome(whole), key
+
+
+def outcome(config: dict[str, Any]) -> object:
+    try:
+        return from_hf(config)
+    except hw.HeadwayError as error:
+        return str(error)
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_published_files_without_a_prefix_and_with_masks_are_the_same_model(tmp_path: Path) -> None:
+    """As GPT-2's own folder has them."""
+    _, model = family_model("gpt2")
+    folder, tokens = save_hf(tmp_path, model), random_tokens(97, 12)
+    weights = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    bare |= {f"h.{i}.attn.bias": torch.ones(1, 1, 256, 256) for i in range(2)}
+    save_file(bare, folder / "model.safetensors")
+    with hw.Engine(folder, pages=8, threads=1) as engine:
+        assert_close(all_logits(engine, tokens), reference_logits(model, tokens))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma2", {"model_type": "llama"}, "is the gemma2 family's, and model_type 'llama' the llama family's"),
+        (
+            "olmo2",
+            {"final_logit_softcapping": 30.0},
+            "final_logit_softcapping is 30.0, which the olmo2 family",
+        ),
+        ("granite", {"num_local_experts": 8}, "num_local_experts is 8, which the granite family does not have"),
+        ("gemma3", {"hidden_activation": "relu6"}, "hidden_activation is 'relu6'; supported are silu"),
+        ("gemma3", {"layer_types": ["chunked_attention"] * 3}, "layer_types must name one of sliding_attention"),
+        ("olmo3", {"rope_parameters": {"rope_type": "ntk"}}, "rope type 'ntk' is not supported"),
+        ("mixtral", {"num_experts_per_tok": 6}, "a token goes to 6 experts; it must be between 1 and 5"),
+        ("mixtral", {"num_local_experts": 6}, "experts.5.w1.weight' is missing|gate.weight' has shape"),
+        ("qwen3-moe", {"num_local_experts": 4}, r"mlp.gate.weight' has shape \[5, 64\]; this config needs \[4, 64\]"),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers must name one of 1, 0"),
+        ("falcon", {"alibi": True}, "alibi is true"),
+        ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantized as 'mxfp4'"),
+        ("phi3", {"partial_rotary_factor": 3.0, "rope_parameters": None}, "partial_rotary_factor is 3.0"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ("qwen2-moe", {"mlp_only_layers": [7]}, r"mlp_only_layers is \[7\]; it must list layers from 0 to 1"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_by_name_before_memory_is_taken(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, model = family_model(name)
+    folder = save_hf(tmp_path, model)
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    monkeypatch.setattr(SafetensorsWeights, "load", lambda *_, **__: pytest.fail("a weight was read"))
+    with pytest.raises(hw.HeadwayError, match=message):
+        hw.Engine(folder, pages=8, threads=1)
+
+
+def test_a_file_without_one_expert_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = family_model("qwen3-moe")
+    folder = save_hf(tmp_path, model)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors")
+    monkeypatch.setattr(SafetensorsWeights, "load", lambda *_, **__: pytest.fail("a weight was read"))
+    with pytest.raises(hw.BadModelFile, match=r"layers\.1\.mlp\.experts\.3\.up_proj\.weight' is missing"):
+        hw.Engine(folder, pages=8, threads=1)
+
+
+def test_what_a_described_family_does_not_do_is_refused_and_listed(tmp_path: Path) -> None:
+    _, model = family_model("gpt2")
+    folder = save_hf(tmp_path, model)
+    with pytest.raises(hw.Unsupported, match=r"quantize='int8' is not for this model: .*learned positions"):
+        hw.Engine(folder, quantize="int8", pages=8)
+    with hw.Engine(folder, pages=16, threads=1, page_size=4) as engine:
+        can = engine.capabilities
+        assert (can.fast, can.quantize, can.update_weights, can.shift_pages) == (False, False, False, False)
+        assert can.runner == "torch"
+        assert "learned positions" in can.reason
+        assert "gate" not in can.adapters
+        with pytest.raises(hw.Unsupported, match="gpt2 family cannot be updated"):
+            engine.update_weights({})
+        with engine.context() as one, engine.context() as other:
+            other.forward().input(range(8)).execute().result()
+            one.inner().append_from(other, [0])
+            with pytest.raises(hw.Unsupported, match="shift is 3, and a gpt2 model learned its positions"):
+                one.inner().append_from(other, [0], shift=3)
+
+
+def test_a_plain_family_can_do_everything() -> None:
+    with hw.Engine(random_model("qwen3"), pages=4) as engine:
+        assert engine.capabilities.missing() == ()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "cohere2", "glm4"])
+def test_shifted_pages_are_those_of_the_other_positions(name: str, tmp_path: Path) -> None:
+    """Layers with ropes of their own, without one, and heads that are rotated in part."""
+    _, model = family_model(name)
+    tokens = random_tokens(97, 16)
+    with (
+        hw.Engine(save_hf(tmp_path, model), pages=16, threads=1, page_size=16) as engine,
+        engine.context() as source,
+        engine.context() as shifted,
+        engine.context() as direct,
+    ):
+        source.forward().input(tokens).execute().result()
+        shifted.inner().append_from(source, [0], shift=9)
+        direct.forward().input_at(tokens, range(9, 25)).execute().result()
+        assert_close(logit_rows(shifted, [5, 6]), logit_rows(direct, [5, 6]))
+
+
+# -- experts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_routing_takes_the_highest_and_of_equals_the_lower(normalize: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(0, 4, (200, 9), generator=generator).float()  # ties in almost every row
+    chosen, weights = route(logits, 4, normalize=normalize)
+    for row, ids, given in zip(logits.double(), chosen.tolist(), weights, strict=True):
+        best = sorted(range(9), key=lambda x: (-float(row[x]), x))[:4]
+        assert ids == best
+        exact = row[best].softmax(0) if normalize else row.softmax(0)[best]
+        torch.testing.assert_close(given.double(), exact, rtol=1e-6, atol=1e-7)
+
+
+def test_an_experts_rows_are_one_matmul_whatever_their_order() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight, bias = (torch.randn(*s, generator=generator) for s in ((11, 6), (4, 5, 6), (4, 5)))
+    counts = [3, 0, 7, 1]
+    owners = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))
+    expected = torch.einsum("nk,nmk->nm", x.double(), weight[owners].double()) + bias[owners].double()
+    for tile in (None, 4):
+        found = grouped_linear(x, weight, bias, counts, tile)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_table_of_models_is_that_of_the_tests() -> None:
+    """Bring it up to date with `python -m support.models_table`, in tests/."""
+    assert written() == table()

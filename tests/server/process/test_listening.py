@@ -1,0 +1,86 @@
+"""Where a server listens: with TLS, on a Unix socket, behind a proxy's prefix."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from server_process import PATIENCE, Server
+
+from headway.base.errors import InvalidInput
+from headway.server.run import _listen_at, check_certificate
+from headway.server.settings import ServerSettings
+
+FOLDER = Path(__file__).parent
+CERTIFICATE, KEY = FOLDER / "localhost.pem", FOLDER / "localhost.key"  # self-signed, for tests only
+
+
+def test_tls_is_spoken_and_nothing_else(start: Callable[..., Server]) -> None:
+    server = start({"ssl_certfile": str(CERTIFICATE), "ssl_keyfile": str(KEY)}).ready()
+    assert server.logged("listening")[0]["url"].startswith("https://")
+    context = ssl.create_default_context(cafile=str(CERTIFICATE))
+    connection = http.client.HTTPSConnection("127.0.0.1", server.port, context=context, timeout=PATIENCE)
+    body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 4, "stream": True})
+    connection.request("POST", "/tokens", body, {"Origin": f"https://127.0.0.1:{server.port}"})
+    assert connection.getresponse().read().endswith(b"data: [DONE]\n\n")
+    connection.close()
+    with server.connect() as plain:
+        plain.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        with suppress(ConnectionResetError):
+            assert not plain.recv(100).startswith(b"HTTP")
+    with pytest.raises(ssl.SSLCertVerificationError):
+        ssl.create_default_context().wrap_socket(
+            socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE), server_hostname="localhost"
+        )
+    server.signal(signal.SIGTERM)
+    assert server.end() == 0
+
+
+def test_a_certificate_that_cannot_be_used_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.pem"
+    wrong.write_text("no certificate")
+    for certificate in (wrong, tmp_path / "none.pem"):
+        with pytest.raises(InvalidInput, match="cannot be used"):
+            check_certificate(ServerSettings(ssl_certfile=certificate, ssl_keyfile=KEY))
+    with pytest.raises(InvalidInput, match="needs both"):
+        ServerSettings(ssl_certfile=CERTIFICATE)
+
+
+def test_a_unix_socket_is_for_its_user_and_goes_with_the_server(start: Callable[..., Server], tmp_path: Path) -> None:
+    path = tmp_path / "headway.sock"
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(path))
+    left.close()  # what a server that was killed leaves behind
+    server = start({"unix_socket": str(path)})
+    server.until(lambda: server.logged("ready"))
+    assert path.stat().st_mode & 0o007 == 0
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(PATIENCE)
+        client.connect(str(path))
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200")
+    with pytest.raises(InvalidInput, match="cannot listen on"):
+        _listen_at(path, ServerSettings())  # it is in use
+    assert path.exists()
+    server.signal(signal.SIGTERM)
+    assert server.end() == 0
+    assert not path.exists()
+
+
+def test_a_prefix_that_a_proxy_removes(start: Callable[..., Server], tmp_path: Path) -> None:
+    server = start({"root_path": "/llm"}).ready()
+    assert server.get("/health").status == 200
+    assert server.get("/").json["links"]["models"] == "/llm/v1/models"
+    assert server.get("/openapi.json").json["servers"] == [{"url": "/llm"}]
+    assert server.get("/v1/messages/x").json["type"] == "error"  # an API's own errors
+    assert server.get("/metrics").body.count(b'route="/health"') > 0
+    for path in ("llm", "/llm/", "/a b", "/?"):
+        with pytest.raises(InvalidInput, match="root_path is"):
+            ServerSettings(root_path=path)

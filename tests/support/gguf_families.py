@@ -1,0 +1,188 @@
+"""Models of families that are not Llama's as GGUF files: names by the gguf package's own table, layouts and keys as
+llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from support.gguf_files import blocks_of, interleaved
+
+A = gguf.MODEL_ARCH
+ARCHS = {
+    "gemma": A.GEMMA,
+    "gemma2": A.GEMMA2,
+    "gemma3_text": A.GEMMA3,
+    "phi3": A.PHI3,
+    "olmo2": A.OLMO2,
+    "smollm3": A.SMOLLM3,
+    "granite": A.GRANITE,
+    "granitemoe": A.GRANITE_MOE,
+    "cohere2": A.COHERE2,
+    "stablelm": A.STABLELM,
+    "gpt2": A.GPT2,
+    "gpt_neox": A.GPTNEOX,
+    "falcon": A.FALCON,
+    "starcoder2": A.STARCODER2,
+    "glm4": A.GLM4,
+    "mixtral": A.LLAMA,
+    "qwen2_moe": A.QWEN2MOE,
+    "qwen3_moe": A.QWEN3MOE,
+    "olmoe": A.OLMOE,
+    "gpt_oss": A.GPT_OSS,
+}
+PERMUTED = ("smollm3", "granite", "granitemoe", "mixtral")
+EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
+HEADS = re.compile(r"(.*\.[qk]_layernorm)\.norms\.(\d+)\.weight")
+
+
+def write_family(path: Path, folder: Path, model: Any, *, kind: str = "F32") -> Path:
+    """The model in a folder as a GGUF file; matrices in `kind`, the rest in F32."""
+    arch = ARCHS[model.config.model_type]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    _keys(writer, model.config)
+    table = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
+    for name, tensor in _converted(load_file(folder / "model.safetensors"), model.config):
+        target = name if name.startswith("blk.") else table.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert target is not None, name
+        chosen = kind if tensor.ndim >= 2 and "norm" not in target and tensor.shape[-1] % 32 == 0 else "F32"
+        values = tensor.float().contiguous().numpy()
+        writer.add_tensor(target, blocks_of(values, chosen), raw_dtype=gguf.GGMLQuantizationType[chosen])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _keys(writer: gguf.GGUFWriter, c: Any) -> None:
+    """The metadata that the converter writes."""
+    kind, heads = c.model_type, c.num_attention_heads
+    dim = getattr(c, "head_dim", None) or c.hidden_size // heads
+    kv = {"gpt2": heads, "gpt_neox": heads}.get(kind, getattr(c, "num_key_value_heads", heads))
+    inner = {"gpt2": getattr(c, "n_inner", None) or 4 * c.hidden_size}.get(kind, getattr(c, "intermediate_size", 0))
+    if kind == "falcon":
+        kv, inner = (c.num_kv_heads if c.new_decoder_architecture else 1), c.ffn_hidden_size
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv)
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    for name in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
+        if hasattr(c, name):
+            writer.add_layer_norm_eps(getattr(c, name))
+    if hasattr(c, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    rope = getattr(c, "rope_parameters", None) or {}
+    local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
+    if kind != "gpt2":
+        writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
+        writer.add_rope_freq_base(rope["rope_theta"])
+    if local is not None:
+        writer.add_float32(f"{writer.arch}.rope.freq_base_swa", local["rope_theta"])
+    if rope.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if "original_max_position_embeddings" in rope:
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if getattr(c, "sliding_window", None) and kind != "qwen2_moe":
+        writer.add_sliding_window(c.sliding_window)
+    _more_keys(writer, c)
+
+
+def _more_keys(writer: gguf.GGUFWriter, c: Any) -> None:
+    for key, add in (
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("logits_scaling", writer.add_logit_scale),
+        ("logit_scale", writer.add_logit_scale),
+        ("use_parallel_residual", writer.add_parallel_residual),
+        ("clip_qkv", writer.add_clamp_kqv),
+        ("num_experts", writer.add_expert_count),
+        ("num_local_experts", writer.add_expert_count),
+        ("num_experts_per_tok", writer.add_expert_used_count),
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+    ):
+        if key == "num_local_experts" and hasattr(c, "num_experts"):
+            continue
+        if getattr(c, key, None) is not None:
+            add(getattr(c, key))
+    if c.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(c.intermediate_size)
+
+
+def _converted(weights: dict[str, Tensor], c: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors as the file has them."""
+    stacks: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in weights.items():
+        if found := EXPERT.fullmatch(name) or HEADS.fullmatch(name):
+            merged = f"{found[1]}.experts.{found[3]}.weight" if found.re is EXPERT else f"{found[1]}.weight"
+            stacks.setdefault(merged, {})[int(found[2])] = tensor
+        else:
+            yield from _split(name, tensor, c)
+    for name, parts in stacks.items():
+        yield _renamed(name), torch.stack([parts[i] for i in sorted(parts)])
+
+
+def _renamed(name: str) -> str:
+    return re.sub(r"model\.layers\.(\d+)\.block_sparse_moe\.experts", r"layers.\1.feed_forward.experts", name)
+
+
+def _split(name: str, tensor: Tensor, c: Any) -> Iterator[tuple[str, Tensor]]:
+    kind, heads, layer = c.model_type, c.num_attention_heads, re.search(r"\.(\d+)\.", name)
+    block = f"blk.{layer[1]}." if layer else ""
+    if kind.startswith("gemma") and name.endswith("norm.weight"):
+        tensor = tensor + 1
+    elif kind in PERMUTED and ".q_proj." in name:
+        tensor = interleaved(tensor, heads)
+    elif kind in PERMUTED and ".k_proj." in name:
+        tensor = interleaved(tensor, c.num_key_value_heads)
+    elif kind == "gpt2" and re.search(r"c_\w+\.weight$", name):
+        tensor = tensor.t()
+    elif "query_key_value" in name:
+        groups = {"gpt_neox": heads}.get(kind) or (c.num_kv_heads if c.new_decoder_architecture else 1)
+        by_group = tensor.unflatten(0, (groups, -1, c.hidden_size // heads))
+        tensor = torch.cat(
+            [by_group[:, :-2].flatten(0, 2), by_group[:, -2].flatten(0, 1), by_group[:, -1].flatten(0, 1)]
+        )
+    elif name.endswith("block_sparse_moe.input_linear.weight"):
+        gate, up = tensor.chunk(2, dim=1)
+        yield f"{block}ffn_gate_exps.weight", gate
+        yield f"{block}ffn_up_exps.weight", up
+        return
+    elif name.endswith("block_sparse_moe.output_linear.weight"):
+        name = f"{block}ffn_down_exps.weight"
+    elif name.endswith("block_sparse_moe.gate.weight"):
+        name = f"{block}ffn_gate_inp.weight"
+    elif ".experts.gate_up_proj" in name:
+        suffix = "bias" if name.endswith("_bias") else "weight"
+        for i, role in enumerate(("gate", "up")):
+            own = tensor[..., i::2]
+            yield f"{block}ffn_{role}_exps.{suffix}", own if suffix == "bias" else own.transpose(1, 2)
+        return
+    elif ".experts.down_proj" in name:
+        bias = name.endswith("_bias")
+        name, tensor = (
+            f"{block}ffn_down_exps.{'bias' if bias else 'weight'}",
+            tensor if bias else tensor.transpose(1, 2),
+        )
+    elif name.endswith("self_attn.sinks"):
+        name = f"{block}attn_sinks.weight"
+    elif name.endswith("shared_expert_gate.weight"):
+        tensor = tensor.squeeze(0)
+    yield name, tensor
