@@ -9,7 +9,9 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "headway"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 NAMED = set(
-    re.findall(r"`((?:base|kernels|models|kv|text|runtime|program|pipelines|server|cli|bench|jobs)/[\w/]+\.py)`", PAGE)
+    re.findall(
+        r"`((?:base|kernels|models|kv|text|runtime|program|pipelines|remote|server|cli|bench|jobs)/[\w/]+\.py)`", PAGE
+    )
 )
 
 

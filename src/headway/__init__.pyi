@@ -3,6 +3,7 @@
 from headway.base.brle import Brle as Brle
 from headway.base.errors import BadModelFile as BadModelFile
 from headway.base.errors import Closed as Closed
+from headway.base.errors import ConnectionFailed as ConnectionFailed
 from headway.base.errors import ContextBusy as ContextBusy
 from headway.base.errors import ContextLengthExceeded as ContextLengthExceeded
 from headway.base.errors import DeadlineExceeded as DeadlineExceeded
@@ -69,17 +70,17 @@ from headway.program.draw import draw as draw
 from headway.program.engine import Engine as Engine
 from headway.program.forward import Execution as Execution
 from headway.program.forward import Forward as Forward
-from headway.program.generation.beams import Continuation as Continuation
 from headway.program.generation.defaults import GenerationDefaults as GenerationDefaults
 from headway.program.generation.generator import Generation as Generation
 from headway.program.generation.hooks import RunningBeam as RunningBeam
+from headway.program.generation.results import Continuation as Continuation
+from headway.program.generation.results import SpeculationStats as SpeculationStats
 from headway.program.generation.sequences import Generations as Generations
 from headway.program.generation.speculation.draft_model import DraftModel as DraftModel
 from headway.program.generation.speculation.draft_model import OwnLayers as OwnLayers
 from headway.program.generation.speculation.drafter import Draft as Draft
 from headway.program.generation.speculation.drafter import Drafter as Drafter
 from headway.program.generation.speculation.prompt_lookup import PromptLookup as PromptLookup
-from headway.program.generation.speculation.speculation import SpeculationStats as SpeculationStats
 from headway.program.generation.steps import Prepared as Prepared
 from headway.program.generation.steps import Step as Step
 from headway.program.output import Output as Output
@@ -89,6 +90,8 @@ from headway.program.sync import DecodeState as DecodeState
 from headway.program.sync import InferenceEngine as InferenceEngine
 from headway.program.sync import SamplingParams as SamplingParams
 from headway.program.sync import generate as generate
+from headway.remote.engine import RemoteEngine as RemoteEngine
+from headway.remote.engine import connect as connect
 from headway.text.replies.parts import BadToolCall as BadToolCall
 from headway.text.replies.parts import Content as Content
 from headway.text.replies.parts import Part as Part

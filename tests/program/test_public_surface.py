@@ -20,7 +20,7 @@ SURFACE = {
         user
     """,
     hw.Forward: "adapter attention_mask bias defer_commit execute input input_at mask mask_async output probe sample",
-    hw.Execution: "cancel done result",
+    hw.Execution: "cancel done result wait",
     hw.Output: "attention distribution entropy hidden lens logits logprobs ranking stats token tokens",
     hw.Generation: """
         accept context finish forced fork generated json prepare reseed resume seed speculation stop_string text tokens

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    from headway.base.lazy_numpy import np
 
 
 class DenseBias:

@@ -12,13 +12,16 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, SupportsIndex
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from headway.base.checks import as_integer, check_integer, check_list
 from headway.base.errors import InvalidMask, WrongType
 from headway.base.text import short_repr
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    from headway.base.lazy_numpy import np
 
 LONGEST_RUN = 1 << 40  # lengths stay in what a machine can index
 
@@ -182,7 +185,7 @@ def _parse(runs: Any, where: str) -> list[int]:
     if scalar or isinstance(runs, (str, bytes, bytearray, set, frozenset, dict)):
         raise WrongType(f"{where} must be a list of run lengths, not {short_repr(runs)} of type {type(runs).__name__}")
     out = []
-    for index, run in enumerate(runs.tolist() if isinstance(runs, np.ndarray) else runs):
+    for index, run in enumerate(runs.tolist() if hasattr(runs, "tolist") else runs):
         number = run if type(run) is int else as_integer(run, f"{where}: run {index}")
         if not 0 <= number <= LONGEST_RUN:
             allowed = "at least 0" if number < 0 else f"at most {LONGEST_RUN}"

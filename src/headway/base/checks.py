@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import InvalidInput, InvalidToken, WrongType
 from headway.base.text import LONGEST, short_repr
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    from headway.base.lazy_numpy import np
 
 
 def check_integer(value: Any, name: str, low: int = 0, high: int | None = None) -> int:

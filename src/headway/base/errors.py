@@ -16,6 +16,7 @@
     │   └── BadModelFile (ValueError)    a file that is truncated, inconsistent or does not match its config
     ├── ContextBusy                      the context has a pass in flight
     ├── Closed                           the context, state, engine or pass is closed
+    ├── ConnectionFailed (ConnectionError)  a server that cannot be reached, or has ended the session
     ├── OutOfPages                       the page pool cannot provide the pages
     ├── OutOfMemory (MemoryError)        a device lacks the memory for a model and its KV cache
     ├── TokenBudgetExceeded              a context has used up its token budget
@@ -95,6 +96,10 @@ class ContextBusy(HeadwayError):
 
 class Closed(HeadwayError):
     """The context, state, engine or pass is over."""
+
+
+class ConnectionFailed(HeadwayError, ConnectionError):
+    """A server cannot be reached, or has ended the session; the message says why."""
 
 
 class OutOfPages(HeadwayError):

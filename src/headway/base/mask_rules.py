@@ -10,12 +10,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from headway.base.brle import Brle, bool_array
 from headway.base.errors import InvalidMask
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    from headway.base.lazy_numpy import np
 
 READ_RUNS = "runs, zeros first, 0 = attend, 1 = masked"
 READ_BOOL = "booleans, True = attend, False = masked"

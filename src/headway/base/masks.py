@@ -15,9 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from headway.base.brle import LONGEST_RUN, Brle, bool_array
 from headway.base.checks import as_integer, check_integer, check_list
@@ -43,6 +41,11 @@ from headway.base.mask_rules import (
     text_of,
 )
 from headway.base.text import short_repr, shorten
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    from headway.base.lazy_numpy import np
 
 PICTURE_ROWS = 64
 LARGEST_ARRAY = 1 << 31  # elements of to_bool

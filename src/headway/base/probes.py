@@ -10,17 +10,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
-import numpy as np
-
 from headway.base.checks import check_integer, check_list, check_number, check_token_id
 from headway.base.errors import InvalidInput, WrongType
 from headway.base.text import short_repr
 
 if TYPE_CHECKING:
+    import numpy as np
     from typing_extensions import TypeVar as TypeVarWithDefault
 
+    Array: TypeAlias = np.ndarray
     Value_co = TypeVarWithDefault("Value_co", covariant=True, default=Any)
-else:  # typing has defaults from Python 3.13
+else:  # typing has defaults from Python 3.13, and numpy need not be installed
+    Array = Any
     Value_co = TypeVar("Value_co", covariant=True)
 
 REDUCTIONS = (None, "mean", "max")
@@ -52,7 +53,7 @@ class Ranked:
 
 
 @dataclass(frozen=True)
-class Logits(ProbeOf[np.ndarray]):
+class Logits(ProbeOf[Array]):
     """The row's V logits, float32."""
 
     masked: bool = False
@@ -62,7 +63,7 @@ class Logits(ProbeOf[np.ndarray]):
 
 
 @dataclass(frozen=True)
-class Distribution(ProbeOf[tuple[np.ndarray, np.ndarray]]):
+class Distribution(ProbeOf[tuple[Array, Array]]):
     """The `k` likeliest tokens and their probabilities at this temperature; `k=0` is the whole vocabulary."""
 
     temperature: float = 1.0
@@ -78,7 +79,7 @@ class Distribution(ProbeOf[tuple[np.ndarray, np.ndarray]]):
 
 
 @dataclass(frozen=True)
-class Logprob(ProbeOf[np.ndarray]):
+class Logprob(ProbeOf[Array]):
     """The log-probability (nats) of one token."""
 
     id: int
@@ -89,7 +90,7 @@ class Logprob(ProbeOf[np.ndarray]):
 
 
 @dataclass(frozen=True)
-class Logprobs(ProbeOf[np.ndarray]):
+class Logprobs(ProbeOf[Array]):
     """The log-probabilities (nats) of several tokens, in the order given."""
 
     ids: Iterable[int]
@@ -110,7 +111,7 @@ class Entropy(ProbeOf[float]):
 
 
 @dataclass(frozen=True)
-class Hidden(ProbeOf[np.ndarray]):
+class Hidden(ProbeOf[Array]):
     """The hidden state that enters layer `layer`; 0 is the embedding, the number of layers is after the final norm."""
 
     layer: int
@@ -120,7 +121,7 @@ class Hidden(ProbeOf[np.ndarray]):
 
 
 @dataclass(frozen=True)
-class AttentionScores(ProbeOf[np.ndarray]):
+class AttentionScores(ProbeOf[Array]):
     """The row's attention to each slot in a layer, per head or reduced over heads."""
 
     layer: int
@@ -152,7 +153,7 @@ class Ranking(ProbeOf[Ranked]):
 
 
 @dataclass(frozen=True)
-class LogitLens(ProbeOf[list[tuple[np.ndarray, np.ndarray]]]):
+class LogitLens(ProbeOf[list[tuple[Array, Array]]]):
     """Per layer, the `k` likeliest tokens if the model ended there; `k=0` is the whole vocabulary."""
 
     layers: Iterable[int]
@@ -171,7 +172,7 @@ def _set(probe: Any, **fields: Any) -> None:
 
 
 def _flag(value: Any, name: str = "masked") -> bool:
-    if not isinstance(value, (bool, np.bool_)):
+    if not isinstance(value, bool) and str(getattr(value, "dtype", "")) != "bool":
         raise WrongType(f"{name} is {short_repr(value)}; it must be True or False")
     return bool(value)
 

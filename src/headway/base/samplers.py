@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from headway.base.bias import DenseBias
 from headway.base.checks import as_integer, check_number, check_token_id, number_array
 from headway.base.errors import InvalidInput, WrongType
 from headway.base.generation import PARAMETERS
 from headway.base.text import short_repr
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    from headway.base.lazy_numpy import np
 
 NO_TOKEN, UNDECIDED = -1, -2  # in the place of a sampled token: its logits are not numbers; the fast path cannot tell
 

@@ -100,6 +100,15 @@ LoraDir = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+SessionSocket = Annotated[
+    Path | None,
+    typer.Option(
+        "--session-socket",
+        metavar="FILE",
+        help="Also serve sessions (hw.connect) on this socket, for processes of this user.",
+        rich_help_panel=ACCESS,
+    ),
+]
 CorsOrigins = Annotated[
     list[str] | None,
     typer.Option(
@@ -174,6 +183,7 @@ def serve(
     keys: KeyFile = None,
     new_key: NewKey = None,
     admin: Admin = False,
+    session_socket: SessionSocket = None,
     cors_origin: CorsOrigins = None,
     allowed_host: AllowedHosts = None,
     ssl_certfile: CertFile = None,
@@ -212,6 +222,7 @@ def serve(
         model=options.model,
         served_names=tuple(served_model_name or ()),
         key_file=keys,
+        session_socket=session_socket,
         cors_origins=tuple(cors_origin or ()),
         allowed_hosts=tuple(allowed_host or ()),
         log_prompts=log_prompts,

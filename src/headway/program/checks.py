@@ -12,53 +12,19 @@ from headway.base.brle import Brle
 from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, InvalidMask, OutOfRange, Unsupported, WrongType
 from headway.base.masks import check_rows, logit_mask, row_name
-from headway.base.probes import AttentionScores, Distribution, Hidden, LogitLens, Logprob, Logprobs, Probe, Ranking
+from headway.base.probes import Probe
 from headway.base.rng import LIMIT
 from headway.base.samplers import Sampling, bias_array
 from headway.base.text import short_repr
 from headway.kv.table import PageTable
 from headway.models.config import ModelConfig
 from headway.program.ids import position_ids, token_ids
+from headway.program.readout_checks import check_readout
 from headway.runtime.batch import reads_final_state
 from headway.runtime.passes import BEFORE, Pass
 
 if TYPE_CHECKING:
     from headway.program.context import Context
-
-
-def check_readout(config: ModelConfig, what: Sampling | Probe) -> None:
-    """Raise unless this model has the tokens and layers that a sampler or probe names."""
-    layers, vocab = config.layers, config.vocab_size
-    match what:
-        case Sampling():
-            token_ids([token for token, _ in what.bias], vocab, "logit_bias ids")
-            if what.dense_bias is not None:
-                bias_array(what.dense_bias, "logit_bias", vocab)
-        case Hidden(layer) if layer > layers:
-            raise OutOfRange(f"Hidden({layer}): this model has hidden states 0 to {layers}")
-        case AttentionScores(layer) if layer >= layers:
-            raise OutOfRange(f"AttentionScores({layer}): this model has layers 0 to {layers - 1}")
-        case LogitLens(layers=wanted) if any(l > layers for l in wanted):
-            raise OutOfRange(f"LogitLens({list(wanted)}): this model has hidden states 0 to {layers}")
-        case Distribution(k=k) | LogitLens(k=k) if k > vocab:
-            raise InvalidInput(f"k is {k}; this model has {vocab} tokens, and k=0 reads them all")
-        case Ranking(k=k) if k > vocab:
-            raise InvalidInput(f"k is {k}; this model has {vocab} tokens")
-        case Ranking(ids=ids):
-            token_ids(ids, vocab, "Ranking ids")
-        case Logprob(id=token):
-            token_ids([token], vocab, "Logprob id")
-        case Logprobs(ids=ids):
-            token_ids(ids, vocab, "Logprobs ids")
-
-
-def check_probe(config: ModelConfig, probe: object, name: str = "") -> None:
-    """Raise unless this is a probe that the model can read."""
-    if not isinstance(probe, Probe):
-        raise WrongType(
-            f"{name}{short_repr(probe)} is not a probe; give Logits(), Distribution(...), Entropy() or another one"
-        )
-    check_readout(config, probe)
 
 
 def check_windows(

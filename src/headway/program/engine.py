@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from inspect import isawaitable
 from pathlib import Path
@@ -32,8 +32,9 @@ from headway.models.quantized.cpu import QuantizedDecoder
 from headway.program.chat.conversation import ChatWriter
 from headway.program.context import Context, checked_bid
 from headway.program.events import EventStream
+from headway.program.figures import EngineInfo, EngineStats
 from headway.program.generation.defaults import GenerationDefaults
-from headway.program.loaded_model import EngineInfo, LoadedModel
+from headway.program.loaded_model import LoadedModel
 from headway.program.page_map import PageMap, map_pages
 from headway.program.pool_size import PoolSize
 from headway.program.prefix_cache import PrefixCache
@@ -63,28 +64,6 @@ CUDA_STEP_TOKENS = 2048  # on a CUDA device
 CUDA_MIXED_TOKENS = 1024  # of these for prefills beside decode rows: as many as fill matmuls and graphs
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # for monitors
 _engines_lock = threading.Lock()
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counters of an engine: pages, steps, tokens; `drafted` tokens were verified, `accepted` of them kept."""
-
-    pages_total: int
-    pages_free: int
-    pages_cached: int
-    pages_held: int
-    pages_trimmed: int
-    steps: int
-    passes: int
-    tokens: int
-    batch_size_mean: float
-    queued: int
-    cache_hits: int
-    preemptions: int
-    drafted: int
-    accepted: int
-    adapters: int  # loaded now
-    adapter_bytes: int  # on the device
 
 
 class Engine:

@@ -34,9 +34,10 @@ from headway.base.samplers import Sampler, Sampling, bias_array, resolve
 from headway.base.text import short_repr
 from headway.models.adapters.adapter import Adapter
 from headway.program.adapters import use_of
-from headway.program.checks import check_probe, check_readout, check_reread, check_windows
+from headway.program.checks import check_reread, check_windows
 from headway.program.ids import check_position, integers, position_ids, token_ids
 from headway.program.output import Output, ProbeHandle, SampleHandle
+from headway.program.readout_checks import check_probe, check_readout
 from headway.program.view import ContextView
 from headway.runtime.job import Job
 from headway.runtime.passes import BEFORE, AsyncLogitMask, Feed, Pass, PassResult, Readout
@@ -471,6 +472,14 @@ class Execution(Generic[Result]):
                     f"the pass did not end within {timeout} seconds and was undone; give it more, or None to wait"
                 ) from None
             raise
+
+    async def wait(self) -> None:
+        """Wait for its end without taking the result: until somebody does, `cancel` undoes the pass."""
+        job, loop = self._job, asyncio.get_running_loop()
+        waiter = loop.create_future()
+        job.waiters.append((loop, waiter))
+        if not job.outcome.done():
+            await waiter
 
     def done(self) -> bool:
         """Whether there is a result, or an error."""

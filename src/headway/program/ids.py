@@ -6,8 +6,6 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from headway.base.checks import as_integer
 from headway.base.errors import ContextLengthExceeded, InvalidInput, InvalidToken, WrongType
 from headway.base.text import short_repr
@@ -47,7 +45,7 @@ def integers(values: Any, what: str) -> list[int]:
         raise WrongType(f"{what} is text; it must be a list of integers (ctx.fill takes text)")
     if hasattr(values, "detach"):  # a torch tensor
         values = values.detach().cpu().numpy()
-    if isinstance(values, np.ndarray):
+    if hasattr(values, "__array_interface__") and isinstance(values, Iterable):  # numpy, which need not be installed
         return _from_array(values, what)
     if isinstance(values, bool) or not isinstance(values, Iterable):
         raise WrongType(f"{what} is {short_repr(values)}; it must be a list of integers")
@@ -58,7 +56,7 @@ def integers(values: Any, what: str) -> list[int]:
     return [_integer(v, f"{what}[{i}]") for i, v in enumerate(values)]
 
 
-def _from_array(values: np.ndarray, what: str) -> list[int]:
+def _from_array(values: Any, what: str) -> list[int]:
     if values.ndim != 1:
         raise WrongType(f"{what} has {values.ndim} dimensions; it must be a flat list of integers")
     if values.size and values.dtype.kind not in "iu":
@@ -67,7 +65,7 @@ def _from_array(values: np.ndarray, what: str) -> list[int]:
 
 
 def _integer(value: Any, what: str) -> int:
-    if isinstance(value, bool | np.bool_):
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool":
         raise WrongType(f"{what} is {value}; it must be an integer")
     try:
         number = operator.index(value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from headway.models.fingerprint import fingerprint
 from headway.models.hub.store import resolve
 from headway.models.load import LoadProgress
 from headway.models.quantized.cpu import QuantizedDecoder
+from headway.program.figures import EngineInfo
 from headway.program.generation.defaults import GenerationDefaults
 from headway.program.model_text import ModelText
 from headway.program.pool_size import weight_bytes
@@ -29,26 +30,6 @@ from headway.runtime.runners.select import Backend, open_backend
 
 if TYPE_CHECKING:
     from headway.models.decoder import Decoder
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """The loaded model: name, format, device, sizes."""
-
-    name: str
-    path: str | None
-    dtype: str
-    device: str
-    threads: int
-    parameters: int
-    weight_bytes: int
-    kv_bytes_per_token: int
-    kv_dtype: str = "float32"  # what keys and values are stored in
-    kv_bytes: int = 0  # that the KV cache may take, and why
-    kv_reason: str = ""
-    runner: str = "torch"  # what computes: torch, or the native step and its instruction set
-    format: str = ""  # how the weights are kept
-    stored: str = ""  # the float type of the file's matrices; empty if they are quantized, of several types or no file
 
 
 class LoadedModel:

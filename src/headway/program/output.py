@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from headway.base.errors import InvalidInput
 from headway.base.probes import (
@@ -22,6 +20,11 @@ from headway.base.probes import (
     Ranking,
 )
 from headway.runtime.passes import PassResult, PassStats
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    from headway.base.lazy_numpy import np
 
 P_co = TypeVar("P_co", bound=Probe, covariant=True)
 

@@ -110,10 +110,7 @@ class Snapshots:
             return kept is not None
 
     def _path(self, name: str) -> Path:
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise InvalidInput(
-                f"the snapshot name {short_repr(name)} cannot be used; names have 1 to 128 of A–Z a–z 0–9 . _ -"
-            )
+        check_name(name)
         return self._folder / f"{name}.safetensors"
 
     # -- to disk ---------------------------------------------------------------------------------------------------
@@ -284,6 +281,14 @@ class Snapshots:
                 adapters=None if adapters is None else adapters[start:stop],
             )
             context.execute(work).result()
+
+
+def check_name(name: object) -> None:
+    """Raise unless a snapshot may be called that."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise InvalidInput(
+            f"the snapshot name {short_repr(name)} cannot be used; names have 1 to 128 of A–Z a–z 0–9 . _ -"
+        )
 
 
 def _kv_type(engine: Engine) -> str:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 from headway.base.adapters import Mixes
 from headway.base.brle import Brle
 from headway.base.errors import InvalidInput, InvalidMask
 from headway.base.probes import Probe
 from headway.base.samplers import Sampling
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    from headway.base.lazy_numpy import np
 
 BEFORE = -1  # the row of the token just before the pass
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,6 +25,7 @@ from headway.server.openai.response_schema import COMMON, ErrorResponse, Health,
 from headway.server.pooling import PoolingModels
 from headway.server.responses.store import ResponseStore
 from headway.server.serving import Serving
+from headway.server.sessions.sockets import UnixListener, session_route
 from headway.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def create_app(
     apis = (openai.router, responses.router, anthropic.router, ollama.router, pooling.router)
     for routes in (index.router, router, operator_routes.router, *apis, *loading, *routers):
         app.include_router(routes)
+    app.router.routes.append(session_route())
     app.state.routes = tuple(_all_routes(app.routes))
     return app
 
@@ -114,12 +116,15 @@ async def _lifespan(
     on_engine_end: Callable[[], None],
 ) -> AsyncIterator[None]:
     watch = asyncio.create_task(_load_and_watch(serving, open_engine, on_engine_end))
+    socket = serving.settings.session_socket
     try:
-        yield
+        async with nullcontext() if socket is None else UnixListener(serving, socket):
+            yield
     finally:
         watch.cancel()
         with suppress(asyncio.CancelledError):
             await watch
+        await serving.sessions.close()
         if serving.is_loaded:
             await asyncio.to_thread(serving.close)
         await asyncio.to_thread(pooling_models.close)

@@ -202,7 +202,9 @@ def configure(settings: ServerSettings, app: FastAPI) -> uvicorn.Config:
         port=settings.port,
         http=connection_class(settings),
         loop="asyncio",
-        ws="none",
+        ws="websockets-sansio",
+        ws_max_size=settings.max_body_bytes,
+        ws_per_message_deflate=False,  # a small frame must not become a large message
         log_config=None,
         access_log=False,
         proxy_headers=False,

@@ -22,6 +22,7 @@ from headway.server.adapters import ServedAdapters
 from headway.server.errors import ApiError
 from headway.server.keys import ANYONE, Keys, Tenant
 from headway.server.metrics import Metrics
+from headway.server.sessions.registry import Sessions
 from headway.server.settings import ServerSettings
 from headway.server.threads import WorkerThreads
 
@@ -52,6 +53,7 @@ class Serving:
         self.metrics = Metrics(settings.metrics_style, self.model_name, self._stats)
         self.readers, self.writers = WorkerThreads("read", READERS), WorkerThreads("write", WRITERS)
         self.drafter: Drafter | None = None  # of every request
+        self.sessions = Sessions(self)
         self._engine: Engine | None = None
         self._events: EventStream | None = None
         self._seconds: deque[float] = deque(maxlen=STEPS)

@@ -38,6 +38,7 @@ class ServerSettings:
     log_requests: bool = True  # also those that succeed
     metrics_style: str = "headway"
     adapters: tuple[AdapterSource, ...] = ()  # each is a model name for clients
+    session_socket: Path | None = None  # also serve sessions on this file
     lora_dir: Path | None = None  # admin keys may load adapters from below it; None: nobody may
     ssl_certfile: Path | None = None  # TLS, with the key file
     ssl_keyfile: Path | None = None
@@ -58,6 +59,12 @@ class ServerSettings:
 
     max_queue_requests: int = 256  # admitted and not finished
     max_queue_tokens: int = 1 << 20  # their prompts plus max_tokens
+
+    max_sessions: int = 256
+    max_contexts: int = 1024  # of one session; and generations
+    max_session_bytes: int = 256 * MIB  # sent to a client and not acknowledged
+    max_snapshots: int = 256  # of one key
+    session_grace: float = 30.0  # for a client whose connection was lost to come back
 
     max_n: int = 64
     max_best_of: int = 64

@@ -82,7 +82,12 @@ def is_slow(constraint: Any) -> bool:
 
 
 async def settle(constraint: Any) -> None:
-    """Have what the next step needs of a constraint that is slow computed in the thread; errors come with the step."""
+    """Have what the next step needs of a constraint that is slow computed in the thread; errors come with the step.
+
+    A constraint that waits for somebody else has an async method `settle_async` instead.
+    """
+    if (waits := getattr(constraint, "settle_async", None)) is not None:
+        return await waits()
     job = _Job(constraint)
     try:
         await asyncio.get_running_loop().run_in_executor(_slow_thread(), job.run)

@@ -11,18 +11,16 @@ Each step is one `Forward` for each beam, submitted together, so that all share 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import numpy as np
 
 from headway.base.adapters import AdapterMix
 from headway.base.errors import ContextLengthExceeded, InvalidInput
 from headway.base.generation import PARAMETERS
-from headway.base.probes import Logits, Value_co
+from headway.base.probes import Logits
 from headway.base.rng import fresh_seed
 from headway.base.text import short_repr
 from headway.program.constraints.constraint import Constraint
@@ -32,6 +30,7 @@ from headway.program.generation.constrained import GenerationConstraint
 from headway.program.generation.draws import Probes, add_probes
 from headway.program.generation.hooks import LogitsHook, RunningBeam, changed_logits
 from headway.program.generation.ngrams import copied
+from headway.program.generation.results import Continuation
 from headway.program.generation.steps import probed
 from headway.program.generation.transcript import Transcript
 from headway.program.generation.word_bias import WordBias
@@ -45,23 +44,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Continuation(Generic[Value_co]):
-    """One finished sequence: its tokens without the end token, its text, and why it ended.
-
-    `score` is a beam's log-probability over length ** length_penalty, nan where no beams ran; `seed` is that of its
-    draws, None where nothing was drawn; `probes` are a probe's values, one a step. A model without a tokenizer has no
-    text: it is "" then.
-    """
-
-    tokens: tuple[int, ...]
-    text: str
-    finish: str
-    score: float = math.nan
-    seed: int | None = None
-    probes: tuple[Value_co, ...] = field(default=(), compare=False)
 
 
 async def beam_search(

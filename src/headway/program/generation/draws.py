@@ -16,12 +16,12 @@ from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampler, Sampling, resolve
 from headway.base.text import short_repr
 from headway.models.config import ModelConfig
-from headway.program.checks import check_probe
 from headway.program.constraints.async_mask import GrammarMask
 from headway.program.generation.steps import Prepared, ProbeHandles
 from headway.program.generation.transcript import Transcript
 from headway.program.generation.word_bias import WordBias
 from headway.program.output import SampleHandle
+from headway.program.readout_checks import check_probe
 
 if TYPE_CHECKING:
     from headway.program.context import Context

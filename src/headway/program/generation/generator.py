@@ -209,7 +209,7 @@ class Generation(Generic[Value_co]):
         return self._transcript.whole()
 
     async def json(self, schema: Any = None) -> Any:
-        """Run to the end; the text as JSON. With a schema (dict, text, pydantic model) only such a text can come.
+        """Run to the end; the text as JSON. With a schema (dict, text, pydantic model, Grammar) only such can come.
 
         A pydantic model class means its own fields only, and gives an object of it.
         """
@@ -218,7 +218,7 @@ class Generation(Generic[Value_co]):
             begun = self._transcript.generated or self._ahead.is_there or self.finish is not None
             if begun or self._rule.is_given:
                 raise InvalidInput("give json() a schema before the first step, and only without another constraint")
-            self._rule.follow(Grammar.json_schema(schema))
+            self._rule.follow(schema if isinstance(schema, Grammar) else Grammar.json_schema(schema))
         return parse_json(await self.text(), self.finish, schema)
 
     def _check_text(self) -> None:

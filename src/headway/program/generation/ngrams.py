@@ -117,6 +117,11 @@ class NoRepeat:
         other: Any = self.other
         other.settle(is_wanted)
 
+    @property
+    def settle_async(self) -> Any:
+        """Of the other constraint, if it has one."""
+        return getattr(self.other, "settle_async", None)
+
     def _sync(self) -> None:
         """Read the context's tokens, unless it has all but those accepted last: drafts."""
         tokens, own = self.context.tokens, tuple(self._tokens)

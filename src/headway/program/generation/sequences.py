@@ -132,7 +132,8 @@ class Generations(Generic[Value_co]):
         if schema is not None:
             if self._sequences is not None or self._parameters.constrain is not None:
                 raise InvalidInput("give json() a schema before the first step, and only without another constraint")
-            self._parameters = replace(self._parameters, constrain=Grammar.json_schema(schema))
+            grammar = schema if isinstance(schema, Grammar) else Grammar.json_schema(schema)
+            self._parameters = replace(self._parameters, constrain=grammar)
         return parse_json(await self.text(), self.finish, schema)
 
     def __aiter__(self) -> AsyncIterator[Step[Value_co]]:

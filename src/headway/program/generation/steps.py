@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
 from headway.base.errors import Closed
 from headway.base.probes import Value_co
-from headway.program.forward import Execution, Forward
 from headway.program.output import Output, ProbeHandle, SampleHandle
+
+if TYPE_CHECKING:
+    from headway.program.forward import Execution, Forward
 
 ProbeHandles: TypeAlias = ProbeHandle[Any] | tuple[ProbeHandle[Any], ...] | None  # of one probe, of several, of none
 
@@ -81,12 +83,12 @@ def probed(out: Output, handles: ProbeHandles) -> tuple[Any, ...]:
         case None:
             return ()
         case ProbeHandle():
-            return (_value(out, handles),)
+            return (read_probe(out, handles),)
         case _:
-            return (tuple(_value(out, handle) for handle in handles),)
+            return (tuple(read_probe(out, handle) for handle in handles),)
 
 
-def _value(out: Output, handle: ProbeHandle[Any]) -> Any:
+def read_probe(out: Output, handle: ProbeHandle[Any]) -> Any:
     """What a probe of any kind has read."""
     readers = (
         out.distribution,

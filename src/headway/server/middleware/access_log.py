@@ -30,8 +30,8 @@ class AccessLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
-        if scope["type"] != "http":  # no route takes any other kind, and no middleware would check it
-            return await send({"type": "websocket.close", "code": 1008})
+        if scope["type"] == "websocket":
+            return await self._serve_websocket(scope, receive, send)
         headers = Headers(scope=scope)
         id = logs.new_request_id(headers.get("x-request-id"))
         values: dict[str, Any] = {}
@@ -47,6 +47,30 @@ class AccessLog:
             self._record(scope, exchange, time.perf_counter() - start, values)
             logs.request_id.reset(tokens[0])
             logs.request_values.reset(tokens[1])
+
+    async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The same for a WebSocket, whose session logs its own lines: an error before it is open is a response."""
+        id = logs.new_request_id(Headers(scope=scope).get("x-request-id"))
+        token = logs.request_id.set(id)
+        opened = False
+
+        async def send_or_note(message: Message) -> None:
+            nonlocal opened
+            opened = opened or message["type"] == "websocket.accept"
+            await send(message)
+
+        try:
+            if scope["query_string"]:
+                raise ApiError(400, "this WebSocket takes no query: the key goes into a header or the first message")
+            await self._app(scope, receive, send_or_note)
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                logs.failure("a session failed", error, with_text=self._serving.settings.log_prompts)
+                error = ApiError(500, FAILED)
+            logs.info("session rejected", status=error.status, opened=opened)
+            await (_close if opened else _deny)(error, id, send)
+        finally:
+            logs.request_id.reset(token)
 
     async def _send_error(self, error: Exception, exchange: _Exchange) -> None:
         if not isinstance(error, ApiError):
@@ -76,6 +100,26 @@ class AccessLog:
             **({} if tenant is None else {"tenant": tenant.name}),
             **({} if not client else {"client": client[0]}),
         )
+
+
+async def _deny(error: ApiError, id: str, send: Send) -> None:
+    """An error response instead of a WebSocket."""
+    body = error_body(error)
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "x-request-id": id,
+        **error.headers,
+    }
+    encoded = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()]
+    await send({"type": "websocket.http.response.start", "status": error.status, "headers": encoded})
+    await send({"type": "websocket.http.response.body", "body": body})
+
+
+async def _close(error: ApiError, id: str, send: Send) -> None:
+    """Close a WebSocket that was open when something failed."""
+    with suppress(RuntimeError):  # it is closed
+        await send({"type": "websocket.close", "code": 1011, "reason": f"internal error; see {id} in the server's log"})
 
 
 def _route(scope: Scope) -> str:

@@ -39,6 +39,7 @@ class _LimitedConnection(H11Protocol):
         super().__init__(*args, **kwargs)
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._is_websocket = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -63,6 +64,8 @@ class _LimitedConnection(H11Protocol):
             self.cycle.keep_alive = False  # a pipelined request is dropped with the connection
             return
         super().data_received(data)
+        if self._is_websocket:
+            return
         if self._answering:
             self._cancel(self._header_timer)
             self._header_timer = None
@@ -71,6 +74,12 @@ class _LimitedConnection(H11Protocol):
                 self.flow.resume_reading()
         elif self._header_timer is None and not self.transport.is_closing():
             self._start_header_timer()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """From now on the connection is a WebSocket's, which has timeouts of its own."""
+        self._is_websocket = True
+        self._cancel(self._header_timer)
+        super().handle_websocket_upgrade(event)
 
     @property
     def _answering(self) -> bool:

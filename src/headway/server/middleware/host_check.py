@@ -22,7 +22,7 @@ class HostCheck:
         self._hosts = AllowedHosts(serving.settings, has_keys=serving.keys is not None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
+        if scope["type"] in ("http", "websocket"):
             # h11 limits only headers that arrive in several pieces: those in one piece are parsed whatever their size.
             size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
             size += len(scope.get("raw_path", b"")) + len(scope["query_string"])

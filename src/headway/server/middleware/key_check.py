@@ -24,7 +24,7 @@ class KeyCheck:
         self._app, self._keys, self._serving = app, serving.keys, serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys is not None and not _is_open(scope):
+        if scope["type"] in ("http", "websocket") and self._keys is not None and not _is_open(scope):
             key = _key(scope)
             tenant = None if key is None else self._keys.find(key)
             if tenant is None:
@@ -37,7 +37,7 @@ class KeyCheck:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
             scope.setdefault("state", {})["tenant"] = tenant
-            if route_path(scope) not in POLLED_PATHS:
+            if scope["type"] == "http" and route_path(scope) not in POLLED_PATHS:
                 self._serving.check_rate(tenant)
         await self._app(scope, receive, send)
 
@@ -54,5 +54,7 @@ def _key(scope: Scope) -> str | None:
 def _is_open(scope: Scope) -> bool:
     """Whether a path needs no key: health, ping, the links at /, and the Lab's files, as its page asks for the key."""
     path = route_path(scope)
+    if scope["type"] == "websocket":  # browsers cannot send the header: the first message has the key
+        return all(name not in KEY_HEADERS for name, _ in scope["headers"])
     files = path == "/lab" or (path.startswith("/lab/") and "/" not in path.removeprefix("/lab/"))
     return path in ("/health", "/ping") or ((files or path == "/") and scope["method"] in ("GET", "HEAD"))

@@ -21,7 +21,7 @@ class OriginCheck:
         self._allowed = frozenset(origin.lower() for origin in serving.settings.cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        headers = Headers(scope=scope) if scope["type"] in ("http", "websocket") else Headers()
         origin = headers.get("origin")
         if origin is None:
             return await self._app(scope, receive, send)
@@ -37,6 +37,8 @@ class OriginCheck:
                 "web pages from this origin may not call this server; its operator can allow them with --cors-origin",
                 code="origin_not_allowed",
             )
+        if scope["type"] == "websocket":
+            return await self._app(scope, receive, send)
         allow_origin = "*" if "*" in self._allowed else origin
         if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
             return await _preflight(allow_origin, headers, send)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from inspect import isawaitable, iscoroutinefunction
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import HeadwayError, Unsupported
 from headway.base.probes import Ranking
 from headway.program.generation.draws import Drawing
+from headway.program.generation.results import SpeculationStats
 from headway.program.generation.speculation.drafter import (
     MAX_DRAFT,
     Draft,
@@ -36,20 +36,6 @@ PAUSE, LONGEST_PAUSE = 32, 1024  # tokens between two such rounds, which double 
 SHARE = 0.01  # of the time of a step that guesses may take which nobody verifies
 KEEN = 3  # tokens after a draft was right for which the generation waits for the next draft, instead of running ahead
 NONE = Draft(())  # of a drafter that computes, before it is asked
-
-
-@dataclass(frozen=True)
-class SpeculationStats:
-    """Rounds of a generation, the drafts that they computed, and those of them that were kept."""
-
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    @property
-    def acceptance(self) -> float:
-        """The share of drafts that were kept; 0 before the first."""
-        return self.accepted / self.drafted if self.drafted else 0.0
 
 
 class Speculation:

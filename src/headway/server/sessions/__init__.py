@@ -1,0 +1,1 @@
+"""Sessions: programs that run elsewhere, over a WebSocket or a Unix socket. `docs/protocol.md` has the messages."""

@@ -1,0 +1,166 @@
+"""What a client keeps for itself, as the engine sees it: own constraints, drafters and hooks, called over the session.
+
+A constraint is asked once for each token, before anybody here needs its mask: `Generation` treats it as slow to follow,
+and what it says is there when the step looks. Tokens that it accepts and takes back in between go along with the next
+question. Nothing here waits in the event loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from headway.base.errors import InvalidInput, InvalidToken, Unsupported, WrongType
+from headway.program.generation.speculation.drafter import Draft
+from headway.remote.codec import BadMessage
+
+
+class Caller(Protocol):
+    """The client of one generation: `ask` waits for what it returns, `tell` does not."""
+
+    def ask(self, of: int, method: str, *args: Any) -> Awaitable[Any]: ...
+
+    def tell(self, of: int, method: str, *args: Any) -> None: ...
+
+    def new_object(self) -> int:
+        """A number for one more object of the client."""
+        ...
+
+
+class ClientConstraint:
+    """A constraint of the client's own. Its state after the last token is known once it is settled."""
+
+    is_slow = True  # so that the generation settles it before each step, and looks no further ahead
+
+    def __init__(self, caller: Caller, of: int, vocab: int) -> None:
+        self._caller, self.number, self._vocab = caller, of, vocab
+        self._since: list[list[Any]] = []  # what it was not told yet
+        self._mask: np.ndarray | None = None
+        self._forced: list[int] = []
+        self._settled = self.may_end = self.finished = False
+        self.skips = 0  # tokens that the client's object has accepted already
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the client's object was not told of all tokens."""
+        return bool(self._since)
+
+    def finish(self) -> None:
+        """Tell it what it was not told, without asking."""
+        if self._since:
+            since, self._since = self._since, []
+            self._caller.tell(self.number, "follow", since)
+
+    async def settle_async(self) -> None:
+        """Tell it what came, and ask what may come next."""
+        if self._settled and not self._since:
+            return
+        since, self._since = self._since, []
+        self._read(await self._caller.ask(self.number, "follow", since))
+        self._settled = not self._since
+
+    def _read(self, state: Any) -> None:
+        match state:
+            case {"mask": mask, "forced": list(forced), "may_end": bool(may_end), "finished": bool(finished)}:
+                pass
+            case _:
+                raise BadMessage(f"{state!r:.80} is not the state of a constraint; see docs/protocol.md")
+        if mask is not None and (not isinstance(mask, np.ndarray) or mask.dtype != np.uint32):
+            raise WrongType("the mask of a constraint must be uint32 words over all tokens, or None")
+        self._mask, self._forced, self.may_end, self.finished = mask, forced, may_end, finished
+
+    def mask(self) -> np.ndarray | None:
+        if self._since or not self._settled:
+            raise Unsupported("the mask of a client's constraint is needed before it was asked; leave the option out")
+        return self._mask
+
+    def forced(self) -> list[int]:
+        return [] if self._since else list(self._forced)
+
+    def accept(self, token: int) -> None:
+        if self._settled and not self._since and self._mask is not None and not _allows(self._mask, token):
+            raise InvalidToken(f"token {token} is not allowed here by the constraint")
+        if self.skips:
+            self.skips -= 1
+            self._settled = self.finished = False
+        else:
+            self._note("accept", token)
+
+    def rollback(self, n: int) -> None:
+        if n:
+            self._note("rollback", n)
+
+    def _note(self, verb: str, value: int) -> None:
+        self._since.append([verb, int(value)])
+        self._settled = self.finished = False
+
+
+class CopyableConstraint(ClientConstraint):
+    """One whose object on the client has `copy()`."""
+
+    def copy(self) -> CopyableConstraint:
+        twin = type(self)(self._caller, self._caller.new_object(), self._vocab)
+        self._caller.tell(self.number, "copy", twin.number, self._since)
+        self._since = []
+        return twin
+
+
+def _allows(mask: np.ndarray, token: int) -> bool:
+    return token // 32 < mask.size and bool(int(mask[token // 32]) >> (token % 32) & 1)
+
+
+def client_constraint(caller: Caller, given: Any, vocab: int) -> ClientConstraint:
+    """The constraint of `{"object": number, "copy": whether it can be copied, "name": its class, for messages}`."""
+    match given:
+        case {"object": int(of), "copy": bool(copies), "name": str(name)} if name.isidentifier() and len(name) <= 80:
+            kind: Any = type(name, (CopyableConstraint if copies else ClientConstraint,), {})
+            return kind(caller, of, vocab)
+    raise BadMessage(f"{given!r:.80} is not a constraint; see docs/protocol.md")
+
+
+class ClientDrafter:
+    """A drafter of the client's own, which is told the tokens and asked for drafts."""
+
+    def __init__(self, caller: Caller, of: int, adaptive: bool) -> None:
+        self._caller, self._of, self.adaptive = caller, of, adaptive
+
+    async def draft(self, tokens: Sequence[int], limit: int) -> Draft:
+        match await self._caller.ask(self._of, "draft", np.array(tokens, np.int32), limit):
+            case [drafted, parents, probabilities, int(kind), float() | int() as chance]:
+                return Draft(drafted, parents, probabilities, kind, float(chance))
+            case other:
+                raise BadMessage(f"{other!r:.80} is not a draft; see docs/protocol.md")
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self._caller.tell(self._of, "accept", np.array(tokens, np.int32))
+
+
+class CopyableDrafter(ClientDrafter):
+    """One whose object on the client has `copy()`."""
+
+    def copy(self) -> CopyableDrafter:
+        twin = CopyableDrafter(self._caller, self._caller.new_object(), self.adaptive)
+        self._caller.tell(self._of, "copy", twin._of, [])
+        return twin
+
+
+def client_drafter(caller: Caller, given: Any) -> ClientDrafter:
+    """The drafter of `{"object": number, "copy": …, "adaptive": …}`."""
+    match given:
+        case {"object": int(of), "copy": bool(copies), "adaptive": bool(adaptive)}:
+            return (CopyableDrafter if copies else ClientDrafter)(caller, of, adaptive)
+    raise BadMessage(f"{given!r:.80} is not a drafter; see docs/protocol.md")
+
+
+def logits_hook(caller: Caller, of: int) -> Callable[..., Awaitable[Any]]:
+    """The client's hook between a row's logits and its draw."""
+
+    async def hook(logits: np.ndarray, generation: object) -> Any:
+        changed = await caller.ask(of, "logits", logits)
+        if changed is not None and not isinstance(changed, np.ndarray):
+            raise InvalidInput("the logits that a hook returns must be an array")
+        return changed
+
+    return hook

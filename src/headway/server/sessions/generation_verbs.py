@@ -1,0 +1,301 @@
+"""The verbs of generations: see `verbs.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from headway.base.errors import HeadwayError, InvalidInput, Unsupported
+from headway.base.generation import parameters_of
+from headway.program.constraints.grammar import Grammar
+from headway.program.generation.sequences import Generations
+from headway.program.generation.speculation.draft_model import OwnLayers
+from headway.program.generation.speculation.prompt_lookup import PromptLookup
+from headway.remote.codec import BadMessage
+from headway.remote.values import mask_of, sampler_of
+from headway.server.sessions.callables import (
+    Caller,
+    ClientConstraint,
+    client_constraint,
+    client_drafter,
+    logits_hook,
+)
+from headway.server.sessions.generations import PreparedStep, ServedGeneration, step_json
+from headway.server.sessions.passes import adapter_argument, probe_argument
+from headway.server.sessions.verbs import taken_step, verb
+
+if TYPE_CHECKING:
+    from headway.program.generation.steps import Prepared
+    from headway.server.sessions.session import Session
+
+OTHERS = {"sampler", "stop", "constrain", "probe", "attention_mask", "prepare", "logits", "adapter", "speculate"}
+PLAIN = {parameter.name for parameter in parameters_of("generate")} - OTHERS  # numbers, flags and words
+
+
+@verb
+def generation_new(session: Session, context: int, generation: int, options: dict[str, Any]) -> dict[str, Any]:
+    own = session.context(context)
+    if not isinstance(generation, int) or generation in session.generations:
+        raise BadMessage(f"{generation!r:.40} is not a new number of a generation")
+    if len(session.generations) >= session.serving.settings.max_contexts:
+        raise InvalidInput(f"this session has {len(session.generations)} generations; let go of some")
+    arguments, constraint = _arguments(session, options)
+    made = own.generate(**arguments)
+    served = ServedGeneration(made, constraint, partial(_send_step, session, generation))
+    session.generations[generation] = served
+    return {"several": isinstance(made, Generations), "seed": made.seed, "repr": repr(made)}
+
+
+def _send_step(session: Session, generation: int, message: dict[str, Any]) -> None:
+    session.send({**message, "generation": generation})
+
+
+def _arguments(session: Session, options: Any) -> tuple[dict[str, Any], ClientConstraint | None]:
+    """The arguments of `ctx.generate`, and the client's own constraint among them."""
+    unknown = sorted(set(options) - PLAIN - OTHERS) if isinstance(options, dict) else [options]
+    if unknown:
+        raise BadMessage(f"generate has no option {unknown[0]!r:.80}")
+    caller, engine = session.caller, session.engine
+    arguments = {name: value for name, value in options.items() if name in PLAIN}
+    if (given := options.get("sequence_bias")) is not None:
+        arguments["sequence_bias"] = [tuple(pair) if isinstance(pair, list) else pair for pair in given]
+    if (given := options.get("sampler")) is not None:
+        arguments["sampler"] = sampler_of(given)
+    if (given := options.get("stop")) is not None:
+        arguments["stop"] = given
+    if (given := options.get("attention_mask")) is not None:
+        arguments["attention_mask"] = mask_of(given)
+    arguments["probe"] = probe_argument(options.get("probe"))
+    arguments["adapter"] = adapter_argument(session.serving.adapters.names, options.get("adapter"))
+    constraint = None
+    if (given := options.get("constrain")) is not None:
+        arguments["constrain"] = found = _constraint(caller, given, engine.vocab_size)
+        constraint = found if isinstance(found, ClientConstraint) else None
+        if constraint is not None and options.get("num_beams") not in (None, 1):
+            raise Unsupported("a constraint of the client's own cannot be given with num_beams; use a Grammar")
+    if (given := options.get("speculate")) is not None:
+        arguments["speculate"] = _drafter(caller, given)
+    if (of := options.get("logits")) is not None:
+        arguments["logits"] = logits_hook(caller, of)
+    if (of := options.get("prepare")) is not None:
+        arguments["prepare"] = _prepare_hook(session, of)
+    return arguments, constraint
+
+
+def _constraint(caller: Caller, given: Any, vocab: int) -> Any:
+    if isinstance(given, dict) and "grammar" in given:
+        return grammar_of(given["grammar"])
+    return client_constraint(caller, given, vocab)
+
+
+def grammar_of(given: Any) -> Grammar:
+    """The grammar of its JSON, checked as when it is created."""
+    match given:
+        case ["regex", str(text), False]:
+            return Grammar.regex(text)
+        case ["lark", str(text), False]:
+            return Grammar.lark(text)
+        case ["choices", str(text), False]:
+            return Grammar.choices(json.loads(text))
+        case ["json", str(text), bool(compact)]:
+            Grammar.json_schema(text)  # raises; the text is one that was checked and rewritten before
+            return Grammar("json", text, compact)
+    raise BadMessage(f"{given!r:.80} is not a grammar; see docs/protocol.md")
+
+
+def _drafter(caller: Caller, given: Any) -> Any:
+    match given:
+        case {"prompt_lookup": dict(options)}:
+            kind: Any = PromptLookup
+        case {"own_layers": dict(options)}:
+            kind = OwnLayers
+        case _:
+            return client_drafter(caller, given)
+    try:
+        return kind(**options)
+    except TypeError as error:
+        if isinstance(error, HeadwayError):
+            raise
+        raise BadMessage(f"the drafter {given!r:.80}: {error}") from None
+
+
+def _prepare_hook(session: Session, of: int) -> Callable[[Prepared[Any]], Awaitable[None]]:
+    """The client's hook before every pass: it returns the operations to add to the pass."""
+
+    async def hook(prepared: Prepared[Any]) -> None:
+        served = session.generation(session.running)
+        step = PreparedStep(prepared, served.context)
+        operations = await session.caller.ask(of, "prepare", len(step.handles))
+        served.hooked = step
+        step.build(operations, {}, session.serving.adapters.names)
+
+    return hook
+
+
+@verb
+def generation_pull(session: Session, generation: int, upto: int, taken: int) -> None:
+    try:
+        served = session.generation(generation)
+        session.settle_passes(served.context)
+        if served.pull(upto, taken):
+            served.task = session.start(session.pump(generation, served))
+    except BadMessage:
+        raise
+    except HeadwayError as error:  # the client waits for a step, not for a reply
+        session.send({"type": "step", "generation": generation, "epoch": None, "error": session.error(error)})
+
+
+@verb
+async def generation_settle(session: Session, generation: int, taken: int, epoch: int) -> None:
+    await session.generation(generation).settle(taken, epoch)
+
+
+@verb
+def generation_collect(
+    session: Session, *, generation: int, what: str, taken: int, epoch: int, schema: Any
+) -> Awaitable[dict[str, Any]]:
+    served = session.generation(generation)
+    session.settle_passes(served.context)
+
+    async def collected() -> dict[str, Any]:
+        await served.settle(taken, epoch, back=False)
+        with session.serving.queue_slot(session.tenant):
+            if schema is not None:
+                await served.generation.json(grammar_of(schema))
+            return await served.collect(what)
+
+    return collected()
+
+
+@verb
+def generation_sequences(session: Session, generation: int) -> Awaitable[dict[str, Any]]:
+    served = session.generation(generation)
+    session.settle_passes(served.context)
+
+    async def found() -> dict[str, Any]:
+        with session.serving.queue_slot(session.tenant):
+            return await served.sequences()
+
+    return found()
+
+
+@verb
+async def generation_contexts(session: Session, generation: int, contexts: list[int]) -> int:
+    served = session.generation(generation)
+    if not isinstance(served.generation, Generations):
+        raise InvalidInput("this generation has one sequence, in its own context")
+    _, *others = await served.generation.contexts()
+    if not isinstance(contexts, list) or len(contexts) < len(others):
+        raise BadMessage(f"{len(others)} contexts need a number each")
+    for number, context in zip(contexts, others, strict=False):
+        session.hold(number, context)
+    return len(others)
+
+
+@verb
+def generation_state(session: Session, generation: int) -> Awaitable[dict[str, Any]]:
+    served = session.generation(generation)
+
+    async def state() -> dict[str, Any]:
+        found = served.state()
+        if served.constraint is not None and served.constraint.is_behind:
+            await served.constraint.settle_async()
+        return found
+
+    return state()
+
+
+@verb
+def generation_repr(session: Session, generation: int) -> str:
+    return repr(session.generation(generation).generation)
+
+
+@verb
+def generation_accept(
+    session: Session, generation: int, tokens: list[int], followed: bool
+) -> Awaitable[dict[str, Any]]:
+    served = session.generation(generation)
+
+    async def accepted() -> dict[str, Any]:
+        if not followed:
+            await served.ready()
+        step = served.accept(tokens, followed=followed)
+        return {"step": step_json(step), **served.state()}
+
+    return accepted()
+
+
+@verb
+def generation_forced(session: Session, generation: int) -> Awaitable[list[int]]:
+    served = session.generation(generation)
+
+    async def forced() -> list[int]:
+        one = served.one()
+        await served.ready()
+        return one.forced()
+
+    return forced()
+
+
+@verb
+def generation_fork(session: Session, generation: int, fork: int, context: int, seed: int | None) -> dict[str, Any]:
+    session.check_new(context)
+    if not isinstance(fork, int) or fork in session.generations:
+        raise BadMessage(f"{fork!r:.40} is not a new number of a generation")
+    served = session.generation(generation)
+    twin = served.generation.fork(seed=seed)
+    session.hold(context, twin.context)
+    send = partial(_send_step, session, fork)
+    session.generations[fork] = served.forked(twin, send)
+    constraint = session.generations[fork].constraint
+    own = None if constraint is None or constraint is served.constraint else constraint.number
+    return {"seed": twin.seed, "finish": twin.finish, "object": own}
+
+
+@verb
+def generation_reseed(session: Session, generation: int, seed: int | None) -> int:
+    return session.generation(generation).generation.reseed(seed).seed
+
+
+@verb
+def generation_resume(session: Session, generation: int, max_tokens: int | None) -> None:
+    session.generation(generation).one().resume(max_tokens)
+
+
+@verb
+def generation_prepare(session: Session, generation: int, prepared: int) -> Awaitable[None]:
+    served = session.generation(generation)
+
+    async def made() -> None:
+        one = served.one()
+        if not isinstance(prepared, int) or len(session.prepared) >= session.serving.settings.max_contexts:
+            raise InvalidInput("too many steps are prepared; take them")
+        session.prepared[prepared] = PreparedStep(await one.prepare(), served.context)
+
+    return made()
+
+
+@verb
+def generation_take(
+    session: Session, generation: int, prepared: int, operations: list[Any]
+) -> Awaitable[dict[str, Any]]:
+    served, step = session.generation(generation), taken_step(session, prepared)
+    step.build(operations, session.passes.get(step.context, {}), session.serving.adapters.names)
+
+    async def taken() -> dict[str, Any]:
+        found = await step.prepared.take()
+        if served.constraint is not None:
+            served.constraint.finish()
+        return {"step": step_json(served.shown(found)), "pass": step.result(), **served.state()}
+
+    return taken()
+
+
+@verb
+async def generation_drop(session: Session, generation: int, taken: int) -> None:
+    """The client's program has let go of it; steps that it has not taken are undone."""
+    served = session.generations.pop(generation, None)
+    if served is not None:
+        await served.settle(taken, 0)

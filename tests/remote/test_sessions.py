@@ -1,0 +1,332 @@
+"""Sessions: who gets in, what closes one and only that one, what a lost connection leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headway as hw
+from headway.remote.codec import decode, encode
+from headway.remote.transport import _UnixTransport
+from headway.server.keys import add_key
+from headway.testing import random_model
+from support.live import live
+from support.through import Served
+
+HELLO = {"type": "hello", "version": 1}
+
+
+class Raw:
+    """A client that sends what it likes."""
+
+    def __init__(self, served: Served) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(10)
+        self._socket.connect(str(served.path))
+        self.sent = 0
+
+    def send_bytes(self, data: bytes) -> None:
+        self._socket.sendall(len(data).to_bytes(8, "little") + data)
+
+    def send(self, **message: Any) -> None:
+        self.send_bytes(encode(message))
+
+    def request(self, verb: str, **args: Any) -> None:
+        self.sent += 1
+        self.send(type="request", n=self.sent, ack=0, id=self.sent, verb=verb, args=args)
+
+    def receive(self) -> dict[str, Any]:
+        size = int.from_bytes(self._exactly(8), "little")
+        return decode(self._exactly(size))
+
+    def _exactly(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = self._socket.recv(count - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+    def closing(self) -> str:
+        """Why the server closes the connection, which it then does."""
+        while (message := self.receive())["type"] != "close":
+            pass
+        assert message["message"]
+        with pytest.raises(EOFError):
+            self.receive()
+        return message["reason"]
+
+    def abort(self) -> None:
+        self._socket.close()
+
+
+@contextmanager
+def opened(served: Served) -> Iterator[Raw]:
+    raw = Raw(served)
+    raw.send(**HELLO)
+    assert raw.receive()["type"] == "welcome"
+    try:
+        yield raw
+    finally:
+        raw.abort()
+
+
+def until_quiet(served: Served) -> None:
+    end = time.monotonic() + 20
+    while served.engine.stats().pages_held and time.monotonic() < end:
+        time.sleep(0.02)
+    assert served.engine.stats().pages_held == 0
+
+
+def bad_messages() -> list[tuple[str, Any]]:
+    new = {"context": 1, "seed": None, "priority": 0, "salt": "", "token_budget": None, "deadline": None}
+    numbered: dict[str, Any] = {"type": "request", "n": 1, "ack": 0, "id": 1}
+    array = b'{"type":"ack","ack":{"array":["<f4",[9],0,36]}}'
+    return [
+        ("malformed", b""),
+        ("malformed", b"\xff\xff\xff\xff{}"),
+        ("malformed", struct.pack("<I", 4) + b"{]}]"),
+        ("malformed", struct.pack("<I", 2) + b"[]"),
+        ("malformed", struct.pack("<I", 2) + b"{}trailing"),
+        ("malformed", struct.pack("<I", len(array)) + array + b"few"),
+        ("malformed", struct.pack("<I", 200_000) + b"[" * 200_000),
+        ("malformed", struct.pack("<I", 15) + b'{"ack":  1e999}'.replace(b" ", b"N")),
+        ("out_of_order", {**numbered, "n": 2, "verb": "engine.stats", "args": {}}),
+        ("out_of_order", {**numbered, "ack": 99, "verb": "engine.stats", "args": {}}),
+        ("out_of_order", {"type": "ack", "ack": -1}),
+        ("malformed", {**numbered, "verb": "engine.rm", "args": {}}),
+        ("malformed", {**numbered, "verb": "engine.stats", "args": {"more": 1}}),
+        ("malformed", {**numbered, "verb": "context.fill", "args": {}}),
+        ("malformed", {**numbered, "verb": "context.new", "args": {**new, "context": "x"}}),
+        ("malformed", {**numbered, "type": "wish"}),
+        ("malformed", {**numbered, "type": "request", "verb": 3, "args": {}}),
+        ("bye", {"type": "bye", "n": 1, "ack": 0}),
+    ]
+
+
+def test_what_is_not_the_protocol_closes_that_session_with_a_reason_and_nothing_else(served: Served) -> None:
+    with hw.connect(served.url) as bystander:
+        context = bystander.context().fill([1, 2, 3])
+        expected = bystander.run(lambda e: context.fork().generate(hw.Argmax(), max_tokens=6).tokens())
+        for reason, message in bad_messages():
+            with opened(served) as raw:
+                raw.send_bytes(message) if isinstance(message, bytes) else raw.send(**message)
+                assert raw.closing() == reason, message
+        with opened(served) as raw:
+            raw._socket.sendall((1 << 40).to_bytes(8, "little"))
+            assert raw.closing() == "too_large"
+        assert bystander.run(lambda e: context.generate(hw.Argmax(), max_tokens=6).tokens()) == expected
+        context.release()
+
+
+@pytest.mark.parametrize(
+    ("hello", "reason"),
+    [
+        ({"type": "hello", "version": 2}, "version"),
+        ({"type": "hello"}, "version"),
+        ({"type": "request"}, "hello"),
+        ({**HELLO, "resume": {"session": "guessed", "received": 0}}, "unknown_session"),
+        ({**HELLO, "resume": 3}, "malformed"),
+    ],
+)
+def test_a_hello_that_does_not_fit_is_answered(served: Served, hello: dict[str, Any], reason: str) -> None:
+    raw = Raw(served)
+    raw.send(**hello)
+    assert raw.closing() == reason
+
+
+def test_what_belongs_to_another_session_does_not_exist(served: Served) -> None:
+    with hw.connect(served.url) as one, opened(served) as raw:
+        context = one.context().fill([1])
+        assert context.tokens == (1,)
+        for verb in ("context.tokens", "context.state"):
+            raw.request(verb, context=context._number)
+            assert raw.receive()["error"]["kind"] == "Closed"
+        raw.request("generation.state", generation=1)
+        assert raw.receive()["error"]["kind"] == "Closed"
+        context.release()
+
+
+class Cut:
+    """Cuts a client's connection when it sends, or has received, a message with a number."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, *, receiving: bool, for_good: bool) -> None:
+        self.at, self.seen, self.for_good, self.cuts = at, 0, for_good, 0
+        monkeypatch.setattr(_UnixTransport, "receive" if receiving else "send", self._wrapped(receiving))
+        self._open = _UnixTransport.open.__func__  # type: ignore[attr-defined]
+        monkeypatch.setattr(_UnixTransport, "open", classmethod(self._opened))
+
+    async def _opened(self, cls: Any, path: str, timeout: float) -> Any:
+        if self.cuts and self.for_good:
+            raise ConnectionError("the cable is cut")
+        return await self._open(cls, path, timeout)
+
+    def _wrapped(self, receiving: bool) -> Any:
+        before = _UnixTransport.receive if receiving else _UnixTransport.send
+
+        async def wrapped(transport: Any, *args: Any) -> Any:
+            self.seen += 1
+            if self.seen == self.at and not self.cuts:
+                self.cuts += 1
+                transport._writer.transport.abort()
+                raise ConnectionError("cut")
+            return await before(transport, *args)
+
+        return wrapped
+
+
+async def busy(engine: Any) -> Any:
+    async with engine.context() as ctx:
+        ctx.fill(range(20))
+        out = await ctx.forward().input([1, 2]).execute()
+        twin = ctx.fork()
+        generation = ctx.generate(hw.TopP(0.9, seed=1), max_tokens=12)
+        steps = [await anext(generation) for _ in range(5)]
+        found = [out.stats.rows, [step.tokens for step in steps], ctx.tokens, await generation.tokens()]
+        found.append(await twin.generate(hw.Argmax(), max_tokens=5).tokens())
+        twin.release()
+        return found
+
+
+def messages_of(served: Served, monkeypatch: pytest.MonkeyPatch, *, receiving: bool) -> int:
+    with monkeypatch.context() as patch:
+        cut = Cut(patch, -1, receiving=receiving, for_good=False)
+        with hw.connect(served.url) as engine:
+            engine.run(busy)
+        return cut.seen
+
+
+@pytest.mark.parametrize("receiving", [False, True], ids=["sending", "receiving"])
+def test_a_connection_cut_at_any_message_is_resumed_with_the_same_results(
+    served: Served, monkeypatch: pytest.MonkeyPatch, receiving: bool
+) -> None:
+    expected = served.engine.run(busy)
+    for at in range(2, messages_of(served, monkeypatch, receiving=receiving), 3):
+        with monkeypatch.context() as patch:
+            cut = Cut(patch, at, receiving=receiving, for_good=False)
+            with hw.connect(served.url) as engine:
+                assert engine.run(busy) == expected, at
+            assert cut.cuts == 1 or at > cut.seen
+    gc.collect()
+    until_quiet(served)
+
+
+@pytest.mark.parametrize("receiving", [False, True], ids=["sending", "receiving"])
+def test_a_connection_cut_for_good_at_every_message_leaves_no_page(
+    monkeypatch: pytest.MonkeyPatch, receiving: bool
+) -> None:
+    server = Served(hw.Engine(random_model(), pages=64, threads=1), session_grace=0.05)
+    try:
+        for at in range(2, messages_of(server, monkeypatch, receiving=receiving)):
+            with monkeypatch.context() as patch:
+                Cut(patch, at, receiving=receiving, for_good=True)
+                engine = hw.connect(server.url)
+                with suppress(hw.ConnectionFailed):
+                    engine.run(busy)
+                engine.close()
+            until_quiet(server)
+    finally:
+        server.close()
+        server.engine.close()
+
+
+def test_a_session_ends_after_its_grace_time(served: Served) -> None:
+    with opened(served) as raw:
+        raw.request("context.new", context=1, seed=None, priority=0, salt="", token_budget=None, deadline=None)
+        raw.request("context.fill", context=1, text=list(range(40)), special=False)
+        raw.request("context.flush", context=1, attention_mask=None, adapter=None)
+        for _ in range(3):
+            assert "error" not in raw.receive()
+        assert served.engine.stats().pages_held == 3
+    until_quiet(served)
+
+
+def test_keys_hosts_and_origins_are_checked_as_for_http(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    one, other = add_key(keys, "one"), add_key(keys, "other")
+    with live(hw.Engine(random_model(), pages=32, threads=1), key_file=keys) as server:
+        with pytest.raises(hw.ConnectionFailed, match="requires an API key"):
+            hw.connect(server.url)
+        with pytest.raises(hw.ConnectionFailed, match="401: this API key is not valid"):
+            hw.connect(server.url, api_key="hw-wrong")
+        with hw.connect(server.url, api_key=one) as first, hw.connect(server.url, api_key=other) as second:
+            first.context().fill([1, 2]).save("mine")
+            assert second.open("mine") is None
+            found = first.open("mine")
+            assert found is not None
+            assert found.tokens == (1, 2)
+            assert second.delete("mine") is False
+            assert first.delete("mine") is True
+            found.release()
+        asyncio.run(_browsers(server.url.replace("http", "ws") + "/v1/session", one))
+        gc.collect()
+        server.until(server.is_quiet)
+
+
+async def _browsers(url: str, key: str) -> None:
+    """What browsers do: an Origin, no header for the key, text messages."""
+    import json
+
+    from websockets.asyncio.client import connect
+    from websockets.exceptions import InvalidStatus
+
+    for address, origin, status in ((url, "https://elsewhere.org", 403), (f"{url}?key={key}", None, 400)):
+        with pytest.raises(InvalidStatus) as refused:
+            await connect(address, additional_headers={} if origin is None else {"Origin": origin})
+        assert refused.value.response.status_code == status
+    own = url.replace("ws:", "http:").removesuffix("/v1/session")
+    async with connect(url, additional_headers={"Origin": own}) as page:
+        await page.send(json.dumps({**HELLO, "key": key}))
+        assert decode(await page.recv())["type"] == "welcome"  # type: ignore[arg-type]
+        await page.send("not JSON")
+        assert decode(await page.recv())["reason"] == "malformed"  # type: ignore[arg-type]
+        await page.wait_closed()
+        assert page.close_code == 1007
+
+
+@pytest.mark.slow
+def test_a_minute_of_nonsense_harms_nobody(served: Served) -> None:
+    chance, end = random.Random(7), time.monotonic() + 60
+    verbs = ["context.fill", "context.tokens", "context.fork", "pass.execute", "generation.new", "generation.pull"]
+    verbs += ["context.new", "generation.settle", "generation.take", "pages.keep", "engine.open", "session.cancel"]
+    names = ["context", "text", "special", "n", "number", "operations", "generation", "options", "upto", "taken"]
+    names += ["fork", "epoch", "prepared", "slots", "start", "name", "request", "seed", "priority", "salt"]
+
+    def value(depth: int = 0) -> Any:
+        simple = [None, True, 0, 1, -1, 2**70, 1.5, "", "x", "json", [], {}]
+        if depth > 3 or chance.random() < 0.6:
+            return chance.choice(simple)
+        if chance.random() < 0.5:
+            heads = ["input", "sample", "probe", "mask", "raw", "window", 1, 2]
+            return [chance.choice(heads), *(value(depth + 1) for _ in range(chance.randrange(4)))]
+        return {chance.choice([*names, "kind", "object"]): value(depth + 1) for _ in range(chance.randrange(4))}
+
+    with hw.connect(served.url) as bystander:
+        context = bystander.context().fill([1, 2, 3])
+        expected = bystander.run(lambda e: context.fork().generate(hw.Argmax(), max_tokens=6).tokens())
+        while time.monotonic() < end:
+            with opened(served) as raw:
+                try:
+                    for _ in range(chance.randrange(1, 30)):
+                        if chance.random() < 0.03:
+                            raw.send_bytes(chance.randbytes(chance.randrange(200)))
+                        else:
+                            args = {name: value() for name in chance.sample(names, chance.randrange(4))}
+                            raw.request(chance.choice(verbs), **args)
+                except OSError:
+                    continue
+            assert bystander.run(lambda e: context.fork().generate(hw.Argmax(), max_tokens=6).tokens()) == expected
+        context.release()
+    gc.collect()
+    until_quiet(served)
