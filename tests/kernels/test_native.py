@@ -149,7 +149,7 @@ def inputs(rows: int, k: int, seed: int) -> Tensor:
 def assert_matmul(y: Tensor, x: Tensor, w: QuantizedMatrix) -> None:
     """Equal to the reference up to the rounding of float32 sums."""
     exact = quantize_rows(x, w.row_quantization).double() @ dequantize(w).double().T
-    bias = torch.zeros(w.n) if w.bias is None else w.bias
+    bias = torch.zeros(w.n) if w.bias is None else torch.from_numpy(w.bias)
     largest = float(dequantize(w).abs().max()) * x.abs().sum(1, keepdim=True).double() + bias.abs()
     worst = ((y - (exact + bias)).abs() / (largest + 1e-30)).max()
     assert y.shape == (len(x), w.n)

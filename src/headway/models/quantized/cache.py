@@ -30,7 +30,7 @@ from headway.models.config import ModelConfig
 from headway.models.files.weights import Weights
 from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer
 
-VERSION = 1  # of this format, and of what repacking makes
+VERSION = 2  # of this format, and of what repacking makes
 MAGIC = b"headway weights\n"
 LEAST = 16 << 20  # bytes of a model that is worth a file
 CHUNK = 1 << 16  # bytes that share a sum
