@@ -246,7 +246,9 @@ class _Config:
             raise BadModelFile(
                 f"{self._where} has layers_to_transform={short_repr(layers)}; a list of integers is needed"
             )
-        listed = [patterns] if isinstance(patterns, str) else list(patterns or ())
+        listed = [patterns] if isinstance(patterns, str) else patterns or ()
+        if not isinstance(listed, list | tuple | set):
+            raise BadModelFile(f"{self._where} has layers_pattern={short_repr(patterns)}; a list of names is needed")
         return TargetRules(
             modules=self._names(modules, "target_modules"),
             excluded=self._names(excluded or (), "exclude_modules"),
