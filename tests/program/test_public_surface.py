@@ -9,7 +9,7 @@ from headway.testing import scripted_engine
 
 SURFACE = {
     hw.Engine: """
-        alive busy_since cache chat_template chat_writer close config context decoder delete deterministic
+        alive busy_since cache capabilities chat_template chat_writer close config context decoder delete deterministic
         disable_profiling enable_profiling eos_ids events fingerprint generation_defaults has_tokenizer info
         is_asleep is_profiling load_adapter open page_map page_size pages profile run sleep stats stream take tokenizer
         unload_adapter update_weights vocab_size wake
