@@ -95,7 +95,7 @@ $(DOCS_STAMP):
 define install
 $(PY) -m pip --version >/dev/null 2>&1 || { $(new_venv); }; \
 $(PIP) install -c constraints.txt -e '$(1)'; \
-ls $(NATIVE)/_headway.* >/dev/null 2>&1 || echo "No C++ compiler: Headway has no native library here and is slower."; \
+ls $(NATIVE)/_headway.* >/dev/null 2>&1 || echo "No C++ compiler: Headway has no native library here and needs torch: $(PIP) install -c constraints.txt -e '.[torch]'"; \
 for stamp in $(2); do rm -f $(VENV)/.headway-$$stamp-*; touch $(VENV)/.headway-$$stamp-$(KEY); done
 endef
 

@@ -2,7 +2,7 @@
 
 Calls the compiler itself: a few files and one library need no second build system. It never looks at the machine it
 runs on: one library holds kernels for every instruction set, and the one to use is picked at run time. Without a
-compiler the package is built without the library, with a warning, and runs on torch alone.
+compiler the package is built without the library, with a warning, and needs torch to compute.
 """
 
 from __future__ import annotations
@@ -217,5 +217,6 @@ class NativeBuildHook(BuildHookInterface):
         (root / LIBRARY).unlink(missing_ok=True)  # it may be from older sources
         self.app.display_warning(
             "Headway: built without its native library, because no C++17 compiler works here or HEADWAY_NATIVE_BUILD "
-            "is off. It computes with torch, which is slower. With g++, clang++ or CXX set, install it again."
+            "is off. It computes with torch (headway[torch]), which is slower. With g++, clang++ or CXX set, install "
+            "it again."
         )

@@ -320,7 +320,7 @@ def _floats(engine: hw.Engine) -> Decoder:
     """The engine's weights as floats; from its file where the engine keeps them packed."""
     import torch
 
-    from headway.models.load import load_model
+    from headway.models.load_tensors import load_model
 
     if isinstance(engine.decoder, Decoder):
         return engine.decoder

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headway.kernels.reference.rope import Rope, frequencies
+from headway.kernels.host.rope import Rope, frequencies
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.layers import DecoderLayer, Linear
@@ -80,7 +80,7 @@ def random_decoder(name: str, device: torch.device, dtype: torch.dtype) -> Decod
     )
     embedding = matrix(c.vocab_size, e)
     output = embedding if c.tied else matrix(c.vocab_size, e)
-    return Decoder(c, embedding, layers, ones(e), output, frequencies(c.rope).to(device))
+    return Decoder(c, embedding, layers, ones(e), output, torch.from_numpy(frequencies(c.rope)).to(device))
 
 
 def make_certain(decoder: Decoder) -> Decoder:

@@ -13,7 +13,7 @@ import torch
 
 from headway.base.brle import Brle
 from headway.base.samplers import Sampling
-from headway.kv.pool import Pool
+from headway.kv.tensor_pool import TensorPool
 from headway.models.decoder import Decoder
 from headway.runtime.batch import NO_POSITIONS, Batch, Segment
 from headway.runtime.passes import Readout
@@ -51,7 +51,7 @@ def decode_batch(rows: int, context: int, mask: Brle | None = None, how: Samplin
 def runner_for(decoder: Decoder, rows: int, context: int) -> CudaRunner:
     """A runner with a random KV cache for these sequences."""
     c = decoder.config
-    pool = Pool(
+    pool = TensorPool(
         layers=c.layers,
         pages=rows * (context // PAGE + 1),
         page_size=PAGE,

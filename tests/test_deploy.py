@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from headway.cli.main import app
+from headway.cli.main import build_app
 from headway.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +36,7 @@ def instructions(name: str) -> list[str]:
 
 def check_options(arguments: list[str]) -> dict[str, str]:
     """Options of `headway serve`, all of which it knows; the values of those that have one."""
-    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    command = typer.main.get_command(build_app()).commands["serve"]  # type: ignore[attr-defined]
     context = command.make_context("serve", list(arguments))
     assert not context.args
     return {name: str(value) for name, value in context.params.items() if value is not None}

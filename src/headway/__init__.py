@@ -21,6 +21,7 @@ from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
+from headway.base.extras import explain_missing
 from headway.base.gc_paused import gc_paused
 from headway.base.version import VERSION
 
@@ -36,8 +37,12 @@ def __getattr__(name: str) -> object:
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module 'headway' has no attribute {name!r}")
-    with nullcontext() if module in sys.modules else gc_paused():
-        value = getattr(import_module(module), name)
+    try:
+        with nullcontext() if module in sys.modules else gc_paused():
+            value = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        explain_missing(error, f"headway.{name}", "pipelines" if ".pipelines." in module else "torch")
+        raise
     globals()[name] = value
     return value
 

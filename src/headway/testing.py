@@ -16,22 +16,19 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from headway.base.errors import HeadwayError, InvalidInput, Unsupported
+from headway.base.extras import explain_missing
 from headway.base.probes import Logits
 from headway.base.rng import uniform
 from headway.base.samplers import Sampling
-from headway.kernels.reference.rope import Rope, frequencies
+from headway.kernels.host.rope import Rope, frequencies
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.bound import BoundAdapter, head_shape, target_shapes
 from headway.models.adapters.low_rank import HEAD, ROLES, Target
 from headway.models.config import ModelConfig
-from headway.models.decoder import Decoder
 from headway.models.families import FAMILIES
-from headway.models.layers import DecoderLayer, Linear
 from headway.program.engine import Engine
 from headway.runtime.adapters import DeviceWeights
 from headway.runtime.batch import Batch, Segment
@@ -39,6 +36,17 @@ from headway.runtime.device import pick_device, pick_dtype
 from headway.runtime.passes import BEFORE, Readout
 from headway.runtime.runners.attention_groups import dense_mask, segment_slots
 from headway.runtime.runners.base import DECODE_LIMIT, Deferred, InFlight, SegmentResult
+
+try:
+    import torch
+    from torch import Tensor
+
+    from headway.kernels.reference.quantized import tensor
+    from headway.models.decoder import Decoder
+    from headway.models.layers import DecoderLayer, Linear
+except ModuleNotFoundError as error:
+    explain_missing(error, "headway.testing")
+    raise
 
 WINDOW = 8  # default sliding window, for families that have one
 
@@ -51,7 +59,10 @@ def random_model(
     The same seed and config give the same weights on every device, up to the rounding of the dtype.
     """
     where = pick_device(device)
-    return _build(random_config(family, **overrides), _RandomTensors(seed, pick_dtype(dtype, where), where))
+    return _build(
+        random_config(family, **overrides),
+        _RandomTensors(seed, getattr(torch, pick_dtype(dtype, where)), torch.device(str(where))),
+    )
 
 
 def random_config(family: str = "llama", **overrides: Any) -> ModelConfig:
@@ -141,7 +152,7 @@ def _build(c: ModelConfig, draw: _RandomTensors) -> Decoder:
         layers=tuple(_layer(c, draw) for _ in range(c.layers)),
         final_norm=draw.norm(c.hidden_size),
         output=embedding if c.tied else draw.matrix(c.vocab_size, c.hidden_size),
-        inv_freq=frequencies(c.rope).to(embedding.device),
+        inv_freq=tensor(frequencies(c.rope)).to(embedding.device),
     )
 
 

@@ -58,8 +58,10 @@ def test_a_pipe_gets_plain_lines(headway: Run) -> None:
 def test_startup_times_a_fresh_process_in_order(headway: Run) -> None:
     found = json.loads(headway("bench", "startup", "--shape", "tiny", "--repeat", "1", "--json").stdout)
     (run,) = found["runs"]
-    assert 0 < run["imported"] < run["loaded"] < run["answered"]
-    assert run["beyond_torch"] == pytest.approx(run["answered"] - run["torch"])
+    phases = ("python", "numpy", "imported", "loaded", "tokenizer", "answered")
+    assert run["python"] > 0
+    assert list(run) == list(phases)
+    assert sorted(run.values()) == list(run.values())
 
 
 def test_any_folder_can_be_measured(headway: Run, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from headway.models.decoder import Decoder
 from headway.models.files.gguf import KINDS, BlockFormat
 from headway.models.files.mapped import Span, map_file, unmap
 from headway.models.files.staging import Staging
-from headway.models.load import load_model
+from headway.models.load_tensors import load_model
 from headway.runtime.memory import FRACTION
 from headway.testing import random_model
 from support.plain_files import finite_bytes, write_llama

@@ -11,12 +11,15 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from headway.kernels.host.attention import AttentionGroup
+from headway.kernels.host.rope import Rope
 from headway.kernels.reference import kv
-from headway.kernels.reference.attention import AttentionGroup, attend, attend_exact, scores
+from headway.kernels.reference.attention import attend, attend_exact, scores
 from headway.kernels.reference.linear import by_rows, linear
 from headway.kernels.reference.mlp import gated_silu
 from headway.kernels.reference.norm import rms_norm
-from headway.kernels.reference.rope import Rope, frequencies, rotate, rotation
+from headway.kernels.reference.rope import rotate, rotation
+from support.arrays import frequencies
 from support.checks import assert_close
 
 PAGE = 8

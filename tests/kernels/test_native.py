@@ -19,20 +19,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headway.base.errors import InvalidInput, OutOfRange, Unsupported, WrongType
+from headway.kernels.host.quantized import QuantizedMatrix
 from headway.kernels.native import library
 from headway.kernels.native.library import ISAS, ThreadPool, check, open_library, use_isa
-from headway.kernels.native.matmul import dequantize_rows, linear, matrix_struct
+from headway.kernels.native.matmul import matrix_struct
 from headway.kernels.reference.norm import rms_norm
 from headway.kernels.reference.ordered_matmul import linear_reference
-from headway.kernels.reference.quantized import (
-    QuantizedMatrix,
-    dequantize,
+from headway.kernels.reference.quantized import dequantize, quantize_rows
+from support.arrays import (
+    dequantize_rows,
     interleave_floats,
     interleave_groups,
     interleave_int8,
+    linear,
     quantize_int4,
     quantize_int8,
-    quantize_rows,
 )
 from support.sweeps import instruction_sets
 
@@ -90,7 +91,8 @@ def k_scales(n: int, k: int, generator: torch.Generator) -> QuantizedMatrix:
     blocks = len(plain.quants)
     factors = torch.randint(0, 64, (blocks, k // 32, 2, 16), generator=generator, dtype=torch.uint8)
     above = (torch.randn(blocks, k // 256, 2, 16, generator=generator) * 0.01).half()
-    return QuantizedMatrix("groups", n, k, plain.quants, factors, above, bits=4, group=32, has_min=True, scale_kind="k")
+    arrays = plain.quants, factors.numpy(), above.numpy()
+    return QuantizedMatrix("groups", n, k, *arrays, bits=4, group=32, has_min=True, scale_kind="k")
 
 
 def floats(dtype: torch.dtype) -> Build:
@@ -147,7 +149,7 @@ def inputs(rows: int, k: int, seed: int) -> Tensor:
 def assert_matmul(y: Tensor, x: Tensor, w: QuantizedMatrix) -> None:
     """Equal to the reference up to the rounding of float32 sums."""
     exact = quantize_rows(x, w.row_quantization).double() @ dequantize(w).double().T
-    bias = torch.zeros(w.n) if w.bias is None else w.bias
+    bias = torch.zeros(w.n) if w.bias is None else torch.from_numpy(w.bias)
     largest = float(dequantize(w).abs().max()) * x.abs().sum(1, keepdim=True).double() + bias.abs()
     worst = ((y - (exact + bias)).abs() / (largest + 1e-30)).max()
     assert y.shape == (len(x), w.n)
@@ -267,8 +269,9 @@ def test_a_matrix_whose_tensors_do_not_fit_its_size_is_refused(name: str) -> Non
     w = FORMATS[name](33, 80, generator(0))
     assert w.problem() is None
     assert replace(w, bias=None).problem() is None
-    changes: list[dict[str, Any]] = [{"n": 49}, {"k": 512}, {"quants": w.quants[1:]}, {"quants": w.quants.double()}]
-    changes += [{"bias": torch.zeros(40)}, {"bias": torch.zeros(66)[::2]}]
+    changes: list[dict[str, Any]] = [{"n": 49}, {"k": 512}, {"quants": w.quants[1:]}]
+    changes += [{"quants": w.quants.astype(np.float64)}, {"bias": torch.zeros(33)}]
+    changes += [{"bias": np.zeros(40, np.float32)}, {"bias": np.zeros(66, np.float32)[::2]}]
     changes += [{"scales": None}, {"scales": w.scales[:-1]}] if w.scales is not None else []
     changes += [{"group": 48}, {"bits": 5}] if w.kind == "groups" else []
     changes += [{"super": None}, {"k": 240}] if w.super is not None else []

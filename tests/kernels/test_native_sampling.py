@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from headway.base.errors import InvalidMask, InvalidToken
 from headway.base.samplers import Sampling
-from headway.kernels.native import sampling as drawing
 from headway.kernels.native.library import ISAS, ThreadPool, open_library, use_isa
 from headway.kernels.reference.sampling import NO_TOKEN, RowSampler, sample, sampling_distribution
+from support.arrays import sample_native
 from support.sweeps import instruction_sets
 
 pytestmark = pytest.mark.skipif(open_library().calls is None, reason=open_library().missing or "-")
@@ -92,7 +92,7 @@ def test_a_token_is_that_of_the_reference(thread_pool: ThreadPool, data: st.Data
     rng = np.random.default_rng(seed)
     rows = torch.from_numpy(np.stack([make_row(rng, vocab) for _ in range(3)]))
     draws = [make_draw(rng, vocab, data.draw(options), float(rng.random())) for _ in rows]
-    found, expected = drawing.sample(thread_pool, rows, draws), sample(rows, draws).tolist()
+    found, expected = sample_native(thread_pool, rows, draws), sample(rows, draws).tolist()
     for row, draw, token, other in zip(rows, draws, found, expected, strict=True):
         if token != other:
             begin, end = steps(row, draw)[token]
@@ -106,7 +106,7 @@ def test_frequencies_over_a_whole_vocabulary_are_its_probabilities(thread_pool: 
     count = 20_000
     how = Sampling(temperature=0.8, top_p=0.97, min_p=0.001)
     draws = [RowSampler(how, uniform=(i + 0.5) / count) for i in range(count)]
-    tokens = np.bincount(drawing.sample(thread_pool, row.expand(count, -1), draws), minlength=300)
+    tokens = np.bincount(sample_native(thread_pool, row.expand(count, -1), draws), minlength=300)
     ids, probs = sampling_distribution(row, how)
     assert np.abs(tokens[ids.numpy()] - count * probs.numpy()).max() <= 1.0
     assert tokens.sum() == tokens[ids.numpy()].sum()
@@ -116,7 +116,7 @@ def test_a_row_with_a_nan_has_no_token_and_its_neighbors_have_theirs(thread_pool
     rows = torch.zeros(3, 50)
     rows[1, 49] = float("nan")
     rows[2, 7] = 30.0
-    assert drawing.sample(
+    assert sample_native(
         thread_pool, rows, [RowSampler(Sampling(), 0.99), RowSampler(Sampling()), RowSampler(Sampling(), 0.5)]
     ) == [
         49,
@@ -127,8 +127,8 @@ def test_a_row_with_a_nan_has_no_token_and_its_neighbors_have_theirs(thread_pool
 
 def test_what_allows_nothing_or_names_no_token_is_refused(thread_pool: ThreadPool) -> None:
     with pytest.raises(InvalidMask, match="allows none of 9 tokens"):
-        drawing.sample(
+        sample_native(
             thread_pool, torch.zeros(1, 9), [RowSampler(Sampling(), allowed=torch.zeros(9, dtype=torch.bool))]
         )
     with pytest.raises(InvalidToken, match="token id 9 in logit_bias is outside"):
-        drawing.sample(thread_pool, torch.zeros(1, 9), [RowSampler(Sampling(logit_bias={9: 1.0}))])
+        sample_native(thread_pool, torch.zeros(1, 9), [RowSampler(Sampling(logit_bias={9: 1.0}))])

@@ -19,7 +19,8 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from headway.kernels.reference.attention import AttentionGroup, attend  # noqa: E402
+from headway.kernels.host.attention import AttentionGroup  # noqa: E402
+from headway.kernels.reference.attention import attend  # noqa: E402
 from headway.kernels.triton import attention, layout  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -217,7 +218,7 @@ def test_a_nasty_value_anywhere_gives_a_config_or_one_of_our_errors(key: str) ->
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 def test_a_nasty_rope_value_gives_a_config_or_one_of_our_errors(kind: str) -> None:
-    from headway.kernels.reference.rope import frequencies
+    from headway.kernels.host.rope import frequencies
 
     whole = {
         **{"rope_type": kind, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0},
@@ -231,7 +232,7 @@ def test_a_nasty_rope_value_gives_a_config_or_one_of_our_errors(kind: str) -> No
             except hw.HeadwayError:
                 continue
             if config.head_dim <= 64:
-                assert frequencies(config.rope).isfinite().all(), (key, value)
+                assert np.isfinite(frequencies(config.rope)).all(), (key, value)
 
 
 @pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import headway as hw
+from headway.kernels.host.quantized import QuantizedMatrix
 from headway.kernels.native.library import ISAS, ThreadPool, open_library, use_isa
-from headway.kernels.native.matmul import dequantize_rows, linear
-from headway.kernels.reference.quantized import QuantizedMatrix, dequantize, quantize_rows
+from headway.kernels.reference.quantized import dequantize, quantize_rows
 from headway.kernels.reference.quantized import dequantize_rows as reference_rows
 from headway.models.files.dequant import FLOATS
 from headway.models.files.gguf import KINDS, GgufFile
 from headway.models.files.weights import GgufWeights, open_weights
-from headway.models.load import load_model, load_quantized_model
-from headway.models.quantized.repack import load_matrix
+from headway.models.load import load_quantized_model
+from headway.models.load_tensors import load_model
+from support.arrays import dequantize_rows, linear, load_matrix
 from support.checks import all_logits, random_tokens
 from support.gguf_files import ARCHS, HALVES, random_bytes, write, write_gguf
 from support.hf import random_hf, save_hf, variant
@@ -94,7 +95,7 @@ def test_a_bias_comes_along_in_float32(tmp_path: Path, thread_pool: ThreadPool, 
         for keep in (True, False):
             w = load_matrix(weights, "w", thread_pool=thread_pool, keep=keep, bias=bias)
             assert w.bias is not None
-            assert torch.equal(w.bias, bias.float())
+            assert np.array_equal(w.bias, bias.float().numpy())
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
@@ -173,7 +174,7 @@ def test_a_quantized_model_has_the_weights_of_the_plain_one(
             assert torch.equal(torch.cat([dequantize(w) for w in parts]), whole.weight)
             assert [w.bias is None for w in parts] == [whole.bias is None] * len(parts)
             if whole.bias is not None:
-                assert torch.equal(torch.cat([w.bias for w in parts]), whole.bias)
+                assert torch.equal(torch.cat([torch.from_numpy(w.bias) for w in parts]), whole.bias)
         assert torch.equal(dequantize(one.down), other.down.weight)
     assert set(quantized.formats()) == {w.label for w in (*quantized.layers[0].matrices(), quantized.output)}
     assert len(quantized.formats()) == (4 if kind == "mixed" else 1)

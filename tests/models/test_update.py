@@ -7,7 +7,8 @@ import torch
 
 import headway as hw
 from headway.models.quantized.cuda import quantize_decoder
-from headway.models.update import moved, updated, weight_shapes
+from headway.models.update import updated, weight_shapes
+from headway.models.update_tensors import moved
 from headway.testing import random_model
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, NoRepeatNGramLogitsProcessor, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -24,6 +26,7 @@ from headway.base.events import StepEvent
 from headway.program.generation.beam_choice import drawn
 from headway.program.generation.beams import Continuation, beam_search
 from headway.program.generation.ngrams import banned_by_ngrams
+from headway.program.generation.topk import topk
 from headway.testing import random_model
 from support.checks import random_tokens
 from support.hf import random_hf, save_hf, variant
@@ -454,7 +457,7 @@ def test_when_every_token_is_forbidden_it_says_so(engine: hw.Engine) -> None:
 
 def test_draws_without_replacement_have_their_exact_distribution() -> None:
     probs = np.array([0.5, 0.1, 0.0, 0.25, 0.15])
-    scores = torch.from_numpy(np.log(probs, where=probs > 0, out=np.full(5, -np.inf))).float()
+    scores = np.log(probs, where=probs > 0, out=np.full(5, -np.inf)).astype(np.float32)
     runs = 4000
     found = Counter(tuple(drawn(scores, 3, seed, 7).tolist()) for seed in range(runs))
     orders = list(itertools.permutations((0, 1, 3, 4), 3))
@@ -464,10 +467,10 @@ def test_draws_without_replacement_have_their_exact_distribution() -> None:
 
 
 def test_what_has_no_probability_is_drawn_last_by_index() -> None:
-    scores = torch.tensor([-torch.inf, 0.0, -torch.inf, -1e9, 1.0])
+    scores = np.array([-np.inf, 0.0, -np.inf, -1e9, 1.0], np.float32)
     assert sorted(drawn(scores, 2, 1, 1).tolist()) == [1, 4]
     assert drawn(scores, 5, 1, 1).tolist()[2:] == [0, 2, 3]
-    assert drawn(torch.full((3,), -torch.inf), 2, 1, 1).tolist() == [0, 1]
+    assert drawn(np.full(3, -np.inf, np.float32), 2, 1, 1).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("filters", swept([{"temperature": 2.0, "top_k": 1}, {"temperature": 2.0, "top_p": 0.3}]))
@@ -596,3 +599,18 @@ def test_a_busy_context_is_refused(engine: hw.Engine) -> None:
             await running
 
     engine.run(program)
+
+
+@given(
+    count=st.one_of(st.integers(1, 40), st.sampled_from((97, 300, 1000, 9000))),
+    levels=st.sampled_from((1, 2, 3, 20, 10**6)),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 1 << 30),
+)
+@settings(deadline=None, max_examples=80)
+def test_ties_fall_as_torchs_topk_lets_them_fall(count: int, levels: int, share: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    scores = rng.integers(0, levels, count).astype(np.float32)
+    scores[rng.random(count) < 0.1] = -np.inf
+    k = max(1, min(count, int(share * min(count, 60))))
+    assert topk(scores, k).tolist() == torch.topk(torch.from_numpy(scores), k).indices.tolist()

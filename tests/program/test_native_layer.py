@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import headway as hw
 from headway import Mask
+from headway.kernels.host.rope import Rope
 from headway.kernels.native.library import ISA_NAMES, ISAS, open_library, use_isa
-from headway.kernels.reference.rope import Rope
 from headway.models.decoder import Decoder
 from headway.models.layers import Linear
 from headway.testing import random_model

@@ -418,15 +418,15 @@ def test_diagnostics_catch_keys_that_went_wrong_and_name_the_layer(own: hw.Infer
     own.enable_validation_diagnostics()
     with hw.DecodeState() as state:
         own.prefill_batched(state, PROMPT[:10])
-        keys = own.engine._loop._runner.pool.keys  # type: ignore[attr-defined]
-        own.engine._loop.call(lambda: keys[layer, :, :4].mul_(1.5))  # a fault of the device
+        keys = own.engine._loop._runner.pool.keys[layer, :, :4]  # type: ignore[attr-defined]
+        own.engine._loop.call(lambda: keys.__imul__(1.5))  # a fault of the device; keys are a tensor or an array
         with pytest.raises(
             hw.ValidationFailed, match=rf"this step and the reference differ at position 10: layer {layer} first"
         ):
             own.decode_step(state, PROMPT[10], collect_output=True)
         assert (state.position, state.generated_tokens, state.layer_outputs) == (10, [], [])
         assert [d.passed for d in own.diagnostics] == [True, False]
-        own.engine._loop.call(lambda: keys[layer, :, :4].div_(1.5))
+        own.engine._loop.call(lambda: keys.__itruediv__(1.5))
         own.decode_step(state, PROMPT[10])
         assert own.diagnostics[-1].passed
 

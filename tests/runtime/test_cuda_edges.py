@@ -20,7 +20,7 @@ import headway as hw  # noqa: E402
 from headway.base.brle import Brle  # noqa: E402
 from headway.base.errors import InvalidInput, Unsupported  # noqa: E402
 from headway.kernels.triton import layout  # noqa: E402
-from headway.kv.pool import Pool  # noqa: E402
+from headway.kv.tensor_pool import TensorPool  # noqa: E402
 from headway.models.decoder import Decoder  # noqa: E402
 from headway.runtime.batch import Batch, DecodeRows, pack  # noqa: E402
 from headway.runtime.device import pick_device  # noqa: E402
@@ -50,7 +50,7 @@ def tiny(**options: Any) -> Decoder:
 def model_of() -> CudaModel:
     decoder = tiny()
     c = decoder.config
-    pool = Pool(
+    pool = TensorPool(
         layers=c.layers,
         pages=4,
         page_size=16,

@@ -12,7 +12,7 @@ from pathlib import Path
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 
-from headway.cli.main import app
+from headway.cli.main import build_app
 from headway.program.engine import EngineStats
 from headway.server.anthropic.request_schema import MessagesRequest
 from headway.server.app import create_app
@@ -77,7 +77,7 @@ def field_names(model: type[RequestSchema]) -> set[str]:
 
 
 def test_every_option_is_listed_with_its_default() -> None:
-    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    command = typer.main.get_command(build_app()).commands["serve"]  # type: ignore[attr-defined]
     options = {option.opts[0]: option.default for option in command.params if "--help" not in option.opts}
     table = rows(section(SERVING, "Options"), "option")
     assert sorted(named(table)) == sorted(options)

@@ -18,7 +18,7 @@ def saved_adapter(folder: Path, config: ModelConfig, *, seed: int, rank: int = 4
     tensors: dict[str, torch.Tensor] = {}
     for target, pair in adapter.pairs.items():
         for side, tensor in (("A", pair.a), ("B", pair.b)):
-            tensors[f"base_model.model.model.{target}.lora_{side}.weight"] = tensor
+            tensors[f"base_model.model.model.{target}.lora_{side}.weight"] = torch.from_numpy(tensor)
     folder.mkdir(parents=True)
     save_file(tensors, str(folder / "adapter_model.safetensors"))
     facts = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 import headway as hw
+from headway.kernels.reference.quantized import tensor
 from headway.models.adapters.low_rank import HEAD, Target
 from headway.models.decoder import Decoder
 from headway.models.layers import Linear
@@ -30,7 +31,7 @@ def merged(decoder: Decoder, *uses: tuple[hw.Adapter, float]) -> Decoder:
                 for adapter, scale in uses:
                     pair = adapter.pairs.get(Target(number, role))
                     if pair is not None:
-                        delta = scale * pair.scaling * (pair.b.double() @ pair.a.double())
+                        delta = scale * pair.scaling * (tensor(pair.b).double() @ tensor(pair.a).double())
                         weight[first : first + sizes[role]] += delta
                 first += sizes[role]
             changed[stack] = Linear(weight.to(torch.float32), linear.bias)
@@ -38,5 +39,5 @@ def merged(decoder: Decoder, *uses: tuple[hw.Adapter, float]) -> Decoder:
     output = decoder.output.double()
     for adapter, scale in uses:
         if (pair := adapter.pairs.get(HEAD)) is not None:
-            output = output + scale * pair.scaling * (pair.b.double() @ pair.a.double())
+            output = output + scale * pair.scaling * (tensor(pair.b).double() @ tensor(pair.a).double())
     return replace(decoder, layers=tuple(layers), output=output.to(torch.float32))

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 import headway as hw
 from headway.base.samplers import Sampling
 from headway.kv.allocator import Edit
-from headway.kv.pool import Pool
+from headway.kv.tensor_pool import TensorPool
 from headway.runtime.passes import Readout
 from headway.testing import ScriptedRunner
 from headway.text.tokenizer import byte_of_character
@@ -37,7 +37,7 @@ class Speaker(ScriptedRunner):
     def __init__(self) -> None:
         super().__init__(V, 16)
         self.replies: list[list[int]] = []
-        self.pool: Pool | None = None
+        self.pool: TensorPool | None = None
         self._start = 0
 
     def edit(self, edits: Sequence[Edit]) -> None:

@@ -18,7 +18,8 @@ class Settings:
 
     `HEADWAY_CACHE`, `HF_HUB_OFFLINE`, `HEADWAY_BATCHED_PREFILL`, `HEADWAY_NATIVE` (auto; off; require, which makes a
     missing native library an error; triton, which uses its kernels on any device, on a CPU in Triton's interpreter),
-    `HEADWAY_ISA` (the instruction set of the native kernels) and `HEADWAY_API_KEY` (what commands send to a server).
+    `HEADWAY_ISA` (the instruction set of the native kernels), `HEADWAY_WEIGHT_CACHE` (megabytes of repacked weights
+    that are kept on disk, or off) and `HEADWAY_API_KEY` (what commands send to a server).
     """
 
     cache: Path
@@ -26,6 +27,7 @@ class Settings:
     batched_prefill: str  # off | on | validate
     native: str = "auto"  # auto | off | require | triton
     isa: str | None = None
+    weight_cache: int = 0  # bytes
     api_key: str | None = field(default=None, repr=False)
 
 
@@ -41,6 +43,7 @@ def settings() -> Settings:
         batched_prefill=_prefill_mode(env.get("HEADWAY_BATCHED_PREFILL", "on")),
         native=_native_mode(env.get("HEADWAY_NATIVE", "auto")),
         isa=env.get("HEADWAY_ISA") or None,
+        weight_cache=_weight_cache(env.get("HEADWAY_WEIGHT_CACHE", "2048")),
         api_key=env.get("HEADWAY_API_KEY") or None,
     )
 
@@ -52,6 +55,13 @@ def _prefill_mode(text: str) -> str:
             f"HEADWAY_BATCHED_PREFILL is {text!r}; it must be one of {', '.join(PREFILL_MODES)} (or 0, 1)"
         )
     return mode
+
+
+def _weight_cache(text: str) -> int:
+    size = {"off": "0", "": "2048"}.get(text.strip().lower(), text.strip())
+    if not (size.isascii() and size.isdigit()):
+        raise InvalidInput(f"HEADWAY_WEIGHT_CACHE is {text!r}; it must be a number of megabytes, or off")
+    return int(size) << 20
 
 
 def _native_mode(text: str) -> str:

@@ -141,44 +141,42 @@ def path_of(engine: hw.Engine) -> str:
 
 CHILD = """
 import json, sys
+print("python", flush=True)
 options = json.loads(sys.argv[1])
+import numpy
+print("numpy", flush=True)
 import headway as hw
-import torch
+hw.Engine
 print("imported", flush=True)
 with hw.Engine(options.pop("model"), **options) as engine:
     async def first(engine):
         async with engine.context() as ctx:
             return await ctx.fill([1, 2, 3, 4, 5, 6, 7, 8]).generate(hw.Argmax(), max_tokens=1, stop_only=True).tokens()
     print("loaded", flush=True)
+    engine.has_tokenizer
+    print("tokenizer", flush=True)
     engine.run(first)
     print("answered", flush=True)
 """
-MARKS = ("imported", "loaded", "answered")
+MARKS = ("python", "numpy", "imported", "loaded", "tokenizer", "answered")
 
 
 @dataclass(frozen=True)
 class Startup:
-    """Seconds from process start until everything is imported, the model loaded and the first token generated.
+    """Seconds from process start until each phase was over."""
 
-    `torch` is the time of `import torch` in another process, measured just before.
-    """
-
-    torch: float
-    imported: float
-    loaded: float
-    answered: float
-
-    @property
-    def beyond_torch(self) -> float:
-        """Time to the first token beyond `import torch`."""
-        return self.answered - self.torch
+    python: float  # the interpreter runs
+    numpy: float  # numpy is imported
+    imported: float  # so is the engine
+    loaded: float  # the weights are there
+    tokenizer: float  # so are the tokenizer and the chat template, if the model has them
+    answered: float  # the first token was generated
 
 
 def measure_startup(options: dict[str, Any]) -> Startup:
-    """Start Python twice: once to import torch, once to load `options["model"]` and generate a token."""
+    """Start Python to load `options["model"]` and generate a token."""
     compile_package()
-    (torch_ready,) = _marks(["-c", "import torch; print('imported', flush=True)"], ("imported",))
-    return Startup(torch_ready, *_marks(["-c", CHILD, json.dumps(options)], MARKS))
+    return Startup(*_marks(["-c", CHILD, json.dumps(options)], MARKS))
 
 
 def compile_package() -> None:

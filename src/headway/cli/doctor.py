@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from headway.base.checks import check_fraction
 from headway.base.config import settings
+from headway.base.device import AnyDevice
 from headway.base.errors import InvalidInput
+from headway.base.extras import has_torch
 from headway.base.machine import Machine, read_machine
 from headway.cli.facts import (
     PACKAGES,
@@ -25,9 +28,6 @@ from headway.cli.facts import (
 from headway.cli.options import INTEGER, Device, Dtype, Json, MemoryFraction, Threads
 from headway.cli.render import emit_json, show_pairs, size
 from headway.models.hub import store
-
-if TYPE_CHECKING:
-    import torch
 
 STEP_ROWS = 512  # rows of a prefill step
 
@@ -198,6 +198,8 @@ def _report(machine: Machine, gpus: list[Gpu], device: str, speed: float, thread
             "bandwidth_bytes_per_second": round(speed),
         },
         "native": _native(),
+        "computes": _computes(device, config.native),
+        "extras": extras(),
         "device": device,
         "cuda": [vars(gpu) for gpu in gpus],
         "gpu": gpu_path(bool(gpus), config.native).to_json(),
@@ -228,9 +230,11 @@ def _show(report: dict[str, Any]) -> None:
         ("CUDA devices", "; ".join(cuda) or f"none: {report['gpu']['missing']}"),
         *([("Triton", _triton_line(report["gpu"])), ("CUDA graphs", report["gpu"]["graphs"])] if cuda else []),
         ("native kernels", _native_line(report["native"])),
+        ("computes", report["computes"]),
         ("device", report["device"]),
     ]
     show_pairs(machine, title="Machine")
+    show_pairs(((name, text) for name, text in report["extras"].items()), title="Extras")
     cache = report["cache"]
     stored = [
         ("cache", f"{cache['path']}, {size(cache['bytes'])}"),
@@ -244,7 +248,7 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _fit(
-    path: Path, device: torch.device, machine: Machine, dtype: str, *, context: int | None, fraction: float | None
+    path: Path, device: AnyDevice, machine: Machine, dtype: str, *, context: int | None, fraction: float | None
 ) -> MemoryFit:
     from headway.models.load import has_quantized, stored_dtype
     from headway.runtime.device import pick_dtype
@@ -265,9 +269,8 @@ def _fit(
         stored = _stored_weights(path)
     elif dtype == "auto" and device.type == "cpu" and has_quantized(path):
         stored = replace(_stored_weights(path), reference=4 * facts.parameters)
-    return MemoryFit(
-        facts, str(kind).removeprefix("torch."), kind.itemsize, context or facts.max_positions, free, stored
-    )
+    item = 4 if kind == "float32" else 2
+    return MemoryFit(facts, kind, item, context or facts.max_positions, free, stored)
 
 
 def _stored_weights(path: Path) -> StoredWeights:
@@ -311,6 +314,38 @@ def _verdict(fit: MemoryFit) -> str:
     return f"It does not fit: {size(fit.needed - fit.available)} are missing. A smaller model{smaller} would."
 
 
+EXTRAS = {  # a package that each brings, and what it adds
+    "torch": ("torch", "the reference path, other dtypes on a CPU, and machines without a native library"),
+    "cuda": ("triton", "NVIDIA GPUs, with a CUDA build of torch"),
+    "pipelines": ("transformers", "tasks for other kinds of models: embeddings, classification, images, sound"),
+    "parquet": ("pyarrow", "batch jobs over Parquet files"),
+    "audio": ("soundfile", "FLAC, Ogg and MP3"),
+    "onnx": ("onnxruntime", "pipelines on ONNX Runtime"),
+}
+
+
+def extras() -> dict[str, str]:
+    """Whether each extra is installed, and what it adds or would add."""
+    found = {}
+    for name, (package, adds) in EXTRAS.items():
+        there = find_spec(package) is not None and (name in ("parquet", "audio") or has_torch())
+        state = "installed" if there else f"pip install 'headway[{name}]' adds"
+        found[name] = f"{state}: {adds}"
+    return found
+
+
+def _computes(device: str, native: str) -> str:
+    """What computes a model by default on this device."""
+    from headway.kernels.native.library import open_library
+    from headway.kernels.triton import missing
+
+    if device.startswith("cuda") and native != "off":
+        return "Triton kernels" if missing() is None else "torch"
+    if device == "cpu" and native not in ("off", "triton") and open_library().calls is not None:
+        return "the native step, with numpy; torch is not imported"
+    return "torch" if has_torch() else "nothing: there is no native step, and torch is not installed"
+
+
 def _native() -> dict[str, Any]:
     """Whether the native runner is available, its instruction set, or why not."""
     from headway.kernels.native.library import ISA_NAMES, open_library
@@ -340,18 +375,25 @@ class GpuPath:
 
 def gpu_path(there: bool, native: str) -> GpuPath:
     """How a CUDA device would be used, whether one is `there` or not; `native` is HEADWAY_NATIVE."""
-    import torch
-
     from headway.kernels.triton import missing
 
     reason = "HEADWAY_NATIVE is off" if native == "off" else missing()
     absent = None
-    if not there and torch.version.cuda is None:
-        absent = f"torch {torch.__version__} is built without CUDA; a build with it is at https://pytorch.org"
-    elif not there:
-        absent = f"torch is built for CUDA {torch.version.cuda} and no driver or device answers; see nvidia-smi"
+    if not there:
+        absent = _no_cuda()
     graphs = "on" if reason is None else f"off: {reason}"
     return GpuPath(absent, package_version("triton"), reason, graphs if there else "off: there is no CUDA device")
+
+
+def _no_cuda() -> str:
+    """Why there is no CUDA device."""
+    if not has_torch():
+        return "torch is not installed; run: pip install 'headway[cuda]'"
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA; a build with it is at https://pytorch.org"
+    return f"torch is built for CUDA {torch.version.cuda} and no driver or device answers; see nvidia-smi"
 
 
 def _triton_line(path: dict[str, Any]) -> str:
@@ -361,10 +403,12 @@ def _triton_line(path: dict[str, Any]) -> str:
 
 
 def _gpus() -> list[Gpu]:
+    from headway.runtime.device import has_cuda
+
+    if not has_cuda():
+        return []
     import torch
 
-    if not torch.cuda.is_available():
-        return []
     found = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "huggingface_hub", "llguidance")
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "huggingface_hub", "llguidance")
 
 
 def headway_version() -> str:
@@ -65,13 +65,12 @@ class ModelFacts:
 
 def read_model(path: Path) -> ModelFacts:
     """Facts about the model at `path`, without reading its weights."""
-    import torch
-
+    from headway.base.device import Device
     from headway.models.capabilities import Capabilities, why_not_fast
     from headway.models.config import read_config
     from headway.models.files.weights import open_weights
     from headway.models.load import stored_dtype
-    from headway.runtime.device import dtype_name, pick_dtype
+    from headway.runtime.device import pick_dtype
 
     config = read_config(path)
     with open_weights(path) as weights:
@@ -84,7 +83,7 @@ def read_model(path: Path) -> ModelFacts:
         parameters=config.parameters,
         file_bytes=stored,
         stored_types=tuple(kinds.most_common()),
-        gpu_dtype=dtype_name(pick_dtype("auto", torch.device("cuda"), stored_dtype(path))),
+        gpu_dtype=pick_dtype("auto", Device("cuda"), stored_dtype(path)),
         windows=(len(bound := [w for w in config.windows if w is not None]), max(bound, default=0)),
         experts=None if (experts := config.description.experts) is None else (experts.count, experts.per_token),
         why_not_fast=why_not_fast(config),

@@ -1,6 +1,6 @@
 """The `headway` command: its commands, and one place where every mistake becomes one sentence.
 
-Modules that load torch are imported inside commands, so that `--help` is quick.
+A command line that names a command imports that one alone, so that `headway run` is quick.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from headway.base.errors import HeadwayError
-from headway.cli import bench, chat, doctor, lab, models, pipeline, run, serve, top
+from headway.base.extras import explain_missing
 from headway.cli.render import emit_json
 
 EXIT_MISTAKE = 2
@@ -52,22 +53,29 @@ MEANT = {  # commands of other tools
 # Typer's class for usage errors; its import path differs between versions, its place in the MRO does not.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-app = typer.Typer(
-    name="headway",
-    help="A programmable inference engine for transformer models: the forward pass is the API.",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("run")(run.run)
-app.command("chat")(chat.chat)
-app.command("serve")(serve.serve)
-app.command("lab")(lab.lab)
-app.add_typer(models.app, name="models")
-app.command("pipeline")(pipeline.pipeline)
-app.command("doctor")(doctor.doctor)
-app.add_typer(bench.app, name="bench")
+COMMANDS = ("run", "chat", "serve", "lab", "models", "pipeline", "doctor", "bench", "top")
+GROUPS = ("models", "bench")  # commands with commands of their own
 # What follows the script's name belongs to the script, options included.
-app.command("top", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(top.top)
+OPTIONS = {"top": {"allow_interspersed_args": False, "ignore_unknown_options": True}}
+
+
+def build_app(*names: str) -> typer.Typer:
+    """The command line with these commands; without a name, with all of them."""
+    app = typer.Typer(
+        name="headway",
+        help="A programmable inference engine for transformer models: the forward pass is the API.",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        callback=root,
+        invoke_without_command=True,
+    )
+    for name in names or COMMANDS:
+        module = import_module(f"headway.cli.{name}")
+        if name in GROUPS:
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name, context_settings=OPTIONS.get(name))(getattr(module, name))
+    return app
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -84,9 +92,11 @@ def dispatch(arguments: list[str]) -> int:
     """Run one command line; its exit code."""
     arguments = _completed(arguments)
     try:
-        return _command().main(arguments, prog_name="headway", standalone_mode=False) or 0
+        return _command(arguments).main(arguments, prog_name="headway", standalone_mode=False) or 0
     except HeadwayError as error:
         return _mistake(type(error).__name__, str(error), arguments)
+    except ModuleNotFoundError as error:
+        return _missing(error, arguments)
     except _UsageError as error:
         return _mistake("UsageError", _usage_sentence(error), arguments)
     except (KeyboardInterrupt, typer.Abort):
@@ -97,6 +107,16 @@ def dispatch(arguments: list[str]) -> int:
         if isinstance(end.__context__, BrokenPipeError):
             return _abandon_stdout()
         raise
+
+
+def _missing(error: ModuleNotFoundError, arguments: list[str]) -> int:
+    """Say which extra a command needs; another missing module is a fault of the installation."""
+    try:
+        extra = "pipelines" if arguments[:1] == ["pipeline"] else "torch"
+        explain_missing(error, f"headway {arguments[0] if arguments else ''}".rstrip(), extra)
+    except HeadwayError as found:
+        return _mistake(type(found).__name__, str(found), arguments)
+    raise error
 
 
 def _completed(arguments: list[str]) -> list[str]:
@@ -111,9 +131,13 @@ def _completed(arguments: list[str]) -> list[str]:
     return arguments
 
 
-def _command() -> Any:
+def _command(arguments: list[str]) -> Any:
     """The command tree, with flags that show no type in their help."""
-    command = typer.main.get_command(app)
+    named = [name for name in arguments[:1] if name in COMMANDS]
+    if named:
+        # A group of one command would not expect its name.
+        named.append(next(name for name in ("run", "chat") if name not in named))
+    command = typer.main.get_command(build_app(*named))
     _hide_flag_types(command)
     return command
 
@@ -127,7 +151,6 @@ def _hide_flag_types(command: Any, parent: Any = None) -> None:
         _hide_flag_types(inner, context)
 
 
-@app.callback(invoke_without_command=True)
 def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:

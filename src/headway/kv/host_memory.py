@@ -23,6 +23,16 @@ def give_back(memory: mmap.mmap | bytearray, start: int, end: int) -> None:
         memory.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
+def give_back_pages(memory: mmap.mmap | bytearray, shape: Sequence[int], width: int, pages: Sequence[int]) -> None:
+    """Give pages back that lie in memory as [layers, 2, pages, numbers of `width` bytes]."""
+    layers, two, total, numbers = shape
+    size = numbers * width
+    for first, end in runs(pages):
+        for plane in range(layers * two):
+            at = plane * total * size
+            give_back(memory, at + first * size, at + end * size)
+
+
 def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Ascending numbers as half-open ranges."""
     first = end = None

@@ -1,25 +1,66 @@
-"""The KV cache in memory: the tensor that holds the pages. Only the worker thread touches it."""
+"""The KV cache in memory: the array that holds the pages. Only the worker thread touches it.
+
+`Pool` is what the engine needs of one; `HostPool` is that of the native step, `tensor_pool` has the one of torch.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, Protocol
 
-import torch
+import numpy as np
 
-from headway.kernels.reference import kv
-from headway.kernels.reference.rope import turn
-from headway.kernels.transfer import to_device
+from headway.base.arrays import STORED
+from headway.kernels.host.rope import turn
 from headway.kv import host_memory
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
 
 
-class Pool:
-    """`keys` and `values` of every page, [L, P + 1, page, Hkv, D] each; page 0 stays zero.
+class Pool(Protocol):
+    """Keys and values of every page; page 0 stays zero."""
 
-    They are views of `raw` [L, 2, P + 1, numbers of a page]. With `by_head` a head's slots of a page are contiguous,
-    for kernels that read pages in place; with `across` a head's keys are moreover stored dimension by dimension,
-    [Hkv, D, page], so that one vector instruction scores several slots.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Bytes of one number."""
+        ...
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        """(layers, 2, page, Hkv, D): the numbers of one page."""
+        ...
+
+    def apply(self, edits: Sequence[Edit]) -> None:
+        """Do noted edits in order. What is exported, and imported again, is an array of the host."""
+        ...
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Give the memory of these pages, whose contents nobody needs, back to the system; they become zeros."""
+        ...
+
+    def from_bytes(self, data: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        """Bytes of a file as numbers of the pool's type, on the host."""
+        ...
+
+    def save_state(self, state: Any) -> np.ndarray:
+        """The bytes of a token's residual, as the runner keeps it."""
+        ...
+
+    def load_state(self, data: np.ndarray, dtype: str) -> object:
+        """What `save_state` gave, as the runner keeps it: in the float type that it computes in."""
+        ...
+
+
+class HostPool:
+    """`keys` and `values` [L, P + 1, page, Hkv, D], as the native step reads them.
+
+    They are views of `raw` [L, 2, P + 1, numbers of a page]. A head's slots of a page are contiguous, and its keys are
+    stored dimension by dimension, [Hkv, D, page], so that one vector instruction scores several slots.
     """
 
     def __init__(
@@ -30,44 +71,35 @@ class Pool:
         page_size: int,
         kv_heads: int,
         head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        by_head: bool = False,
-        across: bool = False,
-        inv_freq: torch.Tensor | None = None,
+        inv_freq: np.ndarray,
+        dtype: str = "float32",
     ) -> None:
         self._inv_freq = inv_freq  # the model's angles for each position, by which keys are rotated
-        self.clear_pages = kv.clear  # a runner may have a faster one
-        shape = (layers, 2, pages + 1, page_size * kv_heads * head_dim)
-        self._memory = None
-        if device.type == "cpu":
-            self._memory = host_memory.lazy_zeros(math.prod(shape) * dtype.itemsize)
-            self.raw = torch.frombuffer(self._memory, dtype=torch.uint8).view(dtype).view(shape)
-        else:
-            self.raw = torch.zeros(shape, dtype=dtype, device=device)
-        keys, values = self.raw.unbind(1)
-        slots, heads = (page_size, kv_heads, head_dim), (kv_heads, page_size, head_dim)
-        self.values = values.unflatten(2, heads).transpose(2, 3) if by_head else values.unflatten(2, slots)
-        if across:
-            self.keys = keys.unflatten(2, (kv_heads, head_dim, page_size)).permute(0, 1, 4, 2, 3)
-        else:
-            self.keys = keys.unflatten(2, heads).transpose(2, 3) if by_head else keys.unflatten(2, slots)
+        shape, kind = (layers, 2, pages + 1, page_size * kv_heads * head_dim), STORED[dtype]
+        self._memory = host_memory.lazy_zeros(math.prod(shape) * kind.itemsize)
+        self.raw = np.frombuffer(self._memory, kind).reshape(shape)
+        keys, values = self.raw[:, 0], self.raw[:, 1]
+        heads = (layers, pages + 1, kv_heads)
+        self.keys = keys.reshape(*heads, head_dim, page_size).transpose(0, 1, 4, 2, 3)
+        self.values = values.reshape(*heads, page_size, head_dim).transpose(0, 1, 3, 2, 4)
+        assert np.shares_memory(self.keys, self.raw)
+        assert np.shares_memory(self.values, self.raw)
 
-    def give_back(self, pages: Sequence[int]) -> None:
-        """Give the memory of these pages, whose contents nobody needs, back to the system; they become zeros."""
-        if self._memory is None:
-            return
-        layers, two, total, numbers = self.raw.shape
-        size = numbers * self.width
-        for first, end in host_memory.runs(pages):
-            for plane in range(layers * two):
-                at = plane * total * size
-                host_memory.give_back(self._memory, at + first * size, at + end * size)
+    @property
+    def nbytes(self) -> int:
+        return self.raw.nbytes
 
     @property
     def width(self) -> int:
-        """Bytes of one number."""
-        return self.raw.dtype.itemsize
+        return self.raw.itemsize
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        layers, _, *page = self.keys.shape
+        return (layers, 2, *page)
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        host_memory.give_back_pages(self._memory, self.raw.shape, self.width, pages)
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Do noted edits in order; consecutive clears go in one call."""
@@ -83,42 +115,47 @@ class Pool:
                     self.keys[:, page, start:] = 0
                     self.values[:, page, start:] = 0
                 case Copy(source, target, slots):
-                    kv.copy(self.keys, source, target, slots)
-                    kv.copy(self.values, source, target, slots)
+                    for pages in (self.keys, self.values):
+                        pages[:, target, :slots] = pages[:, source, :slots]
                 case Gather():
                     self._gather(edit)
                 case Export(pages, target):
-                    target.data = self.read(pages).cpu()
+                    target.data = self.read(pages)
                 case Import(source, places, pages):
                     data = source.data
-                    assert isinstance(data, torch.Tensor)
+                    assert isinstance(data, np.ndarray)
                     self.write(pages, data[:, :, list(places)])
         self._clear(run)
 
     def _gather(self, edit: Gather) -> None:
-        pages, places, end = self._index(edit.pages), self._index(edit.places), edit.start + len(edit.pages)
-        keys = self.keys[:, pages, places]  # [L, slots, Hkv, D]
+        pages, places = np.array(edit.pages, np.int64), np.array(edit.places, np.int64)
+        end, keys = edit.start + len(pages), self.keys[:, pages, places]  # [L, slots, Hkv, D]
         if edit.shift:
-            assert self._inv_freq is not None
-            positions = self._index(edit.positions)
+            positions = np.array(edit.positions, np.int64)
             keys = turn(keys, self._inv_freq, positions, positions + edit.shift)
+        values = self.values[:, pages, places]
         self.keys[:, edit.target, edit.start : end] = keys
-        self.values[:, edit.target, edit.start : end] = self.values[:, pages, places]
+        self.values[:, edit.target, edit.start : end] = values
 
-    def read(self, pages: Sequence[int]) -> torch.Tensor:
-        """Keys and values of these pages, [L, 2, pages, page, Hkv, D], however they lie in memory."""
-        index = self._index(pages)
-        return torch.stack([self.keys.index_select(1, index), self.values.index_select(1, index)], 1)
+    def read(self, pages: Sequence[int]) -> np.ndarray:
+        """Keys and values of these pages, [L, 2, pages, page, Hkv, D]."""
+        index = np.array(pages, np.int64)
+        return np.stack([self.keys[:, index], self.values[:, index]], 1)
 
-    def write(self, pages: Sequence[int], data: torch.Tensor) -> None:
+    def write(self, pages: Sequence[int], data: np.ndarray) -> None:
         """What `read` gave, into these pages."""
-        index, data = self._index(pages), data.to(self.raw.device)
-        self.keys.index_copy_(1, index, data[:, 0])
-        self.values.index_copy_(1, index, data[:, 1])
+        index = np.array(pages, np.int64)
+        self.keys[:, index], self.values[:, index] = data[:, 0], data[:, 1]
 
-    def _index(self, pages: Sequence[int]) -> torch.Tensor:
-        return to_device(pages, torch.int64, self.raw.device)
+    def from_bytes(self, data: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        return data.copy().view(self.raw.dtype).reshape(shape)  # as the file has it, it may be unaligned
+
+    def save_state(self, state: Any) -> np.ndarray:
+        return np.ascontiguousarray(state).view(np.uint8).ravel()
+
+    def load_state(self, data: np.ndarray, dtype: str) -> np.ndarray:
+        return data.copy().view(STORED[dtype])
 
     def _clear(self, pages: list[int]) -> None:
         if pages:
-            self.clear_pages(self.raw, self._index(pages))
+            self.raw[:, :, pages] = 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.base.errors import BadModelFile, Unsupported
 from headway.base.files import read_json
-from headway.kernels.reference.rope import Rope
+from headway.kernels.host.rope import Rope
 from headway.models import shapes
 from headway.models.description import PLAIN, Description
 from headway.models.families import FAMILIES, by_architecture, by_gguf

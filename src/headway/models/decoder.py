@@ -7,21 +7,23 @@ the final norm and the logits. The tensor functions are in `kernels/reference`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from headway.kernels.host.attention import AttentionGroup
 from headway.kernels.reference import kv as pages
 from headway.kernels.reference import sampling
-from headway.kernels.reference.attention import AttentionGroup, attend, attend_exact, scores
+from headway.kernels.reference.attention import attend, attend_exact, scores
 from headway.kernels.reference.linear import by_rows, linear
 from headway.kernels.reference.lora import Delta
 from headway.kernels.reference.rope import rotation
+from headway.models.any_decoder import AnyDecoder
 from headway.models.config import ModelConfig
+from headway.models.hooks import Hooks
 from headway.models.layers import DecoderLayer
 
 MarkPhase = Callable[[str], None]  # ends a phase of the profile
@@ -56,31 +58,8 @@ class RowAdapters(Protocol):
         ...
 
 
-@dataclass(eq=False)
-class Hooks:
-    """Hooks into a forward: rows of the residual before layer l (`hidden`) and attention groups of layer l (`scores`).
-
-    The forward fills `hidden_out` and `scores_out`.
-    """
-
-    hidden: Mapping[int, Tensor] = field(default_factory=dict)
-    scores: Mapping[int, Sequence[AttentionGroup]] = field(default_factory=dict)
-    hidden_out: dict[int, Tensor] = field(default_factory=dict)
-    scores_out: dict[int, list[Tensor]] = field(default_factory=dict)
-
-    def on_hidden(self, l: int, x: Tensor) -> None:
-        if l in self.hidden:
-            self.hidden_out[l] = x[self.hidden[l]].clone()
-
-    def on_attention(
-        self, l: int, q: Tensor, k: Tensor, scale: float, softmax: Mapping[str, Any] = MappingProxyType({})
-    ) -> None:
-        if l in self.scores:
-            self.scores_out[l] = [scores(q, k, group, scale, **softmax) for group in self.scores[l]]
-
-
 @dataclass(frozen=True, eq=False)
-class Decoder:
+class Decoder(AnyDecoder):
     """Token rows in, residual rows out; keys and values go to the KV cache it is given."""
 
     config: ModelConfig
@@ -107,7 +86,7 @@ class Decoder:
         rotations = self.rotations(step.positions)
         mark("rope")
         for l, layer in enumerate(self.layers):
-            hooks.on_hidden(l, x)
+            on_hidden(hooks, l, x)
             (h,) = by_rows(tile, layer.norm_in, x)
             mark("norm")
             q, k, v = by_rows(tile, layer.project, h, *step.delta(l, "qkv", h))
@@ -121,7 +100,7 @@ class Decoder:
             mark("kv write")
             mixed = mix(q, keys, values, step.groups[self.config.windows[l]], scale, **layer.softmax)
             mark("attention")
-            hooks.on_attention(l, q, keys, scale, layer.softmax)
+            on_attention(hooks, l, q, keys, scale, **layer.softmax)
             before = x
             (x,) = by_rows(tile, layer.project_out, x, mixed, *step.delta(l, "out", mixed))
             mark("output projection")
@@ -129,7 +108,7 @@ class Decoder:
             mark("norm")
             x = self._feed_forward(l, x, h, step, tile)
             mark("feed-forward")
-        hooks.on_hidden(len(self.layers), x)
+        on_hidden(hooks, len(self.layers), x)
         return x
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -171,6 +150,11 @@ class Decoder:
         """Logits [R, V] float32 of residual rows [R, E]."""
         return self.head(self.finish(x, tile), tile)
 
+    @property
+    def functions(self) -> Any:
+        """What reads its logits."""
+        return sampling
+
     def best(self, logits: Tensor) -> tuple[list[bool], list[int] | None]:
         """Whether each row has a NaN, and its first largest token if that costs nothing more."""
         return logits.isnan().any(1).tolist(), None
@@ -200,3 +184,22 @@ class Decoder:
             size["output projection"] += layer.out.nbytes
             size["feed-forward"] += layer.gate_up.nbytes + layer.down.nbytes
         return {**size, "head": self.output.nbytes}
+
+
+def on_hidden(hooks: Hooks, l: int, x: Tensor) -> None:
+    """Keep the rows that the hooks want of the residual before layer l."""
+    if l in hooks.hidden:
+        hooks.hidden_out[l] = x[torch.from_numpy(hooks.hidden[l]).to(x.device)].clone()
+
+
+def on_attention(hooks: Hooks, l: int, q: Tensor, k: Tensor, scale: float, **softmax: Any) -> None:
+    """Compute the attention that the hooks want of layer l."""
+    if l in hooks.scores:
+        groups = [group_on(q.device, group) for group in hooks.scores[l]]
+        hooks.scores_out[l] = [scores(q, k, group, scale, **softmax)[0] for group in groups]
+
+
+def group_on(device: torch.device, group: AttentionGroup) -> AttentionGroup:
+    """An attention group of arrays as one of tensors."""
+    arrays = (group.rows, group.pages, group.numbers, group.mask)
+    return AttentionGroup(*(torch.from_numpy(a).to(device) for a in arrays))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from headway.base.errors import BadModelFile
-from headway.kernels.reference.rope import Rope
+from headway.kernels.host.rope import Rope
 
 NormKind = Literal["rms", "rms+1", "layer"]  # root mean square; the same, weights counted from 1; mean and variance
 NormPlace = Literal["before", "after", "both"]  # of attention and of the feed-forward

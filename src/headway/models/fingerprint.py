@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
-import torch
+import numpy as np
 
-from headway.models.decoder import Decoder
-from headway.models.described import DescribedDecoder
-from headway.models.layers import tensors_of
+from headway.base.arrays import from_tensor
+from headway.models.any_decoder import AnyDecoder
 from headway.models.quantized.cpu import QuantizedDecoder
 
 CHUNK = 1 << 22
 
 
-def fingerprint(path: Path | None, decoder: Decoder | QuantizedDecoder, quantize: str | None = None) -> str:
+def fingerprint(path: Path | None, decoder: AnyDecoder, quantize: str | None = None) -> str:
     """SHA-256 over the weight files and their config, or over the tensors of a model created in memory."""
     digest = hashlib.sha256()
     if quantize is not None:
         digest.update(quantize.encode())
     if path is None and isinstance(decoder, QuantizedDecoder):
         digest.update(repr(decoder.config).encode())
-        _hash(digest, decoder.tensors())
-    elif isinstance(decoder, DescribedDecoder) and path is None:
-        digest.update(repr(decoder.config).encode())
-        _hash(digest, tensors_of(decoder))
+        _hash(digest, decoder.arrays())
     elif path is None:
-        assert isinstance(decoder, Decoder)
-        _hash_tensors(digest, decoder)
+        _hash_decoder(digest, decoder)
     elif path.is_file():
         _hash_file(digest, path)
     else:
@@ -44,8 +40,14 @@ def _hash_file(digest: hashlib._Hash, path: Path) -> None:
             digest.update(part)
 
 
-def _hash_tensors(digest: hashlib._Hash, decoder: Decoder) -> None:
+def _hash_decoder(digest: hashlib._Hash, decoder: Any) -> None:
+    from headway.models.described import DescribedDecoder
+    from headway.models.layers import tensors_of
+
     digest.update(repr(decoder.config).encode())
+    if isinstance(decoder, DescribedDecoder):
+        _hash(digest, tensors_of(decoder))
+        return
     output = getattr(decoder.output, "weight", decoder.output)  # a quantized one has a dequantized `weight`
     tensors = [decoder.embedding, decoder.final_norm, output, decoder.inv_freq]
     for layer in decoder.layers:
@@ -56,6 +58,6 @@ def _hash_tensors(digest: hashlib._Hash, decoder: Decoder) -> None:
     _hash(digest, tensors)
 
 
-def _hash(digest: hashlib._Hash, tensors: list[torch.Tensor]) -> None:
+def _hash(digest: hashlib._Hash, tensors: list[Any]) -> None:
     for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        digest.update(np.ascontiguousarray(from_tensor(tensor)).view(np.uint8).data)

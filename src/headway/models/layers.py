@@ -132,13 +132,3 @@ def _all_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
 def fused(parts: list[Tensor]) -> Tensor:
     """Matrices of one width stacked into one."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def half_split(rows: Tensor, head_dim: int, rotated: int | None = None) -> Tensor:
-    """Rows stored for rotation of neighboring pairs, reordered for rotation of halves; of each head `rotated` rows."""
-    if rotated is not None and rotated < head_dim:
-        heads = rows.unflatten(0, (-1, head_dim))
-        turned = half_split(heads[:, :rotated].flatten(0, 1), rotated).unflatten(0, (-1, rotated))
-        return torch.cat((turned, heads[:, rotated:]), 1).flatten(0, 1)
-    heads = rows.unflatten(0, (-1, head_dim // 2, 2))
-    return heads.transpose(1, 2).flatten(0, 2).contiguous()

@@ -1,36 +1,31 @@
-"""Weight files to a Decoder: names, shapes, layout. Errors name a weight that is missing, extra or misshapen.
+"""Weight files to a QuantizedDecoder: names, shapes, layout. Errors name a weight that is missing, extra or misshapen.
 
-On a CPU a weight is a view of its file if possible. To a CUDA device each is copied in chunks (see `staging`), straight
-to its rows of the stacked matrix.
+`load_tensors` makes a Decoder of torch from the same files.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from headway.base.arrays import aligned
 from headway.base.errors import BadModelFile, Unsupported
+from headway.kernels.host.quantized import QuantizedMatrix
+from headway.kernels.host.rope import frequencies
 from headway.kernels.native.library import ThreadPool
-from headway.kernels.reference.quantized import QuantizedMatrix
-from headway.kernels.reference.rope import frequencies
 from headway.models.config import ModelConfig, read_config
-from headway.models.decoder import Decoder
-from headway.models.families import is_llama_like
-from headway.models.files.dequant import FLOATS
-from headway.models.files.staging import Staging
+from headway.models.files.blocks import FLOATS
 from headway.models.files.weights import Weights, open_weights
-from headway.models.layers import DecoderLayer, Linear, fused, half_split
+from headway.models.quantized.cache import WeightCache, cache_key
 from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer
 from headway.models.quantized.repack import load_matrix
+from headway.models.rows import half_split
 
 LoadProgress = Callable[[int, int], None]  # layers done, total layers
-Change = Callable[[DecoderLayer], DecoderLayer]
 
 HF_NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -70,37 +65,6 @@ GGUF_NAMES = {
 HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|lm_head\.weight")
 
 
-def load_model(
-    path: Path,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: LoadProgress | None = None,
-    change: Change | None = None,
-    staging: Staging | None = None,
-) -> Decoder:
-    """The decoder in a Hugging Face folder or a GGUF file, its weights in one dtype on one device.
-
-    `change` is applied to each layer as soon as it is loaded, so that a model that is then quantized is never in memory
-    whole. `staging` copies weights to the device; a CUDA device has one by default.
-    """
-    config, names = read_config(path), GGUF_NAMES if path.is_file() else HF_NAMES
-    if not is_llama_like(config):
-        from headway.models.load_described import load_described  # it builds on this module
-
-        return load_described(path, config, dtype=dtype, device=device, progress=progress)
-    with ExitStack() as stack:
-        weights = open_weights(path)
-        stack.callback(weights.close)
-        if staging is None and device.type == "cuda":
-            staging = Staging(device)
-        if staging is None:
-            reader = _Reader(config, weights, names, dtype, device, set())
-        else:
-            reader = _StagedReader(config, weights, names, dtype, device, set(), stack.enter_context(staging))
-        return _build(reader, progress, change)
-
-
 def load_quantized_model(
     path: Path,
     *,
@@ -108,21 +72,27 @@ def load_quantized_model(
     keep: bool = True,
     quantize: str | None = None,
     progress: LoadProgress | None = None,
+    cache: WeightCache | None = None,
 ) -> QuantizedDecoder:
     """The decoder for the CPU's native step, or for its torch reference, which has no thread pool.
 
     `keep` leaves each matrix in its stored type, else it becomes float32.
 
-    `quantize` is for float matrices: int8, or int4 (with the embedding and the output in int8).
+    `quantize` is for float matrices: int8, or int4 (with the embedding and the output in int8). `cache` keeps what
+    repacking has made.
     """
     config, weights = read_config(path), open_weights(path)
-    names = GGUF_NAMES if path.is_file() else HF_NAMES
     try:
-        reader = _Reader(config, weights, names, torch.float32, torch.device("cpu"), set())
+        reader = NamedWeights(config, weights, names_in(path), set())
         if quantize is not None and keep:
             _check_floats(path, weights, quantize)
+        key = None if cache is None else cache_key(path, weights, keep=keep, quantize=quantize)
+        if cache is not None and key is not None and (kept := cache.load(key, config)) is not None:
+            return kept
         decoder = _QuantizedReader(reader, thread_pool, keep, quantize).decoder(progress)
         reader.check_all_used()
+        if cache is not None and key is not None:
+            cache.store(key, decoder)
         return decoder
     finally:
         weights.close()
@@ -134,7 +104,7 @@ def has_quantized(path: Path) -> bool:
         return any(len(weights.shape(name)) == 2 and weights.stored(name) not in FLOATS for name in weights.names())
 
 
-def stored_dtype(path: Path) -> torch.dtype | None:
+def stored_dtype(path: Path) -> str | None:
     """The float type of all matrices in a model's files; None if they are quantized or of several types."""
     with open_weights(path) as weights:
         kinds = {weights.stored(name) for name in weights.names() if len(weights.shape(name)) == 2}
@@ -171,44 +141,24 @@ def _check_floats(path: Path, weights: Weights, quantize: str) -> None:
         )
 
 
-def _build(reader: _Reader, progress: LoadProgress | None, change: Change | None) -> Decoder:
-    """The decoder with these weights."""
-    config, names = reader.config, reader.names
-    v, e = config.vocab_size, config.hidden_size
-    embedding = reader.tensor(names["embedding"], (v, e))
-    layers = []
-    for i in range(config.layers):
-        layers.append(reader.layer(i) if change is None else change(reader.settled(reader.layer(i))))
-        if progress is not None:
-            progress(i + 1, config.layers)
-    decoder = Decoder(
-        config=config,
-        embedding=embedding,
-        layers=tuple(layers),
-        final_norm=reader.tensor(names["final_norm"], (e,)),
-        output=embedding if config.tied else reader.tensor(names["output"], (v, e)),
-        inv_freq=reader.frequencies(),
-    )
-    reader.check_all_used()
-    return decoder
+def names_in(path: Path) -> dict[str, str]:
+    """What the weights are called: in a GGUF file, or in a Hugging Face folder."""
+    return GGUF_NAMES if path.is_file() else HF_NAMES
 
 
 @dataclass(frozen=True, eq=False)
-class _Reader:
+class NamedWeights:
+    """A model's weights by name, and which of them were used."""
+
     config: ModelConfig
     weights: Weights
     names: dict[str, str]
-    dtype: torch.dtype
-    device: torch.device
     used: set[str]
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def array(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A weight in float32."""
         self.claim(name, shape)
-        return self.weights.load(name, dtype=self.dtype, device=self.device)
-
-    def settled(self, layer: DecoderLayer) -> DecoderLayer:
-        """The layer, once its weights may be read."""
-        return layer
+        return aligned(self.weights.array(name))
 
     def claim(self, name: str, shape: tuple[int, ...]) -> None:
         """Mark a weight as used; raise if it is missing or has another shape."""
@@ -218,91 +168,25 @@ class _Reader:
     def check_all_used(self) -> None:
         check_all_used(self.weights, self.used, self.config.family)
 
-    def layer(self, i: int) -> DecoderLayer:
-        c, n = self.config, self.names
-        at = n["layer"].format(i)
-        e, f, d, q, kv = c.hidden_size, c.intermediate_size, c.head_dim, c.heads * c.head_dim, c.kv_heads * c.head_dim
-        return DecoderLayer(
-            input_norm=self.tensor(at + n["input_norm"], (e,)),
-            qkv=self.linear(at, (("q", q), ("k", kv), ("v", kv)), e, c.qkv_bias),
-            q_norm=self.tensor(at + n["q_norm"], (d,)) if c.qk_norm else None,
-            k_norm=self.tensor(at + n["k_norm"], (d,)) if c.qk_norm else None,
-            out=self.linear(at, (("o", e),), q, c.o_bias),
-            mlp_norm=self.tensor(at + n["mlp_norm"], (e,)),
-            gate_up=self.linear(at, (("gate", f), ("up", f)), e, c.mlp_bias),
-            down=self.linear(at, (("down", e),), f, c.mlp_bias),
-            heads=c.heads,
-            kv_heads=c.kv_heads,
-            head_dim=d,
-            eps=c.norm_eps,
-        )
-
-    def linear(self, at: str, parts: tuple[tuple[str, int], ...], width: int, bias: bool) -> Linear:
-        """Matrices stacked into one [sum of rows, width], with their biases."""
-        weight = fused([self.part(f"{at}{self.names[p]}.weight", p, (rows, width)) for p, rows in parts])
-        if not bias:
-            return Linear(weight)
-        return Linear(weight, fused([self.part(f"{at}{self.names[p]}.bias", p, (rows,)) for p, rows in parts]))
-
-    def part(self, name: str, role: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self.tensor(name, shape)
-        if role in ("q", "k") and self.config.interleaved_weights:
-            return half_split(tensor, self.config.head_dim)
-        return tensor
-
-    def frequencies(self) -> Tensor:
+    def frequencies(self) -> np.ndarray:
         """Rotation frequencies; a GGUF file may carry a divisor for each (`rope_freqs`)."""
-        inv_freq = frequencies(self.config.rope).to(self.device)
-        if self.names is GGUF_NAMES and "rope_freqs.weight" in self.weights.names():
-            self.used.add("rope_freqs.weight")
-            if self.weights.shape("rope_freqs.weight") != tuple(inv_freq.shape):
+        inv_freq, name = frequencies(self.config.rope), "rope_freqs.weight"
+        if self.names is GGUF_NAMES and name in self.weights.names():
+            self.used.add(name)
+            if self.weights.shape(name) != inv_freq.shape:
                 raise BadModelFile(
-                    f"the weight 'rope_freqs.weight' has shape {list(self.weights.shape('rope_freqs.weight'))}; "
+                    f"the weight {name!r} has shape {list(self.weights.shape(name))}; "
                     f"this config needs {list(inv_freq.shape)}"
                 )
-            inv_freq = inv_freq / self.weights.load("rope_freqs.weight", dtype=torch.float32, device=self.device)
-        return inv_freq
-
-
-@dataclass(frozen=True, eq=False)
-class _StagedReader(_Reader):
-    """Reads the same weights in chunks, straight into tensors allocated for them."""
-
-    staging: Staging
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self.fill(name, self.empty(shape))
-
-    def settled(self, layer: DecoderLayer) -> DecoderLayer:
-        self.staging.settle()
-        return layer
-
-    def linear(self, at: str, parts: tuple[tuple[str, int], ...], width: int, bias: bool) -> Linear:
-        rows = sum(count for _, count in parts)
-        weight = self.stack(at, "weight", parts, self.empty((rows, width)))
-        return Linear(weight, self.stack(at, "bias", parts, self.empty((rows,))) if bias else None)
-
-    def stack(self, at: str, what: str, parts: tuple[tuple[str, int], ...], whole: Tensor) -> Tensor:
-        """Fill a stacked matrix, or a stacked bias, from its parts."""
-        for (role, _), rows in zip(parts, whole.split([count for _, count in parts]), strict=True):
-            pairs = self.config.head_dim if role in ("q", "k") and self.config.interleaved_weights else 0
-            self.fill(f"{at}{self.names[role]}.{what}", rows, pairs)
-        return whole
-
-    def fill(self, name: str, target: Tensor, pairs: int = 0) -> Tensor:
-        self.claim(name, tuple(target.shape))
-        self.staging.send(self.weights.span(name), self.weights.stored(name), target, f"tensor {name!r}", pairs=pairs)
-        return target
-
-    def empty(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+            inv_freq = inv_freq / self.weights.array(name)
+        return aligned(inv_freq)
 
 
 @dataclass(frozen=True, eq=False)
 class _QuantizedReader:
     """Reads the same weights as `QuantizedMatrix`."""
 
-    reader: _Reader
+    reader: NamedWeights
     thread_pool: ThreadPool | None
     keep: bool
     quantize: str | None
@@ -321,7 +205,7 @@ class _QuantizedReader:
             config=c,
             embedding=embedding,
             layers=tuple(layers),
-            final_norm=reader.tensor(names["final_norm"], (c.hidden_size,)),
+            final_norm=reader.array(names["final_norm"], (c.hidden_size,)),
             output=embedding if c.tied else self.matrix(names["output"], table, quantize=coarse),
             inv_freq=reader.frequencies(),
         )
@@ -331,10 +215,10 @@ class _QuantizedReader:
         at = n["layer"].format(i)
         e, f, d, q, kv = c.hidden_size, c.intermediate_size, c.head_dim, c.heads * c.head_dim, c.kv_heads * c.head_dim
         return QuantizedLayer(
-            input_norm=reader.tensor(at + n["input_norm"], (e,)),
-            mlp_norm=reader.tensor(at + n["mlp_norm"], (e,)),
-            q_norm=reader.tensor(at + n["q_norm"], (d,)) if c.qk_norm else None,
-            k_norm=reader.tensor(at + n["k_norm"], (d,)) if c.qk_norm else None,
+            input_norm=reader.array(at + n["input_norm"], (e,)),
+            mlp_norm=reader.array(at + n["mlp_norm"], (e,)),
+            q_norm=reader.array(at + n["q_norm"], (d,)) if c.qk_norm else None,
+            k_norm=reader.array(at + n["k_norm"], (d,)) if c.qk_norm else None,
             q=self.part(at, "q", (q, e), c.qkv_bias),
             k=self.part(at, "k", (kv, e), c.qkv_bias),
             v=self.part(at, "v", (kv, e), c.qkv_bias),
@@ -347,9 +231,9 @@ class _QuantizedReader:
     def part(self, at: str, role: str, shape: tuple[int, int], bias: bool) -> QuantizedMatrix:
         rows = None
         if role in ("q", "k") and self.reader.config.interleaved_weights:
-            rows = half_split(torch.arange(shape[0]), self.reader.config.head_dim)
+            rows = half_split(np.arange(shape[0]), self.reader.config.head_dim)
         name = at + self.reader.names[role]
-        values = self.reader.tensor(f"{name}.bias", shape[:1]) if bias else None
+        values = self.reader.array(f"{name}.bias", shape[:1]) if bias else None
         if values is not None and rows is not None:
             values = values[rows]
         return self.matrix(f"{name}.weight", shape, rows, values, self.quantize)
@@ -358,8 +242,8 @@ class _QuantizedReader:
         self,
         name: str,
         shape: tuple[int, int],
-        rows: Tensor | None = None,
-        bias: Tensor | None = None,
+        rows: np.ndarray | None = None,
+        bias: np.ndarray | None = None,
         quantize: str | None = None,
     ) -> QuantizedMatrix:
         self.reader.claim(name, shape)

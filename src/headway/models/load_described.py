@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import Unsupported
-from headway.kernels.reference.rope import frequencies
+from headway.kernels.host.rope import frequencies
+from headway.kernels.reference.quantized import tensor
 from headway.models.config import ModelConfig
 from headway.models.described import DescribedDecoder, DescribedLayer
 from headway.models.experts import ExpertWeights
 from headway.models.families import by_name
 from headway.models.families.family import Cut, Each, Either, Part
 from headway.models.files.weights import Weights, open_weights
-from headway.models.layers import Linear, fused, half_split
+from headway.models.layers import Linear, fused
 from headway.models.load import GGUF_NAMES, HF_NAMES, LoadProgress, check_all_used, check_weight
+from headway.models.rows import half_split
 from headway.models.shapes import has_experts, layer_shapes, model_shapes
 
 HF_PARTS = {
@@ -146,7 +148,7 @@ class _Reader:
         c = self.config
         ropes = c.description.ropes or (c.rope,) * c.layers
         none = torch.zeros(c.rope.dim // 2)
-        return torch.stack([frequencies(rope) if rope.dim else none for rope in ropes]).to(self.device)
+        return torch.stack([tensor(frequencies(rope)) if rope.dim else none for rope in ropes]).to(self.device)
 
 
 def _build(reader: _Reader, progress: LoadProgress | None) -> DescribedDecoder:

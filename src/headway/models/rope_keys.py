@@ -6,7 +6,7 @@ import math
 
 from headway.base.errors import BadModelFile, Unsupported
 from headway.base.text import short_repr
-from headway.kernels.reference.rope import Rope
+from headway.kernels.host.rope import Rope
 from headway.models.keys import LARGEST, Keys
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
 import numpy as np
 
 from headway.base.adapters import AdapterMix
+from headway.base.arrays import from_tensor, widen
 from headway.base.errors import (
     Closed,
     ContextBusy,
@@ -548,7 +549,7 @@ class Context:
         """The last layer's output at the last token, before the final norm [E]."""
         state = self._table.state
         assert state is not None
-        return state.float().cpu().numpy()  # type: ignore[attr-defined]
+        return np.array(widen(from_tensor(state)))
 
     def _check_open(self) -> None:
         self.engine._loop.check_open()

@@ -14,10 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Self, TypeVar
 
-import torch
-
 from headway.base.checks import check_fraction, check_integer, check_number, check_text
 from headway.base.config import settings
+from headway.base.device import AnyDevice
 from headway.base.errors import Closed, InvalidInput, Unsupported, WrongType
 from headway.base.rng import LIMIT
 from headway.base.text import short_repr
@@ -28,7 +27,6 @@ from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.bound import BoundAdapter
 from headway.models.capabilities import Capabilities
 from headway.models.config import ModelConfig
-from headway.models.decoder import Decoder
 from headway.models.load import LoadProgress
 from headway.models.quantized.cpu import QuantizedDecoder
 from headway.program.chat.conversation import ChatWriter
@@ -52,6 +50,7 @@ from headway.runtime.runners.base import Runner
 from headway.runtime.runners.select import Backend
 
 if TYPE_CHECKING:
+    from headway.models.decoder import Decoder
     from headway.text.stream import TextStream
     from headway.text.templates.chat_template import ChatTemplate
     from headway.text.tokenizer import Tokenizer
@@ -109,11 +108,11 @@ class Engine:
         fraction = check_fraction(memory_fraction)
         self._max_grammar_seconds = _check_seconds(max_grammar_seconds)
         loaded = self._model = LoadedModel(model, dtype=dtype, device=device, quantize=quantize)
-        torch.set_num_threads(count)
         budget, mixed = _budgets(max_batch_tokens, loaded.device)
         fraction = memory_share(memory, fraction, loaded.device)
         sizing = PoolSize.begin(loaded.device, pages=pages, fraction=fraction, page_size=page_size, rows=budget)
         loaded.load(threads=count, has_runner=runner is not None, progress=progress)
+        _use_threads(loaded.backend, count)
         decoder = loaded.backend.decoder
         self.config: ModelConfig = loaded.config
         self._kv_dtype = loaded.backend.kv_dtype(kv_dtype)
@@ -137,7 +136,6 @@ class Engine:
         self._runner_is_given = runner is not None
         if runner is None:
             runner = self._new_runner()
-        native = loaded.backend.thread_pool is not None  # it has its own thread pool: torch does little next to it
         self._loop = Loop(
             runner,
             self._allocator,
@@ -146,7 +144,7 @@ class Engine:
             trim=trim,
             positions=any(window is not None for window in self.config.windows),
             on_idle=partial(_when_idle, weakref.ref(self)),
-            on_start=lambda: torch.set_num_threads(1 if native else count),
+            on_start=partial(_use_threads, loaded.backend, count),
         )
         weakref.finalize(self, self._loop.close)  # when the engine is garbage, or still open as Python exits
         self._adapters = LoadedAdapters(self.config, partial(_upload, self._loop, decoder.device))
@@ -372,18 +370,7 @@ class Engine:
         """The KV cache in memory, all zeros."""
         decoder, total = self._backend.decoder, self._allocator.total
         with running_out(decoder.device, f"making {total} pages"):
-            return Pool(
-                layers=self.config.layers,
-                pages=total,
-                page_size=self._page_size,
-                kv_heads=self.config.kv_heads,
-                head_dim=self.config.head_dim,
-                dtype=self._kv_dtype,
-                device=decoder.device,
-                by_head=self._backend.by_head,
-                across=self._backend.thread_pool is not None,
-                inv_freq=decoder.inv_freq,
-            )
+            return self._backend.new_pool(pages=total, page_size=self._page_size, dtype=self._kv_dtype)
 
     def _new_runner(self) -> Runner:
         """What computes, over the weights and pages that there are."""
@@ -488,7 +475,7 @@ class Engine:
         self.close()
 
 
-def _budgets(max_batch_tokens: int | None, device: torch.device) -> tuple[int, int]:
+def _budgets(max_batch_tokens: int | None, device: AnyDevice) -> tuple[int, int]:
     """Rows of a step at most, and of one with decode rows."""
     if max_batch_tokens is not None:
         check_integer(max_batch_tokens, "max_batch_tokens", 1, 1 << 20)
@@ -501,13 +488,13 @@ def _when_idle(engine: weakref.ref[Engine]) -> bool:
     one = engine()
     if one is None or one._pool is None or one._backend.decoder.device.type != "cpu":
         return False
-    size = one._pool.raw.nbytes // (one._allocator.total + 1)
+    size = one._pool.nbytes // (one._allocator.total + 1)
     pages = one._allocator.shrink(IDLE_CACHE // size, max(1, IDLE_SHARE // size))
     one._pool.give_back(pages)
     return bool(pages)
 
 
-def _upload(loop: Loop, device: torch.device, adapter: BoundAdapter) -> DeviceWeights:
+def _upload(loop: Loop, device: AnyDevice, adapter: BoundAdapter) -> DeviceWeights:
     """An adapter's weights on the device."""
     if adapter.head is not None and device.type == "cuda":
         raise Unsupported(
@@ -537,5 +524,17 @@ def _check_seconds(value: float) -> float:
     return seconds
 
 
-def _synchronizer(device: torch.device) -> Callable[[], None]:
-    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+def _use_threads(backend: Backend, count: int) -> None:
+    """Set the threads of torch, where it computes."""
+    if backend.thread_pool is None:
+        import torch
+
+        torch.set_num_threads(count)
+
+
+def _synchronizer(device: AnyDevice) -> Callable[[], None]:
+    if device.type != "cuda":
+        return lambda: None
+    import torch
+
+    return partial(torch.cuda.synchronize, str(device))

@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
+from headway.base.arrays import STORED
 from headway.base.config import settings
+from headway.base.device import AnyDevice
 from headway.base.errors import InvalidInput
 from headway.base.gc_paused import gc_paused
 from headway.base.notebook import NotebookBar, in_notebook
 from headway.base.text import short_repr
+from headway.models.any_decoder import AnyDecoder
 from headway.models.config import ModelConfig
-from headway.models.decoder import Decoder
 from headway.models.fingerprint import fingerprint
 from headway.models.hub.store import resolve
 from headway.models.load import LoadProgress
 from headway.models.quantized.cpu import QuantizedDecoder
-from headway.models.update import moved
 from headway.program.figures import EngineInfo
 from headway.program.generation.defaults import GenerationDefaults
 from headway.program.model_text import ModelText
@@ -27,6 +27,9 @@ from headway.program.pool_size import weight_bytes
 from headway.runtime.device import dtype_name, pick_device, pick_dtype
 from headway.runtime.memory import running_out
 from headway.runtime.runners.select import Backend, open_backend
+
+if TYPE_CHECKING:
+    from headway.models.decoder import Decoder
 
 
 class LoadedModel:
@@ -41,9 +44,10 @@ class LoadedModel:
         where = pick_device(device)
         self._given_backend, model = (model, model.decoder) if isinstance(model, Backend) else (None, model)
         self._dtype, self.quantize = dtype, quantize
-        self._home: torch.device | None = None  # where the weights belong, while they are elsewhere
-        self.in_memory = isinstance(model, Decoder | QuantizedDecoder)
-        if isinstance(model, Decoder | QuantizedDecoder):
+        self._home: AnyDevice | None = None  # where the weights belong, while they are elsewhere
+        self.in_memory = isinstance(model, AnyDecoder)
+        self.device: AnyDevice
+        if isinstance(model, AnyDecoder):
             self.path, self.name = None, f"{model.config.family} in memory"
             self._source = _unchanged(model, dtype, device)
             self.device = model.device
@@ -57,7 +61,7 @@ class LoadedModel:
         source = self._source
         if self._given_backend is not None:
             self.backend = self._given_backend
-        elif has_runner and isinstance(source, Decoder):
+        elif has_runner and not isinstance(source, Path | QuantizedDecoder):
             self.backend = Backend(source, None, "another runner was given")
         else:
             with running_out(self.device, "loading the weights"), gc_paused():
@@ -70,7 +74,7 @@ class LoadedModel:
                     settings=settings(),
                     progress=progress or _notebook_progress(self.name),
                 )
-        self.decoder = source if isinstance(source, Decoder) else self.backend.decoder
+        self.decoder = self.backend.decoder if isinstance(source, Path | QuantizedDecoder) else source
         del self._source, self._given_backend  # weights that are replaced later must not stay
 
     @property
@@ -87,7 +91,7 @@ class LoadedModel:
         """The model's generation_config.json; all values are None if it has no such file."""
         return GenerationDefaults.from_folder(self.path)
 
-    def info(self, threads: int, kv_dtype: torch.dtype) -> EngineInfo:
+    def info(self, threads: int, kv_dtype: str) -> EngineInfo:
         """Name, dtype, device, sizes."""
         backend, decoder = self.backend, self.backend.decoder
         return EngineInfo(
@@ -98,8 +102,8 @@ class LoadedModel:
             threads=threads,
             parameters=self.config.parameters,
             weight_bytes=weight_bytes(decoder),
-            kv_bytes_per_token=self.config.kv_values_per_token * kv_dtype.itemsize,
-            kv_dtype=dtype_name(kv_dtype),
+            kv_bytes_per_token=self.config.kv_values_per_token * STORED[kv_dtype].itemsize,
+            kv_dtype=kv_dtype,
             runner=backend.name,
             format=backend.format,
             stored=dtype_name(backend.stored),
@@ -114,14 +118,22 @@ class LoadedModel:
 
     def leave_device(self) -> None:
         """Keep the weights in host memory until `return_to_device`."""
+        import torch
+
+        from headway.models.update_tensors import moved
+
         self._home = self.backend.decoder.device
         self._replace(moved(self.backend.decoder, torch.device("cpu")))
 
     def return_to_device(self) -> None:
         """Take the weights back to their device, if they have left it."""
         if self._home is not None:
+            import torch
+
+            from headway.models.update_tensors import moved
+
             with running_out(self._home, "taking the weights back"):
-                self._replace(moved(self.backend.decoder, self._home))
+                self._replace(moved(self.backend.decoder, torch.device(str(self._home))))
             self._home = None
 
     def _replace(self, decoder: Decoder | QuantizedDecoder) -> None:
@@ -135,7 +147,7 @@ def _unchanged(decoder: Decoder | QuantizedDecoder, dtype: str, device: str) -> 
         raise InvalidInput(
             f"device {short_repr(device)} was asked for and this decoder is on {decoder.device}; move it first"
         )
-    if not _is_auto(dtype) and pick_dtype(dtype, where) != decoder.dtype:
+    if not _is_auto(dtype) and pick_dtype(dtype, where) != dtype_name(decoder.dtype):
         has = dtype_name(decoder.dtype)
         raise InvalidInput(f"dtype {short_repr(dtype)} was asked for and this decoder is in {has}; convert it first")
     return decoder

@@ -10,18 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
+from headway.base.arrays import STORED
+from headway.base.device import AnyDevice
 from headway.base.errors import PassFailed
 from headway.base.samplers import Sampling
 from headway.models.config import ModelConfig
-from headway.models.decoder import Decoder
 from headway.models.quantized.cpu import QuantizedDecoder
 from headway.runtime import memory
 from headway.runtime.memory import Memory, MemoryBudget, Wish
 from headway.runtime.readout import NO_NUMBER
 
 if TYPE_CHECKING:
+    from headway.models.decoder import Decoder
     from headway.program.engine import Engine
 
 READ, CAPTURED = 512, 1024  # rows of logits that a CUDA runner holds at a time, rows of its largest graph
@@ -40,7 +40,7 @@ class PoolSize:
 
     @classmethod
     def begin(
-        cls, device: torch.device, *, pages: int | None, fraction: float | None, page_size: int, rows: int
+        cls, device: AnyDevice, *, pages: int | None, fraction: float | None, page_size: int, rows: int
     ) -> PoolSize:
         """Read the memory, before the engine takes any of it."""
         if pages is None or fraction is not None:
@@ -51,7 +51,7 @@ class PoolSize:
         self,
         decoder: Decoder | QuantizedDecoder,
         *,
-        kv_dtype: torch.dtype,
+        kv_dtype: str,
         in_memory: bool,
         small: Small | None,
         more: int = 0,
@@ -79,21 +79,23 @@ class PoolSize:
         pages = memory.pick_pages(self.pages, wish, budget)
         return pages, memory.reason(pages, self.pages, wish, budget)
 
-    def wish(self, config: ModelConfig, dtype: torch.dtype) -> Wish:
+    def wish(self, config: ModelConfig, dtype: str) -> Wish:
         """The pool that a model can use; it holds one step at least."""
         most = -(-config.max_positions // self.page_size) * memory.SEQUENCES
-        page = config.kv_values_per_token * self.page_size * dtype.itemsize
+        page = config.kv_values_per_token * self.page_size * STORED[dtype].itemsize
         return Wish(page, most, min(most, -(-self.rows // self.page_size)), one=most // memory.SEQUENCES)
 
 
-def trial(small: Small, rows: int, page_size: int, device: torch.device) -> int:
+def trial(small: Small, rows: int, page_size: int, device: AnyDevice) -> int:
     """Bytes that a step of `rows` rows needs on a CUDA device, besides weights and pages."""
+    import torch
+
     memory.tidy(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(str(device))
+    before = torch.cuda.memory_reserved(str(device))
     pages = _try_out(small, rows, page_size)
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_reserved(device)
+    torch.cuda.synchronize(str(device))
+    peak = torch.cuda.max_memory_reserved(str(device))
     return max(0, peak - before - pages)
 
 
@@ -107,7 +109,7 @@ def _try_out(small: Small, rows: int, page_size: int) -> int:
                 if NO_NUMBER not in str(error):  # broken weights raise where they are used
                     raise
         assert engine._pool is not None
-        return engine._pool.raw.nbytes
+        return engine._pool.nbytes
 
 
 async def largest_step(engine: Engine, rows: int) -> list[int]:

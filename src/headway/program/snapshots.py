@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from headway.base.adapters import AdapterMix, Mixes
 from headway.base.checks import check_integer
@@ -27,6 +26,7 @@ from headway.models.quantized.cpu import QuantizedDecoder
 from headway.program.chat.conversation import Conversation
 from headway.program.context import Context
 from headway.program.ids import position_ids, token_ids
+from headway.runtime.device import dtype_name
 from headway.runtime.passes import Pass
 
 if TYPE_CHECKING:
@@ -148,12 +148,12 @@ class Snapshots:
                     **_mixes(table.adapters),
                 )
                 break
-        arrays: list[np.ndarray] = []
-        engine._loop.call(lambda: arrays.append(_bytes(state.cpu())) if isinstance(state, torch.Tensor) else None)
-        if not isinstance(host.data, torch.Tensor):
+        arrays, pool = list[np.ndarray](), self._pool
+        engine._loop.call(lambda: None if state is None else arrays.append(pool.save_state(state)))
+        if not isinstance(host.data, np.ndarray):
             raise SnapshotError("the device failed while the context's pages were read; nothing was saved")
-        kv = host.data.movedim(2, 0).contiguous()
-        pages = _bytes(kv).reshape(len(live), kv[:1].nbytes if live else 0)
+        kv = np.ascontiguousarray(np.moveaxis(host.data, 2, 0))
+        pages = kv.reshape(len(live), -1).view(np.uint8) if live else np.empty((0, 0), np.uint8)
         last = arrays[0] if arrays else saved.state
         return replace(saved, kv=pages, state=last, fingerprint=engine.fingerprint)
 
@@ -216,15 +216,14 @@ class Snapshots:
     def _restore(self, table: PageTable, saved: Snapshot, adapters: Mixes | None) -> None:
         """Restore the pages. They are written by an edit, noted before their keys: whoever finds a page finds it
         written."""
-        engine, raw = self._engine, self._pool.raw
+        engine, pool = self._engine, self._pool
         pages = -(-len(saved.tokens) // saved.page_size)
         live = tuple(i for i in range(pages) if i not in set(saved.discarded))
-        flat = torch.from_numpy(saved.kv.copy())  # as the file has it, it may be unaligned
         with engine._lock:
             engine._loop.make_room(len(live), table)
             fresh = dict(zip(live, engine._allocator.take(len(live)), strict=True))
             if fresh:
-                data = flat.view(raw.dtype).view(self._shape(saved)).movedim(0, 2)
+                data = np.moveaxis(pool.from_bytes(saved.kv.ravel(), self._shape(saved)), 0, 2)
                 source = HostPages(live, data)
                 engine._allocator.edit(Import(source, tuple(range(len(live))), tuple(fresh.values())))
             table.pages = [fresh.get(i) for i in range(pages)]
@@ -235,7 +234,7 @@ class Snapshots:
             table.restore(*log, saved.committed, adapters)
 
         def restore_state() -> None:
-            table.state = torch.from_numpy(saved.state.copy()).view(engine.decoder.dtype).to(raw.device)
+            table.state = pool.load_state(saved.state, dtype_name(engine.decoder.dtype))
 
         if saved.state.size:
             engine._loop.call(restore_state)
@@ -248,8 +247,7 @@ class Snapshots:
         return pool
 
     def _shape(self, saved: Snapshot) -> tuple[int, ...]:
-        layers, _, *page = self._pool.keys.shape
-        return (len(saved.kv), layers, 2, *page)
+        return (len(saved.kv), *self._pool.page_shape)
 
     def _check(self, saved: Snapshot, name: str) -> None:
         """Raise unless the saved bytes have the size of this model's pages and last token: kernels do not check."""
@@ -320,10 +318,6 @@ def _mixes(adapters: Mixes) -> dict[str, Any]:
             uses.append(tuple((adapter.digest, scale) for adapter, scale in mix.uses))
         slots[i] = known[mix.key]
     return {"mixes": tuple(uses), "slot_mixes": slots} if uses else {}
-
-
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.contiguous().view(torch.uint8).flatten().numpy()
 
 
 def _program_data(context: Context) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -15,13 +15,16 @@ from headway.base.errors import Closed, ContextLengthExceeded, InvalidInput, Wro
 from headway.base.probes import Hidden, Logits
 from headway.base.samplers import Argmax, Sampler, Sampling
 from headway.base.text import short_repr
-from headway.models.decoder import Decoder
 from headway.program.context import Context
 from headway.program.engine import Engine
 from headway.program.ids import integers, token_ids
 from headway.program.loaded_model import EngineInfo
 from headway.runtime.profile import Profile
 from headway.runtime.validate import Diagnostic, Trace, compare
+
+if TYPE_CHECKING:
+    from headway.models.decoder import Decoder
+    from headway.models.quantized.cpu import QuantizedDecoder
 
 SCRATCH = 1.1  # pages of the reference engine, as a multiple of one full sequence
 
@@ -96,7 +99,7 @@ class DecodeState:
 class InferenceEngine:
     """One model, driven token by token from one thread."""
 
-    def __init__(self, model: str | Path | Decoder | Engine, **options: Any) -> None:
+    def __init__(self, model: str | Path | Decoder | QuantizedDecoder | Engine, **options: Any) -> None:
         if isinstance(model, Engine) and options:
             raise InvalidInput(f"options {sorted(options)} cannot be given with an engine that exists already")
         self._owned = not isinstance(model, Engine)

@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+import numpy as np
 
+from headway.base.arrays import from_tensor, widen
 from headway.base.errors import InvalidInput
 from headway.base.text import short_repr
 from headway.models.update import updated
@@ -25,12 +26,12 @@ def update_weights(engine: Engine, tensors: Mapping[str, Any], contexts: Context
     if contexts not in ("recompute", "keep"):
         raise InvalidInput(f"contexts is {short_repr(contexts)}; it must be 'recompute' or 'keep'")
     model, before = engine._model, engine._model.backend.decoder
-    with running_out(before.device, "making the new weights"), torch.no_grad():
+    with running_out(before.device, "making the new weights"):
         decoder = updated(before, tensors, model.quantize)
     digest = hashlib.sha256(model.fingerprint.encode())
     for name in sorted(tensors):
         digest.update(str(name).encode())
-        digest.update(torch.as_tensor(tensors[name]).detach().float().cpu().contiguous().numpy().tobytes())
+        digest.update(np.ascontiguousarray(widen(from_tensor(tensors[name]))).data)
 
     def swap() -> None:
         with engine._lock:
@@ -54,6 +55,8 @@ def sleep(engine: Engine) -> None:
         engine._pool = None
         engine._adapters.load_again(lambda _: NoWeights())
         if engine._model.backend.decoder.device.type == "cuda":
+            import torch
+
             engine._model.leave_device()
             torch.cuda.empty_cache()
 

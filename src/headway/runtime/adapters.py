@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import numpy as np
 
 from headway.base.errors import InvalidInput, WrongType
 from headway.base.text import short_repr
-from headway.kernels.reference.lora import Piece
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.bound import BoundAdapter, bind, stored_pair
 from headway.models.config import ModelConfig
@@ -33,6 +34,14 @@ class NoWeights:
     nbytes = 0
 
 
+class HeadPair(NamedTuple):
+    """What an adapter adds to the logits: factor × B (A h)."""
+
+    a: np.ndarray  # [r, E] float32
+    b: np.ndarray  # [V, r] float32
+    factor: float
+
+
 class LoadedAdapter:
     """An adapter that an engine can compute with."""
 
@@ -41,7 +50,7 @@ class LoadedAdapter:
     def __init__(self, adapter: BoundAdapter, weights: DeviceWeights) -> None:
         self.digest, self.name, self.rank, self.weights = adapter.digest, adapter.name, adapter.rank, weights
         self.bound = adapter  # another runner loads it again
-        self.head = None if adapter.head is None else Piece(*stored_pair(adapter.head, half=False), 0)
+        self.head = None if adapter.head is None else HeadPair(*stored_pair(adapter.head, half=False))
 
     @property
     def nbytes(self) -> int:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from headway.base.checks import check_integer
+from headway.base.device import CPU, AnyDevice, Device
 from headway.base.errors import HeadwayError, InvalidInput, OutOfMemory, OutOfPages, PassFailed
 from headway.base.machine import read_machine
 from headway.base.text import format_bytes, short_repr
@@ -40,19 +40,23 @@ class Memory:
     free: int
 
 
-def read_memory(device: torch.device) -> Memory:
+def read_memory(device: AnyDevice) -> Memory:
     """Where a device's memory stands now."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+        import torch
+
+        free, total = torch.cuda.mem_get_info(str(device))
         return Memory(total, free)
     machine = read_machine()
     limits = [n for n in (machine.memory_total, machine.memory_limit) if n]
     return Memory(min(limits, default=machine.memory_free), machine.memory_free)
 
 
-def tidy(device: torch.device) -> None:
+def tidy(device: AnyDevice) -> None:
     """Free memory that is only kept for reuse, so that what an engine takes can be measured."""
     if device.type == "cuda":
+        import torch
+
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -140,7 +144,7 @@ def reason(pages: int, asked: int | None, wish: Wish, budget: MemoryBudget) -> s
     return f"an eighth of the {format_bytes(budget.total)} of this machine"
 
 
-def memory_share(amount: int | str | None, fraction: float | None, device: torch.device) -> float | None:
+def memory_share(amount: int | str | None, fraction: float | None, device: AnyDevice) -> float | None:
     """The fraction of the device's memory that may be used: `fraction`, or that of an amount in bytes or like "2G"."""
     if amount is None:
         return fraction
@@ -184,7 +188,7 @@ def _as_asked(pages: int, page: int, budget: MemoryBudget) -> int:
 
 
 @contextmanager
-def running_out(device: torch.device, doing: str) -> Iterator[None]:
+def running_out(device: AnyDevice, doing: str) -> Iterator[None]:
     """Say in numbers that memory ran out while `doing` something."""
     try:
         yield
@@ -202,6 +206,8 @@ def step_error(error: Exception) -> HeadwayError:
         return PassFailed(f"the device failed while computing a pass: {error}")
     device = _where(error)
     if device.type == "cuda":
+        import torch
+
         torch.cuda.empty_cache()  # what others of this process keep for later may be what is missing
     ways = f"read fewer rows at once, or create the engine with fewer pages or {WAYS_OUT}"
     return PassFailed(f"{RAN_OUT} while computing a pass: {_numbers(error, device)}; {ways}")
@@ -209,29 +215,33 @@ def step_error(error: Exception) -> HeadwayError:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device, or the host, has not the memory that was asked for."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and (OF_HOST in str(error) or _of_device(error))
 
 
 def _of_device(error: BaseException) -> bool:
     """Whether it is a CUDA device's memory: torch's allocator, or a driver or library that allocates some itself."""
-    return isinstance(error, torch.OutOfMemoryError) or any(said in str(error) for said in OF_DEVICE)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    return any(said in str(error) for said in OF_DEVICE)
 
 
-def _where(error: BaseException) -> torch.device:
+def _where(error: BaseException) -> AnyDevice:
     """The device that ran out; torch names a GPU by its number."""
-    if not _of_device(error) or not torch.cuda.is_available():
-        return torch.device("cpu")
+    torch = sys.modules.get("torch")
+    if torch is None or not _of_device(error) or not torch.cuda.is_available():
+        return CPU
     named = re.search(r"GPU (\d+)", str(error))
-    return torch.device("cuda", int(named[1]) if named else torch.cuda.current_device())
+    return Device("cuda", int(named[1]) if named else torch.cuda.current_device())
 
 
-def _numbers(error: BaseException, device: torch.device) -> str:
+def _numbers(error: BaseException, device: AnyDevice) -> str:
     memory = read_memory(device)
     asked = re.search(r"allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)", str(error))
     wanted = f"{asked[1]} were asked for and " if asked else ""
-    own = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+    own = sys.modules["torch"].cuda.memory_allocated(str(device)) if device.type == "cuda" else None
     kept = "" if own is None else f", {format_bytes(own)} of it by this process"
     used = memory.total - memory.free
     return (

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headway.base.machine import read_machine
 
 if TYPE_CHECKING:
     from headway.models.decoder import Decoder
@@ -170,16 +175,29 @@ class Profiler:
 
 @lru_cache(maxsize=8)
 def measure_bandwidth(device: str = "cpu", megabytes: int = 512) -> float:
-    """Bytes per second that a plain sum reads from this device's memory: the best of five, measured once."""
+    """Bytes per second that a plain reduction reads from this device's memory: the best of five, measured once."""
+    if device.startswith("cpu"):
+        return _host_bandwidth(megabytes << 20)
     import torch
 
     data = torch.ones(megabytes << 18, dtype=torch.float32, device=device)
+    return data.nbytes / _best_time(lambda: data.sum().item())
+
+
+def _host_bandwidth(size: int) -> float:
+    threads = read_machine().fair_threads
+    parts = np.array_split(np.ones(size // 4, np.float32), threads)
+    with ThreadPoolExecutor(threads) as pool:
+        return size / _best_time(lambda: list(pool.map(np.max, parts)))
+
+
+def _best_time(work: Callable[[], object]) -> float:
     best = float("inf")
     for _ in range(6):
         start = time.perf_counter()
-        data.sum().item()
+        work()
         best = min(best, time.perf_counter() - start)
-    return data.nbytes / best
+    return best
 
 
 def step_bytes(decoder: Decoder | QuantizedDecoder, batch: Batch, page_size: int, kv_width: int) -> dict[str, int]:

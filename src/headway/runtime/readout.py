@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from headway.base.adapters import Mixes
+from headway.base.device import AnyDevice
 from headway.base.errors import HeadwayError, PassFailed
 from headway.base.probes import (
     AttentionScores,
@@ -27,14 +26,15 @@ from headway.base.probes import (
 )
 from headway.base.rng import uniform
 from headway.base.samplers import Sampling
-from headway.kernels.reference import sampling
+from headway.kernels.host import sampling as host
+from headway.kernels.host.sampling import RowSampler
 from headway.models.config import ModelConfig
-from headway.models.decoder import Hooks
+from headway.models.hooks import Hooks
 from headway.runtime.batch import Batch
 from headway.runtime.passes import BEFORE, Readout
+from headway.runtime.runners.adapter_rows import add_to_logits, has_head
 from headway.runtime.runners.attention_groups import score_group
 from headway.runtime.runners.base import SegmentResult
-from headway.runtime.runners.row_adapters import add_to_logits, has_head
 
 SLAB = 64  # rows of logits held at once
 NO_NUMBER = "the model's logits are not a number at a sampled row"
@@ -56,16 +56,21 @@ def asks(batch: Batch) -> list[Ask]:
 
 
 class Head(Protocol):
-    """The end of a model, as a reader needs it: `Decoder` and its native twin."""
+    """The end of a model, as a reader needs it: `Decoder` with its tensors, or its native twin with arrays.
+
+    `functions` reads logits of its kind: `kernels.host.sampling`, or `kernels.reference.sampling`.
+    """
 
     @property
     def config(self) -> ModelConfig: ...
     @property
-    def device(self) -> torch.device: ...
-    def finish(self, x: Tensor, tile: int | None) -> Tensor: ...
-    def logits(self, x: Tensor, tile: int | None) -> Tensor: ...
-    def best(self, logits: Tensor) -> tuple[list[bool], list[int] | None]: ...
-    def sample(self, logits: Tensor, samplers: Sequence[sampling.RowSampler]) -> list[int]: ...
+    def device(self) -> AnyDevice: ...
+    @property
+    def functions(self) -> Any: ...
+    def finish(self, x: Any, tile: int | None) -> Any: ...
+    def logits(self, x: Any, tile: int | None) -> Any: ...
+    def best(self, logits: Any) -> tuple[list[bool], list[int] | None]: ...
+    def sample(self, logits: Any, samplers: Sequence[RowSampler]) -> list[int]: ...
 
 
 def make_hooks(batch: Batch, decoder: Head, page_size: int) -> Hooks:
@@ -80,11 +85,9 @@ def make_hooks(batch: Batch, decoder: Head, page_size: int) -> Hooks:
                 for layer in layers:
                     hidden.setdefault(layer, set()).add(ask.row)
             case AttentionScores(layer):
-                group = score_group(
-                    batch.segments[ask.segment], ask.row, decoder.config.windows[layer], page_size, decoder.device
-                )
+                group = score_group(batch.segments[ask.segment], ask.row, decoder.config.windows[layer], page_size)
                 scores.setdefault(layer, []).append(group)
-    rows = {l: torch.tensor(sorted(r), device=decoder.device) for l, r in hidden.items()}
+    rows = {l: np.array(sorted(r), np.int64) for l, r in hidden.items()}
     return Hooks(hidden=rows, scores=scores)
 
 
@@ -92,10 +95,9 @@ class Reader:
     """Turns the residual rows of one step into values, one per readout, or an error where a row is not finite."""
 
     def __init__(self, decoder: Head, tile: int | None) -> None:
-        self.decoder, self.tile = decoder, tile
+        self.decoder, self.tile, self._functions = decoder, tile, decoder.functions
 
-    @torch.inference_mode()
-    def read(self, batch: Batch, x: Tensor | None, hooks: Hooks, mark: Any) -> dict[tuple[int, int], object]:
+    def read(self, batch: Batch, x: Any, hooks: Hooks, mark: Any) -> dict[tuple[int, int], object]:
         """Values by (segment, readout index). x [T, E] is the residual before the final norm; None when T is 0."""
         values: dict[tuple[int, int], object] = {}
         heads, others = [], []
@@ -122,23 +124,22 @@ class Reader:
         return (ask.row, 0) if ask.row != BEFORE else (BEFORE, ask.segment)
 
     @staticmethod
-    def _residual(place: tuple[int, int], batch: Batch, x: Tensor | None) -> Tensor:
+    def _residual(place: tuple[int, int], batch: Batch, x: Any) -> Any:
         row, segment = place
         if row == BEFORE:
-            kept = batch.segments[segment].kept
-            assert isinstance(kept, Tensor)
-            return kept
+            return batch.segments[segment].kept
         assert x is not None
         return x[row]
 
-    def _logits(self, rows: Sequence[Tensor], mixes: Mixes) -> Tensor:
-        x = torch.stack(list(rows))
+    def _logits(self, rows: Sequence[Any], mixes: Mixes) -> Any:
+        x = self._functions.stack(rows)
         logits = self.decoder.logits(x, self.tile)
-        if has_head(mixes):
-            add_to_logits(logits, self.decoder.finish(x, self.tile), mixes)
+        if has_head(mixes):  # on a CPU, where a tensor's array is its memory
+            array = self._functions.to_numpy
+            add_to_logits(array(logits), array(self.decoder.finish(x, self.tile)), mixes)
         return logits
 
-    def answers(self, chosen: list[Ask], at: list[int], logits: Tensor, batch: Batch) -> dict[tuple[int, int], object]:
+    def answers(self, chosen: list[Ask], at: list[int], logits: Any, batch: Batch) -> dict[tuple[int, int], object]:
         """The values of these readouts of the head, each at its row of logits [R, V]."""
         values: dict[tuple[int, int], object] = {}
         bad, best = self.decoder.best(logits)
@@ -148,14 +149,14 @@ class Reader:
             if isinstance(ask.what.what, Ranking):
                 continue  # it looks at what is drawn
             if not isinstance(ask.what.what, Sampling):
-                values[key] = _probe_or_error(ask.what, logits[i])
+                values[key] = _probe_or_error(ask.what, logits[i], self._functions)
             elif bad[i]:
                 values[key] = not_a_number()
             elif best is not None and plainly_greedy(ask.what):
                 values[key] = best[i]
             else:
                 try:
-                    draws.append(self._draw(ask, batch))
+                    draws.append(self._draw(ask, batch, logits))
                 except HeadwayError as error:  # there is no mask for this row; the others go on
                     values[key] = error
                     continue
@@ -176,7 +177,7 @@ class Reader:
         return values
 
     def ranked(
-        self, what: Ranking, logits: Tensor, samplers: list[Ask], drawn: list[object], batch: Batch
+        self, what: Ranking, logits: Any, samplers: list[Ask], drawn: list[object], batch: Batch
     ) -> Ranked | HeadwayError:
         """Where the tokens stand that were drawn at a row, and others."""
         failed = next((value for value in drawn if isinstance(value, HeadwayError)), None)
@@ -184,16 +185,16 @@ class Reader:
             return failed
         tokens = [token for token in drawn if isinstance(token, int)]
         if what.processed and samplers:
-            scores = sampling.processed_logprobs(logits, self._draw(samplers[0], batch))
+            scores = self._functions.processed_logprobs(logits, self._draw(samplers[0], batch, logits))
         else:
-            scores = sampling.log_softmax(logits)
+            scores = self._functions.log_softmax(logits)
         assert isinstance(what.ids, tuple)
-        named, best = sampling.ranked(scores, [*tokens, *what.ids], what.k)
+        named, best = self._functions.ranked(scores, [*tokens, *what.ids], what.k)
         ranks = [Rank(*found) for found in named]
         return Ranked(tuple(ranks[: len(tokens)]), tuple(ranks[len(tokens) :]), tuple(Rank(*found) for found in best))
 
-    def _draw(self, ask: Ask, batch: Batch) -> sampling.RowSampler:
-        return row_sampler(ask.what, _position(batch, ask), self.decoder.device)
+    def _draw(self, ask: Ask, batch: Batch, logits: Any) -> RowSampler:
+        return row_sampler(ask.what, _position(batch, ask), self._functions, logits)
 
     def look(self, ask: Ask, batch: Batch, hooks: Hooks) -> object:
         """The value of a readout that looks inside the model."""
@@ -202,70 +203,67 @@ class Reader:
                 state = self._tapped(hooks, layer, ask.row)
                 if layer == self.decoder.config.layers:
                     state = self.decoder.finish(state[None], self.tile)[0]
-                return state.float().cpu().numpy()
+                return np.array(self._functions.to_numpy(state), np.float32)
             case LogitLens(layers=layers, k=k):
                 rows = [self._tapped(hooks, layer, ask.row) for layer in layers]
                 if not rows:
                     return []
                 mixes = [batch.segments[ask.segment].mix_of(ask.row)] * len(rows)
-                return [_numpy(sampling.distribution(row, 1.0, k)) for row in self._logits(rows, mixes)]
+                return [_distribution(row, 1.0, k, self._functions) for row in self._logits(rows, mixes)]
             case AttentionScores(layer, reduce):
                 return self._scores(ask, batch, hooks, layer, reduce)
         raise AssertionError(ask.what.what)
 
     @staticmethod
-    def _tapped(hooks: Hooks, layer: int, row: int) -> Tensor:
+    def _tapped(hooks: Hooks, layer: int, row: int) -> Any:
         return hooks.hidden_out[layer][hooks.hidden[layer].tolist().index(row)]
 
-    @staticmethod
-    def _scores(ask: Ask, batch: Batch, hooks: Hooks, layer: int, reduce: str | None) -> np.ndarray:
+    def _scores(self, ask: Ask, batch: Batch, hooks: Hooks, layer: int, reduce: str | None) -> np.ndarray:
         group = next(i for i, g in enumerate(hooks.scores[layer]) if int(g.rows[0, 0]) == ask.row)
-        heads = hooks.scores_out[layer][group][0]  # [H, S]
+        heads = self._functions.to_numpy(hooks.scores_out[layer][group])  # [H, S]
         segment = batch.segments[ask.segment]
         mask = segment.masks[ask.row - segment.rows.start]
         slots = int(segment.slots[ask.row - segment.rows.start]) + 1 if mask is None else len(mask)
-        heads = torch.nn.functional.pad(heads, (0, max(0, slots - heads.shape[1])))[:, :slots]
+        heads = np.pad(heads, ((0, 0), (0, max(0, slots - heads.shape[1]))))[:, :slots]
         if reduce == "mean":
-            heads = heads.mean(0)
-        elif reduce == "max":
-            heads = heads.amax(0)
-        return heads.cpu().numpy()
+            return heads.mean(0)
+        return heads.max(0) if reduce == "max" else heads
 
 
-def row_sampler(readout: Readout, position: int, device: torch.device | None = None) -> sampling.RowSampler:
-    """How the reference samples at a row with this position id."""
-    how = readout.what
+def row_sampler(readout: Readout, position: int, functions: Any, logits: Any) -> RowSampler:
+    """How a row of these logits, with this position id, is sampled."""
+    how, vector = readout.what, functions.vector
     assert isinstance(how, Sampling)
     seen = generated = None
     if how.penalizes:
-        seen = torch.tensor(sorted(readout.seen), dtype=torch.int64, device=device)
-        ids = torch.tensor(list(readout.generated), dtype=torch.int64, device=device)
-        generated = (ids, torch.tensor(list(readout.generated.values()), dtype=torch.int64, device=device))
-    bias = readout.dense_bias
-    return sampling.RowSampler(
+        seen = vector(sorted(readout.seen), "int64", logits)
+        counts = list(readout.generated.values())
+        generated = (vector(list(readout.generated), "int64", logits), vector(counts, "int64", logits))
+    bias, allowed = readout.dense_bias, readout.permitted()
+    return RowSampler(
         sampling=how,
         uniform=0.0 if how.temperature == 0 else uniform(readout.seed, position, readout.ordinal),
-        allowed=None if (allowed := readout.permitted()) is None else torch.from_numpy(allowed).to(device),
+        allowed=None if allowed is None else vector(allowed, "bool", logits),
         seen=seen,
         generated=generated,
-        bias=None if bias is None else torch.tensor(bias, device=device),  # a copy: nobody may write to the array
+        bias=None if bias is None else vector(bias, "float64", logits),  # a copy: nobody may write to the array
     )
 
 
 def sample_row(logits: np.ndarray, readout: Readout, position: int) -> int:
     """The token that a sampler chooses from these logits [V], as at a row with this position id."""
-    return int(sampling.sample(torch.from_numpy(logits)[None], [row_sampler(readout, position)])[0])
+    return int(host.sample(logits[None], [row_sampler(readout, position, host, logits)])[0])
 
 
-def segment_results(batch: Batch, x: Tensor | None, values: Mapping[tuple[int, int], object]) -> list[SegmentResult]:
+def segment_results(batch: Batch, x: Any, values: Mapping[tuple[int, int], object]) -> list[SegmentResult]:
     """What each segment gets: its readouts' values and, if wanted, its last row of the residual x [T, E]."""
     few = x is not None and len(x) <= SLAB  # then a row may keep the others alive
-    rows = x.unbind() if x is not None and few else ()
+    rows = list(x) if x is not None and few else ()
     results = []
     for i, segment in enumerate(batch.segments):
         state = None
         if x is not None and segment.keep_last:
-            state = rows[segment.rows[-1]] if few else x[segment.rows[-1]].clone()
+            state = rows[segment.rows[-1]] if few else x[[segment.rows[-1]]][0]
         results.append(SegmentResult({index: values[i, index] for index, _, _ in segment.readouts}, state))
     return results
 
@@ -276,29 +274,34 @@ def _position(batch: Batch, ask: Ask) -> int:
     return int(batch.positions[ask.row]) if ask.row != BEFORE else int(segment.before_position)
 
 
-def _probe_or_error(readout: Readout, logits: Tensor) -> object:
+def _probe_or_error(readout: Readout, logits: Any, functions: Any) -> object:
     try:
-        return _probe(readout, logits)
+        return _probe(readout, logits, functions)
     except HeadwayError as error:  # the async mask failed
         return error
 
 
-def _probe(readout: Readout, logits: Tensor) -> object:
+def _probe(readout: Readout, logits: Any, functions: Any) -> object:
     what = readout.what
     if getattr(what, "masked", False) and (allowed := readout.permitted()) is not None:
-        logits = logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), float("-inf"))
+        logits = functions.masked(logits, functions.vector(allowed, "bool", logits))
     match what:
         case Logits():
-            return logits.cpu().numpy().copy()
+            return functions.to_numpy(logits).copy()
         case Distribution(temperature, k):
-            return _numpy(sampling.distribution(logits, temperature, k))
+            return _distribution(logits, temperature, k, functions)
         case Logprob(id=token):
-            return sampling.logprobs(logits, torch.tensor([token], device=logits.device)).cpu().numpy()
+            return functions.to_numpy(functions.logprobs(logits, functions.vector([token], "int64", logits)))
         case Logprobs(ids=ids):
-            return sampling.logprobs(logits, torch.tensor(list(ids), device=logits.device)).cpu().numpy()
+            return functions.to_numpy(functions.logprobs(logits, functions.vector(list(ids), "int64", logits)))
         case Entropy():
-            return float(sampling.entropy(logits))
+            return float(functions.entropy(logits))
     raise AssertionError(what)
+
+
+def _distribution(logits: Any, temperature: float, k: int, functions: Any) -> tuple[np.ndarray, np.ndarray]:
+    ids, probs = functions.distribution(logits, temperature, k)
+    return functions.to_numpy(ids), functions.to_numpy(probs)
 
 
 def not_a_number() -> PassFailed:
@@ -317,7 +320,3 @@ def plainly_greedy(readout: Readout) -> bool:
         and readout.bias is None
         and not (what.penalizes or what.logit_bias)
     )
-
-
-def _numpy(pair: tuple[Tensor, Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    return pair[0].cpu().numpy(), pair[1].cpu().numpy()

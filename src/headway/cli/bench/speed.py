@@ -15,7 +15,7 @@ from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput
 from headway.base.machine import read_machine
 from headway.bench.models import FORMATS, SHAPES, find_shape, write_folder
-from headway.bench.speed import DecodeTiming, SpeedTest, Summary, measure_startup, pages_for, path_of, step_bytes
+from headway.bench.speed import MARKS, DecodeTiming, SpeedTest, Summary, measure_startup, pages_for, path_of, step_bytes
 from headway.cli.flags import with_flags
 from headway.cli.options import INTEGER, EngineOptions, Json
 from headway.cli.render import EngineLog, counted, emit_json, fetched, loading, note, show_table, size
@@ -139,7 +139,7 @@ def startup(
     repeat: Repeat = 5,
     json: Json = False,
 ) -> None:
-    """Seconds from process start to the first token of an 8-token prompt, compared with `import torch` alone."""
+    """Seconds from process start to the first token of an 8-token prompt, by phase."""
     RunSizes(1, 8, 1, repeat)
     with model.path() as path:
         # Opened here first: bad options are reported once, and the files are in the page cache.
@@ -147,10 +147,9 @@ def startup(
             facts = _facts(engine, model, bandwidth=False)
         options = model.engine.given() | {"model": str(path)}
         runs = _repeat(repeat, lambda: measure_startup(options))
-    names = ("torch", "imported", "loaded", "answered", "beyond_torch")
-    found = {name: Summary.of([getattr(run, name) for run in runs]) for name in names}
+    found = {name: Summary.of([getattr(run, name) for run in runs]) for name in MARKS}
     if json:
-        timed = [asdict(run) | {"beyond_torch": run.beyond_torch} for run in runs]
+        timed = [asdict(run) for run in runs]
         seconds = {name: asdict(summary) for name, summary in found.items()}
         emit_json({"work": "startup", "repeat": repeat, **facts, "runs": timed, "seconds": seconds})
         return
@@ -282,11 +281,12 @@ def _table(work: str, facts: dict[str, Any], rows: list[tuple[str, Summary, str]
 
 def _show_startup(facts: dict[str, Any], found: dict[str, Summary], repeat: int) -> None:
     names = {
-        "torch": "import torch, by itself",
-        "imported": "everything imported",
-        "loaded": "model loaded",
+        "python": "Python runs",
+        "numpy": "numpy imported",
+        "imported": "engine imported",
+        "loaded": "weights loaded",
+        "tokenizer": "tokenizer and chat template",
         "answered": "first token",
-        "beyond_torch": "first token, beyond import torch",
     }
     show_table(
         ("seconds from process start", "median", "min", "max"),

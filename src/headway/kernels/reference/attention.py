@@ -8,32 +8,17 @@ on nothing but its query and the slots it sees.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.kernels.host.attention import AttentionGroup
 from headway.kernels.reference.linear import by_rows
 
 SPLIT = 64  # slots per partial sum in attend_exact
 UNIT = 1 << 22  # elements of one intermediate in attend_exact
 UNITS = 64  # (row, split) pairs that a GPU sums at a time
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionGroup:
-    """N sequences with M rows each that share one attention call.
-
-    rows [N, M] are rows of the step; pages [N, P] are physical pages, in slot order (page 0 where a sequence has
-    fewer); numbers [N, P] is each page's place in its sequence (-1 for filler); mask [N, M, P * page] says what a row
-    attends to.
-    """
-
-    rows: Tensor
-    pages: Tensor
-    numbers: Tensor
-    mask: Tensor
 
 
 def attend(

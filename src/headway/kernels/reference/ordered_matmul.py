@@ -9,16 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.kernels.host.quantized import FLOATS, GROUP, QuantizedMatrix
 from headway.kernels.reference.ordered import fma_sum
-from headway.kernels.reference.quantized import (
-    FLOATS,
-    GROUP,
-    QuantizedMatrix,
-    dequantize,
-    quantized,
-    stored_quants,
-    stored_scales,
-)
+from headway.kernels.reference.quantized import dequantize, quantized, stored_quants, stored_scales, tensor
 
 ELEMENTS = 1 << 22  # of one intermediate
 
@@ -45,7 +38,7 @@ class OrderedMatrix:
             weights = dequantize(w).t().contiguous()[:, None]
         elif w.kind == "int8":
             assert w.scales is not None
-            weights, scale = _by_group(stored_quants(w).float() - w.zero, GROUP), w.scales[: w.n]
+            weights, scale = _by_group(stored_quants(w).float() - w.zero, GROUP), tensor(w.scales)[: w.n]
         else:
             size, repeat = min(w.group, GROUP), max(1, w.group // GROUP)
             quants = stored_quants(w).float() - (0 if w.has_min else w.zero)
@@ -54,7 +47,7 @@ class OrderedMatrix:
                 None if t is None else t.t().repeat_interleave(repeat, 0)[: len(weights)].contiguous()
                 for t in stored_scales(w)
             )
-        return cls(weights, scale, minimum, w.bias, w.row_quantization, w.nbytes)
+        return cls(weights, scale, minimum, None if w.bias is None else tensor(w.bias), w.row_quantization, w.nbytes)
 
     def stacked_with(self, other: OrderedMatrix) -> OrderedMatrix | None:
         """Both as one matrix, this one's outputs first; None if their formats differ."""

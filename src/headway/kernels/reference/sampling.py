@@ -1,52 +1,46 @@
-"""Sampling a token from a row of logits, and reading a row's distribution: the torch reference.
+"""`host/sampling` for tensors, on any device: sampling a token from a row of logits, reading a row's distribution.
 
-Each row is computed alone, in float64 from its float32 logits, so a token depends on its own row and nothing else.
-The order is fixed: logit mask → bias → penalties (repetition, then presence and frequency) → temperature → top-k →
-top-p → min-p → typical → epsilon → eta, each filter on the renormalized rest. Tokens rank by probability, then by lower
-id.
-
-Sampling walks the kept tokens in id order and takes the first whose cumulative probability exceeds `uniform`. Seeds
-are not handled here: a `RowSampler` brings its uniform number.
-
-Candidates are ids in ascending order, so that the lower index is also the lower id.
+Each row is computed alone, in float64 from its float32 logits; the order of filters is described there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from headway.base.errors import InvalidInput, InvalidMask, InvalidToken
+from headway.base.errors import InvalidInput, InvalidMask
 from headway.base.samplers import Sampling
+from headway.kernels.host.sampling import GUESSES, NO_TOKEN, RowSampler, before_temperature, check_bias
 
-NO_TOKEN = -1  # what `choose` gives for a row with NaN in it
-GUESSES = (256, 4096)  # how many of the best a filter ranks before it ranks all tokens
+# -- tensors where `host/sampling` has arrays ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class RowSampler:
-    """How one row is sampled: parameters, a uniform number in [0, 1), the logit mask, the token history."""
+def stack(rows: Sequence[Tensor]) -> Tensor:
+    """Rows [E] as [R, E]."""
+    return torch.stack(list(rows))
 
-    sampling: Sampling
-    uniform: float = 0.0
-    allowed: Tensor | None = None  # [V] bool
-    seen: Tensor | None = None  # distinct ids of prompt and generated tokens, for repetition
-    generated: tuple[Tensor, Tensor] | None = None  # distinct ids and their counts, for presence and frequency
-    bias: Tensor | None = None  # [V] float64, added to the logits besides the sampler's own pairs
 
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.uniform < 1.0:
-            raise InvalidInput(f"uniform is {self.uniform}; it must be in [0, 1)")
+def vector(values: Any, dtype: str, like: Tensor) -> Tensor:
+    """Numbers of the host, as what the functions take next to `like`."""
+    return torch.tensor(values, dtype=getattr(torch, dtype), device=like.device)
 
-    @property
-    def is_plain_argmax(self) -> bool:
-        """Whether the token is simply the row's largest logit."""
-        how = self.sampling
-        changed = self.allowed is not None or self.bias is not None or how.bias or how.penalizes
-        return how.temperature == 0 and not changed
+
+def to_numpy(values: Tensor) -> np.ndarray:
+    """A result on the host."""
+    return (values.float() if values.dtype == torch.bfloat16 else values).cpu().numpy()
+
+
+def masked(logits: Tensor, allowed: Tensor) -> Tensor:
+    """The row [V] with -inf for tokens that are not allowed."""
+    return logits.masked_fill(~allowed, -torch.inf)
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
 
 
 def sample(logits: Tensor, samplers: Sequence[RowSampler]) -> Tensor:
@@ -102,12 +96,7 @@ def processed_logprobs(logits: Tensor, sampler: RowSampler) -> Tensor:
 
     At temperature 0 they are those before the temperature and the filters.
     """
-    if sampler.sampling.temperature == 0:
-        how, seed = sampler.sampling, sampler.sampling.seed
-        penalties = (how.repetition_penalty, how.presence_penalty, how.frequency_penalty)
-        open_ = Sampling(1.0, 0, 1.0, 0.0, 1.0, *penalties, how.logit_bias, seed)
-        sampler = replace(sampler, sampling=open_)
-    ids, kept, weights = _kept(logits, sampler)
+    ids, kept, weights = _kept(logits, before_temperature(sampler))
     logs = torch.full((logits.numel(),), -torch.inf, dtype=torch.float64, device=logits.device)
     logs[ids] = kept - weights.sum().log()  # in the log domain: a weight may be too small for any float
     return logs
@@ -194,12 +183,6 @@ def _candidates(logits: Tensor, sampler: RowSampler) -> tuple[Tensor, Tensor]:
             raise InvalidMask("the bias is -inf for every token that the logit mask allows; leave at least one")
         return ids, scores
     return ids[alive], scores[alive]
-
-
-def check_bias(how: Sampling, vocab: int) -> None:
-    """Raise for a bias on an id outside the vocabulary."""
-    if how.bias and (largest := how.bias[-1][0]) >= vocab:
-        raise InvalidToken(f"token id {largest} in logit_bias is outside the vocabulary; ids are 0 … {vocab - 1}")
 
 
 def _raised(scores: Tensor, bias: Tensor | None) -> Tensor:

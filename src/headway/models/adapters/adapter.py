@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from headway.base.checks import check_integer, check_number
 from headway.base.errors import ModelNotFound, Unsupported, WrongType
 from headway.base.text import short_repr
@@ -70,7 +68,7 @@ class Adapter:
     @classmethod
     def from_tensors(
         cls,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Any],
         config: Mapping[str, Any] | None = None,
         *,
         alpha: float | None = None,

@@ -6,15 +6,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+import numpy as np
 
+from headway.base.arrays import widen
 from headway.base.errors import BadModelFile, Unsupported
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.low_rank import HEAD, ROLES, LowRank, Target
 from headway.models.capabilities import Capabilities
 from headway.models.config import ModelConfig
 from headway.models.families import FAMILIES, by_name
-from headway.models.layers import half_split
+from headway.models.rows import half_split
 from headway.models.shapes import has_experts, layer_shapes
 
 MAX_FACTOR = 1e38  # what float32 can hold
@@ -94,25 +95,25 @@ def head_shape(c: ModelConfig) -> tuple[int, int]:
     return c.vocab_size, c.hidden_size
 
 
-def stored_pair(pair: LowRank, *, half: bool) -> tuple[Tensor, Tensor, float]:
+def stored_pair(pair: LowRank, *, half: bool) -> tuple[np.ndarray, np.ndarray, float]:
     """A and B as a runner keeps them, and what to multiply their product with: in float32, or in float16."""
-    a, b = pair.a.float(), pair.b.float()
+    a, b = widen(pair.a), widen(pair.b)
     if half:
         (a, down), (b, out) = as_half(a), as_half(b)
         factor = pair.scaling * down * out
         if abs(factor) < MAX_FACTOR:
             return a, b, factor
-        a, b = pair.a.float(), pair.b.float()
-    return a, b * pair.scaling, 1.0
+        a, b = widen(pair.a), widen(pair.b)
+    return a, b * np.float32(pair.scaling), 1.0
 
 
-def as_half(matrix: Tensor) -> tuple[Tensor, float]:
+def as_half(matrix: np.ndarray) -> tuple[np.ndarray, float]:
     """The matrix in float16 times a power of two that uses its range well, and what to multiply with to undo it."""
-    largest = float(matrix.abs().max())
+    largest = float(np.abs(matrix).max())
     if largest == 0.0:
-        return matrix.half(), 1.0
+        return matrix.astype(np.float16), 1.0
     power = math.floor(math.log2(LARGEST / largest))
-    return (matrix.double() * 2.0**power).half(), 2.0**-power
+    return (matrix.astype(np.float64) * 2.0**power).astype(np.float16), 2.0**-power
 
 
 def _interleaves(adapter: Adapter, config: ModelConfig) -> bool:

@@ -6,8 +6,7 @@ import math
 import re
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from headway.base.errors import BadModelFile, Unsupported
 from headway.base.text import short_repr
@@ -61,8 +60,8 @@ def read_file(path: Path, limits: Limits) -> tuple[dict[Target, LowRank], str]:
     return pairs, architecture
 
 
-def _sides(path: Path, weights: GgufWeights) -> dict[Target, dict[str, Tensor]]:
-    sides: dict[Target, dict[str, Tensor]] = {}
+def _sides(path: Path, weights: GgufWeights) -> dict[Target, dict[str, np.ndarray]]:
+    sides: dict[Target, dict[str, np.ndarray]] = {}
     for name in weights.names():
         found = NAME.fullmatch(name)
         if found is None:
@@ -73,6 +72,6 @@ def _sides(path: Path, weights: GgufWeights) -> dict[Target, dict[str, Tensor]]:
         target = HEAD
         if found["part"] is not None:
             target = Target(check_layer(found["layer"], f"{path}: {name}"), NAMES[found["part"]])
-        tensor = weights.load(name, dtype=torch.float32, device=torch.device("cpu")).clone()  # not the file's map
+        tensor = weights.array(name).copy()  # not the file's map
         sides.setdefault(target, {})[found["side"]] = tensor
     return sides

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from headway.base.arrays import float_name, widen
 from headway.base.errors import BadModelFile
 from headway.base.text import short_repr
 
@@ -53,8 +53,8 @@ HEAD, HEAD_MODULE = Target(-1, "head"), "lm_head"
 class LowRank:
     """What is added to a target's output: scaling × B (A x)."""
 
-    a: Tensor  # [r, K]
-    b: Tensor  # [N, r]
+    a: np.ndarray  # [r, K]
+    b: np.ndarray  # [N, r]
     scaling: float
 
     @property
@@ -65,9 +65,9 @@ class LowRank:
     def nbytes(self) -> int:
         return self.a.nbytes + self.b.nbytes
 
-    def delta(self) -> Tensor:
+    def delta(self) -> np.ndarray:
         """The matrix [N, K] that would be added to the weight, in float32."""
-        return self.scaling * (self.b.float() @ self.a.float())
+        return self.scaling * (widen(self.b) @ widen(self.a))
 
 
 @dataclass(frozen=True)
@@ -88,19 +88,19 @@ class Limits:
             raise BadModelFile(f"{what} has the scaling {scaling:g}; its size must be at most {MAX_SCALING:g}")
         return scaling
 
-    def check(self, what: str, a: Tensor, b: Tensor) -> None:
+    def check(self, what: str, a: np.ndarray, b: np.ndarray) -> None:
         """Raise unless these are finite matrices [r, K] and [N, r] of a rank within the limit."""
         for side, tensor in (("A", a), ("B", b)):
             if tensor.ndim != 2:
                 raise BadModelFile(f"{what}: {side} has shape {list(tensor.shape)}; a matrix is needed")
-            if not tensor.is_floating_point():
+            if float_name(tensor) is None:
                 raise BadModelFile(f"{what}: {side} is stored as {tensor.dtype}; floats are needed")
         if a.shape[0] != b.shape[1]:
             raise BadModelFile(f"{what}: A has rank {a.shape[0]} and B has rank {b.shape[1]}; they must be equal")
         if not 1 <= a.shape[0] <= self.rank:
             raise BadModelFile(f"{what} has rank {a.shape[0]}; it must be in [1, {self.rank}]")
         for side, tensor in (("A", a), ("B", b)):
-            if not bool(torch.isfinite(tensor).all()):
+            if not np.isfinite(widen(tensor)).all():
                 raise BadModelFile(f"{what}: {side} has a value that is not a finite number; save it again")
 
 
@@ -117,6 +117,6 @@ def digest(pairs: Mapping[Target, LowRank], *facts: str) -> str:
     for target in sorted(pairs):
         pair = pairs[target]
         for tensor in (pair.a, pair.b):
-            total.update(repr((target, tuple(tensor.shape), str(tensor.dtype), pair.scaling)).encode())
-            total.update(tensor.contiguous().view(torch.uint8).numpy().data)
+            total.update(repr((target, tensor.shape, f"torch.{float_name(tensor)}", pair.scaling)).encode())
+            total.update(np.ascontiguousarray(tensor).view(np.uint8).data)
     return total.hexdigest()

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from headway.base.arrays import from_tensor, is_tensor
 from headway.base.checks import check_integer, check_number
 from headway.base.errors import BadModelFile, ModelNotFound, Unsupported, WrongType
 from headway.base.files import read_json
@@ -108,30 +108,32 @@ def read_folder(folder: Path, limits: Limits) -> PeftAdapter:
     return _read(tensors, config, None, limits, str(folder))
 
 
-def _load(weights: SafetensorsWeights, name: str) -> Tensor:
-    stored = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(weights.stored(name))
-    return weights.load(name, dtype=stored or torch.float32, device=torch.device("cpu")).clone()  # not the file's map
+def _load(weights: SafetensorsWeights, name: str) -> np.ndarray:
+    stored = {"F16": "float16", "BF16": "bfloat16"}.get(weights.stored(name), "float32")
+    return weights.array(name, stored).copy()  # not the file's map
 
 
 def read_tensors(
-    tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None, alpha: float | None, limits: Limits
+    tensors: Mapping[str, Any], config: Mapping[str, Any] | None, alpha: float | None, limits: Limits
 ) -> PeftAdapter:
     """The adapter of tensors in memory."""
     for name, tensor in tensors.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise WrongType(f"{short_repr(name)} is {short_repr(tensor)}; give a dict from names to torch tensors")
+        if not isinstance(name, str) or not (is_tensor(tensor) or isinstance(tensor, np.ndarray)):
+            raise WrongType(f"{short_repr(name)} is {short_repr(tensor)}; give a dict from names to tensors or arrays")
+        if isinstance(tensor, np.ndarray) and tensor.dtype.kind != "f":
+            raise BadModelFile(f"{short_repr(name)} is an array of {tensor.dtype}; floats are needed")
     limits.check_bytes("the adapter", sum(tensor.nbytes for tensor in tensors.values()))
-    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    copies = {name: np.array(from_tensor(tensor), order="C") for name, tensor in tensors.items()}
     if config is not None and not isinstance(config, Mapping):
         raise WrongType(f"the config is {short_repr(config)}; give what adapter_config.json holds, or to_dict()")
     return _read(copies, config, alpha, limits, "the adapter")
 
 
 def _read(
-    tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None, alpha: float | None, limits: Limits, where: str
+    tensors: Mapping[str, Any], config: Mapping[str, Any] | None, alpha: float | None, limits: Limits, where: str
 ) -> PeftAdapter:
     facts = None if config is None else _Config(config, where)
-    sides: dict[Target, dict[str, Tensor]] = {}
+    sides: dict[Target, dict[str, np.ndarray]] = {}
     modules: dict[Target, str] = {}
     for name, tensor in tensors.items():
         found = NAME.fullmatch(name)
@@ -244,7 +246,9 @@ class _Config:
             raise BadModelFile(
                 f"{self._where} has layers_to_transform={short_repr(layers)}; a list of integers is needed"
             )
-        listed = [patterns] if isinstance(patterns, str) else list(patterns or ())
+        listed = [patterns] if isinstance(patterns, str) else patterns or ()
+        if not isinstance(listed, list | tuple | set):
+            raise BadModelFile(f"{self._where} has layers_pattern={short_repr(patterns)}; a list of names is needed")
         return TargetRules(
             modules=self._names(modules, "target_modules"),
             excluded=self._names(excluded or (), "exclude_modules"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from headway.kernels.reference.rope import Rope
+from headway.kernels.host.rope import Rope
 from headway.models.description import Description
 from headway.models.families.family import Family
 from headway.models.families.windows import alternating

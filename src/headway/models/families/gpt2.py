@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headway.base.errors import Unsupported
-from headway.kernels.reference.rope import Rope
+from headway.kernels.host.rope import Rope
 from headway.models.description import Description
 from headway.models.families.family import Family
 from headway.models.families.parts import stacked, transposed

@@ -1,8 +1,8 @@
 """A model's tensors by name, from a folder of safetensors or a GGUF file.
 
-Owns the way from a name to stored bytes, and from those to a tensor on a device. Files are mapped, never read whole:
-loading allocates the requested tensor and a chunk of temporaries, or makes no copy at all. It never reads a header
-(`gguf` and `safetensors` do), never runs a pickle and does not know what the names mean.
+Owns the way from a name to stored bytes, and from those to an array, or a tensor on a device. Files are mapped, never
+read whole: loading allocates the requested tensor and a chunk of temporaries, or makes no copy at all. It never reads a
+header (`gguf` and `safetensors` do), never runs a pickle and does not know what the names mean.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-import torch
+import numpy as np
 
 from headway.base.errors import BadModelFile, Closed, InvalidInput, ModelNotFound, Unsupported
 from headway.base.text import short_repr
-from headway.models.files.dequant import FLOATS, as_floats, convert_floats, dequantize
+from headway.models.files.blocks import FLOATS, dequantize, stored_floats
 from headway.models.files.gguf import GgufFile
 from headway.models.files.mapped import Span, map_file, unmap
 from headway.models.files.safetensors import INDEX, SINGLE, Entry, read_entries, read_index
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Weights(Protocol):
@@ -43,8 +46,16 @@ class Weights(Protocol):
         """The bytes it takes in the file."""
         ...
 
-    def load(self, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The tensor as `dtype` on `device`. A value that `dtype` can only hold as infinity raises `Unsupported`.
+    def array(self, name: str, dtype: str = "float32") -> np.ndarray:
+        """The numbers as float32, or in the float type that they are stored in; bfloat16 as uint16.
+
+        In their stored type they are a view of the file's private map, as with `load`.
+        """
+        ...
+
+    def load(self, name: str, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        """The tensor of torch as `dtype` on `device`. A value that `dtype` can only hold as infinity raises
+        `Unsupported`.
 
         On the CPU, if `dtype` is the stored type, it is a view of the file's private map: the tensor keeps the map
         alive, even after `close()`, and writing to it changes this process's memory and never the file.
@@ -109,12 +120,17 @@ class GgufWeights:
     def nbytes(self, name: str) -> int:
         return _find(self.file.tensors, name, self.file.path).nbytes
 
-    def load(self, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def array(self, name: str, dtype: str = "float32") -> np.ndarray:
         tensor = _find(self.file.tensors, name, self.file.path)
-        raw = torch.from_numpy(self.file.raw(name))
-        return _to_tensor(
-            raw, tensor.kind, tensor.shape, f"{self.file.path}: tensor {name!r}", dtype=dtype, device=device
-        )
+        what = f"{self.file.path}: tensor {name!r}"
+        return _to_array(self.file.raw(name), tensor.kind, tensor.shape, what, dtype)
+
+    def load(self, name: str, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        from headway.models.files.tensors import to_tensor
+
+        tensor = _find(self.file.tensors, name, self.file.path)
+        what = f"{self.file.path}: tensor {name!r}"
+        return to_tensor(self.file.raw(name), tensor.kind, tensor.shape, what, dtype=dtype, device=device)
 
     def span(self, name: str) -> Span:
         return self.file.span(name)
@@ -158,10 +174,16 @@ class SafetensorsWeights:
     def nbytes(self, name: str) -> int:
         return _find(self._entries, name, self.folder).nbytes
 
-    def load(self, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        entry, raw = _find(self._entries, name, self.folder), torch.from_numpy(self.span(name).bytes())
+    def array(self, name: str, dtype: str = "float32") -> np.ndarray:
+        entry, raw = _find(self._entries, name, self.folder), self.span(name).bytes()
+        return _to_array(raw, entry.dtype, entry.shape, f"{entry.file}: tensor {name!r}", dtype)
+
+    def load(self, name: str, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        from headway.models.files.tensors import to_tensor
+
+        entry, raw = _find(self._entries, name, self.folder), self.span(name).bytes()
         what = f"{entry.file}: tensor {name!r}"
-        return _to_tensor(raw, entry.dtype, entry.shape, what, dtype=dtype, device=device)
+        return to_tensor(raw, entry.dtype, entry.shape, what, dtype=dtype, device=device)
 
     def span(self, name: str) -> Span:
         entry = _find(self._entries, name, self.folder)
@@ -232,23 +254,15 @@ def _refuse_folder(folder: Path) -> NoReturn:
     raise BadModelFile(f"{folder} has neither {SINGLE} nor {INDEX}; pass a folder with weights in safetensors")
 
 
-def _to_tensor(
-    raw: torch.Tensor, stored: str, shape: tuple[int, ...], what: str, *, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    if dtype not in FLOATS.values():
-        known = ", ".join(str(known).removeprefix("torch.") for known in FLOATS.values())
-        raise InvalidInput(f"{what} cannot be loaded as {dtype}; weights load as one of {known}")
-    if FLOATS.get(stored) == dtype and device.type == "cpu":
-        return as_floats(raw, dtype).view(shape)
-    out = torch.empty(shape, dtype=dtype, device=device)
+def _to_array(raw: np.ndarray, stored: str, shape: tuple[int, ...], what: str, dtype: str) -> np.ndarray:
+    if FLOATS.get(stored) == dtype:
+        return stored_floats(stored, raw, shape)
+    if dtype != "float32":
+        raise InvalidInput(f"{what} is stored as {stored}; it loads as that or as float32, not as {dtype}")
     try:
-        if stored in FLOATS:
-            convert_floats(raw, FLOATS[stored], out)
-        else:
-            dequantize(stored, raw, shape, dtype, out)
+        return dequantize(stored, raw, shape)
     except Unsupported as error:
         raise Unsupported(f"{what}, stored as {stored}: {error}") from None
-    return out
 
 
 _Item = TypeVar("_Item")

@@ -13,13 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from headway.base.config import settings
 from headway.base.errors import InvalidInput, ModelError, ModelNotFound, WrongType
 from headway.base.notebook import NotebookBar, in_notebook
 from headway.base.text import format_bytes
-from headway.models.hub.fetch import FetchProgress, fetch_file, fetch_repo, sha256_of, silent
 from headway.models.hub.registry import KNOWN, KnownModel, is_hub_id, nearby
+
+if TYPE_CHECKING:
+    from headway.models.hub.fetch import FetchProgress
 
 SOURCE_NOTE = "source.txt"
 
@@ -71,7 +75,7 @@ def resolve(
 
 
 def _default_progress() -> FetchProgress:
-    return NotebookBar(lambda count: format_bytes(count, 1000)) if in_notebook() else silent
+    return NotebookBar(lambda count: format_bytes(count, 1000)) if in_notebook() else _fetch().silent
 
 
 def _is_there(path: Path) -> bool:
@@ -100,7 +104,7 @@ def pull_known(model: KnownModel, *, progress: FetchProgress | None = None) -> P
             return model_path(model)
         with _writing(target.parent):
             target.parent.mkdir(parents=True, exist_ok=True)
-            source = fetch_file(model, target, offline=settings().hub_offline, progress=report)
+            source = _fetch().fetch_file(model, target, offline=settings().hub_offline, progress=report)
             (target.parent / SOURCE_NOTE).write_text(f"{source}\n")
     return model_path(model)
 
@@ -126,7 +130,7 @@ def remove(name: str) -> int:
         raise ModelNotFound(
             f"{name} is not installed, so there is nothing to remove; `headway models list` shows what is"
         )
-    with _locked(name, silent), _writing(folder):
+    with _locked(name, _fetch().silent), _writing(folder):
         freed = _bytes_under(folder)
         doomed = folder.with_name(f".removed-{os.getpid()}-{folder.name}")
         os.replace(folder, doomed)  # in one step, so that nobody sees half a model
@@ -156,7 +160,7 @@ def is_installed(model: KnownModel) -> bool:
 def _as_pinned(model: KnownModel, progress: FetchProgress) -> bool:
     folder, label = path_of(model).parent, f"checking {model.name}"
     return all(
-        sha256_of(folder / file.file, progress=progress, label=label) == file.sha256
+        _fetch().sha256_of(folder / file.file, progress=progress, label=label) == file.sha256
         for file in (model, *model.extra_files)
     )
 
@@ -181,7 +185,7 @@ def _pull_repo(
             )
         with _writing(folder.parent):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            fetch_repo(repo, folder, progress=progress, revision=revision, token=token)
+            _fetch().fetch_repo(repo, folder, progress=progress, revision=revision, token=token)
     return folder
 
 
@@ -244,3 +248,10 @@ def _writing(folder: Path) -> Iterator[None]:
         raise ModelError(
             f"cannot write to {folder}: {error.strerror or error}; HEADWAY_CACHE chooses another cache folder"
         ) from error
+
+
+def _fetch() -> ModuleType:
+    """What downloads; imported when it is needed, for it brings an HTTP client."""
+    from headway.models.hub import fetch
+
+    return fetch

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from headway.base.arrays import aligned, from_tensor, widen
+from headway.base.device import CPU, Device
 from headway.base.errors import InvalidInput
-from headway.kernels.reference.quantized import QuantizedMatrix, interleave_floats
+from headway.kernels.host.quantized import QuantizedMatrix, interleave_floats
+from headway.models.any_decoder import AnyDecoder
 from headway.models.config import ModelConfig
-from headway.models.decoder import Decoder
-from headway.models.layers import DecoderLayer, Linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headway.models.decoder import Decoder
+    from headway.models.layers import DecoderLayer, Linear
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -21,10 +28,10 @@ MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 class QuantizedLayer:
     """The weights of one layer; norms in float32."""
 
-    input_norm: Tensor
-    mlp_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    input_norm: np.ndarray
+    mlp_norm: np.ndarray
+    q_norm: np.ndarray | None
+    k_norm: np.ndarray | None
     q: QuantizedMatrix
     k: QuantizedMatrix
     v: QuantizedMatrix
@@ -52,24 +59,24 @@ class QuantizedLayer:
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedDecoder:
+class QuantizedDecoder(AnyDecoder):
     """Quantized or float weights; activations and the KV cache are float32, on the CPU."""
 
     config: ModelConfig
     embedding: QuantizedMatrix  # [V, E]
     layers: tuple[QuantizedLayer, ...]
-    final_norm: Tensor
+    final_norm: np.ndarray
     output: QuantizedMatrix  # [V, E]; the embedding itself when tied
-    inv_freq: Tensor
+    inv_freq: np.ndarray
 
     @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
+    def device(self) -> Device:
+        return CPU
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> np.dtype:
         """Of activations, keys and values."""
-        return torch.float32
+        return np.dtype(np.float32)
 
     def nbytes(self) -> Mapping[str, int]:
         """Weight bytes that one forward reads, by phase."""
@@ -118,25 +125,25 @@ class QuantizedDecoder:
             size[w.label] = size.get(w.label, 0) + w.nbytes
         return tuple(sorted(size, key=lambda label: -size[label]))
 
-    def tensors(self) -> list[Tensor]:
-        """Every tensor, in a fixed order."""
-        tensors = [self.final_norm, self.inv_freq]
+    def arrays(self) -> list[np.ndarray]:
+        """Every array, in a fixed order."""
+        arrays = [self.final_norm, self.inv_freq]
         for layer in self.layers:
-            tensors += [t for t in (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if t is not None]
+            arrays += [t for t in (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if t is not None]
         for w in (self.embedding, self.output, *(w for layer in self.layers for w in layer.matrices())):
-            tensors += [t for t in (w.quants, w.scales, w.super, w.bias) if t is not None]
-        return tensors
+            arrays += w.arrays()
+        return arrays
 
 
 def interleave_decoder(decoder: Decoder) -> QuantizedDecoder:
     """A decoder's float weights in the interleaved layout, values unchanged."""
-    embedding = interleave_floats(decoder.embedding)
+    embedding = interleave_floats(from_tensor(decoder.embedding))
     return QuantizedDecoder(
         config=decoder.config,
         embedding=embedding,
         layers=tuple(_layer(layer, f"layers.{i}.") for i, layer in enumerate(decoder.layers)),
         final_norm=_floats(decoder.final_norm),
-        output=embedding if decoder.output is decoder.embedding else interleave_floats(decoder.output),
+        output=embedding if decoder.output is decoder.embedding else interleave_floats(from_tensor(decoder.output)),
         inv_freq=_floats(decoder.inv_freq),
     )
 
@@ -154,7 +161,7 @@ def _layer(layer: DecoderLayer, at: str) -> QuantizedLayer:
         _check_stack(at + "+".join(names), linear, sum(rows))
         biases = [None] * len(rows) if linear.bias is None else linear.bias.split(rows)
         for name, weight, bias in zip(names, linear.weight.split(rows), biases, strict=True):
-            parts[name] = interleave_floats(weight, bias)
+            parts[name] = interleave_floats(from_tensor(weight), None if bias is None else from_tensor(bias))
     return QuantizedLayer(
         input_norm=_floats(layer.input_norm),
         mlp_norm=_floats(layer.mlp_norm),
@@ -164,8 +171,8 @@ def _layer(layer: DecoderLayer, at: str) -> QuantizedLayer:
     )
 
 
-def _floats(norm: Tensor) -> Tensor:
-    return norm.float().contiguous()
+def _floats(norm: Tensor) -> np.ndarray:
+    return aligned(widen(from_tensor(norm)))
 
 
 # -- checks before native code reads the weights ---------------------------------------------------------------------
@@ -178,13 +185,13 @@ def _check_matrix(name: str, w: QuantizedMatrix, shape: tuple[int, int]) -> None
         raise InvalidInput(f"the weight {name!r} cannot be used: {problem}")
 
 
-def _check_floats(name: str, norm: Tensor, size: int) -> None:
-    if tuple(norm.shape) != (size,) or norm.dtype != torch.float32:
+def _check_floats(name: str, norm: np.ndarray, size: int) -> None:
+    if not isinstance(norm, np.ndarray) or norm.shape != (size,) or norm.dtype != np.float32:
         raise InvalidInput(
-            f"the weight {name!r} has shape {list(norm.shape)} in {norm.dtype}; [{size}] in torch.float32 is needed"
+            f"the weight {name!r} has shape {list(norm.shape)} in {norm.dtype}; an array [{size}] in float32 is needed"
         )
-    if not norm.is_contiguous() or norm.device.type != "cpu":
-        raise InvalidInput(f"the weight {name!r} must be contiguous, on the CPU")
+    if not norm.flags.c_contiguous:
+        raise InvalidInput(f"the weight {name!r} must be contiguous")
 
 
 def _check_stack(name: str, linear: Linear, rows: int) -> None:

@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from headway.kernels.host.quantized import QuantizedMatrix
 from headway.kernels.reference import ordered
 from headway.kernels.reference.ordered_matmul import OrderedMatrix
-from headway.kernels.reference.quantized import QuantizedMatrix, dequantize, dequantize_rows
+from headway.kernels.reference.quantized import dequantize, dequantize_rows, tensor
 from headway.models.decoder import Attention, Decoder
 from headway.models.described import DescribedDecoder
 from headway.models.layers import DecoderLayer, Linear, mapped
@@ -38,9 +39,9 @@ def reference_decoder(model: QuantizedDecoder) -> Decoder:
         config=model.config,
         embedding=embedding,  # type: ignore[arg-type]  # a quantized one is read by rows
         layers=tuple(_layer(model, layer, quantized) for layer in model.layers),
-        final_norm=model.final_norm,
+        final_norm=tensor(model.final_norm),
         output=output,
-        inv_freq=model.inv_freq,
+        inv_freq=tensor(model.inv_freq),
     )
 
 
@@ -156,10 +157,10 @@ def _layer(model: QuantizedDecoder, layer: QuantizedLayer, quantized: bool) -> D
         "down": stack([layer.down]),
     }
     return (OrderedLayer if quantized else DecoderLayer)(
-        input_norm=layer.input_norm,
-        q_norm=layer.q_norm,
-        k_norm=layer.k_norm,
-        mlp_norm=layer.mlp_norm,
+        input_norm=tensor(layer.input_norm),
+        q_norm=None if layer.q_norm is None else tensor(layer.q_norm),
+        k_norm=None if layer.k_norm is None else tensor(layer.k_norm),
+        mlp_norm=tensor(layer.mlp_norm),
         heads=c.heads,
         kv_heads=c.kv_heads,
         head_dim=c.head_dim,
@@ -172,4 +173,6 @@ def _dense(parts: list[QuantizedMatrix]) -> Linear:
     weight = torch.cat([dequantize(part) for part in parts])
     if all(part.bias is None for part in parts):
         return Linear(weight)
-    return Linear(weight, torch.cat([torch.zeros(part.n) if part.bias is None else part.bias for part in parts]))
+    return Linear(
+        weight, torch.cat([torch.zeros(part.n) if part.bias is None else tensor(part.bias) for part in parts])
+    )

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from headway.base.arrays import aligned, empty, widen
 from headway.base.errors import InvalidInput
 from headway.base.text import short_repr
-from headway.kernels.native.library import ThreadPool, check
-from headway.kernels.reference.quantized import (
+from headway.kernels.host.quantized import (
     LANES,
     QuantizedMatrix,
     interleave_floats,
@@ -20,7 +19,8 @@ from headway.kernels.reference.quantized import (
     quantize_int4,
     quantize_int8,
 )
-from headway.models.files.dequant import FLOATS, half, planes, scales_and_mins
+from headway.kernels.native.library import ThreadPool, check
+from headway.models.files.blocks import FLOATS, half, planes, scales_and_mins
 from headway.models.files.gguf import KINDS
 from headway.models.files.weights import GgufWeights, Weights
 
@@ -32,9 +32,9 @@ NATIVE = ("Q4_0", "Q4_1", "Q8_0", "Q4_K")  # kinds that the native library repac
 class QuantizedParts:
     """The parts of a quantized matrix: quants [N, K], scale and minimum [N, K / group]."""
 
-    quants: Tensor
-    scale: Tensor
-    minimum: Tensor | None
+    quants: np.ndarray
+    scale: np.ndarray
+    minimum: np.ndarray | None
     bits: int
     group: int
     zero: int = 0
@@ -56,19 +56,19 @@ def load_matrix(
     thread_pool: ThreadPool | None,
     keep: bool,
     quantize: str | None = None,
-    rows: Tensor | None = None,
-    bias: Tensor | None = None,
+    rows: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
 ) -> QuantizedMatrix:
     """A matrix of the file in the interleaved layout. `rows` maps outputs to the file's rows.
 
     `keep` leaves it in its stored type, else it becomes float32; `quantize` applies to float matrices. Without a thread
-    pool torch repacks, to the same values.
+    pool numpy repacks, to the same values.
     """
     kind = weights.stored(name)
     if keep and kind not in FLOATS and isinstance(weights, GgufWeights):
         return _with_bias(_repack(weights, name, kind, thread_pool, rows), bias)
-    dtype = FLOATS[kind] if keep and kind in ("F16", "BF16") and quantize is None else torch.float32
-    weight = weights.load(name, dtype=dtype, device=torch.device("cpu"))
+    dtype = FLOATS[kind] if keep and kind in ("F16", "BF16") and quantize is None else "float32"
+    weight = weights.array(name, dtype)
     weight = weight if rows is None else weight[rows]
     if quantize is not None:
         return (quantize_int8 if quantize == "int8" else quantize_int4)(weight, bias)
@@ -102,18 +102,18 @@ def kept_size(kind: str, shape: Sequence[int]) -> tuple[str, int]:
 
 
 def _repack(
-    weights: GgufWeights, name: str, kind: str, thread_pool: ThreadPool | None, rows: Tensor | None
+    weights: GgufWeights, name: str, kind: str, thread_pool: ThreadPool | None, rows: np.ndarray | None
 ) -> QuantizedMatrix:
     n, k = weights.shape(name)
-    raw = torch.from_numpy(weights.file.raw(name))
+    raw = weights.file.raw(name)
     if kind in NATIVE and thread_pool is not None:
         return _native(thread_pool, kind, raw, (n, k), rows)
-    parts = _PARTS[kind](raw.view(-1, KINDS[kind].nbytes))
+    parts = _PARTS[kind](raw.reshape(-1, KINDS[kind].nbytes))
     order = slice(None) if rows is None else rows
     return interleave_groups(
-        parts.quants.view(n, k)[order],
-        parts.scale.view(n, -1)[order],
-        None if parts.minimum is None else parts.minimum.view(n, -1)[order],
+        parts.quants.reshape(n, k)[order],
+        parts.scale.reshape(n, -1)[order],
+        None if parts.minimum is None else parts.minimum.reshape(n, -1)[order],
         bits=parts.bits,
         group=parts.group,
         zero=parts.zero,
@@ -121,27 +121,27 @@ def _repack(
 
 
 def _native(
-    thread_pool: ThreadPool, kind: str, raw: Tensor, shape: tuple[int, ...], rows: Tensor | None
+    thread_pool: ThreadPool, kind: str, raw: np.ndarray, shape: tuple[int, ...], rows: np.ndarray | None
 ) -> QuantizedMatrix:
     n, k = shape
     bits, blocks, groups = 8 if kind == "Q8_0" else 4, -(-n // LANES), k // 32
-    quants = torch.empty(blocks, groups, bits * 64, dtype=torch.uint8)
+    quants = empty((blocks, groups, bits * 64), np.uint8)
     has_min, is_k = kind in ("Q4_1", "Q4_K"), kind == "Q4_K"
     shape = (blocks, groups, 2, LANES) if has_min else (blocks, groups, LANES)
-    scales = torch.empty(shape, dtype=torch.uint8 if is_k else torch.float16)
-    above = torch.empty(blocks, groups // 8, 2, LANES, dtype=torch.float16) if is_k else None
-    order = None if rows is None else rows.to(torch.int32).contiguous()
+    scales = empty(shape, np.uint8 if is_k else np.float16)
+    above = empty((blocks, groups // 8, 2, LANES), np.float16) if is_k else None
+    order = None if rows is None else np.ascontiguousarray(rows, np.int32)
     check(
         thread_pool.calls.hw_repack(
             thread_pool.handle,
             NATIVE.index(kind),
-            raw.data_ptr(),
+            raw.ctypes.data,
             n,
             k,
-            None if order is None else order.data_ptr(),
-            quants.data_ptr(),
-            scales.data_ptr(),
-            None if above is None else above.data_ptr(),
+            None if order is None else order.ctypes.data,
+            quants.ctypes.data,
+            scales.ctypes.data,
+            None if above is None else above.ctypes.data,
         )
     )
     zero = {"Q4_0": 8, "Q8_0": 128}.get(kind, 0)
@@ -151,68 +151,74 @@ def _native(
     )
 
 
-def _with_bias(w: QuantizedMatrix, bias: Tensor | None) -> QuantizedMatrix:
-    return w if bias is None else replace(w, bias=bias.float().contiguous())
+def _with_bias(w: QuantizedMatrix, bias: np.ndarray | None) -> QuantizedMatrix:
+    return w if bias is None else replace(w, bias=aligned(widen(bias)))
 
 
 # Each takes blocks, uint8 [B, nbytes], and returns their quants and scales, in file order.
 
 
-def _q8_0(blocks: Tensor) -> QuantizedParts:
-    return QuantizedParts(blocks[:, 2:] ^ 128, half(blocks, 0).half(), None, bits=8, group=32, zero=128)
+def _half(blocks: np.ndarray, at: int) -> np.ndarray:
+    """The float16 at byte `at` of every block, [B, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
 
 
-def _q4_0(blocks: Tensor) -> QuantizedParts:
+def _q8_0(blocks: np.ndarray) -> QuantizedParts:
+    return QuantizedParts(blocks[:, 2:] ^ 128, _half(blocks, 0), None, bits=8, group=32, zero=128)
+
+
+def _q4_0(blocks: np.ndarray) -> QuantizedParts:
     quants = planes(blocks[:, 2:], group=16, bits=4)
-    return QuantizedParts(quants, half(blocks, 0).half(), None, bits=4, group=32, zero=8)
+    return QuantizedParts(quants, _half(blocks, 0), None, bits=4, group=32, zero=8)
 
 
-def _q4_1(blocks: Tensor) -> QuantizedParts:
+def _q4_1(blocks: np.ndarray) -> QuantizedParts:
     quants = planes(blocks[:, 4:], group=16, bits=4)
-    return QuantizedParts(quants, half(blocks, 0).half(), half(blocks, 2).half(), bits=4, group=32)
+    return QuantizedParts(quants, _half(blocks, 0), _half(blocks, 2), bits=4, group=32)
 
 
-def _q4_k(blocks: Tensor) -> QuantizedParts:
+def _q4_k(blocks: np.ndarray) -> QuantizedParts:
     scale, minimum = scales_and_mins(blocks)
     return QuantizedParts(planes(blocks[:, 16:], group=32, bits=4), scale, -minimum, bits=4, group=32)
 
 
-def _q5_0(blocks: Tensor) -> QuantizedParts:
+def _q5_0(blocks: np.ndarray) -> QuantizedParts:
     quants = planes(blocks[:, 6:], group=16, bits=4) | (planes(blocks[:, 2:6], group=1, bits=1) << 4)
-    return QuantizedParts(quants, half(blocks, 0).half(), None, bits=8, group=32, zero=16)
+    return QuantizedParts(quants, _half(blocks, 0), None, bits=8, group=32, zero=16)
 
 
-def _q5_1(blocks: Tensor) -> QuantizedParts:
+def _q5_1(blocks: np.ndarray) -> QuantizedParts:
     quants = planes(blocks[:, 8:], group=16, bits=4) | (planes(blocks[:, 4:8], group=1, bits=1) << 4)
-    return QuantizedParts(quants, half(blocks, 0).half(), half(blocks, 2).half(), bits=8, group=32)
+    return QuantizedParts(quants, _half(blocks, 0), _half(blocks, 2), bits=8, group=32)
 
 
-def _q2_k(blocks: Tensor) -> QuantizedParts:
+def _q2_k(blocks: np.ndarray) -> QuantizedParts:
     scales = blocks[:, :16]
-    scale, minimum = (scales & 15).float() * half(blocks, 80), (scales >> 4).float() * half(blocks, 82)
+    scale = (scales & 15).astype(np.float32) * half(blocks, 80)
+    minimum = (scales >> 4).astype(np.float32) * half(blocks, 82)
     return QuantizedParts(planes(blocks[:, 16:80], group=32, bits=2), scale, -minimum, bits=4, group=16)
 
 
-def _q3_k(blocks: Tensor) -> QuantizedParts:
+def _q3_k(blocks: np.ndarray) -> QuantizedParts:
     low, high = planes(blocks[:, 32:96], group=32, bits=2), planes(blocks[:, :32], group=32, bits=1)
     nibbles, pairs = planes(blocks[:, 96:104], group=8, bits=4), planes(blocks[:, 104:108], group=4, bits=2)
-    scale = (nibbles | (pairs << 4)).float().sub_(32) * half(blocks, 108)
+    scale = ((nibbles | (pairs << 4)).astype(np.float32) - 32) * half(blocks, 108)
     return QuantizedParts(low | (high << 2), scale, None, bits=4, group=16, zero=4)
 
 
-def _q5_k(blocks: Tensor) -> QuantizedParts:
+def _q5_k(blocks: np.ndarray) -> QuantizedParts:
     scale, minimum = scales_and_mins(blocks)
     quants = planes(blocks[:, 48:], group=32, bits=4) | (planes(blocks[:, 16:48], group=32, bits=1) << 4)
     return QuantizedParts(quants, scale, -minimum, bits=8, group=32)
 
 
-def _q6_k(blocks: Tensor) -> QuantizedParts:
+def _q6_k(blocks: np.ndarray) -> QuantizedParts:
     quants = planes(blocks[:, :128], group=64, bits=4) | (planes(blocks[:, 128:192], group=32, bits=2) << 4)
-    scale = blocks[:, 192:208].view(torch.int8).float() * half(blocks, 208)
+    scale = blocks[:, 192:208].view(np.int8).astype(np.float32) * half(blocks, 208)
     return QuantizedParts(quants, scale, None, bits=8, group=16, zero=32)
 
 
-_PARTS: dict[str, Callable[[Tensor], QuantizedParts]] = {
+_PARTS: dict[str, Callable[[np.ndarray], QuantizedParts]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,

@@ -90,17 +90,19 @@ class NativeInt8Linear(LinearOp):
     """int8 matmul of the native library; all layers of a model share a thread pool."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, thread_pool: ThreadPool) -> None:
+        from headway.base.arrays import from_tensor
+        from headway.kernels.host.quantized import quantize_int8
         from headway.kernels.native.matmul import linear
-        from headway.kernels.reference.quantized import quantize_int8
 
-        self._quantized, self._thread_pool, self._linear = quantize_int8(weight, bias), thread_pool, linear
+        own = None if bias is None else from_tensor(bias)
+        self._quantized, self._thread_pool, self._linear = quantize_int8(from_tensor(weight), own), thread_pool, linear
 
     @property
     def nbytes(self) -> int:
         return self._quantized.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._linear(self._thread_pool, x, self._quantized)
+        return torch.from_numpy(self._linear(self._thread_pool, x.detach().numpy(), self._quantized))
 
 
 class TorchInt8Linear(LinearOp):

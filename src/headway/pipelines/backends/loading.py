@@ -132,7 +132,7 @@ def stored_dtype(model: Any) -> torch.dtype | None:
         return None  # which loading it refuses
     config = read_json(folder / "config.json")
     name = config.get("dtype") or config.get("torch_dtype")
-    return DTYPES.get(name) if isinstance(name, str) else None
+    return getattr(torch, DTYPES[name]) if isinstance(name, str) and name in DTYPES else None
 
 
 def model_type(model: Any) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.text import short_repr
 from headway.pipelines.inputs.arrays import Ragged
-from headway.runtime.device import DTYPES, pick_device, pick_dtype
+from headway.runtime.device import DTYPES, dtype_name, pick_device, pick_dtype
 
 FORWARD_PARAMETERS = ("output_hidden_states", "output_attentions", "return_dict")
 AUTOCAST = "autocast"
@@ -55,13 +55,14 @@ def place(device: str, dtype: str, stored: torch.dtype | None = None) -> Placeme
     name = device.lower().partition(":")[0] if isinstance(device, str) else ""
     if name in REFUSED:
         raise Unsupported(f"device {short_repr(device)} is not supported: {REFUSED[name]}")
-    where = pick_device(device)
+    picked = pick_device(device)
+    where = torch.device(str(picked))
     if isinstance(dtype, str) and dtype.partition(":")[0] == AUTOCAST:
         half = dtype.partition(":")[2] or "bfloat16"
         if half not in ("bfloat16", "bf16", "float16", "f16"):
             raise InvalidInput(f"dtype is {short_repr(dtype)}; autocast must be autocast:bfloat16 or autocast:float16")
-        return Placement(where, torch.float32, DTYPES[half])
-    return Placement(where, pick_dtype(dtype, where, stored))
+        return Placement(where, torch.float32, getattr(torch, DTYPES[half]))
+    return Placement(where, getattr(torch, pick_dtype(dtype, picked, dtype_name(stored) or None)))
 
 
 class TorchBackend:

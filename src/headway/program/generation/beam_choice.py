@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from headway.base.errors import InvalidInput, PassFailed
 from headway.base.masks import logit_mask
 from headway.base.rng import uniform
 from headway.program.generation.ngrams import banned_by_ngrams
+from headway.program.generation.topk import topk
 from headway.program.generation.transcript import Transcript
 from headway.program.generation.word_bias import WordBias
 
@@ -101,10 +100,10 @@ class BeamSearch:
         self.rules, self.prompt, self.position = rules, prompt, position
         self.length = 0  # of every running beam
         self.beams = [Beam(transcript=first)] * rules.beams
-        self.scores = torch.full((rules.beams,), NEVER)  # [B]
+        self.scores = np.full(rules.beams, NEVER, np.float32)  # [B]
         self.scores[0] = 0.0  # the beams are all the same one at first
         self.ends: list[EndedBeam | None] = [None] * rules.beams
-        self.end_scores = torch.full((rules.beams,), NEVER)  # [B]
+        self.end_scores = np.full(rules.beams, NEVER, np.float32)  # [B]
         self._follows = first is not None
 
     def allowed(self) -> list[np.ndarray | None]:
@@ -113,7 +112,7 @@ class BeamSearch:
         return [self._allowed(beam) for beam in running]
 
     def step(
-        self, rows: Tensor, allowed: Sequence[np.ndarray | None], probes: Sequence[tuple[Any, ...]]
+        self, rows: np.ndarray, allowed: Sequence[np.ndarray | None], probes: Sequence[tuple[Any, ...]]
     ) -> list[tuple[int, int]] | None:
         """(parent, token) of each beam that goes on; None when the search is over.
 
@@ -129,9 +128,9 @@ class BeamSearch:
             for (parent, token), may in zip(moves, possible, strict=True)
         ]
         finishes = [self._finish(beam) for beam in beams]
-        ended = torch.tensor([finish is not None for finish in finishes])  # [K]
-        running = scores + ended.float() * NEVER
-        heirs = torch.topk(running, self.rules.beams).indices
+        ended = np.array([finish is not None for finish in finishes])  # [K]
+        running = scores + ended.astype(np.float32) * np.float32(NEVER)
+        heirs = topk(running, self.rules.beams)
         self._collect(beams, finishes, scores, possible)
         self.beams, self.scores = [beams[i] for i in heirs.tolist()], running[heirs]
         return None if bool(ended.all()) or self._settled() else [moves[i] for i in heirs.tolist()]
@@ -148,7 +147,7 @@ class BeamSearch:
             )
         return found[: self.rules.returned]
 
-    def _candidates(self, rows: Tensor, allowed: Sequence[np.ndarray | None]) -> tuple[Tensor, Tensor]:
+    def _candidates(self, rows: np.ndarray, allowed: Sequence[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:
         """Scores and flat (beam, token) indices of the K best continuations."""
         for row, beam, mask in zip(rows, self.beams, allowed):
             if self.rules.words is not None:
@@ -156,24 +155,24 @@ class BeamSearch:
                     row[token] += bias
             self._penalize(row, (*self.prompt, *beam.tokens))
             if mask is not None:
-                row[torch.from_numpy(~mask)] = -torch.inf
+                row[~mask] = -np.inf
         draws, keep = self.rules.draws, 1 + (len(self.rules.eos) or 1)
         if draws is not None:
-            rows = _filtered(rows / draws.temperature, draws, keep)
-        sums = (rows + self.scores[:, None]).flatten()  # [B * V]
+            rows = _filtered(rows / np.float32(draws.temperature), draws, keep)
+        sums = (rows + self.scores[:, None]).ravel()  # [B * V]
         if draws is None:
-            best = torch.topk(sums, self.rules.candidates)
-            return best.values, best.indices
+            best = topk(sums, self.rules.candidates)
+            return sums[best], best
         chosen = drawn(sums, self.rules.candidates, draws.seed, self.position + self.length)
         return sums[chosen], chosen
 
-    def _penalize(self, row: Tensor, tokens: tuple[int, ...]) -> None:
+    def _penalize(self, row: np.ndarray, tokens: tuple[int, ...]) -> None:
         """Apply the repetition penalty to one beam's row [V], in place."""
         penalty = self.rules.repetition_penalty
         if penalty != 1.0:
-            seen = torch.tensor(sorted(set(tokens)))
+            seen = np.array(sorted(set(tokens)), np.int64)
             old = row[seen]
-            row[seen] = torch.where(old < 0, old * penalty, old / penalty)
+            row[seen] = np.where(old < 0, old * np.float32(penalty), old / np.float32(penalty))
 
     def _allowed(self, beam: Beam) -> np.ndarray | None:
         rules, vocab = self.rules, self.rules.vocab
@@ -210,17 +209,18 @@ class BeamSearch:
             return "constraint"
         return "length" if last else None
 
-    def _collect(self, beams: list[Beam], finishes: list[str | None], scores: Tensor, possible: list[bool]) -> None:
+    def _collect(self, beams: list[Beam], finishes: list[str | None], scores: np.ndarray, possible: list[bool]) -> None:
         """Keep the best B of those that ended before and those of the first B candidates that end now."""
-        first = torch.tensor([f is not None and i < self.rules.beams for i, f in enumerate(finishes)])
-        level = scores / self.length**self.rules.length_penalty + (~first).float() * NEVER
+        first = np.array([f is not None and i < self.rules.beams for i, f in enumerate(finishes)])
+        level = scores / np.float32(self.length**self.rules.length_penalty)
+        level = level + (~first).astype(np.float32) * np.float32(NEVER)
         new = [
             self._end(beam, finish, may) if finish is not None and ends else None
             for beam, finish, may, ends in zip(beams, finishes, possible, first.tolist(), strict=True)
         ]
         every = [*self.ends, *new]
-        merged = torch.cat((self.end_scores, level))
-        kept = torch.topk(merged, self.rules.beams).indices
+        merged = np.concatenate((self.end_scores, level))
+        kept = topk(merged, self.rules.beams)
         self.ends, self.end_scores = [every[i] for i in kept.tolist()], merged[kept]
 
     def _end(self, beam: Beam, finish: str, possible: bool) -> EndedBeam:
@@ -240,11 +240,13 @@ class BeamSearch:
         return best <= worst or (full and rules.early_stopping is True)
 
 
-def log_probabilities(logits: np.ndarray) -> Tensor:
+def log_probabilities(logits: np.ndarray) -> np.ndarray:
     """Those of rows [B, V], in float32."""
     if np.isnan(logits).any():
         raise PassFailed("the model's logits are NaN at the end of a beam; no token can be chosen")
-    return torch.log_softmax(torch.from_numpy(logits), dim=-1)
+    wide = logits.astype(np.float64)
+    wide -= wide.max(-1, keepdims=True)
+    return (wide - np.log(np.exp(wide).sum(-1, keepdims=True))).astype(np.float32)
 
 
 def _booleans(bits: Any, vocab: int) -> np.ndarray:
@@ -254,27 +256,32 @@ def _booleans(bits: Any, vocab: int) -> np.ndarray:
     return np.array(logit_mask(vocab, bits))
 
 
-def _filtered(rows: Tensor, draws: BeamSampling, keep: int) -> Tensor:
+def _filtered(rows: np.ndarray, draws: BeamSampling, keep: int) -> np.ndarray:
     """Rows [R, V] with everything outside top-k and top-p at -inf; `keep` tokens stay at least."""
     if 0 < draws.top_k < rows.shape[1]:
-        edge = torch.topk(rows, min(max(draws.top_k, keep), rows.shape[1])).values[:, -1:]
-        rows = rows.masked_fill(rows < edge, -torch.inf)
+        count = min(max(draws.top_k, keep), rows.shape[1])
+        edge = np.partition(rows, rows.shape[1] - count)[:, -count, None]
+        rows = np.where(rows < edge, np.float32(-np.inf), rows)
     if draws.top_p < 1.0:
-        ranked = rows.sort(dim=-1, descending=True, stable=True)
-        probs = ranked.values.double().softmax(dim=-1)
-        outside = probs.cumsum(dim=-1) - probs >= draws.top_p  # those before it reach the share already
+        ranked = np.argsort(-rows, axis=-1, kind="stable")
+        weights = np.take_along_axis(rows, ranked, -1).astype(np.float64)
+        weights = np.exp(weights - weights[:, :1])
+        probs = weights / weights.sum(-1, keepdims=True)
+        outside = probs.cumsum(-1) - probs >= draws.top_p  # those before it reach the share already
         outside[:, :keep] = False
-        rows = rows.masked_fill(outside.scatter(1, ranked.indices, outside), -torch.inf)
+        rows = rows.copy()
+        np.put_along_axis(rows, ranked, np.where(outside, -np.inf, np.take_along_axis(rows, ranked, -1)), -1)
     return rows
 
 
-def drawn(scores: Tensor, count: int, seed: int, position: int) -> Tensor:
+def drawn(scores: np.ndarray, count: int, seed: int, position: int) -> np.ndarray:
     """Indices of `count` draws without replacement, with probabilities softmax(scores) [N], in the order drawn.
 
     What has no probability comes last, by index, when nothing else is left.
     """
     peak = scores.max()
-    weights = torch.where(scores == -torch.inf, 0.0, (scores - peak).double().exp()).numpy()
+    with np.errstate(invalid="ignore"):
+        weights = np.where(scores == -np.inf, 0.0, np.exp((scores - peak).astype(np.float64)))
     found: list[int] = []
     for ordinal in range(count):
         live = np.flatnonzero(weights)
@@ -285,6 +292,6 @@ def drawn(scores: Tensor, count: int, seed: int, position: int) -> Tensor:
         found.append(int(live[min(int(at), live.size - 1)]))
         weights[found[-1]] = 0.0
     if len(found) < count:
-        rest = np.setdiff1d(np.arange(scores.numel()), found)
+        rest = np.setdiff1d(np.arange(scores.size), found)
         found += rest[: count - len(found)].tolist()
-    return torch.tensor(found)
+    return np.array(found, np.int64)

@@ -16,8 +16,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from headway.base.adapters import AdapterMix
 from headway.base.errors import ContextLengthExceeded, InvalidInput
@@ -115,7 +113,7 @@ async def beam_search(
             read, probes = await beams.read(allowed, [token for _, token in following])
             rows = log_probabilities(read)
             if logits is not None:
-                rows = await beams.hooked(logits, rows.numpy(), [beam.tokens for beam in search.beams])
+                rows = await beams.hooked(logits, rows, [beam.tokens for beam in search.beams])
             following = search.step(rows, allowed, probes)
             if following is not None:
                 beams.follow([parent for parent, _ in following])
@@ -195,18 +193,18 @@ class _BeamContexts:
         logits = np.stack([out.logits(handle) for out, handle in zip(outputs, handles, strict=True)])
         return logits, [probed(out, probe) for out, probe in zip(outputs, probes, strict=True)]
 
-    async def hooked(self, hook: LogitsHook, rows: np.ndarray, tokens: Sequence[tuple[int, ...]]) -> Tensor:
+    async def hooked(self, hook: LogitsHook, rows: np.ndarray, tokens: Sequence[tuple[int, ...]]) -> np.ndarray:
         """What a hook makes of the log-probabilities after each beam [B, V]. Hooks that are async run together."""
 
-        async def one(row: np.ndarray, context: Context, generated: tuple[int, ...]) -> Tensor:
+        async def one(row: np.ndarray, context: Context, generated: tuple[int, ...]) -> np.ndarray:
             mark = context._table.stamp, context.pending
             changed = await changed_logits(hook, row, RunningBeam(context, generated))
             if mark != (context._table.stamp, context.pending):
                 raise InvalidInput("the logits hook has changed the context of a beam; a hook may read it and fork it")
-            return torch.from_numpy(changed).float()
+            return changed.astype(np.float32)
 
         found = await together([one(*each) for each in zip(rows, self._contexts, tokens)])
-        return torch.stack(found)
+        return np.stack(found)
 
     def follow(self, parents: Sequence[int]) -> None:
         """Give each new beam a context that continues its parent's; beams without children are released."""

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
-from headway.kernels.reference.attention import AttentionGroup
+from headway.kernels.host.attention import AttentionGroup
 from headway.runtime.batch import Batch, Segment
 
 
-def plan(
-    batch: Batch, windows: set[int | None], page_size: int, device: torch.device
-) -> dict[int | None, list[AttentionGroup]]:
+def plan(batch: Batch, windows: set[int | None], page_size: int) -> dict[int | None, list[AttentionGroup]]:
     """Attention groups for every window that occurs in the model."""
     base = [dense_mask(s, page_size) for s in batch.segments]
     plans = {}
     for window in windows:
         masks = [windowed(s, m, window, page_size) for s, m in zip(batch.segments, base, strict=True)]
-        plans[window] = _groups(batch.segments, masks, page_size, device)
+        plans[window] = _groups(batch.segments, masks, page_size)
     return plans
 
 
@@ -51,9 +48,7 @@ def segment_slots(segment: Segment, page_size: int) -> np.ndarray:
     return (segment.numbers[:, None] * page_size + np.arange(page_size)).ravel()
 
 
-def _groups(
-    segments: Sequence[Segment], masks: list[np.ndarray], page_size: int, device: torch.device
-) -> list[AttentionGroup]:
+def _groups(segments: Sequence[Segment], masks: list[np.ndarray], page_size: int) -> list[AttentionGroup]:
     """Single rows share a call with others of about their length; longer segments have their own."""
     groups, singles = [], {}
     for segment, mask in zip(segments, masks, strict=True):
@@ -62,12 +57,12 @@ def _groups(
         if len(segment.rows) == 1:
             singles.setdefault(len(segment.pages).bit_length(), []).append((segment, mask))
         else:
-            groups.append(_stack([(segment, mask)], page_size, device))
-    groups += [_stack(members, page_size, device) for members in singles.values()]
+            groups.append(_stack([(segment, mask)], page_size))
+    groups += [_stack(members, page_size) for members in singles.values()]
     return groups
 
 
-def _stack(members: list[tuple[Segment, np.ndarray]], page_size: int, device: torch.device) -> AttentionGroup:
+def _stack(members: list[tuple[Segment, np.ndarray]], page_size: int) -> AttentionGroup:
     wide = max(len(s.pages) for s, _ in members)
     n, m = len(members), len(members[0][0].rows)
     pages, numbers = np.zeros((n, wide), np.int64), np.full((n, wide), -1, np.int64)
@@ -77,12 +72,12 @@ def _stack(members: list[tuple[Segment, np.ndarray]], page_size: int, device: to
         numbers[i, : len(segment.pages)] = segment.numbers
         mask[i, :, : bits.shape[1]] = bits
     rows = np.array([list(s.rows) for s, _ in members], dtype=np.int64)
-    return AttentionGroup(*(torch.from_numpy(a).to(device) for a in (rows, pages, numbers, mask)))
+    return AttentionGroup(rows, pages, numbers, mask)
 
 
-def score_group(segment: Segment, row: int, window: int | None, page_size: int, device: torch.device) -> AttentionGroup:
+def score_group(segment: Segment, row: int, window: int | None, page_size: int) -> AttentionGroup:
     """The group of one row alone, for reading its attention."""
     mask = windowed(segment, dense_mask(segment, page_size), window, page_size)
     i = row - segment.rows.start
     arrays = (np.array([[row]]), segment.pages[None], segment.numbers[None], mask[None, i : i + 1])
-    return AttentionGroup(*(torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in arrays))
+    return AttentionGroup(*(np.ascontiguousarray(a) for a in arrays))

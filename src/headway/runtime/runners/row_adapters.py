@@ -1,19 +1,19 @@
-"""The adapters of a batch's rows: grouped by adapter, in one order, and as torch computes them."""
+"""The adapters of a batch's rows as torch computes them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headway.base.adapters import AdapterMix
 from headway.kernels.reference.lora import Delta, OrderedLowRank, Piece, RowGroup, low_rank
+from headway.kernels.reference.quantized import tensor
 from headway.models.adapters.bound import BoundAdapter, stored_pair, target_shapes
 from headway.models.config import ModelConfig
-from headway.runtime.adapters import LoadedAdapter
+from headway.runtime.runners.adapter_rows import by_adapter
 
 STACKS: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q", "k", "v"),
@@ -21,46 +21,6 @@ STACKS: Mapping[str, tuple[str, ...]] = {
     "gate_up": ("gate", "up"),
     "down": ("down",),
 }
-
-
-class AdapterRows(NamedTuple):
-    """Rows of a batch under one adapter, and its scale at each."""
-
-    adapter: LoadedAdapter
-    rows: list[int]
-    scales: list[float]
-
-
-def by_adapter(mixes: Sequence[AdapterMix | None]) -> list[AdapterRows]:
-    """The rows of each adapter, adapters in the order of their hashes: a row's sum has the same order in any batch."""
-    groups: dict[str, AdapterRows] = {}
-    for row, mix in enumerate(mixes):
-        for adapter, scale in () if mix is None else mix.uses:
-            assert isinstance(adapter, LoadedAdapter)
-            group = groups.setdefault(adapter.digest, AdapterRows(adapter, [], []))
-            group.rows.append(row)
-            group.scales.append(scale)
-    return [group for _, group in sorted(groups.items())]
-
-
-def has_head(mixes: Sequence[AdapterMix | None]) -> bool:
-    """Whether an adapter of these changes the output matrix."""
-    uses = (use for mix in mixes if mix is not None for use, _ in mix.uses)
-    return any(isinstance(use, LoadedAdapter) and use.head is not None for use in uses)
-
-
-def add_to_logits(logits: Tensor, h: Tensor, mixes: Sequence[AdapterMix | None]) -> list[int]:
-    """Add what adapters of the head make of normed rows h [R, E] to logits [R, V], in place; the rows that changed.
-
-    Every row is computed by itself, so that its bits depend on nothing else.
-    """
-    changed = set[int]()
-    for adapter, rows, scales in by_adapter(mixes):
-        if (head := adapter.head) is not None:
-            changed.update(rows)
-            for row, scale in zip(rows, scales, strict=True):
-                logits[row] += torch.mv(head.b, torch.mv(head.a, h[row].float())) * (scale * head.factor)
-    return sorted(changed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +41,7 @@ class TorchAdapter:
                 for role in roles:
                     if (pair := pairs.get(role)) is not None:
                         a, b, factor = stored_pair(pair, half=half)
-                        a, b = (t.to(device, torch.float32) for t in (a, b))
+                        a, b = (tensor(t).to(device, torch.float32) for t in (a, b))
                         stacks.setdefault(stack, []).append(Piece(a, b, factor, first))
                     first += outputs.get(role, 0)
             layers.append(stacks)

@@ -8,29 +8,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from headway.base.arrays import is_tensor
 from headway.base.config import Settings
+from headway.base.device import CPU, AnyDevice
 from headway.base.errors import InvalidInput, Unsupported
+from headway.base.extras import need_torch
 from headway.base.text import short_repr
 from headway.kernels import triton
 from headway.kernels.native.library import ISA_NAMES, ThreadPool, open_library, use_isa
-from headway.kv.pool import Pool
+from headway.kv.pool import HostPool, Pool
 from headway.models.capabilities import why_not_fast
 from headway.models.config import read_config
-from headway.models.decoder import Decoder
 from headway.models.families import is_llama_like
-from headway.models.load import LoadProgress, has_quantized, load_model, load_quantized_model, stored_dtype
+from headway.models.load import LoadProgress, has_quantized, load_quantized_model, stored_dtype
+from headway.models.quantized.cache import WeightCache
 from headway.models.quantized.cpu import QuantizedDecoder, interleave_decoder
-from headway.models.quantized.reference import float_decoder, reference_bytes, reference_decoder
 from headway.models.quantized.repack import check_quantize
 from headway.runtime.device import DTYPES, dtype_name, pick_dtype
 from headway.runtime.profile import Profiler
 from headway.runtime.runners.base import Runner
-from headway.runtime.runners.cpu.runner import NativeRunner
-from headway.runtime.runners.torch import TorchRunner
+
+if TYPE_CHECKING:
+    from headway.models.decoder import Decoder
 
 REFERENCE = "the reference was asked for"
 
@@ -47,7 +48,7 @@ class Backend:
     reason: str
     triton: bool = False
     reference: Decoder | None = None
-    stored: torch.dtype | None = None  # the float type of the file's matrices, if they have one
+    stored: str | None = None  # the float type of the file's matrices, if they have one
 
     @property
     def name(self) -> str:
@@ -55,10 +56,21 @@ class Backend:
             return f"native, {ISA_NAMES[self.thread_pool.isa]}"
         return "triton" if self.triton else "torch"
 
-    @property
-    def by_head(self) -> bool:
-        """Whether the pool is to keep a head's slots of a page together."""
-        return self.thread_pool is not None or self.triton
+    def new_pool(self, *, pages: int, page_size: int, dtype: str) -> Pool:
+        """The KV cache in memory, all zeros, its numbers in one of `kv_dtype`'s types."""
+        decoder: Any = self.decoder
+        c = decoder.config
+        sizes = {"layers": c.layers, "pages": pages, "page_size": page_size}
+        sizes |= {"kv_heads": c.kv_heads, "head_dim": c.head_dim}
+        if self.thread_pool is not None:
+            return HostPool(**sizes, inv_freq=decoder.inv_freq, dtype=dtype)
+        import torch
+
+        from headway.kv.tensor_pool import TensorPool
+
+        decoder = self.reference or decoder
+        where = {"dtype": getattr(torch, dtype), "device": decoder.device, "inv_freq": decoder.inv_freq}
+        return TensorPool(**sizes, **where, by_head=self.triton)
 
     @property
     def format(self) -> str:
@@ -67,27 +79,27 @@ class Backend:
             return ", ".join(self.decoder.formats())
         matrices = (self.decoder.layers[0].qkv, self.decoder.output)
         found = [getattr(m, "label", None) for m in matrices]  # a quantized matrix has one
-        return ", ".join(dict.fromkeys(filter(None, found))) or str(self.decoder.dtype).removeprefix("torch.")
+        return ", ".join(dict.fromkeys(filter(None, found))) or dtype_name(self.decoder.dtype)
 
     @property
     def activations(self) -> str:
         """The narrowest float type that activations are rounded to; quantized formats of CUDA devices take float16."""
         dtype = dtype_name(self.decoder.dtype)
-        halved = isinstance(self.decoder, Decoder) and not isinstance(self.decoder.output, Tensor)
+        halved = not isinstance(self.decoder, QuantizedDecoder) and not is_tensor(self.decoder.output)
         return "float16" if halved and dtype == "float32" else dtype
 
-    def kv_dtype(self, name: str) -> torch.dtype:
+    def kv_dtype(self, name: str) -> str:
         """What keys and values are stored in: `name`, or for auto what the model computes in."""
-        own, cpu = self.decoder.dtype, self.decoder.device.type == "cpu" and not self.triton
+        own, cpu = dtype_name(self.decoder.dtype), self.decoder.device.type == "cpu" and not self.triton
         if isinstance(name, str) and name == "auto":
             return own
         if not isinstance(name, str) or name not in DTYPES:
             raise InvalidInput(f"kv_dtype {short_repr(name)} is not known; it takes auto, float32, bfloat16 or float16")
-        if DTYPES[name] != own and not (cpu and own == torch.float32):
+        if DTYPES[name] != own and not (cpu and own == "float32"):
             where = f"{self.decoder.device}{' with Triton kernels' if self.triton else ''}"
             raise Unsupported(
-                f"kv_dtype={name!r} is for CPUs that compute in float32; on {where} in {dtype_name(own)} keys and "
-                f"values are {dtype_name(own)} too; leave out kv_dtype="
+                f"kv_dtype={name!r} is for CPUs that compute in float32; on {where} in {own} keys and "
+                f"values are {own} too; leave out kv_dtype="
             )
         return DTYPES[name]
 
@@ -96,35 +108,46 @@ class Backend:
 
         Weights are dequantized, and activations quantized where the format says so.
         """
+        need_torch("the reference")
+        from headway.models.quantized.reference import float_decoder, reference_decoder
+
         if isinstance(self.decoder, QuantizedDecoder):
             return Backend(self.decoder, None, REFERENCE, reference=self.reference or reference_decoder(self.decoder))
-        here = self.decoder.device.type == "cpu" and self.decoder.dtype == torch.float32
-        floats = here and isinstance(self.decoder.output, Tensor)
+        here = self.decoder.device.type == "cpu" and dtype_name(self.decoder.dtype) == "float32"
+        floats = here and is_tensor(self.decoder.output)
         return Backend(self.decoder if floats else float_decoder(self.decoder), None, REFERENCE)
 
     @property
     def reference_bytes(self) -> int:
         """What the torch reference takes in addition to the quantized weights."""
-        return 0 if self.reference is None else reference_bytes(self.reference)
+        if self.reference is None:
+            return 0
+        from headway.models.quantized.reference import reference_bytes
 
-    def runner(self, pool: Pool, page_size: int, *, deterministic: bool, profiler: Profiler) -> Runner:
-        if self.reference is not None:
-            return TorchRunner(self.reference, pool, page_size, deterministic=deterministic, profiler=profiler)
-        if isinstance(self.decoder, QuantizedDecoder):
+        return reference_bytes(self.reference)
+
+    def runner(self, pool: Any, page_size: int, *, deterministic: bool, profiler: Profiler) -> Runner:
+        """What computes batches over the pages of this pool, which is one of `new_pool`."""
+        decoder = self.reference or self.decoder
+        if isinstance(decoder, QuantizedDecoder):
+            from headway.runtime.runners.cpu.runner import NativeRunner
+
             assert self.thread_pool is not None
-            return NativeRunner(self.decoder, pool, page_size, thread_pool=self.thread_pool, profiler=profiler)
+            return NativeRunner(decoder, pool, page_size, thread_pool=self.thread_pool, profiler=profiler)
         if self.triton:
             from headway.runtime.runners.cuda.runner import CudaRunner
 
-            return CudaRunner(self.decoder, pool, page_size, profiler=profiler, deterministic=deterministic)
-        return TorchRunner(self.decoder, pool, page_size, deterministic=deterministic, profiler=profiler)
+            return CudaRunner(decoder, pool, page_size, profiler=profiler, deterministic=deterministic)
+        from headway.runtime.runners.torch import TorchRunner
+
+        return TorchRunner(decoder, pool, page_size, deterministic=deterministic, profiler=profiler)
 
 
 def open_backend(
     model: Path | Decoder | QuantizedDecoder,
     *,
     dtype: str,
-    device: torch.device,
+    device: AnyDevice,
     threads: int,
     quantize: str | None,
     settings: Settings,
@@ -143,7 +166,8 @@ def open_backend(
         return Backend(model, _thread_pool(threads, settings), "") if reason is None else _reference(model, reason)
     reason = why_not_native(model, dtype, device, settings)
     if reason is not None:
-        config = model.config if isinstance(model, Decoder) else read_config(model)
+        need_torch(f"computing this model without the native step ({reason})", _extra(device))
+        config = read_config(model) if isinstance(model, Path) else model.config
         fast = why_not_triton(device, settings) or why_not_fast(config)
         if settings.native == "triton" and fast is not None:
             raise Unsupported(f"HEADWAY_NATIVE asks for Triton kernels, and {fast}")
@@ -151,13 +175,16 @@ def open_backend(
             why = reason if device.type == "cpu" else fast
             raise Unsupported(f"HEADWAY_NATIVE asks for the native step, and {why}")
         if quantize is not None and fast is None:
+            import torch
+
             from headway.kernels.triton.quantized import as_kind
             from headway.models.quantized.cuda import load_cuda_quantized_model
 
             assert isinstance(model, Path)
             stored = stored_dtype(model)
             kept, kind = pick_dtype(dtype, device, stored), as_kind(quantize)
-            found = load_cuda_quantized_model(model, kind, dtype=kept, device=device, progress=progress)
+            there = torch.device(str(device))
+            found = load_cuda_quantized_model(model, kind, dtype=getattr(torch, kept), device=there, progress=progress)
             return Backend(found, None, "", triton=True, stored=stored)
         if fast and device.type == "cpu" and isinstance(model, Path) and _stays_quantized(model, dtype, quantize):
             keep = dtype == "auto"
@@ -172,12 +199,17 @@ def open_backend(
         found = _torch_model(model, pick_dtype(dtype, device, stored), device, progress)
         return Backend(found, None, reason if fast else "", triton=fast is None, stored=stored)
     thread_pool = _thread_pool(threads, settings)
-    if isinstance(model, Decoder):
+    if not isinstance(model, Path):
         return Backend(interleave_decoder(model), thread_pool, "")
     packed = load_quantized_model(
-        model, thread_pool=thread_pool, keep=dtype == "auto", quantize=quantize, progress=progress
-    )
+        model, thread_pool=thread_pool, keep=dtype == "auto", quantize=quantize, progress=progress,
+        cache=WeightCache(settings.cache / "weights", settings.weight_cache) if settings.weight_cache else None,
+    )  # fmt: skip
     return Backend(packed, thread_pool, "", stored=stored_dtype(model))
+
+
+def _extra(device: AnyDevice) -> str:
+    return "cuda" if device.type == "cuda" else "torch"
 
 
 def _stays_quantized(model: Path, dtype: str, quantize: str | None) -> bool:
@@ -185,11 +217,14 @@ def _stays_quantized(model: Path, dtype: str, quantize: str | None) -> bool:
     if not is_llama_like(read_config(model)):
         return False  # the files of others are read as floats
     if quantize is not None:
-        return pick_dtype(dtype, torch.device("cpu")) == torch.float32
+        return pick_dtype(dtype, CPU) == "float32"
     return dtype == "auto" and has_quantized(model)
 
 
-def _reference(model: QuantizedDecoder, reason: str, stored: torch.dtype | None = None) -> Backend:
+def _reference(model: QuantizedDecoder, reason: str, stored: str | None = None) -> Backend:
+    need_torch(f"computing this model without the native step ({reason})")
+    from headway.models.quantized.reference import reference_decoder
+
     return Backend(model, None, reason, stored=stored, reference=reference_decoder(model))
 
 
@@ -200,7 +235,7 @@ def _thread_pool(threads: int, settings: Settings) -> ThreadPool:
 
 
 def why_not_native(
-    model: Path | Decoder | QuantizedDecoder, dtype: str, device: torch.device, settings: Settings
+    model: Path | Decoder | QuantizedDecoder, dtype: str, device: AnyDevice, settings: Settings
 ) -> str | None:
     """Why the native step does not serve, in words, or None."""
     if settings.native in ("off", "triton"):
@@ -209,13 +244,13 @@ def why_not_native(
         return f"it runs on the CPU, not on {device}"
     if why := why_not_fast(read_config(model) if isinstance(model, Path) else model.config):
         return why
-    computed = pick_dtype(dtype, device) if isinstance(model, Path) else model.dtype
-    if computed != torch.float32:
-        return f"it computes in float32, not in {str(computed).removeprefix('torch.')}"
+    computed = pick_dtype(dtype, device) if isinstance(model, Path) else dtype_name(model.dtype)
+    if computed != "float32":
+        return f"it computes in float32, not in {computed}"
     return open_library().missing or None
 
 
-def why_not_triton(device: torch.device, settings: Settings) -> str | None:
+def why_not_triton(device: AnyDevice, settings: Settings) -> str | None:
     """Why the Triton kernels do not serve, in words, or None."""
     if settings.native == "off":
         return "HEADWAY_NATIVE is off"
@@ -224,9 +259,11 @@ def why_not_triton(device: torch.device, settings: Settings) -> str | None:
     return triton.missing()
 
 
-def _torch_model(
-    model: Path | Decoder, dtype: torch.dtype, device: torch.device, progress: LoadProgress | None
-) -> Decoder:
-    if isinstance(model, Decoder):
+def _torch_model(model: Path | Decoder, dtype: str, device: AnyDevice, progress: LoadProgress | None) -> Decoder:
+    if not isinstance(model, Path):
         return model
-    return load_model(model, dtype=dtype, device=device, progress=progress)
+    import torch
+
+    from headway.models.load_tensors import load_model
+
+    return load_model(model, dtype=getattr(torch, dtype), device=torch.device(str(device)), progress=progress)

@@ -8,9 +8,9 @@ import torch
 
 from headway.base.samplers import Sampling
 from headway.kv.allocator import Edit
-from headway.kv.pool import Pool
+from headway.kv.tensor_pool import TensorPool
 from headway.models.adapters.bound import BoundAdapter
-from headway.models.decoder import Decoder, DecoderInput
+from headway.models.decoder import Decoder, DecoderInput, group_on
 from headway.runtime.batch import Batch
 from headway.runtime.profile import Profiler, step_bytes
 from headway.runtime.readout import Reader, make_hooks, segment_results
@@ -25,7 +25,7 @@ class TorchRunner:
     """The reference: the decoder and torch kernels, on any device torch has."""
 
     def __init__(
-        self, decoder: Decoder, pool: Pool, page_size: int, *, deterministic: bool, profiler: Profiler
+        self, decoder: Decoder, pool: TensorPool, page_size: int, *, deterministic: bool, profiler: Profiler
     ) -> None:
         self.decoder, self.pool, self.page_size, self.profiler = decoder, pool, page_size, profiler
         self.tile = TILE if deterministic and not decoder.ordered else None
@@ -78,7 +78,10 @@ class TorchRunner:
             positions=torch.from_numpy(batch.positions).to(device),
             write_rows=None if whole else torch.from_numpy(batch.write_rows).to(device),
             write_slots=torch.from_numpy(batch.write_slots).to(device),
-            groups=plan(batch, self.windows, self.page_size, device),
+            groups={
+                window: [group_on(device, group) for group in groups]
+                for window, groups in plan(batch, self.windows, self.page_size).items()
+            },
             adapters=None
             if mixes is None
             else TorchRowAdapters(mixes, config, device, by_row=by_row, ordered=self.decoder.ordered),

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -23,7 +22,7 @@ from headway.base.masks import Mask
 from headway.base.probes import AttentionScores, Entropy, LogitLens, Logits, Rank, Ranking
 from headway.base.rng import fresh_seed
 from headway.base.samplers import Sampling
-from headway.kernels.reference import sampling
+from headway.kernels.host import sampling
 from headway.program.context import Context
 from headway.program.engine import Engine
 from headway.program.forward import Forward
@@ -345,15 +344,13 @@ def _response(result: _TraceResult, plan: TracePlan, body: TraceRequest, model: 
 def _sampling_result(sampler: Sampling, sequence: TokenSequence, result: _TraceResult) -> SamplingResult:
     """The distribution that the engine samples from, over the whole vocabulary."""
     counts = Counter(sequence.take)
-    generated = (torch.tensor(list(counts), dtype=torch.int64), torch.tensor(list(counts.values())))
-    seen = torch.tensor(sorted(set(sequence.tokens)), dtype=torch.int64)
-    ids, probs = sampling.sampling_distribution(
-        torch.from_numpy(result.logits.copy()), sampler, seen=seen, generated=generated
-    )
+    generated = (np.array(list(counts), np.int64), np.array(list(counts.values()), np.int64))
+    seen = np.array(sorted(set(sequence.tokens)), np.int64)
+    ids, probs = sampling.sampling_distribution(result.logits, sampler, seen=seen, generated=generated)
     assert sampler.seed is not None
     return SamplingResult(
-        ids=Base64Array.of(ids.numpy(), "int32"),
-        probs=Base64Array.of(probs.numpy(), "float64"),
+        ids=Base64Array.of(ids, "int32"),
+        probs=Base64Array.of(probs, "float64"),
         seed=sampler.seed,
         tokens=result.tokens,
     )

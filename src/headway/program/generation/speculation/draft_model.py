@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from headway.base.adapters import AdapterMix, LoadedWeights
 from headway.base.checks import check_integer
@@ -25,7 +24,7 @@ from headway.base.probes import Logits
 from headway.base.rng import uniform
 from headway.base.samplers import Sampling
 from headway.base.text import short_repr
-from headway.kernels.reference.sampling import RowSampler, processed_logprobs
+from headway.kernels.host.sampling import RowSampler, processed_logprobs
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.low_rank import HEAD, Target
 from headway.program.adapters import AdapterArgument, mix_of
@@ -109,8 +108,8 @@ class ModelDrafter:
             forward = context.forward()._under(self._adapter)
             logits = forward.probe(-1, Logits())
             position = context.next_position - 1
-            row = torch.from_numpy((await forward.execute()).logits(logits))
-            chance = processed_logprobs(row, RowSampler(self._sampler)).exp().numpy()
+            row = (await forward.execute()).logits(logits)
+            chance = np.exp(processed_logprobs(row, RowSampler(self._sampler)))
             reached = chance.cumsum()
             number = uniform(self._sampler.seed or 0, position, OWN_ORDINAL) * reached[-1]
             token = min(int(np.searchsorted(reached, number, side="right")), len(chance) - 1)

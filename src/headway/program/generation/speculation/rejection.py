@@ -16,12 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from headway.base.errors import PassFailed
 from headway.base.probes import Logits
 from headway.base.rng import uniform
-from headway.kernels.reference.sampling import RowSampler, processed_logprobs
+from headway.kernels.host.sampling import RowSampler, processed_logprobs
 from headway.program.generation.draws import Drawing
 from headway.program.output import ProbeHandle
 
@@ -60,9 +59,9 @@ class Rejection:
         counts = Counter(generated)
         sampler = RowSampler(
             how,
-            allowed=None if allowed is None else torch.from_numpy(allowed),
-            seen=torch.tensor(sorted(past), dtype=torch.int64),
-            generated=(torch.tensor(list(counts), dtype=torch.int64), torch.tensor(list(counts.values()))),
+            allowed=allowed,
+            seen=np.array(sorted(past), np.int64),
+            generated=(np.array(list(counts), np.int64), np.array(list(counts.values()), np.int64)),
         )
         self._rows[site] = forward.probe(row, Logits()), sampler
 
@@ -75,7 +74,7 @@ class Rejection:
         assert isinstance(logits, np.ndarray)
         if np.isnan(logits).any():
             raise PassFailed("the model's logits are not a number at a drafted row")
-        chance = processed_logprobs(torch.from_numpy(logits), sampler).exp().numpy()
+        chance = np.exp(processed_logprobs(logits, sampler))
         for number, (token, drawn_from) in enumerate(drafts):
             likely = 1.0 if drawn_from is None else drawn_from[token]
             if self._uniform(depth, 1 + number) * likely < chance[token]:

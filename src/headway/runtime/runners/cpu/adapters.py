@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from headway.base.adapters import AdapterMix
+from headway.base.arrays import aligned
 from headway.kernels.native import library
 from headway.kernels.native.library import AdapterLayerStruct, AdapterStruct, LowRankStruct, StepStruct
 from headway.models.adapters.bound import BoundAdapter, stored_pair
 from headway.models.adapters.low_rank import LowRank
-from headway.runtime.runners.row_adapters import AdapterRows, by_adapter
+from headway.runtime.runners.adapter_rows import AdapterRows, by_adapter
 
 LANES = 16
 
@@ -28,7 +27,7 @@ class NativeAdapter:
     """An adapter's matrices, and the structs that point at them."""
 
     def __init__(self, adapter: BoundAdapter, *, half: bool) -> None:
-        self._tensors: list[Tensor] = []
+        self._arrays: list[np.ndarray] = []
         layers = [
             AdapterLayerStruct(**{role: self._pair(pair, half) for role, pair in pairs.items()})
             for pairs in adapter.layers
@@ -37,22 +36,22 @@ class NativeAdapter:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors)
+        return sum(array.nbytes for array in self._arrays)
 
     def _pair(self, pair: LowRank, half: bool) -> LowRankStruct:
         a, b, factor = stored_pair(pair, half=half)
-        tensors = _interleaved(a), _interleaved(b)
-        self._tensors += tensors
-        kind = library.KINDS.index("f16" if a.dtype == torch.float16 else "f32")
-        return LowRankStruct(pair.rank, kind, factor, *(tensor.data_ptr() for tensor in tensors))
+        arrays = _interleaved(a), _interleaved(b)
+        self._arrays += arrays
+        kind = library.KINDS.index("f16" if a.dtype == np.float16 else "f32")
+        return LowRankStruct(pair.rank, kind, factor, *(array.ctypes.data for array in arrays))
 
 
-def _interleaved(matrix: Tensor) -> Tensor:
+def _interleaved(matrix: np.ndarray) -> np.ndarray:
     """A matrix [n, k] in blocks of 16 rows, the last padded with zeros: for each block and input 16 numbers."""
     n, k = matrix.shape
-    padded = torch.zeros(-(-n // LANES) * LANES, k, dtype=matrix.dtype)
+    padded = np.zeros((-(-n // LANES) * LANES, k), matrix.dtype)
     padded[:n] = matrix
-    return padded.unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
+    return aligned(padded.reshape(-1, LANES, k).swapaxes(1, 2))
 
 
 class StepAdapters:

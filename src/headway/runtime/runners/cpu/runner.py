@@ -8,36 +8,36 @@ mode costs nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from headway.base.arrays import empty
+from headway.base.device import AnyDevice
 from headway.base.errors import HeadwayError
 from headway.base.rng import uniforms
 from headway.base.samplers import NO_TOKEN, Sampling
+from headway.kernels.host import sampling
+from headway.kernels.host.attention import row_scores
+from headway.kernels.host.ordered import rms_norm
+from headway.kernels.host.quantized import FLOATS
+from headway.kernels.host.sampling import RowSampler
 from headway.kernels.native import library
 from headway.kernels.native import sampling as drawing
 from headway.kernels.native.library import ThreadPool, check
 from headway.kernels.native.matmul import float_rows, matrix_struct
-from headway.kernels.reference.attention import scores
-from headway.kernels.reference.ordered import rms_norm
-from headway.kernels.reference.quantized import FLOATS
-from headway.kernels.reference.sampling import RowSampler
 from headway.kv.allocator import Edit
-from headway.kv.pool import Pool
+from headway.kv.pool import HostPool
 from headway.models.adapters.bound import BoundAdapter
-from headway.models.decoder import Hooks
+from headway.models.hooks import Hooks
 from headway.models.quantized.cpu import MATRICES, QuantizedDecoder, QuantizedLayer
 from headway.runtime.batch import Batch, DecodeRows, Segment
 from headway.runtime.passes import BEFORE, DecodeMask, Readout
 from headway.runtime.profile import PHASES, Profiler, step_bytes
 from headway.runtime.readout import SLAB, Reader, make_hooks, not_a_number, plainly_greedy, segment_results
+from headway.runtime.runners.adapter_rows import add_to_logits, has_head
 from headway.runtime.runners.base import DECODE_LIMIT, SegmentResult, StepResult
 from headway.runtime.runners.cpu.adapters import NativeAdapter
 from headway.runtime.runners.cpu.arrays import StepArrays
-from headway.runtime.runners.row_adapters import add_to_logits, has_head
 
 KV_KINDS = {dtype: library.KINDS.index(kind) for kind, dtype in FLOATS.items()}
 
@@ -45,9 +45,10 @@ KV_KINDS = {dtype: library.KINDS.index(kind) for kind, dtype in FLOATS.items()}
 class NativeModel:
     """The packed weights, bound to the pages, as the reader and the runner use them."""
 
-    def __init__(self, decoder: QuantizedDecoder, pool: Pool, page_size: int, thread_pool: ThreadPool) -> None:
+    def __init__(self, decoder: QuantizedDecoder, pool: HostPool, page_size: int, thread_pool: ThreadPool) -> None:
         self.decoder, self.pool, self.thread_pool, self.config = decoder, pool, thread_pool, decoder.config
-        self.device, self.dtype = decoder.device, decoder.dtype
+        self.device: AnyDevice = decoder.device
+        self.functions = sampling
         self.windows = tuple(dict.fromkeys(decoder.config.windows))
         self._struct = self._bind(page_size)
 
@@ -58,11 +59,12 @@ class NativeModel:
             *(self._layer(layer, self.windows.index(c.windows[i])) for i, layer in enumerate(d.layers))
         )
         kv = self.pool.raw
-        assert kv.is_contiguous()
+        assert kv.flags.c_contiguous
         assert kv.shape[:2] == (c.layers, 2)
-        inner = page_size * c.head_dim
-        assert self.pool.keys.stride()[2:] == (1, inner, page_size), "keys do not lie as the native step wants"
-        assert self.pool.values.stride()[2:] == (c.head_dim, inner, 1), "values do not lie as the native step wants"
+        head, item = page_size * c.head_dim * kv.itemsize, kv.itemsize
+        keys, values = (item, head, page_size * item), (c.head_dim * item, head, item)
+        assert self.pool.keys.strides[2:] == keys, "keys do not lie as the native step wants"
+        assert self.pool.values.strides[2:] == values, "values do not lie as the native step wants"
         return library.ModelStruct(
             layers=c.layers,
             hidden=c.hidden_size,
@@ -76,12 +78,12 @@ class NativeModel:
             eps=c.norm_eps,
             scale=c.head_dim**-0.5,
             rope_scale=c.rope.scale,
-            inv_freq=d.inv_freq.data_ptr(),
-            final_norm=d.final_norm.data_ptr(),
+            inv_freq=d.inv_freq.ctypes.data,
+            final_norm=d.final_norm.ctypes.data,
             layer=self._layers,
             embedding=matrix_struct(d.embedding),
             output=matrix_struct(d.output),
-            kv=kv.data_ptr(),
+            kv=kv.ctypes.data,
             kv_pages=kv.shape[2],
             kv_kind=KV_KINDS[kv.dtype],
         )
@@ -91,10 +93,10 @@ class NativeModel:
         parts = {name: matrix_struct(getattr(layer, name)) for name in MATRICES}
         return library.LayerStruct(
             **parts,
-            norm_in=layer.input_norm.data_ptr(),
-            norm_mlp=layer.mlp_norm.data_ptr(),
-            q_norm=None if layer.q_norm is None else layer.q_norm.data_ptr(),
-            k_norm=None if layer.k_norm is None else layer.k_norm.data_ptr(),
+            norm_in=layer.input_norm.ctypes.data,
+            norm_mlp=layer.mlp_norm.ctypes.data,
+            q_norm=None if layer.q_norm is None else layer.q_norm.ctypes.data,
+            k_norm=None if layer.k_norm is None else layer.k_norm.ctypes.data,
             mask_set=mask_set,
         )
 
@@ -103,31 +105,31 @@ class NativeModel:
 
     # -- what the reader asks for ----------------------------------------------------------------------------------
 
-    def finish(self, x: Tensor, tile: int | None) -> Tensor:
+    def finish(self, x: np.ndarray, tile: int | None) -> np.ndarray:
         """The final norm of residual rows [R, E]."""
         return rms_norm(x, self.decoder.final_norm, self.config.norm_eps)
 
-    def logits(self, x: Tensor, tile: int | None) -> Tensor:
+    def logits(self, x: np.ndarray, tile: int | None) -> np.ndarray:
         """Logits [R, V] of residual rows [R, E]."""
         w = self.decoder.output
-        y = torch.empty(len(x), w.padded_n)
+        y = empty((len(x), w.padded_n))
         x = float_rows(x, w.k)
         call = self.thread_pool.calls.hw_logits
-        check(call(self.thread_pool.handle, self._struct, x.data_ptr(), len(x), 1, y.data_ptr(), w.padded_n))
+        check(call(self.thread_pool.handle, self._struct, x.ctypes.data, len(x), 1, y.ctypes.data, w.padded_n))
         return y[:, : w.n]
 
-    def best(self, logits: Tensor) -> tuple[list[bool], list[int] | None]:
+    def best(self, logits: np.ndarray) -> tuple[list[bool], list[int] | None]:
         """For each row whether it has a NaN, and its first largest."""
-        assert logits.dtype == torch.float32
-        assert logits.stride(1) == 1
+        assert logits.dtype == np.float32
+        assert logits.strides[1] == logits.itemsize
         rows, vocab = logits.shape
         best, bad = np.empty(rows, np.int64), np.empty(rows, np.uint8)
-        handle, stride = self.thread_pool.handle, logits.stride(0)
+        handle, stride = self.thread_pool.handle, logits.strides[0] // logits.itemsize
         call = self.thread_pool.calls.hw_argmax
-        check(call(handle, logits.data_ptr(), rows, vocab, stride, best.ctypes.data, bad.ctypes.data))
+        check(call(handle, logits.ctypes.data, rows, vocab, stride, best.ctypes.data, bad.ctypes.data))
         return bad.astype(bool).tolist(), best.tolist()
 
-    def sample(self, logits: Tensor, samplers: Sequence[RowSampler]) -> list[int]:
+    def sample(self, logits: np.ndarray, samplers: Sequence[RowSampler]) -> list[int]:
         """The token sampled at each row."""
         return drawing.sample(self.thread_pool, logits, samplers)
 
@@ -138,13 +140,13 @@ class NativeRunner:
     overlaps = False
 
     def __init__(
-        self, decoder: QuantizedDecoder, pool: Pool, page_size: int, *, thread_pool: ThreadPool, profiler: Profiler
+        self, decoder: QuantizedDecoder, pool: HostPool, page_size: int, *, thread_pool: ThreadPool, profiler: Profiler
     ) -> None:
         self.model = NativeModel(decoder, pool, page_size, thread_pool)
         self.decoder, self.pool, self.page_size, self.profiler = decoder, pool, page_size, profiler
         self.reader = Reader(self.model, None)
         self._arrays = StepArrays(self.model.windows, page_size)
-        self._logits = torch.empty(0, 0)  # of the rows that the step itself reads
+        self._logits = empty((0, 0))  # of the rows that the step itself reads
 
     @property
     def decode_limit(self) -> int:
@@ -156,11 +158,9 @@ class NativeRunner:
     def load_adapter(self, adapter: BoundAdapter) -> NativeAdapter:
         return NativeAdapter(adapter, half=self.decoder.is_quantized)
 
-    @torch.inference_mode()
     def edit(self, edits: Sequence[Edit]) -> None:
         self.pool.apply(edits)
 
-    @torch.inference_mode()
     def begin(self, batch: Batch) -> NativeStep:
         """Compute the rows now; decode rows are sampled when their masks are there."""
         self.profiler.begin(batch.computed)
@@ -200,14 +200,14 @@ class NativeRunner:
         """Have the step compute the logits of these rows, the likeliest token of each, and whether it has a NaN."""
         w, count = self.decoder.output, len(rows)
         if len(self._logits) < count:
-            self._logits = torch.empty(count, w.padded_n)
+            self._logits = empty((count, w.padded_n))
         best, bad = np.empty(count, np.int64), np.empty(count, np.uint8)
         step.reads, step.read_rows = count, self._arrays.put(rows)
-        step.logits, step.logits_stride = self._logits.data_ptr(), w.padded_n
+        step.logits, step.logits_stride = self._logits.ctypes.data, w.padded_n
         step.best, step.bad = best.ctypes.data, bad.ctypes.data
         return best, bad
 
-    def _adapt_head(self, batch: Batch, x: Tensor, rows: Sequence[int], best: np.ndarray, bad: np.ndarray) -> None:
+    def _adapt_head(self, batch: Batch, x: np.ndarray, rows: Sequence[int], best: np.ndarray, bad: np.ndarray) -> None:
         """Add what adapters make of the head to the logits that the step has read of these rows, and choose again."""
         every = batch.adapters
         mixes = () if every is None else [every[row] for row in rows]
@@ -224,34 +224,33 @@ class NativeRunner:
         logits = self._logits[:count, : self.decoder.output.n]
         return DecodeLogits(self.model, batch.decode, logits, best[:count].tolist(), bad[:count])
 
-    def _run(self, step: library.StepStruct) -> Tensor:
-        # Not torch.empty, which lets another thread have the interpreter: the device would wait for what that runs.
-        out = torch.from_numpy(np.empty((step.rows, self.model.config.hidden_size), np.float32))
+    def _run(self, step: library.StepStruct) -> np.ndarray:
+        out = empty((step.rows, self.model.config.hidden_size))
         phases = np.zeros(len(PHASES)) if self.profiler.measuring else None
-        step.out, step.phases = out.data_ptr(), None if phases is None else phases.ctypes.data
+        step.out, step.phases = out.ctypes.data, None if phases is None else phases.ctypes.data
         self.model.run(step)
         if phases is not None:
             self.profiler.add(dict(zip(PHASES, phases.tolist(), strict=True)), _calls(self.model.config.layers))
         return out
 
-    def _forward(self, batch: Batch, hooks: Hooks) -> tuple[Tensor, DecodeLogits | None]:
+    def _forward(self, batch: Batch, hooks: Hooks) -> tuple[np.ndarray, DecodeLogits | None]:
         """Run with hooks on hidden states and queries; decode rows are read in the step, the others are not."""
         c, step, put, count = self.model.config, self._arrays.fill(batch), self._arrays.put, batch.decode_count
         hidden = [(l, int(r)) for l, rows in hooks.hidden.items() for r in rows]
         queries = [(l, int(g.rows[0, 0])) for l, groups in hooks.scores.items() for g in groups]
-        hidden_out = torch.empty(len(hidden), c.hidden_size)
-        query_out = torch.empty(len(queries), c.heads, c.head_dim)
+        hidden_out = empty((len(hidden), c.hidden_size))
+        query_out = empty((len(queries), c.heads, c.head_dim))
         step.hidden_count, step.query_count = len(hidden), len(queries)
         step.hidden_layers, step.hidden_rows = put([l for l, _ in hidden]), put([count + r for _, r in hidden])
         step.query_layers, step.query_rows = put([l for l, _ in queries]), put([count + r for _, r in queries])
-        step.hidden_out, step.query_out = hidden_out.data_ptr(), query_out.data_ptr()
+        step.hidden_out, step.query_out = hidden_out.ctypes.data, query_out.ctypes.data
         best, bad = self._read(step, range(count)) if count else (np.empty(0), np.empty(0))
         x = self._run(step)
         self._collect(hooks, hidden_out, query_out)
         self._adapt_head(batch, x, range(count), best, bad)
         return x, self._decoded(batch, best, bad)
 
-    def _collect(self, hooks: Hooks, hidden: Tensor, queries: Tensor) -> None:
+    def _collect(self, hooks: Hooks, hidden: np.ndarray, queries: np.ndarray) -> None:
         at = 0
         for l, rows in hooks.hidden.items():
             hooks.hidden_out[l] = hidden[at : at + len(rows)]
@@ -260,8 +259,7 @@ class NativeRunner:
         for l, groups in hooks.scores.items():
             collected = hooks.scores_out[l] = []
             for group in groups:
-                alone = replace(group, rows=torch.zeros_like(group.rows))
-                collected.append(scores(queries[at : at + 1], self.pool.keys[l], alone, 1.0))
+                collected.append(row_scores(queries[at], self.pool.keys[l], group))
                 at += 1
 
     def profiled(self, batch: Batch) -> None:
@@ -292,12 +290,13 @@ class NativeStep:
 class DecodeLogits:
     """The logits [N, V] of decode rows and the likeliest token of each; `tokens` once they are sampled."""
 
-    def __init__(self, model: NativeModel, rows: DecodeRows, logits: Tensor, best: list[int], bad: np.ndarray) -> None:
+    def __init__(
+        self, model: NativeModel, rows: DecodeRows, logits: np.ndarray, best: list[int], bad: np.ndarray
+    ) -> None:
         self._model, self._rows, self._logits = model, rows, logits
         self.tokens: list[int | HeadwayError] = [*best]
         self._bad = np.flatnonzero(bad).tolist()
 
-    @torch.inference_mode()
     def sample(self, masks: Sequence[DecodeMask | None]) -> None:
         """Sample a token at each row, among those that its mask allows."""
         rows, tokens, draws = self._rows, self.tokens, []
@@ -306,7 +305,7 @@ class DecodeLogits:
         for i in sampled:
             try:
                 mask = masks[i]
-                allowed = None if mask is None else torch.from_numpy(mask.result())
+                allowed = None if mask is None else mask.result()
                 draws.append((i, RowSampler(_sampling(rows.readouts[i]), uniform=numbers[i], allowed=allowed)))
             except HeadwayError as error:  # there is no mask for this row; the others go on
                 tokens[i] = error

@@ -17,14 +17,16 @@ from torch import Tensor
 
 from headway.base.adapters import AdapterMix, Mixes
 from headway.base.errors import Unsupported
+from headway.kernels.reference.quantized import tensor
 from headway.kernels.triton.lora import PIECES, RANKS, SPLITS, TILE, AdapterTable, AdapterTiles, rank_blocks
 from headway.models.adapters.bound import BoundAdapter, stored_pair, target_shapes
 from headway.models.adapters.low_rank import ROLES
 from headway.models.config import ModelConfig
 from headway.runtime.adapters import LoadedAdapter
+from headway.runtime.runners.adapter_rows import by_adapter
 from headway.runtime.runners.cuda.arrays import Upload, even
 from headway.runtime.runners.cuda.graphs import padded
-from headway.runtime.runners.row_adapters import STACKS, by_adapter
+from headway.runtime.runners.row_adapters import STACKS
 
 SLOTS = 1024  # adapters that may be loaded at once
 
@@ -155,7 +157,7 @@ class CudaAdapters:
         for l, pairs in enumerate(adapter.layers):
             for role, pair in pairs.items():
                 i, (a, b, factor) = ROLES.index(role), stored_pair(pair, half=self._half)
-                on_device = [t.to(self._device, self._dtype).contiguous() for t in rank_blocks(a, b)]
+                on_device = [t.to(self._device, self._dtype).contiguous() for t in rank_blocks(tensor(a), tensor(b))]
                 tensors += on_device
                 pointers[l, i] = torch.tensor([t.data_ptr() for t in on_device])
                 ranks[l, i], factors[l, i] = pair.rank, factor

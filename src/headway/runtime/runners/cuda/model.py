@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,9 @@ from headway.kernels.triton.launch import can_go_ahead, shared_memory
 from headway.kernels.triton.lora import LowRank
 from headway.kernels.triton.matvec import RmsNorm, matvec
 from headway.kernels.triton.quantized import CudaQuantizedMatrix
-from headway.kv.pool import Pool
-from headway.models.decoder import Decoder, Hooks
+from headway.kv.tensor_pool import TensorPool
+from headway.models.decoder import Decoder, on_attention, on_hidden
+from headway.models.hooks import Hooks
 from headway.models.layers import DecoderLayer, Linear
 from headway.runtime.runners.cuda.adapters import CudaAdapters, StepTiles
 
@@ -90,7 +92,7 @@ class Buffers:
 class CudaModel:
     """Weights and pages, bound together."""
 
-    def __init__(self, decoder: Decoder, pool: Pool, *, deterministic: bool = False) -> None:
+    def __init__(self, decoder: Decoder, pool: TensorPool, *, deterministic: bool = False) -> None:
         self.decoder, self.config, self.pool = decoder, decoder.config, pool
         self.device, self.dtype = decoder.device, decoder.dtype
         self.windows = tuple(dict.fromkeys(decoder.config.windows))
@@ -131,7 +133,7 @@ class CudaModel:
         else:
             self._rows(step, buffers, mark)
         if step.hooks is not None:
-            step.hooks.on_hidden(self.config.layers, x[step.hooks_from :])
+            on_hidden(step.hooks, self.config.layers, x[step.hooks_from :])
         return x
 
     def _one_row(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
@@ -289,8 +291,8 @@ class CudaModel:
         self._attend(q, mixed, paged, step)
         mark("attention")
         if step.hooks is not None:  # what a layer writes comes after its attention: x is still what entered it
-            step.hooks.on_hidden(l, buffers.x[step.hooks_from : n])
-            step.hooks.on_attention(l, q[step.hooks_from :], keys, paged.scale)
+            on_hidden(step.hooks, l, buffers.x[step.hooks_from : n])
+            on_attention(step.hooks, l, q[step.hooks_from :], keys, paged.scale)
 
     def _attend(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: DeviceStep) -> None:
         n = step.count
@@ -406,6 +408,11 @@ class CudaModel:
         found = torch.empty(len(x), self.config.vocab_size, dtype=torch.float32, device=self.device)
         self.head(x, None, torch.empty_like(x), found)
         return found
+
+    @property
+    def functions(self) -> Any:
+        """What reads its logits."""
+        return self.decoder.functions
 
     def best(self, logits: Tensor) -> tuple[list[bool], list[int] | None]:
         """For each row whether it has a NaN."""

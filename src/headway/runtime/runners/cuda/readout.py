@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headway.base.probes import Ranking
 from headway.base.samplers import NO_TOKEN, UNDECIDED, Sampling
-from headway.models.decoder import Hooks
+from headway.models.hooks import Hooks
 from headway.runtime.batch import Batch, DecodeRows, reads_final_state
 from headway.runtime.passes import BEFORE, Readout
 from headway.runtime.readout import Ask, Reader, not_a_number

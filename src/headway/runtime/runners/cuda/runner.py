@@ -30,9 +30,10 @@ from headway.kernels.triton import fused
 from headway.kernels.triton.attention import chunk_items
 from headway.kernels.triton.matmul import LEAST, MOST
 from headway.kv.allocator import Edit
-from headway.kv.pool import Pool
+from headway.kv.tensor_pool import TensorPool
 from headway.models.adapters.bound import BoundAdapter
-from headway.models.decoder import Decoder, Hooks
+from headway.models.decoder import Decoder
+from headway.models.hooks import Hooks
 from headway.runtime.batch import Batch, reads_final_state
 from headway.runtime.passes import BEFORE, DecodeMask
 from headway.runtime.profile import Profiler, step_bytes
@@ -80,7 +81,7 @@ class CudaRunner:
     def __init__(
         self,
         decoder: Decoder,
-        pool: Pool,
+        pool: TensorPool,
         page_size: int,
         *,
         profiler: Profiler,

@@ -1,0 +1,142 @@
+"""The KV cache as a tensor of torch, on any device. Only the worker thread touches it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from headway.base.arrays import from_tensor
+from headway.kernels.reference import kv
+from headway.kernels.reference.quantized import tensor
+from headway.kernels.reference.rope import turn
+from headway.kernels.transfer import to_device
+from headway.kv import host_memory
+from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
+
+
+class TensorPool:
+    """`keys` and `values` of every page, [L, P + 1, page, Hkv, D] each; page 0 stays zero.
+
+    They are views of `raw` [L, 2, P + 1, numbers of a page]. With `by_head` a head's slots of a page are contiguous,
+    for kernels that read pages in place; with `across` a head's keys are moreover stored dimension by dimension,
+    [Hkv, D, page], so that one vector instruction scores several slots.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        by_head: bool = False,
+        across: bool = False,
+        inv_freq: torch.Tensor | None = None,
+    ) -> None:
+        self.clear_pages = kv.clear  # a runner may have a faster one
+        self._inv_freq = inv_freq  # the model's angles for each position, by which keys are rotated
+        shape = (layers, 2, pages + 1, page_size * kv_heads * head_dim)
+        self._memory = None
+        if device.type == "cpu":
+            self._memory = host_memory.lazy_zeros(math.prod(shape) * dtype.itemsize)
+            self.raw = torch.frombuffer(self._memory, dtype=torch.uint8).view(dtype).view(shape)
+        else:
+            self.raw = torch.zeros(shape, dtype=dtype, device=device)
+        keys, values = self.raw.unbind(1)
+        slots, heads = (page_size, kv_heads, head_dim), (kv_heads, page_size, head_dim)
+        self.values = values.unflatten(2, heads).transpose(2, 3) if by_head else values.unflatten(2, slots)
+        if across:
+            self.keys = keys.unflatten(2, (kv_heads, head_dim, page_size)).permute(0, 1, 4, 2, 3)
+        else:
+            self.keys = keys.unflatten(2, heads).transpose(2, 3) if by_head else keys.unflatten(2, slots)
+
+    def apply(self, edits: Sequence[Edit]) -> None:
+        """Do noted edits in order; consecutive clears go in one call."""
+        run: list[int] = []
+        for edit in edits:
+            if isinstance(edit, Clear) and edit.start == 0:
+                run.append(edit.page)
+                continue
+            self._clear(run)
+            run = []
+            match edit:
+                case Clear(page, start):
+                    self.keys[:, page, start:] = 0
+                    self.values[:, page, start:] = 0
+                case Copy(source, target, slots):
+                    kv.copy(self.keys, source, target, slots)
+                    kv.copy(self.values, source, target, slots)
+                case Gather():
+                    self._gather(edit)
+                case Export(pages, target):
+                    target.data = from_tensor(self.read(pages))
+                case Import(source, places, pages):
+                    data = source.data
+                    assert isinstance(data, np.ndarray)
+                    self.write(pages, tensor(data[:, :, list(places)]))
+        self._clear(run)
+
+    def _gather(self, edit: Gather) -> None:
+        pages, places, end = self._index(edit.pages), self._index(edit.places), edit.start + len(edit.pages)
+        keys = self.keys[:, pages, places]  # [L, slots, Hkv, D]
+        if edit.shift:
+            assert self._inv_freq is not None
+            positions = self._index(edit.positions)
+            keys = turn(keys, self._inv_freq, positions, positions + edit.shift)
+        self.keys[:, edit.target, edit.start : end] = keys
+        self.values[:, edit.target, edit.start : end] = self.values[:, pages, places]
+
+    def read(self, pages: Sequence[int]) -> torch.Tensor:
+        """Keys and values of these pages, [L, 2, pages, page, Hkv, D], however they lie in memory."""
+        index = self._index(pages)
+        return torch.stack([self.keys.index_select(1, index), self.values.index_select(1, index)], 1)
+
+    def write(self, pages: Sequence[int], data: torch.Tensor) -> None:
+        """What `read` gave, into these pages."""
+        index, data = self._index(pages), data.to(self.raw.device)
+        self.keys.index_copy_(1, index, data[:, 0])
+        self.values.index_copy_(1, index, data[:, 1])
+
+    @property
+    def nbytes(self) -> int:
+        return self.raw.nbytes
+
+    @property
+    def width(self) -> int:
+        return self.raw.element_size()
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        layers, _, *page = self.keys.shape
+        return (layers, 2, *page)
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        if self._memory is not None:
+            host_memory.give_back_pages(self._memory, self.raw.shape, self.width, pages)
+
+    def from_bytes(self, data: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        return from_tensor(_numbers(data, self.raw.dtype)).reshape(shape)
+
+    def save_state(self, state: Any) -> np.ndarray:
+        return state.cpu().contiguous().view(torch.uint8).flatten().numpy()
+
+    def load_state(self, data: np.ndarray, dtype: str) -> torch.Tensor:
+        return _numbers(data, getattr(torch, dtype)).to(self.raw.device)
+
+    def _index(self, pages: Sequence[int]) -> torch.Tensor:
+        return to_device(pages, torch.int64, self.raw.device)
+
+    def _clear(self, pages: list[int]) -> None:
+        if pages:
+            self.clear_pages(self.raw, self._index(pages))
+
+
+def _numbers(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(data.copy()).view(dtype)  # as the file has it, it may be unaligned
