@@ -66,10 +66,10 @@ DECLARED: dict[tuple[str, str], Callable[[], Fields]] = {
 OTHERS = {
     "generate": "sampler unknown",
     "file": "eos_ids bos_id pad_id unknown",
-    "cli": "model dtype device threads quantize memory_fraction system prompt raw profile profile_json json quiet",
+    "cli": "model dtype device threads quantize memory memory_fraction kv_dtype system prompt raw profile profile_json json quiet",
     "http": "model stream stream_options priority allowed_token_ids stop_token_ids prompt_logprobs "
     "logprobs_mode metadata prediction prompt_cache_key prompt_cache_retention safety_identifier service_tier store "
-    "user prompt best_of echo messages max_completion_tokens top_logprobs response_format tools tool_choice "
+    "user prompt suffix best_of echo messages max_completion_tokens top_logprobs response_format tools tool_choice "
     "parallel_tool_calls modalities add_generation_prompt cache_salt chat_template_kwargs continue_final_message "
     "function_call functions include_stop_str_in_output reasoning_effort return_token_ids skip_special_tokens "
     "truncate_prompt_tokens verbosity",
