@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from inspect import isawaitable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Self, TypeVar
@@ -38,7 +36,7 @@ from headway.program.loaded_model import LoadedModel
 from headway.program.page_map import PageMap, map_pages
 from headway.program.pool_size import PoolSize
 from headway.program.prefix_cache import PrefixCache
-from headway.program.run_in_thread import run_in_thread
+from headway.program.run_in_thread import run_program
 from headway.program.snapshots import Snapshots
 from headway.program.weights import sleep, update_weights, wake
 from headway.runtime.adapters import DeviceWeights, LoadedAdapters
@@ -172,26 +170,7 @@ class Engine:
         *args: Any,
     ) -> Result:
         """Run `program(engine, *args)` to its end and return its value; works where an event loop runs already."""
-
-        if not callable(program):
-            raise WrongType(f"the program is {short_repr(program)}; give run an async function that takes the engine")
-
-        async def main() -> Result:
-            running = program(self, *args)
-            if not isawaitable(running):
-                raise WrongType(
-                    f"the program returned {short_repr(running)}, which cannot be awaited; write it with async def"
-                )
-            return await running
-
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            inside = False
-        else:
-            inside = True
-        # Outside of the `except`, or every error of the program would be shown as one during the handling of that one.
-        return run_in_thread(main) if inside else asyncio.run(main())
+        return run_program(program, self, *args)
 
     def context(
         self,

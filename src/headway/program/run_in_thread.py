@@ -1,4 +1,4 @@
-"""Runs a program to its end in a thread of its own, for callers whose thread has a running event loop."""
+"""Runs a program to its end, in a thread of its own where the caller's has a running event loop."""
 
 from __future__ import annotations
 
@@ -6,10 +6,37 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from inspect import isawaitable
 from typing import Any, TypeVar
+
+from headway.base.errors import WrongType
+from headway.base.text import short_repr
 
 Result = TypeVar("Result")
 POLL = 0.1  # seconds between checks whether the waiting task was cancelled
+
+
+def run_program(program: Callable[..., Awaitable[Result]], *args: Any) -> Result:
+    """Run `program(*args)` to its end and return its value."""
+    if not callable(program):
+        raise WrongType(f"the program is {short_repr(program)}; give run an async function that takes the engine")
+
+    async def main() -> Result:
+        running = program(*args)
+        if not isawaitable(running):
+            raise WrongType(
+                f"the program returned {short_repr(running)}, which cannot be awaited; write it with async def"
+            )
+        return await running
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        inside = False
+    else:
+        inside = True
+    # Outside of the `except`, or every error of the program would be shown as one during the handling of that one.
+    return run_in_thread(main) if inside else asyncio.run(main())
 
 
 def run_in_thread(main: Callable[[], Awaitable[Result]]) -> Result:

@@ -7,7 +7,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from inspect import isawaitable
 from types import MappingProxyType, SimpleNamespace, TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -17,7 +16,7 @@ from headway.base.errors import Closed, HeadwayError, InvalidInput, Unsupported,
 from headway.base.text import short_repr
 from headway.program.figures import EngineInfo, EngineStats
 from headway.program.ids import token_ids
-from headway.program.run_in_thread import run_in_thread
+from headway.program.run_in_thread import run_program
 from headway.remote.callables import Callables
 from headway.remote.connection import Connection
 from headway.remote.context import RemoteContext
@@ -75,24 +74,7 @@ class RemoteEngine:
 
     def run(self, program: Callable[..., Awaitable[Result]], *args: Any) -> Result:
         """Run `program(engine, *args)` to its end and return its value; works where an event loop runs already."""
-        if not callable(program):
-            raise WrongType(f"the program is {short_repr(program)}; give run an async function that takes the engine")
-
-        async def main() -> Result:
-            running = program(self, *args)
-            if not isawaitable(running):
-                raise WrongType(
-                    f"the program returned {short_repr(running)}, which cannot be awaited; write it with async def"
-                )
-            return await running
-
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            inside = False
-        else:
-            inside = True
-        return run_in_thread(main) if inside else asyncio.run(main())
+        return run_program(program, self, *args)
 
     def context(
         self,
