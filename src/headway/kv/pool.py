@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +15,21 @@ from headway.base.arrays import STORED
 from headway.kernels.host.rope import turn
 from headway.kv import host_memory
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
+
+
+def in_runs(edits: Sequence[Edit]) -> Iterator[Edit | list[int]]:
+    """The edits in order, with the pages of consecutive clears of whole pages as one list."""
+    run: list[int] = []
+    for edit in edits:
+        if isinstance(edit, Clear) and edit.start == 0:
+            run.append(edit.page)
+            continue
+        if run:
+            yield run
+            run = []
+        yield edit
+    if run:
+        yield run
 
 
 class Pool(Protocol):
@@ -103,14 +118,10 @@ class HostPool:
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Do noted edits in order; consecutive clears go in one call."""
-        run: list[int] = []
-        for edit in edits:
-            if isinstance(edit, Clear) and edit.start == 0:
-                run.append(edit.page)
-                continue
-            self._clear(run)
-            run = []
+        for edit in in_runs(edits):
             match edit:
+                case list():
+                    self.raw[:, :, edit] = 0
                 case Clear(page, start):
                     self.keys[:, page, start:] = 0
                     self.values[:, page, start:] = 0
@@ -125,7 +136,6 @@ class HostPool:
                     data = source.data
                     assert isinstance(data, np.ndarray)
                     self.write(pages, data[:, :, list(places)])
-        self._clear(run)
 
     def _gather(self, edit: Gather) -> None:
         pages, places = np.array(edit.pages, np.int64), np.array(edit.places, np.int64)
@@ -155,7 +165,3 @@ class HostPool:
 
     def load_state(self, data: np.ndarray, dtype: str) -> np.ndarray:
         return data.copy().view(STORED[dtype])
-
-    def _clear(self, pages: list[int]) -> None:
-        if pages:
-            self.raw[:, :, pages] = 0

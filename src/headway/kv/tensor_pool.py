@@ -16,6 +16,7 @@ from headway.kernels.reference.rope import turn
 from headway.kernels.transfer import to_device
 from headway.kv import host_memory
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
+from headway.kv.pool import in_runs
 
 
 class TensorPool:
@@ -59,14 +60,10 @@ class TensorPool:
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Do noted edits in order; consecutive clears go in one call."""
-        run: list[int] = []
-        for edit in edits:
-            if isinstance(edit, Clear) and edit.start == 0:
-                run.append(edit.page)
-                continue
-            self._clear(run)
-            run = []
+        for edit in in_runs(edits):
             match edit:
+                case list():
+                    self.clear_pages(self.raw, self._index(edit))
                 case Clear(page, start):
                     self.keys[:, page, start:] = 0
                     self.values[:, page, start:] = 0
@@ -81,7 +78,6 @@ class TensorPool:
                     data = source.data
                     assert isinstance(data, np.ndarray)
                     self.write(pages, tensor(data[:, :, list(places)]))
-        self._clear(run)
 
     def _gather(self, edit: Gather) -> None:
         pages, places, end = self._index(edit.pages), self._index(edit.places), edit.start + len(edit.pages)
@@ -132,10 +128,6 @@ class TensorPool:
 
     def _index(self, pages: Sequence[int]) -> torch.Tensor:
         return to_device(pages, torch.int64, self.raw.device)
-
-    def _clear(self, pages: list[int]) -> None:
-        if pages:
-            self.clear_pages(self.raw, self._index(pages))
 
 
 def _numbers(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
