@@ -17,7 +17,7 @@ from headway.kernels.triton.lora import (  # noqa: E402
     MATRICES,
     AdapterTable,
     AdapterTiles,
-    LowRank,
+    LowRankTerm,
     expand,
     rank_blocks,
     shrink,
@@ -74,11 +74,8 @@ def tiles_of(groups: list[tuple[int, list[int]]], empty: int = 1) -> tuple[list[
 
 def laid_out(groups: list[tuple[int, list[int]]], scales: torch.Tensor, rows: int, blocks: int) -> AdapterTiles:
     tiles, used = tiles_of(groups)
-    places = torch.full((rows, 2), -1, dtype=torch.int32)
-    for tile in range(len(tiles) // 3):
-        _, start, count = tiles[3 * tile : 3 * tile + 3]
-        for use in range(start, start + count):
-            places[used[use]] = torch.tensor([use, tile])
+    places = torch.full((rows,), -1, dtype=torch.int32)
+    places[used] = torch.arange(len(used), dtype=torch.int32)
     return AdapterTiles(ints(tiles).view(-1, 3), ints(used), scales, places.to(DEVICE), blocks)
 
 
@@ -117,7 +114,7 @@ def test_rows_get_what_their_adapters_add(
     how = laid_out(groups, scales, rows, blocks=2)
     sums = torch.full(how.sums(), float("nan"), device=DEVICE)
     expected = y.float() + expected_sum(made, x, sum(outputs), groups, scales) * 2.0
-    added = LowRank(made.table, 1, 0, tuple(outputs), how, sums)
+    added = LowRankTerm(made.table, 1, 0, tuple(outputs), how, sums)
     shrink(x, added, ahead=ahead)
     expand(y, added, k, factor=2.0, ahead=ahead)
     limit = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
@@ -133,7 +130,7 @@ def test_a_row_has_the_same_bits_in_any_tile(dtype: torch.dtype) -> None:
     def row(groups: list[tuple[int, list[int]]], blocks: int) -> torch.Tensor:
         how = laid_out(groups, torch.full((sum(len(rows) for _, rows in groups),), 0.3, device=DEVICE), 20, blocks)
         y = torch.zeros(20, 70, dtype=dtype, device=DEVICE)
-        added = LowRank(made.table, 0, 0, (70,), how, torch.zeros(how.sums(), device=DEVICE))
+        added = LowRankTerm(made.table, 0, 0, (70,), how, torch.zeros(how.sums(), device=DEVICE))
         shrink(x, added, ahead=False)
         expand(y, added, 300, ahead=False)
         return y[7]
@@ -153,7 +150,7 @@ def test_a_matmul_adds_them_before_it_multiplies_gate_and_up(ahead: bool, dtype:
     groups = [(2, [26, 5]), (0, list(range(6, 24))), (1, [0, 25]), *((3 + i, [30 + i, 37 + i]) for i in range(7))]
     scales = scales_of(groups)
     how = laid_out(groups, scales, rows, blocks=2)
-    added = LowRank(made.table, 1, 0, (n, n), how, torch.full(how.sums(), float("nan"), device=DEVICE))
+    added = LowRankTerm(made.table, 1, 0, (n, n), how, torch.full(how.sums(), float("nan"), device=DEVICE))
     delta = torch.full((many, 2 * n), float("nan"), dtype=dtype, device=DEVICE)
     y = torch.empty(many, n, dtype=dtype, device=DEVICE)
     shrink(x, added, ahead=ahead)

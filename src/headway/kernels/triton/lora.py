@@ -2,7 +2,7 @@
 
     tiles     [n, 3] int32: an adapter's slot, its first use and how many uses; at most TILE, 0 for an empty tile
     rows      [uses] int32, scales [uses] float32: the row of each use, and the adapter's scale there
-    places    [rows, 2] int32: the use and the tile of each row, -1 for a row without an adapter
+    places    [rows] int32: the use of each row, -1 for a row without an adapter
     pointers  [slots, layers, 7, 2] int64: where A [r, K] and B [N, r] of each matrix lie, r padded with zeros to whole
               blocks of RANKS; ranks and factors [slots, layers, 7]: their ranks, 0 for nothing, and what to multiply
               their product with
@@ -72,7 +72,7 @@ class AdapterTiles:
     tiles: Tensor  # [n, 3] int32
     rows: Tensor  # [uses] int32
     scales: Tensor  # [uses] float32
-    places: Tensor  # [rows, 2] int32
+    places: Tensor  # [rows] int32
     blocks: int
 
     def sums(self) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class AdapterTiles:
 
 
 @dataclass(frozen=True, eq=False)
-class LowRank:
+class LowRankTerm:
     """What adapters add to one matmul of a layer: the pieces of its matrix, from matrix `first` on, have these numbers
     of outputs, side by side."""
 
@@ -97,7 +97,7 @@ class LowRank:
         return [*self.outputs, 0, 0][:PIECES]
 
 
-def shrink(x: Tensor, low_rank: LowRank, *, ahead: bool) -> None:
+def shrink(x: Tensor, low_rank: LowRankTerm, *, ahead: bool) -> None:
     """A x of every use, part by part, into the sums."""
     table, how, k = low_rank.table, low_rank.tiles, x.shape[1]
     part = triton.cdiv(triton.cdiv(k, splits(k)), BLOCK_INPUTS) * BLOCK_INPUTS
@@ -110,7 +110,7 @@ def shrink(x: Tensor, low_rank: LowRank, *, ahead: bool) -> None:
     )  # fmt: skip
 
 
-def expand(y: Tensor, low_rank: LowRank, k: int, *, factor: float = 1.0, add: bool = True, ahead: bool) -> None:
+def expand(y: Tensor, low_rank: LowRankTerm, k: int, *, factor: float = 1.0, add: bool = True, ahead: bool) -> None:
     """y [T, N] += factor × scale × B (A x) at the rows of the uses, from the sums of `k` inputs.
 
     Without `add` it is written there, a zero where an adapter has nothing for a piece; other rows stay as they are.

@@ -46,7 +46,7 @@ def matmul(
     """x [T, K] times weight [N, K], plus bias [N], into y [T, N], which may be of a wider type.
 
     With `gated` the matrix is [2N, K], gate above up, and y is silu(gate) × up. `delta` [T, 2N] is added to gate and up
-    first, at rows that have a use of adapters by `places` [rows, 2] (see lora.py).
+    first, at rows that have a use of adapters by `places` [rows] (see lora.py).
     """
     assert (delta is None) == (places is None)
     assert delta is None or gated
@@ -113,7 +113,7 @@ def _matmul(
         if BIAS:
             up += tl.load(bias + n + o, mask=o < n, other=0.0).to(tl.float32)[None, :]
         if DELTA:
-            used = tl.load(places + 2 * m, mask=m < placed, other=-1) >= 0
+            used = tl.load(places + m, mask=m < placed, other=-1) >= 0
             at = delta + m.to(tl.int64)[:, None] * (2 * n) + o[None, :]
             there = used[:, None] & (o < n)[None, :]
             total += tl.load(at, mask=there, other=0.0).to(tl.float32)

@@ -55,7 +55,7 @@ class AdapterShape:
     @property
     def size(self) -> int:
         """Numbers on the device."""
-        return self._rows_at + 4 * self.rounds * self.uses
+        return self._rows_at + 3 * self.rounds * self.uses
 
     @property
     def _rows_at(self) -> int:
@@ -66,7 +66,7 @@ class AdapterShape:
         tiles = ints[: 3 * self.rounds * self.tiles].view(self.rounds, self.tiles, 3)
         half = 2 * self.rounds * self.uses
         both = ints[self._rows_at : self._rows_at + half].view(2, self.rounds, self.uses)
-        places = ints[self._rows_at + half : self.size].view(self.rounds, self.uses, 2)
+        places = ints[self._rows_at + half : self.size].view(self.rounds, self.uses)
         scales = both[1].view(torch.float32)
         return [AdapterTiles(tiles[i], both[0, i], scales[i], places[i], self.blocks) for i in range(self.rounds)]
 
@@ -76,12 +76,11 @@ class AdapterShape:
         tiles = host[: 3 * self.rounds * self.tiles].reshape(self.rounds, self.tiles, 3)
         half = 2 * self.rounds * self.uses
         both = host[self._rows_at : self._rows_at + half].reshape(2, self.rounds, self.uses)
-        places = host[self._rows_at + half :].reshape(self.rounds, self.uses, 2)
+        places = host[self._rows_at + half :].reshape(self.rounds, self.uses)
         places[:] = -1
         for i, one in enumerate(rounds):
             tiles[i, : len(one.tiles)] = one.tiles
-            of_use = np.repeat(np.arange(len(one.tiles)), [count for _, _, count in one.tiles])
-            places[i, one.rows] = np.stack([np.arange(len(one.rows)), of_use], axis=1)
+            places[i, one.rows] = np.arange(len(one.rows))
             both[0, i, : len(one.rows)] = one.rows
             both[1, i, : len(one.rows)] = np.array(one.scales, np.float32).view(np.int32)
         return host

@@ -25,7 +25,7 @@ from headway.kernels.triton import matmul as tiled
 from headway.kernels.triton.attention import AttentionTile, PagedKV, Scratch, Splits
 from headway.kernels.triton.fused import HeadConfig
 from headway.kernels.triton.launch import can_go_ahead, shared_memory
-from headway.kernels.triton.lora import LowRank
+from headway.kernels.triton.lora import LowRankTerm
 from headway.kernels.triton.matvec import RmsNorm, matvec
 from headway.kernels.triton.quantized import CudaQuantizedMatrix
 from headway.kv.tensor_pool import TensorPool
@@ -193,14 +193,14 @@ class CudaModel:
             lora.shrink(x, one, ahead=self.ahead)
             lora.expand(y, one, x.shape[1], factor=factor, ahead=self.ahead)
 
-    def _low_ranks(self, at: Place, step: DeviceStep) -> list[LowRank]:
+    def _low_ranks(self, at: Place, step: DeviceStep) -> list[LowRankTerm]:
         """What adapters add to a matmul, round by round."""
         l, stack = at
         if step.adapters is None or stack not in step.adapters.shape.stacks:
             return []
         known, sums = self.adapters, step.adapters.sums
         first, outputs = known.first[stack], known.outputs[stack]
-        return [LowRank(known.table, l, first, outputs, tiles, sums) for tiles in step.adapters.rounds]
+        return [LowRankTerm(known.table, l, first, outputs, tiles, sums) for tiles in step.adapters.rounds]
 
     def _gate_up_delta(self, l: int, h: Tensor, step: DeviceStep) -> Tensor | None:
         """What adapters add to gate and up, with their bias: a gated matmul multiplies them by itself."""
