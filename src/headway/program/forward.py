@@ -30,14 +30,14 @@ from headway.base.errors import (
 from headway.base.masks import Mask, check_rows, logit_mask
 from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
-from headway.base.samplers import Sampler, Sampling, bias_array, resolve
+from headway.base.samplers import Sampler, Sampling, bias_array
 from headway.base.text import short_repr
 from headway.models.adapters.adapter import Adapter
 from headway.program.adapters import use_of
 from headway.program.checks import check_reread, check_windows
 from headway.program.ids import check_position, integers, position_ids, token_ids
 from headway.program.output import Output, ProbeHandle, SampleHandle
-from headway.program.readout_checks import check_probe, check_readout
+from headway.program.readout_checks import check_probe, checked_sample
 from headway.program.view import ContextView
 from headway.runtime.job import Job
 from headway.runtime.passes import BEFORE, AsyncLogitMask, Feed, Pass, PassResult, Readout
@@ -210,20 +210,9 @@ class Forward:
         """Draw one token at each row. Penalties count `history`, by default the context's tokens up to the row;
         presence and frequency count only `generated` when it is given."""
         self._check_open()
-        rows = integers(indices, "indices")
-        if not rows:
-            raise InvalidInput("sample was given no rows; -1 is the last")
-        vocab = self._context.engine.vocab_size
-        if not isinstance(sampler, Sampler):
-            raise WrongType(
-                f"{short_repr(sampler)} is not a sampler; give Argmax(), Multinomial(...), Sampling(...) or another one"
-            )
-        what = resolve(sampler)
-        check_readout(self._context.engine.config, what)
-        past = None if history is None else tuple(token_ids(history, vocab, "history"))
-        new = None if generated is None else tuple(token_ids(generated, vocab, "generated"))
-        handle = SampleHandle(self, len(self._asks), len(rows))
-        self._asks += [_Ask(row, what, past, new) for row in rows]
+        ask = checked_sample(self._context.engine.config, indices, sampler, history, generated)
+        handle = SampleHandle(self, len(self._asks), len(ask.rows))
+        self._asks += [_Ask(row, ask.what, ask.history, ask.generated) for row in ask.rows]
         return handle
 
     def probe(self, index: int, probe: P) -> ProbeHandle[P]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 from headway.base.errors import InvalidInput, OutOfRange, WrongType
 from headway.base.probes import AttentionScores, Distribution, Hidden, LogitLens, Logprob, Logprobs, Probe, Ranking
-from headway.base.samplers import Sampling, bias_array
+from headway.base.samplers import Sampler, Sampling, bias_array, resolve
 from headway.base.text import short_repr
-from headway.program.ids import token_ids
+from headway.program.ids import integers, token_ids
 
 
 class ModelSize(Protocol):
@@ -19,6 +20,37 @@ class ModelSize(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+
+class SampleAsk(NamedTuple):
+    """What a program asks for with `sample`, checked: the rows, the sampler, and the tokens that penalties count."""
+
+    rows: list[int]
+    what: Sampling
+    history: tuple[int, ...] | None
+    generated: tuple[int, ...] | None
+
+
+def checked_sample(
+    config: ModelSize,
+    indices: Iterable[int],
+    sampler: Sampler,
+    history: Iterable[int] | None,
+    generated: Iterable[int] | None,
+) -> SampleAsk:
+    """The arguments of `Forward.sample`; raises for what no context could take."""
+    rows = integers(indices, "indices")
+    if not rows:
+        raise InvalidInput("sample was given no rows; -1 is the last")
+    if not isinstance(sampler, Sampler):
+        raise WrongType(
+            f"{short_repr(sampler)} is not a sampler; give Argmax(), Multinomial(...), Sampling(...) or another one"
+        )
+    what, vocab = resolve(sampler), config.vocab_size
+    check_readout(config, what)
+    past = None if history is None else tuple(token_ids(history, vocab, "history"))
+    new = None if generated is None else tuple(token_ids(generated, vocab, "generated"))
+    return SampleAsk(rows, what, past, new)
 
 
 def check_readout(config: ModelSize, what: Sampling | Probe) -> None:

@@ -27,11 +27,11 @@ from headway.base.errors import (
 from headway.base.lazy_numpy import has_numpy
 from headway.base.masks import Mask, logit_mask
 from headway.base.probes import Probe
-from headway.base.samplers import Sampler, bias_array, resolve
+from headway.base.samplers import Sampler, bias_array
 from headway.base.text import short_repr
 from headway.program.ids import integers, position_ids, token_ids
 from headway.program.output import Output, ProbeHandle, SampleHandle
-from headway.program.readout_checks import check_probe, check_readout
+from headway.program.readout_checks import check_probe, checked_sample
 from headway.remote.connection import Lost
 from headway.remote.mailbox import Mailbox
 from headway.remote.rules import bound_mask
@@ -167,20 +167,10 @@ class RemoteForward:
     ) -> SampleHandle:
         """Draw one token at each row. Penalties count `history`, by default the context's tokens up to the row."""
         self._check_open()
-        rows = integers(indices, "indices")
-        if not rows:
-            raise InvalidInput("sample was given no rows; -1 is the last")
-        if not isinstance(sampler, Sampler):
-            raise WrongType(
-                f"{short_repr(sampler)} is not a sampler; give Argmax(), Multinomial(...), Sampling(...) or another one"
-            )
-        vocab = self._context.engine.vocab_size
-        check_readout(self._context.engine.config, resolve(sampler))
-        past = None if history is None else token_ids(history, vocab, "history")
-        new = None if generated is None else token_ids(generated, vocab, "generated")
-        self._operations.append(["sample", rows, spec_json(sampler), past, new])
-        handle = SampleHandle(self, self._values, len(rows))
-        self._asks.append(len(rows))
+        ask = checked_sample(self._context.engine.config, indices, sampler, history, generated)
+        self._operations.append(["sample", ask.rows, spec_json(sampler), ask.history, ask.generated])
+        handle = SampleHandle(self, self._values, len(ask.rows))
+        self._asks.append(len(ask.rows))
         return handle
 
     def probe(self, index: int, probe: P) -> ProbeHandle[P]:
